@@ -78,7 +78,8 @@ class Condition(MaskSymbol):
     segments: the numbers that `SameSegment` compares in the mask. lengths: whether the mask reads
     kv_lengths, which are those of the frame. within: tables whose numbers count positions in a
     sequence: the places are right where query and key lie in one, and elsewhere they may be wrong.
-    separates: tables that have one number for the query and the key of every place.
+    separates: tables that have one number for the query and the key of every place. ends: whether
+    it is known to hide all keys after the last query's token.
     """
 
     mask: Mask | None = None
@@ -87,6 +88,7 @@ class Condition(MaskSymbol):
     lengths: bool = False
     within: tuple[Tensor, ...] = ()
     separates: tuple[Tensor, ...] = ()
+    ends: bool = False
 
     def to(self, *_: object) -> Condition:
         """Itself: there is nothing to move."""
@@ -97,6 +99,13 @@ class Condition(MaskSymbol):
         """Whether it holds at all places."""
         return self.mask is None and len(self.kinds) == len(self.within) == 0
 
+    def ending(self) -> Condition:
+        """The same, beside what hides all keys after the last query's token."""
+        return Condition(
+            *(self.mask, self.kinds, self.segments, self.lengths, self.within, self.separates),
+            ends=True,
+        )
+
     def closed(self) -> Condition:
         """The same without kinds: the mask compares their numbers, as those of one kind.
 
@@ -106,12 +115,13 @@ class Condition(MaskSymbol):
             return self
         mask = SameSegment() if self.mask is None else self.mask & SameSegment()
         segments = one_kind(self.segments, pair_kinds(self.kinds))
-        return Condition(mask, (), segments, self.lengths, self.within, self.separates)
+        return Condition(mask, (), segments, self.lengths, self.within, self.separates, self.ends)
 
     def __and__(self, other: object) -> Condition:
         other = as_condition(other)
         if self.is_everywhere or other.is_everywhere:
-            return other if self.is_everywhere else self
+            kept = other if self.is_everywhere else self
+            return kept.ending() if self.ends or other.ends else kept
         if self.mask is None or other.mask is None:
             mask = other.mask if self.mask is None else self.mask
         else:
@@ -124,17 +134,19 @@ class Condition(MaskSymbol):
             self.lengths or other.lengths,
             within_beside((*self.within, *other.within), separates),
             separates,
+            self.ends or other.ends,
         )
 
     def __or__(self, other: object) -> Condition:
         a, b = self.closed(), as_condition(other).closed()
         if a.is_everywhere or b.is_everywhere:
-            return Condition()
+            return Condition(ends=a.ends and b.ends)
         within = (*a.within, *b.within)
         if a.mask is None or b.mask is None:  # all places within a sequence
             return Condition(within=within)
-        segments = one_kind(a.segments, b.segments)
-        return Condition(a.mask | b.mask, (), segments, a.lengths or b.lengths, within)
+        segments, lengths = one_kind(a.segments, b.segments), a.lengths or b.lengths
+        ends = a.ends and b.ends
+        return Condition(a.mask | b.mask, (), segments, lengths, within, ends=ends)
 
     def __invert__(self) -> Condition:
         a = self.closed()

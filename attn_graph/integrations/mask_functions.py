@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, evolve
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -76,11 +76,27 @@ class Frame:
             return count.expand(self.B)
         return torch.full((self.B,), count, dtype=torch.int64, device=self.device)
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether masks are made on a CPU."""
+        return torch.device(self.device).type == "cpu"
+
+    @property
+    def keys_so_far(self) -> Frame:
+        """The same with the keys up to the last query's token alone; itself where that is not
+        known, or plans would be made for each such number: of several queries after other keys."""
+        shift = self.shift
+        if not isinstance(shift, int) or (self.M > 1 and shift != 0):
+            return self
+        return evolve(self, N=shift + self.M) if 0 < shift + self.M < self.N else self
+
     def condition(self, bounds: Bounds) -> Condition:
         """The places whose tokens are within bounds."""
         condition = Condition()
         if bounds.kind == "band":
             condition = self.band(bounds.low, bounds.high)
+            if bounds.high is not None and bounds.high <= 0:
+                condition = condition.ending()
         elif bounds.kind == "keys":
             condition = self.keys(bounds.low, bounds.high)
         return ~condition if bounds.outside else condition
@@ -292,7 +308,7 @@ class Difference(MaskSymbol):
         if bounds is None:
             raise UnreadableMaskError("compares a distance with what is no bound of it")
         made = self.frame.condition(bounds)
-        return Condition(made.mask, lengths=made.lengths, within=self.within)
+        return Condition(made.mask, (), None, made.lengths, self.within, ends=made.ends)
 
 
 @define(eq=False)

@@ -23,17 +23,20 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from attn_graph.compiler import explain
 from attn_graph.errors import GraphError
 from attn_graph.integrations.conditions import (
+    Condition,
     Kind,
     UnreadableMaskError,
     is_readable_now,
     pair_kinds,
 )
-from attn_graph.integrations.mask_functions import Frame, read_mask_function
+from attn_graph.integrations.mask_functions import Frame, MaskFunction, read_mask_function
 from attn_graph.ir import builder
+from attn_graph.ir.builder import EXTRA
 from attn_graph.ir.graph import Graph
+from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.target import Target
 from attn_graph.masks import And, Causal, Mask, SameSegment, flatten_join
-from attn_graph.nn.functional import attention
+from attn_graph.nn.calls import SEGMENTS, Named, attend_as, draw_seed
 from attn_graph.planner.explanation import Explanation
 from attn_graph.spec import TensorSpec
 
@@ -53,11 +56,13 @@ class MaskDescription:
 
     It stands where transformers has a boolean tensor [B,1,M,N], and becomes that tensor, which the
     log says, for a model that computes with it. arguments: what `sdpa_mask` makes the tensor of.
+    keys: how many there are up to the last query's token, where a layer need read no others.
     """
 
     mask: Mask | None
     tensors: Tensors
     arguments: Mapping[str, Any] = field(repr=False)  # Any: those of transformers
+    keys: int | None = None
     ndim = 4
 
     @property
@@ -82,7 +87,7 @@ class MaskDescription:
             name: x.to(device) if isinstance(x, Tensor) else tuple(each.to(device) for each in x)
             for name, x in self.tensors.items()
         }
-        return MaskDescription(self.mask, moved, self.arguments)
+        return MaskDescription(self.mask, moved, self.arguments, self.keys)
 
     def __getitem__(self, index: object) -> Tensor:
         return self.dense()[index]  # type: ignore[index]  # whatever indexes a tensor
@@ -128,11 +133,12 @@ def decode_mask(
         "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function,
         "attention_mask": attention_mask, "use_vmap": use_vmap, "device": device,
     }  # fmt: skip
-    frame = Frame(batch_size, q_length, kv_length, q_offset, kv_offset, device, trusts=not use_vmap)
+    first = read_offset(q_offset)
+    frame = Frame(batch_size, q_length, kv_length, first, kv_offset, device, trusts=not use_vmap)
     try:
         if use_vmap and torch.compiler.is_compiling():
             raise UnreadableMaskError("is not transformers' own, and torch.compile traces it")
-        condition = read_mask_function(mask_function, frame)
+        condition, frame = read_keys_so_far(mask_function, frame)
     except UnreadableMaskError as error:
         say_once(f"a mask function {error}")
         return dense_mask(arguments)
@@ -143,7 +149,29 @@ def decode_mask(
         tensors["kv_lengths"] = frame.lengths()
     if attention_mask is not None:
         tensors |= read_padding(attention_mask, frame)
-    return MaskDescription(condition.mask, tensors, arguments)
+    keys = None if kv_length == frame.N else frame.N
+    return MaskDescription(condition.mask, tensors, arguments, keys)
+
+
+def read_offset(q_offset: int | Tensor) -> int | Tensor:
+    """The token of the first query, as a number where the host need not wait for it."""
+    if isinstance(q_offset, Tensor) and is_readable_now(q_offset, 1):
+        return int(q_offset)
+    return q_offset
+
+
+def read_keys_so_far(mask_function: MaskFunction, frame: Frame) -> tuple[Condition, Frame]:
+    """What a mask function keeps, and of which keys. On CPUs, whose plans are for any number of
+    keys, the room of a cache behind the last token is left out, as it is hidden from all queries.
+
+    Raises UnreadableMaskError.
+    """
+    if not (torch.compiler.is_compiling() or is_traced()) and frame.is_on_cpu:
+        shorter = frame.keys_so_far
+        condition = read_mask_function(mask_function, shorter)
+        if condition.ends or shorter is frame:
+            return condition, shorter
+    return read_mask_function(mask_function, frame), frame
 
 
 def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
@@ -152,17 +180,17 @@ def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
     Which one is read from the tensor, except while a token is decoded on a GPU, where that would
     wait for the device, and where calls are traced or captured: then they are flags.
     """
-    end = frame.kv_offset + frame.N
-    flags = torch.nn.functional.pad(attention_mask, (0, max(0, end - attention_mask.shape[1])))
-    flags = flags[:, frame.kv_offset : end]
+    flags = attention_mask[:, frame.kv_offset : frame.kv_offset + frame.N]
+    if (missing := frame.N - flags.shape[1]) > 0:
+        flags = torch.nn.functional.pad(flags, (0, missing))
     if is_readable_now(flags, frame.M):
-        lengths = flags.sum(1)
-        first = torch.arange(frame.N, device=flags.device) < lengths[:, None]
-        every, at_start = torch.stack([flags.all(), (flags == first).all()]).tolist()
-        if every:
+        if flags.all():
             return {}
-        if at_start and isinstance(frame.shift, int) and frame.shift == 0:
-            return {"kv_lengths": lengths}
+        if isinstance(frame.shift, int) and frame.shift == 0:
+            lengths = flags.sum(1)
+            first = torch.arange(frame.N, device=flags.device) < lengths[:, None]
+            if torch.equal(flags, first):
+                return {"kv_lengths": lengths}
     return {"keep": flags[:, None, None]}
 
 
@@ -212,6 +240,9 @@ def attend_layer(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, tensors = layer_mask(attention_mask, causal=causal and query.shape[2] > 1)
+    if isinstance(attention_mask, MaskDescription) and (n := attention_mask.keys) is not None:
+        key, value = key[:, :, :n], value[:, :, :n]
+        position_bias = None if position_bias is None else position_bias[..., :n]
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         documents = number_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
         mask, tensors = separate_documents(mask, tensors, documents)
@@ -219,13 +250,26 @@ def attend_layer(
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
         tensors["sinks"] = s_aux
-    options: Options = {"mask": mask, "scale": scaling, "soft_cap": softcap, "dropout": dropout}
     if not torch.compiler.is_compiling() and (graphs := layer_graphs.get()) is not None:
+        options: Options = {"mask": mask, "scale": scaling, "soft_cap": softcap, "dropout": dropout}
         graph = make_layer_graph(query, key, value, tensors, options)
         graphs[module] = graph, query.device
-    o = attention(query, key, value, **options, **tensors)
+    named = name_tensors(tensors)  # `attention` reads three times as many arguments at each call
+    if dropout:
+        named = {**named, **draw_seed(query.device)}
+    graph_options = (mask, scaling, None, softcap, False, dropout, False, None)
+    o = attend_as(query, key, value, named, graph_options)
     assert isinstance(o, Tensor)  # without statistics
     return o.transpose(1, 2).contiguous(), None
+
+
+def name_tensors(tensors: Tensors) -> Named:
+    """Tensors by the names of a graph's inputs, in their order."""
+    if not tensors:
+        return {}
+    flat = {name: x for name, x in tensors.items() if name != "segments"}
+    flat |= dict(zip(SEGMENTS, tensors.get("segments", ()), strict=False))
+    return {name: flat[name] for name in EXTRA if name in flat}
 
 
 def layer_mask(

@@ -170,11 +170,14 @@ def attend_as(
         check, wants = plan.memo.call
         if True in map(getattr, tensors, *NESTED):
             require_tensors({"q": q, "k": k, "v": v, **named})
-        if check(*tensors):
+        known = check(*tensors)
+        if not known and serves_sizes(plan, tensors):
+            known, (_, wants) = True, plan.memo.unsized
+        if known:
             if profiler._is_profiler_enabled:
                 return plan.run_profiled(tensors, wants)
             return plan.run_known(tensors, wants)
-        plan = plan if serves_sizes(plan, tensors) else recall(key, tensors)
+        plan = recall(key, tensors)
     if plan is not None:
         return plan(*tensors)
     return attend_by_value(q, k, v, named, options, key, anew)

@@ -28,7 +28,6 @@ from attn_graph.masks.joins import LETTERS, list_readings
 from attn_graph.nn.calls import (
     GRAPH_OPTIONS,
     SEED,
-    SEGMENTS,
     Named,
     Options,
     Outputs,
@@ -114,21 +113,16 @@ def attention(
     if isinstance(dropout, Tensor):
         dropout = read_number("rate", dropout)
     if dropout and seed is None and offset is None:
-        data |= draw_seed(q.device)
-    if not (bias is alibi is keep is q_lengths is kv_lengths is sinks is seed is offset is None):
-        slopes = None if isinstance(alibi, bool) else alibi
-        more = {"bias": bias, "alibi": slopes, "keep": keep, "sinks": sinks}
-        more |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths}
-        if dropout or (not (seed is offset is None) and reads_seed(mask)):
-            more |= {"seed": seed, "offset": offset}
-        data |= {name: tensor for name, tensor in more.items() if tensor is not None}
-    if not (q_starts is kv_starts is pages is None):
-        more = {"q_starts": q_starts, "kv_starts": kv_starts, "pages": pages}
-        data |= {name: tensor for name, tensor in more.items() if tensor is not None}
-    if segments is not None:
-        data |= dict(zip(SEGMENTS, two_parts(segments), strict=True))
-    if data:  # in the order of the graph's inputs
-        data = {name: data.pop(name) for name in EXTRA if name in data} | data
+        seed, offset = draw_seed(q.device).values()
+    elif not (dropout or seed is offset is None or reads_seed(mask)):
+        seed = offset = None
+    slopes = None if isinstance(alibi, bool) else alibi
+    each = (None, None) if segments is None else two_parts(segments)
+    given = (  # in the order of EXTRA
+        bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, seed, offset,
+        q_starts, kv_starts, pages,
+    )  # fmt: skip
+    data = {name: x for name, x in zip(EXTRA, given, strict=True) if x is not None} | data
     return attend_as(q, k, v, data, options)
 
 

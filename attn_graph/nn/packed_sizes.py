@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ PACKING = frozenset((*STARTS, "pages"))  # with one of these a call is on packed
 FIXED = frozenset(("q_lengths", "kv_lengths", "alibi", "sinks", "seed", "offset"))
 LETTERS = dict.fromkeys((*STARTS, "q_lengths", "kv_lengths"), "B") | {"pages": "BC"}
 OTHERS = ("sinks", "seed", "offset")  # whose axes are none of those that change
+MOST_KNOWN = 2**10  # sizes of which the largest is kept
 MOST_KEYS = 2**16  # of a cache that grows under one plan; from there on up to the next power of two
 
 Specs = Mapping[str, TensorSpec]
@@ -39,6 +41,9 @@ def largest_size(letter: str, size: int) -> int:
     if letter == "N":
         return max(MOST_KEYS, round_size(size))
     return max(1, round_size(size + 2) - 2) if letter == "B" else round_size(size)
+
+
+known_largest = lru_cache(MOST_KNOWN)(largest_size)  # of numbers alone: torch.compile has others
 
 
 def name_sizes(specs: Specs, caches: bool = False) -> Specs:
@@ -118,7 +123,9 @@ def serves_sizes(plan: Plan, tensors: Sequence[Tensor]) -> bool:
         return False
     fit = plan.sized.fit
     sizes = fit.lying(tensors)
-    return sizes is not None and all(
-        largest_size(symbol.name, n) == symbol.most
-        for symbol, n in zip(fit.symbols, sizes, strict=True)
-    )
+    if sizes is None:
+        return False
+    for symbol, n in zip(fit.symbols, sizes, strict=True):
+        if known_largest(symbol.name, n) != symbol.most:
+            return False
+    return True

@@ -21,13 +21,15 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.steps import Work
 from attn_graph.machine.ambient import is_neutral, neutral_state
 from attn_graph.machine.fitting import Shape, Specs, compile_reads, compile_specs, find_reads
-from attn_graph.masks import Mask
+from attn_graph.masks import Keep, Mask
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import bind, dims_in
 
 MOST_SIZES = 64  # of which a step keeps what runs them
+NEAR = 64  # keys: how many of them there are up to the next multiple decides no choice
 Tensors = Sequence[torch.Tensor]
 Ready = tuple[Work, Work]  # what runs a problem, and what does where o alone is wanted
+Lowered = tuple[Ready, bool]  # and whether it runs the same problem of any number of keys
 
 
 @final
@@ -38,7 +40,8 @@ class SizedStep:
     op: with sizes by name; node: the attention that it is, or is the gradient of. names: of the
     sizes that its operands give. read: operands -> sizes, in their order; lay: sizes -> specs.
     moves: whether bounds of its mask move with sizes. folds: whether heads may be rows. lower:
-    makes a problem of numbers run.
+    makes a problem of numbers run. keys: which of the sizes is a number of keys and nothing else,
+    None where none is, or the mask may tell such numbers apart.
     """
 
     op: Attention | AttentionGrad
@@ -48,10 +51,15 @@ class SizedStep:
     lay: Specs
     moves: bool
     folds: bool
-    lower: Callable[[Problem], Ready]
+    lower: Callable[[Problem], Lowered]
+    keys: int | None
     at: Callable[[Shape], Ready] = field(
         init=False,
         default=Factory(lambda step: lru_cache(MOST_SIZES)(step.make), takes_self=True),
+    )
+    near: Callable[[Shape], Ready | None] = field(
+        init=False,
+        default=Factory(lambda step: lru_cache(MOST_SIZES)(step.share), takes_self=True),
     )
 
     @classmethod
@@ -60,7 +68,7 @@ class SizedStep:
         op: Attention | AttentionGrad,
         specs: Sequence[TensorSpec],
         folds: bool,
-        lower: Callable[[Problem], Ready],
+        lower: Callable[[Problem], Lowered],
     ) -> SizedStep | None:
         """None where operands do not give all sizes, or more than the mask depends on them."""
         reads, node = dict(find_reads(specs)), attention_in(op)
@@ -71,7 +79,8 @@ class SizedStep:
             return None
         names, moves = tuple(reads), bool(bounds)
         read, lay = compile_reads([*reads.values()]), compile_specs(names, specs)
-        return cls(op, node, names, read, lay, moves, folds, lower)
+        keys = find_keys(op, specs, names)
+        return cls(op, node, names, read, lay, moves, folds, lower, keys)
 
     def call(self, device: torch.device, *operands: torch.Tensor) -> Tensors:
         """The results."""
@@ -84,9 +93,23 @@ class SizedStep:
     def make(self, sizes: Shape) -> Ready:
         """What runs these sizes."""
         if is_neutral():  # as it mostly is
-            return self.plan_size(sizes)
+            return self.choose(sizes)
         with neutral_state():
-            return self.plan_size(sizes)
+            return self.choose(sizes)
+
+    def choose(self, sizes: Shape) -> Ready:
+        """The same, which may run other sizes too."""
+        n = self.keys
+        if n is not None:
+            shared = self.near((*sizes[:n], -(-sizes[n] // NEAR) * NEAR, *sizes[n + 1 :]))
+            if shared is not None:
+                return shared
+        return self.plan_size(sizes)[0]
+
+    def share(self, sizes: Shape) -> Ready | None:
+        """What runs these sizes, if it does so with any number of keys."""
+        ready, is_free = self.plan_size(sizes)
+        return ready if is_free else None
 
     def mask_at(self, sizes: Shape) -> Mask | None:
         """The mask in these sizes."""
@@ -94,7 +117,7 @@ class SizedStep:
             return self.node.mask
         return cast(Mask, bind(self.node.mask, dict(zip(self.names, sizes, strict=True))))
 
-    def plan_size(self, sizes: Shape) -> Ready:
+    def plan_size(self, sizes: Shape) -> Lowered:
         """The same, whose tensors may be kept."""
         specs, (op, kept) = self.lay(*sizes), (self.op, None)
         if self.node.mask is not None or self.node.modifiers:
@@ -102,8 +125,20 @@ class SizedStep:
             op, kept = settle_attention(op, self.node, mask, M, N, len(specs))
         problem = Problem.of(op, specs if kept is None else [specs[n] for n in kept])
         folded = fold_problem(problem) if self.folds else None
-        ready = unfold_ready(self.lower(problem if folded is None else folded), problem, folded)
-        return ready if kept is None else wrap_each(ready, run_selected, kept)
+        alone, is_free = self.lower(problem if folded is None else folded)
+        ready = unfold_ready(alone, problem, folded)
+        return ready if kept is None else wrap_each(ready, run_selected, kept), is_free
+
+
+def find_keys(
+    op: Attention | AttentionGrad, specs: Sequence[TensorSpec], names: Sequence[str]
+) -> int | None:
+    """`SizedStep.keys`. names: of the sizes."""
+    if not isinstance(op, Attention) or not (op.mask is None or isinstance(op.mask, Keep)):
+        return None
+    others = {symbol.name for dim in specs[0].dims for symbol in dim.symbols}
+    alone = {name for name, (n, axis, *by) in find_reads(specs) if (n, axis, by) == (1, 2, [1, 0])}
+    return next((n for n, name in enumerate(names) if name in alone - others), None)
 
 
 def unfold_ready(ready: Ready, problem: Problem, folded: Problem | None) -> Ready:

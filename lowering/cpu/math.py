@@ -25,7 +25,7 @@ from attn_graph.lowering.backend import Backend, Executable, Options, Run, switc
 from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
 from attn_graph.lowering.cpu.all_kept import skips_booleans
-from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
+from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.by_length import TilesByLength
 from attn_graph.lowering.cpu.corners import takes_steps
 from attn_graph.lowering.cpu.entry_tiles import EntryTiles
@@ -286,7 +286,12 @@ def sized_step(
     folds = target.kind == "cpu" and sole(graph) is not None and not shares_rows(graph)
     fused = target.kind == "cpu" and options.switches.flash
     tile = partial(tile_problem, gives_statistics(graph, eqn), fused, own_products(target))
-    step = SizedStep.of(op, specs, folds, lambda problem: ready_alone(tile(problem), options))
+
+    def lower(problem: Problem) -> Lowered:
+        tiles = tile(problem)
+        return ready_alone(tiles, options), isinstance(tiles, WholeTiles) and tiles.takes_any_keys
+
+    step = SizedStep.of(op, specs, folds, lower)
     return None if step is None else Step(step.call, infer=step.infer)
 
 
@@ -358,7 +363,8 @@ def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
 
     def lease(work: TileWork) -> Work:
         leased = lease_rooms(work, tiles.scratch, options.workspace)
-        if not isinstance(tiles, WholeTiles | FusedTiles | ChunkedTiles):
+        whole = isinstance(tiles, WholeTiles) and tiles.problem.grad is not None
+        if not (whole or isinstance(tiles, FusedTiles | ChunkedTiles)):
             return leased
         return or_by_products(leased, tiles.problem.grad or tiles.problem.node, options)
 
@@ -389,7 +395,7 @@ def works_of(tiles: OneTiling | TangentTiles) -> tuple[TileWork, TileWork | None
     run = ready_run(tiles) if isinstance(tiles, FusedTiles | ChunkedTiles) else tiles
     if tiles.problem.grad is not None:
         return partial(run_backward, tiles.problem, run.backward), None
-    if isinstance(run, ProductTiles | WholeTiles) or (isinstance(run, RowTiles) and run.kept):
+    if isinstance(run, ProductTiles) or (isinstance(run, RowTiles) and run.kept):
         return run.forward, None
     if isinstance(run, RowTiles) and run.is_one_run:
         return run.forward, OneRun.of(run).infer

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import final
 
 import torch
 from attrs import frozen
 
 from attn_graph.kernels import fused_cpu
+from attn_graph.kernels.fused_cpu import flash
 from attn_graph.lowering.cpu.corners import CAUSAL, takes_steps
 from attn_graph.lowering.cpu.far_rows import refuse_far_rows
-from attn_graph.lowering.cpu.fused_tiles import LEAST_FULL, describe_calls, result_bytes
+from attn_graph.lowering.cpu.fused_tiles import (
+    LEAST_FULL,
+    describe_calls,
+    is_small,
+    result_bytes,
+)
 from attn_graph.lowering.cpu.schedule import Part, Tile, parts_of
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
+from attn_graph.masks import Keep
 from attn_graph.masks.places import Block
 from attn_graph.spec import INF, TensorSpec
 
@@ -22,7 +30,8 @@ from attn_graph.spec import INF, TensorSpec
 @final
 @frozen
 class WholeTiles:
-    """Forward and backward of one problem. part: the keys that are read, in one run."""
+    """Forward and backward of one problem. part: the keys that are read, in one run; if "mixed",
+    booleans of each batch entry hide some of them."""
 
     problem: Problem
     part: Part
@@ -37,6 +46,11 @@ class WholeTiles:
         return cls(problem, part) if gives_o else None
 
     @property
+    def takes_any_keys(self) -> bool:
+        """Whether a call may bring another number of keys: where it reads all of them."""
+        return self.part.kind != "causal" and len(self.part) == self.problem.N
+
+    @property
     def buffers(self) -> dict[str, Buffer]:
         """None: nothing is copied."""
         return {}
@@ -49,7 +63,13 @@ class WholeTiles:
     @property
     def temporary(self) -> int:
         """Bytes that PyTorch allocates beside the workspace, at most."""
-        return result_bytes(self.problem, self.problem.D)
+        p, flags = self.problem, prod(self.problem.specs[3].shape) if self.is_masked else 0
+        return result_bytes(p, p.D) + flags * (torch.float64.itemsize + p.dtype.itemsize)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether booleans hide keys."""
+        return self.part.kind == "mixed"
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
@@ -60,11 +80,37 @@ class WholeTiles:
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, lse."""
-        q, k, v = operands[:3]
-        part, node = self.part, self.problem.node
-        if len(part) < self.problem.N:
-            k, v = k[:, :, part.start : part.stop], v[:, :, part.start : part.stop]
-        return fused_cpu.attend(q, k, v, node.scale, part.kind == "causal")
+        addend = self.addend(operands) if self.is_masked else None
+        unseen = None if addend is None else fused_cpu.find_unseen(addend)
+        q, (k, v), scale = operands[0], map(self.cut, operands[1:3]), self.problem.node.scale
+        return fused_cpu.attend(q, k, v, scale, self.part.kind == "causal", addend, unseen)
+
+    @property
+    def infer(self) -> Callable[..., Sequence[torch.Tensor]]:
+        """Gives o first: a function whose calls look at nothing but tensors, as most others take
+        less time than a few lines of Python."""
+        scale, causal = self.problem.node.scale, self.part.kind == "causal"
+        masked, cuts = self.is_masked, len(self.part) < self.problem.N
+
+        def run(
+            operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+        ) -> Sequence[torch.Tensor]:
+            q, k, v = operands[:3]
+            if cuts:
+                k, v = self.cut(k), self.cut(v)
+            addend = self.addend(operands) if masked else None
+            return flash(q, k, v, 0.0, causal, attn_mask=addend, scale=scale)
+
+        return run
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """The keys of k or v that are read."""
+        whole = len(self.part) == self.problem.N
+        return x if whole else x[:, :, self.part.start : self.part.stop]
+
+    def addend(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What hides keys, added to scores."""
+        return torch.where(operands[3], 0.0, -INF).to(operands[0].dtype)
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
@@ -97,10 +143,20 @@ def find_part(problem: Problem) -> Part | None:
         return Part(0, p.N, "full")
     if mask == CAUSAL:
         return None if p.low_scale or takes_steps(p) else Part(0, p.N, "causal")
+    if hides_whole_keys(p):
+        return Part(0, p.N, "mixed") if is_small(p) else None
     if p.M > 1 or p.grad is not None or mask.needs:
         return None
     parts = parts_of(mask, Block(range(p.B), range(p.H), range(1), p.H, 1, p.N), LEAST_FULL)
     return parts[0] if len(parts) == 1 and parts[0].kind == "full" else None
+
+
+def hides_whole_keys(problem: Problem) -> bool:
+    """Whether a forward has a boolean mask of the keys of each batch entry, and no other."""
+    p, mask = problem, problem.node.mask
+    if p.grad is not None or not isinstance(mask, Keep):
+        return False
+    return p.by_role.mask[mask.name].shape[1:] == (1, 1, p.N)
 
 
 def large_operands(problem: Problem) -> Iterator[tuple[int, TensorSpec]]:

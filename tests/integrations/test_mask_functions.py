@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attrs import frozen
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -203,9 +204,10 @@ def dense(described: integration.MaskDescription, M: int, N: int) -> Tensor:
         mask &= Keep()
     if "kv_lengths" in data and "kv_lengths" not in mask.needs:
         mask &= KeyLengths()
-    block = Block(range(B), range(1), range(M), 1, M, N, data)
-    keep: Tensor = mask.resolved(M, N, ()).keep(Place.of(block, range(N)))
-    return torch.ones(B, 1, M, N, dtype=torch.bool) & keep
+    n = N if described.keys is None else described.keys
+    block = Block(range(B), range(1), range(M), 1, M, n, data)
+    keep: Tensor = mask.resolved(M, n, ()).keep(Place.of(block, range(n)))
+    return F.pad(torch.ones(B, 1, M, n, dtype=torch.bool) & keep, (0, N - n))
 
 
 def transformers_mask(arguments: dict[str, Any]) -> Any:  # Any: a tensor, None if it is skipped
@@ -223,13 +225,58 @@ def test_a_mask_means_what_transformers_makes_of_it(call: Call) -> None:
 def check_call(call: Call) -> bool:
     """Hold a call to the mask that transformers makes; whether it is data."""
     expected = transformers_mask(call.arguments())
-    described = integration.decode_mask(**call.arguments())
+    with pytest.MonkeyPatch.context() as patch:
+        if call.on_device:  # as where the host would wait for it
+            patch.setattr(integration, "read_offset", lambda q_offset: q_offset)
+        described = integration.decode_mask(**call.arguments())
     if isinstance(described, Tensor):
         assert torch.equal(described, expected)
         return False
     assert torch.equal(dense(described, call.M, call.N), expected), described
     assert torch.equal(described.dense(), expected)
     return True
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
+def test_the_room_of_a_cache_behind_the_last_token_is_left_out(on_device: bool) -> None:
+    """Where all later keys are hidden; of a prompt and of one token, whose plans are for any number
+    of keys."""
+
+    def keys(M: int, past: int, function: MaskFunction) -> int | None:
+        padding = torch.ones(B, past + M, dtype=torch.bool)
+        call = Call(M, 12, past, 0, function, padding, on_device)
+        described = integration.decode_mask(**call.arguments())
+        assert isinstance(described, integration.MaskDescription)
+        assert not described.tensors or described.keys is None
+        return described.keys
+
+    later = hf.or_masks(hf.causal_mask_function, lambda b, h, i, j: j == 11)
+    window = hf.sliding_window_causal_mask_function(3)
+    for function in (hf.causal_mask_function, window, hf.and_masks(KEYS[1], window)):
+        assert keys(1, 7, function) == 8
+        assert keys(5, 0, function) == 5
+        assert keys(1, 11, function) is keys(12, 0, function) is None  # there is none
+        assert keys(3, 4, function) is None
+    next_too: MaskFunction = lambda b, h, i, j: j <= i + 1  # noqa: E731  # as those of transformers
+    hidden = negated(hf.causal_mask_function)
+    for function in (hf.bidirectional_mask_function, later, next_too, hidden):
+        assert keys(1, 7, function) is keys(5, 0, function) is None
+
+
+def test_layers_read_no_key_behind_the_last_token() -> None:
+    """Whatever is there: neither the keys, nor what a position bias adds to their scores."""
+    q, k, v = torch.randn(B, 2, 1, 4), torch.randn(B, 2, 12, 4), torch.randn(B, 2, 12, 4)
+    bias, layer = torch.randn(1, 2, 1, 12), torch.nn.Identity()
+    call = Call(1, 12, 7, 0, hf.causal_mask_function, torch.ones(B, 8, dtype=torch.bool), True)
+    described = integration.decode_mask(**call.arguments())
+    due, _ = integration.attend_layer(layer, q, k, v, described, position_bias=bias)
+    for x in (k, v, bias.mT):
+        x[:, :, 8:] = torch.nan
+    o, _ = integration.attend_layer(layer, q, k, v, described, position_bias=bias)
+    assert torch.equal(o, due)
+    first = k[:, :, :8], v[:, :, :8], None
+    alone, _ = integration.attend_layer(layer, q, *first, position_bias=bias[..., :8])
+    torch.testing.assert_close(o, alone)
 
 
 IDS = torch.tensor([[0, 0, 1, 1], [1, 0, 1, 0]])

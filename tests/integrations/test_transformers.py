@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 
 from attn_graph.integrations import transformers as integration
-from attn_graph.nn.functional import attention
+from attn_graph.nn.calls import attend_as
 from tests.support.models import FAMILIES, LAYERS, VOCABULARY, WINDOW, Model
 from tests.support.tracing import traces
 from tests.support.transformer_calls import (
@@ -125,11 +125,11 @@ def test_a_decode_step_reads_nothing_from_the_device(
     """With a cache of fixed size, and padding. On a GPU, for which `is_readable_now` answers here;
     what the CPU's kernels read of their own tensors does not count."""
 
-    def attend(*args: Any, **options: Any) -> Any:  # Any: those of `attention`
+    def attend(*args: Any) -> Any:  # Any: those of `attend_as`
         with torch._C.DisableTorchFunction():
-            return attention(*args, **options)
+            return attend_as(*args)
 
-    monkeypatch.setattr(integration, "attention", attend)
+    monkeypatch.setattr(integration, "attend_as", attend)
     monkeypatch.setattr(integration, "is_readable_now", lambda tensor, M: M > 1)
     model, batch = model_of(name, "attn_graph"), stack(draw_inputs(name), left=True)
     ids, keep = batch["input_ids"], padding_of(batch)["attention_mask"]

@@ -1,0 +1,85 @@
+"""Attention of sizes with names on CPUs: each size by the formula, near ones by one plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.lowering.cpu import math as cpu
+from attn_graph.testing.agreement import check_outputs
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import tensors_for
+
+MASKS = (None, ag.Window(70, 0, align="bottom_right"), ag.Prefix(50))
+ROUNDS = st.sampled_from((torch.float32, torch.float64, torch.bfloat16))
+
+
+@st.composite
+def caches(draw: st.DrawFn) -> ag.Graph:
+    """Few queries of each sequence and keys whose number has a name, of which flags hide some."""
+    B, G, r, M, D = (draw(st.integers(1, most)) for most in (3, 2, 3, 2, 9))
+    N, dtype, mask = ag.Dim("N", 4096), draw(ROUNDS), draw(st.sampled_from(MASKS))
+    q, k = ag.TensorSpec((B, G * r, M, D), dtype), ag.TensorSpec((B, G, N, D), dtype)
+    shapes = None, (B, 1, 1, N), (1, 1, 1, N), (B, G * r, M, N), (B, 1, 1, 1)
+    shape = draw(st.sampled_from(shapes))
+    keep = None if shape is None else ag.TensorSpec(shape, torch.bool)
+    return ag.attention(q, k, k, mask=mask, keep=keep, stats=draw(st.booleans()))
+
+
+@given(
+    graph=caches(), sizes=st.lists(st.integers(2, 200), min_size=2, max_size=4), seed=seeds,
+    hides=st.sampled_from(("some", "all of an entry")),
+)  # fmt: skip
+def test_each_size_is_the_formula_whatever_came_before(
+    graph: ag.Graph, sizes: list[int], seed: int, hides: str
+) -> None:
+    plan = ag.compile(graph, backends=("math",))
+    for N in sizes:
+        exact = plan.at(N=N).graph
+        tensors = [*tensors_for(exact, seed)]
+        if hides == "all of an entry" and tensors[-1].dtype == torch.bool:
+            tensors[-1][0] = False
+        check_outputs(plan, exact, tensors)
+
+
+@pytest.mark.parametrize("mask", MASKS[1:], ids=str)
+@pytest.mark.parametrize("r", [1, 2])
+def test_one_query_reads_the_keys_that_its_mask_leaves(mask: ag.Mask, r: int) -> None:
+    """In one run, of sizes with names and of numbers."""
+    N = ag.Dim("N", 4096)
+    q, k = (
+        ag.TensorSpec((2, 2 * r, 1, 8), torch.float32),
+        ag.TensorSpec((2, 2, N, 8), torch.float32),
+    )
+    plan = ag.compile(ag.attention(q, k, k, mask=mask), backends=("math",))
+    for n in (40, 90, 100, 120):
+        exact = plan.at(N=n).graph
+        for each in (plan, plan.at(N=n)):
+            check_outputs(each, exact, tensors_for(exact, n))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "padded"])
+def test_near_numbers_of_keys_are_planned_once(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that grows by a token has one plan for 64 of them; so it has with padding."""
+    planned: list[int] = []
+    tile = cpu.tile_problem
+
+    def count(*args: object) -> object:
+        planned.append(args[-1].N)  # type: ignore[attr-defined]  # of a problem
+        return tile(*args)  # type: ignore[arg-type]  # those of the function
+
+    monkeypatch.setattr(cpu, "tile_problem", count)
+    q, N = ag.TensorSpec((2, 4, 1, 8), torch.float32), ag.Dim("N", 4096)
+    k = ag.TensorSpec((2, 2, N, 8), torch.float32)
+    keep = ag.TensorSpec((2, 1, 1, N), torch.bool) if masked else None
+    plan = ag.compile(ag.attention(q, k, k, scale=0.37, keep=keep), backends=("math",))
+    planned.clear()
+    for n in range(65, 129):
+        flags = [torch.arange(n).expand(2, 1, 1, n) >= 5] * masked
+        plan(torch.randn(2, 4, 1, 8), *torch.randn(2, 2, 2, n, 8), *flags)
+    assert planned == [128]
