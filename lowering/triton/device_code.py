@@ -8,7 +8,7 @@ once for all graphs that differ only in lengths.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import count
@@ -22,10 +22,11 @@ from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.bounds import keep_by_bounds
 from attn_graph.lowering.triton.symbols import (
-    HALF_FUNCTIONS,
     LONG,
+    TRITON,
     Array,
     Code,
+    Dialect,
     Numbers,
     Size,
     Symbol,
@@ -91,7 +92,8 @@ class Tracer:
 
     strides: the code of the strides of each tensor that is read. moved: in forward mode, the
     tangents of the tensors of each modifier, by name, which are read after all of these. sizes:
-    lengths that the mask reads and kernels have as M or N.
+    lengths that the mask reads and kernels have as M or N. dialect: of the functions' language.
+    array: makes what they read a tensor by.
     """
 
     problem: Problem
@@ -99,6 +101,8 @@ class Tracer:
     strides: tuple[tuple[str, ...], ...]
     moved: Moved | None = None
     sizes: Sizes = field(factory=dict)
+    dialect: Dialect = TRITON
+    array: Callable[..., Array] = Array
 
     @classmethod
     def of(
@@ -130,7 +134,7 @@ class Tracer:
     def start(self) -> Code:
         """The code of a function, still empty."""
         p, half = self.problem, self.problem.dtype.itemsize == 2
-        return Code(self.numbers, HALF_FUNCTIONS if half else {}, size_reach(p.B, p.H, p.M, p.N))
+        return Code(self.numbers, half, size_reach(p.B, p.H, p.M, p.N), self.dialect)
 
     def place(self, code: Code) -> Place:
         """The symbols for a place: b, h, i and j."""
@@ -161,7 +165,7 @@ class Tracer:
             each: dict[str, Array | Size] = {}
             for name, spec in tensors.items():
                 n, is_long, most = next(slots), reach(spec) > LONG, element_reach(spec, owner)
-                each[name] = Array(
+                each[name] = self.array(
                     code, n, spec.shape, spec.dtype, self.strides[n], is_long, reach=most
                 )
             arrays.append(each)

@@ -1,8 +1,8 @@
 """Symbols: values of generated code, so that one Python expression serves tensors and kernels.
 
 The operators and tensor methods that a mask's `keep` or a modifier's `change` applies to symbols
-are recorded as lines of Triton. Methods that end in `_` return the new value; a symbol itself never
-changes.
+are recorded as lines of Triton, or of another dialect. Methods that end in `_` return the new
+value; a symbol itself never changes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,51 @@ MOST_NUMBER = 2**60  # that `Numbers` passes, in 64 bits
 SPECIAL = 16  # Triton makes kernels apart for integers that are a multiple of it
 NAMES = re.compile(r"\bx\d+")  # the names that lines assign to
 LIMITS = {"i": "i < M", "j": "j < N"}  # of addresses that depend on i or j
+
+
+@final
+@frozen
+class Dialect:
+    """How a language of kernels writes what is not the same in all of them.
+
+    forms: of operations, by name. functions: of PyTorch's functions, by their names there. half:
+    those that differ where scores are rounded to half precision.
+    """
+
+    forms: Mapping[str, str]
+    functions: Mapping[str, str]
+    half: Mapping[str, str]
+
+
+TRITON = Dialect(
+    forms={
+        "not": "~{0}",
+        "never": "{0} & ~{0}",
+        "always": "{0} | ~{0}",
+        "negative": "-{0}",
+        "maximum": "tl.maximum({0}, {1})",
+        "minimum": "tl.minimum({0}, {1})",
+        "where": "tl.where({0}, {1}, {2})",
+        "float": "({0}).to(tl.float32)",
+        "long": "({0}).to(tl.int64)",
+        "abs": "tl.abs({0})",
+    },
+    functions={
+        "exp": "tl.exp({0})",
+        "exp2": "tl.exp2({0})",
+        "log": "tl.log({0})",
+        "log2": "tl.log2({0})",
+        "sqrt": "tl.sqrt({0})",
+        "rsqrt": "tl.rsqrt({0})",
+        "sin": "tl.sin({0})",
+        "cos": "tl.cos({0})",
+        "sigmoid": "tl.sigmoid({0})",
+        "tanh": "tanh({0})",
+    },
+    # Of float16 and bfloat16, whose own rounding of a score is no smaller than the error of this:
+    # docs/semantics.md, "Accuracy".
+    half={"tanh": "fast_tanh({0})"},
+)
 
 
 @final
@@ -70,14 +115,22 @@ class Numbers:
 class Code:
     """The body of one function: its lines in order, equal lines once.
 
-    functions: those to take instead of FUNCTIONS. reach: the largest integer among its arguments.
-    lines: the name that each expression is assigned to.
+    half: whether scores are rounded to half precision. reach: the largest integer among its
+    arguments. lines: the name that each expression is assigned to.
     """
 
     numbers: Numbers
-    functions: Mapping[str, str] = field(factory=dict)
+    half: bool = False
     reach: int = LONG // 4
+    dialect: Dialect = TRITON
     lines: dict[str, str] = field(factory=dict)
+
+    def form(self, name: str) -> str:
+        """How the dialect writes an operation or a function."""
+        own = self.dialect
+        if self.half and name in own.half:
+            return own.half[name]
+        return own.forms[name] if name in own.forms else own.functions[name]
 
     def add_line(self, text: str, kind: Kind, reads: Iterable[object]) -> Symbol:
         """Assign an expression to a name; the symbol of that name. reads: its operands."""
@@ -156,8 +209,9 @@ class Symbol:
         wider: Kind = "float" if "float" in (self.kind, other) else self.kind
         reach, own = self.reach if reach is None else reach, self.text
         if (kind or wider) == "int" and reach > LONG:
-            own = in_64_bits(own)
-            text = in_64_bits(text) if isinstance(x, Symbol) else text
+            wide = self.code.form("long")
+            own = wide.format(own)
+            text = wide.format(text) if isinstance(x, Symbol) else text
         symbol = self.code.add_line(form.format(own, text), kind or wider, (self, x))
         return evolve(symbol, reach=reach)
 
@@ -165,6 +219,10 @@ class Symbol:
         """The value of `form`, where {0} is this symbol."""
         symbol = self.code.add_line(form.format(self.text), kind or self.kind, (self,))
         return evolve(symbol, reach=self.reach)
+
+    def named(self, name: str, kind: Kind | None = None) -> Symbol:
+        """The value of a form of the dialect."""
+        return self.unary(self.code.form(name), kind)
 
     def sum_reach(self, x: Operand) -> int:
         """The most that a sum with another operand may be."""
@@ -211,7 +269,7 @@ class Symbol:
         return rest
 
     def __neg__(self) -> Symbol:
-        return self.unary("-{0}")
+        return self.named("negative")
 
     def __lt__(self, x: Operand) -> Symbol:
         return self.binary("{0} < {1}", x, "bool", at_run_time=True)
@@ -235,27 +293,27 @@ class Symbol:
 
     def __and__(self, x: Operand) -> Symbol:
         if isinstance(x, bool) and self.kind == "bool":
-            return self if x else self.unary("{0} & ~{0}")
+            return self if x else self.named("never")
         return self.binary("{0} & {1}", x)
 
     __rand__ = __and__
 
     def __or__(self, x: Operand) -> Symbol:
         if isinstance(x, bool) and self.kind == "bool":
-            return self.unary("{0} | ~{0}") if x else self
+            return self.named("always") if x else self
         return self.binary("{0} | {1}", x)
 
     __ror__ = __or__
 
     def __xor__(self, x: Operand) -> Symbol:
         if isinstance(x, bool) and self.kind == "bool":
-            return self.unary("~{0}") if x else self
+            return self.named("not") if x else self
         return self.binary("{0} ^ {1}", x)
 
     __rxor__ = __xor__
 
     def __invert__(self) -> Symbol:
-        return self.unary("~{0}")
+        return self.named("not")
 
     def truth(self) -> Symbol:
         """As a boolean: whether it is not 0."""
@@ -267,11 +325,11 @@ class Symbol:
 
     def maximum(self, x: Operand) -> Symbol:
         """The larger of both."""
-        return self.binary("tl.maximum({0}, {1})", x, None, True, self.larger_reach(x))
+        return self.binary(self.code.form("maximum"), x, None, True, self.larger_reach(x))
 
     def minimum(self, x: Operand) -> Symbol:
         """The smaller of both."""
-        return self.binary("tl.minimum({0}, {1})", x, None, True, self.larger_reach(x))
+        return self.binary(self.code.form("minimum"), x, None, True, self.larger_reach(x))
 
     def larger_reach(self, x: Operand) -> int:
         """The most that either of two operands may be."""
@@ -281,7 +339,8 @@ class Symbol:
         """`yes` where this is true, else `no`."""
         (a, kind), (b, other) = (self.operand(x, at_run_time=False) for x in (yes, no))
         wider: Kind = "float" if "float" in (kind, other) else kind
-        symbol = self.code.add_line(f"tl.where({self.text}, {a}, {b})", wider, (self, yes, no))
+        text = self.code.form("where").format(self.text, a, b)
+        symbol = self.code.add_line(text, wider, (self, yes, no))
         return evolve(symbol, reach=max(limit_of(yes), limit_of(no)))
 
     def among(self, values: Sequence[float]) -> Symbol:
@@ -297,8 +356,8 @@ class Symbol:
     def to(self, dtype: torch.dtype) -> Symbol:
         """As float32 for every floating dtype, as int64 for all others."""
         if dtype.is_floating_point:
-            return self.unary("({0}).to(tl.float32)", "float")
-        return self.unary("({0}).to(tl.int64)", "int")
+            return self.named("float", "float")
+        return self.named("long", "int")
 
     def addcmul(self, a: Operand, b: Operand, *, value: float = 1) -> Symbol:
         """self + value * a * b."""
@@ -316,9 +375,9 @@ class Symbol:
     sum = sum_to_size = __getitem__ = ignore_axes
 
     def __getattr__(self, name: str) -> Callable[..., Symbol]:
-        """Methods that end in `_`, and Triton's functions by their names in PyTorch."""
-        if name in FUNCTIONS:
-            return lambda: self.unary(self.code.functions.get(name, FUNCTIONS[name]), "float")
+        """Methods that end in `_`, and the dialect's functions by their names in PyTorch."""
+        if name in TRITON.functions:
+            return lambda: self.named(name, "float")
         if name in METHODS:
             return getattr(self, METHODS[name])  # type: ignore[no-any-return]  # a method
         if name.endswith("_") and not name.startswith("_"):
@@ -329,7 +388,7 @@ class Symbol:
 
     def abs(self) -> Symbol:
         """The absolute value."""
-        return self.unary("tl.abs({0})")
+        return self.named("abs")
 
     def __abs__(self) -> Symbol:
         return self.abs()
@@ -353,21 +412,6 @@ class Symbol:
         )
 
 
-FUNCTIONS = {
-    "exp": "tl.exp({0})",
-    "exp2": "tl.exp2({0})",
-    "log": "tl.log({0})",
-    "log2": "tl.log2({0})",
-    "sqrt": "tl.sqrt({0})",
-    "rsqrt": "tl.rsqrt({0})",
-    "sin": "tl.sin({0})",
-    "cos": "tl.cos({0})",
-    "sigmoid": "tl.sigmoid({0})",
-    "tanh": "tanh({0})",
-}
-# Of float16 and bfloat16, whose own rounding of a score is no smaller than the error of this:
-# docs/semantics.md, "Accuracy".
-HALF_FUNCTIONS = {"tanh": "fast_tanh({0})"}
 METHODS = {
     "add": "__add__",
     "sub": "__sub__",
@@ -376,7 +420,7 @@ METHODS = {
     "neg": "__neg__",
 }
 KNOWN = {
-    *FUNCTIONS,
+    *TRITON.functions,
     *METHODS,
     "abs",
     "addcmul",
@@ -387,11 +431,6 @@ KNOWN = {
     "to",
     "where",
 }
-
-
-def in_64_bits(text: str) -> str:
-    """The code of an integer, in 64 bits."""
-    return f"({text}).to(tl.int64)"
 
 
 def limit_of(x: Operand) -> int:
