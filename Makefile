@@ -1,10 +1,12 @@
 # Everything runs in .venv, with the versions of constraints.txt. The demo needs only the library and
 # matplotlib; all else needs all of it.
-# On a machine with a GPU: make venv INSTALL=.[cuda] OFFLINE=
+# On a machine with a GPU: make venv INSTALL=.[cuda] OFFLINE= FA4=
 PYTHON ?= python3
 INSTALL ?= .
 # What the extra `offline` needs, less cuBLAS, which planning never loads.
 OFFLINE ?= nvidia-cuda-nvrtc nvidia-cudnn-frontend nvidia-cudnn-jit-cu13
+# FlashAttention 4 and the compiler of its kernels, 395 MB on disk; its tests are skipped without.
+FA4 ?= flash-attn-4 einops quack-kernels apache-tvm-ffi torch-c-dlpack-ext nvidia-cutlass-dsl $(addprefix nvidia-cutlass-dsl-libs-,base core cu13) cuda-bindings cuda-pathfinder protobuf
 JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
@@ -36,6 +38,7 @@ $(BIN)/python:
 .venv/installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '$(INSTALL)' --group dev --group docs
 	test -z '$(OFFLINE)' || $(PIP) --no-deps $(OFFLINE)
+	test -z '$(FA4)' || $(PIP) --no-deps $(FA4)
 	touch $@ .venv/demo
 
 .venv/demo: pyproject.toml constraints.txt | $(BIN)/python

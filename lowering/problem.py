@@ -331,6 +331,15 @@ def find_misplaced(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     ]
 
 
+def tidy_strides(x: torch.Tensor) -> torch.Tensor:
+    """x with strides that fit the kernels where its own mean nothing: along axes of size 1."""
+    if 1 not in x.shape or not x.ndim:
+        return x
+    row = -(-x.shape[-1] // ALIGNED) * ALIGNED
+    strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, (*strides[:-1], 1 if x.shape[-1] == 1 else strides[-1]))
+
+
 def on_boundary(x: torch.Tensor) -> torch.Tensor:
     """x, or, if its address is no multiple of 16 bytes, a copy with the same strides."""
     if x.data_ptr() % ALIGNED == 0:

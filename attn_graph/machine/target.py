@@ -25,8 +25,14 @@ CUDNN = (  # packages of which one is cuDNN itself; jit has the part that attent
     "nvidia-cudnn-jit-cu13",
     "nvidia-cudnn-jit-cu12",
 )
+FLASH = (
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "quack-kernels",
+)  # and its compiler
 SYSTEM_CUDNN = "cudnn"  # what PyTorch loads where pip installed none: a system's, or conda's
-LIBRARIES = (*PACKAGES, *CUDNN, SYSTEM_CUDNN)
+LIBRARIES = (*PACKAGES, *FLASH, *CUDNN, SYSTEM_CUDNN)
 VIRTUAL: set[Target] = set()  # GPUs whose code this machine's CPU executes, on tensors of its own
 
 
@@ -200,7 +206,7 @@ def triton_interprets() -> bool:
 @cache
 def installed_libraries() -> tuple[tuple[str, str], ...]:
     """The name and version of every library that is installed."""
-    by_pip = [(name, version_of(name)) for name in (*PACKAGES, *CUDNN)]
+    by_pip = [(name, version_of(name)) for name in (*PACKAGES, *FLASH, *CUDNN)]
     has_cudnn = any(number for name, number in by_pip if name in CUDNN)
     libraries = by_pip if has_cudnn else [*by_pip, (SYSTEM_CUDNN, system_cudnn())]
     return tuple((name, number) for name, number in libraries if number)

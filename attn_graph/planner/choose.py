@@ -23,6 +23,7 @@ from attn_graph.lowering.backend import Backend, Executable, Options, RefusedErr
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend
+from attn_graph.lowering.fa4 import backend as fa4
 from attn_graph.lowering.torch_cuda import dense as torch_cuda
 from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
@@ -40,6 +41,7 @@ BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     cudnn_backend.BACKEND,
     triton_flash.BACKEND,
     triton_gluon.BACKEND,
+    fa4.BACKEND,
     torch_sdpa.BACKEND,
     torch_packed.BACKEND,
     torch_cuda.EFFICIENT,

@@ -14,6 +14,7 @@ from attn_graph.ir.vjp import backward, cotangent_specs
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend
+from attn_graph.lowering.fa4 import backend as fa4
 from attn_graph.lowering.torch_cuda import dense as torch_cuda
 from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
@@ -23,7 +24,8 @@ from docs.generate.pages import table
 
 CPU = evolve(ag.Target.of("cpu"), native=(), libraries=())  # the same words on every machine
 CUDNN = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
-GPU = evolve(ag.Target.of("h200"), libraries=(("triton", "3.7.1"), *CUDNN))
+FLASH = ("flash-attn-4", "4.0.0b36")
+GPU = evolve(ag.Target.of("h200"), libraries=(("triton", "3.7.1"), FLASH, *CUDNN))
 B, H, S, D, PAGE = 2, 8, 512, 64, 16
 RARE = (
     "largest scores",
@@ -32,6 +34,7 @@ RARE = (
     "M = 0 or N = 0",
     "forward mode",
     "gluon",
+    "torch_cudnn",
 )  # what docs/support.md has and README, which is short, has not
 NAMES = {
     torch.float32: "float32",
@@ -46,6 +49,7 @@ COLUMNS = {
     "triton": (triton_flash.BACKEND, GPU, torch.float32),
     "gluon": (gluon.BACKEND, GPU, torch.float16),
     "cudnn": (cudnn_backend.BACKEND, GPU, torch.float16),
+    "fa4": (fa4.BACKEND, GPU, torch.float16),
     "torch_flash": (torch_packed.BACKEND, GPU, torch.float16),
     "torch_efficient": (torch_cuda.EFFICIENT, GPU, torch.float16),
     "torch_cudnn": (torch_cuda.CUDNN, GPU, torch.float16),

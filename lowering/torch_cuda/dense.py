@@ -35,6 +35,7 @@ from attn_graph.lowering.problem import (
     on_boundary,
     select_outputs,
     sole,
+    tidy_strides,
 )
 from attn_graph.lowering.reasons import (
     different_heads,
@@ -62,6 +63,8 @@ HALF = (torch.float16, torch.bfloat16)
 BSHD = (0, 2, 1, 3)
 VARIES = "divides sums among programs by the size of the batch"
 IMPLIED = ("head_widest", "head_multiple")  # limits of cuDNN: those of PyTorch are as strict
+ACTIVATED = {"FA3": (90, 99), "FA4": (90, 109)}  # in place of PyTorch's flash, and where they run
+OF_FA4 = ("head_pair", "grouped_heads")  # limits that PyTorch's own flash kernel has not
 Reasons = Iterator[Reason]
 Tensors = Sequence[torch.Tensor]
 
@@ -162,10 +165,10 @@ def operands_by_name(problem: Problem) -> dict[str, TensorSpec]:
 def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
     """What the flash kernel alone does not take."""
     p, impl = problem, options.switches.flash_impl
-    if impl is not None:
-        way_out = "torch.nn.attention.restore_flash_attention_impl() takes it back"
-        actual = f"{impl!r} is activated in its place; {way_out}"
-        yield Reason("flash_impl", "knows the limits of PyTorch's own flash kernel", actual)
+    if impl in ACTIVATED:
+        yield from activated_reasons(impl, p, target)
+    else:
+        yield from replaced_reasons(impl)
     yield from different_heads(p)
     if p.node.mask == CAUSAL and p.M != p.N:
         limit = "aligns a causal mask bottom right: needs M = N for top left"
@@ -176,6 +179,31 @@ def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons
     if p.grad is not None and small and p.D in TOO_WIDE:
         limit = f"has no gradient for D from {TOO_WIDE[0]} to {TOO_WIDE[-1]} on sm_{target.sm}"
         yield Reason("head_gradient", limit, f"D = {p.D}")
+
+
+def replaced_reasons(impl: str | None) -> Reasons:
+    """Against a flash kernel in place of PyTorch's own whose limits are not known."""
+    if impl is not None:
+        way_out = "torch.nn.attention.restore_flash_attention_impl() takes it back"
+        actual = f"{impl!r} is activated in its place; {way_out}"
+        yield Reason("flash_impl", "knows the limits of PyTorch's own flash kernel", actual)
+
+
+def activated_reasons(impl: str, problem: Problem, target: Target) -> Reasons:
+    """What FlashAttention 3 or 4 does not take, where PyTorch runs it in place of its own kernel:
+    torch/nn/attention/_fa3.py and _fa4.py, and the packages' limits."""
+    from attn_graph.lowering.fa4.limits import Fa4Case, limit_reasons
+
+    first, last = ACTIVATED[impl]
+    if not first <= target.sm <= last:
+        limit = f"runs {impl}, which is activated, on sm_{first} to sm_{last}"
+        yield Reason("architecture_range", limit, f"the target has sm_{target.sm}")
+    elif impl == "FA4":
+        own = limit_reasons(Fa4Case(problem, target.sm))
+        yield from (reason for reason in own if reason.key in OF_FA4)
+    if problem.low_scale and problem.node.mask is not None:
+        limit = "takes maxima before it scales: needs a scale above 0"
+        yield Reason("scale", limit, f"it is {problem.low_scale}")
 
 
 def by_switch_alone(kernel: str) -> Reason:
@@ -367,15 +395,6 @@ class TorchKernelCall:
         more = sum(prod(x.shape) * x.dtype.itemsize for x in p.specs[:3]) * 3 * grad.with_dlse
         copies = sum(x.type.bytes for x in self.copied().values()) + cotangent_bytes(p)
         return sums * (1 + grad.with_dlse) + more + copies
-
-
-def tidy_strides(x: torch.Tensor) -> torch.Tensor:
-    """x with strides that fit the kernels where its own mean nothing: along axes of size 1."""
-    if 1 not in x.shape or not x.ndim:
-        return x
-    row = -(-x.shape[-1] // ALIGNED) * ALIGNED
-    strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    return x.as_strided(x.shape, (*strides[:-1], 1 if x.shape[-1] == 1 else strides[-1]))
 
 
 def check_aligned(given: Mapping[str, torch.Tensor]) -> None:

@@ -94,4 +94,4 @@ def operand_axes(problem: Problem) -> Iterator[str]:
     if node.sinks:
         yield "h"
     if grad is not None:  # o, lse, do and dlse
-        yield from ("bhie", "bhi", "bhie", *("bhi",) * grad.with_dlse)
+        yield from ("bhie", "bhi", *("bhie",) * grad.with_do, *("bhi",) * grad.with_dlse)

@@ -105,7 +105,8 @@ def test_a_cudnn_that_pip_knows_nothing_of_is_told(cudnn: str) -> None:
     found = diagnose(evolve(MACHINES["cudnn"], cpu=cpu, target=cpu), EMPTY)
     told = render_text(*doctor_screen(found))
     assert f"{cudnn}, which PyTorch loads" in told
-    assert "not installed" not in told
+    assert "cuDNN, which is not installed" not in told
+    assert not [x for x in told.splitlines() if "cuDNN itself" in x and "not installed" in x]
     is_old = cudnn == "9.10.1"
     assert takers(found, "h200") == HOPPER_TAKERS["triton" if is_old else "cudnn"] - (
         {"torch_cudnn"} if is_old else set()

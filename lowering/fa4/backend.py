@@ -1,0 +1,140 @@
+"""FlashAttention 4: single attentions and their gradients, in half precision, on NVIDIA GPUs.
+
+Its kernels take masks and modifiers as functions, and lists of the tiles that a mask leaves. The
+package is imported when a call runs, and in processes that compile ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from attn_graph.errors import Reason
+from attn_graph.ir.graph import Graph
+from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options
+from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
+from attn_graph.machine.target import Target
+
+if TYPE_CHECKING:  # and imported where it is used: machines without a GPU never ask for it
+    from attn_graph.lowering.fa4.call import Fa4Call
+    from attn_graph.lowering.fa4.offline import CompiledKernel
+    from attn_graph.lowering.fa4.run import Fa4Run
+
+HOME = "attn_graph.lowering.fa4.backend:BACKEND"
+PACKAGE = "flash-attn-4"
+SIZES = ((65, 123), (200, 251), (300, 700))  # queries and keys of self-checks
+VERSIONS = ((4, 0, 0, 36), (4, 0, 0, 36))  # b36: the first and the last whose functions are known
+VARIES = "adds up gradients of queries in the order in which programs end"
+
+
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
+    """Every reason against a graph: the device, the package, the graph."""
+    if target.kind != "cuda":
+        yield no_gpu(target)
+        return
+    problem = sole(graph)
+    against = [*package_reasons(target)]
+    if problem is None:
+        yield from (*against, other_equations(graph))
+        return
+    from attn_graph.lowering.fa4.limits import Fa4Case, limit_reasons
+
+    own = [*limit_reasons(Fa4Case(problem, target.sm, options.deterministic))]
+    if problem.grad is not None and not options.deterministic:
+        own += options.varying(VARIES)
+    yield from (*against, *own)
+    if not own:
+        yield from trace_reasons(problem, target, options)
+
+
+def package_reasons(target: Target) -> Iterator[Reason]:
+    """Against a target without the package, or with another version of it: its functions are no
+    stable interface."""
+    number = dict(target.libraries).get(PACKAGE)
+    if number is None:
+        yield missing_library(PACKAGE, "pip install 'attn-graph[fa4]'")
+        return
+    first, last = VERSIONS
+    if not first <= tuple(map(int, re.findall(r"\d+", number)[:4])) <= last:
+        known = f"is written for {PACKAGE} {version_text(first)} to {version_text(last)}"
+        yield Reason(f"version.{PACKAGE}", known, f"{number} is installed")
+
+
+def version_text(numbers: tuple[int, ...]) -> str:
+    """ "4.0.0b36"."""
+    return f"{'.'.join(map(str, numbers[:3]))}b{numbers[3]}"
+
+
+def trace_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
+    """Against masks and modifiers that kernels can't be made of."""
+    from attn_graph.masks.places import Untraceable
+
+    try:
+        describe_fa4(problem, target.sm, options.deterministic)
+    except Untraceable as error:
+        yield untraceable(error)
+
+
+@lru_cache(maxsize=256)
+def describe_fa4(problem: Problem, sm: int, deterministic: bool) -> Fa4Call:
+    """What `why_not` and `lower` both ask for."""
+    from attn_graph.lowering.fa4.call import Fa4Call
+
+    return Fa4Call.of(problem, sm, deterministic)
+
+
+def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    """The call of the package that runs a graph."""
+    from attn_graph.lowering.fa4.run import Fa4Run
+
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    run = Fa4Run(describe_fa4(problem, target.sm, options.deterministic), graph, options.store)
+
+    def kernels() -> list[CompiledKernel]:
+        return compile_for_target(run, target, options)
+
+    return Executable(
+        run.forward if problem.grad is None else run.backward,
+        0,
+        run.temporary,
+        tuple(run.notes()),
+        inspect=lambda: tuple(map(str, kernels())),
+        text=lambda: "\n".join([*run.call.code.texts.values(), *(x.ptx for x in kernels())]),
+        infer=run.inference if problem.grad is None else run.backward,
+        prepare=kernels,
+    )
+
+
+def compile_for_target(run: Fa4Run, target: Target, options: Options) -> list[CompiledKernel]:
+    """The kernels, compiled for the target; of a forward those that store lse where it is read."""
+    from attn_graph.lowering.fa4.offline import compile_call
+
+    return compile_call(run.call.plain(run.stores_lse), target, options.store)
+
+
+def small_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
+    """The attention or gradient in small sizes, off the tiles; kernels of one variant are those
+    that the package tells apart."""
+    from attn_graph.lowering.triton.gluon_check import shrink
+
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    plain = describe_fa4(problem, target.sm, options.deterministic).plain(True)
+    told = {name: x for name, x in plain.items() if name not in ("numbers", "lists")}
+    told["reads"] = [x[2] for x in plain["reads"]]
+    told["tensors"] = {name: (x[0][-1], x[2]) for name, x in plain["tensors"].items()}
+    told["options"] = {name: x is not None for name, x in plain["options"].items()}
+    digest = sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    named = f"{plain['tensors']['q'][2]}, D {problem.D}, E {problem.E}"
+    way = ", backward" if problem.grad is not None else ""
+    small = tuple(shrink(graph, problem, M, N) for M, N in SIZES)
+    return DeviceTest(HOME, f"{named}{way}, {digest}", small)
+
+
+BACKEND = Backend("fa4", why_not, lower, device_test=small_test)

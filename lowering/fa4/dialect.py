@@ -1,0 +1,161 @@
+"""Masks and modifiers as functions for FlashAttention 4's kernels, in CuTe, by Triton's trace.
+
+The functions have the arguments of Triton's; functions.py has what they call and hands them to the
+package. Integers that are added or compared are read at run time, so that another length needs no
+other kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.lowering.problem import Problem, read_specs
+from attn_graph.lowering.triton.device_code import WHERE, Tracer
+from attn_graph.lowering.triton.symbols import (
+    LONG,
+    Code,
+    Dialect,
+    Kind,
+    Numbers,
+    Operand,
+    Symbol,
+    code_literal,
+    is_zero,
+)
+from attn_graph.masks.places import Untraceable
+from attn_graph.spec import TensorSpec
+from attn_graph.spec.formulas import is_one
+
+CUTE = Dialect(
+    forms={
+        "not": "invert({0})",
+        "never": "false_everywhere({0})",
+        "always": "true_everywhere({0})",
+        "negative": "{0} * -1",
+        "maximum": "larger({0}, {1})",
+        "minimum": "smaller({0}, {1})",
+        "where": "pick({0}, {1}, {2})",
+        "float": "as_float({0})",
+        "long": "as_long({0})",
+        "abs": "magnitude({0})",
+    },
+    functions={
+        **{
+            name: f"cute.math.{name}({{0}})"
+            for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos")
+        },
+        "sigmoid": "1.0 / (cute.math.exp({0} * -1.0) + 1.0)",
+        "tanh": "cute.math.tanh({0})",
+    },
+    half={"tanh": "cute.math.tanh({0}, fastmath=True)"},
+)
+
+
+@final
+@frozen
+class CuteCode:
+    """An attention's mask and modifiers as the package takes them.
+
+    texts: of the functions that there are, of "keep" (the mask), "change" (all modifiers) and
+    "back" (their derivative). numbers: the integers to pass. axes: those of "bh" on which the mask
+    depends beyond its tensors' data.
+    """
+
+    texts: Mapping[str, str] = field(factory=dict)
+    numbers: tuple[int, ...] = ()
+    axes: frozenset[str] = frozenset()
+
+
+@final
+@frozen(eq=False)
+class CuteArray:
+    """A tensor that generated code reads, aux_tensors[slot] of the package, as `as_read` views it.
+
+    Places past the last query or key read the last one: the package's kernels for sm_90 ask for
+    them, and a load there would be past the tensor's end.
+    """
+
+    code: Code
+    slot: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    is_long: bool
+    reach: int = LONG
+
+    def __getitem__(self, index: tuple[Operand, ...]) -> Symbol:
+        """The element at `index`."""
+        kept, ends = read_axes_of(TensorSpec(self.shape, self.dtype, self.strides))
+        places = [place_text(index[n]) for n in kept] + ["0"] * ends
+        kind: Kind = "float" if self.dtype.is_floating_point else "int"
+        kind = "bool" if self.dtype == torch.bool else kind
+        text = f"read_{kind}(data[{self.slot}], {', '.join(places)})"
+        return self.code.add_line(text, kind, index)
+
+
+def place_text(x: Operand) -> str:
+    """A place along an axis, as code."""
+    text = x.text if isinstance(x, Symbol) else code_literal(x)[0]
+    ends = {"i": "M", "j": "N"}
+    return "0" if is_zero(x) else f"inside({text}, {ends[text]})" if text in ends else text
+
+
+def read_axes_of(spec: TensorSpec) -> tuple[list[int], int]:
+    """The axes of a tensor that the package is given, and how many of one element follow them.
+
+    It needs one axis of stride 1 to be sure of, and takes a stride of 0 for a kernel apart. Raises
+    Untraceable where two axes have stride 1.
+    """
+    pairs = enumerate(zip(spec.shape, spec.strides, strict=True))
+    kept = [n for n, (size, stride) in pairs if not is_one(size) and stride != 0]
+    unit = sum(spec.strides[n] == 1 for n in kept)
+    if unit > 1:
+        raise Untraceable(f"{spec} has two axes of stride 1, and FlashAttention 4 takes one")
+    return kept, 1 - unit
+
+
+def as_read(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The view of a tensor that generated code reads, with booleans as bytes."""
+    kept, ends = read_axes_of(spec)
+    shape = [spec.shape[n] for n in kept] + [1] * ends
+    strides = [spec.strides[n] for n in kept] + [1] * ends
+    view = x.view(torch.uint8) if x.dtype == torch.bool else x
+    return view.as_strided(shape, strides, x.storage_offset())
+
+
+def trace_problem(problem: Problem, *, with_mask: bool) -> CuteCode:
+    """The functions of a problem. Raises Untraceable for code that can't be traced.
+
+    with_mask: whether the mask is one of them.
+    """
+    strides = tuple(spec.strides for spec in read_specs(problem))
+    tracer = Tracer(problem, Numbers(plain=True), strides, dialect=CUTE, array=CuteArray)  # type: ignore[arg-type]  # strides as they are
+    texts, axes = {}, frozenset[str]()
+    if with_mask:
+        texts["keep"], axes = trace_mask(tracer)
+    texts["change"] = tracer.change()
+    if problem.grad is not None and texts["change"]:
+        texts["back"] = tracer.back() or f"def back(ds, s, {WHERE}):\n    return ds\n"
+    known = {name: text for name, text in texts.items() if text}
+    return CuteCode(known, tuple(tracer.numbers.values), axes)
+
+
+def trace_mask(tracer: Tracer) -> tuple[str, frozenset[str]]:
+    """The mask's `keep`, and on which of "bh" it depends."""
+    code, mask = tracer.start(), tracer.problem.node.mask
+    assert mask is not None
+    kept = mask.keep(tracer.place(code).reading(tracer.arrays(code)[1]))
+    if not isinstance(kept, Symbol) or kept.kind != "bool":
+        raise Untraceable(f"the mask {mask} gives no boolean of a place")
+    return code.write_function("keep", WHERE, kept), kept.axes & frozenset("bh")
+
+
+def in_place(h: Operand, i: Operand, shared: int) -> tuple[Operand, Operand]:
+    """The head and the query of a place. shared: query heads of a group, where the package takes
+    them for packed into rows though they are not, and says head h r + i % r, query i // r; else 1.
+    """
+    return (h, i) if shared == 1 else (h // shared, i * shared + h % shared)

@@ -1,0 +1,290 @@
+"""The limits of FlashAttention 4 as a table: each with where it holds, its sentence, its source.
+
+Sources are files of flash_attn/cute in flash-attn-4 4.0.0b36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, final
+
+import torch
+from attrs import frozen
+
+from attn_graph.errors import Reason
+from attn_graph.lowering.fa4.call import NativeMask, native_mask
+from attn_graph.lowering.problem import ALIGNED, Problem, is_misaligned
+from attn_graph.lowering.reasons import (
+    head_sizes,
+    no_elements,
+    other_dtype,
+    other_gradients,
+    other_statistics,
+    uneven_heads,
+    wide_heads,
+)
+
+INTERFACE = "interface.py"
+MEANING = "the package has no such argument"
+UNTRIED = "its kernels for this architecture were run by nobody here"
+HALF = (torch.float16, torch.bfloat16)
+AMPERE, HOPPER, BLACKWELL, THOR, GEFORCE = 8, 9, 10, 11, 12  # compute capabilities less their tens
+DATACENTER = (BLACKWELL, THOR)
+SMALL = (AMPERE, GEFORCE)
+EVERY = (AMPERE, HOPPER, BLACKWELL, THOR, GEFORCE)
+WIDE_PAIRS = ((192, 128), (256, 256))  # D and E beyond 128 that sm_100 has kernels for
+Says = Literal["refuses", "unasked"]
+
+
+@final
+@frozen
+class Fa4Case:
+    """A problem with the compute capability that it is to run on."""
+
+    problem: Problem
+    sm: int
+    deterministic: bool = False
+
+    @property
+    def family(self) -> int:
+        """The architecture: 9 of sm_90."""
+        return self.sm // 10
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a gradient."""
+        return self.problem.grad is not None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether kernels have the mask built in."""
+        return native_mask(self.problem) is not None
+
+
+Found = Iterator[Reason] | str | bool
+
+
+@final
+@frozen
+class Limit:
+    """One limit. found: the graph's part of the reason, reasons of their own, or whether it holds.
+
+    says: what the package does when it is called nevertheless; "unasked" where it would compute
+    something else, refuses only while it compiles, or nobody knows.
+    """
+
+    key: str
+    found: Callable[[Fa4Case], Found]
+    limit: str
+    source: str
+    families: tuple[int, ...] = EVERY
+    backward: bool | None = None
+    says: Says = "refuses"
+
+    def applies(self, case: Fa4Case) -> bool:
+        """Whether the limit is one of this architecture and this pass."""
+        right_pass = self.backward is None or self.backward == case.is_backward
+        return case.family in self.families and right_pass
+
+    def reasons(self, case: Fa4Case) -> Iterator[Reason]:
+        """Every reason that this limit gives."""
+        if not self.applies(case):
+            return
+        found = self.found(case)
+        if isinstance(found, str | bool):
+            if found:
+                where = "" if len(self.families) == len(EVERY) else f" on sm_{case.sm}"
+                actual = found if isinstance(found, str) else "the graph does"
+                yield Reason(self.key, f"{self.limit}{where}", actual)
+        else:
+            yield from found
+
+
+def limit_reasons(case: Fa4Case) -> Iterator[Reason]:
+    """Every reason why the package does not take a case."""
+    for rule in LIMITS:
+        yield from rule.reasons(case)
+
+
+def operands_to_copy(case: Fa4Case) -> Iterator[Reason]:
+    """Operands that the package would copy at each call."""
+    operands = dict(zip("qkv", case.problem.specs, strict=False))
+    for name, spec in operands.items():
+        if not spec.unit_last:
+            limit = "needs stride 1 along the last axis"
+            yield Reason(f"stride.{name}", limit, f"{name} is {spec}")
+        elif is_misaligned(spec):
+            limit = f"reads {ALIGNED} bytes at a time"
+            yield Reason(f"misaligned.{name}", limit, f"rows of {name} {spec} start in between")
+
+
+def other_heads(case: Fa4Case) -> str:
+    """The head sizes, where Blackwell has no kernel for them."""
+    D, E = case.problem.D, case.problem.E
+    known = (D, E) in WIDE_PAIRS or (8 <= D <= 128 and 8 <= E <= 128)
+    return "" if known else head_sizes(case.problem)
+
+
+def is_wide(case: Fa4Case) -> bool:
+    """Whether Blackwell's gradient has a kernel of its own for the head size."""
+    return case.problem.D == case.problem.E == 256
+
+
+def beyond_causal(case: Fa4Case) -> bool:
+    """Whether there is a mask that is not causal, bottom right."""
+    return native_mask(case.problem) not in (NativeMask(), NativeMask(right=0))
+
+
+def of_wide(what: str, has: Callable[[Fa4Case], object], key: str) -> Limit:
+    """A limit of that kernel."""
+    return Limit(
+        f"wide_gradient.{key}",
+        lambda c: is_wide(c) and bool(has(c)),
+        f"has no gradient of D = 256 with {what}",
+        f"{INTERFACE}, _flash_attn_bwd: use_dedicated_hd256_kernel",
+        DATACENTER,
+        backward=True,
+        says="unasked" if key == "modifiers" else "refuses",
+    )
+
+
+LIMITS = (
+    Limit(
+        "architecture",
+        lambda c: f"the target has sm_{c.sm}",
+        "runs on sm_80 to sm_129",
+        f"{INTERFACE}: Unsupported compute capability",
+        tuple(n for n in range(30) if n not in EVERY),
+    ),
+    Limit(
+        "gradient",
+        lambda c: "the graph is a gradient",
+        "computes no gradients",
+        f"{INTERFACE}, _flash_attn_bwd: arch // 10 in [9, 10, 11, 12]",
+        (AMPERE,),
+        backward=True,
+    ),
+    Limit("dtype", lambda c: other_dtype(c.problem, HALF), "", f"{INTERFACE}: inputs must be"),
+    Limit("sizes", lambda c: no_elements(c.problem), "", MEANING, says="unasked"),
+    Limit(
+        "head_multiple",
+        lambda c: uneven_heads(c.problem, ALIGNED // c.problem.dtype.itemsize),
+        "",
+        f"{INTERFACE}, _validate_head_dims",
+    ),
+    Limit(
+        "head_widest",
+        lambda c: wide_heads(c.problem, 256),
+        "",
+        f"{INTERFACE}, _validate_head_dims",
+        (HOPPER,),
+    ),
+    Limit(
+        "head_pair",
+        other_heads,
+        "takes head sizes up to 128, D = 192 with E = 128, and D = E = 256",
+        f"{INTERFACE}, _validate_head_dims",
+        DATACENTER,
+    ),
+    Limit(
+        "head_widest",
+        lambda c: wide_heads(c.problem, 128),
+        "",
+        UNTRIED,
+        SMALL,
+        says="unasked",
+    ),
+    Limit(
+        "grouped_heads",
+        lambda c: (
+            head_sizes(c.problem)
+            if c.problem.G < c.problem.H and c.problem.D != c.problem.E
+            else ""
+        ),
+        "has gradients of grouped heads where D = E",
+        "flash_bwd_sm90.py: GQA backward requires head_dim == head_dim_v",
+        (HOPPER,),
+        backward=True,
+    ),
+    Limit(
+        "mask",
+        lambda c: not c.is_native and str(c.problem.node.mask),
+        "is given a band that holds the diagonal of the bottom right corner, and no other mask,",
+        UNTRIED,
+        SMALL,
+        says="unasked",
+    ),
+    Limit(
+        "modifiers",
+        lambda c: ", ".join(type(m).__name__ for m in c.problem.node.modifiers),
+        "changes no scores",
+        f"{INTERFACE}: Custom user-provided score_mod; not supported on SM 12.0",
+        SMALL,
+        says="unasked",
+    ),
+    Limit(
+        "sinks",
+        lambda c: c.problem.node.sinks,
+        "has no sinks",
+        "flash_fwd.py: Learnable sink is not supported in this kernel",
+        SMALL,
+        says="unasked",
+    ),
+    Limit(
+        "deterministic",
+        lambda c: c.deterministic and "deterministic=True",
+        "adds up gradients in any order",
+        f"{INTERFACE}: deterministic backward not supported on SM 12.0",
+        (GEFORCE,),
+        backward=True,
+    ),
+    of_wide("sinks", lambda c: c.problem.node.sinks, "sinks"),
+    of_wide("a gradient through lse", lambda c: c.problem.grad and c.problem.grad.with_dlse, "lse"),
+    of_wide("modifiers", lambda c: c.problem.node.modifiers, "modifiers"),
+    of_wide("a mask that is not causal, bottom right,", beyond_causal, "mask"),
+    Limit(
+        "dropout",
+        lambda c: f"the graph drops {c.problem.node.dropout}" if c.problem.node.dropout else "",
+        "has no dropout",
+        MEANING,
+        says="unasked",
+    ),
+    Limit(
+        "scale",
+        lambda c: c.problem.low_scale and f"it is {c.problem.low_scale}",
+        "takes maxima before it scales: needs a scale above 0",
+        "softmax.py: the maximum is taken of unscaled scores",
+        says="unasked",
+    ),
+    Limit("statistics", lambda c: other_statistics(c.problem), "", MEANING, says="unasked"),
+    Limit(
+        "gradient.of",
+        lambda c: other_gradients(c.problem, ("sinks",)),
+        "",
+        "interface.py: _flash_attn_bwd returns dq, dk, dv and dsink",
+        says="unasked",
+    ),
+    Limit(
+        "sinks_stride",
+        lambda c: (
+            f"it is {c.problem.by_role.sinks}"
+            if c.problem.by_role.sinks is not None and not c.problem.by_role.sinks.unit_last
+            else ""
+        ),
+        "reads sinks with stride 1",
+        f"{INTERFACE}: maybe_contiguous(learnable_sink)",
+        says="unasked",
+    ),
+    Limit(
+        "sinks_dtype",
+        lambda c: (
+            f"it is {c.problem.by_role.sinks}"
+            if c.problem.by_role.sinks is not None
+            and c.problem.by_role.sinks.dtype not in (*HALF, torch.float32)
+            else ""
+        ),
+        "reads sinks in float16, bfloat16 and float32",
+        f"{INTERFACE}: learnable_sink must be float16, bfloat16, or float32",
+    ),
+    Limit("strides", operands_to_copy, "", "cute_dsl_utils.py: maybe_contiguous", says="unasked"),
+)

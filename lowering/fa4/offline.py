@@ -1,0 +1,183 @@
+"""FlashAttention 4's kernels, compiled ahead in a process of their own for a GPU here or not.
+
+The package keeps what it compiled in a folder of ours, where only the user may write: loading it
+runs it. What the kernels need is kept in the store beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, final
+
+from attrs import asdict, frozen
+
+from attn_graph.errors import Reason
+from attn_graph.lowering.backend import RefusedError
+from attn_graph.machine.store import Store, Unfit
+from attn_graph.machine.target import FLASH, Target
+
+FORM = 1  # of what is stored
+PATIENCE = 300  # seconds; a kernel takes two to eight
+PROGRAM = "from attn_graph.lowering.fa4.builder import main; main()"
+FAMILIES = {9: "sm_{}a", 10: "sm_{}a", 11: "sm_{}a"}  # whose kernels run on one kind of GPU
+
+
+@final
+@frozen
+class CompiledKernel:
+    """What the machine code of one kernel needs: registers and bytes spilled of each thread."""
+
+    kernel: str
+    registers: int
+    spilled: int
+    ptx: str
+
+    def __str__(self) -> str:
+        worse = f"{self.spilled} bytes spilled" if self.spilled else "nothing spilled"
+        return f"{self.kernel}: {self.registers} registers, {worse}"
+
+
+def compile_call(
+    call: Mapping[str, Any],  # Any: JSON, as `Fa4Call.plain` gives it
+    target: Target,
+    store: Store | None,
+) -> list[CompiledKernel]:
+    """What the kernels of a call need, by `Fa4Call.plain`, compiled unless the store has them.
+
+    Raises RefusedError where the package refuses, RuntimeError if its process fails.
+    """
+    key = f"fa4 {json.dumps({'form': FORM, 'call': call, 'libraries': kernel_versions(target)})}"
+    known = store.load(key, read_kernels) if store else None
+    if known is not None:
+        return known
+    answer = run_builder(call, target, store)
+    if refusal := answer.get("refusal"):
+        raise RefusedError(Reason("package", "is refused by the package itself", refusal))
+    kernels = [CompiledKernel(**x) for x in answer["kernels"]]
+    if store is not None:
+        store.put(key, json.dumps([asdict(x) for x in kernels]).encode())
+    return kernels
+
+
+def read_kernels(data: bytes) -> list[CompiledKernel]:
+    """Kernels from bytes that `compile_call` stored. Raises Unfit for anything else."""
+    try:
+        return [CompiledKernel(**x) for x in json.loads(data)]
+    except (ValueError, TypeError) as error:
+        raise Unfit(f"it holds no kernels: {error}") from error
+
+
+def kernel_versions(target: Target) -> dict[str, str]:
+    """The versions on which kernels depend."""
+    known = {name: number for name, number in target.libraries if name in FLASH}
+    return known | {"python": ".".join(map(str, sys.version_info[:2]))}
+
+
+def architecture(sm: int) -> str:
+    """A compute capability as the package and the DSL name it."""
+    return FAMILIES.get(sm // 10, "sm_{}").format(sm)
+
+
+def run_builder(
+    call: Mapping[str, Any],  # Any: JSON
+    target: Target,
+    store: Store | None,
+) -> dict[str, Any]:  # Any: JSON
+    """The answer of builder.py to a call. What it compiled goes to the store's folder."""
+    with TemporaryDirectory() as away:
+        kernels, answer = Path(away, "kernels"), Path(away, "answer.json")
+        request = {
+            "call": call,
+            "multiprocessors": target.multiprocessors or 1,
+            "answer": str(answer),
+        }
+        process = subprocess.run(
+            (sys.executable, "-P", "-c", PROGRAM),
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE,
+            env=os.environ | environment(target, kernels, Path(away)),
+        )
+        if process.returncode or not answer.exists():
+            raise RuntimeError(
+                f"FlashAttention 4's compiler stopped with {process.returncode}: "
+                f"{process.stderr[-2000:]}"
+            )
+        if store is not None:
+            keep_objects(kernels, kernel_folder(store))
+        return json.loads(answer.read_text())  # type: ignore[no-any-return]  # JSON
+
+
+def environment(target: Target, kernels: Path, dump: Path) -> dict[str, str]:
+    """What the package and the DSL read when they are imported."""
+    name = architecture(target.sm)
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "CUDA_VISIBLE_DEVICES": "",  # nothing runs
+        "FLASH_ATTENTION_ARCH": name,
+        "FLASH_ATTENTION_NUM_SMS": str(target.multiprocessors or 1),
+        "CUTE_DSL_ARCH": name,
+        "CUTE_DSL_KEEP": "ptx,cubin",
+        "CUTE_DSL_DUMP_DIR": str(dump),
+        **cache_variables(kernels),
+    }
+
+
+def cache_variables(folder: Path) -> dict[str, str]:
+    """The package's own variables for keeping what it compiled."""
+    return {
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder),
+    }
+
+
+def kernel_folder(store: Store) -> Path:
+    """The folder of a store that has compiled kernels. Raises PermissionError where others than
+    the user may write to it, or to the store's: what lies there is loaded and run."""
+    folder = store.folder / "fa4"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (store.folder, folder):
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise PermissionError(
+                f"{path} can be written to by others, and kernels are loaded from there; "
+                f"chmod go-w {path}, or give another store="
+            )
+    return folder
+
+
+def keep_objects(made: Path, folder: Path) -> None:
+    """Copy compiled objects where later processes look, each complete or not at all."""
+    for path in made.rglob("*.o"):
+        place = folder / path.relative_to(made)
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = place.with_suffix(f".{os.getpid()}.part")
+        shutil.copyfile(path, part)
+        os.replace(part, place)
+
+
+@contextmanager
+def keep_kernels_in(store: Store | None) -> Iterator[None]:
+    """Within this block the package, if it is first imported there, keeps kernels in the store."""
+    ours = store is not None and "flash_attn.cute" not in sys.modules
+    names = cache_variables(kernel_folder(store)) if store is not None and ours else {}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,277 @@
+"""FlashAttention 4's backend without the package: what it is told, and that this is right."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.backend import Options
+from attn_graph.lowering.fa4 import lists as fa4_lists
+from attn_graph.lowering.fa4 import run as fa4_run
+from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
+from attn_graph.lowering.fa4.call import Fa4Call
+from attn_graph.lowering.fa4.dialect import in_place, read_axes_of
+from attn_graph.lowering.fa4.lists import FULL, MIXED, classify, make_lists
+from attn_graph.lowering.fa4.offline import keep_kernels_in, kernel_folder
+from attn_graph.lowering.problem import Problem, sole
+from attn_graph.machine.target import VIRTUAL
+from attn_graph.masks.places import Place, Untraceable
+from attn_graph.testing import backend_check
+from attn_graph.testing import strategies as drawn
+from tests.support.fa4_model import call_model
+
+BF16 = torch.bfloat16
+H200 = evolve(ag.Target.of("h200"), libraries=((PACKAGE, "4.0.0b36"),))
+B200 = evolve(ag.Target.of("b200"), libraries=H200.libraries)
+JOINED = ag.Causal("top_left") & (ag.Window(64, 0, "top_left") | ag.Prefix(4))
+
+
+def spec(*shape: int, dtype: torch.dtype = BF16) -> ag.TensorSpec:
+    return ag.TensorSpec(shape, dtype)
+
+
+def make(M: int = 300, N: int = 300, H: int = 4, G: int = 2, **options: Any) -> ag.Graph:
+    """A graph as the backend sees it."""
+    k = spec(2, G, N, 64)
+    return simplify(ag.attention(spec(2, H, M, 64), k, k, **options))
+
+
+def problem_of(graph: ag.Graph) -> Problem:
+    problem = sole(graph)
+    assert problem is not None
+    return problem
+
+
+def keys_of(graph: ag.Graph, target: ag.Target, options: Options | None = None) -> set[str]:
+    """The keys of the reasons against a graph."""
+    return {r.key for r in BACKEND.reasons(graph, target, options or Options())}
+
+
+@st.composite
+def near(draw: st.DrawFn) -> ag.Graph:
+    """Graphs that the package takes, or nearly."""
+    G = draw(st.integers(1, 2))
+    D = draw(st.sampled_from((8, 16)))
+    M, N = (draw(st.one_of(st.integers(1, 40), st.integers(129, 300))) for _ in "MN")
+    size = drawn.Shape(draw(st.integers(1, 2)), G * draw(st.integers(1, 2)), G, M, N, D, D)
+    layout = draw(st.sampled_from(("bhsd", "bshd", "sbhd")))
+    q, k, v = (ag.TensorSpec(x, BF16, layout=layout) for x in (size.q, size.k, size.v))
+    options = draw(drawn.mask_options(size)) | draw(drawn.score_options(size, BF16))
+    options |= {"scale": None, "dropout": 0.0}
+    return ag.attention(q, k, v, **options, stats=draw(st.booleans()))
+
+
+@pytest.mark.parametrize("target", [H200, B200], ids=["sm_90", "sm_100"])
+def test_the_package_is_told_what_the_graph_says(
+    target: ag.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both passes, by a model of the package that reads masks and modifiers off their text."""
+    monkeypatch.setattr(fa4_run, "call_package", call_model)
+    monkeypatch.setattr(fa4_run, "find_misplaced", lambda _: [])  # as drawn they begin anywhere
+    monkeypatch.setattr(fa4_lists, "WORTH", 0.0)
+    VIRTUAL.add(target)
+    try:
+        backend_check.check_backend(BACKEND, target, graphs=near())
+    finally:
+        VIRTUAL.discard(target)
+
+
+# Masks
+
+
+@given(st.data(), st.booleans(), st.sampled_from(((128, 128), (256, 128), (128, 80))))
+def test_lists_are_the_mask_by_tiles(
+    data: st.DataObject, backward: bool, tile: tuple[int, int]
+) -> None:
+    M, N = (data.draw(st.integers(1, 700)) for _ in "MN")
+    size = drawn.Shape(1, 1, 1, M, N, 8, 8)
+    mask = data.draw(drawn.masks(size, "top_left"))
+    q, k = spec(1, 1, M, 8), spec(1, 1, N, 8)
+    if mask.needs:
+        return
+    graph = simplify(ag.attention(q, k, k, mask=mask))
+    if problem_of(graph).node.mask is None:
+        return
+    problem = problem_of(graph)
+    kinds = classify(problem, tile, exact=True)
+    i, j = torch.arange(M)[:, None], torch.arange(N)
+    resolved = problem.node.mask
+    assert resolved is not None
+    kept = torch.as_tensor(resolved.keep(Place(0, 0, i, j, 1, M, N))).expand(M, N)
+    for x, line in enumerate(kept.split(tile[0])):
+        for y, each in enumerate(line.split(tile[1], 1)):
+            whole = each.shape == tile and bool(each.all())
+            assert kinds[x, y] == (FULL if whole else MIXED if each.any() else 0)
+    if backward:
+        graph = ag.vjp(graph)[1]
+        problem = problem_of(simplify(graph))
+    found = make_lists(problem, tile, exact=True)
+    if found is None:
+        return
+    for kind, (count, numbers) in zip(
+        (MIXED, FULL), (found.tensors[:2], found.tensors[2:]), strict=True
+    ):
+        lines = kinds.T if backward else kinds
+        assert numbers.stride(-1) == 1
+        for line, n, each in zip(lines, count[0, 0], numbers[0, 0], strict=True):
+            assert each[: int(n)].tolist() == (line == kind).nonzero().flatten().tolist()
+
+
+def test_lists_of_masks_that_read_tensors_hold_for_whatever_these_are() -> None:
+    graph = make(segments=(spec(2, 300, dtype=torch.int64),) * 2, mask=ag.Causal())
+    lists = Fa4Call.of(problem_of(graph), 90).lists
+    assert lists is not None
+    assert lists.empty == 3
+    assert not lists.tensors[2].any()  # none is sure to be full
+
+
+@pytest.mark.parametrize("mask", [None, ag.Causal("bottom_right"), ag.Window(9, 2, "bottom_right")])
+def test_bands_by_the_bottom_right_corner_are_the_packages_own(mask: ag.Mask | None) -> None:
+    call = Fa4Call.of(problem_of(make(200, 300, mask=mask)), 90)
+    assert call.native is not None
+    assert call.lists is None
+    assert "keep" not in call.code.texts
+
+
+def test_a_causal_mask_by_the_top_left_corner_is_a_function() -> None:
+    call = Fa4Call.of(problem_of(make(200, 300, mask=ag.Causal("top_left"))), 90)
+    assert call.native is None
+    assert "keep" in call.code.texts
+
+
+def test_a_function_never_stands_beside_a_mask_of_the_packages_own() -> None:
+    """The forward drops it, the backward applies both."""
+    for mask in (JOINED, ag.Causal(), ag.Window(3), ~ag.Causal(), ag.Prefix(4)):
+        plain = Fa4Call.of(problem_of(make(mask=mask)), 90).plain(True)
+        own = {name for name, x in plain["options"].items() if x is not None}
+        assert ("keep" in plain["texts"]) != bool(own - {"softmax_scale"})
+
+
+# What generated code reads
+
+
+def test_code_reads_no_place_past_the_last_query_or_key() -> None:
+    """Kernels for sm_90 ask for places past M and N where tiles reach further."""
+    graph = make(keep=spec(1, 4, 300, 300, dtype=torch.bool), bias=spec(2, 1, 300, 300))
+    texts = Fa4Call.of(problem_of(graph), 90).code.texts
+    assert "read_bool(data[1], h, inside(i, M), inside(j, N))" in texts["keep"]
+    assert "read_float(data[0], b, inside(i, M), inside(j, N))" in texts["change"]
+
+
+@given(st.data())
+def test_a_tensor_that_code_reads_has_one_axis_of_stride_1(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    read = data.draw(drawn.specs(shape, BF16))
+    try:
+        kept, ends = read_axes_of(read)
+    except Untraceable:
+        strides = [s for n, s in zip(read.shape, read.strides, strict=True) if n > 1]
+        assert strides.count(1) > 1
+        return
+    strides = [read.strides[n] for n in kept] + [1] * ends
+    assert strides.count(1) == 1
+    assert 0 not in strides
+
+
+@given(st.integers(0, 3), st.integers(0, 40), st.integers(2, 4))
+def test_places_are_undone_as_the_package_says_them(h: int, i: int, r: int) -> None:
+    assert in_place(h * r + i % r, i // r, r) == (h, i)
+
+
+def test_places_are_undone_only_where_the_package_says_others() -> None:
+    forward = make(soft_cap=30.0)
+    backward = simplify(ag.vjp(forward)[1])
+    shared = [Fa4Call.of(problem_of(g), sm).shared for g in (forward, backward) for sm in (90, 100)]
+    assert shared == [1, 1, 2, 1]
+
+
+# Choice
+
+
+def test_it_is_predicted_before_triton_where_it_takes_the_graph() -> None:
+    libraries = (*H200.libraries, ("triton", "3.7.1"))
+    for target in (H200, B200):
+        told = ag.explain(
+            make(8192, 8192, mask=ag.Causal() | ag.Prefix(4)),
+            target=evolve(target, libraries=libraries),
+        )
+        assert "fa4: chosen" in str(told)
+
+
+# Reasons
+
+
+def test_without_the_package_only_that_is_in_the_way() -> None:
+    bare = evolve(H200, libraries=())
+    (reason,) = BACKEND.reasons(make(mask=JOINED), bare, Options())
+    assert "pip install 'attn-graph[fa4]'" in str(reason)
+
+
+def test_other_versions_are_refused() -> None:
+    other = evolve(H200, libraries=((PACKAGE, "4.0.0b35"),))
+    assert keys_of(make(), other) == {f"version.{PACKAGE}"}
+
+
+def test_gradients_are_in_order_only_if_that_is_asked_for() -> None:
+    backward = simplify(ag.vjp(make())[1])
+    assert keys_of(backward, H200, Options(batch_invariant=True)) == {"batch_invariant"}
+    ordered = Options(batch_invariant=True, deterministic=True)
+    assert not keys_of(backward, H200, ordered)
+    call = Fa4Call.of(problem_of(simplify(ag.vjp(make(mask=JOINED))[1])), 90, deterministic=True)
+    assert call.plain(True)["deterministic"]
+    assert call.lists is None
+
+
+@pytest.mark.parametrize("name", ["l40s", "a100"])
+def test_older_gpus_run_the_forward_of_plain_graphs(name: str) -> None:
+    target = evolve(ag.Target.of(name), libraries=H200.libraries)
+    graph = make(mask=ag.Causal())
+    assert not keys_of(graph, target)
+    assert keys_of(simplify(ag.vjp(graph)[1]), target) == {"gradient"}
+    assert keys_of(make(mask=JOINED, soft_cap=3.0), target) == {"mask", "modifiers"}
+
+
+# Kept kernels
+
+
+def test_kernels_are_kept_only_where_nobody_else_may_write(tmp_path: Path) -> None:
+    """What lies there is loaded and run."""
+    store = ag.Store(tmp_path / "store")
+    folder = kernel_folder(store)
+    assert folder.stat().st_mode & 0o077 == 0
+    for path in (folder, store.folder):
+        path.chmod(0o777)
+        with pytest.raises(PermissionError, match="can be written to by others"):
+            kernel_folder(store)
+        path.chmod(0o700)
+    assert kernel_folder(store) == folder
+
+
+def test_the_package_is_told_where_before_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "flash_attn.cute", raising=False)
+    name = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+    store = ag.Store(tmp_path / "store")
+    with keep_kernels_in(store):
+        assert os.environ[name] == str(kernel_folder(store))
+    assert name not in os.environ
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", sys)
+    with keep_kernels_in(store):
+        assert name not in os.environ
+
+
+def test_planning_imports_neither_the_package_nor_its_compiler() -> None:
+    told = ag.explain(make(mask=JOINED), target=H200, backends=("fa4",))
+    assert "fa4: chosen" in str(told)
+    assert not {"cutlass", "flash_attn", "flash_attn.cute"} & sys.modules.keys()

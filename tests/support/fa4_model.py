@@ -1,0 +1,165 @@
+"""What FlashAttention 4's two functions compute, in PyTorch: masks and modifiers by the text that
+its kernels get, tiles by their lists, no look at places past a tile that is listed as full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+import torch
+
+from attn_graph.lowering.fa4.dialect import in_place
+
+Tensor = torch.Tensor
+Value = Any  # a tensor or a number
+
+
+def elements(t: Tensor, places: Sequence[Value]) -> Tensor:
+    """t at places that broadcast."""
+    at = [x if isinstance(x, Tensor) else torch.tensor(x) for x in places]
+    assert all(int(x.max()) < n for x, n in zip(at, t.shape, strict=True)), "past a tensor's end"
+    return t[tuple(torch.broadcast_tensors(*at))]
+
+
+def choose(c: Tensor, a: Value, b: Value) -> Tensor:
+    """`torch.where` of numbers as well."""
+    return torch.where(c, torch.as_tensor(a), torch.as_tensor(b))
+
+
+class Math:
+    """cute.math, whose functions take flags."""
+
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        return lambda x, **_: getattr(torch, name)(x)
+
+
+class Cute:
+    """The module that generated code calls."""
+
+    math = Math()
+
+
+NAMES: dict[str, Any] = {
+    "cute": Cute,
+    "pick": choose,
+    "smaller": lambda a, b: choose(a < b, a, b),
+    "larger": lambda a, b: choose(a > b, a, b),
+    "magnitude": torch.abs,
+    "invert": torch.logical_not,
+    "false_everywhere": torch.zeros_like,
+    "true_everywhere": torch.ones_like,
+    "as_float": lambda x: x.double(),
+    "as_long": lambda x: x.long(),
+    "floor_div": lambda a, b: a // b,
+    "inside": lambda x, count: x.clamp(max=count - 1),
+    "read_int": lambda t, *at: elements(t, at),
+    "read_float": lambda t, *at: elements(t, at).double(),
+    "read_bool": lambda t, *at: elements(t, at) != 0,
+}
+
+
+def function(text: str) -> Callable[..., Tensor]:
+    """The function that a text defines."""
+    names = dict(NAMES)
+    exec(text, names)
+    made: Callable[..., Tensor] = names[text.split("(")[0][4:]]
+    return made
+
+
+def listed(plain: Mapping[str, Any], lists: Sequence[Tensor], M: int, N: int) -> Tensor:
+    """Which kind of tile each place lies in: 0 of none that is visited, 1 of a mixed, 2 of a full
+    one. Lists that do not ascend, or whose last axis has another stride than 1, are errors."""
+    rows, columns = plain["tile"]
+    lines, count = -(-M // rows), -(-N // columns)
+    kinds = torch.zeros(lines, count, dtype=torch.long)
+    for kind, (counts, numbers) in enumerate((lists[:2], lists[2:]), start=1):
+        assert numbers.stride(-1) == 1
+        by_line = kinds.T if plain["backward"] else kinds
+        for line, (n, each) in enumerate(zip(counts[0, 0], numbers[0, 0], strict=True)):
+            mine = each[: int(n)].tolist()
+            assert mine == sorted(set(mine))
+            assert not by_line[line, mine].any(), "a tile is listed twice"
+            by_line[line, mine] = kind
+    return kinds.repeat_interleave(rows, 0)[:M].repeat_interleave(columns, 1)[:, :N]
+
+
+def native(options: Mapping[str, Any], M: int, N: int) -> Tensor:
+    """The places that a mask of the package's own keeps."""
+    i, j = torch.arange(M)[:, None] + N - M, torch.arange(N)
+    left, right = options.get("window_size_left"), options.get("window_size_right")
+    right = 0 if options.get("causal") else right
+    kept: Tensor = torch.ones(M, N, dtype=torch.bool)
+    if left is not None:
+        kept &= j >= i - left
+    if right is not None:
+        kept &= j <= i + right
+    return kept
+
+
+def scores(
+    plain: Mapping[str, Any], given: Mapping[str, Tensor], reads: Sequence[Tensor],
+    lists: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """The scores after modifiers and mask."""
+    q, k = given["q"].transpose(1, 2), given["k"].transpose(1, 2)
+    B, H, M, N = *q.shape[:3], k.shape[2]
+    s = q @ k.repeat_interleave(H // k.shape[1], 1).mT * plain["options"]["softmax_scale"]
+    b, h, i, j = (torch.arange(n).view([-1] + [1] * (3 - a)) for a, n in enumerate((B, H, M, N)))
+    rest, texts = (M, N, reads, plain["numbers"]), plain["texts"]
+    if "change" in texts:
+        told = h, i
+        if (r := plain["shared"]) > 1:  # as the kernels for sm_90 say places in a gradient
+            told = h * r + i % r, i // r
+        s = function(texts["change"])(s, b, *in_place(*told, r), j, *rest)
+    keep = native(plain["options"], M, N)
+    if "keep" in texts:
+        assert not {"causal", "window_size_left"} & {n for n, x in plain["options"].items() if x}
+        keep = function(texts["keep"])(b, h, i, j, *rest).expand(B, H, M, N)
+    if lists:
+        kinds = listed(plain, lists, M, N)
+        keep = (kinds == 2) | ((kinds == 1) & keep)
+    hidden: Tensor = s.masked_fill(~keep, -inf)
+    return hidden
+
+
+def attend(
+    plain: Mapping[str, Any], given: Mapping[str, Tensor], reads: Sequence[Tensor],
+    lists: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o [B,M,H,E] and lse [B,H,M]."""
+    s, sinks = scores(plain, given, reads, lists), given.get("learnable_sink")
+    every = s if sinks is None else torch.cat(
+        [s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1
+    )  # fmt: skip
+    blind = (every == -inf).all(-1)
+    lse = every.masked_fill(blind[..., None], 0.0).logsumexp(-1)
+    p = (s - lse[..., None]).exp().masked_fill(blind[..., None], 0.0)
+    v = given["v"].transpose(1, 2)
+    o = p @ v.repeat_interleave(p.shape[1] // v.shape[1], 1)
+    return o.transpose(1, 2), lse.masked_fill(blind, -inf)
+
+
+def call_model(
+    plain: Mapping[str, Any], tensors: Mapping[str, Tensor], reads: Sequence[Tensor],
+    lists: Sequence[Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """In place of `call_package`."""
+    for name, x in tensors.items():
+        whole = x.stride(-1) == 1 and all(s * x.itemsize % 16 == 0 for s in x.stride()[:-1])
+        assert whole or x.ndim < 4, f"{name} would be copied"
+    names = [n for n in ("q", "k", "v", "learnable_sink") if n in tensors]
+    leaves = {n: tensors[n].detach().double().requires_grad_() for n in names}
+    with torch.enable_grad():
+        o, lse = attend(plain, leaves, reads, lists)
+    if not plain["backward"]:
+        tensors["out"].copy_(o.detach())
+        if "lse" in tensors:
+            tensors["lse"].copy_(lse.detach())
+        return ()
+    dlse = tensors.get("dlse", torch.zeros_like(tensors["lse"])).double()
+    given = dict.fromkeys((o, lse)), (tensors["dout"].double(), dlse)
+    made = torch.autograd.grad([*given[0]], [*leaves.values()], given[1])
+    for name, x in zip("qkv", made, strict=False):
+        tensors[f"d{name}"].copy_(x)
+    return tuple(x.to(tensors[n].dtype) for n, x in zip(names, made, strict=True))
