@@ -36,6 +36,7 @@ from attn_graph.lowering.torch_cuda.dense import (
     kernel_operand_reasons,
     kernel_size_reasons,
     place_reasons,
+    replaced_reasons,
 )
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.machine.sizes import format_bytes
@@ -91,6 +92,7 @@ def packed_reasons(layout: Layout, graph: Graph, target: Target, options: Option
     yield from kernel_operand_reasons(dict(zip("qkv", layout.specs, strict=False)))
     yield from sequence_reasons(layout, graph)
     yield from flash_reasons(p, target, options)
+    yield from replaced_reasons(options.switches.flash_impl)
     yield from other_gradients(p)
 
 

@@ -18,9 +18,13 @@ from torch.backends.cuda import (
 )
 
 import attn_graph as ag
+from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import result_spec
 from attn_graph.kernels import fused_cuda
+from attn_graph.lowering.backend import Options
 from attn_graph.lowering.problem import has_flash_order, is_readable
+from attn_graph.lowering.torch_cuda import packed
+from attn_graph.machine.torch_switches import Switches
 from attn_graph.spec import dense_strides, memory_order
 from attn_graph.testing import formula, rule
 from attn_graph.testing.strategies import seeds, specs
@@ -394,6 +398,32 @@ def test_another_flash_kernel_in_its_place_is_told() -> None:
     finally:
         torch.nn.attention.restore_flash_attention_impl()
     assert plan_of(chain(), "torch_flash").backend == "torch_flash"
+
+
+@pytest.mark.parametrize(
+    ("impl", "name", "widths", "keys"),
+    [
+        ("FA3", "h200", (128, 128), set()),
+        ("FA3", "b200", (128, 128), {"architecture_range"}),
+        ("FA4", "h200", (256, 256), set()),
+        ("FA4", "b200", (128, 128), set()),
+        ("FA4", "b200", (192, 192), {"head_pair"}),
+        ("FA4", "a100", (64, 64), {"architecture_range"}),
+        ("attn_graph", "h200", (64, 64), {"flash_impl"}),
+    ],
+)
+def test_flash_attention_3_and_4_have_limits_of_their_own(
+    impl: str, name: str, widths: tuple[int, int], keys: set[str]
+) -> None:
+    """As torch.nn.attention.activate_flash_attention_impl puts them in place of PyTorch's own."""
+    q, v = (spec(2, 4, 64, width) for width in widths)
+    graph = simplify(ag.attention(q, q, v, mask=ag.Causal()))
+    options = Options(switches=Switches(flash_impl=impl))
+    assert {r.key for r in packed.BACKEND.reasons(graph, ag.Target.of(name), options)} == keys
+    rows, starts = spec(64, 4, 64), spec(3, dtype=torch.int32)
+    ragged = simplify(ag.attention(rows, rows, rows, q_starts=starts))
+    against = packed.BACKEND.reasons(ragged, ag.Target.of("h200"), options)
+    assert "flash_impl" in {r.key for r in against}
 
 
 def params(tensors: Sequence[torch.Tensor], graph: ag.Graph) -> SDPAParams:
