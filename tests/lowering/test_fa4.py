@@ -94,12 +94,21 @@ def test_lists_are_the_mask_by_tiles(
     data: st.DataObject, backward: bool, tile: tuple[int, int]
 ) -> None:
     M, N = (data.draw(st.integers(1, 700)) for _ in "MN")
-    size = drawn.Shape(1, 1, 1, M, N, 8, 8)
-    mask = data.draw(drawn.masks(size, "top_left"))
+    mask = data.draw(drawn.masks(drawn.Shape(1, 1, 1, M, N, 8, 8), "top_left"))
+    if not mask.needs:
+        check_lists(mask, M, N, tile, backward)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_lists_of_full_edges_and_of_empty_tiles_are_the_mask_by_tiles(backward: bool) -> None:
+    mask = ag.Causal("top_left") | ag.Prefix(500) & ~ag.Prefix(130)
+    check_lists(mask, 300, 500, (128, 128), backward)
+
+
+def check_lists(mask: ag.Mask, M: int, N: int, tile: tuple[int, int], backward: bool) -> None:
+    """Compare lists with the mask at every place."""
     q, k = spec(1, 1, M, 8), spec(1, 1, N, 8)
-    if mask.needs:
-        return
-    graph = simplify(ag.attention(q, k, k, mask=mask))
+    graph = simplify(ag.attention(q, k, k, mask=mask, align="top_left"))
     if problem_of(graph).node.mask is None:
         return
     problem = problem_of(graph)
