@@ -33,6 +33,7 @@ RARE = (
     "lengths of queries",
     "M = 0 or N = 0",
     "forward mode",
+    "second derivatives",
     "gluon",
     "torch_cudnn",
 )  # what docs/support.md has and README, which is short, has not
