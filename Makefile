@@ -1,12 +1,14 @@
 # Everything runs in .venv, with the versions of constraints.txt. The demo needs only the library and
 # matplotlib; all else needs all of it.
-# On a machine with a GPU: make venv INSTALL=.[cuda] OFFLINE= FA4=
+# On a machine with a GPU: make venv INSTALL=.[cuda] OFFLINE=
 PYTHON ?= python3
 INSTALL ?= .
 # What the extra `offline` needs, less cuBLAS, which planning never loads.
 OFFLINE ?= nvidia-cuda-nvrtc nvidia-cudnn-frontend nvidia-cudnn-jit-cu13
-# FlashAttention 4 and the compiler of its kernels, 395 MB on disk; its tests are skipped without.
-FA4 ?= flash-attn-4 einops quack-kernels apache-tvm-ffi torch-c-dlpack-ext nvidia-cutlass-dsl $(addprefix nvidia-cutlass-dsl-libs-,base core cu13) cuda-bindings cuda-pathfinder protobuf
+# FlashAttention 4 and the compiler of its kernels, 395 MB on disk: make venv FA4='$(FLASH4)'. Its tests
+# are skipped without.
+FA4 ?=
+FLASH4 := flash-attn-4 einops quack-kernels apache-tvm-ffi torch-c-dlpack-ext nvidia-cutlass-dsl $(addprefix nvidia-cutlass-dsl-libs-,base core cu13) cuda-bindings cuda-pathfinder protobuf
 JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
