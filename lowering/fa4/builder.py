@@ -76,7 +76,7 @@ def describe_kernels() -> Iterator[dict[str, Any]]:  # Any: JSON
 
     for name, function in CACHES.items():
         for compiled in getattr(interface, function).compile_cache.cache.values():
-            registers, spilled, _, _ = read_resources(compiled.artifacts.CUBIN)
+            registers, spilled, *_ = read_resources(compiled.artifacts.CUBIN)
             yield {
                 "kernel": name,
                 "registers": registers,

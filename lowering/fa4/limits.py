@@ -12,6 +12,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import Reason
+from attn_graph.ir.packed import LEAVES, and_parts
 from attn_graph.lowering.fa4.call import NativeMask, native_mask
 from attn_graph.lowering.problem import ALIGNED, Problem, is_misaligned
 from attn_graph.lowering.reasons import (
@@ -254,6 +255,13 @@ LIMITS = (
         lambda c: c.problem.low_scale and f"it is {c.problem.low_scale}",
         "takes maxima before it scales: needs a scale above 0",
         "softmax.py: the maximum is taken of unscaled scores",
+        says="unasked",
+    ),
+    Limit(
+        "lengths",
+        lambda c: ", ".join(str(x) for x in and_parts(c.problem.node.mask) if x in LEAVES.values()),
+        "multiplies rows past a length by 0, which leaves NaN there as NaN",
+        "mask.py: a mask function hides scores, and whole tiles of v are multiplied",
         says="unasked",
     ),
     Limit("statistics", lambda c: other_statistics(c.problem), "", MEANING, says="unasked"),

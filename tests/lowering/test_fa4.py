@@ -220,6 +220,12 @@ def test_it_is_predicted_before_triton_where_it_takes_the_graph() -> None:
 # Reasons
 
 
+@pytest.mark.parametrize("name", ["kv_lengths", "q_lengths"])
+def test_rows_past_a_length_are_left_to_who_reads_none_of_them(name: str) -> None:
+    given: dict[str, Any] = {name: spec(2, dtype=torch.int32)}
+    assert keys_of(make(mask=ag.Causal(), **given), H200) == {"lengths"}
+
+
 def test_without_the_package_only_that_is_in_the_way() -> None:
     bare = evolve(H200, libraries=())
     (reason,) = BACKEND.reasons(make(mask=JOINED), bare, Options())
