@@ -263,6 +263,20 @@ def test_the_room_of_a_cache_behind_the_last_token_is_left_out(on_device: bool) 
         assert keys(1, 7, function) is keys(5, 0, function) is None
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_queries_after_any_number_of_keys_have_one_mask(on_device: bool) -> None:
+    """And so one plan: how many keys there are is data."""
+    window = hf.sliding_window_causal_mask_function(3)
+    masks = set()
+    for past in (4, 5):
+        padding = torch.ones(B, past + 3, dtype=torch.bool)
+        call = Call(3, 12, past, 0, window, padding, on_device)
+        described = integration.decode_mask(**call.arguments())
+        assert isinstance(described, integration.MaskDescription)
+        masks.add(described.mask)
+    assert len(masks) == 1
+
+
 def test_layers_read_no_key_behind_the_last_token() -> None:
     """Whatever is there: neither the keys, nor what a position bias adds to their scores."""
     q, k, v = torch.randn(B, 2, 1, 4), torch.randn(B, 2, 12, 4), torch.randn(B, 2, 12, 4)
