@@ -26,7 +26,8 @@ class Memory:
     keys that data may pick, and all rooms that a step may use, of which a call takes some, so that
     calls may stay far below it. It leaves out the block of scores that each thread of PyTorch's
     fused CPU kernel works in: up to 0.8 MiB, of 256 queries and 512 keys, and twice that in a
-    backward; and a call's own small numbers, such as a row of positions.
+    backward; a call's own small numbers, such as a row of positions; and what a plan's first call
+    allocates beside, to prepare the next.
     `*_backward` is 0 for a graph without gradients. peak: the most of all this at one time.
     untold: passes, "forward" and "backward", whose workspace is known only when their plan is
     built; until then it counts 0.

@@ -309,8 +309,8 @@ def test_no_call_allocates_more_than_is_said(
     expanded: bool,
     seed: int,
 ) -> None:
-    """Dense, packed and paged, both passes, with NaN in what lengths declare absent; the first
-    call of a plan too, but for what stays held. expanded: the cotangent is of one number."""
+    """Dense, packed and paged, both passes, with NaN in what lengths declare absent; calls after
+    the first, which prepares some. expanded: the cotangent is of one number."""
     kind, specs = drawn
     H = specs["q"].shape[1]
     every: dict[str, Any] = {"soft_cap": 5.0, "alibi": True, "dropout": 0.1}
