@@ -406,7 +406,8 @@ def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> I
         yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
     for name, x in more.items():
         if x is not None and x.dtype in FLOATS and x.dtype not in (q.dtype, torch.float32):
-            yield f"attention: {name} {x} must be of q's {q.dtype} or of {torch.float32}"
+            also = "" if q.dtype == torch.float32 else f", or {torch.float32}"
+            yield f"attention: {name} {x} must have q's dtype, {q.dtype}{also}"
 
 
 def whole_mask(

@@ -231,6 +231,10 @@ def test_a_view_that_holds_numbers_negated_is_resolved() -> None:
 WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "no tensor": (lambda q, k, v: o_of(q.tolist(), k, v), "q is a list, not a tensor"),
     "dtypes": (lambda q, k, v: o_of(q.double(), k, v), "disagree in dtype"),
+    "bias's dtype": (
+        lambda q, k, v: o_of(q, k, v, bias=q.new_zeros((1, 1, 1, 1)).half()),
+        r"must have q's dtype, torch.float32 \(",
+    ),
     "shapes": (lambda q, k, v: o_of(q, k[..., 1:], v), "disagree"),
     "data": (lambda q, k, v: o_of(q, k, v, other=q), "no option and no leaf .* 'other'"),
     "segments": (lambda q, k, v: o_of(q, k, v, segments=q[0]), "are not two tensors"),
