@@ -166,7 +166,7 @@ def test_few_queries_are_joined_of_parts_as_without_their_offset(offset: float, 
     more: dict[str, Any] = {} if bare else {"sinks": SPEC((4,), torch.float32)}
     bias = SPEC((1, 1, 1, 700), torch.float32)
     graph = ag.attention(q, k, k, bias=bias, scale=step_of(offset), stats=True, **more)
-    check_far(Far(offset, graph, ("q", "k", "v")), BACKEND, 0, True)
+    check_far(Far(offset, graph, ("q", "k", "v", *more)), BACKEND, 0, True)
 
 
 @given(far=far_rows(most=2.0**30), seed=seeds)

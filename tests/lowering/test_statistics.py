@@ -332,14 +332,15 @@ def test_who_does_not_give_it_says_so_and_what_would_lift_that(target: str) -> N
         assert (explanation.backend, [*against]) == ("math", ["torch_sdpa"])
     else:
         assert explanation.backend == "triton"
-        assert {*against} == {"cudnn", "torch_flash", "torch_efficient", "torch_cudnn"}
+        assert {*against} == {"cudnn", "fa4", "torch_flash", "torch_efficient", "torch_cudnn"}
         assert explanation.backward is not None
         assert explanation.backward.backend == "cudnn"  # which reads o and lse alone
     for refusal in against.values():
         (remedy,) = refusal.lifts[refusal.reasons.index(reason)]
         assert (remedy.text, remedy.changes_result) == ("no max among stats", True)
-        assert refusal.smallest is not None
-        assert refusal.smallest.graph == ag.attention(x, x, x, stats=True)
+        if len(refusal.reasons) == 1:  # fa4 is not installed, which no graph mends
+            assert refusal.smallest is not None
+            assert refusal.smallest.graph == ag.attention(x, x, x, stats=True)
 
 
 def test_memory_counts_it_among_outputs_and_what_a_loss_keeps() -> None:
