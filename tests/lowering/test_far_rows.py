@@ -14,7 +14,7 @@ from typing import Any, final
 import pytest
 import torch
 from attrs import frozen
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
@@ -38,6 +38,8 @@ MASKS: tuple[ag.Mask | None, ...] = (
     *(None, ag.Causal("bottom_right"), ag.Window(40, 3, "bottom_right")),
     ag.Causal("bottom_right") | ag.Prefix(5),
 )
+EXAMPLES = settings().max_examples
+FEW = max(1, EXAMPLES // 5) if CPU.interprets else EXAMPLES  # each is interpreted for seconds
 LENGTHS = st.sampled_from([1, 17, 70, 150]) if CPU.interprets else st.integers(1, 200)
 
 
@@ -170,6 +172,7 @@ def test_few_queries_are_joined_of_parts_as_without_their_offset(offset: float, 
 
 
 @given(far=far_rows(most=2.0**30), seed=seeds)
+@settings(max_examples=FEW)
 def test_tangents_are_those_without_the_offset(far: Far, seed: int) -> None:
     near, tensors = (far.tensors(seed, far=x) for x in (False, True))
     fused = ag.vjp(far.graph)[0]
