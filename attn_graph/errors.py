@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from reprlib import Repr
 from typing import NoReturn, final
 
+import torch
 from attrs import frozen
 
 HOMES = tuple(
@@ -122,6 +124,23 @@ def refuse_truth(who: str, value: object, way_out: str) -> NoReturn:
 def as_tensor_error(error: GraphError | PlanMismatchError) -> TensorError:
     """The TensorError that says the same, for functions that are called as PyTorch's own are."""
     return TensorError(*(error.problems if isinstance(error, GraphError) else error.differences))
+
+
+@final
+class Shown(Repr):
+    """Values as messages show them: a tensor by its shape and dtype alone, also within lists."""
+
+    def repr1(self, x: object, level: int) -> str:
+        """A value within `level` others."""
+        if isinstance(x, torch.Tensor):
+            return f"<tensor of {x.dtype} {list(x.shape)}>"
+        return super().repr1(x, level)
+
+
+shown = Shown()
+shown.maxstring = shown.maxother = 200
+shown.maxtuple = shown.maxlist = shown.maxdict = 12
+show = shown.repr
 
 
 def join_lines(title: str, lines: tuple[str, ...]) -> str:

@@ -105,8 +105,8 @@ BAD: dict[str, Bad] = {
     ),
     "a window holds no key": (lambda: ag.Window(2, -3), [["left=2", "right=-3", "no key"]]),
     "a prefix is negative": (lambda: ag.Prefix(-3), [["Prefix(-3)", "at least 0"]]),
-    "what is no mask": (call(mask=ag.Causal), [["Causal", "no mask"]]),
-    "a mask and a number": (lambda: ag.Causal() & 3, [["3", "no mask"]]),  # type: ignore[operator]  # is wrong
+    "what is no mask": (call(mask=ag.Causal), [["Causal", "not a mask"]]),
+    "a mask and a number": (lambda: ag.Causal() & 3, [["3", "not a mask"]]),  # type: ignore[operator]  # is wrong
     "the scale is not a number": (call(scale=NAN), [["scale nan", "finite"]]),
     "the scale is infinite": (call(scale=-INF), [["scale -inf", "finite"]]),
     "the cap is 0": (call(soft_cap=0), [["cap 0.0", "positive"]]),
@@ -174,7 +174,7 @@ BAD: dict[str, Bad] = {
     ),
     "data that nothing reads": (
         call(mask=ag.Keep("local"), locale=spec(1, 1, 6, 6, dtype=torch.bool)),
-        [["local", "needed and not given"], ["'locale'"]],
+        [["local", "needed and not given"], ["locale; did you mean local?"]],
     ),
     "two inputs of one name": (
         call(mask=ag.Keep("v"), sinks=spec(4, dtype=F32)),
@@ -314,7 +314,7 @@ def test_lengths_that_alibi_does_not_know_are_refused() -> None:
 
 def test_what_is_no_mask_is_no_step() -> None:
     (problem,) = traced(lambda q, k, v: ag.scores(q, k).mask(3))  # type: ignore[arg-type]  # is wrong
-    assert "3 is no mask" in problem
+    assert "3 is not a mask" in problem
 
 
 def test_seeds_are_single_numbers() -> None:

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.proxy import TraceError
 from torch.nn.attention.flex_attention import create_mask
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.integrations.affine import MIRRORED
 from attn_graph.integrations.captured import Captured, Tensors
 from attn_graph.integrations.terms import (
@@ -133,7 +133,7 @@ def check_sizes(sizes: Sizes | None, dense: bool) -> dict[str, int]:
     if sizes is None and not dense:
         return {}
     if not isinstance(sizes, Sequence | None):
-        raise GraphError(f"from_flex: sizes {sizes!r} are not four; say sizes=(B, H, M, N)")
+        raise GraphError(f"from_flex: sizes {show(sizes)} are not four; say sizes=(B, H, M, N)")
     known = {x: n for x, n in zip(AXES, sizes or (), strict=False) if n is not None}
     if len(sizes or ()) != len(AXES) or not {"i", "j"} <= known.keys():
         raise GraphError(

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from attn_graph import masks
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.checks import require_finite
 from attn_graph.ir.gradient_ops import WeighT, clear_blind_rows, sink_gradient, weigh_again
@@ -239,7 +239,7 @@ class GradientOperands(Generic[T]):
 def as_saved(attention: Attention) -> Attention:
     """The attention with the statistics alone that its gradient reads."""
     if not isinstance(attention, Attention):
-        raise GraphError(f"attention_grad: {attention!r} is no Attention")
+        raise GraphError(f"attention_grad: {show(attention)} is no Attention")
     return evolve(attention, stats=SAVED[1:])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import evolve
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
@@ -113,7 +113,9 @@ def complete_sizes(
         names = f"its sizes by name are {', '.join(most)}" if most else "no size has a name"
         raise GraphError(f"{who}: {', '.join(unknown)} is no size of the graph; {names}")
     if wrong := [n for n, size in given.items() if type(size) is not int or size < 0]:
-        raise GraphError(f"{who}: {wrong[0]} = {given[wrong[0]]!r} is no size, which is at least 0")
+        raise GraphError(
+            f"{who}: {wrong[0]} = {show(given[wrong[0]])} is no size, which is at least 0"
+        )
     problems = [x for s in graph.symbols if s.name in given for x in s.problems(given[s.name])]
     if problems:
         raise GraphError(*(f"{who}: {problem}" for problem in problems))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import signature
 from typing import NoReturn, TypeVar, final
 
 import torch
 from attrs import define, field, frozen
 
 from attn_graph import masks
-from attn_graph.errors import GraphError, problems_of, refuse_truth, user_line
+from attn_graph.errors import GraphError, problems_of, refuse_truth, show, user_line
 from attn_graph.ir import ops
+from attn_graph.ir.elsewhere import unknown_argument
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.packed_inputs import alignment_problems, find_packed_sides
@@ -163,7 +165,9 @@ class Builder:
     def examine_input(self, name: str, spec: TensorSpec) -> None:
         """Remember the problems of an input; raise them where it is no TensorSpec."""
         if not isinstance(spec, TensorSpec):
-            way_out = "say TensorSpec.like(tensor)"
+            way_out = "write TensorSpec.like(tensor)"
+            if isinstance(spec, torch.Tensor):
+                way_out += ", or nn.functional.attention for tensors instead of specs"
             self.problem(f"input {name!r} is a {type(spec).__name__}, not a TensorSpec; {way_out}")
             self.check()
         if self.eqns:
@@ -205,7 +209,7 @@ class Builder:
     def own(self, value: Value) -> Value:
         """The value. Raises GraphError unless it is one of this builder's."""
         if not isinstance(value, Value) or value.builder is not self:
-            raise GraphError(f"{value!r} is no value of the graph that is being built")
+            raise GraphError(f"{show(value)} is no value of the graph that is being built")
         return value
 
     def check(self) -> None:
@@ -262,7 +266,9 @@ def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) 
     Raises GraphError with every problem there is, each at the line of `fn` that has it.
     """
     if not callable(fn):
-        raise GraphError(f"graph: {fn!r} is not a function of values; see attention for one call")
+        raise GraphError(
+            f"graph: {show(fn)} is not a function of values; see attention for one call"
+        )
     builder = Builder()
     outputs = fn(**{name: builder.input(name, spec) for name, spec in specs.items()})
     return builder.build(*(outputs if isinstance(outputs, tuple) else (outputs,)))
@@ -271,7 +277,7 @@ def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) 
 def scores(q: Value, k: Value, *, scale: float | None = None) -> Value:
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N]; scale is 1/sqrt(D) unless given."""
     if not isinstance(q, Value):
-        raise GraphError(f"scores: q {q!r} is not a value of a graph; see graph and attention")
+        raise GraphError(f"scores: q {show(q)} is not a value of a graph; see graph and attention")
     given = default_scale(q.type) if scale is None else scale
     return q.then(q.builder.attempt(lambda: ops.Scores(given)) or ops.Scores(), k)
 
@@ -330,6 +336,8 @@ def attention(
     Raises GraphError with every problem there is.
     """
     b = Builder()
+    b.problem(*unknown_arguments(data, mask))
+    data = {name: spec for name, spec in data.items() if name in (*EXTRA, *read_by(mask))}
     slopes = None if isinstance(alibi, bool) else alibi
     given = {"bias": bias, "alibi": slopes, "keep": keep}
     given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
@@ -343,6 +351,7 @@ def attention(
     more = {name: given.get(name) for name in EXTRA} | data
     specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = {name: b.input(name, spec) for name, spec in specs.items()}
+    b.problem(*pool_problems(q, k, pages))
     b.problem(*dtype_problems(q, v, bias=bias, alibi=slopes, sinks=sinks))
     if wrong := problems_of(lambda: masks.Causal(align)):
         b.problem(*wrong)
@@ -365,8 +374,8 @@ def attention(
         s = s.alibi(x.get("alibi"), align=align, **moved)
     if whole is not None:
         s = s.mask(whole, **{name: x[name] for name in whole.needs if name in x})
-    for name in sorted(data.keys() - masks.needs_of(whole).keys()):
-        b.problem(f"attention: no option and no leaf of the mask is named {name!r}")
+    unread = data.keys() - masks.needs_of(whole).keys()
+    b.problem(*(f"attention: {name} is given, and nothing reads it" for name in sorted(unread)))
     p, lse = s.softmax(x.get("sinks"))
     if rate:
         p = p.dropout(rate, x["seed"], x["offset"])
@@ -376,15 +385,29 @@ def attention(
     return b.build(*(rows.pack(r, x["q"], n > 0) if rows else r for n, r in enumerate(results)))
 
 
+def unknown_arguments(names: Iterable[str], mask: object) -> list[str]:
+    """What to say of names that are neither inputs of an attention nor read by its mask."""
+    known = {*EXTRA, *read_by(mask)}
+    own = known | signature(attention).parameters.keys()
+    return [unknown_argument(name, sorted(own)) for name in sorted({*names} - known)]
+
+
+def read_by(mask: object) -> Iterable[str]:
+    """The names of what a mask reads; none for anything else."""
+    return mask.needs if isinstance(mask, masks.Mask) else ()
+
+
 def statistic_names(stats: object) -> tuple[str, ...]:
     """The statistics that are wanted. Raises GraphError for what names none, or one twice."""
     if isinstance(stats, bool):
         return ("lse",) * stats
     if isinstance(stats, str) or not isinstance(stats, Iterable):
-        raise GraphError(f"attention: stats {stats!r} is no sequence of names; say ('lse',)")
+        raise GraphError(f"attention: stats {show(stats)} is no sequence of names; say ('lse',)")
     names = tuple(stats)
     if unknown := [name for name in names if name not in ops.ROW_RESULTS]:
-        raise GraphError(f"attention: stats {unknown[0]!r} is none of {', '.join(ops.ROW_RESULTS)}")
+        raise GraphError(
+            f"attention: stats {show(unknown[0])} is none of {', '.join(ops.ROW_RESULTS)}"
+        )
     if len({*names}) < len(names):
         raise GraphError(f"attention: stats {names} name one statistic twice")
     return names
@@ -396,7 +419,8 @@ def two_segments(segments: object) -> tuple[TensorSpec, TensorSpec]:
         case TensorSpec() as q, TensorSpec() as kv:
             return q, kv
     raise GraphError(
-        f"attention: segments {segments!r} are not two specs; say (q_segments, kv_segments)"
+        f"attention: segments {show(segments)} are not two specs; write segments=(x, x) where "
+        "queries and keys have the same, or (q_segments, kv_segments)"
     )
 
 
@@ -408,6 +432,22 @@ def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> I
         if x is not None and x.dtype in FLOATS and x.dtype not in (q.dtype, torch.float32):
             also = "" if q.dtype == torch.float32 else f", or {torch.float32}"
             yield f"attention: {name} {x} must have q's dtype, {q.dtype}{also}"
+
+
+def pool_problems(q: TensorSpec, k: TensorSpec, pages: TensorSpec | None) -> Iterator[str]:
+    """A pool whose second and third axes are probably swapped."""
+    if pages is None or len(k.shape) != 4 or len(q.shape) not in (3, 4):
+        return
+    heads, rows, own = q.shape[1], k.shape[1], k.shape[2]
+    if (
+        all(type(x) is int and x > 0 for x in (heads, rows, own))
+        and heads % own
+        and not heads % rows
+    ):
+        yield (
+            f"pages: k {k} is read as [pages, rows, heads, D], and its {own} heads do not divide "
+            f"q's {heads}; where it is [pages, heads, rows, D], pass k.transpose(1, 2)"
+        )
 
 
 def whole_mask(

@@ -7,7 +7,7 @@ import math
 import torch
 from attrs import Attribute
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.spec import INF, NAMES, is_differentiated
 
 WAYS_OUT = {  # by field or option: for a tensor that is differentiated
@@ -30,14 +30,14 @@ def require_positive(_: object, attribute: Attribute[float], value: float) -> No
     """A validator. Raises GraphError for what is no positive, finite number."""
     require_constant(attribute.name, value)
     if not (isinstance(value, float) and 0 < value < INF):
-        raise GraphError(f"{attribute.name} {value!r} must be a number, positive and finite")
+        raise GraphError(f"{attribute.name} {show(value)} must be a number, positive and finite")
 
 
 def require_finite(_: object, attribute: Attribute[float], value: float) -> None:
     """A validator. Raises GraphError for what is no finite number."""
     require_constant(attribute.name, value)
     if not (isinstance(value, float) and math.isfinite(value)):
-        raise GraphError(f"{attribute.name} {value!r} must be a finite number")
+        raise GraphError(f"{attribute.name} {show(value)} must be a finite number")
 
 
 def range_problem(value: float, dtype: torch.dtype) -> str:

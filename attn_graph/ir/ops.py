@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 
 from attn_graph import masks
-from attn_graph.errors import GraphError, problems_of
+from attn_graph.errors import GraphError, problems_of, show
 from attn_graph.ir.checks import range_problem, require_constant, require_finite
 from attn_graph.ir.gradient_ops import (
     SinkGrad,
@@ -286,7 +286,7 @@ def share(_: object, attribute: object, rate: float) -> None:
     """A validator. Raises GraphError for a rate outside [0, 1)."""
     require_constant("rate", rate)
     if not (isinstance(rate, float) and 0 <= rate < 1):
-        raise GraphError(f"dropout: rate {rate!r} is not in [0, 1)")
+        raise GraphError(f"dropout: rate {show(rate)} is not in [0, 1)")
 
 
 def to_origin(value: Iterable[int]) -> tuple[int, ...]:
@@ -295,9 +295,9 @@ def to_origin(value: Iterable[int]) -> tuple[int, ...]:
     wrong = any(n is None or n < 0 for n in origin) or origin[5:] == (0,)
     if origin and (len(origin) not in (5, 6) or wrong):
         raise GraphError(
-            f"dropout: origin {value!r} is not (b, h, i, j, H) or (b, h, i, j, H, period): where "
-            "the first place lies in the whole, how many heads that has, and after how many batch "
-            "entries draws repeat"
+            f"dropout: origin {show(value)} is not (b, h, i, j, H) or (b, h, i, j, H, period): "
+            "where the first place lies in the whole, how many heads that has, and after how many "
+            "batch entries draws repeat"
         )
     return tuple(n for n in origin if n is not None)
 

@@ -8,7 +8,7 @@ from typing import Any, final
 from attrs import frozen
 
 from attn_graph import masks
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.ir.packing import Lengths, Pack, Unpack, to_most
 from attn_graph.ir.paging import Unpage
 from attn_graph.masks.runs import leaves
@@ -116,7 +116,7 @@ def two_sizes(most: object) -> tuple[int | None, int | None]:
             return None, None
         case (M, N) if are_numbers(*(n for n in (M, N) if isinstance(n, int))):
             return to_most(M), to_most(N)
-    raise GraphError(f"attention: most {most!r} is no pair of sizes (M, N)")
+    raise GraphError(f"attention: most {show(most)} is no pair of sizes (M, N)")
 
 
 def alignment_problems(

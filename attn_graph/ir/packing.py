@@ -14,7 +14,7 @@ from typing import final
 import torch
 from attrs import evolve, field, frozen
 
-from attn_graph.errors import GraphError, PlanMismatchError
+from attn_graph.errors import GraphError, PlanMismatchError, show
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.sums import apply
 from attn_graph.spec import INF, INTEGERS, ValueType, to_integer
@@ -26,7 +26,7 @@ def to_size(value: object) -> int:
     """A number of rows. Raises GraphError for what is no whole number of at least 0."""
     size = to_integer(value)
     if size is None or size < 0:
-        raise GraphError(f"pack: {value!r} is no number of rows, which is at least 0")
+        raise GraphError(f"pack: {show(value)} is no number of rows, which is at least 0")
     return size
 
 

@@ -126,7 +126,16 @@ def problems_of_leaf(mask: Mask, sizes: Sizes) -> Iterator[str]:
         given = getattr(kept, "dtype", type(kept).__name__)
         yield f"{who}.keep gives {given}, and has to say true or false; compare: ... != 0"
         return
-    flags = torch.as_tensor(kept).expand(B, min(H, 2), M, N)
+    kept, shape = torch.as_tensor(kept), (B, min(H, 2), M, N)
+    if kept.ndim > 4 or any(
+        n not in (1, m) for n, m in zip(kept.shape[::-1], shape[::-1], strict=False)
+    ):
+        yield (
+            f"{who}.keep gives booleans {list(kept.shape)} for a block of places {list(shape)}; "
+            "read tensors there: at.load(name, at.b, at.j), say"
+        )
+        return
+    flags = kept.expand(shape)
     lies = (problems_of_keys(mask, block, flags) for block in sample_blocks(everywhere))
     yield from next(filter(None, lies), ())
     yield from problems_of_strip(mask, everywhere, flags)

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.errors import GraphError, PlanMismatchError
+from attn_graph.errors import GraphError, PlanMismatchError, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import replace_sizes
 from attn_graph.ir.graph import Graph, Op, check_graph
@@ -29,7 +29,7 @@ def evaluate(
     """
     check_graph(graph, "evaluate")
     if dtype is not None and dtype not in FLOATS:
-        raise GraphError(f"evaluate: dtype {dtype!r} is none of {', '.join(map(str, FLOATS))}")
+        raise GraphError(f"evaluate: dtype {show(dtype)} is none of {', '.join(map(str, FLOATS))}")
     require_shapes(graph, tensors)
     graph = replace_sizes(graph, read_sizes([i.spec for i in graph.inputs], tensors))
     values = [t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors]

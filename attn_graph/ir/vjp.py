@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
@@ -79,16 +79,15 @@ def numbers_of(
     kind: what such values are called. who: the function that takes the option.
     """
     if isinstance(names, str):
-        raise GraphError(f"{option} {names!r} is one name: say ({names!r},)")
+        raise GraphError(f"{option} {show(names)} is one name: say ({show(names)},)")
     if not isinstance(names, Iterable):
         raise GraphError(
-            f"{option} {names!r} is no sequence of names; there are {', '.join(known)}"
+            f"{option} {show(names)} is no sequence of names; there are {', '.join(known)}"
         )
     several = tuple(names)
-    if unknown := [str(name) for name in several if name not in tuple(known)]:
-        raise GraphError(
-            f"{who}: no {kind} is named {', '.join(unknown)}; there are {', '.join(known)}"
-        )
+    if unknown := [name for name in several if not isinstance(name, str) or name not in known]:
+        strangers = ", ".join(n if isinstance(n, str) else show(n) for n in unknown)
+        raise GraphError(f"{who}: no {kind} is named {strangers}; there are {', '.join(known)}")
     return tuple(known[name] for name in several)
 
 

@@ -7,7 +7,7 @@ from typing import final
 
 from attrs import evolve, frozen
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.builder import Builder, Value
@@ -56,10 +56,10 @@ def vmap(
     graph = simplify(graph)
     count = to_integer(size)
     if count is None or count < 1:
-        raise GraphError(f"vmap: size {size!r} is no number of entries, which is at least 1")
+        raise GraphError(f"vmap: size {show(size)} is no number of entries, which is at least 1")
     axes = read_in_axes(graph, in_axes)
     if not isinstance(specs, Mapping | None):
-        raise GraphError(f"vmap: specs {specs!r} are not TensorSpecs by name")
+        raise GraphError(f"vmap: specs {show(specs)} are not TensorSpecs by name")
     inputs = map_inputs(graph, axes, count, specs or {})
     if problems := [*dict.fromkeys(general_problems(graph))]:
         raise GraphError(*problems)
@@ -106,7 +106,7 @@ def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
     elif isinstance(in_axes, Mapping):
         given = {name: place for name, place in in_axes.items() if place is not None}
     else:
-        raise GraphError(f"vmap: in_axes {in_axes!r} is no place, and has no places by name")
+        raise GraphError(f"vmap: in_axes {show(in_axes)} is no place, and has no places by name")
     problems = []
     for name, place in given.items():
         if name not in by_name:
@@ -114,7 +114,7 @@ def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
         elif not ranks[name]:
             problems.append(f"vmap: {name} is one number for all entries; for several run a loop")
         elif not isinstance(place, int) or not 0 <= place <= ranks[name]:
-            problems.append(f"vmap: in_axes {place!r} of {name} is not in 0 to {ranks[name]}")
+            problems.append(f"vmap: in_axes {show(place)} of {name} is not in 0 to {ranks[name]}")
     if not given:
         problems.append("vmap: in_axes names no input; without the axis there is nothing to map")
     if problems:
@@ -134,7 +134,7 @@ def map_inputs(
         if n in axes:
             due = insert_at(own.spec.shape, axes[n], size)
             if not isinstance(spec, TensorSpec):
-                problems.append(f"vmap: {own.name} {spec!r} is not a TensorSpec")
+                problems.append(f"vmap: {own.name} {show(spec)} is not a TensorSpec")
             elif (spec.shape, spec.dtype) != (due, own.spec.dtype):
                 problems.append(f"vmap: {own.name} {spec} should be {own.spec.dtype} of {due}")
         inputs.append(Input(own.name, spec))

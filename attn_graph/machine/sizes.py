@@ -8,10 +8,11 @@ from typing import final
 
 from attrs import frozen
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-UNITS |= {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+IN_SMALL = {unit.lower(): count for unit, count in UNITS.items()}
 
 
 @final
@@ -96,19 +97,19 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of an integer, or of text such as "1GiB" or "200 MiB". Raises GraphError otherwise."""
+    """Bytes of an integer, or of text such as "1GiB" or "200 mib". Raises GraphError otherwise."""
     if type(size) is int and size >= 0:
         return size
     if not isinstance(size, str):
         raise GraphError(
-            f"size {size!r} is no number of bytes from 0 on, nor a text such as '1GiB'"
+            f"size {show(size)} is no number of bytes from 0 on, nor a text such as '1GiB'"
         )
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    if parts is None or parts[2] not in UNITS:
+    if parts is None or parts[2].lower() not in IN_SMALL:
         raise GraphError(
-            f"size {size!r} is not a number with one of {', '.join(filter(None, UNITS))}"
+            f"size {show(size)} is not a number with one of {', '.join(filter(None, UNITS))}"
         )
-    count = float(parts[1]) * UNITS[parts[2]]
+    count = float(parts[1]) * IN_SMALL[parts[2].lower()]
     if count == float("inf"):
         raise GraphError(f"size {size[:9]}... is more than any machine has")
     return int(count)

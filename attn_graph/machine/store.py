@@ -16,7 +16,7 @@ from typing import TypeVar, final
 from attrs import field, frozen
 from platformdirs import user_cache_path
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.spec import require_size
 
 LOG = logging.getLogger("attn_graph")
@@ -49,7 +49,7 @@ class Entry:
 def as_folder(folder: object) -> Path:
     """A converter. Raises GraphError for what names no folder."""
     if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
-        raise GraphError(f"store: folder {folder!r} is not a path; say the path as text")
+        raise GraphError(f"store: folder {show(folder)} is not a path; say the path as text")
     return Path(folder)
 
 

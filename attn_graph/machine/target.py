@@ -13,7 +13,7 @@ from typing import Any, Literal, final
 import torch
 from attrs import field, frozen
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.gpus import Peaks, devices, find_product
 
@@ -80,26 +80,32 @@ class Target:
         try:
             place = torch.device(device)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise GraphError(f'{device!r} is not a device; say "cuda:0", "cpu"') from error
+            raise GraphError(f'{show(device)} is not a device; say "cuda:0", "cpu"') from error
         if place.type == "cpu":
             return describe_cpu()
         index = current_gpu() if place.index is None else place.index
         if place.type != "cuda" or index >= gpu_count():
-            known = ", ".join(map(str, local_devices()))
-            raise GraphError(f"device {str(place)!r} is not here; here are {known}")
+            here, names = ", ".join(map(str, local_devices())), ", ".join(devices())
+            raise GraphError(
+                f"device {str(place)!r} is not here; here are {here}; to plan for a GPU of another "
+                f"machine, write its name: {names}"
+            )
         return describe_gpu(index)
 
     @classmethod
     def of(cls, name: str) -> Target:
-        """A machine by name, `cpu` or one of gpus.toml, with the libraries installed here.
+        """A machine by name, in small or capital letters, with the libraries installed here: `cpu`,
+        one of gpus.toml, or `cuda` and `cuda:0` for GPUs of this machine.
 
-        Raises GraphError for an unknown name.
+        Raises GraphError for an unknown name, and for a GPU that is not here.
         """
-        if name == "cpu":
-            return describe_cpu()
-        if not isinstance(name, str) or name not in devices():
-            raise GraphError(f"target {name!r} is not known; known are cpu, {', '.join(devices())}")
-        return describe_product(name)
+        known = name.lower() if isinstance(name, str) else None
+        if known in devices():
+            return describe_product(known)
+        if known is not None and known.partition(":")[0] in ("cpu", "cuda"):
+            return cls.here(known)
+        names = ", ".join(devices())
+        raise GraphError(f"target {show(name)} is not known; known are cpu, cuda, {names}")
 
     def peak(self, dtype: str) -> float | None:
         """Dense flop/s of matrix products in a dtype, "bf16" say; None: not known."""

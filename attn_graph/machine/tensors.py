@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from attn_graph.errors import PlanMismatchError, PlanTargetError
+from attn_graph.errors import PlanMismatchError, PlanTargetError, show
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES, TensorSpec, layout_problem
 
@@ -70,7 +70,7 @@ def require_as_declared(
 def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
     """What of a tensor is not as declared."""
     if not isinstance(tensor, torch.Tensor):
-        return [f"{name}: expected a tensor {spec}, got {tensor!r}"]
+        return [f"{name}: expected a tensor {spec}, got {show(tensor)}"]
     if is_distributed(tensor):
         return [
             f"{name}: expected a tensor of this process, got a DTensor; pass {name}.to_local(), or "

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from attrs import field, frozen
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.masks.intervals import Range
 from attn_graph.masks.joins import Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Term
@@ -55,14 +55,14 @@ def as_elements(values: Any) -> Elements:  # Any: pairs, of which a parser makes
     if all(isinstance(x, str) for pair in pairs for x in pair):
         return pairs
     raise GraphError(
-        f'formula: elements {values!r} are not pairs of names and axes, as (("page", "j"),)'
+        f'formula: elements {show(values)} are not pairs of names and axes, as (("page", "j"),)'
     )
 
 
 def require_text(_: object, __: object, value: str) -> None:
     """A validator. Raises GraphError for a formula that is no text."""
     if not isinstance(value, str):
-        raise GraphError(f'formula: {value!r} is not text; write it as "i // 64 == j // 64"')
+        raise GraphError(f'formula: {show(value)} is not text; write it as "i // 64 == j // 64"')
 
 
 def check_elements(elements: Elements) -> None:

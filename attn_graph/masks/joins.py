@@ -16,7 +16,7 @@ from typing import Literal, NoReturn, final
 import torch
 from attrs import Factory, field, frozen
 
-from attn_graph.errors import GraphError, refuse_truth
+from attn_graph.errors import GraphError, refuse_truth, show
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.printing.text import show_call
 from attn_graph.spec import INTEGERS, ValueType
@@ -26,16 +26,27 @@ DEEPEST = 128  # joins within joins: each takes up to four of the thousand calls
 Align = Literal["top_left", "bottom_right"]
 
 
+def to_dtypes(dtypes: torch.dtype | Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
+    """A converter: one dtype as a tuple of one. Raises GraphError for what is not a dtype."""
+    several = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    if isinstance(several, Iterable):
+        known = tuple(several)
+        if all(isinstance(dtype, torch.dtype) for dtype in known):
+            return known
+    raise GraphError(f"data: {show(dtypes)} is not a dtype, and not several")
+
+
 @final
 @frozen
 class Data:
     """A tensor that a mask or a modifier reads: its axes and the dtypes it may have.
 
-    axes: letters of "bhij", for batch entry, head, query and key. Raises GraphError for others.
+    axes: letters of "bhij", for batch entry, head, query and key. dtypes: one, or several. Raises
+    GraphError for others.
     """
 
     axes: str
-    dtypes: tuple[torch.dtype, ...] = INTEGERS
+    dtypes: tuple[torch.dtype, ...] = field(default=INTEGERS, converter=to_dtypes)
     broadcasts: bool = False  # whether an axis may be 1 instead of full
 
     def __attrs_post_init__(self) -> None:
@@ -174,9 +185,12 @@ def needs_of(mask: Mask | None) -> dict[str, Data]:
 def require_mask(_: object, __: object, value: Mask) -> None:
     """A validator. Raises GraphError for what is no mask."""
     if not isinstance(value, Mask):
-        raise GraphError(
-            f"mask: {value!r} is no mask; write Causal(), say, or Causal() & Window(64)"
-        )
+        way_out = "write a mask such as Causal() or Causal() & Window(64)"
+        if isinstance(value, type) and issubclass(value, Mask):
+            way_out = f"write {value.__name__}(...), an instance"
+        elif hasattr(value, "dtype"):
+            way_out = "pass booleans [B, H, M, N] as keep=, and numbers to add as bias="
+        raise GraphError(f"mask: {show(value)} is not a mask; {way_out}")
 
 
 def nesting(join: Join) -> int:

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from attrs import Attribute, evolve, field, frozen
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.masks.joins import Align, Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.spec import to_integer
@@ -26,7 +26,7 @@ def to_whole(value: float | None) -> int | None:
     """A bound as an int; None stays None. Raises GraphError for 2.5, which it does not round."""
     bound = None if value is None else to_integer(value)
     if bound is None and value is not None:
-        raise GraphError(f"mask: the bound {value!r} is not a whole number of positions")
+        raise GraphError(f"mask: the bound {show(value)} is not a whole number of positions")
     return bound
 
 
@@ -55,13 +55,13 @@ def to_length(value: float) -> int:
 def require_lengths(_: object, __: Attribute[tuple[str, ...]], names: tuple[str, ...]) -> None:
     """A validator. Raises GraphError for names that are none of LENGTHS."""
     if strangers := [name for name in names if name not in LENGTHS]:
-        raise GraphError(f"lengths: {strangers[0]!r} is none of {', '.join(LENGTHS)}")
+        raise GraphError(f"lengths: {show(strangers[0])} is none of {', '.join(LENGTHS)}")
 
 
 def require_alignment(_: object, __: Attribute[Align | None], value: object) -> None:
     """A validator. Raises GraphError for an alignment that does not exist."""
     if value not in (None, "top_left", "bottom_right"):
-        raise GraphError(f'mask: align {value!r} is neither "top_left" nor "bottom_right"')
+        raise GraphError(f'mask: align {show(value)} is neither "top_left" nor "bottom_right"')
 
 
 def diagonal_offset(align: Align | None, M: int, N: int, who: object) -> int:

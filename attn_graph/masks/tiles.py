@@ -13,7 +13,7 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
 from attn_graph.masks.joins import And, Mask, Not, Or, needs_of, require_mask
 from attn_graph.masks.leaves import Band
@@ -260,7 +260,7 @@ def check_tensors(
     if mask is not None:
         require_mask(None, None, mask)
     if not isinstance(data, Mapping):
-        raise GraphError(f"data {data!r} is not tensors by name")
+        raise GraphError(f"data {show(data)} is not tensors by name")
     needs, full = needs_of(mask), dict(zip("bhij", sizes, strict=True))
     names = ", ".join(needs) or "nothing"
     problems = [f"{mask}: reads no {name}; it reads {names}" for name in data if name not in needs]
@@ -278,7 +278,7 @@ def check_block(who: str, block: object, least: int = 1) -> tuple[int, int]:
     match block:
         case tuple() | list() as pair if len(pair) == 2:
             return require_size(who, pair[0], least), require_size(who, pair[1], least)
-    raise GraphError(f"{who} {block!r} is not a pair of whole numbers, as (128, 128)")
+    raise GraphError(f"{who} {show(block)} is not a pair of whole numbers, as (128, 128)")
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:

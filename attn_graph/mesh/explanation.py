@@ -7,7 +7,7 @@ from typing import get_args
 
 from attrs import evolve
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.machine.target import Target
 from attn_graph.masks.moving import Box
 from attn_graph.masks.places import Keys
@@ -35,14 +35,16 @@ def link_speed(link: str | float | None, target: Target) -> float | None:
         return None
     if isinstance(link, (int, float)):
         if not 0 < link < INF or isinstance(link, bool):
-            raise GraphError(f"link {link!r} is not a number of bytes a second, which is above 0")
+            raise GraphError(
+                f"link {show(link)} is not a number of bytes a second, which is above 0"
+            )
         return link
     if link == "nvlink" and target.sm in NVLINKS:
         return NVLINKS[target.sm]
     if not isinstance(link, str) or link not in LINKS:
         known = ", ".join(LINKS)
         raise GraphError(
-            f"link {link!r} of {target} is not known; known are {known}, nvlink of sm "
+            f"link {show(link)} of {target} is not known; known are {known}, nvlink of sm "
             f"{', '.join(map(str, NVLINKS))}, and a number of bytes a second"
         )
     return LINKS[link]

@@ -9,7 +9,7 @@ from typing import Literal, final
 
 from attrs import field, frozen
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.spec import to_integer
 
 Placement = Literal["batch", "heads", "contiguous", "zigzag", "balanced"]
@@ -31,7 +31,7 @@ def to_ranks(value: object) -> int:
     """A number of ranks. Raises GraphError for less than one."""
     ranks = to_integer(value)
     if ranks is None or ranks < 1:
-        raise GraphError(f"mesh: {value!r} is no number of ranks; say ag.Mesh(8)")
+        raise GraphError(f"mesh: {show(value)} is no number of ranks; say ag.Mesh(8)")
     return ranks
 
 

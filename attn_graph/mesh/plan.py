@@ -12,7 +12,7 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph.compiler import Recipe
-from attn_graph.errors import GraphError, PlanMismatchError
+from attn_graph.errors import GraphError, PlanMismatchError, show
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.machine.ambient import (
     has_tangent,
@@ -288,7 +288,7 @@ def plan_rank(sharded: Sharded, recipe: Recipe, group: ProcessGroup | None) -> R
     ranks = dist.group.WORLD if group is None else group
     if not isinstance(ranks, dist.ProcessGroup):
         raise GraphError(
-            f"shard: group {ranks!r} is not a process group of which this process is a member; "
+            f"shard: group {show(ranks)} is not a process group of which this process is a member; "
             "compile in its members alone, with what new_group or DeviceMesh.get_group gives them"
         )
     if ranks.size() != sharded.mesh.ranks:

@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 from attrs import evolve
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.graph import Graph, check_graph, op_name
@@ -55,7 +55,7 @@ def shard(
     require_numbers(graph, "shard")
     check_choice("placements", placements, get_args(Placement))
     if not isinstance(mesh, Mesh):
-        raise GraphError(f"shard: mesh {mesh!r} is no Mesh; say ag.Mesh(8)")
+        raise GraphError(f"shard: mesh {show(mesh)} is no Mesh; say ag.Mesh(8)")
     simple = simplify(graph)
     check_attention(simple, placements)
     check_given(simple, known)
@@ -75,7 +75,7 @@ def choose_method(placed: Sharded, method: Method | None) -> Method | None:
     if placed.placement not in SEQUENCES:
         if method is not None:
             raise GraphError(
-                f"shard: method {method!r} is for a divided sequence, and placements "
+                f"shard: method {show(method)} is for a divided sequence, and placements "
                 f"{placed.placement!r} leave it whole; leave method out"
             )
         return None
@@ -93,7 +93,7 @@ def choose_method(placed: Sharded, method: Method | None) -> Method | None:
 def check_choice(name: str, value: object, known: Sequence[str]) -> None:
     """Raise GraphError for what is none of the known."""
     if value not in known:
-        raise GraphError(f"shard: {name} {value!r} is none of {', '.join(known)}")
+        raise GraphError(f"shard: {name} {show(value)} is none of {', '.join(known)}")
 
 
 def check_attention(graph: Graph, placement: Placement) -> None:
@@ -106,7 +106,7 @@ def check_attention(graph: Graph, placement: Placement) -> None:
     if isinstance(ops[0], Packed) and placement in SEQUENCES:
         raise GraphError(
             f"shard: sequences that are packed or in pages are divided whole, by 'batch', or by "
-            f"'heads', not by {placement!r}; to divide each of them, put all in one row, with "
+            f"'heads', not by {show(placement)}; to divide each of them, put all in one row, with "
             "segments= in place of starts"
         )
     if node.origin:
@@ -134,7 +134,9 @@ def check_given(graph: Graph, known: Mapping[str, torch.Tensor]) -> None:
         raise GraphError(f"shard: no mask reads {', '.join(unknown)}; it reads {read}")
     for name, x in known.items():
         if not isinstance(x, torch.Tensor):
-            raise GraphError(f"shard: {name} is {x!r}, not a tensor; pass torch.tensor({x!r})")
+            raise GraphError(
+                f"shard: {name} is {show(x)}, not a tensor; pass torch.tensor({show(x)})"
+            )
         if x.layout != torch.strided or x.is_meta or is_distributed(x):
             raise GraphError(
                 f"shard: {name} is a {type(x).__name__} of layout {x.layout} on {x.device}; pass a "

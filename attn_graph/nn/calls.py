@@ -14,8 +14,9 @@ from torch.compiler import is_dynamo_compiling
 
 from attn_graph import compiler
 from attn_graph.compiler import Key, avoided, preferred, recall, recent, remember
-from attn_graph.errors import GraphError, TensorError
+from attn_graph.errors import GraphError, TensorError, show
 from attn_graph.ir import builder
+from attn_graph.ir.builder import unknown_arguments
 from attn_graph.ir.checks import require_constant
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.ambient import is_traced
@@ -54,6 +55,8 @@ def attend_anew(
 ) -> Outputs:
     """Attention on tensors that look like none before. It is remembered, unless `key` is None."""
     tensors = {"q": q, "k": k, "v": v, **named}
+    if not is_dynamo_compiling() and (unknown := unknown_arguments(named, options[0])):
+        raise GraphError(*unknown)
     require_tensors(tensors)
     if any(map(is_distributed, tensors.values())):
         return attend_distributed(tensors, options)
@@ -127,7 +130,7 @@ def read_number(name: str, number: object) -> float:
     require_constant(name, number)
     value = to_number(number)
     if not isinstance(value, float):
-        raise GraphError(f"{name} {number!r} must be a number")
+        raise GraphError(f"{name} {show(number)} must be a number")
     return value
 
 

@@ -19,6 +19,7 @@ from attn_graph.errors import (
     TensorError,
     TensorRankError,
     as_tensor_error,
+    show,
 )
 from attn_graph.ir.builder import EXTRA
 from attn_graph.lowering.backend import Backend, Fallback
@@ -70,8 +71,8 @@ def attention(
     segments: tuple[Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
-    seed: Tensor | None = None,
-    offset: Tensor | None = None,
+    seed: Tensor | int | None = None,
+    offset: Tensor | int | None = None,
     stats: bool | Sequence[str] = False,
     q_starts: Tensor | None = None,
     kv_starts: Tensor | None = None,
@@ -97,7 +98,8 @@ def attention(
     are then made for sizes by name, unless other data come along: batches, tables and numbers of
     rows that were not there before run the plans of others, up to the next power of two.
 
-    seed, offset: int64 numbers on q's device that decide what `dropout` drops. Where neither is
+    seed, offset: whole numbers, or int64 tensors of one on q's device, that decide what `dropout`
+    drops. Where neither is
     passed, both are drawn from that device's default generator, once a call. dropout=0 leaves them
     unread.
 
@@ -112,18 +114,28 @@ def attention(
     )  # fmt: skip
     if isinstance(dropout, Tensor):
         dropout = read_number("rate", dropout)
+    seeds: Sequence[Tensor | None] = (None, None)
     if dropout and seed is None and offset is None:
-        seed, offset = draw_seed(q.device).values()
-    elif not (dropout or seed is offset is None or reads_seed(mask)):
-        seed = offset = None
+        seeds = (*draw_seed(q.device).values(),)
+    elif not (seed is None and offset is None) and (dropout or reads_seed(mask)):
+        seeds = (number_on(q.device, seed), number_on(q.device, offset))
     slopes = None if isinstance(alibi, bool) else alibi
     each = (None, None) if segments is None else two_parts(segments)
     given = (  # in the order of EXTRA
-        bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, seed, offset,
+        bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, *seeds,
         q_starts, kv_starts, pages,
     )  # fmt: skip
     data = {name: x for name, x in zip(EXTRA, given, strict=True) if x is not None} | data
     return attend_as(q, k, v, data, options)
+
+
+def number_on(device: torch.device, x: Tensor | int | None) -> Tensor | None:
+    """A seed on a device; a tensor as it is. Raises GraphError for a number beyond int64."""
+    if not isinstance(x, int):
+        return x
+    if not -(2**63) <= x < 2**63:
+        raise GraphError(f"attention: the seed {x} is not a number of 64 bits")
+    return torch.full((), x, dtype=torch.int64, device=device)
 
 
 def reads_seed(mask: object) -> bool:
@@ -139,7 +151,8 @@ def two_parts(segments: object) -> tuple[Tensor, Tensor]:
         case Tensor() as q, Tensor() as kv:
             return q, kv
     raise GraphError(
-        f"attention: segments {segments!r} are not two tensors; say (q_segments, kv_segments)"
+        f"attention: segments {show(segments)} are not two tensors; write segments=(x, x) where "
+        "queries and keys have the same, or (q_segments, kv_segments)"
     )
 
 
@@ -244,7 +257,9 @@ def read_rate(rate: float) -> float:
     number = to_number(rate)
     if isinstance(number, float) and 0 <= number <= 1:
         return number
-    raise TensorError(f"attention: dropout_p has to be a number between 0 and 1, and is {rate!r}")
+    raise TensorError(
+        f"attention: dropout_p has to be a number between 0 and 1, and is {show(rate)}"
+    )
 
 
 def attend_shaped(

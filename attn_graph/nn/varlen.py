@@ -14,6 +14,7 @@ from attn_graph.errors import (
     TensorError,
     TensorRankError,
     as_tensor_error,
+    show,
 )
 from attn_graph.masks import Causal, Mask, Window
 from attn_graph.nn.calls import Outputs
@@ -173,7 +174,7 @@ def round_longest(name: str, longest: int) -> int:
     """The most rows of a sequence, rounded up. Raises TensorError for what is no size."""
     if not isinstance(longest, int | torch.SymInt) or longest < 0:
         raise TensorError(
-            f"varlen_attn: {name} is {longest!r}; say the rows of the longest sequence"
+            f"varlen_attn: {name} is {show(longest)}; say the rows of the longest sequence"
         )
     return round_size(longest)
 
@@ -189,8 +190,8 @@ def make_window(window: tuple[int, int]) -> Mask | None:
             first, last = (None if n == UNBOUNDED else n for n in (left, right))
             return Window(first, last, "bottom_right")
     raise TensorError(
-        f"varlen_attn: window_size {window!r} is no pair of bounds (left, right), each at least 0, "
-        "or -1 for no bound"
+        f"varlen_attn: window_size {show(window)} is not a pair of bounds (left, right), each at "
+        "least 0, or -1 for no bound"
     )
 
 
@@ -214,7 +215,7 @@ def is_whole(splits: int | None) -> bool:
     """Whether no sequence's bits may depend on others. Raises TensorError for other numbers."""
     if splits is not None and to_index(splits) != 1:
         raise TensorError(
-            f"varlen_attn: num_splits is {splits!r}, and the plan decides how keys are divided; "
-            "say None, or 1 for bits that do not depend on the batch"
+            f"varlen_attn: num_splits is {show(splits)}, and the plan decides how keys are "
+            "divided; say None, or 1 for bits that do not depend on the batch"
         )
     return splits == 1

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.sizes import parse_bytes
@@ -70,14 +70,18 @@ def require_absent(name: str, value: object, kind: str) -> None:
 def as_tuple(name: str, backends: Sequence[str | Backend]) -> Backends:
     """Several backends as a tuple. Raises GraphError for one alone, or for none."""
     if isinstance(backends, str | Backend) or not isinstance(backends, Iterable):
-        raise GraphError(f"{name}={backends!r} is no sequence of backends; say ({backends!r},)")
+        raise GraphError(
+            f"{name}={show(backends)} is no sequence of backends; say ({show(backends)},)"
+        )
     return tuple(backends)
 
 
 def resolve_workspace(workspace: Workspace | None) -> Workspace:
     """The workspace that is meant. Raises GraphError for what is none."""
     if workspace is not None and not isinstance(workspace, Workspace):
-        raise GraphError(f"workspace {workspace!r} is no Workspace; bytes are for max_workspace")
+        raise GraphError(
+            f"workspace {show(workspace)} is no Workspace; bytes are for max_workspace"
+        )
     return workspace or default_workspace()
 
 
@@ -88,7 +92,7 @@ def resolve_target(target: Target | str | None) -> Target:
     elif isinstance(target, str):
         target = Target.of(target)
     elif not isinstance(target, Target):
-        raise GraphError(f"target {target!r} is no Target, nor the name of one")
+        raise GraphError(f"target {show(target)} is no Target, nor the name of one")
     if target.kind != "cpu" or target.interprets:
         load_modules(*FOR_GPUS)
     return target
@@ -101,7 +105,7 @@ def resolve_store(store: Store | str | os.PathLike[str] | bool) -> Store | None:
     if isinstance(store, Store):
         return store
     if not isinstance(store, (str, os.PathLike)) or not os.fspath(store):
-        raise GraphError(f"store {store!r} is no folder, no Store, and neither True nor False")
+        raise GraphError(f"store {show(store)} is no folder, no Store, and neither True nor False")
     return Store(Path(store))
 
 
@@ -109,7 +113,9 @@ def one_of(name: str, value: Value, values: object) -> Value:
     """The value, if it is one of a literal type's. Raises GraphError for any other."""
     known = get_args(values)
     if not isinstance(value, Hashable) or value not in {*known}:
-        raise GraphError(f"{name} {value!r} is not known; known are {', '.join(map(repr, known))}")
+        raise GraphError(
+            f"{name} {show(value)} is not known; known are {', '.join(map(repr, known))}"
+        )
     return value
 
 

@@ -15,6 +15,7 @@ from attn_graph.errors import (
     NoBackendError,
     Reason,
     format_refusal,
+    show,
     user_frame,
 )
 from attn_graph.ir.graph import Graph
@@ -217,7 +218,9 @@ def resolve_backends(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
     strangers = [b for b in backends if not isinstance(b, str | Backend)]
     if strangers:
         names = ", ".join(b.name for b in BACKENDS)
-        raise GraphError(f"{strangers[0]!r} is no Backend, nor the name of one; there are {names}")
+        raise GraphError(
+            f"{show(strangers[0])} is no Backend, nor the name of one; there are {names}"
+        )
     known = {b.name: b for b in BACKENDS}
     unknown = [b for b in backends if isinstance(b, str) and b not in known]
     if unknown:

@@ -13,7 +13,7 @@ import torch
 from attrs import field, frozen
 from torch.autograd import forward_ad
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, to_index
 from attn_graph.spec.formulas import SizeFormula, is_one
 
@@ -48,7 +48,7 @@ def require_size(who: str, value: object, least: int = 0) -> int:
     """A whole number of at least `least`. Raises GraphError for anything else. who: what it is."""
     number = to_index(value)
     if number is None or not least <= number <= MOST:
-        raise GraphError(f"{who} {value!r} is not a whole number of at least {least}")
+        raise GraphError(f"{who} {show(value)} is not a whole number of at least {least}")
     return number
 
 
@@ -135,7 +135,7 @@ class TensorSpec:
     def like(cls, tensor: torch.Tensor) -> TensorSpec:
         """The spec of a tensor. Raises GraphError for anything else."""
         if not isinstance(tensor, torch.Tensor):
-            raise GraphError(f"spec: {tensor!r} is no tensor, and the spec of one is asked for")
+            raise GraphError(f"spec: {show(tensor)} is no tensor, and the spec of one is asked for")
         if problem := layout_problem(tensor):
             raise GraphError(f"spec: the tensor {problem}")
         return cls(tensor.shape, tensor.dtype, tensor.stride())
@@ -198,7 +198,9 @@ def layout_problem(tensor: torch.Tensor) -> str:
 def as_integers(name: str, values: object) -> tuple[int, ...]:
     """Sizes or strides. Raises GraphError for what is no sequence of whole numbers."""
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise GraphError(f"spec: {name} {values!r} is no sequence of sizes such as (2, 8, 512, 64)")
+        raise GraphError(
+            f"spec: {name} {show(values)} is no sequence of sizes such as (2, 8, 512, 64)"
+        )
     given = tuple(values)
     if {*map(type, given)} == {int}:  # as those of tensors are
         return given
@@ -225,10 +227,10 @@ def spec_problems(
     if min(steps, default=0) < 0:
         problems.append(f"spec: strides {strides} have a negative one; strides are at least 0")
     if strides is not None and layout is not None:
-        problems.append(f"spec: strides {strides} and layout {layout!r} both given; give one")
+        problems.append(f"spec: strides {strides} and layout {show(layout)} both given; give one")
     if layout is not None and (layout not in LAYOUTS or len(shape) != 4):
         problems.append(
-            f"spec: layout {layout!r} for {len(shape)} axes {shape}; "
+            f"spec: layout {show(layout)} for {len(shape)} axes {shape}; "
             "a layout is an order of the letters of 'bhsd', for four axes"
         )
     return problems

@@ -14,7 +14,7 @@ from unicodedata import normalize
 
 from attrs import frozen
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, show
 from attn_graph.spec.nested import nested_values, replace_nested
 
 Sizes = Mapping[str, int]  # what Dims stand for, by name
@@ -89,16 +89,16 @@ class Dim(int):
         given = tuple(classes) if isinstance(classes, Iterable) else (classes,)
         sizes = tuple([n for n in map(to_index, given) if n is not None])
         if not isinstance(name, str) or not is_plain_name(name):
-            raise GraphError(f'dim: {name!r} is no name such as "T"')
+            raise GraphError(f'dim: {show(name)} is not a name such as "T"')
         if len(sizes) < len(given):
-            raise GraphError(f"dim {name}: classes {classes!r} are not whole numbers")
+            raise GraphError(f"dim {name}: classes {show(classes)} are not whole numbers")
         if sizes and (most is not None or [*sizes] != sorted({*sizes}) or sizes[0] < 1):
             raise GraphError(
                 f"dim {name}: classes {sizes} are ascending sizes of at least 1, in place of most"
             )
         most = sizes[-1] if sizes else most
         if type(most) is not int or most < 1:
-            raise GraphError(f"dim {name}: most {most!r} is no whole number of at least 1")
+            raise GraphError(f"dim {name}: most {show(most)} is no whole number of at least 1")
         return make_dim((((NamedSize(name, most, sizes),), 1),))
 
     @property
@@ -113,7 +113,7 @@ class Dim(int):
         """
         (symbol, *more) = self.symbols
         if not isinstance(size, SupportsIndex):
-            raise GraphError(f"dim {self}: {size!r} is not a whole number")
+            raise GraphError(f"dim {self}: {show(size)} is not a whole number")
         if more or size > symbol.most:
             raise GraphError(f"dim {self}: no size up to {int(self)} is at least {size}")
         return next((n for n in symbol.classes if n >= size), size)
@@ -254,7 +254,7 @@ def doubling(least: int, most: int) -> tuple[int, ...]:
     """
     if to_index(least) is None or to_index(most) is None or not 1 <= least <= most:
         raise GraphError(
-            f"doubling: expected whole numbers, 1 <= least <= most, got {least!r} and {most!r}"
+            f"doubling: needs whole numbers, 1 <= least <= most, got {show(least)} and {show(most)}"
         )
     steps = [least]
     while steps[-1] < most:

@@ -63,7 +63,7 @@ def test_the_module_runs_as_a_program() -> None:
 def test_wrong_usage_of_the_program_shows_no_traceback() -> None:
     done = process("explain", "--q", "1,2,8,8", "--target", "h9", FORCE_COLOR="1")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Error: target 'h9' is not known; known are cpu, a100" in done.stderr
+    assert "Error: target 'h9' is not known; known are cpu, cuda, a100" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -101,7 +101,7 @@ def test_dims_print_as_python(size: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: ag.Dim("no name", most=3), "'no name' is no name"),
+        (lambda: ag.Dim("no name", most=3), "'no name' is not a name"),
         (lambda: ag.Dim("B"), "most None is no whole number"),
         (lambda: ag.Dim("B", most=0), "most 0 is no whole number"),
         (lambda: ag.Dim("B", classes=(4, 2)), "are ascending sizes"),
@@ -110,8 +110,8 @@ def test_dims_print_as_python(size: int, text: str) -> None:
         (lambda: ag.doubling(8, 4), "1 <= least <= most, got 8 and 4"),
         (lambda: ag.doubling(1, float("inf")), "whole numbers, .* got 1 and inf"),  # type: ignore[arg-type]  # is wrong
         (lambda: ag.doubling(1.5, 4), "whole numbers"),  # type: ignore[arg-type]  # is wrong
-        (lambda: ag.Dim("__debug__", most=3), "'__debug__' is no name"),
-        (lambda: ag.Dim("\N{LATIN SMALL LIGATURE FI}", most=3), "is no name"),
+        (lambda: ag.Dim("__debug__", most=3), "'__debug__' is not a name"),
+        (lambda: ag.Dim("\N{LATIN SMALL LIGATURE FI}", most=3), "is not a name"),
         (lambda: ag.Dim("B", classes=(1.5, 2)), "are not whole numbers"),  # type: ignore[arg-type]  # is wrong
         (lambda: B.fit("x"), "is not a whole number"),  # type: ignore[arg-type]  # is wrong
         (lambda: B.fit(9), "no size up to 8 is at least 9"),

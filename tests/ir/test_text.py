@@ -212,7 +212,7 @@ NO_MASKS = {
     "Scores(0.5)": "Scores(0.5) is no known value",
     "{[]: 1}": "is no known value",
     "3": "3 is 3, and no mask such as Causal() & Window(64)",
-    "1 & Causal()": "mask: 1 is no mask",
+    "1 & Causal()": "mask: 1 is not a mask",
     "Window()": "Window needs left",
     "Window(1, 2, None, 4)": "Window takes left, right, align, each once",
     "Window(1, left=2)": "Window takes left, right, align, each once",

@@ -73,8 +73,8 @@ def test_what_planning_for_a_gpu_imports_is_behind_the_gate(target: str, librari
 
 
 # A thread plans; while it imports the module, this one forks. Without the gate it forks at once,
-# and the child waits for a lock that nobody holds. The child imports, and runs nothing of PyTorch's:
-# PyTorch looks up an operator at its first call without the interpreter's lock, and a fork at that
+# and the child waits for a lock that nobody holds. The child imports and runs nothing of PyTorch's.
+# PyTorch looks up an operator at its first call, without the interpreter's lock, and a fork at that
 # moment leaves a lock of its own held in the child.
 FORKING = """
 import os, signal, sys, threading

@@ -53,7 +53,9 @@ def test_a_cpu_tells_no_rates() -> None:
 
 
 def test_an_unknown_target_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ag.GraphError, match="'h20' is not known; known are cpu, a100, h100, h200"):
+    with pytest.raises(
+        ag.GraphError, match="'h20' is not known; known are cpu, cuda, a100, h100, h200"
+    ):
         ag.Target.of("h20")
 
 

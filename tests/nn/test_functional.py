@@ -236,7 +236,10 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
         r"must have q's dtype, torch.float32 \(",
     ),
     "shapes": (lambda q, k, v: o_of(q, k[..., 1:], v), "disagree"),
-    "data": (lambda q, k, v: o_of(q, k, v, other=q), "no option and no leaf .* 'other'"),
+    "data": (
+        lambda q, k, v: o_of(q, k, v, other=q),
+        "no argument other, and the mask reads no tensor",
+    ),
     "segments": (lambda q, k, v: o_of(q, k, v, segments=q[0]), "are not two tensors"),
     "option": (lambda q, k, v: o_of(q, k, v, on_fallback="no"), "on_fallback"),
     "no hash": (lambda q, k, v: o_of(q, k, v, backends={}), "backends|no backend"),

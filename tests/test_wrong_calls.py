@@ -1,0 +1,196 @@
+"""Calls as users of other libraries write them, and calls with a tensor in the wrong place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import attn_graph as ag
+from attn_graph.ir.builder import EXTRA
+from attn_graph.ir.elsewhere import SAID
+from attn_graph.nn.functional import attention
+
+SPEC = ag.TensorSpec((2, 4, 8, 16), torch.float32)
+POOL = ag.TensorSpec((5, 4, 8, 16), torch.float32)
+Q, FLAGS, ROWS = torch.randn(2, 4, 8, 16), torch.ones(8, 8).bool(), torch.zeros(2, 8).int()
+TABLE, LENGTHS = ag.TensorSpec((2, 3), torch.int32), ag.TensorSpec((2,), torch.int32)
+
+
+class Unfrozen(ag.Mask):
+    """A mask whose author left out @frozen."""
+
+    width = 3
+
+    def keep(self, at: object) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@attrs.frozen
+class Unplaced(ag.Mask):
+    """A mask whose author read no place."""
+
+    def keep(self, at: ag.Place) -> torch.Tensor:
+        return torch.ones(2, 8).bool()
+
+
+def describe(**options: object) -> ag.Graph:
+    return ag.attention(SPEC, SPEC, SPEC, **options)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def attend(**options: object) -> object:
+    return attention(Q, Q, Q, **options)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def plan_for(target: str) -> ag.Plan:
+    return ag.compile(describe(), target=target)
+
+
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "is_causal": (lambda: attend(is_causal=True), "no argument is_causal; use mask=Causal()"),
+    "causal": (lambda: attend(causal=True), "no argument causal; use mask=Causal(), or Causal("),
+    "softcap": (lambda: attend(softcap=30.0), "no argument softcap; use soft_cap="),
+    "window_size": (lambda: attend(window_size=(4, 0)), "use mask=Window(left, right), with None"),
+    "attn_mask": (lambda: attend(attn_mask=FLAGS), "no argument attn_mask; use keep="),
+    "dropout_p": (lambda: attend(dropout_p=0.1), "no argument dropout_p; use dropout="),
+    "softmax_scale": (lambda: attend(softmax_scale=0.1), "argument softmax_scale; use scale="),
+    "return_lse": (lambda: attend(return_lse=True), 'argument return_lse; use stats=("lse",)'),
+    "spec": (lambda: describe(is_causal=True), "no argument is_causal; use mask=Causal()"),
+    "close": (lambda: attend(kv_length=ROWS), "no argument kv_length; did you mean kv_lengths?"),
+    "far": (lambda: attend(zebra=ROWS), "no argument zebra, and the mask reads no tensor of that"),
+    "several": (lambda: attend(causal=True, softcap=3.0), "no argument softcap; use soft_cap="),
+    "scale": (lambda: attend(scale=Q), "scale <tensor of torch.float32 [2, 4, 8, 16]> must be"),
+    "gradient": (lambda: attend(scale=torch.ones((), requires_grad=True)), "multiply q by it"),
+    "mask": (lambda: attend(mask=FLAGS), "torch.bool [8, 8]> is not a mask; pass booleans"),
+    "class": (lambda: attend(mask=ag.Causal), "is not a mask; write Causal(...), an instance"),
+    "word": (
+        lambda: attend(mask="causal"),
+        "'causal' is not a mask; write a mask such as Causal()",
+    ),
+    "unfrozen": (lambda: attend(mask=Unfrozen()), "decorate it with @attrs.frozen"),
+    "unplaced": (
+        lambda: attend(mask=Unplaced()),
+        "keep gives booleans [2, 8] for a block of places",
+    ),
+    "segments": (
+        lambda: attend(segments=ROWS),
+        "[2, 8]> are not two tensors; write segments=(x, x)",
+    ),
+    "tensors": (lambda: ag.attention(Q, Q, Q), "or nn.functional.attention for tensors"),  # type: ignore[arg-type]  # wrong on purpose
+    "here": (
+        lambda: plan_for("cuda:7"),
+        "to plan for a GPU of another machine, write its name: a100",
+    ),
+    "target": (lambda: plan_for("A100-SXM"), "'A100-SXM' is not known; known are cpu, cuda, a100"),
+    "seed": (lambda: attend(dropout=0.5, seed=2**63, offset=0), "is not a number of 64 bits"),
+    "pool": (
+        lambda: ag.attention(SPEC, POOL, POOL, pages=TABLE, kv_lengths=LENGTHS),
+        "where it is [pages, heads, rows, D], pass k.transpose(1, 2)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_told_how_to_write_it(name: str) -> None:
+    call, text = WRONG[name]
+    with pytest.raises(ag.GraphError, match=re.escape(text)):
+        call()
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_an_argument_of_other_libraries_is_said_by_ours(name: str) -> None:
+    own = signature(ag.attention).parameters.keys()
+    assert name not in own
+    said = re.findall(r"\b([a-z_]+)=", SAID[name]) + re.findall(r"\bk and v\b", SAID[name])
+    assert said
+    assert {*said} <= {*own, *EXTRA, "k and v"}
+    with pytest.raises(ag.GraphError, match=f"no argument {name}; use "):
+        describe(**{name: 1})
+
+
+@pytest.mark.parametrize("name", ["H100", "h100", "B200", "CPU"])
+def test_names_of_targets_are_known_in_any_case(name: str) -> None:
+    assert ag.Target.of(name) == ag.Target.of(name.lower())
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("1kb", 1000), ("1KB", 1000), ("2kib", 2048), ("3 b", 3)]
+)
+def test_units_of_bytes_are_known_in_any_case(size: str, count: int) -> None:
+    graph = describe()
+    assert ag.compile(graph, max_workspace=size) is ag.compile(graph, max_workspace=count)
+
+
+def test_seeds_may_be_numbers() -> None:
+    numbers, tensors = {"seed": 5, "offset": 2**40}, {}
+    for name, number in numbers.items():
+        tensors[name] = torch.tensor(number)
+    assert attend(dropout=0.5, **numbers).equal(attend(dropout=0.5, **tensors))  # type: ignore[attr-defined]
+
+
+def options_of(function: Callable[..., object]) -> list[str]:
+    """The options of a function that are no tensors, sizes by name left out."""
+    tensors = {*"qkv", *EXTRA, "graph", "sizes", "data"}
+    return [name for name in signature(function).parameters if name not in tensors]
+
+
+def with_option(function: Callable[..., object], name: str) -> Callable[[object], object]:
+    """The function of one option, all else as usual."""
+    return lambda x: function(**{name: x})
+
+
+def compile_any(**options: Any) -> object:  # Any: wrong on purpose
+    return ag.compile(describe(), **options)
+
+
+def explain_any(**options: Any) -> object:  # Any: wrong on purpose
+    return ag.explain(describe(), **options)
+
+
+OPTIONS: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = (
+    (ag.attention, describe),
+    (attention, attend),
+    (ag.compile, compile_any),
+    (ag.explain, explain_any),
+)
+FIRST: tuple[Any, ...] = (  # Any: wrong on purpose
+    *(ag.compile, ag.explain, ag.vjp, ag.jvp, ag.parse, ag.Causal, ag.Window, ag.Prefix),
+    *(ag.Formula, ag.Dim, ag.Store, ag.Target.of, ag.Target.here),
+)
+WITH_TENSORS: dict[str, Callable[[object], object]] = {
+    **{
+        f"{call.__name__}({name}=)": with_option(call, name)
+        for declared, call in OPTIONS
+        for name in options_of(declared)
+    },
+    **{f"{function.__name__}()": function for function in FIRST},
+}
+
+
+@pytest.mark.parametrize("name", WITH_TENSORS)
+def test_no_error_prints_the_numbers_of_a_tensor(name: str) -> None:
+    for tensor in (torch.tensor([[0.123456, -9.87], [1.5, 2.5]]), [torch.tensor([0.123456, 7.0])]):
+        with pytest.raises((ag.GraphError, TypeError)) as caught:
+            WITH_TENSORS[name](tensor)
+        assert "0.123" not in str(caught.value)
+
+
+def test_masks_of_ones_own_take_what_they_need_by_any_name() -> None:
+    @attrs.frozen
+    class Own(ag.Mask):
+        """Keys that a tensor of a foreign name marks."""
+
+        @property
+        def needs(self) -> dict[str, ag.Data]:
+            return {"causal": ag.Data("bj", torch.bool)}
+
+        def keep(self, at: ag.Place) -> Any:  # Any: a tensor, or a symbol of one
+            return at.load("causal", at.b, at.j)
+
+    kept = torch.ones(2, 8).bool()
+    assert torch.equal(attend(mask=Own(), causal=kept), attend())  # type: ignore[arg-type]
