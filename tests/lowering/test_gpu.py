@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import permutations
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
 from attn_graph.testing import formula, rule
+from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tangents import expect_tangents
 from attn_graph.testing.tensors import cotangents_for, tensors_for
@@ -27,11 +27,6 @@ NAMES = ("triton", "math")
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (*HALF, torch.float32)
 SIZES = (40, 90, 150, 200)  # of M and N at most: other examples each, for processes beside others
-
-
-def outputs_of(plan: ag.Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    found = plan(*tensors)
-    return found if isinstance(found, tuple) else (found,)
 
 
 @pytest.mark.parametrize("most", SIZES)
@@ -47,7 +42,7 @@ def test_results_and_gradients_agree_with_the_formula(
         plan = ag.compile(graph, backends=(backend,))
         tensors = tensors_for(graph, seed, "cuda")
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-        outputs = outputs_of(plan, leaves)
+        outputs = run_plan(plan, leaves)
         for output, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
             due.check(output)
         cotangents = cotangents_for(plan.graph, seed, "cuda")
@@ -81,7 +76,7 @@ def test_tangents_of_the_kernel_agree_with_the_formula(
     except ag.NoBackendError:
         reject()
     given_tangents = (x.cuda() for x in moves.values())
-    results = outputs_of(plan, (*tensors_for(graph, seed, "cuda"), *given_tangents))
+    results = run_plan(plan, (*tensors_for(graph, seed, "cuda"), *given_tangents))
     dues = expect_tangents(attention, tensors_for(graph, seed), moves)
     for x, due in zip(results[2:], dues, strict=True):
         due.check(x.cpu())
@@ -139,7 +134,7 @@ def test_long_sequences_agree_with_math(dtype: torch.dtype, size: int, window: i
             .requires_grad_()
             for i, t in zip(one.inputs, tensors, strict=True)
         ]
-        outputs = outputs_of(ag.compile(one, backends=(backend,)), leaves)
+        outputs = run_plan(ag.compile(one, backends=(backend,)), leaves)
         given = [d.to(o.dtype) for d, o in zip(cotangents, outputs, strict=True)]
         results.append((*outputs, *torch.autograd.grad(outputs, leaves, given)))
     most = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5}[dtype]
@@ -155,7 +150,7 @@ def test_the_same_bits_every_run() -> None:
     runs = []
     for _ in range(3):
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-        outputs = outputs_of(plan, leaves)
+        outputs = run_plan(plan, leaves)
         ones = [torch.ones_like(o) for o in outputs]
         runs.append((*outputs, *torch.autograd.grad(outputs, leaves[:3], ones)))
     for one in runs[1:]:
@@ -179,7 +174,7 @@ def test_saved_tensors_and_cotangents_of_any_layout_give_the_gradients(backend: 
             torch.cat((do.new_zeros(1), do.flatten()))[1:].view(do.shape),
         ):
             with hooks():
-                (o,) = outputs_of(plan, leaves)
+                (o,) = run_plan(plan, leaves)
             found = torch.autograd.grad(o, leaves, cotangent)
             given = (cotangent.resolve_neg().contiguous(),)
             dues = rule.expect_gradients(plan.graph, [t.detach() for t in leaves], given)
@@ -197,7 +192,7 @@ def test_captured_and_replayed() -> None:
     do = torch.randn(2, 8, 512, 64, device="cuda").half()
 
     def step() -> tuple[torch.Tensor, ...]:
-        (o,) = outputs_of(plan, leaves)
+        (o,) = run_plan(plan, leaves)
         return (o, *torch.autograd.grad(o, leaves, do))
 
     results = replayed(step, leaves)
@@ -216,7 +211,7 @@ def test_a_thousand_steps_of_training_end_where_math_ends() -> None:
         plan = ag.compile(ag.attention(x, x, x, mask=ag.Causal()), backends=(backend,))
         found = []
         for _ in range(1000):
-            loss = (outputs_of(plan, leaves)[0] - target).square().mean()
+            loss = (run_plan(plan, leaves)[0] - target).square().mean()
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             optimizer.step()
@@ -237,12 +232,12 @@ def test_over_two_to_the_31_elements() -> None:
     x[-1].normal_()
     k = torch.randn(B, 1, 64, D, device="cuda").half()
     spec, few = ag.TensorSpec.like(x), ag.TensorSpec.like(k)
-    (o,) = outputs_of(ag.compile(ag.attention(spec, few, few), backends=("triton",)), (x, k, k))
+    (o,) = run_plan(ag.compile(ag.attention(spec, few, few), backends=("triton",)), (x, k, k))
     one, last = x[-1:].clone(), k[-1:].clone()
     small = ag.attention(
         ag.TensorSpec.like(one), ag.TensorSpec.like(last), ag.TensorSpec.like(last)
     )
-    (alone,) = outputs_of(ag.compile(small, backends=("triton",)), (one, last, last))
+    (alone,) = run_plan(ag.compile(small, backends=("triton",)), (one, last, last))
     assert torch.equal(o[-1:], alone)
 
 
@@ -256,7 +251,7 @@ def test_the_fastest_is_measured(tmp_path: Path) -> None:
         assert "triton, half the keys" in each.cause
     tensors = tensors_for(graph, 0, "cuda")
     for output, due in zip(
-        outputs_of(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
+        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
     ):
         due.check(output)
 
@@ -285,7 +280,7 @@ def test_equal_gpus_share_a_plan_whichever_is_current(backend: str) -> None:
         tensors = tensors_for(graph, 0, name)
         leaves = [t.clone().requires_grad_() for t in tensors]
         current = torch.cuda.current_device()
-        (o,) = outputs_of(plan, leaves)
+        (o,) = run_plan(plan, leaves)
         (do,) = cotangents_for(plan.graph, 0, name)
         gradients = torch.autograd.grad(o, leaves, do)
         assert torch.cuda.current_device() == current
@@ -310,7 +305,7 @@ def test_another_kind_of_gpu_is_planned_for_apart() -> None:
     with pytest.raises(ag.PlanTargetError, match=f"target=Target.here\\('{others[0]}'\\)"):
         ag.compile(graph)(*tensors)
     plan = ag.compile(graph, target=ag.Target.here(others[0]))
-    (o,) = outputs_of(plan, tensors)
+    (o,) = run_plan(plan, tensors)
     rule.expect_outputs(graph, tensors)[0].check(o)
 
 
@@ -338,7 +333,7 @@ def test_in_an_order_that_sdpa_kernel_sets_runs_what_pytorch_runs(
         assert plan.backend in ours
     allowed = set[str]().union(*(OURS[kernel] for kernel in kernels))
     assert plan.backend in allowed | {"triton"}
-    rule.expect_outputs(graph, (q, k, v))[0].check(outputs_of(plan, (q, k, v))[0])
+    rule.expect_outputs(graph, (q, k, v))[0].check(run_plan(plan, (q, k, v))[0])
 
 
 @pytest.mark.parametrize("backend", ["triton", "math", "cudnn", "torch_efficient"])
@@ -356,7 +351,7 @@ def test_a_bias_of_over_two_to_the_32_elements(backend: str) -> None:
         pytest.skip(str(error))
     q, k, v = torch.randn(3, 1, 1, M, D, device="cuda").half().unbind()
     b = torch.empty(1, 1, M, M, dtype=torch.float16, device="cuda").normal_()
-    (o,) = outputs_of(plan, (q, k, v, b))
+    (o,) = run_plan(plan, (q, k, v, b))
     last = (q[:, :, -few:], k, v, b[:, :, -few:])
     small = ag.attention(*map(ag.TensorSpec.like, last[:3]), bias=ag.TensorSpec.like(last[3]))
     rule.expect_outputs(small, last)[0].check(o[:, :, -few:])
@@ -373,6 +368,6 @@ def test_the_largest_scores_of_long_rows_are_those_of_the_formula(
     plan = ag.compile(graph)
     assert plan.backend == "triton"
     tensors = [t.requires_grad_(trained) for t in tensors_for(graph, 1, "cuda")]
-    outputs = outputs_of(plan, tensors)
+    outputs = run_plan(plan, tensors)
     for output, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
         due.check(output)

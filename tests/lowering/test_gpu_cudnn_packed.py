@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, reject, settings
 
 import attn_graph as ag
+from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import seeds
 from tests.lowering import test_paged as paging
@@ -44,11 +45,6 @@ def on_gpu(graph: ag.Graph, tensors: Mapping[str, torch.Tensor]) -> list[torch.T
     return [tensors[i.name].cuda() for i in graph.inputs]
 
 
-def outputs_of(plan: ag.Plan, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    outputs = plan(*tensors)
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
 @given(case=cases(), seed=seeds)
 @settings(max_examples=50)
 def test_packed_tensors_agree_with_the_formula(case: Case, seed: int) -> None:
@@ -64,7 +60,7 @@ def test_sequences_of_all_lengths_agree_with_the_formula(case: Case) -> None:
 def check_case(case: Case, seed: int) -> None:
     plan = compiled(case.packed)
     leaves = [x.requires_grad_(x.is_floating_point()) for x in on_gpu(case.packed, case.tensors)]
-    outputs = outputs_of(plan, leaves)
+    outputs = run_plan(plan, leaves)
     check_forward(case, [x.detach().cpu() for x in outputs])
     do = case.batch.spoil(noise(outputs[0], seed), 0)
     named = {i.name: x for i, x in zip(case.packed.inputs, leaves, strict=True) if x.requires_grad}
@@ -81,7 +77,7 @@ def check_case(case: Case, seed: int) -> None:
 @settings(max_examples=50)
 def test_pages_agree_with_the_formula(case: paging.Case) -> None:
     case = finite_pages(case)
-    outputs = outputs_of(compiled(case.graph), on_gpu(case.graph, case.tensors))
+    outputs = run_plan(compiled(case.graph), on_gpu(case.graph, case.tensors))
     for x, due in zip(outputs, expect_outputs(case.padded, case.padded_inputs), strict=True):
         padded = case.pad(x.cpu())
         due.check(torch.where(case.real(padded), padded, due.ref.to(padded.dtype)))
@@ -90,16 +86,16 @@ def test_pages_agree_with_the_formula(case: paging.Case) -> None:
 def test_starts_that_change_between_replays_are_read_anew() -> None:
     """Everything that depends on them is computed by what was captured."""
     plan, tensors = compiled(LONG.packed), on_gpu(LONG.packed, LONG.tensors)
-    before = outputs_of(plan, tensors)
+    before = run_plan(plan, tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        replayed = outputs_of(plan, tensors)
+        replayed = run_plan(plan, tensors)
     for i, x in zip(LONG.packed.inputs, tensors, strict=True):
         if i.name.endswith("starts"):
             x[1] = 40
         elif i.name.endswith("lengths"):
             x[:2] = 30
     graph.replay()
-    for x, y, old in zip(replayed, outputs_of(plan, tensors), before, strict=True):
+    for x, y, old in zip(replayed, run_plan(plan, tensors), before, strict=True):
         assert torch.equal(x, y)
         assert not torch.equal(x, old)
