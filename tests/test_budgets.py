@@ -10,24 +10,24 @@ from functools import cache
 from pathlib import Path
 
 from attn_graph.nn.tracing import KEEPS_CONSTANTS
-from tests.support.sources import HOMES, ROOT
+from tests.support.sources import HOMES, ROOT, tree_of
 
 MEDIAN, P90, LONGEST, LONGEST_KERNEL = 4, 15, 50, 120  # lines of a function
 LONGEST_FILE = 500
 FOLDERS = (*HOMES.values(), ROOT / "examples")
-TREES = {
-    path: ast.parse(path.read_text(encoding="utf-8"))
+FILES = [
+    path
     for folder in FOLDERS
     for path in sorted(folder.rglob("*.py"))
     if path.resolve().is_relative_to(folder)
-}
+]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions() -> Iterator[tuple[Path, Function]]:
     """Every function of every file, nested ones too."""
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, Function):
                 yield path, node
 
@@ -68,7 +68,7 @@ def test_no_function_is_too_long() -> None:
 
 
 def test_no_file_is_too_long() -> None:
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in TREES}
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     wrong = [
         f"{path.relative_to(ROOT)}: {count} lines, most {LONGEST_FILE}"
         for path, count in lines.items()
@@ -88,8 +88,8 @@ def catches_everything(node: ast.ExceptHandler) -> bool:
 def test_nothing_catches_every_exception() -> None:
     wrong = [
         f"{where(path, node.lineno)} catches everything: name what can happen, let bugs crash"
-        for path, tree in TREES.items()
-        for node in ast.walk(tree)
+        for path in FILES
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ExceptHandler) and catches_everything(node)
     ]
     assert not wrong, "\n".join(wrong)
@@ -128,8 +128,8 @@ def commented(path: Path) -> set[int]:
 def test_any_in_a_public_signature_says_why() -> None:
     wrong = [
         f"{where(path, line)} {function.name} takes or gives Any: say why on that line"
-        for path, tree in TREES.items()
-        for function in public(tree.body)
+        for path in FILES
+        for function in public(tree_of(path).body)
         for line in sorted(anys(function) - commented(path))
     ]
     assert not wrong, "\n".join(wrong)

@@ -3,9 +3,10 @@
 import ast
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
+from functools import cache
 from graphlib import TopologicalSorter
 
-from tests.support.sources import source_files
+from tests.support.sources import source_files, tree_of
 
 FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
     ("attn_graph.__main__",),
@@ -64,9 +65,18 @@ def imports(nodes: Iterable[ast.AST]) -> set[str]:
     return named & MODULES.keys()
 
 
-TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
-LOADS = {module: imports(statements(tree.body)) for module, tree in TREES.items()}
-IMPORTS = {module: imports(ast.walk(tree)) for module, tree in TREES.items()}  # of functions too
+@cache
+def loads() -> dict[str, set[str]]:
+    """What each module imports when it is loaded."""
+    return {name: imports(statements(tree_of(path).body)) for name, path in MODULES.items()}
+
+
+@cache
+def all_imports() -> dict[str, set[str]]:
+    """The same, and what its functions import."""
+    return {name: imports(ast.walk(tree_of(path))) for name, path in MODULES.items()}
+
+
 FLOOR = {module: height for module in MODULES if (height := floor(module)) is not None}
 
 
@@ -79,14 +89,14 @@ def test_imports_point_down() -> None:
     wrong = [
         f"{module} (floor {FLOOR[module]}) imports {other} (floor {FLOOR[other]})"
         for module in FLOOR
-        for other in sorted(IMPORTS[module] & FLOOR.keys())
+        for other in sorted(all_imports()[module] & FLOOR.keys())
         if FLOOR[other] > FLOOR[module]
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_import_goes_in_a_circle() -> None:
-    order = TopologicalSorter(LOADS).static_order()  # a CycleError names the circle
+    order = TopologicalSorter(loads()).static_order()  # a CycleError names the circle
     assert set(order) == MODULES.keys()
 
 
@@ -102,7 +112,7 @@ def room(module: str) -> str:
 def arrows() -> dict[str, set[str]]:
     """Room -> the other rooms that it imports from, when it is loaded or when it is called."""
     rooms: dict[str, set[str]] = {room(module): set() for module in MODULES}
-    for module, others in IMPORTS.items():
+    for module, others in all_imports().items():
         rooms[room(module)] |= {room(other) for other in others} - {room(module)}
     return rooms
 

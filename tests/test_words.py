@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
-from pathlib import Path
 
-from tests.support.sources import ROOT, source_files
+from tests.support.sources import ROOT, source_files, tree_of
 
 MODULES = source_files("*.py")
 OTHERS = [
@@ -16,10 +15,7 @@ OTHERS = [
     for folder in ("docs/generate", "examples")
     for path in sorted((ROOT / folder).glob("*.py"))
 ]
-TREES = {
-    module: ast.parse(path.read_text(encoding="utf-8"))
-    for module, path in (MODULES | {str(path.relative_to(ROOT)): path for path in OTHERS}).items()
-}
+FILES = [*MODULES.values(), *OTHERS]
 
 WORDS = re.compile(r"\w+")
 IRREGULAR = WORDS.findall(
@@ -57,8 +53,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def definitions() -> Iterator[tuple[str, Function | ast.ClassDef]]:
     """Every function and class at the top of a module of the library."""
-    for module in MODULES:
-        for node in TREES[module].body:
+    for module, path in MODULES.items():
+        for node in tree_of(path).body:
             if isinstance(node, Function | ast.ClassDef):
                 yield module, node
 
@@ -97,7 +93,7 @@ def test_one_name_has_one_meaning() -> None:
 
 
 def test_sentences_and_names_are_specific() -> None:
-    texts = [path_of(module).read_text(encoding="utf-8") for module in TREES]
+    texts = [path.read_text(encoding="utf-8") for path in FILES]
     lines = sum(len(text.splitlines()) for text in texts)
     count = sum(len(VAGUE.findall(text)) for text in texts)
     assert 1000 * count <= MOST_VAGUE * lines, (
@@ -105,15 +101,11 @@ def test_sentences_and_names_are_specific() -> None:
     )
 
 
-def path_of(module: str) -> Path:
-    return MODULES.get(module, ROOT / module)
-
-
 @cache
 def classes() -> dict[str, list[ast.ClassDef]]:
     """All classes by name, which two modules may use."""
     by_name = defaultdict(list)
-    for node in (node for tree in TREES.values() for node in ast.walk(tree)):
+    for node in (node for path in FILES for node in ast.walk(tree_of(path))):
         if isinstance(node, ast.ClassDef):
             by_name[node.name].append(node)
     return by_name
@@ -147,8 +139,8 @@ def undocumented(
 
 def test_everything_public_is_documented() -> None:
     wrong = [
-        f"{MODULES[module].relative_to(ROOT)}:{line} {name}"
-        for module in MODULES
-        for line, name in undocumented(TREES[module].body)
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in MODULES.values()
+        for line, name in undocumented(tree_of(path).body)
     ]
     assert not wrong, "\n".join(wrong)

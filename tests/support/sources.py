@@ -1,7 +1,9 @@
 """Where the library's source lies: one place, for the tests that read it."""
 
+import ast
 import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -24,6 +26,12 @@ def source_files(pattern: str) -> dict[str, Path]:
         for path in sorted(home.rglob(pattern))
         if path.resolve().is_relative_to(home)  # a symlinked folder counts once, at its home
     }
+
+
+@cache  # three files read them all, and only the tests that do wait for it
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def load_file(path: Path) -> ModuleType:
