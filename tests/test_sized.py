@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -27,6 +27,7 @@ LONG, ROOM = ag.Dim("N", most=3000), ag.Dim("N", classes=ag.doubling(8, 64))
 PAGES, COUNT, PAGE = ag.Dim("P", most=40), ag.Dim("C", most=9), 4
 BOTTOM = ag.Causal("bottom_right")
 CORNER = ag.Causal("top_left")
+STEPS = 2 * settings().max_examples  # ten times as many by `make deep`
 EACH = 20  # steps, after which results are compared
 
 
@@ -199,14 +200,13 @@ def draw_input(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_steps_of_random_sizes_are_one_build_for_each_pass(case: str, count: int) -> None:
+def test_steps_of_random_sizes_are_one_build_for_each_pass(case: str) -> None:
     graph, backend = CASES[case]
     plan = ag.compile(graph, target=CPU, backends=(backend,))
     assert plan.sized is not None
     assert plan.sized.whole is not None
     kept = []
-    for n, (sizes, tensors) in enumerate(steps(graph, count)):
+    for n, (sizes, tensors) in enumerate(steps(graph, STEPS)):
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
         outputs = plan(*leaves)
         o = outputs[0] if isinstance(outputs, tuple) else outputs
