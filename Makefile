@@ -29,7 +29,7 @@ CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo test slow deep virtual mutants tritons kernel-report gluon-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo check test slow deep virtual mutants tritons kernel-report gluon-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -49,6 +49,11 @@ $(BIN)/python:
 
 demo: .venv/demo
 	$(BIN)/python examples/train_gpt.py
+
+# A minute: README and the tutorial run as printed, and our backends conform on drawn graphs.
+check: venv
+	$(PYTEST) tests/test_docs.py tests/test_testing.py \
+		-k "runs and (README or tutorial) or backends_of_ours or another_machine"
 
 test: venv
 	$(QUICK) $(ONCE)
