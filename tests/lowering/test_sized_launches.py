@@ -95,6 +95,8 @@ COSTLY = {  # of which fewer sizes: lists of tiles, and programs, are counted fo
     "no strip": 10,
 }
 LISTED = ("segments", "no strip")
+COUNT = 8 * settings().max_examples // 5  # sizes
+STEPS = settings().max_examples // 5  # each is interpreted
 EACH = 10  # steps, after which results are compared
 MOST_KERNELS = 6  # of one kernel: `delta`, by what the strides of the gradient of lse are
 
@@ -151,11 +153,10 @@ def check_sizes(calls: SizedCalls, work: Layout, target: ag.Target, sizes: dict[
 
 @pytest.mark.skipif(CPU.interprets, reason="launches for an H200 are the same, interpreted")
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_launches_of_any_sizes_are_those_of_plans_of_numbers(name: str, count: int) -> None:
+def test_launches_of_any_sizes_are_those_of_plans_of_numbers(name: str) -> None:
     for graph in passes(name):
         calls, work = sized_calls(graph)
-        for sizes in draw_sizes(name, graph, count // COSTLY.get(name, 1)):
+        for sizes in draw_sizes(name, graph, COUNT // COSTLY.get(name, 1)):
             check_sizes(calls, work, H200, sizes)
         assert len(calls.recorded) < MOST_RECORDINGS, "none is forgotten"
 
@@ -204,9 +205,8 @@ def test_no_size_is_compiled_for(name: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("count", [5, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["dense", "packed"])
-def test_steps_of_random_sizes_are_one_build_for_each_pass(name: str, count: int) -> None:
+def test_steps_of_random_sizes_are_one_build_for_each_pass(name: str) -> None:
     rng = random.Random(0)
     small: dict[str, Any] = {"H": 2, "G": 1, "D": 16, "mask": BOTTOM}
     graph = dense(**small, most=40) if name == "dense" else packed(**small)
@@ -214,7 +214,7 @@ def test_steps_of_random_sizes_are_one_build_for_each_pass(name: str, count: int
     plan = ag.compile(graph, target=CPU, backends=("triton",))
     assert plan.sized is not None
     assert plan.sized.whole is not None
-    for step in range(count):
+    for step in range(STEPS):
         starts = [0, *accumulate(rng.randrange(30) for _ in range(rng.randrange(1, 4)))]
         sizes = {"B": len(starts) - 1, "T": starts[-1] + 2}
         sizes |= {s.name: rng.randrange(1, s.most + 1) for s in graph.symbols if s.name in "MN"}
