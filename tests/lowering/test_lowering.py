@@ -41,6 +41,8 @@ NAMES = ("triton",) if CPU.interprets else ("torch_sdpa", "math")
 INF = float("inf")
 
 
+EXAMPLES = settings().max_examples
+FEW = 3 * EXAMPLES // 5 if CPU.interprets else EXAMPLES  # gradients are interpreted for seconds
 DRAWN = {
     "torch_sdpa": simple_graphs(),
     "math": graphs(),
@@ -107,6 +109,7 @@ def test_whether_gradients_may_follow_changes_no_bit_of_a_result(
 
 @pytest.mark.parametrize("backend", NAMES)
 @given(data=st.data(), seed=seeds, skipped=st.sampled_from((None, 0, 1)))
+@settings(max_examples=FEW)
 def test_gradients_agree_with_the_formula(
     backend: str, data: st.DataObject, seed: int, skipped: int | None
 ) -> None:
@@ -127,6 +130,7 @@ def gradients_agree(
 
 
 @given(data=st.data(), seed=seeds)
+@settings(max_examples=FEW)
 def test_steps_in_any_order_agree_with_the_formula(data: st.DataObject, seed: int) -> None:
     """Biases of -inf before a soft cap among them, and more than one of a kind."""
     graph = data.draw(shuffled_graphs())
@@ -435,7 +439,7 @@ def test_a_nan_stays_in_the_tiles_that_read_it(seed: int, dtype: torch.dtype) ->
 
 
 @given(data=st.data())
-@settings(max_examples=settings().max_examples // (4 if CPU.interprets else 1))
+@settings(max_examples=EXAMPLES // (4 if CPU.interprets else 1))
 def test_larger_shapes_agree_too(data: st.DataObject) -> None:
     """Several tiles a side, so that folding, merging and overlapping windows are seen."""
     large = [(1, 2, 1, 300, 300), (2, 4, 2, 130, 290), (1, 2, 2, 290, 130)]

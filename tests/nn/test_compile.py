@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,16 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+def cases_of(form: int) -> list[Any]:  # Any: parameters of pytest
+    """Each kind by each backend: by Inductor, which is slow, in one form; all at once in both."""
+    by_inductor = [kind for n, kind in enumerate(KINDS) if n % 2 == form or kind == "all"]
+    return [
+        *product(KINDS, ("eager", "aot_eager")),
+        *(pytest.param(kind, "inductor", marks=pytest.mark.slow) for kind in by_inductor),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "backend"), cases_of(0))
 def test_a_plan_compiles(kind: str, backend: str) -> None:
     options, names = KINDS[kind]
     more = [named()[name] for name in names]
@@ -132,8 +141,7 @@ def test_a_plan_compiles(kind: str, backend: str) -> None:
     check(attend, [*three(), *more], backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), cases_of(1))
 def test_a_call_compiles(kind: str, backend: str) -> None:
     options, names = KINDS[kind]
     more = [named()[name] for name in names]
