@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.instructions import translate
 from attn_graph.testing.gpu.memory import Memory, Unset
 from attn_graph.testing.gpu.program import Launch
@@ -23,6 +24,7 @@ def run_ptx(
     shared: int = 4096,
     programs: int = 1,
     unset: Unset | None = None,
+    omits: frozenset[Omission] = frozenset(),
 ) -> set[str]:
     """Execute statements, in which a tensor's name is the parameter with its address; the notes.
 
@@ -36,6 +38,6 @@ def run_ptx(
     )
     given = {name: t.data_ptr().to_bytes(8, "little") for name, t in tensors.items()}
     memory = Memory.around(tensors, unset or Unset())
-    launch = Launch(translate(text), (programs, 1, 1), threads, shared, given, memory)
+    launch = Launch(translate(text), (programs, 1, 1), threads, shared, given, memory, omits=omits)
     launch.run()
     return launch.notes

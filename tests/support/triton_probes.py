@@ -149,3 +149,9 @@ def rough_tanh(x):
     that is as good as drawn."""
     up = ((x.to(tl.int32, bitcast=True) * 40503) >> 9) & 1
     return tanh(x) * (1 + tl.where(up == 1, 1.0, -1.0) * 0.00048828125)
+
+
+@triton.jit
+def store_one(out_ptr):
+    """Every program stores 1 to one place."""
+    tl.store(out_ptr, 1.0)

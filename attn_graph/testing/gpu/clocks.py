@@ -23,7 +23,7 @@ from attn_graph.testing.gpu.rules import Array
 MOST_MBARRIERS = 64
 AGENTS = (  # those of each warp
     *("warp {}", "a product of warp {}", "an asynchronous copy of warp {}"),
-    *("tcgen05.ld of warp {}", "tcgen05.st of warp {}"),
+    *("tcgen05.ld of warp {}", "tcgen05.st of warp {}", "a bulk store of warp {}"),
 )
 
 
@@ -59,10 +59,14 @@ class Clocks:
         """Stores of a warp to tensor memory."""
         return 4 * self.warps + warp
 
+    def bulk(self, warp: Array | int) -> Array | int:
+        """Bulk stores of a warp, which read shared memory."""
+        return 5 * self.warps + warp
+
     @property
     def tensor(self) -> int:
         """The tensor cores with a memory of their own."""
-        return 5 * self.warps
+        return 6 * self.warps
 
     def mbarrier(self, number: int) -> int:
         """Copies that arrive at an mbarrier."""

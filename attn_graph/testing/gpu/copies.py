@@ -190,13 +190,39 @@ class TensorMap:
             ).view(np.uint8)
         return data
 
+    def store(self, m: Program, first: tuple[int, ...], data: Array) -> None:
+        """Write the bytes of a box, [rows, bytes], where it lies in the tensor."""
+        addresses, inside = self.rows(first)
+        columns = first[0] + np.arange(self.box[0])
+        (kept,) = np.nonzero((columns >= 0) & (columns < self.shape[0]))
+        if inside.any() and kept.size:
+            at = (addresses[inside] + columns[kept[0]] * self.item).astype(np.uint64)
+            numbers = np.ascontiguousarray(data[inside]).view(f"u{self.item}")[:, kept]
+            m.part(Memory).store(m, at, np.ascontiguousarray(numbers.T), align=self.item)
+
 
 TILE = r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(?:cta|cluster)\.global(?:\.tile)?"
 
 
-@action(TILE + r"\.mbarrier::complete_tx::bytes", "<- @ @map @")
+@action(r"prefetch\.tensormap", "<- @")
+def prefetch_map(m: Program, g: Threads, address: Array) -> None:
+    """A tensor map is brought to a cache."""
+    for each in g.take(address).tolist():
+        m.parameter_at(each)
+
+
+HINT = r"(?:\.L2::cache_hint)?"  # of a cache, which changes no result
+
+
+@action(TILE + r"\.mbarrier::complete_tx::bytes" + HINT, "<- @ @map @ u64?")
 def copy_tile(
-    m: Program, g: Threads, target: Array, tensor: Array, first: tuple[Array, ...], barrier: Array
+    m: Program,
+    g: Threads,
+    target: Array,
+    tensor: Array,
+    first: tuple[Array, ...],
+    barrier: Array,
+    hint: Array | None = None,
 ) -> None:
     """The copy engine fetches a box of a tensor, and lets an mbarrier know its bytes."""
     bars = m.part(Shared).offsets(m, "an mbarrier", g.take(barrier), 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import accumulate
@@ -20,6 +20,8 @@ from torch._C import _are_functorch_transforms_active
 
 from attn_graph.lowering.cudnn.offline import compile_stand_in
 from attn_graph.machine.target import VIRTUAL, Target
+from attn_graph.testing.gpu.dsl import serve_package
+from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
 from attn_graph.testing.gpu.instructions import translate
 from attn_graph.testing.gpu.memory import Memory, Unset
 from attn_graph.testing.gpu.program import Launch
@@ -130,20 +132,36 @@ class VirtualGpu:
         record = LaunchRecord()
         if not load_driver().take_launch(ctypes.byref(record)):
             return  # of no program
-        code = translate(LOADED[record.function])
-        sizes = code.kernel.parameters
-        ends = accumulate(sizes.values())
-        contents = bytes(record.parameters)
-        parameters = {
-            name: contents[end - size : end]
-            for (name, size), end in zip(sizes.items(), ends, strict=True)
+        text, contents = LOADED[record.function], bytes(record.parameters)
+        ends = [*accumulate(parameter_sizes(text))]
+        sizes = (tuple(record.grid), tuple(record.block), record.shared)
+        self.execute_kernel(
+            text, sizes, lambda n, size: contents[ends[n] - size : ends[n]], tensors
+        )
+
+    def execute_kernel(
+        self,
+        text: str,
+        sizes: tuple[Sequence[int], Sequence[int], int],
+        parameters: Callable[[int, int], bytes],
+        tensors: Mapping[str, torch.Tensor],
+        omits: frozenset[Omission] = frozenset(),
+    ) -> None:
+        """Execute a launch: the kernel's PTX; grid, block and bytes of shared memory; parameter
+        number n, of some bytes; tensors that it may touch; what it is known to leave out. Raises
+        Fault."""
+        code = translate(text)
+        (x, y, z), (threads, *others), shared = sizes
+        if others != [1, 1]:
+            raise UnknownInstructionError(f"{code} has a block of {[threads, *others]} threads")
+        given = {
+            name: parameters(n, size)
+            for n, (name, size) in enumerate(code.kernel.parameters.items())
         }
-        grid = record.grid[0], record.grid[1], record.grid[2]
         memory = Memory.around(tensors, self.unset)
-        Launch(
-            code, grid, record.block[0], record.shared, parameters, memory, self.seed, self.notes
-        ).run()
-        self.kernels[code.kernel.name] += grid[0] * grid[1] * grid[2]
+        drawn = self.seed, self.notes
+        Launch(code, (x, y, z), threads, shared, given, memory, *drawn, omits).run()
+        self.kernels[code.kernel.name] += x * y * z
 
 
 @final
@@ -234,8 +252,9 @@ def virtual_gpu(name: str | Target, *, seed: int | None = None) -> Iterator[Virt
         driver.set_active(stand_in)
         hook.add(own.note_text)
         VIRTUAL.add(target)
-        for name in ("empty", "empty_strided"):
+        for name in ("empty", "empty_like", "empty_strided"):
             undo.enter_context(patch.object(torch, name, watch(getattr(torch, name), gpu.unset)))
+        undo.enter_context(serve_package(gpu))
         yield gpu
 
 

@@ -5,17 +5,30 @@ from functools import lru_cache
 from attn_graph.testing.gpu import (
     arithmetic,
     barriers,
+    bulk,
     copies,
     lanes,
     memory,
     products,
+    rounding,
     shared,
     tensor_memory,
 )
 from attn_graph.testing.gpu.ptx import parse
 from attn_graph.testing.gpu.translate import Translation, translate_kernel
 
-HOMES = (arithmetic, barriers, copies, lanes, memory, products, shared, tensor_memory)
+HOMES = (
+    arithmetic,
+    barriers,
+    bulk,
+    copies,
+    lanes,
+    memory,
+    products,
+    rounding,
+    shared,
+    tensor_memory,
+)
 
 
 @lru_cache(maxsize=512)

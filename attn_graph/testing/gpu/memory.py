@@ -6,18 +6,20 @@ them. It may not read what nothing was written to, nor what another program of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any, final
 
 import numpy as np
 import torch
 from attrs import define, field, frozen
 
+from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.rules import DTYPES, Array, action
 from attn_graph.testing.gpu.threads import Threads
 
+ADDED = -1  # in the place of a program's number: programs add there, in any order
 UNSET = 0xFB  # a byte to which nothing was written; NaN in every type
 
 
@@ -61,7 +63,7 @@ class Region:
     """The storage of tensors of a launch, in units of the smallest element.
 
     valid: whether a unit belongs to an element. written: bytes that hold something. writer, reader:
-    the program that wrote, and read, a unit, from 1 on; 0: none.
+    the program that wrote, and read, a unit, from 1 on; 0: none; ADDED: those that add to it.
     """
 
     name: str
@@ -104,15 +106,35 @@ class Region:
         """The memory as numbers of so many bytes."""
         return self.data[: len(self.data) // size * size].view(f"u{size}")
 
-    def check(self, m: Program, text: str, offsets: Array, size: int, store: bool) -> None:
-        """Check an access to `size` bytes from each offset on, and note it. Raises Fault."""
+    def check(
+        self,
+        m: Program,
+        text: str,
+        offsets: Array,
+        size: int,
+        store: bool,
+        add: bool = False,
+        same: Callable[[], Array] | None = None,
+    ) -> None:
+        """Check an access to `size` bytes from each offset on, and note it. Raises Fault.
+
+        add: a sum, which others may add to as well, and nobody else may touch. same: of a store,
+        where that was there before.
+        """
         units = (offsets // self.unit)[:, None] + np.arange(max(1, size // self.unit))
-        me, writers = m.number, self.writer[units]
+        me, writers = ADDED if add else m.number, self.writer[units]
         if not self.valid[units].all():
             m.fault(f"{text} bytes of {self.name} that belong to no element")
         others = (writers != 0) & (writers != me)
-        if others.any():
-            m.fault(f"{text} bytes of {self.name} that program number {writers[others][0]} stores")
+        if others.any() and same is not None and not (others & ~same()[:, None]).any():
+            text = f"several programs store equal bytes to {self.name}"
+            m.report(Omission.EQUAL_STORES, text)
+        elif others.any():
+            who = writers[others][0]
+            by = "programs add to" if who == ADDED else f"program number {who} stores"
+            m.fault(f"{text} bytes of {self.name} that {by}")
+        if add and self.written is not None and not self.written[units].all():
+            m.fault(f"{text} bytes of {self.name} to which nothing was written")
         if store:
             readers = self.reader[units]
             others = (readers != 0) & (readers != me)
@@ -127,6 +149,11 @@ class Region:
             self.reader[units] = me
             if self.written is not None and not self.written[units].all():
                 m.fault(f"{text} bytes of {self.name} to which nothing was written")
+
+
+def holds(words: Array, places: Array, values: Array) -> Array:
+    """Which columns of places in a memory hold these values."""
+    return np.asarray((words[places] == values).all(axis=0))
 
 
 def mark_elements(valid: Array, tensor: torch.Tensor) -> None:
@@ -196,23 +223,36 @@ class Memory:
             loaded[:, at] = region.words(size)[offsets // size + np.arange(count)[:, None]]
         return loaded
 
-    def store(self, m: Program, addresses: Array, values: Array) -> None:
+    def store(self, m: Program, addresses: Array, values: Array, align: int = 0) -> None:
         """Numbers to each address, [count, addresses]."""
         size, count = values.itemsize, len(values)
-        for region, at, offsets in self.split(m, "a store to", addresses, size * count):
-            region.check(m, "a store to", offsets, size * count, store=True)
-            region.words(size)[offsets // size + np.arange(count)[:, None]] = values[:, at]
+        for region, at, offsets in self.split(m, "a store to", addresses, size * count, align):
+            words, places = region.words(size), offsets // size + np.arange(count)[:, None]
+            new = values[:, at]
+            same = partial(holds, words, places, new)
+            region.check(m, "a store to", offsets, size * count, store=True, same=same)
+            words[places] = new
+
+    def add(self, m: Program, addresses: Array, values: Array, align: int = 0) -> None:
+        """Numbers are added to those at each address, [count, addresses]."""
+        size, count = values.itemsize, len(values)
+        for region, at, offsets in self.split(m, "a sum to", addresses, size * count, align):
+            region.check(m, "a sum to", offsets, size * count, store=True, add=True)
+            places = offsets // size + np.arange(count)[:, None]
+            np.add.at(region.words(size).view(values.dtype), places, values[:, at])
 
 
-@action(r"ld\.param\.(?P<type>[busf]\d+)", "{type} <- param")
-def load_parameter(m: Program, g: Threads, name: str, offset: int, type: str) -> Array:
-    """d = a parameter of the kernel."""
-    contents, dtype = m.launch.parameters[name], DTYPES[type]
-    if offset + dtype.itemsize > len(contents):
-        m.fault(
-            f"a load of {dtype.itemsize} bytes at {offset} of {name}, which has {len(contents)}"
-        )
-    return np.full(g.count, np.frombuffer(contents, dtype, 1, offset)[0])
+@action(r"ld\.param(?P<many>\.v[24])?\.(?P<type>[busf]\d+)", "{type}* <- param")
+def load_parameter(
+    m: Program, g: Threads, name: str, offset: int, many: str | None, type: str
+) -> Array:
+    """d = a part of a parameter of the kernel, or several side by side."""
+    contents, dtype, count = m.launch.parameters[name], DTYPES[type], int((many or ".v1")[2:])
+    size = dtype.itemsize * count
+    if offset + size > len(contents):
+        m.fault(f"a load of {size} bytes at {offset} of {name}, which has {len(contents)}")
+    numbers = np.frombuffer(contents, dtype, count, offset)
+    return np.repeat(numbers[:, None], g.count, 1)
 
 
 @action(r"ld\.global(?P<many>\.v[248])?\.(?P<type>[busf]\d+)", "{type}* <- @")

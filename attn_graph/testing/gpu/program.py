@@ -12,7 +12,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from attn_graph.testing.gpu.clocks import Clocks
-from attn_graph.testing.gpu.faults import Fault
+from attn_graph.testing.gpu.faults import Fault, Omission
 from attn_graph.testing.gpu.rules import Array, DType
 from attn_graph.testing.gpu.threads import WARP, Threads
 from attn_graph.testing.gpu.translate import Translation
@@ -43,7 +43,7 @@ class Launch:
 
     grid: programs along each axis. shared: bytes of a program's shared memory. parameters: their
     bytes by name. memory: the part of programs that they share. seed: draws who goes on; None:
-    those who are furthest behind.
+    those who are furthest behind. omits: what the kernel is known to leave out.
     """
 
     code: Translation
@@ -54,6 +54,7 @@ class Launch:
     memory: object
     seed: int | None = None
     notes: set[str] = field(factory=set[str])
+    omits: frozenset[Omission] = frozenset()
 
     def run(self) -> None:
         """Every program, one after another. Raises Fault."""
@@ -161,6 +162,12 @@ class Program:
         """Something that the PTX ISA asks for, and GPUs are known to do without."""
         self.launch.notes.add(self.describe(text, program=False))
 
+    def report(self, omission: Omission, text: str) -> None:
+        """Something is left out. Raises Fault unless the launch says that the kernel does so."""
+        if omission not in self.launch.omits:
+            self.fault(text)
+        self.note(text)
+
     def name_of(self, register: int) -> str:
         """A register's name."""
         return [*self.launch.code.kernel.registers][register]
@@ -196,7 +203,7 @@ class Program:
         """Where a name lies: a parameter, or shared memory."""
         if name in self.launch.parameters:
             return PARAMETERS + [*self.launch.parameters].index(name) * PAGE
-        if name != "global_smem":
+        if name not in self.launch.code.kernel.dynamic:
             self.fault(f"the virtual GPU does not know the name {name}")
         return SHARED
 

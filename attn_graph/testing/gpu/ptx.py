@@ -127,6 +127,7 @@ class Kernel:
 
     parameters: bytes of each, by name. registers: the type of each. labels: numbers of blocks.
     targets: labels by the name of a table. threads: of a program. most_registers: of a thread.
+    dynamic: names of the shared memory of which a launch says the size.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Kernel:
     targets: Mapping[str, tuple[str, ...]]
     threads: int
     most_registers: int | None
+    dynamic: frozenset[str]
 
 
 def registers_of(operand: Operand) -> Iterator[str]:
@@ -182,7 +184,7 @@ class Reader:
     def enter(self, rest: str) -> None:
         """A brace opens: its labels may be used before they stand there."""
         self.count += 1
-        inner = rest[: rest.index("}")]
+        inner = rest[: closing_brace(rest)]
         self.scopes.append(Scope(self.count, set(re.findall(r"(?m)^\s*([\w$]+):(?!:)", inner))))
 
     def unique(self, name: str) -> str:
@@ -267,6 +269,16 @@ class Reader:
         )
 
 
+def closing_brace(text: str) -> int:
+    """Where the brace closes that was opened before a text, which has pairs of its own."""
+    depth = 1
+    for brace in re.finditer("[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return brace.start()
+    raise UnknownInstructionError("a brace that is not closed")
+
+
 def parts_of(text: str) -> list[str]:
     """The parts between commas, not those within braces or brackets."""
     parts = re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,{\[])+", text)
@@ -292,6 +304,7 @@ def parse(text: str) -> Kernel:
         targets=reader.targets,
         threads=int(threads[1]) if threads else 0,
         most_registers=int(most[1]) if most else None,
+        dynamic=frozenset(re.findall(r"\.extern\s+\.shared\s[^;]*?([\w$]+)\[\s*\]", plain)),
     )
 
 

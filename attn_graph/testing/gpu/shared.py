@@ -45,7 +45,8 @@ class Shared:
 
     def __attrs_post_init__(self) -> None:
         self.bytes = np.full(-(-self.size // 16) * 16 + 16, UNSET, np.uint8)
-        readers = np.r_[: 2 * self.clocks.warps, self.clocks.tensor]
+        bulk = slice(self.clocks.bulk(0), self.clocks.bulk(self.clocks.warps))
+        readers = np.r_[: 2 * self.clocks.warps, bulk, self.clocks.tensor]
         cells = len(self.bytes) // self.grain
         self.ledger = Ledger(self.clocks, cells, readers, "shared memory", self.grain)
 

@@ -11,6 +11,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from attn_graph.testing.gpu.barriers import Barriers, MBarrier
+from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.ledger import Ledger
 from attn_graph.testing.gpu.matrices import Tile
 from attn_graph.testing.gpu.products import as_factors, load_tile
@@ -28,12 +29,24 @@ UNSET = 0x7FBADBAD  # what columns hold that nothing was written to: NaN
 
 
 @final
+@frozen(eq=False)
+class Commit:
+    """An arrival at an mbarrier when products up to a time are done, and what these came after."""
+
+    mbarrier: MBarrier
+    time: int
+    line: int
+    known: Array
+    fenced: Array
+
+
+@final
 @define(eq=False)
 class TensorMemory:
     """The tensor memory of a program, of which some columns are allocated.
 
     loads, stores: the time of each warp's. time: of products. commits: those that have not arrived
-    at their mbarrier, with the time of the products before them.
+    at their mbarrier. before: what the products of each warp come after.
     """
 
     ledger: Ledger
@@ -42,7 +55,8 @@ class TensorMemory:
     data: Array = field(factory=lambda: np.full(LANES * COLUMNS, UNSET, np.uint32))
     columns: int = 0
     time: int = 1
-    commits: list[tuple[MBarrier, int, int]] = field(factory=list[tuple[MBarrier, int, int]])
+    commits: list[Commit] = field(factory=list["Commit"])
+    before: dict[int, tuple[Array, Array]] = field(factory=dict[int, tuple[Array, Array]])
 
     @classmethod
     def of(cls, m: Program) -> TensorMemory:
@@ -59,15 +73,21 @@ class TensorMemory:
         """Let one commit arrive at its mbarrier, if there is one."""
         if not self.commits:
             return False
-        mbarrier, time, m.line = self.commits.pop(0)
-        mbarrier.known[m.clocks.tensor] = time
+        commit = self.commits.pop(0)
+        m.line, mbarrier = commit.line, commit.mbarrier
+        np.maximum(mbarrier.known, commit.known, out=mbarrier.known)
+        np.maximum(mbarrier.fenced, commit.fenced, out=mbarrier.fenced)
+        mbarrier.known[m.clocks.tensor] = commit.time
         mbarrier.arrive(m, 1)
         return True
 
     def end(self, m: Program) -> None:
-        """The program ends. Raises Fault if it has not given everything back."""
-        if self.columns or self.commits:
-            m.fault(f"it ends with {self.columns} columns of tensor memory, or before a commit")
+        """The program ends. Raises Fault if it has not given everything back; reports commits for
+        which nobody waits."""
+        if self.columns:
+            m.fault(f"it ends with {self.columns} columns of tensor memory")
+        if self.commits:
+            m.report(Omission.COMMITS, "it ends before a commit of products arrives")
 
     def cells(self, m: Program, rows: Array, columns: Array) -> Array:
         """Cells of lanes and columns. Raises Fault for those that are not there."""
@@ -96,11 +116,12 @@ T5 = r"tcgen05\."
 ONE = r"\.cta_group::1"
 
 
-@action(T5 + "alloc" + ONE + r"\.sync\.aligned\.shared::cta\.b32", "<- @ #")
-def allocate(m: Program, g: Threads, target: Array, columns: int) -> None:
+@action(T5 + "alloc" + ONE + r"\.sync\.aligned\.shared::cta\.b32", "<- @ u32")
+def allocate(m: Program, g: Threads, target: Array, number: Array) -> None:
     """Take columns of tensor memory, and store the address of the first."""
     tensor = m.part(TensorMemory)
     for warp in m.together(g).tolist():
+        columns = number_of_warp(g, warp, number)
         if tensor.columns:
             m.fault("tensor memory is allocated twice")
         tensor.columns = columns
@@ -110,11 +131,12 @@ def allocate(m: Program, g: Threads, target: Array, columns: int) -> None:
         m.part(Shared).store(m, "tcgen05.alloc", np.array([warp]), offsets, zero)
 
 
-@action(T5 + "dealloc" + ONE + r"\.sync\.aligned\.b32", "<- u32 #")
-def deallocate(m: Program, g: Threads, address: Array, columns: int) -> None:
+@action(T5 + "dealloc" + ONE + r"\.sync\.aligned\.b32", "<- u32 u32")
+def deallocate(m: Program, g: Threads, address: Array, number: Array) -> None:
     """Give columns back."""
     tensor = m.part(TensorMemory)
     for warp in m.together(g).tolist():
+        columns = number_of_warp(g, warp, number)
         if columns != tensor.columns:
             m.fault(
                 f"{columns} columns of tensor memory are given back, {tensor.columns} are taken"
@@ -122,6 +144,11 @@ def deallocate(m: Program, g: Threads, address: Array, columns: int) -> None:
         everything = np.arange(LANES * COLUMNS)[None]
         tensor.ledger.check_free(m, "tcgen05.dealloc", np.array([warp]), everything)
         tensor.columns = 0
+
+
+def number_of_warp(g: Threads, warp: int, values: Array) -> int:
+    """The number that the lanes of a warp give."""
+    return int(np.broadcast_to(values, g.count)[warp * WARP - g.span.start])
 
 
 @action(T5 + "relinquish_alloc_permit" + ONE + r"\.sync\.aligned", "<-")
@@ -190,6 +217,27 @@ def wait_for_tensor(m: Program, g: Threads, way: str) -> None:
     times = tensor.loads if load else tensor.stores
     m.clocks.known[warps, m.clocks.load(warps) if load else m.clocks.store(warps)] = times[warps]
     times[warps] += 1
+
+
+@action(
+    T5 + "mma" + ONE + r"\.kind::(?P<kind>f16|tf32)\.collector::a::discard",
+    "<- @ & u64 u32 b32* pred",
+)
+def multiply_in_lanes(
+    m: Program,
+    g: Threads,
+    d: Array,
+    a: tuple[Array] | Array,
+    b: Array,
+    description: Array,
+    left_out: tuple[Array, ...],
+    add: Array,
+    kind: str,
+) -> None:
+    """The same, with a bit for each lane of D that stays as it is: here no lane does."""
+    if any(g.take(np.broadcast_to(x, g.count)).any() for x in left_out):
+        m.fault("tcgen05.mma that leaves lanes out, which the virtual GPU does not do")
+    multiply_in_tensor_memory(m, g, d, a, b, description, add, kind)
 
 
 @action(T5 + "mma" + ONE + r"\.kind::(?P<kind>f16|tf32)", "<- @ & u64 u32 pred")
@@ -273,6 +321,7 @@ def read_cells(m: Program, warp: int, address: int, factor: Factor) -> Array:
 def multiply_once(m: Program, warp: int, cells: Array, sums: Array, adds: bool) -> None:
     """Store one product, which a thread of a warp begins, or add it to what is there."""
     tensor, one, core = m.part(TensorMemory), np.array([warp]), m.clocks.tensor
+    tensor.before[warp] = m.clocks.known[warp].copy(), m.clocks.fenced[warp].copy()
     flat = cells.reshape(1, -1)
     if adds:
         tensor.ledger.check_seen(m, "tcgen05.mma", one, flat, own=core)
@@ -311,5 +360,7 @@ def commit_tensor(m: Program, g: Threads, address: Array) -> None:
     offsets = m.part(Shared).offsets(m, "an mbarrier", g.take(address), 8)
     for warp, offset in zip(g.owners.tolist(), offsets.tolist(), strict=True):
         mbarrier = m.part(Barriers).use(m, warp, offset, proxy=True)
-        tensor.commits.append((mbarrier, tensor.time, m.line))
+        zeros = np.zeros_like(mbarrier.known)
+        before = tensor.before.get(warp, (zeros, zeros))
+        tensor.commits.append(Commit(mbarrier, tensor.time, m.line, *before))
         tensor.time += 1

@@ -14,7 +14,7 @@ from typing import Any, final
 import numpy as np
 from attrs import define, field, frozen
 
-from attn_graph.testing.gpu.faults import UnknownInstructionError
+from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
 from attn_graph.testing.gpu.ptx import (
     JUMPS,
     Address,
@@ -37,7 +37,8 @@ HELD = {"pred": "?", "b8": "u2", "b16": "u2", "b32": "u4", "f32": "u4", "u32": "
 HALVES = {8: "u4", 4: "u2", 2: "u1"}
 PRODUCT = "wgmma."
 EARLY = "a register of tcgen05.ld is read before tcgen05.wait::ld"
-LATE = "tcgen05.ld without tcgen05.wait::ld before the next jump"
+WAIT_FOR_LOADS = "tcgen05.wait::ld.sync.aligned"
+LATE = "tcgen05.ld without tcgen05.wait::ld before its registers are used, or the next jump"
 
 
 @final
@@ -100,6 +101,13 @@ def rule_of(step: Instruction) -> Rule:
     rule = find_rule(step.opcode)
     if rule is None:
         raise UnknownInstructionError(f"the virtual GPU does not have {step}")
+    return rule
+
+
+def rule_named(opcode: str) -> Rule:
+    """The rule of an instruction that there is."""
+    rule = find_rule(opcode)
+    assert rule is not None
     return rule
 
 
@@ -193,8 +201,6 @@ class BlockWriter:
                 self.move()
             else:
                 self.call(rule_of(self.step))
-        if self.arriving:
-            self.put(f"m.fault({LATE!r})")
         self.flush(self.changed & self.shape.kept | self.changed & self.shape.watched)
         self.put(last)
 
@@ -220,9 +226,7 @@ class BlockWriter:
 
     def watcher(self, use: str) -> str:
         """The name of a check of registers of products."""
-        rule = find_rule(f"register.{use}")
-        assert rule is not None
-        return self.give(rule.call)
+        return self.give(rule_named(f"register.{use}").call)
 
     # Operands
 
@@ -248,7 +252,7 @@ class BlockWriter:
         views = self.values.setdefault(name, {})
         if name in self.arriving:
             self.put(f"m.line = {self.step.line}")
-            self.put(f"m.{'note' if self.step.opcode.startswith('mov.') else 'fault'}({EARLY!r})")
+            self.put(f"m.note({EARLY!r})")
         if not views:
             if name in self.shape.watched:
                 self.put(f"m.line = {self.step.line}")
@@ -403,10 +407,27 @@ class BlockWriter:
 
     def follow(self, targets: tuple[Operand, ...]) -> None:
         """Registers that tcgen05.ld fills are ready after its wait."""
-        if self.step.opcode.startswith("tcgen05.ld"):
-            self.arriving |= {x for target in targets for x in registers_of(target)}
-        elif self.step.opcode.startswith("tcgen05.wait::ld"):
+        load = self.step.opcode.startswith("tcgen05.ld")
+        filled = frozenset(x for target in targets for x in registers_of(target))
+        if load and not self.is_awaited(filled):
+            self.put(f"m.report({self.give(Omission.TENSOR_LOADS)}, {LATE!r})")
+            self.put(f"{self.give(rule_named(WAIT_FOR_LOADS).call)}(m, {self.threads()})")
+        elif load:
+            self.arriving |= filled
+        elif self.step.opcode == WAIT_FOR_LOADS:
             self.arriving.clear()
+
+    def is_awaited(self, filled: frozenset[str]) -> bool:
+        """Whether a wait for tcgen05.ld follows the instruction, before the next jump and before
+        one uses the registers that it fills; copies of them are only noted."""
+        block = self.shape.kernel.blocks[self.at]
+        for step in block[block.index(self.step) + 1 :]:
+            if step.opcode == WAIT_FOR_LOADS:
+                return True
+            used = {x for operand in step.operands for x in registers_of(operand)}
+            if used & filled and not step.opcode.startswith("mov."):
+                return False
+        return False
 
     def move(self) -> None:
         """mov: a copy; or the parts of a number, or a number of parts, the lowest bits first."""

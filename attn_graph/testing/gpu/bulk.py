@@ -1,0 +1,198 @@
+"""Bulk copies and bulk sums between shared and global memory. PTX ISA 9.7.9.25.4 and 9.7.9.25.5.
+
+A store, or sum, reads shared memory until the thread that began it has waited for its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+from attrs import define, field
+
+from attn_graph.testing.gpu.barriers import Barriers
+from attn_graph.testing.gpu.copies import HINT, MAP_ALIGNED, Copies, TensorMap, TileCopy
+from attn_graph.testing.gpu.faults import Omission
+from attn_graph.testing.gpu.matrices import swizzle
+from attn_graph.testing.gpu.memory import Memory
+from attn_graph.testing.gpu.program import SHARED, Program
+from attn_graph.testing.gpu.rules import Array, action
+from attn_graph.testing.gpu.shared import Shared
+from attn_graph.testing.gpu.threads import Threads
+
+PIECE = 16  # bytes: sizes and places of bulk copies are multiples of it
+
+
+@final
+@define(eq=False)
+class BulkGroups:
+    """Groups of bulk stores. group: of each warp, the number of the one that is open. owners: the
+    threads of a warp that store. begun: the last group of each warp with a store; waited: the last
+    one that it has waited for."""
+
+    group: Array
+    begun: Array
+    waited: Array
+    owners: dict[int, frozenset[int]] = field(factory=dict[int, frozenset[int]])
+
+    @classmethod
+    def of(cls, m: Program) -> BulkGroups:
+        """None yet."""
+        zeros = np.zeros(m.warps, np.int32)
+        made = cls(zeros + 1, zeros, zeros.copy())
+        m.at_end.append(made.end)
+        return made
+
+    def end(self, m: Program) -> None:
+        """The program ends: report whether its shared memory is still to be read."""
+        if (self.begun > self.waited).any():
+            m.report(Omission.BULK_STORES, "it ends before the wait for a bulk store")
+
+    def storing(self, g: Threads) -> Array:
+        """Warps whose storing threads take part."""
+        threads = set(threads_of(g))
+        return np.array([w for w, own in self.owners.items() if own <= threads], np.intp)
+
+    def read(self, m: Program, warp: int, threads: frozenset[int], offsets: Array) -> Array:
+        """Threads begin a store: what it reads, pieces of shared memory, [pieces, bytes]."""
+        if self.owners.setdefault(warp, threads) != threads:
+            m.fault(
+                "now these, now other threads of a warp begin bulk stores, which the virtual "
+                "GPU does not do"
+            )
+        shared, one = m.part(Shared), np.array([warp])
+        cells = np.unique(shared.cells(offsets, PIECE))[None]
+        shared.ledger.check_seen(m, "a bulk store's read", one, cells, proxy=True)
+        agents = np.asarray(m.clocks.bulk(one))
+        shared.ledger.note_read(m, agents, self.group[one], cells)
+        self.begun[warp] = self.group[warp]
+        data: Array = shared.bytes.reshape(-1, PIECE)[offsets // PIECE]
+        return data
+
+
+@action(r"cp\.async\.bulk\.commit_group", "<-")
+def commit_stores(m: Program, g: Threads) -> None:
+    """The bulk stores of a thread since its last commit are a group."""
+    groups = m.part(BulkGroups)
+    groups.group[groups.storing(g)] += 1
+
+
+@action(r"cp\.async\.bulk\.wait_group(?:\.read)?", "<- #")
+def wait_for_stores(m: Program, g: Threads, pending: int) -> None:
+    """Wait until at most so many groups, the last ones, still read shared memory."""
+    groups = m.part(BulkGroups)
+    for warp in groups.storing(g).tolist():
+        done = max(int(groups.waited[warp]), int(groups.group[warp]) - 1 - pending)
+        groups.waited[warp] = m.clocks.known[warp, m.clocks.bulk(warp)] = done
+
+
+@action(
+    r"cp\.async\.bulk\.shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes" + HINT,
+    "<- @ @ u32 @ u64?",
+)
+def load_bytes(
+    m: Program,
+    g: Threads,
+    target: Array,
+    source: Array,
+    size: Array,
+    barrier: Array,
+    hint: Array | None = None,
+) -> None:
+    """The copy engine fetches bytes that lie side by side, and lets an mbarrier know."""
+    given = [g.take(np.broadcast_to(x, g.count)) for x in (target, source, size, barrier)]
+    for warp, to, at, count, bar in zip(g.owners.tolist(), *given, strict=True):
+        offsets = pieces(m, "a bulk copy", to, int(count), PIECE)
+        places = at + np.arange(0, int(count), PIECE, dtype=np.uint64)
+        words = m.part(Memory).load(m, "a bulk copy of", places, 8, PIECE // 8)
+        data = np.ascontiguousarray(words.T).view(np.uint8)
+        (place,) = m.part(Shared).offsets(m, "an mbarrier", np.array([bar]), 8).tolist()
+        mbarrier = m.part(Barriers).use(m, warp, place, proxy=True)
+        begin_copy(m, warp, TileCopy(mbarrier, mbarrier.phase, offsets, data, m.line))
+
+
+def begin_copy(m: Program, warp: int, copy: TileCopy) -> None:
+    """A copy of the engine begins: what it overwrites was used before."""
+    shared, mbarrier = m.part(Shared), copy.mbarrier
+    cells, ledger = np.unique(shared.cells(copy.offsets, PIECE))[None], shared.ledger
+    ledger.check_free(m, "a copy of the copy engine", np.array([warp]), cells, proxy=True)
+    ledger.note_write(m, np.array([mbarrier.agent]), np.array([mbarrier.time]), cells)
+    m.part(Copies).tiles.append(copy)
+
+
+def pieces(m: Program, text: str, address: Array, size: int, align: int) -> Array:
+    """Offsets of the pieces of so many bytes of shared memory. Raises Fault if they lie askew."""
+    if size <= 0 or size % PIECE:
+        m.fault(f"{text} of {size} bytes, which is not a multiple of {PIECE}")
+    start = m.part(Shared).offsets(m, text, np.array([address]), size, align)
+    return np.asarray(start + np.arange(0, size, PIECE))
+
+
+@action(
+    r"cp\.(?:async|reduce\.async)\.bulk\.global\.shared::cta\.bulk_group(?P<add>\.add\.f32)?"
+    + HINT,
+    "<- @ @ u32 u64?",
+)
+def store_bytes(
+    m: Program,
+    g: Threads,
+    target: Array,
+    source: Array,
+    size: Array,
+    hint: Array | None = None,
+    add: str | None = None,
+) -> None:
+    """Bytes that lie side by side go to global memory, or are added to what is there."""
+    for warp, threads, (to, at, count) in stores(m, g, (target, source, size), bool(add)):
+        offsets = pieces(m, "a bulk store", at, int(count), PIECE)
+        data = m.part(BulkGroups).read(m, warp, threads, offsets)
+        places = to + np.arange(0, int(count), PIECE, dtype=np.uint64)
+        words = np.ascontiguousarray(data.view(np.float32 if add else np.uint64).T)
+        (m.part(Memory).add if add else m.part(Memory).store)(m, places, words)
+
+
+def stores(
+    m: Program, g: Threads, operands: Sequence[Array], add: bool
+) -> Iterator[tuple[int, frozenset[int], Any]]:  # Any: numbers of NumPy's
+    """Each warp, its threads that store, and their operands. All may store the same bytes."""
+    taken = np.array([g.take(np.broadcast_to(x, g.count)).astype(np.uint64) for x in operands])
+    threads, warps = np.array(threads_of(g)), g.owners
+    for warp in g.warps.tolist():
+        own = warps == warp
+        if own.sum() > 1 and (add or (taken[:, own] != taken[:, own][:, :1]).any()):
+            m.fault(
+                "threads of a warp begin several bulk stores, which the virtual GPU does not do"
+            )
+        yield warp, frozenset(threads[own].tolist()), taken[:, own][:, 0]
+
+
+def threads_of(g: Threads) -> list[int]:
+    """The numbers of the threads that take part."""
+    numbers: list[int] = g.take(np.arange(g.span.start, g.span.stop)).tolist()
+    return numbers
+
+
+@action(
+    r"cp\.async\.bulk\.tensor\.[1-5]d\.global\.shared::cta(?:\.tile)?\.bulk_group" + HINT,
+    "<- @map @ u64?",
+)
+def store_tile(
+    m: Program,
+    g: Threads,
+    tensor: Array,
+    first: tuple[Array, ...],
+    source: Array,
+    hint: Array | None = None,
+) -> None:
+    """A box goes to a tensor; what lies outside of the tensor is dropped."""
+    for warp, threads, (at, place, *corner) in stores(m, g, (source, tensor, *first), False):
+        tile = TensorMap.read(m.parameter_at(int(place)))
+        corner = [int(x.astype(np.int64)) for x in corner]
+        if len(corner) != len(tile.box):
+            m.fault("a tensor map of another rank")
+        rows, size = int(np.prod(tile.box[1:])), tile.box[0] * tile.item
+        plain = pieces(m, "a bulk store", at, rows * size, MAP_ALIGNED)
+        offsets = swizzle(SHARED + plain, tile.span) - SHARED
+        data = m.part(BulkGroups).read(m, warp, threads, offsets).reshape(rows, size)
+        tile.store(m, (*corner,), data)

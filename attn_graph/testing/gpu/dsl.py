@@ -1,0 +1,410 @@
+"""FlashAttention 4 on a virtual GPU: its own host code, on a stand-in for its DSL's runtime.
+
+The package's functions take tensors of the CPU while a virtual GPU is in use. They compile kernels
+for it as on a machine that has it, and the compiled host code launches them: its launches go to
+`VirtualGpu.launch_kernel`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial, wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+from types import ModuleType
+from typing import Any, Protocol, final
+from unittest.mock import patch
+
+import torch
+from attrs import define, field
+
+from attn_graph.lowering.cudnn.offline import compile_stand_in
+from attn_graph.machine.target import Target
+from attn_graph.testing.gpu.copies import MAP
+from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
+from attn_graph.testing.gpu.instructions import translate
+
+SOURCE = Path(__file__).with_name("dsl.c")
+NAME = "libcute_dsl_runtime.so"  # of the runtime: the DSL looks for it
+INTERFACE = "flash_attn.cute.interface"
+ENTRIES = ("_flash_attn_fwd", "_flash_attn_bwd")  # through which all calls of the package go
+OMITTED = {  # what the package's kernels for a major compute capability leave out; virtual GPUs
+    # have the instructions of those for these alone
+    9: frozenset({Omission.ARRIVALS, Omission.EQUAL_STORES}),
+    10: frozenset(Omission),
+}
+PLAIN = {2: [0], 4: [1, 1, 1], 6: []}  # attributes of a launch that change nothing: cooperation,
+# clusters of one program, and programs that may begin before those of the launch before end
+GPU = 2  # a kind of device, as DLPack numbers them
+DEVICE = 8  # bytes before the kind of device in a DLTensor
+MAP_BYTES, MAP_USED = 128, 64  # of a tensor map: its size, and how many of them say something
+MAP_RANK = 5  # the most axes
+MAP_KIND = 0x40002  # its kind, but for bits
+MAP_VARIES = 0x67F0  # that hold the rank, the type and the swizzling
+MAP_ITEMS = {6: 2, 7: 4, 10: 2}  # bytes of an element, by the number of its type: f16, f32, bf16
+
+
+class Config(ctypes.Structure):
+    """A launch, as dsl.c has it."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_uint64),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint32),
+    )
+
+
+class Attribute(ctypes.Structure):
+    """An attribute of a launch: cudaLaunchAttribute of CUDA's runtime."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+        ("value", ctypes.c_uint32 * 16),
+    )
+
+
+SERVE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(Config), ctypes.POINTER(ctypes.c_void_p)
+)
+
+
+@cache
+def build_runtime() -> Path:
+    """Build the stand-in. Raises RefusedError without a C compiler."""
+    folder = Path(mkdtemp(prefix="attn_graph_"))
+    return Path(compile_stand_in(folder, SOURCE, "-w")).rename(folder / NAME)
+
+
+class Gpu(Protocol):
+    """What executes launches."""
+
+    @property
+    def target(self) -> Target:
+        """The GPU."""
+        ...
+
+    def execute_kernel(
+        self,
+        text: str,
+        sizes: tuple[Sequence[int], Sequence[int], int],
+        parameters: Callable[[int, int], bytes],
+        tensors: Mapping[str, torch.Tensor],
+        omits: frozenset[Omission],
+    ) -> None:
+        """Execute a launch: the kernel's PTX; grid, block and bytes of shared memory; parameter
+        number n, of some bytes; tensors that it may touch; what it is known to leave out."""
+        ...
+
+
+@final
+@define
+class Call:
+    """A call of a compiled function: its kernel's PTX, bytes of its parameters, and its launches:
+    name, sizes, attributes and parameters of each."""
+
+    text: str
+    sizes: list[int]
+    launches: list[tuple[str, Any, Any, list[bytes]]] = field(factory=list[Any])
+
+
+RUNNING: list[Call] = []  # the call that is being made, if there is one
+GPUS: list[Gpu] = []  # the virtual GPU that is in use, if it serves the package
+COMPILED: dict[tuple[str, int], Compiled] = {}  # what was compiled, by function and GPU
+
+
+@final
+class Compiled(dict[Any, Any]):  # Any: keys and functions of the package
+    """The package's cache of compiled functions; these take tensors of the CPU."""
+
+    def __setitem__(self, key: Any, function: Any) -> None:  # Any: the package's
+        super().__setitem__(key, partial(call_compiled, function, function.artifacts.PTX))
+
+
+def call_compiled(function: Any, text: str, *arguments: Any) -> None:  # Any: the DSL's
+    """Call a compiled function; its launches are executed before it returns. Raises Fault."""
+    tensors = dict(named_tensors("argument", arguments))
+    call = Call(text, [*translate(text).kernel.parameters.values()])
+    RUNNING.append(call)
+    try:
+        function(*map(to_gpu, arguments))
+    finally:
+        RUNNING.pop()
+    for name, sizes, attributes, contents in call.launches:
+        check_launch(text, name, attributes)
+        maps = [*map(translate_map, contents)]
+        omits = OMITTED[GPUS[-1].target.sm // 10]
+        GPUS[-1].execute_kernel(text, sizes, partial(pick, maps), tensors, omits)
+    if not call.launches:
+        raise RuntimeError("a compiled function of the CuTe DSL launched nothing")
+
+
+def pick(contents: list[bytes], n: int, size: int) -> bytes:
+    """A parameter, of which the size is that of its contents."""
+    return contents[n]
+
+
+def named_tensors(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any: an argument
+    """The tensors in an argument, with its place as their names."""
+    if isinstance(x, torch.Tensor):
+        yield name, x
+    elif isinstance(x, tuple | list):
+        for n, each in enumerate(x):
+            yield from named_tensors(f"{name} {n}", each)
+
+
+def to_gpu(x: Any) -> Any:  # Any: an argument
+    """An argument whose tensors say that they are on a GPU, where they are."""
+    import tvm_ffi
+
+    if isinstance(x, torch.Tensor):
+        return tvm_ffi.from_dlpack(OnGpu(x))
+    if isinstance(x, tuple | list):
+        each = map(to_gpu, x)
+        return type(x)(*each) if hasattr(x, "_fields") else type(x)(each)
+    return x
+
+
+@final
+class OnGpu:
+    """A tensor of the CPU that says it is on a GPU, in DLPack's terms."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+
+    def __dlpack__(self, **options: object) -> object:
+        """The tensor, of which the kind of its device is another one."""
+        capsule: object = torch._C._to_dlpack(self.tensor)
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + DEVICE).value = GPU
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The first GPU."""
+        return GPU, 0
+
+
+def note_launch(name: bytes, config: Any, parameters: Any) -> int:  # Any: pointers of ctypes
+    """The runtime launches a kernel: it is executed when the DSL's host code is through, which has
+    no way to hand an error on."""
+    call, given = RUNNING[-1], config.contents
+    pointer = ctypes.cast(given.attributes, ctypes.POINTER(Attribute))
+    attributes = [(x.kind, [*x.value]) for x in pointer[: given.count]]
+    sizes = (tuple(given.grid), tuple(given.block), int(given.shared))
+    contents = [ctypes.string_at(parameters[n], size) for n, size in enumerate(call.sizes)]
+    call.launches.append((name.decode(), sizes, attributes, contents))
+    return 0
+
+
+SERVER = SERVE(note_launch)
+
+
+def check_launch(text: str, name: str, attributes: list[tuple[int, list[int]]]) -> None:
+    """Raise UnknownInstructionError for a launch that virtual GPUs don't make."""
+    if f".entry {name}(" not in text:
+        raise UnknownInstructionError(f"{name} is not the kernel that was compiled for this call")
+    for kind, value in attributes:
+        plain = PLAIN.get(kind)
+        if plain is None or value[: len(plain)] != plain:
+            raise UnknownInstructionError(
+                f"{name} is launched with attribute {kind}: {value[:3]}, which the virtual GPU "
+                "does not have"
+            )
+
+
+def translate_map(contents: bytes) -> bytes:
+    """A parameter as it is; a tensor map, which the DSL's host code writes in the form of the
+    hardware, in that of driver.c. Raises UnknownInstructionError for one with anything else.
+
+    Read off maps of known tensors: the rank, type and swizzling are in the third word of 32 bits;
+    strides are in units of 16 bytes; of sizes and boxes one less is stored. What lies between is 0.
+    """
+    if len(contents) != MAP_BYTES:
+        return contents
+    words = struct.unpack("<32I", contents)
+    kind = words[2]
+    rank, item = (kind >> 4 & 7) + 1, MAP_ITEMS.get(kind >> 7 & 15)
+    if item is None or rank > MAP_RANK or kind & ~MAP_VARIES != MAP_KIND:
+        raise UnknownInstructionError(f"a tensor map of kind {kind:#x}")
+    known = {*range(8 + 4 * rank), *range(32, 32 + 4 * rank), *range(55, 55 + rank)}
+    other = [n for n in range(MAP_USED) if n not in known and contents[n]]
+    if other:
+        raise UnknownInstructionError(f"a tensor map of rank {rank} with more in bytes {other}")
+    shape = [x + 1 for x in words[8 : 8 + rank]]
+    strides = [16 * x for x in words[3 : 2 + rank]]
+    box = [x + 1 for x in contents[55 : 55 + rank]]
+    zeros = [0] * (MAP_RANK - rank)
+    address = words[0] | words[1] << 32
+    fields = (*shape, *zeros, *strides, *zeros, *box, *zeros, rank, item, kind >> 13 & 3, 0)
+    return MAP.pack(address, *fields)
+
+
+# The package
+
+
+def is_served(target: Target) -> bool:
+    """Whether the package is here, and has kernels for a GPU that virtual GPUs can execute."""
+    return target.sm // 10 in OMITTED and find_package() is not None
+
+
+def find_package() -> object:
+    """Where the package is, without importing it; None: nowhere."""
+    home = find_spec("flash_attn")
+    places = (home and home.submodule_search_locations) or ()
+    return next((p for p in places if (Path(p) / "cute" / "interface.py").is_file()), None)
+
+
+@contextmanager
+def serve_package(gpu: Gpu) -> Iterator[None]:
+    """Within this block the package's functions run on a virtual GPU, if it has kernels for it."""
+    if not is_served(gpu.target):
+        yield
+        return
+    with ExitStack() as undo:
+        undo.enter_context(patch.dict(os.environ, environment(gpu.target)))
+        undo.callback(GPUS.pop)
+        GPUS.append(gpu)
+        if INTERFACE in sys.modules:
+            undo.enter_context(patch_package(sys.modules[INTERFACE], gpu.target))
+        else:
+            finder = OnImport(lambda module: undo.enter_context(patch_package(module, gpu.target)))
+            undo.callback(sys.meta_path.remove, finder)
+            sys.meta_path.insert(0, finder)
+        yield
+
+
+def environment(target: Target) -> dict[str, str]:
+    """What the package and its DSL read when they are imported."""
+    arch = f"sm_{target.sm}a"
+    runtime = build_runtime()
+    return {
+        "FLASH_ATTENTION_ARCH": arch,
+        "FLASH_ATTENTION_NUM_SMS": str(target.multiprocessors),
+        "CUTE_DSL_ARCH": arch,
+        "CUTE_DSL_LIBS": str(runtime),
+        "CUTE_DSL_KEEP": "ptx",
+        "CUTE_DSL_DUMP_DIR": str(runtime.parent),
+    }
+
+
+@final
+@define(eq=False)
+class OnImport(MetaPathFinder):
+    """Has the package's interface changed as soon as it is imported."""
+
+    change: Callable[[ModuleType], object]
+    searching: bool = field(default=False, init=False)
+
+    def find_spec(
+        self,
+        name: str,
+        path: object = None,
+        target: object = None,
+    ) -> ModuleSpec | None:
+        """The module as others find it, with a step behind its execution."""
+        if name != INTERFACE or self.searching:
+            return None
+        self.searching = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self.searching = False
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = self.then_change(spec.loader)  # type: ignore[method-assign, assignment]
+        return spec
+
+    def then_change(self, loader: Loader) -> Callable[[ModuleType], None]:
+        """What executes the module, and then changes it."""
+        execute = loader.exec_module
+
+        def both(module: ModuleType) -> None:
+            execute(module)
+            self.change(module)
+
+        return both
+
+
+@contextmanager
+def patch_package(interface: Any, target: Target) -> Iterator[None]:  # Any: the package is untyped
+    """Within this block the package compiles for a GPU, and takes tensors of the CPU."""
+    from cutlass.base_dsl.dsl import DSLSingletonMeta
+    from cutlass.utils import HardwareInfo
+    from flash_attn.cute import cute_dsl_utils, utils
+
+    load_runtime().serve(SERVER, target.shared_memory)
+    with ExitStack() as undo:
+
+        def change(home: Any, name: str, value: Any) -> None:
+            undo.enter_context(patch.object(home, name, value))
+
+        for dsl in DSLSingletonMeta._instances.values():
+            check_runtime(dsl.envar.shared_libs)
+            change(dsl.envar, "arch", f"sm_{target.sm}a")
+        change(HardwareInfo, "__init__", lambda self, device_id=0: None)
+        change(HardwareInfo, "get_device_multiprocessor_count", lambda self: target.multiprocessors)
+        for home in (cute_dsl_utils, utils):
+            change(home, "from_dlpack", as_fake(home.from_dlpack))
+        interface._get_device_arch.cache_clear()
+        undo.callback(interface._get_device_arch.cache_clear)
+        for name, function in [*vars(interface).items()]:
+            if hasattr(function, "compile_cache"):
+                own = COMPILED.setdefault((name, target.sm), Compiled())
+                change(function, "compile_cache", own)
+        for name in ENTRIES:
+            change(interface, name, on_gpu(getattr(interface, name)))
+        yield
+
+
+@cache
+def load_runtime() -> ctypes.CDLL:
+    """The stand-in, which serves launches."""
+    return ctypes.CDLL(str(build_runtime()))
+
+
+def check_runtime(libraries: str) -> None:
+    """Raise RuntimeError if the DSL has another runtime, which would look for a GPU."""
+    if libraries != str(build_runtime()):
+        raise RuntimeError(
+            f"the CuTe DSL was imported with {libraries}; import flash_attn.cute within "
+            "virtual_gpu(...) first, where its runtime is a stand-in"
+        )
+
+
+def as_fake(convert: Callable[..., Any]) -> Callable[..., Any]:  # Any: the DSL's
+    """A function that describes tensors to the compiler, of which each is on a GPU."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    def described(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            with FakeTensorMode():
+                tensor = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda"
+                )
+        return convert(tensor, *arguments, **options)
+
+    return described
+
+
+def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:  # Any: the package's
+    """A function of the package, while which all tensors say that they are on a GPU."""
+
+    @wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        with patch.object(torch.Tensor, "is_cuda", True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it gives its own compiler
+            return function(*arguments, **options)
+
+    return called
