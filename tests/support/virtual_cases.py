@@ -112,9 +112,9 @@ def plan_on(device: VirtualGpu, graph: ag.Graph, backend: str) -> ag.Plan | str:
 
 
 def inputs_for(graph: ag.Graph, backend: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Tensors for a graph, where `backend` takes them: the copy engine's begin at 16 bytes."""
+    """Tensors for a graph, where `backend` takes them: those of the copy engine on 16 bytes."""
     tensors = tensors_for(graph, seed)
-    return tuple(map(lay_aligned, tensors)) if backend == "gluon" else tensors
+    return tuple(map(lay_aligned, tensors)) if backend in ("gluon", "fa4") else tensors
 
 
 def lay_aligned(x: torch.Tensor) -> torch.Tensor:
