@@ -191,7 +191,7 @@ def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
             first = torch.arange(frame.N, device=flags.device) < lengths[:, None]
             if torch.equal(flags, first):
                 return {"kv_lengths": lengths}
-    return {"keep": flags[:, None, None]}
+    return {"keep": flags.contiguous()[:, None, None]}  # no strides of the whole, which grows
 
 
 def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transformers
