@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +21,7 @@ Model = Any  # of transformers
 Call = Callable[[], Tensor]
 HF, TORCH = ("eager", "sdpa"), ("torch",)  # the peers of models of each library
 WIDTH, LAYERS, HEADS, GROUPS, HEAD, WINDOW = 256, 4, 8, 2, 64, 256
+BATCH = 8  # of PyTorch's own layers
 PLAIN: dict[str, Any] = {  # Any: what a config takes
     "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": 512, "num_hidden_layers": LAYERS,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "max_position_embeddings": 4096,
@@ -76,13 +77,14 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {  # Any: as above
 @frozen
 class WholeJob:
     """A model and what is done with it. make: of an implementation, a call; `same` results are
-    those of the peers."""
+    those of the peers. rows: which of their first two axes mean something, if not all."""
 
     name: str
     kind: str
     make: Callable[[str], Call]
     peers: tuple[str, ...] = HF
     same: bool = True
+    rows: Tensor | None = field(default=None, eq=False)
 
 
 def made(name: str, implementation: str, dtype: torch.dtype, training: bool = False) -> Model:
@@ -156,14 +158,19 @@ def generate(
     return run
 
 
+def hide_padding(M: int) -> Tensor:
+    """Which of M tokens [BATCH,M] are padding."""
+    return torch.arange(M) >= M - torch.arange(BATCH)[:, None] * (M // 16)
+
+
 def layers(
     kind: str, padded: bool, causal: bool, training: bool, M: int, implementation: str
 ) -> Call:
     """PyTorch's own layers, as they are or in a block of `replace_sdpa`. kind: of layers."""
     torch.manual_seed(0)
-    B, rate = 8, 0.1 if training else 0.0
-    x = torch.randn(B, M, WIDTH)
-    hidden = (torch.arange(M) >= M - torch.arange(B)[:, None] * (M // 16)) if padded else None
+    rate = 0.1 if training else 0.0
+    x = torch.randn(BATCH, M, WIDTH)
+    hidden = hide_padding(M) if padded else None
     mask = nn.Transformer.generate_square_subsequent_mask(M) if causal else None
     block: Any = partial(ag.replace_sdpa) if implementation == NAME else nullcontext
     if kind == "MultiheadAttention":
@@ -249,10 +256,12 @@ def encoder_jobs() -> Iterator[WholeJob]:
     cases = [(name, *size, padded) for name, size in sizes.items() for padded in ("", "right")]
     for name, B, M, padded in (*cases, ("Whisper", 2, 64, "")):
         short = f"{name}{', padded' * bool(padded)} ({B} x {M})"
-        whole = not padded  # rows of padding that see nothing mean nothing
-        yield WholeJob(short, "forward", partial(forward, name, B, M, padded, f32), same=whole)
+        rows = None  # all, as those of T5's decoder
+        if padded and name != "T5":
+            rows = draw(name, B, M, padded)["attention_mask"].bool()
+        yield WholeJob(short, "forward", partial(forward, name, B, M, padded, f32), rows=rows)
         work = partial(step, name, B, M, padded, f32, False)
-        yield WholeJob(short, "step", work, same=whole)
+        yield WholeJob(short, "step", work, rows=rows)
     work = partial(step, "BERT", 8, 128, "", f32, True)
     yield WholeJob("BERT, dropout (8 x 128)", "step", work, same=False)
 
@@ -277,5 +286,5 @@ def layer_jobs() -> Iterator[WholeJob]:
             if left.get(kind) != what:
                 M, pass_ = 1024 if causal else 128, "step" if training else "forward"
                 work = partial(layers, kind, padded, causal, training, M)
-                name = f"nn.{kind}{what} (8 x {M})"
-                yield WholeJob(name, pass_, work, TORCH, same=not training and not padded)
+                name, rows = f"nn.{kind}{what} (8 x {M})", ~hide_padding(M) if padded else None
+                yield WholeJob(name, pass_, work, TORCH, same=not training, rows=rows)

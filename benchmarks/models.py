@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -95,7 +96,7 @@ def layer_call(job: Job, implementation: str, *, backward: bool) -> Call:
     return run
 
 
-def measure_job(job: Job, runs: int, *, backward: bool) -> Iterator[dict[str, Any]]:
+def measure_job(job: Job, backward: bool, runs: int) -> Iterator[dict[str, Any]]:
     """A row for each peer: times, and the ratio of medians and of the fastest runs."""
     ours = layer_call(job, NAME, backward=backward)
     for peer in PEERS:
@@ -126,8 +127,8 @@ def measure_whole(job: WholeJob, runs: int, clock: Callable[[], float]) -> list[
             refused[peer] = str(error).split(". ")[0]
     first = {name: call() for name, call in calls.items()}
     if job.same and first[NAME].dtype != torch.bfloat16:
-        for peer in calls:
-            torch.testing.assert_close(first[NAME], first[peer], rtol=1e-3, atol=1e-3)
+        for result in first.values():
+            require_same(job, first[NAME], result)
     times = dict[str, list[float]]({name: [] for name in calls})
     for _ in range(runs):
         for name, call in calls.items():
@@ -139,6 +140,13 @@ def measure_whole(job: WholeJob, runs: int, clock: Callable[[], float]) -> list[
         same | {"peer": peer} | compare(times[NAME], times[peer]) for peer in calls if peer != NAME
     ]
     return rows + [same | {"peer": peer, "refused": why} for peer, why in refused.items()]
+
+
+def require_same(job: WholeJob, ours: torch.Tensor, peer: torch.Tensor) -> None:
+    """Raise AssertionError where results differ in rows that mean something."""
+    if job.rows is not None:
+        ours, peer = ours[job.rows], peer[job.rows]
+    torch.testing.assert_close(ours, peer, rtol=1e-3, atol=1e-3)
 
 
 def compare(ours: Sequence[float], peer: Sequence[float]) -> dict[str, float]:
@@ -165,26 +173,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/models-<date>.json"
+        "--save", action="store_true", help="write benchmarks/results/{models,layers}-<date>.json"
     )
     parser.add_argument("--cpu", action="store_true", help="CPU time of one thread, whole models")
     parser.add_argument("--only", default="", help="whole models whose name has this text, alone")
-    options, rows = parser.parse_args(), []
+    options = parser.parse_args()
     clock = time.process_time if options.cpu else time.perf_counter
     if options.cpu:
         torch.set_num_threads(1)
-    for whole in list_jobs():
-        if options.only in whole.name:
-            for row in measure_whole(whole, options.runs, clock):
-                rows.append(row)
-                print(format_row(row), flush=True)
-    for job in () if options.cpu or options.only else JOBS:
-        for backward in (False, True):
-            for row in measure_job(job, options.runs, backward=backward):
-                rows.append(row)
-                print(format_row(row), flush=True)
-    if options.save:
-        print(save("models", rows, transformers=hf.__version__))
+    whole = [job for job in list_jobs() if options.only in job.name]
+    found = {"models": print_rows(measure_whole(job, options.runs, clock) for job in whole)}
+    if not options.cpu and not options.only:
+        passes = [(job, backward) for job in JOBS for backward in (False, True)]
+        found["layers"] = print_rows(measure_job(*each, options.runs) for each in passes)
+    for name, rows in found.items() if options.save else ():
+        kind = "CPU time" if options.cpu else "time"
+        print(save(name, rows, transformers=hf.__version__, clock=kind))
+
+
+def print_rows(parts: Iterable[Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All rows, each printed when it is measured."""
+    rows = []
+    for row in chain.from_iterable(parts):
+        rows.append(row)
+        print(format_row(row), flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -166,3 +166,13 @@ def test_a_long_derivative_says_its_memory() -> None:
     assert pushed["goal"] == pulled["goal"] == 250
     assert pushed["reached"]
     assert "MiB resident" in derivatives.format_row(pulled)
+
+
+def test_rows_of_padding_are_not_compared() -> None:
+    models = pytest.importorskip("benchmarks.models", reason="needs transformers")
+    rows = torch.tensor([[True, False]])
+    job = models.WholeJob("padded", "forward", make=lambda _: None, rows=rows)
+    ours = torch.tensor([[[1.0], [2.0]]])
+    models.require_same(job, ours, torch.tensor([[[1.0], [5.0]]]))
+    with pytest.raises(AssertionError):
+        models.require_same(job, ours, torch.tensor([[[5.0], [2.0]]]))

@@ -16,6 +16,7 @@ PAGES: dict[str, Parts] = {
     "docs/speed.md": {
         "rows": speed.all_rows,
         "derivatives": speed.derivative_rows,
+        "layers": speed.layer_rows,
         "models": speed.model_rows,
     },
     "docs/command-line.md": command_line.PARTS,

@@ -36,9 +36,12 @@ def where(benchmark: str = "cpu") -> str:
     counts = sorted({row.get("threads", at["threads"]) for row in saved["rows"]})
     threads = f"{' and '.join(map(str, counts))} thread{'s' * (counts != [1])}"
     machine = f"{at['cpu']} ({at['capability']}), {threads}, Python {at['python']}"
-    libraries = {"torch": at["libraries"]["torch"]} | at.get("runtimes", {})
+    clock = at.get("clock", "time")
+    more = {"transformers": at["transformers"]} if "transformers" in at else {}
+    libraries = {"torch": at["libraries"]["torch"]} | at.get("runtimes", {}) | more
     versions = ", ".join(f"{library} {version}" for library, version in libraries.items())
-    return f"Measured on {machine}, {versions}; `benchmarks/results/{name}`."
+    of = "Measured" if clock == "time" else f"{clock} measured"
+    return f"{of} on {machine}, {versions}; `benchmarks/results/{name}`."
 
 
 def all_rows() -> str:
@@ -64,20 +67,30 @@ def decimals(ms: float) -> int:
     return 3 if ms < 1 else 1
 
 
+def layer_rows() -> str:
+    """The attention of layers."""
+    return rows_beside("layers")
+
+
 def model_rows() -> str:
-    """The attention of layers, with the machine; without the peers that refuse a model."""
+    """Whole models."""
+    return rows_beside("models")
+
+
+def rows_beside(benchmark: str) -> str:
+    """Layers or models beside each peer, with the machine; without peers that refuse a model."""
     rows: list[tuple[object, ...]] = [
         (
             row["job"],
             row["pass"],
             row["peer"],
-            *(f"{row[x]:.0f}" for x in ("ms", "peer ms")),
+            *(f"{row[x]:.1f}" for x in ("ms", "peer ms")),
             ratio(row),
         )
-        for row in newest("models")[1]["rows"]
+        for row in newest(benchmark)[1]["rows"]
         if "refused" not in row
     ]
-    return f"{where('models')}\n\n{table(MODELS_HEAD, rows)}"
+    return f"{where(benchmark)}\n\n{table(MODELS_HEAD, rows)}"
 
 
 def derivative_rows() -> str:
