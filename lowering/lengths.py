@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import Packed
 
@@ -22,3 +24,13 @@ def shares_lengths(graph: Graph) -> bool:
     assert isinstance(last.op, Packed)
     _, where = last.op.split(last.args)
     return len(last.op.sides) == 2 and len({where[side][1] for side in last.op.sides}) == 1
+
+
+def sequence_rows(starts: torch.Tensor, lengths: torch.Tensor | None, T: int) -> torch.Tensor:
+    """Which of T packed rows belong to a sequence: [T] of bool. lengths: None without gaps."""
+    row = torch.arange(T, dtype=starts.dtype, device=starts.device)
+    if lengths is None:
+        return (row >= starts[0]) & (row < starts[-1])
+    last = torch.searchsorted(starts.contiguous(), row, right=True) - 1
+    entry = last.clamp(0, len(lengths) - 1)
+    return (row >= starts[entry]) & (row < starts[entry] + lengths[entry])

@@ -8,17 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 
 import torch
+from attrs import evolve
 
 from attn_graph.ir.attention import AttentionGrad
-from attn_graph.ir.graph import Graph, Input
+from attn_graph.ir.graph import Graph, Input, Op
+from attn_graph.ir.packed import LENGTHS, STARTS, Packed, fused_op
+from attn_graph.ir.packing import Lengths
 from attn_graph.ir.parse import parse
 from attn_graph.ir.reference import compare
 from attn_graph.lowering.backend import Backend, DeviceTest, Options, RefusedError
+from attn_graph.lowering.problem import read_operands
 from attn_graph.machine.target import Target
 from attn_graph.planner.self_check import Proof
 from attn_graph.planner.tuning import elements_spanned, make_tensor
@@ -116,23 +120,38 @@ def tensors_of(graph: Graph) -> list[torch.Tensor]:
     and lse of a gradient what its attention gives."""
     random = torch.Generator().manual_seed(0)
     sizes = {i.name: i.spec.shape for i in graph.inputs}
-    most = {"q_lengths": sizes["q"][2], "kv_lengths": sizes["k"][2]} if "q" in sizes else {}
+    own = {"rows": sizes["q"], "keys": sizes["k"]} if "q" in sizes else {}
+    most = {LENGTHS[side]: shape[-2] for side, shape in own.items()}
+    most |= {STARTS[side]: shape[0] for side, shape in own.items()}
     tensors = [tensor_of(i, most.get(i.name, 3), random) for i in graph.inputs]
-    for eqn in graph.eqns:
-        if isinstance(eqn.op, AttentionGrad) and max(eqn.args) < len(tensors):
-            fill_saved(eqn.op, [tensors[i] for i in eqn.args])
+    end_sequences({i.name: x for i, x in zip(graph.inputs, tensors, strict=True)})
+    if all(isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]) and graph.eqns:
+        fill_saved(graph.eqns[-1].op, read_operands(graph, tensors))
     return tensors
 
 
-def fill_saved(op: AttentionGrad, operands: Sequence[torch.Tensor]) -> None:
+def end_sequences(named: Mapping[str, torch.Tensor]) -> None:
+    """Where sequences have starts and lengths, leave gaps behind some of them."""
+    for side, name in STARTS.items():
+        if name in named and LENGTHS[side] in named:
+            extents = named[name].diff()
+            named[LENGTHS[side]].copy_(extents - extents // 4)
+
+
+def fill_saved(op: Op, operands: Sequence[torch.Tensor]) -> None:
     """Write o and lse of an attention where its gradient reads them.
 
     Any other lse makes weights exp(s - lse) of hundreds. The errors that the rule then allows, by
     the largest gradients, are as large as most others: what is wrong would pass.
     """
-    given = op.split(operands)
-    own = (x.double() if x.is_floating_point() else x for x in given.own)
-    for saved, exact in zip((given.o, given.lse), op.attention.run(*own), strict=True):
+    grad = fused_op(op)
+    if not isinstance(grad, AttentionGrad):
+        return
+    count = len(grad.ranks)
+    given, where = grad.split(operands[:count]), operands[count:]
+    own = [x.double() if x.is_floating_point() else x for x in given.own]
+    forward = evolve(op, op=grad.attention) if isinstance(op, Packed) else grad.attention
+    for saved, exact in zip((given.o, given.lse), forward.run(*own, *where), strict=True):
         saved.copy_(exact)
 
 

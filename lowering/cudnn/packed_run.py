@@ -36,6 +36,7 @@ from attn_graph.lowering.cudnn.run import (
     readable_vector,
 )
 from attn_graph.lowering.cudnn.sequences import SIDES, CudnnSequences, cleaned_names, round_total
+from attn_graph.lowering.lengths import sequence_rows
 from attn_graph.lowering.problem import (
     ALIGNED,
     Problem,
@@ -171,14 +172,8 @@ class CudnnPackedRun:
 
     def inside(self, side: str, x: Named) -> torch.Tensor:
         """Which rows belong to a sequence: [T] of bool."""
-        starts, T = x[STARTS[side]], self.sequences.totals[side]
-        row = torch.arange(T, dtype=starts.dtype, device=starts.device)
-        if side in self.sequences.gapless:
-            return (row >= starts[0]) & (row < starts[-1])
-        lengths = x[LENGTHS[side]]
-        last = torch.searchsorted(starts.contiguous(), row, right=True) - 1
-        entry = last.clamp(0, self.problem.B - 1)
-        return (row >= starts[entry]) & (row < starts[entry] + lengths[entry])
+        lengths = None if side in self.sequences.gapless else x[LENGTHS[side]]
+        return sequence_rows(x[STARTS[side]], lengths, self.sequences.totals[side])
 
     def clear_blind(self, given: Named, room: Views) -> None:
         """Where a row saw nothing, make do 0, and lse +inf: for every score, exp(s - lse) is 0."""

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options
-from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.cudnn.backend import read_problem
+from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
 from attn_graph.machine.target import Target
 
 if TYPE_CHECKING:  # and imported where it is used: machines without a GPU never ask for it
+    from attn_graph.lowering.cudnn.sequences import CudnnSequences
     from attn_graph.lowering.fa4.call import Fa4Call
     from attn_graph.lowering.fa4.offline import CompiledKernel
     from attn_graph.lowering.fa4.run import Fa4Run
@@ -37,19 +39,20 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if target.kind != "cuda":
         yield no_gpu(target)
         return
-    problem = sole(graph)
+    read = read_problem(graph)
     against = [*package_reasons(target)]
-    if problem is None:
-        yield from (*against, other_equations(graph))
+    if read is None:
+        yield from (*against, other_equations(graph, packs=True))
         return
+    problem, sequences = read
     from attn_graph.lowering.fa4.limits import Fa4Case, limit_reasons
 
-    own = [*limit_reasons(Fa4Case(problem, target.sm, options.deterministic))]
+    own = [*limit_reasons(Fa4Case(problem, target.sm, options.deterministic, sequences))]
     if problem.grad is not None and not options.deterministic:
         own += options.varying(VARIES)
     yield from (*against, *own)
     if not own:
-        yield from trace_reasons(problem, target, options)
+        yield from trace_reasons(graph, target, options)
 
 
 def package_reasons(target: Target) -> Iterator[Reason]:
@@ -70,31 +73,39 @@ def version_text(numbers: tuple[int, ...]) -> str:
     return f"{'.'.join(map(str, numbers[:3]))}b{numbers[3]}"
 
 
-def trace_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
+def trace_reasons(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     """Against masks and modifiers that kernels can't be made of."""
     from attn_graph.masks.places import Untraceable
 
     try:
-        describe_fa4(problem, target.sm, options.deterministic)
+        describe_fa4(graph, target, options)
     except Untraceable as error:
         yield untraceable(error)
 
 
-@lru_cache(maxsize=256)
-def describe_fa4(problem: Problem, sm: int, deterministic: bool) -> Fa4Call:
-    """What `why_not` and `lower` both ask for."""
-    from attn_graph.lowering.fa4.call import Fa4Call
+def describe_fa4(graph: Graph, target: Target, options: Options) -> Fa4Call:
+    """The call that runs a graph which the limits allow."""
+    read = read_problem(graph)
+    assert read is not None  # why_not said so
+    return make_fa4_call(*read, target.sm, options.deterministic)
 
-    return Fa4Call.of(problem, sm, deterministic)
+
+@lru_cache(maxsize=256)
+def make_fa4_call(
+    problem: Problem, sequences: CudnnSequences | None, sm: int, deterministic: bool
+) -> Fa4Call:
+    """What `why_not` and `lower` both ask for."""
+    from attn_graph.lowering.fa4.call import DENSE, Fa4Call
+
+    return Fa4Call.of(problem, sm, deterministic, sequences or DENSE)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """The call of the package that runs a graph."""
     from attn_graph.lowering.fa4.run import Fa4Run
 
-    problem = sole(graph)
-    assert problem is not None  # why_not said so
-    run = Fa4Run(describe_fa4(problem, target.sm, options.deterministic), graph, options.store)
+    run = Fa4Run(describe_fa4(graph, target, options), graph, options.store)
+    problem = run.call.problem
 
     def kernels() -> list[CompiledKernel]:
         return compile_for_target(run, target, options)
@@ -123,12 +134,11 @@ def small_test(graph: Graph, target: Target, options: Options) -> DeviceTest | N
     that the package tells apart."""
     from attn_graph.lowering.triton.gluon_check import shrink
 
-    problem = sole(graph)
-    assert problem is not None  # why_not said so
-    plain = describe_fa4(problem, target.sm, options.deterministic).plain(True)
+    call = describe_fa4(graph, target, options)
+    plain, problem = call.plain(True), call.problem
     told = {name: x for name, x in plain.items() if name not in ("numbers", "lists")}
     told["reads"] = [x[2] for x in plain["reads"]]
-    told["tensors"] = {name: (x[0][-1], x[2]) for name, x in plain["tensors"].items()}
+    told["tensors"] = {name: x[2] for name, x in plain["tensors"].items()}
     told["options"] = {name: x is not None for name, x in plain["options"].items()}
     digest = sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
     named = f"{plain['tensors']['q'][2]}, D {problem.D}, E {problem.E}"

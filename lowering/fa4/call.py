@@ -9,24 +9,37 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
+from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
+from attn_graph.lowering.cudnn.sequences import SIDES, CudnnSequences
 from attn_graph.lowering.fa4.dialect import CuteCode, as_read, trace_problem
 from attn_graph.lowering.fa4.lists import TileLists, backward_tile, forward_tile, make_lists
 from attn_graph.lowering.problem import Problem, read_specs
+from attn_graph.masks import Band, Mask
 from attn_graph.masks.places import Place
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+# As the package names them.
+SEQUSED = {"q_lengths": "seqused_q", "kv_lengths": "seqused_k"}
+CU_SEQLENS = {"rows": "cu_seqlens_q", "keys": "cu_seqlens_k"}
+MOST = {"rows": "max_seqlen_q", "keys": "max_seqlen_k"}
+DENSE = CudnnSequences()
 Named = Mapping[str, torch.Tensor]
+Bounds = tuple[int | None, int | None]
 
 
 @final
 @frozen
 class NativeMask:
     """A mask that kernels have built in: a query keeps keys from `left` before to `right` after its
-    place, counted from the bottom right corner; None: no such bound."""
+    place, counted from the bottom right corner; None: no such bound.
+
+    ends: the lengths that kernels are told; that corner is theirs.
+    """
 
     left: int | None = None
     right: int | None = None
+    ends: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> dict[str, Any]:  # Any: of two types
@@ -36,19 +49,53 @@ class NativeMask:
         return {"window_size_left": self.left, "window_size_right": self.right}
 
 
-def native_mask(problem: Problem) -> NativeMask | None:
-    """The mask as a native one; None of others."""
+def native_mask(problem: Problem, packed: bool = False) -> NativeMask | None:
+    """The mask as a native one; None of others. A query past its length sees its sink, which
+    kernels that are told the length leave out: a row of no sequence sees none. packed: whether q
+    is."""
+    p, ends = problem, end_names(problem)
+    if "q_lengths" in ends and p.node.sinks and not packed:
+        return None
+    rest = [x for x in and_parts(p.node.mask) if x not in LEAVES.values()]
+    bounds = read_band(rest, ends) if ends else read_strip(p)
+    if bounds is None or any(x is not None and not 0 <= x < 2**31 for x in bounds):
+        return None
+    return NativeMask(*bounds, ends)
+
+
+def end_names(problem: Problem) -> tuple[str, ...]:
+    """The lengths past which a problem's rows and keys are absent."""
+    parts = and_parts(problem.node.mask)
+    return tuple(LENGTHS[side] for side, leaf in LEAVES.items() if leaf in parts)
+
+
+def read_band(parts: Sequence[Mask], ends: tuple[str, ...]) -> Bounds | None:
+    """How far a query sees to the left and right of the corner of its lengths, by what a mask has
+    beside these; None where that is no band along this corner."""
+    band = parts[0] if parts else Band(ragged=ends)
+    if len(parts) > 1 or not isinstance(band, Band) or {*band.ragged} != {*ends}:
+        return None
+    return None if band.low is None else -band.low, band.high
+
+
+def read_strip(problem: Problem) -> Bounds | None:
+    """The same of a mask without lengths, by the corner of all queries and keys."""
     p, mask = problem, problem.node.mask
     if mask is None:
-        return NativeMask()
+        return None, None
     strip = None if mask.needs else mask.strip(Place(0, 0, 0, 0, p.H, p.M, p.N))
     if strip is None or strip.keys is not None or strip.rows is not None:
         return None
     corner = p.N - p.M
     left = None if strip.low is None else corner - strip.low
-    right = None if strip.high is None else strip.high - corner
-    sane = all(x is None or 0 <= x < 2**31 for x in (left, right))
-    return NativeMask(left, right) if sane else None
+    return left, None if strip.high is None else strip.high - corner
+
+
+def copied_names(problem: Problem) -> tuple[str, ...]:
+    """The operands whose absent rows kernels multiply by 0, where NaN would stay NaN, so that a
+    call reads copies with 0 there: v, and in a gradient all three."""
+    names, ends = "v" if problem.grad is None else "qkv", end_names(problem)
+    return tuple(name for name in names if LENGTHS[SIDES[name]] in ends)
 
 
 @final
@@ -65,20 +112,55 @@ class Fa4Call:
     code: CuteCode
     lists: TileLists | None
     deterministic: bool = False
+    sequences: CudnnSequences = DENSE
 
     @classmethod
-    def of(cls, problem: Problem, sm: int, deterministic: bool = False) -> Fa4Call:
+    def of(
+        cls,
+        problem: Problem,
+        sm: int,
+        deterministic: bool = False,
+        sequences: CudnnSequences = DENSE,
+    ) -> Fa4Call:
         """Raises Untraceable where the mask or a modifier can't be made a kernel's."""
-        native = native_mask(problem)
+        native = native_mask(problem, packed=sequences.rows is not None)
         code = trace_problem(problem, with_mask=native is None)
         in_order = deterministic and problem.grad is not None  # lists have no order of sums
         lists = None
-        if native is None and not in_order:
+        if native is None and not in_order and sequences == DENSE:
             assert problem.node.mask is not None
             exact = not problem.node.mask.needs and not code.axes
             tile = forward_tile if problem.grad is None else backward_tile
             lists = make_lists(problem, tile(sm, problem), exact=exact)
-        return cls(problem, sm, native, code, lists, in_order)
+        return cls(problem, sm, native, code, lists, in_order, sequences)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The lengths that kernels are told, some by starts; a mask function compares with the
+        others."""
+        told = (LENGTHS[side] for side in self.sequences.totals)
+        return self.native.ends if self.native is not None else tuple(told)
+
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        """Those that kernels are told beside starts."""
+        gapless = {LENGTHS[side] for side in self.sequences.gapless}
+        return tuple(name for name in self.ends if name not in gapless)
+
+    def own_spec(self, side: str, spec: TensorSpec) -> TensorSpec:
+        """How a new tensor lies that the problem has as [B,H,L,D], or [B,H,L]: so, in the memory
+        order of its spec, or packed."""
+        T = self.sequences.totals.get(side)
+        if T is None:
+            return new_like(spec)
+        _, H, _, *last = spec.shape
+        return TensorSpec((T, H, *last) if last else (H, T), spec.dtype)
+
+    def given_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
+        """How q, k or v lies that a call reads."""
+        if name in copied_names(self.problem):
+            return self.own_spec(SIDES[name], spec)
+        return self.sequences.packed.get(name, spec)
 
     @property
     def shared(self) -> int:
@@ -96,7 +178,7 @@ class Fa4Call:
             "backward": self.problem.grad is not None,
             "tensors": {n: plain_spec(x) for n, x in self.tensors(with_lse).items()},
             "reads": [plain_spec(x) for x in read_specs(self.problem)],
-            "options": {"softmax_scale": self.problem.node.scale, **mask},
+            "options": {"softmax_scale": self.problem.node.scale, **mask, **self.most},
             "texts": dict(self.code.texts),
             "numbers": [*self.code.numbers],
             "shared": self.shared,
@@ -108,20 +190,36 @@ class Fa4Call:
     def tensors(self, with_lse: bool = True) -> dict[str, TensorSpec]:
         """The specs of operands and results as the package takes them, by its names."""
         p, own = self.problem, self.problem.by_role
-        specs = {"q": own.q, "k": own.k, "v": own.v}
-        o = TensorSpec(p.layout_of_o[0], p.dtype, p.layout_of_o[1])
-        lse = TensorSpec((p.B, p.H, p.M), torch.float32)
+        specs = {n: self.given_spec(n, x) for n, x in zip("qkv", p.specs, strict=False)}
+        o = self.own_spec("rows", TensorSpec(p.layout_of_o[0], p.dtype, p.layout_of_o[1]))
+        lse = self.own_spec("rows", TensorSpec((p.B, p.H, p.M), torch.float32))
         if p.grad is None:
             specs |= {"out": o}
         else:
             given = p.grad.split(p.specs)
-            specs |= {"out": given.o, "dout": o}
-            specs |= {f"d{n}": new_like(own) for n, own in zip("qkv", p.specs, strict=False)}
-        named = {n: rows_first(x) for n, x in specs.items()}
+            specs |= {"out": o if len(o.shape) == 3 else given.o, "dout": o}
+            each = zip("qkv", p.specs, strict=False)
+            specs |= {f"d{n}": self.own_spec(SIDES[n], x) for n, x in each}
+        named = {n: rows_first(x) if len(x.shape) == 4 else x for n, x in specs.items()}
         named |= {"lse": lse} if with_lse or p.grad is not None else {}
         if p.grad is not None and p.grad.with_dlse:
             named["dlse"] = lse
+        named |= {SEQUSED[name]: TensorSpec((p.B,), torch.int32) for name in self.lengths}
+        starts = TensorSpec((p.B + 1,), torch.int32)
+        named |= {CU_SEQLENS[side]: starts for side in self.sequences.totals}
         return named | ({"learnable_sink": own.sinks} if own.sinks is not None else {})
+
+    def rounded(self, side: str, tile: int) -> int:
+        """Rows or keys of all sequences, as the package rounds them up for its sums, at most."""
+        p, T = self.problem, self.sequences.totals.get(side)
+        count = p.M if side == "rows" else p.N
+        return p.B * -(-count // tile) * tile if T is None else T + (p.B + 2) * tile
+
+    @property
+    def most(self) -> dict[str, int]:
+        """The most rows of a sequence of each side that is packed, as the package takes them."""
+        sizes = {"rows": self.problem.M, "keys": self.problem.N}
+        return {MOST[side]: sizes[side] for side in self.sequences.totals}
 
     @cached_property
     def reads(self) -> list[TensorSpec]:

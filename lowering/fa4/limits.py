@@ -12,8 +12,8 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import Reason
-from attn_graph.ir.packed import LEAVES, and_parts
-from attn_graph.lowering.fa4.call import NativeMask, native_mask
+from attn_graph.lowering.cudnn.sequences import CudnnSequences
+from attn_graph.lowering.fa4.call import NativeMask, copied_names, end_names, native_mask, new_like
 from attn_graph.lowering.problem import ALIGNED, Problem, is_misaligned
 from attn_graph.lowering.reasons import (
     head_sizes,
@@ -45,6 +45,7 @@ class Fa4Case:
     problem: Problem
     sm: int
     deterministic: bool = False
+    sequences: CudnnSequences | None = None
 
     @property
     def family(self) -> int:
@@ -59,7 +60,22 @@ class Fa4Case:
     @property
     def is_native(self) -> bool:
         """Whether kernels have the mask built in."""
-        return native_mask(self.problem) is not None
+        return self.native is not None
+
+    @property
+    def native(self) -> NativeMask | None:
+        """The mask as a native one."""
+        return native_mask(self.problem, "rows" in self.totals)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """T of each side that is packed."""
+        return self.sequences.totals if self.sequences else {}
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether k and v lie in pages."""
+        return self.sequences is not None and self.sequences.table is not None
 
 
 Found = Iterator[Reason] | str | bool
@@ -110,7 +126,10 @@ def limit_reasons(case: Fa4Case) -> Iterator[Reason]:
 def operands_to_copy(case: Fa4Case) -> Iterator[Reason]:
     """Operands that the package would copy at each call."""
     operands = dict(zip("qkv", case.problem.specs, strict=False))
-    for name, spec in operands.items():
+    operands |= dict(case.sequences.specs) if case.sequences else {}
+    cleaned = copied_names(case.problem)
+    for name, given in operands.items():
+        spec = new_like(given) if name in cleaned else given
         if not spec.unit_last:
             limit = "needs stride 1 along the last axis"
             yield Reason(f"stride.{name}", limit, f"{name} is {spec}")
@@ -133,7 +152,8 @@ def is_wide(case: Fa4Case) -> bool:
 
 def beyond_causal(case: Fa4Case) -> bool:
     """Whether there is a mask that is not causal, bottom right."""
-    return native_mask(case.problem) not in (NativeMask(), NativeMask(right=0))
+    native = case.native
+    return native is None or native.left is not None or native.right not in (None, 0)
 
 
 def of_wide(what: str, has: Callable[[Fa4Case], object], key: str) -> Limit:
@@ -166,7 +186,7 @@ LIMITS = (
         backward=True,
     ),
     Limit("dtype", lambda c: other_dtype(c.problem, HALF), "", f"{INTERFACE}: inputs must be"),
-    Limit("sizes", lambda c: no_elements(c.problem), "", MEANING, says="unasked"),
+    Limit("sizes", lambda c: no_elements(c.problem, c.totals), "", MEANING, says="unasked"),
     Limit(
         "head_multiple",
         lambda c: uneven_heads(c.problem, ALIGNED // c.problem.dtype.itemsize),
@@ -259,9 +279,17 @@ LIMITS = (
     ),
     Limit(
         "lengths",
-        lambda c: ", ".join(str(x) for x in and_parts(c.problem.node.mask) if x in LEAVES.values()),
-        "multiplies rows past a length by 0, which leaves NaN there as NaN",
-        "mask.py: a mask function hides scores, and whole tiles of v are multiplied",
+        lambda c: ", ".join(end_names(c.problem)),
+        "is given no lengths",
+        UNTRIED,
+        SMALL,
+        says="unasked",
+    ),
+    Limit(
+        "pages",
+        lambda c: c.is_paged and "k and v lie in pages",
+        "reads no pages",
+        UNTRIED,
         says="unasked",
     ),
     Limit("statistics", lambda c: other_statistics(c.problem), "", MEANING, says="unasked"),

@@ -12,23 +12,34 @@ from attrs import field, frozen
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.fa4.call import Fa4Call, call_package, new_like
+from attn_graph.ir.packed import LENGTHS
+from attn_graph.lowering.cudnn.sequences import SIDES
+from attn_graph.lowering.fa4.call import (
+    CU_SEQLENS,
+    SEQUSED,
+    Fa4Call,
+    call_package,
+    copied_names,
+    end_names,
+)
 from attn_graph.lowering.fa4.offline import keep_kernels_in
+from attn_graph.lowering.lengths import sequence_rows
 from attn_graph.lowering.problem import (
     ALIGNED,
-    cotangent_bytes,
     cotangent_note,
     find_misplaced,
     is_broadcast,
     is_misaligned,
     on_boundary,
+    read_operands,
     returns_lse,
     select_outputs,
     tidy_strides,
 )
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
+from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Store
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import INF, TensorSpec
 
 Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
@@ -54,8 +65,13 @@ class Fa4Run:
         return self.call.problem.grad is not None or returns_lse(self.graph)
 
     def operands(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The equation's operands among a call's tensors."""
-        return [tidy_strides(tensors[i]) for i in self.graph.eqns[0].args]
+        """The last equation's operands among a call's tensors, or of them: starts come last."""
+        return [tidy_strides(x) for x in read_operands(self.graph, tensors)]
+
+    def starts(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Where sequences begin, by side that is packed."""
+        totals = self.call.sequences.totals
+        return dict(zip(totals, own[len(own) - len(totals) :], strict=True))
 
     def ask(
         self, named: dict[str, torch.Tensor], own: Sequence[torch.Tensor]
@@ -66,6 +82,9 @@ class Fa4Run:
         tensors = {n: x.transpose(1, 2) if x.ndim == 4 else x for n, x in named.items()}
         if given.sinks is not None:
             tensors["learnable_sink"] = given.sinks
+        ends = {SEQUSED[n]: given.mask[n] for n in call.lengths}
+        ends |= {CU_SEQLENS[side]: x for side, x in self.starts(own).items()}
+        tensors |= {name: as_vector(x) for name, x in ends.items()}
         plain = self.plain["lse" in named]
         with keep_kernels_in(self.store), torch.cuda.device_of(given.q):
             return call_package(
@@ -83,14 +102,19 @@ class Fa4Run:
 
     def attend(self, tensors: Sequence[torch.Tensor], *, with_lse: bool) -> dict[str, torch.Tensor]:
         """o, and lse if it is asked for."""
-        own, p = self.operands(tensors), self.call.problem
-        named = dict(zip("qkv", own, strict=False))
+        own, call = self.operands(tensors), self.call
+        named, specs = self.clean(own), call.tensors()
         if texts := find_misplaced(named.items()):
             raise PlanMismatchError(*texts)
-        results = {"o": p.new_o(own[0].device)}
+        lay = call.problem.layout_of_o
+        due = call.own_spec("rows", TensorSpec(lay[0], call.problem.dtype, lay[1]))
+        results = {"o": new_tensor(due, own[0].device)}
         if with_lse:
-            shape = (p.B, p.H, p.M)
-            results["lse"] = torch.empty(shape, dtype=torch.float32, device=own[0].device)
+            results["lse"] = new_tensor(specs["lse"], own[0].device)
+        if call.ends:  # kernels write no row past a length
+            results["o"].zero_()
+        if call.ends and with_lse:
+            results["lse"].fill_(-INF)
         rest = {"lse": results["lse"]} if with_lse else {}
         self.ask(named | {"out": tidy_strides(results["o"])} | rest, own)
         return results
@@ -110,17 +134,21 @@ class Fa4Run:
         p = self.call.problem
         grad = p.grad
         assert grad is not None
-        read = grad.split(self.operands(tensors))
-        own = [on_boundary(x) if n < 3 else x for n, x in enumerate(read.own)]
-        lse, do, dlse = read.lse.contiguous(), self.cotangent(read.do, read.o, read.lse), read.dlse
-        named = dict(zip("qkv", own, strict=False))
+        every, count = self.operands(tensors), len(grad.ranks)
+        read = grad.split(every[:count])
+        own = [on_boundary(x) if n < 3 else x for n, x in enumerate(read.own)] + every[count:]
+        lse, dlse, named = read.lse.contiguous(), read.dlse, self.clean(own)
+        do = self.cotangent(read.do, read.o, read.lse, self.absent("rows", own))
         named |= {"out": on_boundary(read.o), "dout": do, "lse": lse}
         if dlse is not None:
             blind = clear_blind_rows(dlse, read.lse) if p.has_blind_rows else dlse
             named["dlse"] = blind.contiguous()
-        named |= {
-            f"d{n}": empty_gradient(x, lse.device) for n, x in zip("qkv", p.specs, strict=False)
-        }
+        each = zip("qkv", p.specs, strict=False)
+        lay = {f"d{n}": self.call.own_spec(SIDES[n], x) for n, x in each}
+        gradients = {name: new_tensor(x, lse.device) for name, x in lay.items()}
+        if self.call.ends:  # kernels write no row past a length
+            gradients = {name: x.zero_() for name, x in gradients.items()}
+        named |= gradients
         made = self.ask(named, own)
         results = [named["dq"], named["dk"], named["dv"], *(made[-1:] if p.node.sinks else ())]
         wanted = [n < 3 or role == "sinks" for n, role in enumerate(p.node.roles)]
@@ -128,15 +156,45 @@ class Fa4Run:
         picked = [x for x, w in zip(results, flags, strict=True) if w]
         return select_outputs(self.graph, picked), ()
 
+    def absent(self, side: str, own: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Which rows or keys lie past their length, [B,1,.,1], or in no sequence, [T,1,1]; None
+        without such lengths."""
+        p, name, sequences = self.call.problem, LENGTHS[side], self.call.sequences
+        if name not in end_names(p):
+            return None
+        lengths = p.node.split(own).mask[name]
+        if side in sequences.totals:
+            ends = None if side in sequences.gapless else lengths
+            inside = sequence_rows(self.starts(own)[side], ends, sequences.totals[side])
+            return ~inside[:, None, None]
+        place = torch.arange({"rows": p.M, "keys": p.N}[side], device=lengths.device)
+        return (place >= lengths[:, None])[:, None, :, None]
+
+    def clean(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """q, k and v, with copies of those whose absent rows kernels would see."""
+        named = dict(zip("qkv", own, strict=False))
+        for name, spec in zip("qkv", self.call.problem.specs, strict=False):
+            if name in copied_names(self.call.problem):
+                lies, absent = self.call.given_spec(name, spec), self.absent(SIDES[name], own)
+                assert absent is not None  # as it is copied
+                copy = new_tensor(lies, own[0].device)
+                named[name] = copy.copy_(named[name]).masked_fill_(absent, 0.0)
+        return named
+
     def cotangent(
-        self, do: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor
+        self,
+        do: torch.Tensor | None,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        absent: torch.Tensor | None,
     ) -> torch.Tensor:
         """do as kernels read it: zeros where there is none, a copy where it lies otherwise or rows
-        see nothing."""
+        are absent or see nothing."""
         if do is None:
             return torch.zeros(o.shape, dtype=o.dtype, device=o.device)
         if self.call.problem.has_blind_rows:
-            do = tidy_strides(clear_blind_rows(do, lse))
+            do = tidy_strides(clear_blind_rows(do, lse.mT if do.ndim == 3 else lse))
+            do = do if absent is None else do.masked_fill_(absent, 0.0)
         spec = TensorSpec.like(do)
         fits = spec.unit_last and not is_misaligned(spec) and not is_broadcast(spec)
         return on_boundary(do) if fits else tidy_strides(do.contiguous())
@@ -147,33 +205,51 @@ class Fa4Run:
         of grouped heads, of keys; do and lists."""
         p, lists = self.call.problem, self.call.lists
         own = sum(x.nbytes for x in lists.tensors) if lists else 0
+        own += sum(self.copies.values())
         if p.grad is None:
             return own
-        rows, keys = (-(-n // 128) * 128 for n in (p.M, p.N + 128))
+        rows, keys = self.call.rounded("rows", 128), self.call.rounded("keys", 256)
         widths = [-(-n // 64) * 64 for n in (p.D, p.E)]
-        sums = 4 * p.B * p.H * rows * (widths[0] + 2)
-        shared = 4 * p.B * p.G * keys * sum(widths) if p.G < p.H else 0
-        unwanted = sum(
-            new_like(x).type.bytes for x, w in zip(p.specs, p.grad.wants[:3], strict=False) if not w
-        )
-        order = 12 * p.B * p.H * (rows // 64 + keys // 32) if self.call.deterministic else 0
-        return own + sums + shared + unwanted + order + cotangent_bytes(p)
+        sums = 4 * p.H * rows * (widths[0] + 2)
+        shared = 4 * p.G * keys * sum(widths) if p.G < p.H else 0
+        specs = self.call.tensors()
+        pairs = zip("qkv", p.grad.wants[:3], strict=False)
+        unwanted = sum(specs[f"d{name}"].type.bytes for name, w in pairs if not w)
+        order = 12 * p.H * (rows // 64 + keys // 32) if self.call.deterministic else 0
+        return own + sums + shared + unwanted + order + specs["dout"].type.bytes * p.grad.with_do
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Bytes of the operands that are copied at each call, by name."""
+        specs = self.call.tensors()
+        return {name: specs[name].type.bytes for name in copied_names(self.call.problem)}
 
     def notes(self) -> Iterator[str]:
         """How it runs, for `explain`."""
         lists, native, p = self.call.lists, self.call.native, self.call.problem
+        packed = bool(self.call.sequences.totals)
         if lists is not None:
             share = 100 * lists.empty / lists.total
             tile = " x ".join(map(str, lists.tile))
             yield f"lists of tiles of {tile}: {share:.0f} % are empty and skipped"
         elif native is None:
             yield "the mask is a function of each place; no tile is skipped"
-        if p.grad is not None:
+        for name, count in self.copies.items():
+            where = "of no sequence" if packed else "past their length"
+            yield f"{name} is copied, {format_bytes(count)}, with 0 in rows {where}"
+        if p.grad is not None and packed:
+            size = format_bytes(self.call.tensors()["dout"].type.bytes)
+            yield f"do is copied, {size}, with 0 in rows that see nothing"
+        elif p.grad is not None:
             yield from cotangent_note(p, f"lies otherwise than in rows of {ALIGNED} bytes")
 
 
-def empty_gradient(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """An uninitialised gradient by an operand."""
-    x = new_like(spec)
-    made = torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=device)
+def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """An uninitialised result, or copy of an operand."""
+    made = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)
     return tidy_strides(made)
+
+
+def as_vector(x: torch.Tensor) -> torch.Tensor:
+    """Starts or lengths as kernels read them; a copy where they lie otherwise."""
+    return on_boundary(tidy_strides(x.to(torch.int32).contiguous()))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -26,9 +27,14 @@ from attn_graph.lowering.fa4.offline import keep_kernels_in, kernel_folder
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import VIRTUAL
 from attn_graph.masks.places import Place, Untraceable
-from attn_graph.testing import backend_check
+from attn_graph.testing import agreement, backend_check
 from attn_graph.testing import strategies as drawn
+from tests.lowering import test_absent as absent
+from tests.lowering.test_lowering import refused
+from tests.lowering.test_packed import Case as Packed
+from tests.lowering.test_packed import check_case, check_gradients, make_case
 from tests.support.fa4_model import call_model
+from tests.support.sequences import batches
 
 BF16 = torch.bfloat16
 H200 = evolve(ag.Target.of("h200"), libraries=((PACKAGE, "4.0.0b36"),))
@@ -71,19 +77,83 @@ def near(draw: st.DrawFn) -> ag.Graph:
     return ag.attention(q, k, v, **options, stats=draw(st.booleans()))
 
 
-@pytest.mark.parametrize("target", [H200, B200], ids=["sm_90", "sm_100"])
-def test_the_package_is_told_what_the_graph_says(
-    target: ag.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both passes, by a model of the package that reads masks and modifiers off their text."""
+@pytest.fixture(params=[H200, B200], ids=["sm_90", "sm_100"])
+def modelled(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ag.Target]:
+    """A target on which a model of the package runs, with lists wherever there may be some."""
     monkeypatch.setattr(fa4_run, "call_package", call_model)
     monkeypatch.setattr(fa4_run, "find_misplaced", lambda _: [])  # as drawn they begin anywhere
     monkeypatch.setattr(fa4_lists, "WORTH", 0.0)
-    VIRTUAL.add(target)
+    VIRTUAL.add(request.param)
+    yield request.param
+    VIRTUAL.discard(request.param)
+
+
+def test_the_package_is_told_what_the_graph_says(modelled: ag.Target) -> None:
+    """Both passes, by a model of the package that reads masks and modifiers off their text."""
+    backend_check.check_backend(BACKEND, modelled, graphs=near())
+
+
+@st.composite
+def ended(draw: st.DrawFn) -> absent.Case:
+    """Graphs that the package takes, with lengths from 0 to all."""
+    M, N = (draw(st.one_of(st.integers(1, 20), st.integers(129, 140))) for _ in "MN")
+    G, B = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    size = drawn.Shape(B, G * draw(st.integers(1, 2)), G, M, N, 8, 16)
+    options = draw(drawn.mask_options(size)) | draw(drawn.score_options(size, BF16))
+    masks = st.sampled_from((None, ag.Causal("bottom_right"), ag.Window(9, 4, "bottom_right")))
+    options |= {"scale": None, "dropout": 0.0, "stats": draw(st.booleans())}
+    if not getattr(options.get("mask"), "needs", ()):
+        options |= {"mask": draw(masks)} if draw(st.booleans()) else {}
+    names = draw(st.sets(st.sampled_from(("q_lengths", "kv_lengths")), min_size=1))
+    most = {"q_lengths": M, "kv_lengths": N}
+    ends = {n: tuple(draw(st.integers(0, most[n])) for _ in range(B)) for n in sorted(names)}
+    return absent.make_case(size, BF16, options, ends, draw(drawn.seeds))
+
+
+@given(case=ended())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_absent_rows_are_never_seen(modelled: ag.Target, case: absent.Case) -> None:
+    """The model multiplies them by 0, as the package does, and NaN stays NaN."""
     try:
-        backend_check.check_backend(BACKEND, target, graphs=near())
-    finally:
-        VIRTUAL.discard(target)
+        plan = ag.compile(case.graph, target=modelled, backends=("fa4", "math"))
+    except ag.NoBackendError as error:
+        refused(error)
+    assume(plan.backend == "fa4")
+    due = absent.every_result(case, plan, 0.0)
+    assert absent.are_same(absent.every_result(case, plan, torch.nan), due)
+    agreement.check_outputs(plan, case.graph, case.tensors(0.0))
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> Packed:
+    """Sequences with gaps or not, some of no rows or no keys."""
+    batch, G = draw(batches()), draw(st.integers(1, 2))
+    D, E = draw(st.sampled_from([(8, 8), (16, 16), (16, 8)]))
+    shape = drawn.Shape(len(batch.rows), G * draw(st.integers(1, 2)), G, *batch.most, D, E)
+    options = draw(drawn.mask_options(shape)) | draw(drawn.score_options(shape, BF16))
+    options = {n: x for n, x in options.items() if n not in ag.masks.LENGTHS}
+    options |= {"scale": None, "dropout": 0.0, "stats": draw(st.booleans())}
+    options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
+    if not getattr(options.get("mask"), "needs", ()):
+        own = (None, ag.Causal("bottom_right"), ag.Window(3, 1, "bottom_right"))
+        options |= {"mask": draw(st.sampled_from(own))} if draw(st.booleans()) else {}
+    dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
+    return make_case(batch, shape, BF16, dims, options, draw(drawn.seeds))
+
+
+@given(case=packed(), seed=drawn.seeds)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_packed_sequences_are_padded_ones(modelled: ag.Target, case: Packed, seed: int) -> None:
+    """NaN lies in rows of no sequence, which the model multiplies by 0."""
+    try:
+        plan = ag.compile(case.packed, target=modelled, backends=("fa4", "math"))
+    except ag.NoBackendError as error:
+        refused(error)
+    assume(plan.backend == "fa4")
+    check_case(plan, case)
+    check_gradients(plan, case, seed)
 
 
 # Masks
@@ -152,6 +222,20 @@ def test_bands_by_the_bottom_right_corner_are_the_packages_own(mask: ag.Mask | N
     assert "keep" not in call.code.texts
 
 
+@pytest.mark.parametrize("names", [("kv_lengths",), ("q_lengths", "kv_lengths")])
+def test_lengths_are_the_packages_own_beside_bands_by_their_corner(names: tuple[str, ...]) -> None:
+    ends: dict[str, Any] = {name: spec(2, dtype=torch.int32) for name in names}
+    for mask in (None, ag.Causal("bottom_right"), ag.Window(9, 2, "bottom_right")):
+        call = Fa4Call.of(problem_of(make(200, 300, mask=mask, **ends)), 90)
+        assert call.ends == names
+        assert "keep" not in call.code.texts
+    others: tuple[ag.Mask, ...] = ag.Causal("top_left"), ag.Causal("bottom_right") | ag.Prefix(4)
+    for other in others:
+        call = Fa4Call.of(problem_of(make(200, 300, mask=other, **ends)), 90)
+        assert not call.ends
+        assert "keep" in call.code.texts
+
+
 def test_a_causal_mask_by_the_top_left_corner_is_a_function() -> None:
     call = Fa4Call.of(problem_of(make(200, 300, mask=ag.Causal("top_left"))), 90)
     assert call.native is None
@@ -218,12 +302,6 @@ def test_it_is_predicted_before_triton_where_it_takes_the_graph() -> None:
 
 
 # Reasons
-
-
-@pytest.mark.parametrize("name", ["kv_lengths", "q_lengths"])
-def test_rows_past_a_length_are_left_to_who_reads_none_of_them(name: str) -> None:
-    given: dict[str, Any] = {name: spec(2, dtype=torch.int32)}
-    assert keys_of(make(mask=ag.Causal(), **given), H200) == {"lengths"}
 
 
 def test_without_the_package_only_that_is_in_the_way() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs
 from attn_graph.lowering.backend import Options
+from attn_graph.lowering.cudnn.backend import read_problem
 from attn_graph.lowering.fa4.backend import BACKEND
-from attn_graph.lowering.fa4.call import Fa4Call
+from attn_graph.lowering.fa4.call import DENSE, Fa4Call
 from attn_graph.lowering.fa4.limits import LIMITS, Fa4Case
-from attn_graph.lowering.problem import Problem, sole
 from tests.support.fa4_questions import HAS_PACKAGE, WITHOUT, ask_package
 
 pytestmark = pytest.mark.skipif(not HAS_PACKAGE, reason=WITHOUT)
@@ -36,23 +37,33 @@ def draw_case(draw: random.Random, sm: int) -> Fa4Case:
     H, G = draw.choice(((2, 2), (4, 2), (4, 1)))
     dtype = draw.choice((torch.float16, torch.bfloat16, torch.bfloat16, torch.float32))
     M, N = draw.choice(((1, 300), (200, 300), (300, 300), (513, 300)))
-    q, k, v = (ag.TensorSpec(shape, dtype) for shape in ((2, H, M, D), (2, G, N, D), (2, G, N, E)))
+    shapes: tuple[tuple[int, ...], ...] = (2, H, M, D), (2, G, N, D), (2, G, N, E)
+    starts: dict[str, Any] = {}
+    if draw.random() < 0.3:
+        starts = {f"{x}_starts": ag.TensorSpec((3,), torch.int32) for x in ("q", "kv")}
+        starts["most"] = (M, N)
+        shapes = (2 * M, H, D), (2 * N, G, D), (2 * N, G, E)
+    q, k, v = (ag.TensorSpec(shape, dtype) for shape in shapes)
     sinks = ag.TensorSpec((H,), torch.float32) if draw.random() < 0.2 else None
     soft_cap = 30.0 if draw.random() < 0.2 else None
     mask = draw.choice(MASKS)
-    graph = simplify(ag.attention(q, k, v, mask=mask, sinks=sinks, soft_cap=soft_cap, stats=True))
+    names = draw.choice(((), (), ("kv_lengths",), ("q_lengths", "kv_lengths")))
+    ends: dict[str, Any] = {name: ag.TensorSpec((2,), torch.int32) for name in names}
+    own: dict[str, Any] = {"mask": mask, "sinks": sinks, "soft_cap": soft_cap, "stats": True}
+    graph = ag.attention(q, k, v, **own, **ends, **starts)
+    graph = simplify(graph)
     if draw.random() < 0.5:
         given = main_outputs(graph) if draw.random() < 0.7 else graph.differentiable_outputs
-        inputs = range(len(graph.inputs))
-        graph = simplify(backward(graph, [*inputs], cotangent_specs(graph, given)))
-    problem = sole(graph)
-    assert problem is not None
-    return Fa4Case(problem, sm, draw.random() < 0.2)
+        inputs = [n for n, x in enumerate(graph.inputs) if x.spec.dtype.is_floating_point]
+        graph = simplify(backward(graph, inputs, cotangent_specs(graph, given)))
+    read = read_problem(graph)
+    assert read is not None
+    return Fa4Case(read[0], sm, draw.random() < 0.2, read[1])
 
 
-def call_of(problem: Problem, case: Fa4Case) -> Fa4Call:
+def call_of(case: Fa4Case) -> Fa4Call:
     """The call that would be made of it."""
-    return Fa4Call.of(problem, case.sm, case.deterministic)
+    return Fa4Call.of(case.problem, case.sm, case.deterministic, case.sequences or DENSE)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +78,7 @@ def test_the_table_says_what_the_package_says(sm: int, tmp_path: Path) -> None:
         if not any(rule.says == "unasked" for rule in rules):
             asked.append(case)
             against.append([rule.key for rule in rules])
-    calls = [call_of(case.problem, case).plain(True) for case in asked]
+    calls = [call_of(case).plain(True) for case in asked]
     said = ask_package(calls, GPUS[sm], tmp_path)
     assert len(said) == len(calls)
     told = [

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from attn_graph.lowering.fa4.dialect import in_place
 
@@ -52,7 +53,7 @@ NAMES: dict[str, Any] = {
     "as_float": lambda x: x.double(),
     "as_long": lambda x: x.long(),
     "floor_div": lambda a, b: a // b,
-    "inside": lambda x, count: x.clamp(max=count - 1),
+    "inside": lambda x, count: torch.minimum(x, count - 1).clamp(min=0),
     "read_int": lambda t, *at: elements(t, at),
     "read_float": lambda t, *at: elements(t, at).double(),
     "read_bool": lambda t, *at: elements(t, at) != 0,
@@ -84,16 +85,25 @@ def listed(plain: Mapping[str, Any], lists: Sequence[Tensor], M: int, N: int) ->
     return kinds.repeat_interleave(rows, 0)[:M].repeat_interleave(columns, 1)[:, :N]
 
 
-def native(options: Mapping[str, Any], M: int, N: int) -> Tensor:
+def counts(given: Mapping[str, Tensor], M: int, N: int) -> tuple[Tensor, Tensor]:
+    """The rows and the keys of each batch entry, [B,1,1,1], or one number for all."""
+    pairs = (("seqused_q", M), ("seqused_k", N))
+    rows, keys = (
+        given[n].view(-1, 1, 1, 1) if n in given else torch.tensor(count) for n, count in pairs
+    )
+    return rows, keys
+
+
+def native(options: Mapping[str, Any], i: Tensor, j: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """The places that a mask of the package's own keeps."""
-    i, j = torch.arange(M)[:, None] + N - M, torch.arange(N)
     left, right = options.get("window_size_left"), options.get("window_size_right")
     right = 0 if options.get("causal") else right
-    kept: Tensor = torch.ones(M, N, dtype=torch.bool)
+    i = i + keys - rows
+    kept: Tensor = i == i
     if left is not None:
-        kept &= j >= i - left
+        kept = kept & (j >= i - left)
     if right is not None:
-        kept &= j <= i + right
+        kept = kept & (j <= i + right)
     return kept
 
 
@@ -106,20 +116,22 @@ def scores(
     B, H, M, N = *q.shape[:3], k.shape[2]
     s = q @ k.repeat_interleave(H // k.shape[1], 1).mT * plain["options"]["softmax_scale"]
     b, h, i, j = (torch.arange(n).view([-1] + [1] * (3 - a)) for a, n in enumerate((B, H, M, N)))
-    rest, texts = (M, N, reads, plain["numbers"]), plain["texts"]
+    rows, keys = counts(given, M, N)
+    rest, texts = (rows, keys, reads, plain["numbers"]), plain["texts"]
     if "change" in texts:
         told = h, i
         if (r := plain["shared"]) > 1:  # as the kernels for sm_90 say places in a gradient
             told = h * r + i % r, i // r
         s = function(texts["change"])(s, b, *in_place(*told, r), j, *rest)
-    keep = native(plain["options"], M, N)
+    keep = native(plain["options"], i, j, rows, keys)
     if "keep" in texts:
         assert not {"causal", "window_size_left"} & {n for n, x in plain["options"].items() if x}
-        keep = function(texts["keep"])(b, h, i, j, *rest).expand(B, H, M, N)
+        keep = function(texts["keep"])(b, h, i, j, *rest)
+    keep = (keep & (i < rows) & (j < keys)).expand(B, H, M, N)
     if lists:
         kinds = listed(plain, lists, M, N)
         keep = (kinds == 2) | ((kinds == 1) & keep)
-    hidden: Tensor = s.masked_fill(~keep, -inf)
+    hidden: Tensor = torch.where(keep, s, -inf)
     return hidden
 
 
@@ -140,6 +152,55 @@ def attend(
     return o.transpose(1, 2), lse.masked_fill(blind, -inf)
 
 
+def spread(x: Tensor, starts: Tensor, most: int) -> Tensor:
+    """Packed x [T,...] as [B,most,...]: what lies behind each start, its own or not; 0 past T."""
+    at = starts[:-1, None].long() + torch.arange(most)
+    rows = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+    return rows[at.clamp(max=len(x))]
+
+
+def write(room: Tensor, x: Tensor, lengths: Tensor | None, starts: Tensor | None) -> None:
+    """Put x [B,L,...] where the package would: rows past a length it leaves as they are."""
+    for b in range(len(x)):
+        stop = x.shape[1] if lengths is None else int(lengths[b])
+        to = room[b] if starts is None else room[int(starts[b]) :]
+        to[:stop] = x[b, :stop]
+
+
+@frozen
+class Sequences:
+    """Where rows and keys lie. starts, lengths: by side; most: of a sequence, by side."""
+
+    starts: dict[str, Tensor]
+    lengths: dict[str, Tensor]
+    most: dict[str, int]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> Sequences:
+        """By the arguments of a call."""
+        starts = {s: tensors[f"cu_seqlens_{s}"] for s in "qk" if f"cu_seqlens_{s}" in tensors}
+        lengths = {s: x.diff() for s, x in starts.items()}
+        lengths |= {s: tensors[f"seqused_{s}"] for s in "qk" if f"seqused_{s}" in tensors}
+        most = {s: options[f"max_seqlen_{s}"] for s in starts}
+        assert all(x.dtype == torch.int32 and x.is_contiguous() for x in starts.values())
+        assert all(x.dtype == torch.int32 and x.is_contiguous() for x in lengths.values())
+        return cls(starts, lengths, most)
+
+    def pad(self, name: str, x: Tensor) -> Tensor:
+        """A tensor of the call as [B,L,...]; statistics as [B,H,L]."""
+        side = "k" if name in ("k", "v") else "q"
+        if side not in self.starts or name == "learnable_sink":
+            return x
+        if x.ndim == 2:
+            return spread(x.mT, self.starts[side], self.most[side]).mT
+        return spread(x, self.starts[side], self.most[side])
+
+    def write(self, name: str, room: Tensor, x: Tensor) -> None:
+        """Put a result [B,L,...] into a tensor of the call."""
+        side = "k" if name in ("dk", "dv") else "q"
+        write(room, x, self.lengths.get(side), self.starts.get(side))
+
+
 def call_model(
     plain: Mapping[str, Any], tensors: Mapping[str, Tensor], reads: Sequence[Tensor],
     lists: Sequence[Tensor],
@@ -147,19 +208,28 @@ def call_model(
     """In place of `call_package`."""
     for name, x in tensors.items():
         whole = x.stride(-1) == 1 and all(s * x.itemsize % 16 == 0 for s in x.stride()[:-1])
-        assert whole or x.ndim < 4, f"{name} would be copied"
+        assert whole or x.ndim < 3 or name in ("lse", "dlse"), f"{name} would be copied"
     names = [n for n in ("q", "k", "v", "learnable_sink") if n in tensors]
     leaves = {n: tensors[n].detach().double().requires_grad_() for n in names}
+    sequences = Sequences.of(tensors, plain["options"])
+    assert not (lists and sequences.starts)
+    ends = {f"seqused_{s}": x for s, x in sequences.lengths.items()}
     with torch.enable_grad():
-        o, lse = attend(plain, leaves, reads, lists)
+        padded = {n: sequences.pad(n, x) for n, x in leaves.items()}
+        o, lse = attend(plain, padded | ends, reads, lists)
     if not plain["backward"]:
-        tensors["out"].copy_(o.detach())
+        sequences.write("out", tensors["out"], o.detach())
         if "lse" in tensors:
-            tensors["lse"].copy_(lse.detach())
+            sequences.write("lse", tensors["lse"].mT, lse.detach().mT)
         return ()
     dlse = tensors.get("dlse", torch.zeros_like(tensors["lse"])).double()
-    given = dict.fromkeys((o, lse)), (tensors["dout"].double(), dlse)
-    made = torch.autograd.grad([*given[0]], [*leaves.values()], given[1])
+    dout = sequences.pad("dout", tensors["dout"].double())
+    dlse = sequences.pad("dlse", dlse)
+    rows, _ = counts(ends, dlse.shape[2], 0)
+    there = torch.arange(dlse.shape[2]) < rows.squeeze(-1)  # no other row's dlse is read
+    given = dict.fromkeys((o, lse)), (dout, torch.where(there, dlse, 0.0))
+    wanted = [padded[n] for n in names]
+    made = torch.autograd.grad([*given[0]], wanted, given[1])
     for name, x in zip("qkv", made, strict=False):
-        tensors[f"d{name}"].copy_(x)
+        sequences.write(f"d{name}", tensors[f"d{name}"], x)
     return tuple(x.to(tensors[n].dtype) for n, x in zip(names, made, strict=True))
