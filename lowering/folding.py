@@ -6,7 +6,7 @@ modifier tells these rows apart: in a decoding step, say, which has one query an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import final
 
@@ -83,14 +83,10 @@ def new_shapes(before: Graph, after: Graph, values: Iterable[int]) -> Shapes:
     return {n: tuple([i if are_numbers(i) else -1 for i in s]) for n, s in changed.items()}
 
 
-def folds_heads(
-    backend: Backend, kind: str, unless: Callable[[Graph, Target, Options], bool] | None = None
-) -> Backend:
+def folds_heads(backend: Backend, kind: str) -> Backend:
     """The same backend, which on devices of a kind gets graphs with their heads folded.
 
-    unless: whether it views heads as rows itself, and takes the graph as it is then, if it would
-    do so of the folded one: which decides the choice of tiles and the memory. For backends without
-    `foresees` and `variants`, which would see the graph as it was.
+    For backends without `foresees` and `variants`, which would see the graph as it was.
     """
 
     def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason | str]:
@@ -101,9 +97,6 @@ def folds_heads(
         folding = fold_heads(graph) if target.kind == kind else None
         if folding is None:
             return backend.lower(graph, target, options)
-        if unless and all(unless(each, target, options) for each in (folding.graph, graph)):
-            executable = backend.lower(graph, target, options)
-            return evolve(executable, notes=(*executable.notes, folding.note))
         return unfold(backend.lower(folding.graph, target, options), folding)
 
     def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:

@@ -26,14 +26,12 @@ from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
 from attn_graph.lowering.cpu.all_kept import skips_booleans
 from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep, unfold_ready
-from attn_graph.lowering.cpu.by_length import TilesByLength
 from attn_graph.lowering.cpu.corners import takes_steps
 from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.far_rows import or_by_products
 from attn_graph.lowering.cpu.fused_calls import FusedRun
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.head_chunks import ChunkedRun, ChunkedTiles, chunk_heads
-from attn_graph.lowering.cpu.one_run import OneRun
 from attn_graph.lowering.cpu.packed import PackedRun, lease_run, plan_packed, runs_any_size
 from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
@@ -52,8 +50,7 @@ from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
-OneTiling = WholeTiles | FusedTiles | ChunkedTiles | EntryTiles | RowTiles | ProductTiles
-AttentionTiles = OneTiling | TilesByLength
+AttentionTiles = WholeTiles | FusedTiles | ChunkedTiles | EntryTiles | RowTiles | ProductTiles
 Tiles = AttentionTiles | TangentTiles
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
@@ -126,16 +123,10 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
     pays = row_choice.pays(problem, own, statistics)
     fused = fused and fuses(problem)
     if pays and row_choice.takes(problem):
-        return EntryTiles.plan(problem) or tile_rows(problem, fused)
+        return EntryTiles.plan(problem) or RowTiles.plan(problem)
     if pays or not fused:
         return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
     return WholeTiles.plan(problem) or chunk_heads(FusedTiles.plan(problem))
-
-
-def tile_rows(problem: Problem, fused: bool) -> RowTiles | TilesByLength:
-    """Tiles of whole rows. fused: whether PyTorch's fused CPU kernel can compute them too."""
-    tiles = RowTiles.plan(problem)
-    return (TilesByLength.plan(tiles) if fused else None) or tiles
 
 
 def kept_problem(op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
@@ -356,10 +347,6 @@ def ready_alone(tiles: AttentionTiles, options: Options) -> Ready:
 
 def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
     """The same of any tiles. ends: of operands by lengths."""
-    if isinstance(tiles, TilesByLength):
-        both = (ready_tiles(x, ends, options) for x in (tiles.many, tiles.few))
-        call, infer = (tiles.choose(*works) for works in zip(*both, strict=True))
-        return call, infer
 
     def lease(work: TileWork) -> Work:
         leased = lease_rooms(work, tiles.scratch, options.workspace)
@@ -377,7 +364,7 @@ def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
     return call, call if leaner is None else lease(leaner)
 
 
-def reach_of(tiles: OneTiling | TangentTiles) -> Reach | None:
+def reach_of(tiles: Tiles) -> Reach | None:
     """How many keys a call on tiles reads, where that may be less than all."""
     if isinstance(tiles, EntryTiles):
         return lambda _, __: 1  # of an entry that has none; of others those that it has
@@ -386,7 +373,7 @@ def reach_of(tiles: OneTiling | TangentTiles) -> Reach | None:
     return tiles.count_keys if isinstance(tiles, RowTiles) and tiles.cuts else None
 
 
-def works_of(tiles: OneTiling | TangentTiles) -> tuple[TileWork, TileWork | None]:
+def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
     """What runs tiles, and what does where o alone is wanted, if that is another."""
     if isinstance(tiles, TangentTiles):
         return tiles.run, None
@@ -397,8 +384,6 @@ def works_of(tiles: OneTiling | TangentTiles) -> tuple[TileWork, TileWork | None
         return partial(run_backward, tiles.problem, run.backward), None
     if isinstance(run, ProductTiles) or (isinstance(run, RowTiles) and run.kept):
         return run.forward, None
-    if isinstance(run, RowTiles) and run.is_one_run:
-        return run.forward, OneRun.of(run).infer
     return run.forward, run.infer
 
 
@@ -484,13 +469,7 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
     return call
 
 
-def views_heads(graph: Graph, target: Target, options: Options) -> bool:
-    """Whether the tiles of a graph of one attention view heads that share keys as rows of one."""
-    (tiles,) = plan_tiles(graph, target, options)
-    return isinstance(tiles, RowTiles) and tiles.is_one_run
-
-
 BACKEND = skips_booleans(
-    folds_heads(Backend("math", why_not, lower, lower_any=lower_any_size), "cpu", views_heads),
+    folds_heads(Backend("math", why_not, lower, lower_any=lower_any_size), "cpu"),
     lambda graph, target, options: lower_sequence(target, options, graph),
 )

@@ -57,11 +57,11 @@ class Core:
 
     def room(self, name: str, like: torch.Tensor, last: int) -> torch.Tensor:
         """A buffer as [n,L,last], or [n,S,last], as `like` is."""
-        n, rows, room = *like.shape[:2], self.scratch[name]
-        size = n * rows * last
-        if room.numel() > size:
-            room = room.view(-1)[:size]
-        return room.view(n, rows, last)
+        n, rows, _ = like.shape
+        room, shape = self.scratch[name], (n, rows, last)
+        if room.shape == shape:
+            return room
+        return room.view(-1)[: n * rows * last].view(shape)
 
     def attend(
         self, change: Change | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

@@ -9,7 +9,6 @@ from typing import Self
 import torch
 from attrs import frozen
 
-from attn_graph.kernels.products import LEAST_FLOAT
 from attn_graph.kernels.row_sums import count_sum_bytes
 from attn_graph.lowering.cpu.dropping import needed_to_draw
 from attn_graph.lowering.cpu.product_slots import (
@@ -74,8 +73,7 @@ class RowGrid(TileGrid):
         n, keys = self.count, self.reach
         rows, buffers = n * self.r * self.rows, dict[str, Buffer]()
         if not self.kept or self.rate:
-            shape = (*self.shapes[0][:2], keys) if self.is_one_run else (rows * keys,)
-            buffers["p"] = Buffer(shape, dtype)
+            buffers["p"] = Buffer((n, self.r * self.rows, keys), dtype)
         if self.casts:
             buffers |= self.needed_to_cast(n, rows)
         if not self.kept or (p.grad is None and not self.single):
@@ -247,13 +245,6 @@ class RowGrid(TileGrid):
         more += ", and sums of rows of v" * self.sums_rows
         dtype = self.problem.wide if self.casts else self.problem.dtype
         return f"{NAMES[dtype]} products on tiles of {size}{more}"
-
-    @property
-    def is_one_run(self) -> bool:
-        """Whether `OneRun` computes o alone: a run of all heads, whose softmax is one call."""
-        more = self.kept or self.turns or self.casts or not self.single
-        takes_scale = abs(self.problem.node.scale) >= LEAST_FLOAT
-        return self.flat and self.runs == 1 and takes_scale and not more
 
 
 def runs_by_entries(problem: Problem) -> bool:

@@ -45,8 +45,7 @@ class Hiding:
 
     caps: the largest that scores may be, which broadcast to them; as they lie, where shape is None,
     else viewed as that. reach: how many keys count. blind: whether it may hide all of a row. spans:
-    the keys of each batch entry, where those alone are read. whole: whether all keys are read, and
-    it hides all of no row.
+    the keys of each batch entry, where those alone are read.
     """
 
     caps: torch.Tensor
@@ -54,7 +53,6 @@ class Hiding:
     reach: int
     blind: bool
     spans: Sequence[KeySpan]
-    whole: bool
 
     def hide(self, s: torch.Tensor) -> None:
         """Hide places of s [n,L,S]."""
@@ -150,7 +148,7 @@ class RunMask:
             caps = caps.view(caps.shape[-2:])
             shape = None if p.H == p.G else (-1, p.M, reach)
         own = find_spans(keep, caps, p.B, p.N) if spans else ()
-        return Hiding(caps, shape, reach, blind, own, not blind and reach == p.N)
+        return Hiding(caps, shape, reach, blind, own)
 
 
 def reads_numbers(problem: Problem) -> bool:
