@@ -24,7 +24,7 @@ SHAPES: tuple[Sizes, ...] = (
     (1, 8, 2048, 128),
     (8, 12, 256, 64),
 )
-STEPS: tuple[Sizes, ...] = ((4, 12, 512, 64), (8, 12, 384, 64))  # which take several calls
+MIDDLE: tuple[Sizes, ...] = ((4, 12, 512, 64), (8, 12, 384, 64))  # of which the kernel hides half
 SHORT: tuple[Sizes, ...] = ((64, 4, 64, 32), (16, 12, 128, 64), (8, 12, 256, 64), (2, 16, 197, 64))
 DECODE = (  # B, H, G, N, D of one query for each sequence
     (1, 32, 8, 1024, 128),
@@ -117,7 +117,7 @@ def plain_jobs() -> Iterator[Job]:
             job = Job("causal" if causal else "full", F32, sizes, causal=causal)
             yield job
             yield evolve(job, backward=True, goal=0.95)
-    for sizes in STEPS:
+    for sizes in MIDDLE:
         job = Job("causal", F32, sizes, causal=True)
         yield job
         yield evolve(job, backward=True)

@@ -11,6 +11,7 @@ from attn_graph.masks.places import Block, tighter
 from attn_graph.spec.dims import are_numbers, dims_in, surely_least
 
 EVERYTHING = Band()
+CAUSAL = Band(None, 0)  # from the top left corner, as fused kernels know it
 
 
 @lru_cache(256)  # a graph is checked by it, and simplified

@@ -10,7 +10,6 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.lowering.cpu.corners import cut_steps, join_corner, takes_steps
 from attn_graph.lowering.cpu.layer_tiles import (
     POINTS_A_CALL,
     find_layers_of,
@@ -29,6 +28,7 @@ from attn_graph.lowering.cpu.schedule import (
     choose_cheapest,
     estimate_seconds,
     fold_tiles,
+    join_corner,
     join_entries,
     join_neighbours,
     plain_tiles,
@@ -391,7 +391,7 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
     mask, bounded = node.mask, bool(node.modifiers)
     plain = plain_tiles(problem, mask)
     if plain is not None and (not bounded or (mask is None and problem.M <= DATA_ROWS)):
-        return tuple(cut_steps(plain[0]) if takes_steps(problem) else plain)
+        return tuple(plain)
     if mask is not None and mask.needs:
         return (whole_tile(problem),) if is_small(problem) else None
     way = choose_way(round_sizes(problem), axes)

@@ -26,7 +26,6 @@ from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
 from attn_graph.lowering.cpu.all_kept import skips_booleans
 from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep, unfold_ready
-from attn_graph.lowering.cpu.corners import takes_steps
 from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.far_rows import or_by_products
 from attn_graph.lowering.cpu.fused_calls import FusedRun
@@ -178,13 +177,10 @@ def where_faster(graph: Graph, target: Target) -> str | None:
 
 
 def is_fast(graph: Graph, target: Target) -> bool:
-    """Whether products with a softmax between make it faster than PyTorch's kernel, or several
-    calls of that are faster than one."""
+    """Whether products with a softmax between make it faster than PyTorch's kernel."""
     problem = sole(graph)
     if problem is None:
         return False
-    if fuses(problem) and takes_steps(problem):
-        return True
     return row_choice.pays(problem, own_products(target), gives_statistics(graph, graph.eqns[0]))
 
 
@@ -413,8 +409,8 @@ def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:
 def whole_sequence(
     target: Target, options: Options, gives: bool, op: Op, specs: Sequence[TensorSpec]
 ) -> Executable | None:
-    """The same of one that is a call or a few of PyTorch's fused kernel whoever runs it, without a
-    graph; None of others. Its needs and notes are not told. gives: see `gives_statistics`."""
+    """The same of one that is a call of PyTorch's fused kernel whoever runs it, without a graph;
+    None of others. Its needs and notes are not told. gives: see `gives_statistics`."""
     if not isinstance(op, Attention | AttentionGrad) or target.kind != "cpu":
         return None
     problem = Problem.of(op, specs)
@@ -423,7 +419,7 @@ def whole_sequence(
     folded = fold_problem(problem)
     part = problem if folded is None else folded
     pays = row_choice.pays(part, own_products(target), gives)
-    tiles = None if pays else tile_as_it_lies(part)
+    tiles = None if pays else WholeTiles.plan(part)
     if tiles is None:
         return None
     call, _ = unfold_ready(ready_alone(tiles, options), problem, folded)
@@ -433,14 +429,6 @@ def whole_sequence(
         return results, results
 
     return Executable(run)
-
-
-def tile_as_it_lies(problem: Problem) -> WholeTiles | FusedTiles | None:
-    """Tiles of PyTorch's fused kernel, one or a few steps, on operands as they lie; else None."""
-    if not takes_steps(problem):
-        return WholeTiles.plan(problem)
-    tiles = FusedTiles.plan(problem)
-    return None if tiles.scratch.bytes else tiles
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:

@@ -31,6 +31,7 @@ ROW_BLOCKS = (32, 64, 128, 256, 512)
 # Bytes a place that a mask or a modifier holds while it is asked: three vectors of positions.
 POSITIONS = 3 * torch.int64.itemsize
 MOST_TILES = 2**13  # listed while planning, which takes some tenths of a second; or each call does
+MOST_JOINED = 2**14  # scores of a head with numbers that hide a corner, which a plan holds: 64 KiB
 MOST_READY = 256  # made ready ahead of calls; beyond, Python's share of a call is small
 Tensors = Mapping[str, torch.Tensor]  # by name
 Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
@@ -196,6 +197,18 @@ def join_entries(entries: Iterable[Sequence[Tile]], most: int | None, bounded: b
             pairs = zip(first, last, strict=True)
             out += [evolve(x, batch=range(x.batch.start, y.batch.stop)) for x, y in pairs]
     return out
+
+
+def join_corner(problem: Problem, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """Tiles of which one that is a small causal corner and the keys before it is a single part;
+    others as they are. Numbers that hide the corner are added in one call, which takes less time
+    than one for it, another for the keys before, and merging both."""
+    if problem.M * problem.N > MOST_JOINED:
+        return tiles
+    match tiles:
+        case (Tile(parts=(Part(kind="full") as first, Part(kind="causal") as corner)) as tile,):
+            return (evolve(tile, parts=(Part(first.start, corner.stop, "mixed"),)),)
+    return tiles
 
 
 Same = tuple[Tile, int]  # a tile, and how many there are, each moved along the diagonal

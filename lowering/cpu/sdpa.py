@@ -16,7 +16,6 @@ from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels.fused_cpu import flash, flash_backward
 from attn_graph.kernels.products import reaches_far
 from attn_graph.lowering.backend import Backend, Executable, Options
-from attn_graph.lowering.cpu.corners import CAUSAL
 from attn_graph.lowering.cpu.far_rows import by_products
 from attn_graph.lowering.folding import folds_heads, folds_one_row
 from attn_graph.lowering.problem import (
@@ -41,6 +40,7 @@ from attn_graph.lowering.reasons import (
 )
 from attn_graph.lowering.steps import Work
 from attn_graph.machine.target import Target
+from attn_graph.masks.canonical import CAUSAL
 from attn_graph.spec import INF, NAMES, TensorSpec
 
 Pair = tuple[torch.Tensor, torch.Tensor]

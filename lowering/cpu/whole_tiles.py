@@ -11,7 +11,6 @@ from attrs import frozen
 
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.fused_cpu import flash
-from attn_graph.lowering.cpu.corners import CAUSAL, takes_steps
 from attn_graph.lowering.cpu.far_rows import refuse_far_rows
 from attn_graph.lowering.cpu.fused_tiles import (
     LEAST_FULL,
@@ -23,6 +22,7 @@ from attn_graph.lowering.cpu.schedule import Part, Tile, parts_of
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Keep
+from attn_graph.masks.canonical import CAUSAL
 from attn_graph.masks.places import Block
 from attn_graph.spec import INF, TensorSpec
 
@@ -142,7 +142,7 @@ def find_part(problem: Problem) -> Part | None:
     if mask is None:
         return Part(0, p.N, "full")
     if mask == CAUSAL:
-        return None if p.low_scale or takes_steps(p) else Part(0, p.N, "causal")
+        return None if p.low_scale else Part(0, p.N, "causal")
     if hides_whole_keys(p):
         return Part(0, p.N, "mixed") if is_small(p) else None
     if p.M > 1 or p.grad is not None or mask.needs:

@@ -22,7 +22,6 @@ from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
 from attn_graph.lowering.backend import Backend, Executable, Options
-from attn_graph.lowering.cpu.corners import CAUSAL
 from attn_graph.lowering.cpu.sdpa import node_reasons, through_lse
 from attn_graph.lowering.problem import (
     ALIGNED,
@@ -49,6 +48,7 @@ from attn_graph.lowering.reasons import (
 )
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
+from attn_graph.masks.canonical import CAUSAL
 from attn_graph.spec import NAMES, TensorSpec, memory_order
 
 LEAST_SM, MOST_SM = 80, 121  # the range that sdp_utils.cpp names, without what is older than sm_80
