@@ -21,6 +21,7 @@ from attn_graph.testing.gpu.threads import Threads
 
 ADDED = -1  # in the place of a program's number: programs add there, in any order
 UNSET = 0xFB  # a byte to which nothing was written; NaN in every type
+PAGE = 1 << 16  # bytes of a storage that are looked at together; no element lies in two
 
 
 def bytes_of(tensor: torch.Tensor) -> Array:
@@ -47,14 +48,12 @@ class Unset:
             self.written[storage.data_ptr()] = np.zeros(storage.nbytes(), np.uint8)
             self.kept.append(storage)
 
-    def look_again(self, start: int, units: Array) -> Array | None:
-        """Bytes of a storage that hold something, by unit; None: all. What the CPU has written
-        since does not look as new bytes do."""
+    def written_of(self, start: int, unit: int) -> Array | None:
+        """Bytes of a storage that hold something, by unit; None: all."""
         if start not in self.written:
             return None
-        written = self.written[start][: units.size].reshape(units.shape)
-        written[(units != UNSET).any(axis=1)] = 1
-        return written
+        written = self.written[start]
+        return written[: len(written) // unit * unit].reshape(-1, unit)
 
 
 @final
@@ -62,14 +61,17 @@ class Unset:
 class Region:
     """The storage of tensors of a launch, in units of the smallest element.
 
-    valid: whether a unit belongs to an element. written: bytes that hold something. writer, reader:
-    the program that wrote, and read, a unit, from 1 on; 0: none; ADDED: those that add to it.
+    met: pages that the launch has touched; of others nothing is known, and no memory is taken.
+    valid: whether a unit of those belongs to an element. written: bytes that hold something.
+    writer, reader: the program that wrote, and read, a unit, from 1 on; 0: none; ADDED: those that
+    add to it.
     """
 
-    name: str
+    tensors: Mapping[str, torch.Tensor]
     start: int
     data: Array
     unit: int
+    met: Array
     valid: Array
     written: Array | None
     writer: Array
@@ -81,21 +83,23 @@ class Region:
         first = next(iter(tensors.values()))
         start, data = first.untyped_storage().data_ptr(), bytes_of(first)
         unit = min(t.itemsize for t in tensors.values())
-        valid = np.zeros(len(data), bool)
-        for tensor in tensors.values():
-            mark_elements(valid, tensor)
         units = len(data) // unit
-        written = unset.look_again(start, data[: units * unit].reshape(-1, unit))
         return cls(
-            name=", ".join(tensors),
+            tensors=tensors,
             start=start,
             data=data,
             unit=unit,
-            valid=valid[: units * unit : unit],
-            written=written,
+            met=np.zeros(len(data) // PAGE + 1, bool),
+            valid=np.zeros(units, bool),
+            written=unset.written_of(start, unit),
             writer=np.zeros(units, np.int32),
             reader=np.zeros(units, np.int32),
         )
+
+    @property
+    def name(self) -> str:
+        """The names of its tensors."""
+        return ", ".join(self.tensors)
 
     @property
     def stop(self) -> int:
@@ -105,6 +109,26 @@ class Region:
     def words(self, size: int) -> Array:
         """The memory as numbers of so many bytes."""
         return self.data[: len(self.data) // size * size].view(f"u{size}")
+
+    def are_valid(self, units: Array) -> bool:
+        """Whether all of these units belong to elements."""
+        if self.valid[units].all():
+            return True
+        for page in np.unique(units // (PAGE // self.unit)).tolist():
+            if not self.met[page]:
+                self.meet(page)
+        return bool(self.valid[units].all())
+
+    def meet(self, page: int) -> None:
+        """Look at a page: where its elements are, and what the CPU has written since it was new,
+        which does not look as new bytes do."""
+        self.met[page] = True
+        first, last = page * PAGE, min((page + 1) * PAGE, self.valid.size * self.unit)
+        for tensor in self.tensors.values():
+            mark_elements(self.valid, self.unit, tensor.detach(), first, last)
+        if self.written is not None:
+            units = self.data[first:last].reshape(-1, self.unit)
+            self.written[first // self.unit :][: len(units)][(units != UNSET).any(axis=1)] = 1
 
     def check(
         self,
@@ -123,7 +147,7 @@ class Region:
         """
         units = (offsets // self.unit)[:, None] + np.arange(max(1, size // self.unit))
         me, writers = ADDED if add else m.number, self.writer[units]
-        if not self.valid[units].all():
+        if not self.are_valid(units):
             m.fault(f"{text} bytes of {self.name} that belong to no element")
         others = (writers != 0) & (writers != me)
         if others.any() and same is not None and not (others & ~same()[:, None]).any():
@@ -156,13 +180,21 @@ def holds(words: Array, places: Array, values: Array) -> Array:
     return np.asarray((words[places] == values).all(axis=0))
 
 
-def mark_elements(valid: Array, tensor: torch.Tensor) -> None:
-    """Mark the bytes of a tensor's elements among those of its storage."""
-    if tensor.numel():
-        first = valid[tensor.storage_offset() * tensor.itemsize :]
-        shape = (*tensor.shape, tensor.itemsize)
-        strides = (*(n * tensor.itemsize for n in tensor.stride()), 1)
-        np.lib.stride_tricks.as_strided(first, shape, strides)[...] = True
+def mark_elements(valid: Array, unit: int, tensor: torch.Tensor, first: int, last: int) -> None:
+    """Mark the units of a tensor's elements that lie at bytes `first` to `last` of its storage."""
+    size = tensor.itemsize
+    reach = [(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    begin = tensor.storage_offset() * size
+    end = begin + (sum(reach) + 1) * size
+    if not tensor.numel() or end <= first or last <= begin:
+        return
+    if first <= begin and end <= last:
+        shape = (*tensor.shape, size // unit)
+        strides = (*(s * size // unit for s in tensor.stride()), 1)
+        np.lib.stride_tricks.as_strided(valid[begin // unit :], shape, strides)[...] = True
+        return
+    for half in tensor.chunk(2, reach.index(max(reach))):
+        mark_elements(valid, unit, half, first, last)
 
 
 @final
