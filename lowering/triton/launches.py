@@ -93,12 +93,17 @@ class Descriptor:
 
     @classmethod
     def tiles(cls, name: str, spec: TensorSpec, rows: int, width: int, gluon: bool) -> Descriptor:
-        """Of an operand [B,H,L,D] in tiles of so many rows, at least as wide as D."""
-        pairs = zip(spec.shape[:3], spec.strides, strict=False)
-        strides = (
-            ALIGNED if is_one(n) else s for n, s in pairs
-        )  # of one element any will do but 0
-        return cls(name, spec.shape, (*strides, 1), (1, 1, rows, width), gluon)
+        """Of an operand [B,H,L,D] in tiles of so many rows, at least as wide as D.
+
+        An axis of one element has the stride of a dense one, from rows of whole 16 bytes on.
+        """
+        step = ALIGNED // spec.dtype.itemsize
+        strides: tuple[int, ...] = (1,)
+        dense = -(-spec.shape[3] // step) * step
+        for n, s in [*zip(spec.shape[:3], spec.strides, strict=False)][::-1]:
+            strides = (dense if is_one(n) else s, *strides)
+            dense = n * strides[0]
+        return cls(name, spec.shape, strides, (1, 1, rows, width), gluon)
 
     def of(self, tensor: torch.Tensor) -> Any:  # Any: Triton's
         """The kernel's argument.

@@ -61,10 +61,23 @@ def test_on_hopper_the_copy_engine_brings_what_it_can() -> None:
         assert not any(names for names, _ in planned_for(gpu, spec, spec, spec).values())
 
 
-def test_strides_of_axes_of_size_1_are_such_as_the_copy_engine_takes() -> None:
-    x = ag.TensorSpec((1, 1, 100, 96), torch.float16)
-    tiles = Descriptor.tiles("q", x, 64, 128, gluon=False)
-    assert tiles == Descriptor("q", x.shape, (16, 16, 96, 1), (1, 1, 64, 128), gluon=False)
+@given(
+    shape=st.tuples(*[st.integers(1, 3)] * 2, st.integers(1, 20), st.integers(1, 20)),
+    gap=st.integers(0, 2),
+    dtype=st.sampled_from((torch.float16, torch.bfloat16)),
+)
+def test_strides_of_axes_of_size_1_are_those_of_a_dense_tensor(
+    shape: tuple[int, int, int, int], gap: int, dtype: torch.dtype
+) -> None:
+    """No stride is less than a row, and all are multiples of the copy engine's 16 bytes."""
+    row = -(-shape[3] // 8) * 8 + 8 * gap
+    strides = (shape[1] * shape[2] * row, shape[2] * row, row, 1)
+    spec = ag.TensorSpec(shape, dtype, strides)
+    tiles = Descriptor.tiles("q", spec, 64, 128, gluon=False)
+    lone = [n == 1 for n in shape[:3]]
+    assert all(s % 8 == 0 and s >= shape[3] for s in tiles.strides[:3])
+    assert all(s == t for s, t, one in zip(tiles.strides, strides, lone, strict=False) if not one)
+    assert tiles.strides == strides or (gap and any(lone))
 
 
 @pytest.mark.skipif(
