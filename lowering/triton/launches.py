@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache
 from typing import Any, final
 
@@ -53,6 +53,12 @@ def load_kernel(name: str) -> Any:  # Any: a function of Triton
 def out_of_resources_error() -> Any:  # Any: a class of Triton's
     """Triton's error for tiles that a GPU has no room for."""
     return load_modules("triton.runtime.errors").OutOfResources
+
+
+@cache
+def load_driver() -> Any:  # Any: Triton's, whose `active` one is that of the GPU
+    """Import what knows the device for which Triton launches."""
+    return load_modules("triton.runtime").driver
 
 
 @cache
@@ -137,7 +143,8 @@ class Launch:
 
     grid: the number of programs. tensors: for each pointer of the kernel, the name of its tensor,
     or the names of several. texts: the source of generated functions, by parameter. fixed: all
-    other arguments but the descriptors, by parameter too.
+    other arguments but the descriptors, by parameter too. compiled: what was launched, which Triton
+    takes long to find again.
     """
 
     kernel: str
@@ -148,6 +155,7 @@ class Launch:
     warps: int
     stages: int
     descriptors: Mapping[str, Descriptor] = field(factory=dict)
+    compiled: dict[Hashable, Any] = field(factory=dict, init=False)  # Any: Triton's
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:  # Any: as the kernel takes them
         """All arguments of the kernel, by name."""
@@ -167,10 +175,29 @@ class Launch:
 
     def __call__(self, tensors: Tensors) -> None:
         """Launch it. Raises RefusedError if the GPU has too little memory for the tiles."""
+        function, arguments = load_kernel(self.kernel), self.arguments(tensors)
+        if is_interpreting():
+            function[(self.grid,)](**arguments)
+            return
+        given = [distinguish(arguments[x]) for x in (*self.tensors, *self.descriptors)]
+        key = load_driver().active.get_current_device(), *given
+        if compiled := self.compiled.get(key):
+            compiled[(self.grid, 1, 1)](*[arguments[name] for name in function.arg_names])
+            return
         try:
-            load_kernel(self.kernel)[(self.grid,)](**self.arguments(tensors))
+            self.compiled[key] = function[(self.grid,)](**arguments)
         except out_of_resources_error() as error:
             need = f"needs {error.required} of {error.name} for its tiles"
             most = f"of which the GPU has {error.limit}"
             reason = Reason("tile_resources", most, need, "{actual}, {limit}")
             raise RefusedError(reason) from error
+
+
+def distinguish(argument: Any) -> Hashable:  # Any: of a kernel
+    """By what Triton chooses the compiled kernel for an argument that may change with the call:
+    where tensors begin, which numbers there are, and what is absent."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr() % ALIGNED
+    if isinstance(argument, tuple):
+        return tuple(map(distinguish, argument))
+    return argument if isinstance(argument, int) else argument is None

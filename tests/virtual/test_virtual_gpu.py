@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 import attn_graph as ag
+from attn_graph.machine.imports import load_modules
+from attn_graph.testing.agreement import check_outputs
 from attn_graph.testing.gpu import Fault, UnknownInstructionError, virtual_gpu
 from attn_graph.testing.gpu.memory import Unset
+from attn_graph.testing.tensors import tensors_for
 from tests.support.ptx_programs import run_ptx
 from tests.support.sources import ROOT
+from tests.support.virtual_cases import attention, lay_aligned
 
 SCRIPT = """
 import torch
@@ -42,6 +47,31 @@ def test_plans_take_tensors_of_the_cpu_within_the_block_alone() -> None:
         plan.check_tensors((x, x, x))
     with pytest.raises(ag.PlanTargetError, match="a100"):
         plan.check_tensors((x, x, x))
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_triton_looks_for_a_kernel_once_for_where_tensors_begin(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads of 16 bytes, and the copy engine, need tensors that begin at multiples of 16 bytes."""
+    graph = attention(M=20, H=1, stats=False)
+    aligned = tuple(map(lay_aligned, tensors_for(graph, 0)))
+    moved = tuple(torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape) for x in aligned)
+    for x, y in zip(moved, aligned, strict=True):
+        x.copy_(y)
+    jit, looked = load_modules("triton.runtime.jit").JITFunction, list[str]()
+    run = jit.run
+
+    def look(self: Any, *arguments: object, **options: object) -> object:  # Any: Triton's
+        looked.append(self.__name__)
+        return run(self, *arguments, **options)
+
+    monkeypatch.setattr(jit, "run", look)
+    with virtual_gpu(gpu) as device:
+        plan = ag.compile(graph, target=device.target, backends=("triton",))
+        for tensors, count in ((aligned, 1), (aligned, 1), (moved, 2), (moved, 2), (aligned, 2)):
+            check_outputs(plan, graph, tensors)
+            assert looked == ["forward"] * count
 
 
 def test_one_virtual_gpu_of_a_kind_is_in_use_at_a_time() -> None:
