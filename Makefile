@@ -29,7 +29,7 @@ CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo check test slow deep virtual mutants tritons kernel-report gluon-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo check test slow deep virtual mutants tritons kernel-report virtual-report gluon-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -94,6 +94,9 @@ $(TRITONS:%=.tritons/%/tested): .tritons/%/tested: .tritons/%/installed
 
 kernel-report: venv
 	$(BIN)/python -m docs.generate.kernels
+
+virtual-report: venv
+	$(BIN)/python -m docs.generate.virtual
 
 # The rows of each version of Triton, by that version.
 gluon-report: $(TRITONS:%=.tritons/%/reported)

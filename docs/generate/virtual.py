@@ -1,0 +1,181 @@
+"""Writes docs/reports/virtual.md, what virtual GPUs executed: `make virtual-report`.
+
+About nine minutes of one core, and as many again where Triton's cache has none of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from time import process_time
+from typing import final
+
+from attrs import define, field
+
+import attn_graph as ag
+from attn_graph.testing.agreement import check_gradients, check_outputs
+from attn_graph.testing.gpu import VirtualGpu, virtual_gpu
+from attn_graph.testing.rule import distance, expect_gradients, expect_outputs
+from attn_graph.testing.tensors import cotangents_for
+from docs.generate.pages import table
+from tests.support.virtual_cases import CASES, inputs_for, machine, plan_on, shorten_note
+from tests.virtual.test_sequences_on_virtual_gpus import BODIES
+
+PAGE = Path(__file__).parents[1] / "reports" / "virtual.md"
+PLACES = ((80, "triton"), (90, "triton"), (100, "triton"), (120, "triton"), (90, "gluon"))
+SEQUENCES = 90  # where packed sequences, pages and tangents run, both passes
+TEXT = """\
+# What virtual GPUs executed
+
+Written by `make virtual-report` with triton {triton}: the compiled kernels, executed and checked on
+a CPU as [the guide](../guides/run-without-a-gpu.md) says. Every number was held to the formula in
+float64 by the accuracy rule of [the semantics](../semantics.md), every access to memory, wait and
+barrier to the PTX ISA. {programs:,} programs in {seconds:,.0f} seconds of one core, of which
+comparing takes a part: {rates}.
+
+NVIDIA's assembler and the GPUs themselves are not in it, nor is any time.
+
+## By feature
+
+How far the worst number of both passes is from the formula, as a share of what the rule allows.
+"-": the backend does not take it. `gluon` is on sm_90. The largest error is mostly that of rounding
+a result to its dtype, which is one and the same wherever the result is right.
+
+{features}
+
+## By kernel
+
+How many programs, in so many features. Features with packed sequences, pages and tangents ran on
+sm_{sequences}: {bodies}.
+
+{kernels}
+
+## What the kernels leave out
+
+The PTX ISA asks for more than Triton {triton} writes. The virtual GPU notes these, by kernel:
+
+{notes}
+
+[The guide](../guides/run-without-a-gpu.md#errors-it-reports) says of each why GPUs bear it.
+"""
+
+
+@final
+@define
+class Tally:
+    """What was executed. shares: the worst of a feature at a place; None where it is refused.
+
+    kernels: programs by kernel and compute capability. features: how many ran it. seconds: by
+    compute capability.
+    """
+
+    shares: dict[tuple[str, int, str], float | None] = field(factory=dict)
+    kernels: Counter[tuple[str, int]] = field(factory=Counter)
+    features: Counter[tuple[str, int]] = field(factory=Counter)
+    seconds: dict[int, float] = field(factory=dict)
+    notes: set[tuple[str, str]] = field(factory=set)
+
+    def add(self, sm: int, device: VirtualGpu, seconds: float) -> None:
+        """Count what a device executed."""
+        for name, programs in device.kernels.items():
+            self.kernels[name, sm] += programs
+            self.features[name, sm] += 1
+        self.seconds[sm] = self.seconds.get(sm, 0.0) + seconds
+        self.notes |= {(shorten_note(note), f"sm_{sm}") for note in device.notes}
+
+
+def measure() -> Tally:
+    """Execute all."""
+    tally = Tally()
+    for sm, backend in PLACES:
+        for name, make in CASES.items():
+            with virtual_gpu(machine(sm)) as device:
+                start = process_time()
+                tally.shares[name, sm, backend] = worst_share(device, make(), backend)
+                tally.add(sm, device, process_time() - start)
+            print(sm, backend, name, tally.shares[name, sm, backend], flush=True)
+    for name, (run, case) in BODIES.items():
+        with virtual_gpu(machine(SEQUENCES)) as device:
+            start = process_time()
+            run(device, case)
+            tally.add(SEQUENCES, device, process_time() - start)
+        print(SEQUENCES, name, flush=True)
+    return tally
+
+
+def worst_share(device: VirtualGpu, graph: ag.Graph, backend: str) -> float | None:
+    """Execute both passes: the worst error over what the rule allows; None if it is refused."""
+    plan = plan_on(device, graph, backend)
+    if isinstance(plan, str):
+        return None
+    tensors = inputs_for(graph, backend)
+    outputs = check_outputs(plan, graph, tensors)
+    pairs = [*zip(outputs, expect_outputs(graph, tensors), strict=True)]
+    if graph.has_gradient:
+        grads = check_gradients(plan, graph, tensors, 0)
+        dues = expect_gradients(graph, tensors, cotangents_for(plan.graph, 0))
+        pairs += [(grads[name], due) for name, due in dues.items()]
+    return max(distance(x, due.ref) / due.allowance(x.dtype) for x, due in pairs)
+
+
+def feature_table(tally: Tally) -> str:
+    """A line for each feature."""
+
+    def show(share: float | None) -> str:
+        return "-" if share is None else f"{share:.2f}"
+
+    head = ("feature", *(f"sm_{sm}" if each == "triton" else each for sm, each in PLACES))
+    rows = [(name, *(show(tally.shares[name, sm, each]) for sm, each in PLACES)) for name in CASES]
+    return table(head, [tuple(row) for row in rows])
+
+
+def kernel_table(tally: Tally) -> str:
+    """A line for each kernel."""
+    machines = sorted(tally.seconds)
+    rows: list[tuple[object, ...]] = [
+        (
+            f"`{name}`",
+            *(
+                f"{tally.kernels[name, sm]:,} in {tally.features[name, sm]}"
+                if tally.kernels[name, sm]
+                else "-"
+                for sm in machines
+            ),
+        )
+        for name in sorted({name for name, _ in tally.kernels})
+    ]
+    return table(("kernel", *(f"sm_{sm}" for sm in machines)), rows)
+
+
+def note_list(tally: Tally) -> str:
+    """A line for each note, with where it is true."""
+    texts = sorted({text for text, _ in tally.notes})
+    return "\n".join(
+        f"- {text} ({', '.join(sorted((w for t, w in tally.notes if t == text), key=len))})"
+        for text in texts
+    )
+
+
+def main() -> None:
+    tally = measure()
+    rates = (
+        f"sm_{sm} {sum(n for (_, at), n in tally.kernels.items() if at == sm) / seconds:.0f}"
+        for sm, seconds in sorted(tally.seconds.items())
+    )
+    text = TEXT.format(
+        triton=version("triton"),
+        programs=tally.kernels.total(),
+        seconds=sum(tally.seconds.values()),
+        rates=f"{', '.join(rates)} programs a second",
+        features=feature_table(tally),
+        kernels=kernel_table(tally),
+        sequences=SEQUENCES,
+        bodies="; ".join(BODIES),
+        notes=note_list(tally),
+    )
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
