@@ -26,6 +26,7 @@ from attn_graph.lowering.fa4.lists import FULL, MIXED, classify, make_lists
 from attn_graph.lowering.fa4.offline import keep_kernels_in, kernel_folder
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import VIRTUAL
+from attn_graph.masks import LENGTHS
 from attn_graph.masks.places import Place, Untraceable
 from attn_graph.testing import agreement, backend_check
 from attn_graph.testing import strategies as drawn
@@ -121,9 +122,9 @@ def test_absent_rows_are_never_seen(modelled: ag.Target, case: absent.Case) -> N
     except ag.NoBackendError as error:
         refused(error)
     assume(plan.backend == "fa4")
-    due = absent.every_result(case, plan, 0.0)
-    assert absent.are_same(absent.every_result(case, plan, torch.nan), due)
-    agreement.check_outputs(plan, case.graph, case.tensors(0.0))
+    zeros, poisoned = (absent.every_result(case, plan, spoilt) for spoilt in (False, True))
+    assert absent.are_same(poisoned, zeros)
+    agreement.check_outputs(plan, case.graph, case.tensors(False))
 
 
 @st.composite
@@ -133,7 +134,7 @@ def packed(draw: st.DrawFn) -> Packed:
     D, E = draw(st.sampled_from([(8, 8), (16, 16), (16, 8)]))
     shape = drawn.Shape(len(batch.rows), G * draw(st.integers(1, 2)), G, *batch.most, D, E)
     options = draw(drawn.mask_options(shape)) | draw(drawn.score_options(shape, BF16))
-    options = {n: x for n, x in options.items() if n not in ag.masks.LENGTHS}
+    options = {n: x for n, x in options.items() if n not in LENGTHS}
     options |= {"scale": None, "dropout": 0.0, "stats": draw(st.booleans())}
     options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
     if not getattr(options.get("mask"), "needs", ()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapreplace
 from itertools import pairwise, product
 from typing import Any, final
@@ -102,7 +102,7 @@ SHARE = max(1, 100 // settings().max_examples)  # `make deep` takes all
 GRID = [*product((1, 4), ((8, 1), (8, 8), (32, 8)), (512, 2048, 8192))]
 
 
-def cases_of(gpu: str, name: str) -> list[tuple[tuple[int, tuple[int, int], int], int]]:
+def cases_of(gpu: str, name: str) -> Sequence[tuple[tuple[int, tuple[int, int], int], int]]:
     """A share of the grid and of head sizes; over all GPUs and masks every case."""
     turn = GPUS.index(gpu) + [*MASKS].index(name)
     return [*product(GRID, (64, 128))][turn % SHARE :: SHARE]
