@@ -127,7 +127,10 @@ class SizedStep:
         folded = fold_problem(problem) if self.folds else None
         alone, is_free = self.lower(problem if folded is None else folded)
         ready = unfold_ready(alone, problem, folded)
-        return ready if kept is None else wrap_each(ready, run_selected, kept), is_free
+        if kept is None:
+            return ready, is_free
+        call, infer = ready
+        return (partial(run_selected, call, kept), partial(run_selected, infer, kept)), is_free
 
 
 def find_keys(
@@ -146,13 +149,9 @@ def unfold_ready(ready: Ready, problem: Problem, folded: Problem | None) -> Read
     if folded is None:
         return ready
     given = {n: x.shape for n, x in enumerate(folded.specs) if x != problem.specs[n]}
-    return wrap_each(ready, run_folded, given, result_shapes(problem, given))
-
-
-def wrap_each(ready: Ready, wrapper: Callable[..., Tensors], *given: object) -> Ready:
-    """Both ways to run within a function of theirs."""
-    call, infer = ready
-    return partial(wrapper, call, *given), partial(wrapper, infer, *given)
+    due, (call, infer) = result_shapes(problem, given), ready
+    first = due if problem.grad is not None else {0: due[0]}
+    return partial(run_folded, call, given, due), partial(run_folded, infer, given, first)
 
 
 def run_selected(

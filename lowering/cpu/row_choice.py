@@ -134,12 +134,12 @@ def is_short(problem: Problem) -> bool:
     """Whether a problem has many key/value heads of few scores. What data hide of them has to be
     hidden in one operation, and what is known to be hidden has to be little."""
     p, mask = problem, problem.node.mask
-    hides_at_once = has_few_scores(p) or (p.grad is None and caps_entries(p))
-    if mask is not None and not (hides_at_once if mask.needs else sees_most(p)):
-        return False
     few = p.lines * p.N <= MOST_SHORT and p.B * p.G >= SHORT_HEADS
     rows = p.lines >= SHORT_ROWS or p.lines * p.N <= FEW_SHORT
-    return few and rows and not copies_gaps(p)
+    if not (few and rows) or copies_gaps(p):
+        return False
+    hides_at_once = has_few_scores(p) or (p.grad is None and caps_entries(p))
+    return mask is None or (hides_at_once if mask.needs else sees_most(p))
 
 
 def copies_gaps(problem: Problem) -> bool:

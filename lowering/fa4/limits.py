@@ -145,6 +145,15 @@ def other_heads(case: Fa4Case) -> str:
     return "" if known else head_sizes(case.problem)
 
 
+def split_values(case: Fa4Case) -> str:
+    """The head sizes, where a gradient's tiles of v do not fill the rows that D's layout has."""
+    D, E = (-(-size // 16) * 16 for size in (case.problem.D, case.problem.E))
+    if case.family == HOPPER:
+        row = next(n for n in (64, 32, 16) if D % n == 0)
+        return head_sizes(case.problem) if E % row else ""
+    return head_sizes(case.problem) if D % 64 == 0 and E <= 32 else ""
+
+
 def is_wide(case: Fa4Case) -> bool:
     """Whether Blackwell's gradient has a kernel of its own for the head size."""
     return case.problem.D == case.problem.E == 256
@@ -226,6 +235,15 @@ LIMITS = (
         "flash_bwd_sm90.py: GQA backward requires head_dim == head_dim_v",
         (HOPPER,),
         backward=True,
+    ),
+    Limit(
+        "value_size",
+        split_values,
+        "has gradients where the head size of v fills rows of shared memory",
+        "flash_bwd_sm90.py, flash_bwd_sm100.py: layouts by head_dim, as compiled",
+        (HOPPER, *DATACENTER),
+        backward=True,
+        says="unasked",
     ),
     Limit(
         "mask",

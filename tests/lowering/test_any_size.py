@@ -45,6 +45,21 @@ def test_each_size_is_the_formula_whatever_came_before(
         check_outputs(plan, exact, tensors)
 
 
+@pytest.mark.parametrize("sizes", [[2, 2], [5, 70, 129]])
+@pytest.mark.parametrize("M", [1, 2])
+def test_rows_of_a_group_whose_keys_are_all_hidden_are_0(M: int, sizes: list[int]) -> None:
+    """Heads of a group are rows of one, and nothing but o is wanted."""
+    N, mask = ag.Dim("N", 4096), ag.Window(70, 0, "bottom_right")
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k = ag.TensorSpec((1, 2, M, 1), dtype), ag.TensorSpec((1, 1, N, 1), dtype)
+        keep = ag.TensorSpec((1, 1, 1, N), torch.bool)
+        plan = ag.compile(ag.attention(q, k, k, mask=mask, keep=keep), backends=("math",))
+        for n in sizes:
+            hidden = torch.zeros(1, 1, 1, n, dtype=torch.bool)
+            keys = torch.ones(1, 1, n, 1, dtype=dtype)
+            assert not plan(torch.ones(1, 2, M, 1, dtype=dtype), keys, keys, hidden).any()
+
+
 @pytest.mark.parametrize("mask", MASKS[1:], ids=str)
 @pytest.mark.parametrize("r", [1, 2])
 def test_one_query_reads_the_keys_that_its_mask_leaves(mask: ag.Mask, r: int) -> None:

@@ -369,3 +369,35 @@ def test_planning_imports_neither_the_package_nor_its_compiler() -> None:
     told = ag.explain(make(mask=JOINED), target=H200, backends=("fa4",))
     assert "fa4: chosen" in str(told)
     assert not {"cutlass", "flash_attn", "flash_attn.cute"} & sys.modules.keys()
+
+
+COMPILES = {  # D, E: whether 4.0.0b36 compiled a gradient, for sm_90 and for sm_100
+    (64, 32): (False, False),
+    (128, 32): (False, False),
+    (64, 16): (False, False),
+    (64, 48): (False, True),
+    (32, 16): (False, True),
+    (128, 96): (False, True),
+    (96, 64): (True, True),
+    (96, 32): (True, True),
+    (32, 64): (True, True),
+    (64, 128): (True, True),
+    (128, 64): (True, True),
+    (192, 128): (True, True),
+}
+
+
+@pytest.mark.parametrize(("D", "E"), COMPILES)
+def test_gradients_that_the_package_can_not_compile_are_refused(D: int, E: int) -> None:
+    q, k, v = spec(1, 2, 256, D), spec(1, 2, 256, D), spec(1, 2, 256, E)
+    graph = ag.vjp(ag.attention(q, k, v))[1]
+    for target, compiles in zip((H200, B200), COMPILES[D, E], strict=True):
+        keys = [reason.key for reason in BACKEND.why_not(simplify(graph), target, Options())]
+        assert ("value_size" not in keys) is compiles
+
+
+def test_a_tensor_that_nothing_reads_is_no_part_of_a_self_check() -> None:
+    mask = ag.Causal("top_left") | ag.Keep()
+    keep = ag.TensorSpec((1, 1, 2, 1), torch.bool)
+    graph = simplify(ag.attention(spec(1, 1, 2, 8), *[spec(1, 1, 1, 8)] * 2, mask=mask, keep=keep))
+    assert BACKEND.device_test(graph, H200, Options()) is not None
