@@ -16,7 +16,7 @@ from attrs import frozen
 
 from attn_graph.kernels.row_sums import count_sum_bytes
 from attn_graph.lowering.cpu.product_slots import FEW_SCORES, TileGrid
-from attn_graph.lowering.cpu.row_choice import reads_much, sums_rows
+from attn_graph.lowering.cpu.row_choice import MOST_READING, reads_long, sums_rows
 from attn_graph.lowering.cpu.row_core import Change, Core, RowSteps
 from attn_graph.lowering.cpu.row_grid import SINGLE_ROWS
 from attn_graph.lowering.cpu.row_tiles import Tensors
@@ -85,7 +85,7 @@ class EntryTiles(TileGrid):
         """How each batch entry is computed: by PyTorch's softmax, a single call, of few scores."""
         p = self.problem
         single = p.lines < SINGLE_ROWS or p.G * p.lines * p.N <= FEW_SCORES
-        turns = reads_much(p, p.B)
+        turns = p.lines <= MOST_READING and reads_long(p, p.B)
         sums = sums_rows(p, p.B)
         return RowSteps(p.node.scale, single, turns=turns, sums=sums)
 
