@@ -135,7 +135,7 @@ def test_kernels_are_compiled_ahead_for_calls_with_tensors(
         ("", (), "holds no graph"),
         ("hello", (), "expected"),
         (str(HALF), ("--driver", "thirteen"), "'thirteen' is no version of CUDA such as 13.0"),
-        (str(HALF), ("--target", "h20"), "'h20' is not known"),
+        (str(HALF), ("--target", "h19"), "'h19' is not known"),
     ],
 )
 def test_what_can_not_be_prepared_is_wrong_usage(

@@ -457,7 +457,7 @@ def test_other_versions_than_the_targets_are_a_reason(store: Store) -> None:
 
 
 def test_a_gpu_that_nobody_described_is_a_reason(store: Store) -> None:
-    target = Target("h20", "cuda", 90, (), H200.libraries)
+    target = Target("h19", "cuda", 90, (), H200.libraries)
     with pytest.raises(ag.NoBackendError) as error:
         planned(store=store, target=target, backends=("cudnn",))
     assert refusal(error).startswith("plans for GPUs that are not there from a100, h100, h200")
@@ -465,7 +465,7 @@ def test_a_gpu_that_nobody_described_is_a_reason(store: Store) -> None:
 
 def test_such_a_gpu_is_explained_all_the_same() -> None:
     """By a version of cuDNN whose backward's workspace is known without a plan."""
-    found = ag.explain(CAUSAL, target=Target("h20", "cuda", 90, (), LIBRARIES))
+    found = ag.explain(CAUSAL, target=Target("h19", "cuda", 90, (), LIBRARIES))
     assert found.backend == "cudnn"
     assert found.memory is not None
     assert found.memory.untold == ("forward",)
