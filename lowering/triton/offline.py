@@ -17,6 +17,7 @@ from attrs import frozen
 
 from attn_graph.lowering.triton.launches import Launch, Tensors, is_interpreting, load_kernel
 from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.sass import Body, read_body
 
 INSTRUCTIONS = {  # in PTX: matrix products, and copies that run beside them
     "wgmma": r"wgmma\.mma_async",
@@ -37,7 +38,7 @@ class MachineCode:
     of one warp group wait for each other because registers are short. renewed: how often the
     assembler begins products anew because one of their registers is set late (its info C7519), so
     that they do not follow each other closely. instructions: how often each kind of INSTRUCTIONS
-    stands in the code. sass: the machine code as text.
+    stands in the code. body: its loops.
     """
 
     kernel: str
@@ -48,7 +49,7 @@ class MachineCode:
     renewed: int
     warps: int
     instructions: tuple[tuple[str, int], ...]
-    sass: str
+    body: Body
     ptx: str
 
     def __str__(self) -> str:
@@ -150,7 +151,7 @@ def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
 def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # Any: Triton's
     """What the machine code of a compiled kernel needs."""
     ptx: str = compiled.asm["ptx"]
-    registers, spilled, waits, starts, sass = read_resources(compiled.asm["cubin"])
+    registers, spilled, waits, starts, body = read_resources(compiled.asm["cubin"])
     counts = tuple((name, len(re.findall(form, ptx))) for name, form in INSTRUCTIONS.items())
     return MachineCode(
         kernel=name,
@@ -161,20 +162,20 @@ def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # An
         renewed=max(0, starts - len(re.findall(r"wgmma\.fence", ptx))),
         warps=warps,
         instructions=counts,
-        sass=sass,
+        body=body,
         ptx=ptx,
     )
 
 
 @lru_cache(maxsize=1024)
-def read_resources(cubin: bytes) -> tuple[int, int, int, int, str]:
+def read_resources(cubin: bytes) -> tuple[int, int, int, int, Body]:
     """Registers and bytes of stack of a thread, instructions that wait for products and that begin
-    them, and the code."""
+    them, and loops."""
     usage, code = disassemble(cubin)
     (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
     waits, starts = code.count("WARPGROUP.DEPBAR"), code.count("WARPGROUP.ARRIVE")
-    return int(registers), max(int(stack), spills), waits, starts, code
+    return int(registers), max(int(stack), spills), waits, starts, read_body(code)
 
 
 def disassemble(cubin: bytes) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from typing import final
 
 from attrs import frozen
 
-from docs.generate.sass import (
+from attn_graph.lowering.triton.sass import (
     Instruction,
     Loop,
     count_loop,
