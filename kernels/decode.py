@@ -150,9 +150,13 @@ def merge_parts(
     col = tl.arange(0, WIDTH_E)[None, :]
     for n in range(0, PARTS, AT_ONCE):
         own, size, at = load_part(parts_lse_ptr, n + one, PARTS, line, i, M)
-        weight = raise_to(own - each, FOLD) * tl.exp2(size)
-        saw = (own != float("-inf"))[:, None] & (col < E)
-        part = tl.load(parts_ptr + at[:, None] * E + col, mask=saw, other=0.0) * weight[:, None]
+        # Products are chosen before they are added: fused with a sum they would not be rounded, so
+        # that warps which hold one row, and add in another order, would differ in the last bit.
+        saw = own != float("-inf")
+        weight = tl.where(saw, raise_to(own - each, FOLD) * tl.exp2(size), 0.0)
+        kept = saw[:, None] & (col < E)
+        part = tl.load(parts_ptr + at[:, None] * E + col, mask=kept, other=0.0)
+        part = tl.where(kept, part * weight[:, None], 0.0)
         acc += tl.sum(tl.reshape(part, (ROWS, AT_ONCE, WIDTH_E)), 1)
         total += tl.sum(tl.reshape(weight, (ROWS, AT_ONCE)), 1)
     if sinks_ptr is not None:

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+import torch
+from attrs import evolve
+from hypothesis import given, reject, settings
 
 import attn_graph as ag
+from attn_graph.kernels.tilings import Pass
+from attn_graph.lowering.triton.divisions import Division
+from attn_graph.lowering.triton.plan import FlashBuilder
 from attn_graph.testing.gpu import virtual_gpu
 from attn_graph.testing.strategies import seeds, simple_graphs
-from tests.support.virtual_cases import CASES, execute, machine, shorten_note
+from tests.support.virtual_cases import (
+    CASES,
+    CAUSAL,
+    attention,
+    execute,
+    machine,
+    plan_on,
+    shorten_note,
+)
 
 Golden = Callable[[object], None]
 GENERATIONS = (80, 90, 100, 120)
@@ -67,4 +81,29 @@ def test_what_kernels_leave_out_is_known(triton: str, golden: Golden) -> None:
 @settings(max_examples=settings().max_examples // 2)  # each compiles kernels
 def test_drawn_graphs_give_what_the_formula_says(sm: int, graph: ag.Graph, seed: int) -> None:
     with virtual_gpu(machine(sm), seed=seed) as device:
-        execute(device, graph, seed)
+        outcome = execute(device, graph, seed)
+    if outcome.refusal:
+        reject()
+    assert outcome.programs
+
+
+@pytest.mark.parametrize(("sm", "size"), [(80, 5), pytest.param(90, 64, marks=pytest.mark.slow)])
+def test_warps_that_join_parts_agree_on_every_bit(
+    sm: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several warps hold the sum of a row, of products that a fused multiplication does not round:
+    where their order differed, the last bit was that of the warp that stored last."""
+    usual = FlashBuilder.divide
+
+    def in_parts(self: FlashBuilder, pass_: Pass, tiles: Any, *given: Any) -> Division:
+        own = usual(self, pass_, tiles, *given)
+        return evolve(own, parts=3) if pass_ == "forward" else own
+
+    monkeypatch.setattr(FlashBuilder, "divide", in_parts)
+    ag.clear_cache()
+    graph = attention(M=70, N=200, D=size, dtype=torch.float32, mask=CAUSAL)
+    with virtual_gpu(machine(sm)) as device:
+        plan = plan_on(device, graph, "triton")
+        assert "merge_parts: " in str(plan if isinstance(plan, str) else plan.explain())
+        assert execute(device, graph).programs
+    ag.clear_cache()
