@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -255,10 +256,13 @@ def test_an_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         wheels.check_torch()
 
 
-def test_the_command_itself_needs_nothing_but_python() -> None:
-    """Before wheels are installed: `-S` has no packages at all."""
+def test_the_command_itself_needs_nothing_but_python(tmp_path: Path) -> None:
+    """Before wheels are installed: `-S` has no packages, and a copy no `.gpu` of an earlier run."""
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
     program = (sys.executable, "-S", "-m", "benchmarks.gpu")
-    process = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, env={})
+    process = subprocess.run(
+        program, cwd=tmp_path, capture_output=True, text=True, check=False, env={}
+    )
     assert process.returncode == 1
     assert process.stderr.startswith("not installed: attrs, click, hypothesis")
 

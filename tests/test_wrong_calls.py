@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "segments": (
         lambda: attend(segments=ROWS),
-        "[2, 8]> are not two tensors; write segments=(x, x)",
+        "[2, 8]> is not a pair of Tensor; write segments=(x, x)",
     ),
     "tensors": (lambda: ag.attention(Q, Q, Q), "or nn.functional.attention for tensors"),  # type: ignore[arg-type]  # wrong on purpose
     "here": (

@@ -342,7 +342,7 @@ def attention(
     given = {"bias": bias, "alibi": slopes, "keep": keep}
     given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
     if segments is not None:
-        given["q_segments"], given["kv_segments"] = two_segments(segments)
+        given["q_segments"], given["kv_segments"] = two_segments(segments, TensorSpec)
     rate = b.attempt(lambda: ops.Dropout(0.0 if dropout is None else dropout).rate) or 0.0
     if rate:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
@@ -413,14 +413,14 @@ def statistic_names(stats: object) -> tuple[str, ...]:
     return names
 
 
-def two_segments(segments: object) -> tuple[TensorSpec, TensorSpec]:
-    """The specs of q_segments and kv_segments. Raises GraphError for anything but a pair."""
+def two_segments(segments: object, kind: type[T]) -> tuple[T, T]:
+    """q_segments and kv_segments. Raises GraphError for anything but a pair of this kind."""
     match segments:
-        case TensorSpec() as q, TensorSpec() as kv:
+        case (q, kv) if isinstance(q, kind) and isinstance(kv, kind):
             return q, kv
     raise GraphError(
-        f"attention: segments {show(segments)} are not two specs; write segments=(x, x) where "
-        "queries and keys have the same, or (q_segments, kv_segments)"
+        f"attention: segments {show(segments)} is not a pair of {kind.__name__}; write "
+        "segments=(x, x) where queries and keys have the same, or (q_segments, kv_segments)"
     )
 
 

@@ -21,7 +21,7 @@ from attn_graph.errors import (
     as_tensor_error,
     show,
 )
-from attn_graph.ir.builder import EXTRA
+from attn_graph.ir.builder import EXTRA, two_segments
 from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Causal, Mask, Prefix
@@ -120,7 +120,7 @@ def attention(
     elif not (seed is None and offset is None) and (dropout or reads_seed(mask)):
         seeds = (number_on(q.device, seed), number_on(q.device, offset))
     slopes = None if isinstance(alibi, bool) else alibi
-    each = (None, None) if segments is None else two_parts(segments)
+    each = (None, None) if segments is None else two_segments(segments, Tensor)
     given = (  # in the order of EXTRA
         bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, *seeds,
         q_starts, kv_starts, pages,
@@ -143,17 +143,6 @@ def reads_seed(mask: object) -> bool:
     if is_dynamo_compiling() or not isinstance(mask, Mask):
         return False
     return not mask.needs.keys().isdisjoint(SEED)
-
-
-def two_parts(segments: object) -> tuple[Tensor, Tensor]:
-    """The tensors q_segments and kv_segments. Raises GraphError for anything but a pair."""
-    match segments:
-        case Tensor() as q, Tensor() as kv:
-            return q, kv
-    raise GraphError(
-        f"attention: segments {show(segments)} are not two tensors; write segments=(x, x) where "
-        "queries and keys have the same, or (q_segments, kv_segments)"
-    )
 
 
 def scaled_dot_product_attention(

@@ -23,16 +23,18 @@ TESTS: tuple[Callable[[object, object], object], ...] = (
 )
 
 
-def expect_refusal(test: Callable[[object, object], object], a: object, way_out: str) -> None:
-    with pytest.raises(ag.GraphError, match=way_out):
+def refusal_of(test: Callable[[object, object], object], a: object) -> str:
+    """What the error says."""
+    with pytest.raises(ag.GraphError) as error:
         test(a, a)
+    return str(error.value)
 
 
 @given(strategies.masks(SHAPE), st.sampled_from(TESTS))
 def test_masks_are_joined_by_operators_alone(
     mask: ag.Mask, test: Callable[[object, object], object]
 ) -> None:
-    expect_refusal(test, mask, "join masks with &, | and ~")
+    assert "join masks with &, | and ~" in refusal_of(test, mask)
     assert mask & mask is not None
     assert mask in (mask, None)
 
@@ -41,18 +43,18 @@ def test_masks_are_joined_by_operators_alone(
 def test_modifiers_are_applied_one_after_another(
     modifier: ag.Modifier, test: Callable[[object, object], object]
 ) -> None:
-    expect_refusal(test, modifier, "one after another")
+    assert "one after another" in refusal_of(test, modifier)
 
 
 @pytest.mark.parametrize("test", TESTS)
 def test_formulas_addends_and_values_have_no_truth(
     test: Callable[[object, object], object],
 ) -> None:
-    expect_refusal(test, ag.Formula("i >= j"), "join masks with")
-    expect_refusal(test, ag.Addend("real(i - j)"), "one after another")
+    assert "join masks with" in refusal_of(test, ag.Formula("i >= j"))
+    assert "one after another" in refusal_of(test, ag.Addend("real(i - j)"))
 
     def attend(q: ag.Value) -> ag.Value:
-        expect_refusal(test, q, "compare with None")
+        assert "compare with None" in refusal_of(test, q)
         return ag.scores(q, q)
 
     ag.graph(attend, q=X)

@@ -151,8 +151,8 @@ def test_a_mismatch_names_both_placements(crew: Crew) -> None:
         assert "q: expected [2, 4, 8, 4] in all, got [2, 4, 16, 4]" in long
 
 
-def divide_odd_sizes(rank: int, group: Any, placement: Placement, axis: int) -> None:
-    """Compare with one device, sizes that ranks don't divide evenly."""
+def divide_odd_sizes(rank: int, group: Any, placement: Placement, axis: int) -> int:
+    """Compare with one device, sizes that ranks don't divide evenly; what this rank has of them."""
     sizes = [[4, 4, 8], [4, 5, 8], [4, 4, 23]][axis]
     x = torch.randn(*sizes, 4, generator=torch.Generator().manual_seed(0))
     spec = ag.TensorSpec.like(x)
@@ -168,12 +168,15 @@ def divide_odd_sizes(rank: int, group: Any, placement: Placement, axis: int) -> 
     due.sum().backward()
     assert isinstance(part.grad, DTensor)
     torch.testing.assert_close(part.grad.full_tensor(), leaf.grad)
+    assert isinstance(part, DTensor)
+    return int(part.to_local().shape[axis])
 
 
 @pytest.mark.parametrize(("placement", "axis"), PLACED)
 def test_sizes_are_divided_as_dtensors_are(crew: Crew, placement: Placement, axis: int) -> None:
     """PyTorch gives 23 positions to three ranks as 8, 8 and 7; five heads as 2, 2 and 1."""
-    crew.run(3, divide_odd_sizes, placement, axis)
+    lengths = crew.run(3, divide_odd_sizes, placement, axis)
+    assert lengths == [[2, 2, 0], [2, 2, 1], [8, 8, 7]][axis]
 
 
 def refuse_divisions(rank: int, group: Any) -> list[str]:

@@ -217,74 +217,70 @@ def test_text_of_a_sharded_graph_makes_it_again() -> None:
             ag.Sharded.parse(text.replace(old, new))
 
 
-def test_what_can_t_be_divided_says_so() -> None:
-    x = ag.TensorSpec((1, 4, 8, 4), torch.float32)
-    plain, mesh = ag.attention(x, x, x), ag.Mesh(2)
-    bias = ag.attention(x, x, x, bias=ag.TensorSpec((1, 4, 8, 8), torch.float32))
-    whole: Any = ag.shard(plain, mesh, "zigzag")
-    short = ag.attention(x, x, x, kv_lengths=ag.TensorSpec((1,), torch.int64))
-    row, several = ag.TensorSpec((8, 4, 4), torch.float32), cast(Any, ["nvlink"])
-    packed = ag.attention(row, row, row, q_starts=ag.TensorSpec((3,), torch.int64))
-    wants: Any = {"wants": ()}
-    backends: Any = {"backends": ("math",)}
-    calls: dict[str, Any] = {
-        "placements 'rows' is none of batch": lambda: ag.shard(plain, mesh, "rows"),  # type: ignore[arg-type]
-        "method 'ring' is for a divided sequence": lambda: ag.shard(
-            plain, mesh, "heads", method="ring"
-        ),
-        "method 'heads' has 4 heads for 8 ranks": lambda: ag.shard(
-            plain, ag.Mesh(8), "zigzag", method="heads"
-        ),
-        "exchange bias": lambda: ag.shard(bias, mesh, "zigzag", method="heads"),
-        "no mask reads bias": lambda: ag.shard(bias, mesh, "zigzag", bias=torch.zeros(1)),
-        "mesh: 0 is no number of ranks": lambda: ag.Mesh(0),
-        "to be one attention, and is attention_grad": lambda: ag.shard(
-            ag.vjp(plain)[1], mesh, "zigzag"
-        ),
-        "belongs to no group": lambda: ag.compile(ag.shard(plain, mesh, "zigzag")),
-        "2 shards of 3 ranks": lambda: ag.shard(plain, ag.Mesh(3), "zigzag").join(
-            [torch.zeros(1, 4, 4, 4)] * 2, "q"
-        ),
-        "a shard is": lambda: ag.shard(plain, mesh, "zigzag").join(
-            [torch.zeros(1, 4, 3, 4)] * 2, "q"
-        ),
-        "'bi' has 2 axes, and the tensor 1": lambda: ag.shard(plain, mesh, "zigzag").split(
-            torch.zeros(8), "bi"
-        ),
-        "wants is for graphs of one device": lambda: ag.explain(whole, **wants),
-        "backends is for graphs of one device": lambda: ag.explain(whole, **backends),
-        "link is for graphs that shard divided": lambda: ag.explain(plain, link=1e9),  # type: ignore[call-overload]
-        "group is for graphs that shard divided": lambda: ag.compile(plain, group=3),  # type: ignore[call-overload]
-        "link 'rope'": lambda: ag.explain(
-            ag.shard(plain, mesh, "zigzag"), target="h200", link="rope"
-        ),
-        **{
-            f"link {x!r} is not a number of bytes a second": lambda x=x: ag.explain(whole, link=x)
-            for x in (0, -1.5, inf, nan, True)
-        },
-        "link ['nvlink'] of": lambda: ag.explain(whole, link=several),
-        "kv_lengths is [3], not a tensor; pass torch.tensor([3])": lambda: ag.shard(
-            short,
-            mesh,
-            "batch",
-            kv_lengths=[3],  # type: ignore[arg-type]
-        ),
-        "kv_lengths is a Tensor of layout torch.strided on meta": lambda: ag.shard(
-            short, mesh, "batch", kv_lengths=torch.empty(1, dtype=torch.int64, device="meta")
-        ),
-        "packed or in pages are divided whole, by 'batch', or by 'heads', not by 'zigzag'": (
-            lambda: ag.shard(packed, mesh, "zigzag")
-        ),
-        "a rank's rows depend on q_starts; pass q_starts= with its numbers": lambda: ag.shard(
-            packed, mesh, "batch"
-        ),
-        "q_starts: expected ascending ones, got 5, 3": lambda: ag.shard(
-            packed, mesh, "batch", q_starts=torch.tensor([0, 5, 3])
-        ),
-    }
-    for text, call in calls.items():
-        with pytest.raises(ag.GraphError, match=re.escape(text)):
-            call()
+ROW, HEADS = (ag.TensorSpec(shape, torch.float32) for shape in ((8, 4, 4), (1, 4, 8, 4)))
+PLAIN, MESH = ag.attention(HEADS, HEADS, HEADS), ag.Mesh(2)
+BIAS = ag.attention(HEADS, HEADS, HEADS, bias=ag.TensorSpec((1, 4, 8, 8), torch.float32))
+WHOLE: Any = ag.shard(PLAIN, MESH, "zigzag")
+SHORT = ag.attention(HEADS, HEADS, HEADS, kv_lengths=ag.TensorSpec((1,), torch.int64))
+SEVERAL = cast(Any, ["nvlink"])
+PACKED = ag.attention(ROW, ROW, ROW, q_starts=ag.TensorSpec((3,), torch.int64))
+WRONG: dict[str, Any] = {  # by what is said
+    "placements 'rows' is none of batch": lambda: ag.shard(PLAIN, MESH, "rows"),  # type: ignore[arg-type]
+    "method 'ring' is for a divided sequence": lambda: ag.shard(
+        PLAIN, MESH, "heads", method="ring"
+    ),
+    "method 'heads' has 4 heads for 8 ranks": lambda: ag.shard(
+        PLAIN, ag.Mesh(8), "zigzag", method="heads"
+    ),
+    "exchange bias": lambda: ag.shard(BIAS, MESH, "zigzag", method="heads"),
+    "no mask reads bias": lambda: ag.shard(BIAS, MESH, "zigzag", bias=torch.zeros(1)),
+    "mesh: 0 is no number of ranks": lambda: ag.Mesh(0),
+    "to be one attention, and is attention_grad": lambda: ag.shard(
+        ag.vjp(PLAIN)[1], MESH, "zigzag"
+    ),
+    "belongs to no group": lambda: ag.compile(ag.shard(PLAIN, MESH, "zigzag")),
+    "2 shards of 3 ranks": lambda: ag.shard(PLAIN, ag.Mesh(3), "zigzag").join(
+        [torch.zeros(1, 4, 4, 4)] * 2, "q"
+    ),
+    "a shard is": lambda: ag.shard(PLAIN, MESH, "zigzag").join([torch.zeros(1, 4, 3, 4)] * 2, "q"),
+    "'bi' has 2 axes, and the tensor 1": lambda: ag.shard(PLAIN, MESH, "zigzag").split(
+        torch.zeros(8), "bi"
+    ),
+    "wants is for graphs of one device": lambda: ag.explain(WHOLE, wants=()),
+    "backends is for graphs of one device": lambda: ag.explain(WHOLE, backends=("math",)),
+    "link is for graphs that shard divided": lambda: ag.explain(PLAIN, link=1e9),  # type: ignore[call-overload]
+    "group is for graphs that shard divided": lambda: ag.compile(PLAIN, group=3),  # type: ignore[call-overload]
+    "link 'rope'": lambda: ag.explain(ag.shard(PLAIN, MESH, "zigzag"), target="h200", link="rope"),
+    **{
+        f"link {x!r} is not a number of bytes a second": lambda x=x: ag.explain(WHOLE, link=x)
+        for x in (0, -1.5, inf, nan, True)
+    },
+    "link ['nvlink'] of": lambda: ag.explain(WHOLE, link=SEVERAL),
+    "kv_lengths is [3], not a tensor; pass torch.tensor([3])": lambda: ag.shard(
+        SHORT,
+        MESH,
+        "batch",
+        kv_lengths=[3],  # type: ignore[arg-type]
+    ),
+    "kv_lengths is a Tensor of layout torch.strided on meta": lambda: ag.shard(
+        SHORT, MESH, "batch", kv_lengths=torch.empty(1, dtype=torch.int64, device="meta")
+    ),
+    "packed or in pages are divided whole, by 'batch', or by 'heads', not by 'zigzag'": (
+        lambda: ag.shard(PACKED, MESH, "zigzag")
+    ),
+    "a rank's rows depend on q_starts; pass q_starts= with its numbers": lambda: ag.shard(
+        PACKED, MESH, "batch"
+    ),
+    "q_starts: expected ascending ones, got 5, 3": lambda: ag.shard(
+        PACKED, MESH, "batch", q_starts=torch.tensor([0, 5, 3])
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_can_t_be_divided_says_so(text: str) -> None:
+    with pytest.raises(ag.GraphError, match=re.escape(text)):
+        WRONG[text]()
 
 
 def test_divided_positions_are_all_there() -> None:

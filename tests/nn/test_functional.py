@@ -240,7 +240,7 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
         lambda q, k, v: o_of(q, k, v, other=q),
         "no argument other, and the mask reads no tensor",
     ),
-    "segments": (lambda q, k, v: o_of(q, k, v, segments=q[0]), "are not two tensors"),
+    "segments": (lambda q, k, v: o_of(q, k, v, segments=q[0]), "is not a pair of Tensor"),
     "option": (lambda q, k, v: o_of(q, k, v, on_fallback="no"), "on_fallback"),
     "no hash": (lambda q, k, v: o_of(q, k, v, backends={}), "backends|no backend"),
 }

@@ -49,7 +49,7 @@ def run(device: VirtualGpu, graph: ag.Graph) -> int:
 @pytest.mark.parametrize("sm", [90, 100])
 def test_our_score_functions_of_grouped_heads_are_right(sm: int) -> None:
     with gpu(sm) as device:
-        run(device, alibi(70))
+        assert run(device, alibi(70))
 
 
 def test_the_gradient_for_sm_90_says_score_functions_other_heads_and_queries(
