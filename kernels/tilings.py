@@ -15,7 +15,7 @@ WIDTHS = (16, 32, 64, 128, 256)
 # Specifications per Compute Capability", less the 1 KiB that the system keeps.
 SHARED = {
     80: 166912, 86: 101376, 87: 166912, 89: 101376,
-    90: 232448, 100: 232448, 103: 232448, 120: 101376,
+    90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376,
 }  # fmt: skip
 LEAST_SHARED = min(SHARED.values())
 
@@ -145,7 +145,7 @@ SPLIT_MANY = {(128, 64): (32, 16, 2), (256, 32): (16, 8, 2), (256, 64): (16, 16,
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. In half
 # precision and 64 or 128 wide, those of 80, 90 and 120, and of 100 those of dk and dv without
-# modifiers, are what lowering/triton/predict.py predicts to be fastest of some candidates: most
+# modifiers, are what docs/generate/predict.py predicts to be fastest of some candidates: most
 # resident warps, then fewest instructions for a score, and a few spilled registers where the whole
 # wins. All others are the largest of those tried that spilled nothing under Triton 3.7.1.
 # docs/reports/kernels.md has what most of them compile to, and a test compiles part of it again,
@@ -315,9 +315,17 @@ COPIED: dict[tuple[int, str, int], tuple[Tiling, Tiling, Tiling]] = {
         Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), Tiling(32, 64, 4, 2),
     ),
 }  # fmt: skip
-# And under a mask so narrow that larger tiles hold many places that it drops: the tile, and how
-# many times as long it takes for a place.
-SHORT = {(90, "query_gradient", 128): (Tiling(64, 64, 4, 2), 1.11)}
+# And under a mask so narrow that larger tiles hold many places that it drops.
+SHORT = {(90, "query_gradient", 128): Tiling(64, 64, 4, 2)}
+# Tiles that are made for two programs on a multiprocessor, by row of the table, side and width: the
+# variant for one that is alone there. And rows whose tiles of FULL warps may be half as long.
+FULL = 8  # warps with which a multiprocessor is at full speed
+ALONE = {
+    (80, "queries", 64): "half the queries",
+    (90, "queries", 64): "half the queries",
+    (90, "queries", 128): "twice the keys and warps",
+}
+HALVED = ((80, "queries"), (90, "queries"), (90, "keys"), (120, "queries"), (120, "keys"))
 # With dropout, whose bits take registers of their own, where other tiles are faster then.
 DROPOUT = {
     (90, 2, "forward", 64): Tiling(64, 64, 4, 2),
@@ -331,7 +339,7 @@ TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}
 # Of forward mode, by compute capability, bytes of an element and pass: four tiles of keys and
 # values, and two sums of rows, where the forward has two and one; and of a gradient in a direction,
 # which holds four tiles more. Those 64 and 128 wide in half precision are what
-# lowering/triton/predict.py predicts to be fastest of some candidates that spill nothing in their
+# docs/generate/predict.py predicts to be fastest of some candidates that spill nothing in their
 # loops on 80, 90 and 100.
 NARROW = {16: Tiling(64, 64, 4, 2), 32: Tiling(64, 64, 4, 2)}
 NARROW_GRADIENT = {16: Tiling(32, 32, 4, 2), 32: Tiling(32, 32, 4, 2)}

@@ -146,7 +146,7 @@ def choose(
     elif cause is PREDICTED:
         times = rank(graph, target, [b.name for b in able])
         figures = ", ".join(f"{name} {format_rough(x)}" for name, x in times.items())
-        cause = f"{cause}: {figures}" if len(times) > 1 else FIRST_ABLE
+        cause = f"{cause}, at best: {figures}" if len(times) > 1 else FIRST_ABLE
     elif first is not ordered[0]:
         cause = FIRST_ABLE
     choice = Choice(first, cause, refusals, tuple(b.name for b in able[1:]))

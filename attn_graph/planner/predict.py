@@ -1,102 +1,87 @@
-"""How long each backend's kernels should take on a GPU: what orders them until one measures.
+"""How long each backend's kernels should take on a GPU, at best, to order those that can run.
 
-The time is that of the products at a share of the GPU's peak (rates.toml, with its sources), or
-that of reading every operand once, whichever is longer. Both are longer where programs are too
-few for all multiprocessors. A program has up to 128 rows: queries forward, keys backward. What a
-launch itself takes is left out: it is the same for all.
+The time is that of the products at a share of the GPU's peak (lowering/rates.toml, with its
+sources), or that of reading every operand once, whichever is longer. Both are longer where programs
+are too few for all multiprocessors. A program has up to 128 rows: queries forward, keys backward.
+Launches are left out that all have. Equal times are ordered by what programs move between the
+multiprocessors and memory, or its cache.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from pathlib import Path
-from typing import Literal, final
-
-import torch
-from attrs import frozen
+from functools import lru_cache
 
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.cudnn.run import ends_keys
 from attn_graph.lowering.problem import Problem, sole
-from attn_graph.lowering.triton.few_rows import is_decoding
+from attn_graph.lowering.rates import Rate, least_seconds, peak_of, rates
+from attn_graph.lowering.triton.few_rows import LEAST_KEYS, choose_parts, is_decoding
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
 from attn_graph.masks.tiles import Sizes, most_pairs
 from attn_graph.planner.cost import distinct_elements, summed_widths
-from attn_graph.spec import NAMES
 
-HALF = (torch.float16, torch.bfloat16)
 LEAST_ROWS, MOST_ROWS = 16, 128  # of one program
-Shares = tuple[tuple[int, float], ...]  # (head size, share of the peak)
-
-
-@final
-@frozen
-class Rate:
-    """What rates.toml says of some backends on some GPUs; it explains the fields at its top."""
-
-    backends: tuple[str, ...]
-    sm: tuple[int, ...]
-    forward: Shares
-    backward: Shares
-    splits: Literal["always", "few_rows", "never"]
-
-    def shares_keys(self, problem: Problem) -> bool:
-        """Whether programs share the keys of one head, where there are few programs."""
-        return self.splits != "never" and problem.grad is None
-
-
-@cache
-def rates() -> dict[tuple[str, int], Rate]:
-    """All rates, by backend and compute capability."""
-    text = Path(__file__).with_name("rates.toml").read_text()
-    rows = [
-        Rate(
-            tuple(fields["backends"]),
-            tuple(fields["sm"]),
-            read_shares(fields["forward"]),
-            read_shares(fields["backward"]),
-            fields["splits"],
-        )
-        for fields in tomllib.loads(text)["rate"]
-    ]
-    return {(name, sm): rate for rate in rows for name in rate.backends for sm in rate.sm}
-
-
-def read_shares(table: dict[str, float]) -> Shares:
-    """A table of the file, the least head size first."""
-    return tuple(sorted((int(size), share) for size, share in table.items()))
-
-
-def share_of(shares: Shares, width: int) -> float:
-    """The share of the peak at a head size."""
-    return next((share for size, share in shares if size >= width), shares[-1][1])
 
 
 def predicted_seconds(graph: Graph, target: Target, name: str) -> float | None:
-    """How long a backend should take for one attention, or its gradient, on a GPU.
+    """How long a backend should take for one attention, or its gradient, on a GPU, at best.
 
     None where no rate is known: of this backend there, in this dtype, or of the GPU itself.
     """
     problem, rate = sole(graph), rates().get((name, target.sm))
-    if problem is None or rate is None or problem.dtype not in HALF or problem.is_empty:
+    bandwidth, processors = target.bandwidth, target.multiprocessors
+    if problem is None or rate is None or problem.is_empty:
         return None
-    peak, bandwidth, processors = (
-        target.peak(NAMES[problem.dtype]),
-        target.bandwidth,
-        target.multiprocessors,
-    )
+    width, backward = max(problem.D, problem.E), problem.grad is not None
+    peak = peak_of(target, name, problem.dtype, width, backward=backward)
     if peak is None or bandwidth is None or processors is None:
         return None
-    shares = rate.forward if problem.grad is None else rate.backward
-    share = share_of(shares, max(problem.D, problem.E))
-    filled, busy = fullness(problem, processors, rate.shares_keys(problem))
-    heads = problem.H // problem.G if rate.splits == "few_rows" and is_decoding(problem) else 1
-    computing = padded_flops(problem, graph, heads) / (peak * share * filled)
-    reading = moved_bytes(problem, graph) / (bandwidth * busy)
-    return max(computing, reading) + copied_bytes(problem, name) / bandwidth
+    shares = shares_keys(rate, problem)
+    filled, busy = fullness(problem, processors, shares)
+    flops = padded_flops(problem, graph, heads_as_rows(rate, problem))
+    joins = int(shares and predict_parts(rate, problem, processors) > 1)
+    moved = moved_bytes(problem, graph)
+    seconds = least_seconds(flops, peak * filled, moved, bandwidth * busy, launches=joins)
+    return seconds + copied_bytes(problem, name) / bandwidth
+
+
+def shares_keys(rate: Rate, problem: Problem) -> bool:
+    """Whether programs share the keys of one head, where there are few programs."""
+    return rate.splits != "never" and problem.grad is None
+
+
+def heads_as_rows(rate: Rate, problem: Problem) -> int:
+    """How many heads that share keys are rows of one program, so that it reads each key once."""
+    once = problem.M == 1 if rate.splits == "one_query" else rate.splits == "few_rows"
+    return problem.H // problem.G if once and is_decoding(problem) else 1
+
+
+def predict_parts(rate: Rate, problem: Problem, processors: int) -> int:
+    """How many programs share the keys of a head; 1 where that leaves no multiprocessor idle."""
+    p, heads = problem, heads_as_rows(rate, problem)
+    if not shares_keys(rate, problem):
+        return 1
+    programs = p.B * p.H // heads * programs_of(p.M * heads)
+    if programs >= processors:
+        return 1
+    return choose_parts(programs, rate.fills * processors, p.N, LEAST_KEYS)
+
+
+def traffic(graph: Graph, target: Target, name: str) -> int:
+    """Bytes of keys and values that all programs of a forward read, from memory or its cache, and
+    of the parts that they write and others join; 0 of gradients."""
+    problem, rate, processors = sole(graph), rates()[name, target.sm], target.multiprocessors
+    assert problem is not None
+    assert processors is not None
+    p = problem
+    if p.grad is not None:
+        return 0
+    heads = heads_as_rows(rate, p)
+    read = p.B * p.H // heads * programs_of(p.M * heads) * p.N * (p.D + p.E) * p.dtype.itemsize
+    parts = predict_parts(rate, p, processors)
+    return read + (8 * p.B * p.H * parts * p.M * (p.E + 2) if parts > 1 else 0)
 
 
 def copied_bytes(problem: Problem, name: str) -> int:
@@ -153,8 +138,12 @@ def moved_bytes(problem: Problem, graph: Graph) -> int:
 def rank(graph: Graph, target: Target, names: Sequence[str]) -> dict[str, float]:
     """Predicted seconds by backend, the fastest first; those without a prediction are left out.
 
-    Equal ones stay in the order of `names`.
+    Of equal ones, those whose programs move less come first, then in the order of `names`.
     """
     times = {name: predicted_seconds(graph, target, name) for name in names}
     known = {name: time for name, time in times.items() if time is not None}
-    return dict(sorted(known.items(), key=lambda pair: pair[1]))
+
+    def order(name: str) -> tuple[float, int]:
+        return known[name], traffic(graph, target, name)
+
+    return {name: known[name] for name in sorted(known, key=order)}

@@ -16,15 +16,15 @@ from typing import Any, final
 from unittest.mock import patch
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from jinja2 import Environment, StrictUndefined
 from torch._inductor.kernel.flex.common import load_flex_template
 from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
 
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.triton.offline import MachineCode, compile_for, inspect_compiled
-from attn_graph.lowering.triton.sass import Body
 from attn_graph.spec import dense_strides
+from docs.generate.sass import Body, read_body
 
 SPARSE = 128  # queries and keys of a block of its block masks
 FORWARD = ("flex_attention", "utilities", "common")
@@ -161,8 +161,8 @@ class FlexCase:
             compiled = kernel.warmup(*tensors, grid=(1,), num_warps=warps, num_stages=stages)
         return inspect_compiled(compiled, "flex", warps)
 
-    def compile_pass(self, pass_: str) -> tuple[Tiling, MachineCode]:
-        """The tile and the machine code of a pass. dq and dk with dv are parts of one kernel.
+    def compile_pass(self, pass_: str) -> tuple[Tiling, MachineCode, Body]:
+        """The tile, the machine code and the loops of a pass; dq, dk and dv are of one kernel.
 
         Its loops are in our order, which is full tiles first.
         """
@@ -171,16 +171,17 @@ class FlexCase:
             tile = Tiling(c.block_m, c.block_n, c.num_warps, c.num_stages)
             sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
             machine = self.compile(FORWARD, sizes, *tile.options)
-            return tile, evolve(machine, body=reverse_loops(machine.body))
+            return tile, machine, reverse_loops(read_body(machine.sass))
         (c,) = self.heuristic("bwd")
         sizes = {f"BLOCK_{x}": getattr(c, f"block_{x.lower()}") for x in ("M1", "N1", "M2", "N2")}
         machine = self.compile(BACKWARD, sizes, c.num_warps, c.num_stages)
         by_keys = pass_ == "key_gradient"
-        half = len(machine.body.loops) // 2
-        loops = machine.body.loops[half:] if by_keys else machine.body.loops[:half]
-        body = reverse_loops(Body(loops, machine.body.outside // 2))
+        both = read_body(machine.sass)
+        half = len(both.loops) // 2
+        loops = both.loops[half:] if by_keys else both.loops[:half]
+        body = reverse_loops(Body(loops, both.outside // 2))
         rows, keys = (c.block_m1, c.block_n1) if by_keys else (c.block_m2, c.block_n2)
-        return Tiling(rows, keys, c.num_warps, c.num_stages), evolve(machine, body=body)
+        return Tiling(rows, keys, c.num_warps, c.num_stages), machine, body
 
     def heuristic(self, side: str) -> list[Any]:  # Any: Inductor's own
         """Inductor's tiles for a GPU of this compute capability, where it does not try several."""

@@ -21,12 +21,10 @@ from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.gluon_plan import plan_launches
 from attn_graph.lowering.triton.offline import (
     MachineCode,
-    compile_launch,
-    disassemble,
     inspect_launch,
     mock_tensors,
 )
-from attn_graph.lowering.triton.overlap import TileLoop, read_loops
+from docs.generate.overlap import TileLoop, read_loops
 
 PAGE = Path(__file__).parents[1] / "reports" / "gluon.md"
 SIZES = (64, 128)
@@ -127,10 +125,8 @@ class Case:
         assert problem is not None
         flash = plan_launches(problem, ag.Target.of("h200"), way or None)
         (launch,) = (x for x in flash.launches if x.kernel == f"gluon_{pass_}")
-        tensors = mock_tensors(flash)
-        machine = inspect_launch(launch, tensors, flash.target.sm)
-        cubin = compile_launch(launch, tensors, flash.target.sm).asm["cubin"]
-        return machine, read_loops(disassemble(cubin)[1])
+        machine = inspect_launch(launch, mock_tensors(flash), flash.target.sm)
+        return machine, read_loops(machine.sass)
 
     def measure(self) -> tuple[list[str], list[str]]:
         """The rows of the table, and what is not as it should be."""

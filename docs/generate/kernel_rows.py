@@ -16,7 +16,10 @@ from attn_graph.kernels.tilings import SHARED, Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.lowering.triton.offline import MachineCode
-from attn_graph.lowering.triton.predict import (
+from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
+from attn_graph.masks.places import Block, Place
+from attn_graph.spec import NAMES
+from docs.generate.predict import (
     PROCESSORS,
     Clocks,
     Processor,
@@ -24,9 +27,7 @@ from attn_graph.lowering.triton.predict import (
     predict_clocks,
     slots_per_score,
 )
-from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
-from attn_graph.masks.places import Block, Place
-from attn_graph.spec import NAMES
+from docs.generate.sass import Body, read_body
 
 TARGETS = {80: "a100", 89: "l40s", 90: "h200", 100: "b200", 120: "b200"}  # 120: but for its sm
 PASSES = ("forward", "query_gradient", "key_gradient")
@@ -82,8 +83,11 @@ class Kernel:
         """How many programs of a kernel are resident."""
         return PROCESSORS[self.sm].programs(machine.registers, machine.warps, machine.shared)
 
-    def clocks_of(self, machine: MachineCode, tile: Tiling, launches: int) -> Clocks:
-        """What a kernel, one of `launches` that share the pass's products, takes."""
+    def clocks_of(
+        self, machine: MachineCode, tile: Tiling, launches: int, body: Body | None = None
+    ) -> Clocks:
+        """What a kernel, one of `launches` that share the pass's products, takes. body: its loops,
+        if they are other than those that are read."""
         width = padded_head_size(self.size)
         rows, tensors = tile.block_m if self.pass_ in BY_KEYS else tile.block_n, 2
         if self.pass_ in PUSHES:
@@ -91,21 +95,24 @@ class Kernel:
         flop = 2 * PRODUCTS[self.pass_] * tile.block_m * tile.block_n * width / launches
         work = TileWork(flop if self.bytes == 2 else 0, tensors * rows * width * self.bytes)
         at = PROCESSORS[self.sm]
-        return predict_clocks(at, machine.body, work, machine.warps, self.programs(machine))
+        return predict_clocks(
+            at, body or read_body(machine.sass), work, machine.warps, self.programs(machine)
+        )
 
     def resources(self, codes: list[MachineCode], scores: int) -> Iterator[object]:
         """The cells from registers to slots, of all launches of the pass, and instructions."""
         worst = max(codes, key=lambda m: (m.spilled, m.registers))
+        bodies = [read_body(m.sass) for m in codes]
         yield worst.registers
         yield max(m.shared for m in codes)
         yield worst.spilled
-        yield max(m.body.full.spills for m in codes)
+        yield max(body.full.spills for body in bodies)
         programs = min(map(self.programs, codes))
         yield programs
         yield programs * worst.warps
         full, mixed = (
             sum(slots_per_score(loop, worst.warps, scores) for loop in loops)
-            for loops in ([m.body.full for m in codes], [m.body.mixed for m in codes])
+            for loops in ([x.full for x in bodies], [x.mixed for x in bodies])
         )
         yield f"{full:.1f} / {mixed:.1f}"
         counts = *worst.instructions, ("begun anew", max(m.renewed for m in codes))
@@ -115,7 +122,7 @@ class Kernel:
         """What is not clean about a kernel's machine code."""
         counts = dict(machine.instructions)
         limit = SHARED[self.sm]
-        loop = machine.body.full
+        loop = read_body(machine.sass).full
         if loop.spills * SPILLS > loop.issued:
             yield f"{loop.spills} of the {loop.issued} instructions of its loop move registers"
         if machine.serialized:

@@ -20,7 +20,6 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.lowering.triton.predict import BALANCE, PROCESSORS
 from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling
 from attn_graph.lowering.triton.work import Work, split_graph
 from docs.generate.kernel_rows import (
@@ -36,6 +35,7 @@ from docs.generate.kernel_rows import (
     target_of,
 )
 from docs.generate.kernels_serving import serving_section
+from docs.generate.predict import BALANCE, PROCESSORS
 from docs.generate.tutorial import TILE, compile_tutorial
 
 PAGE = Path(__file__).parents[1] / "reports" / "kernels.md"
@@ -56,7 +56,7 @@ many "warps". "slots" are instructions of one lane for each score, in full tiles
 "begun anew" counts products of sm_90 that NVIDIA's assembler sets apart from those before, because
 one of their registers is set late (its info C7519).
 
-TFLOP/s are predicted by the model of `attn_graph/lowering/triton/predict.py`, which says what it
+TFLOP/s are predicted by the model of `docs/generate/predict.py`, which says what it
 was compared with and what not: of full tiles alone, and of the whole kernel with 4096 queries and
 keys, counting only pairs that the mask keeps ("-": data decide). They assume that the busiest
 multiprocessor has {balance} of the mean work. sm_80 is an A100, 89 an L40S, 90 an H200, 100 a
@@ -77,7 +77,7 @@ warps overlap, and there the sum of each row counts: eight columns of it are kep
 exchange between lanes, 496 and 468 before. What they spill is the addresses of tiles: one load in
 the loop over full tiles, and 33 to 39 loads and stores in 800 instructions of that over mixed ones,
 which are reckoned in. Where programs are few, the plan takes 128 x 128 all the same, or 64 x 128 on
-four warps, if that is done first by simulation. sm_80, 100 and 120 keep one sum of a row: with
+four warps. sm_80, 100 and 120 keep one sum of a row: with
 eight, registers are short.
 
 | tile | spilled | in the loop | programs | slots | no mask | causal |
@@ -208,11 +208,12 @@ class Case:
         from docs.generate.flex import FlexCase  # of Inductor's insides, which versions change
 
         if name == "tutorial":
-            tile, machine = TILE, compile_tutorial(self.sm, self.size, self.variant == "causal")
+            causal = self.variant == "causal"
+            tile, (machine, body) = TILE, compile_tutorial(self.sm, self.size, causal)
         else:
             flex = FlexCase(self.sm, (B, H, S, self.size), self.variant)
-            tile, machine = flex.compile_pass(self.pass_)
-        clocks, problem = self.kernel.clocks_of(machine, tile, 1), self.problem()
+            tile, machine, body = flex.compile_pass(self.pass_)
+        clocks, problem = self.kernel.clocks_of(machine, tile, 1, body), self.problem()
         by_keys = self.pass_ in BY_KEYS
         whole = seconds_and_pairs(clocks, PROCESSORS[self.sm], problem, tile, by_keys)
         assert whole is not None  # of masks that no data decide

@@ -16,7 +16,6 @@ from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.lowering.triton.predict import LATENCY, PROCESSORS, TileWork, predict_clocks
 from docs.generate.kernel_rows import (
     PASSES,
     PRODUCTS,
@@ -29,6 +28,8 @@ from docs.generate.kernel_rows import (
     seconds_and_pairs,
     target_of,
 )
+from docs.generate.predict import LATENCY, PROCESSORS, TileWork, predict_clocks
+from docs.generate.sass import read_body
 
 MERGE = "merge_parts"
 H, G = 32, 8  # heads of queries, and of keys
@@ -202,7 +203,7 @@ class ServingCase:
         flop = 2 * PRODUCTS[SPLIT] * tile.block_m * tile.block_n * self.size
         bytes_ = tile.block_n * (p.D + p.E) * self.bytes
         work = TileWork(flop if self.bytes == 2 else 0, bytes_)
-        clocks = predict_clocks(at, split.body, work, split.warps, resident)
+        clocks = predict_clocks(at, read_body(split.sass), work, split.warps, resident)
         computing = busiest * (tiles * clocks.full + clocks.program) / at.clock
         reading = p.B * p.G * p.N * (p.D + p.E) * self.bytes / bandwidth
         merging = LATENCY / at.clock + 2 * flash.scratch.bytes / bandwidth

@@ -14,7 +14,7 @@ from attrs import evolve
 
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.triton.offline import MachineCode, compile_for, inspect_compiled
-from attn_graph.lowering.triton.sass import Body
+from docs.generate.sass import Body, read_body
 
 TILE = Tiling(128, 128, 8, 2)  # the best of those that the tutorial searches, on sm_90
 
@@ -76,17 +76,18 @@ def walk_keys(
     return acc, total, m
 
 
-def compile_tutorial(sm: int, size: int, causal: bool) -> MachineCode:
-    """What its machine code needs, in bfloat16. size: of a head.
+def compile_tutorial(sm: int, size: int, causal: bool) -> tuple[MachineCode, Body]:
+    """What its machine code needs, in bfloat16, and its loops. size: of a head.
 
     The one tile on the diagonal is no loop, but stands behind the other's.
     """
     machine = compile_kernel(sm, size, causal)
+    body = read_body(machine.sass)
     if not causal:
-        return machine
-    plain = compile_kernel(sm, size, False).body.outside
-    mixed = evolve(machine.body.full, issued=machine.body.outside - plain)
-    return evolve(machine, body=Body((machine.body.full, mixed), plain))
+        return machine, body
+    plain = read_body(compile_kernel(sm, size, False).sass).outside
+    mixed = evolve(body.full, issued=body.outside - plain)
+    return machine, Body((body.full, mixed), plain)
 
 
 def compile_kernel(sm: int, size: int, causal: bool) -> MachineCode:

@@ -36,10 +36,8 @@ from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
-    from attn_graph.lowering.triton.launches import Launch
     from attn_graph.lowering.triton.offline import MachineCode
     from attn_graph.lowering.triton.plan import Flash
-    from attn_graph.lowering.triton.programs import Places, Programs
 
 LEAST_SM = 80
 WIDEST = 256
@@ -251,47 +249,17 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
             yield f"{name} {spec} is read without copies ahead: rows don't begin on 16 bytes"
 
 
-def describe_balance(flash: Flash, launch: Launch) -> str:
-    """ "3.9 waves, balance 1.02" of a launch, as far as known before data; "" of short ones."""
-    programs, places = list_programs(flash, launch)
-    if places is None:
-        return ""
-    if programs is None:
-        return f"{launch.grid / places.count:.3g} waves, balance up to the data"
-    return programs.figures(places)
-
-
-def list_programs(flash: Flash, launch: Launch) -> tuple[Programs | None, Places | None]:
-    """The programs of a launch, None where data decide what they do, and where they run, None of
-    short ones and for a GPU of unknown size."""
-    from attn_graph.kernels.tilings import Tiling
-    from attn_graph.lowering.triton import programs
-    from attn_graph.lowering.triton.launch_list import BY_KEYS, PASS_OF
-
-    if "LAST_FIRST" not in launch.fixed:
-        return None, None
-    fixed, lists = launch.fixed, str(launch.tensors.get("lists_ptr"))
-    tile = Tiling(fixed["BLOCK_M"], fixed["BLOCK_N"], launch.warps, launch.stages)
-    places = programs.places_of(flash.problem, flash.target, tile, PASS_OF[launch.kernel])
-    by_keys, table = launch.kernel in BY_KEYS, flash.tables.get(lists)
-    known = not flash.layout.sides and lists not in flash.buffers
-    costs = programs.block_costs(flash.problem, tile, by_keys, table) if known else None
-    if places is None or not costs:
-        return None, places
-    heads, start = launch.grid // len(costs), programs.start_of(flash.target, tile)
-    each = -(-fixed["GROUP"] // fixed["SPLITS"]) if by_keys else 1
-    order = heads, each, fixed["TOGETHER"], fixed.get("PARTS", 1)
-    return programs.schedule_programs(costs, start, *order), places
-
-
 def launch_notes(flash: Flash) -> Iterator[str]:
-    """What it launches, for `explain`: how many programs and how evenly they fill the GPU."""
+    """What it launches, for `explain`: how many programs, and how often they fill the GPU."""
+    from attn_graph.lowering.triton.programs import describe_waves
+
     for launch in flash.launches:
         sizes = [str(launch.fixed[n]) for n in ("BLOCK_M", "BLOCK_N") if n in launch.fixed]
         tile = f"tiles of {' x '.join(sizes)}, " if len(sizes) == 2 else ""
         work = f"{launch.warps} warps, {count_of(launch.stages, 'stage')}"
-        figures = describe_balance(flash, launch)
-        programs = ", ".join(filter(None, (count_of(launch.grid, "program"), figures)))
+        long = "LAST_FIRST" in launch.fixed
+        waves = describe_waves(launch.grid, flash.target) if long else ""
+        programs = ", ".join(filter(None, (count_of(launch.grid, "program"), waves)))
         yield f"{launch.kernel}: {programs}, {tile}{work}"
 
 

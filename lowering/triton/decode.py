@@ -13,7 +13,8 @@ from attrs import evolve, frozen
 
 from attn_graph.kernels.tilings import MERGE, VARIANTS, Tiling, padded_head_size, split_tiling
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.few_rows import is_decoding
+from attn_graph.lowering.rates import FILLS
+from attn_graph.lowering.triton.few_rows import LEAST_KEYS, choose_parts, is_decoding
 from attn_graph.lowering.triton.launches import Launch, Pointers
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.machine.sizes import format_bytes
@@ -21,8 +22,6 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Buffer
 from attn_graph.spec.formulas import lowest
 
-WAVES = 2  # programs of four warps that a multiprocessor runs at once
-LEAST_KEYS = 256  # of a part: fewer take as long to merge as to read
 FIXED_KEYS = 512  # of a part, where its bits may not depend on the batch
 WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
 PARTS, PARTS_LSE = "parts", "parts.lse"  # buffers: sums of all parts, and their lse
@@ -77,8 +76,9 @@ def divide_keys(
     else:
         each = -(-LEAST_KEYS // tile.block_n)
         programs = p.B * p.G * -(-rows // tile.block_m)
-        wanted = -(-WAVES * (target.multiprocessors or 1) // programs)
-        division = KeyDivision(tile, rows, lowest(wanted, -(-tiles // each)), each)
+        places = FILLS * (target.multiprocessors or 1)
+        parts = choose_parts(programs, places, tiles, each)
+        division = KeyDivision(tile, rows, parts, each)
         worth = division.parts > 1 or WORTH * rows <= p.N
     while most is not None and division.parts > 1 and division.scratch(p) > most:
         division = evolve(division, parts=division.parts // 2)

@@ -1,45 +1,39 @@
 """How the work of a block is divided among programs, where blocks are too few to fill a GPU.
 
 Programs of o and of dq then share the keys that a block of queries sees, programs of dk and dv the
-queries of a block of keys. Another kernel puts together what they give, in a fixed order. All times
-are those of programs.py, and here in scores: what all multiprocessors compute of them meanwhile.
+heads of a group, then the queries of a head. Another kernel puts together what they give, in a
+fixed order. What is taken is the rule of flash-decoding, `num_splits_heuristic` of
+csrc/flash_attn/flash_api.cpp in github.com/Dao-AILab/flash-attention, of all launches: the fewest
+sums with which they take little longer than with any number, at best by the rates of rates.toml.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
+from math import ceil, prod
 from typing import final
 
 from attrs import evolve, field, frozen
 
-from attn_graph.kernels.tilings import Pass, Tiling, table_arch
+from attn_graph.kernels.tilings import Pass, Tiling
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.predict import L2, PROCESSORS
+from attn_graph.lowering.rates import least_seconds, peak_of
+from attn_graph.lowering.triton.few_rows import ENOUGH, FILLED, useful_parts
 from attn_graph.lowering.triton.programs import (
-    FULL,
-    LONE,
-    MANY,
-    Places,
+    WAVES,
     Programs,
-    heads_together,
-    mean_costs,
-    places_of,
-    schedule_programs,
-    start_of,
+    count_programs,
+    processors_of,
 )
+from attn_graph.lowering.triton.tiles import short_tiling
 from attn_graph.machine.target import Target
-from attn_graph.spec import NAMES
 
-GAIN = 0.97  # of the time: what a division has to come below
-NEARLY = 1.05  # times as long for a score as the tile of many programs: what parts may have
-PARTS = (2, 4, 8)  # programs that share the queries of one head
-MOST_PARTS = 8  # programs that share the keys of a block, each number of which is considered
-INTERPRETED = (2,)  # programs that share keys in Triton's interpreter
-MOST_WAVES = 16  # that programs which share keys may fill
-LAUNCH = 3e-6  # seconds until a kernel that waits for another one begins
-FLOPS_A_BYTE = 200.0  # of a GPU of unknown rates
-REACHED = 0.5  # of the peak, by the kernels
+INTERPRETED: dict[Pass, tuple[int, ...]] = {  # parts that Triton's interpreter takes in turn
+    "forward": (2,),
+    "query_gradient": (2,),
+    "key_gradient": (2, 4, 8),
+}
+Costs = Mapping[Tiling, Sequence[float]]
 JOINERS: dict[Pass, str] = {
     "forward": "merge_parts joins their parts",
     "query_gradient": "sum_parts adds up their sums",
@@ -72,138 +66,113 @@ class Division:
         """The same of at most two parts: what launches it takes, however many there are."""
         return evolve(self, parts=min(self.parts, 2))
 
-
-def count_programs(problem: Problem, tile: Tiling, pass_: Pass) -> int:
-    """How many there are where nothing is divided."""
-    p = problem
-    if pass_ == "key_gradient":
-        return p.B * p.G * -(-p.N // tile.block_n)
-    return p.B * p.H * -(-p.M // tile.block_m)
+    def programs(self, problem: Problem, pass_: Pass, costs: Sequence[float]) -> Programs:
+        """The programs of so many tiles of each block, of one head."""
+        p, heads, each = problem, problem.H, 1
+        if pass_ == "key_gradient":
+            heads, each = p.G, -(-(p.H // p.G) // self.splits)
+        walked = [each * (cost if self.parts == 1 else ceil(cost / self.parts)) for cost in costs]
+        return Programs(tuple(walked), p.B * heads * self.summands)
 
 
 def may_divide(
     problem: Problem, target: Target, tile: Tiling, pass_: Pass, *, whole: bool = False
 ) -> bool:
-    """Whether there are so few programs that dividing their work, or another tile, may take less
-    time.
+    """Whether there are so few programs that dividing their work may take less time; those of the
+    short tile of a narrow mask have little to do.
 
     whole: whether one program walks all tiles of a head.
     """
-    places, grouped = places_of(problem, target, tile, pass_), problem.H > problem.G
-    if places is None or (whole and not (grouped and pass_ == "key_gradient")):
+    processors, grouped = processors_of(target), problem.H > problem.G
+    if processors is None or (whole and not (grouped and pass_ == "key_gradient")):
         return False
-    return target.interprets or count_programs(problem, tile, pass_) <= MANY * places.count
+    if tile == short_tiling(problem, target, pass_):
+        return False
+    count = count_programs(problem, tile, pass_ == "key_gradient")
+    return target.interprets or count <= WAVES * processors
 
 
 def divide_work(
-    problem: Problem, target: Target, pass_: Pass, costs: Mapping[Tiling, Sequence[float]],
-    room: int | None, *, slower: Mapping[Tiling, float], whole: bool = False, barrier: str = "",
+    problem: Problem, target: Target, pass_: Pass, costs: Costs, room: int | None, *,
+    whole: bool = False, barrier: str = "",
 ) -> Division:  # fmt: skip
-    """The division that is done first: less work a program is more programs, and more sums.
+    """The division by the rule above, of those that are allowed.
 
-    costs: of each block, by tile: that of many programs, then others. slower: how many times as
-    long as the first they take for a score. room: bytes that the sums may take; None: as many as
-    they need. whole: as above. barrier: what else does not allow sums.
+    costs: the tiles of each block, by tile: of the first, which parts have, and of others. room:
+    bytes that the sums may take; None: as many as they need. whole: as above. barrier: what else
+    does not allow sums.
     """
-    ways = list_divisions(problem, target, pass_, slower, whole)
+    ways = list_divisions(problem, target, pass_, costs, whole)
     possible = [
         way for way in ways
         if not way.scratch or not (barrier or (room is not None and way.scratch > room))
     ]  # fmt: skip
     if target.interprets:  # it is not fast in any way, so each has its turn
         return possible[(problem.M + problem.N) % len(possible)]
-
-    def schedule(way: Division) -> Schedule:
-        return Schedule.of(problem, target, pass_, costs[way.tile], way, slower[way.tile])
-
-    def joining(way: Division) -> float:
-        return joining_time(problem, target, pass_, way)
-
-    best = pick_fastest(ways, schedule, joining)
-    chosen = best if best in possible else pick_fastest(possible, schedule, joining)
+    best = pick_division(ways, problem, target, pass_, costs)
+    chosen = best
+    if best not in possible:
+        chosen = pick_division(possible, problem, target, pass_, costs)
     return evolve(chosen, note=division_note(problem, pass_, chosen, best, barrier))
 
 
-def choose_spread(
-    flat: Problem, padded: Problem, target: Target, pass_: Pass, tiles: Mapping[Tiling, float]
-) -> Tiling:
-    """The tile that is done first where all blocks have as much to do.
-
-    flat, padded: as `mean_costs` takes them. tiles: as `divide_work` takes `slower`.
-    """
-    usual, by_keys = next(iter(tiles)), pass_ == "key_gradient"
-    if not may_divide(flat, target, usual, pass_):
-        return usual
-    costs = {x: mean_costs(flat, padded, x, by_keys) for x in tiles}
-    return divide_work(flat, target, pass_, costs, None, slower=tiles).tile
-
-
 def list_divisions(
-    problem: Problem, target: Target, pass_: Pass, tiles: Mapping[Tiling, float], whole: bool
+    problem: Problem, target: Target, pass_: Pass, costs: Costs, whole: bool
 ) -> list[Division]:
-    """All that are considered: those without sums, of each tile, then those with sums, of at most
-    one, so that few kernels are compiled: the largest of those NEARLY as fast has the fewest sums.
-
-    tiles: as `divide_work` takes `slower`.
-    """
-    nearly = [x for x in tiles if tiles[x] <= NEARLY]
-    if not nearly:
-        return [Division(tile) for tile in tiles]
-    divided = max(nearly, key=lambda x: x.block_m * x.block_n)
-    if pass_ == "key_gradient":
-        counts = share_queries(problem.H // problem.G, whole)[1:]
+    """All that are considered, those of fewer sums first: of dk and dv ever fewer query heads a
+    program, then, unless `whole`, ever fewer queries of one."""
+    tile = next(iter(costs))
+    group, useful = problem.H // problem.G, useful_parts(ceil(max(costs[tile])))
+    parts: Sequence[int] = INTERPRETED[pass_] if target.interprets else useful
+    if pass_ != "key_gradient":
+        counts = [(1, n) for n in parts]
     else:
-        counts = [(1, parts) for parts in share_keys(problem, target, divided, pass_)]
-    return [Division(tile) for tile in tiles] + [
-        Division(divided, *way, scratch_of(problem, pass_, prod(way))) for way in counts
+        eachs = dict.fromkeys(-(-group // 2**n) for n in range(1, 1 + (group - 1).bit_length()))
+        counts = [(-(-group // each), 1) for each in eachs]
+        counts += [] if whole else [(group, n) for n in parts]
+    return [Division(tile) for tile in costs] + [
+        Division(tile, *count, scratch_of(problem, pass_, prod(count))) for count in counts
     ]
 
 
-def share_queries(group: int, whole: bool) -> list[tuple[int, int]]:
-    """Splits and parts of dk and dv: ever fewer query heads a program, then, unless `whole`, ever
-    fewer queries of one."""
-    eachs = dict.fromkeys(-(-group // 2**n) for n in range(1 + (group - 1).bit_length()))
-    counts = [(-(-group // each), 1) for each in eachs]
-    return counts + ([] if whole else [(group, parts) for parts in PARTS])
+def pick_division(
+    ways: Sequence[Division], problem: Problem, target: Target, pass_: Pass, costs: Costs
+) -> Division:
+    """The first if its programs leave little of the GPU idle, or else the first whose launches take
+    little longer than any. Where no rates are known it is by the efficiency of waves alone, and the
+    first if as many as its longest program nearly fill the GPU."""
+    processors = processors_of(target)
+    assert processors is not None  # else nothing is divided
+    programs = [way.programs(problem, pass_, costs[way.tile]) for way in ways]
+    if programs[0].total >= ENOUGH * processors * programs[0].makespan(processors):
+        return ways[0]
+    scores = [
+        x.makespan(processors) * way.tile.block_m * way.tile.block_n
+        for x, way in zip(programs, ways, strict=True)
+    ]
+    times = [seconds_of(*x, problem, target, pass_) for x in zip(ways, scores, strict=True)]
+    known = [time for time in times if time is not None]
+    if not known and programs[0].total >= FILLED * processors * max(programs[0].costs):
+        return ways[0]
+    goal = min(known or scores) / ENOUGH
+    return next(w for w, x in zip(ways, known or scores, strict=True) if x <= goal)
 
 
-def share_keys(problem: Problem, target: Target, tile: Tiling, pass_: Pass) -> list[int]:
-    """How many programs may share the keys of a block: some that fill the GPU, and all that leave
-    fewer places free than fewer do."""
-    if target.interprets:
-        return [*INTERPRETED]
-    places = places_of(problem, target, tile, pass_)
-    assert places is not None  # else nothing is divided
-    programs, tiles = count_programs(problem, tile, pass_), -(-problem.N // tile.block_n)
-    enough = max(2, -(-places.processors // programs))
-    counts, full = [*range(enough, MOST_PARTS + 1)], 0.0
-    for waves in range(1, MOST_WAVES + 1):
-        parts = waves * places.count // programs
-        if parts * programs > full * waves * places.count:
-            counts.append(parts)
-            full = parts * programs / (waves * places.count)
-    return sorted(n for n in {*counts} if 1 < n <= tiles)
-
-
-def pick_fastest(
-    ways: Sequence[Division], schedule: Callable[[Division], Schedule],
-    joining: Callable[[Division], float],
-) -> Division:  # fmt: skip
-    """The fastest; where that is nearly as fast, the fastest without sums, or the first of all.
-
-    joining: as `joining_time`. Most are ruled out without a schedule: what they compute is at least
-    what undivided programs of the same tile do, in as many places, and they join sums besides.
-    """
-    whole = {way.tile: schedule(way) for way in ways if not way.scratch}
-    best, least = ways[0], whole[ways[0].tile].time()
-    for sums in (False, True):
-        limit = GAIN * least
-        for way in (x for x in ways[1:] if bool(x.scratch) == sums):
-            if whole[way.tile].mean_time() + joining(way) < limit:
-                programs = schedule(way) if sums else whole[way.tile]
-                if programs.least_time() < limit and (time := programs.time()) < limit:
-                    best, least, limit = way, time, time
-    return best
+def seconds_of(
+    way: Division, scores: float, problem: Problem, target: Target, pass_: Pass
+) -> float | None:
+    """Seconds of all launches, at best; None where no rate is known. scores: those that each
+    multiprocessor computes."""
+    p, processors, bandwidth = problem, target.multiprocessors, target.bandwidth
+    peak = peak_of(target, "triton", p.dtype, max(p.D, p.E), backward=pass_ != "forward")
+    if peak is None or bandwidth is None or processors is None:
+        return None
+    widths = {"forward": p.D + p.E, "query_gradient": 2 * p.D + p.E}
+    flops = 2 * widths.get(pass_, 2 * (p.D + p.E)) * scores * processors
+    seconds = least_seconds(flops, peak, way.scratch, bandwidth)
+    if not way.scratch:
+        return seconds
+    return seconds + least_seconds(0, peak, way.scratch, bandwidth, launches=1)
 
 
 def division_note(
@@ -240,75 +209,3 @@ def scratch_of(problem: Problem, pass_: Pass, summands: int) -> int:
     assert p.grad is not None
     width = p.D * p.grad.wants[1] + p.E * p.grad.wants[2]
     return 4 * p.B * p.G * summands * p.N * width
-
-
-@final
-@frozen
-class Schedule:
-    """What a division has to do, and where.
-
-    Times are in scores that all multiprocessors compute with all warps: score, that of one score of
-    a program; joining, that of the sums.
-    """
-
-    programs: Programs
-    places: Places
-    score: float
-    joining: float
-
-    @classmethod
-    def of(
-        cls, problem: Problem, target: Target, pass_: Pass, costs: Sequence[float], way: Division,
-        slower: float,
-    ) -> Schedule:  # fmt: skip
-        """costs, slower: as `divide_work` takes them, of the division's tile."""
-        p, tile = problem, way.tile
-        places = places_of(p, target, tile, pass_)
-        assert places is not None  # else nothing is divided
-        together = heads_together(p, target, tile, pass_, way.splits, way.parts)
-        heads, each = p.H, 1
-        if pass_ == "key_gradient":
-            heads, each = p.G, -(-(p.H // p.G) // way.splits)
-        heads *= p.B * way.summands
-        order = heads, each, together, way.parts
-        programs = schedule_programs(costs, start_of(target, tile), *order)
-        scores = tile.block_m * tile.block_n * places.count
-        few = LONE if places.each * tile.warps < FULL else 1.0
-        return cls(programs, places, slower * few * scores, joining_time(p, target, pass_, way))
-
-    def time(self) -> float:
-        """The makespan of the programs, and the time to write and read their sums."""
-        return self.programs.quick_makespan(self.places) * self.score + self.joining
-
-    def mean_time(self) -> float:
-        """What the programs take if nothing waits."""
-        return self.programs.total / self.places.count * self.score
-
-    def least_time(self) -> float:
-        """What that is not below, without simulation."""
-        return self.programs.least_makespan(self.places) * self.score + self.joining
-
-
-def joining_time(problem: Problem, target: Target, pass_: Pass, way: Division) -> float:
-    """The time to write and to read sums and to begin the kernel that does: in scores that all
-    multiprocessors compute."""
-    if not way.scratch:
-        return 0.0
-    p, peak = problem, target.peak(NAMES[problem.dtype])
-    widths = {"forward": p.D + p.E, "query_gradient": 2 * p.D + p.E}
-    flops = 2 * widths.get(pass_, 2 * (p.D + p.E))  # of a score
-    if peak is None or target.bandwidth is None:
-        return 2 * way.scratch * FLOPS_A_BYTE * REACHED / flops
-    seconds = LAUNCH + 2 * way.scratch / bandwidth_of(target, way.scratch)
-    return seconds * peak * REACHED / flops
-
-
-def bandwidth_of(target: Target, size: int) -> float:
-    """Bytes a second at which so many are written, and then read: if half of the L2 cache holds
-    them, at least half of what that is taken to send while nothing is written."""
-    processor = PROCESSORS.get(target.sm, PROCESSORS[table_arch(target.sm)])
-    assert target.bandwidth is not None
-    assert target.multiprocessors is not None
-    cached = L2 / 2 * target.multiprocessors * processor.clock
-    fits = target.l2 is not None and 2 * size <= target.l2
-    return max(target.bandwidth, cached if fits else 0.0)

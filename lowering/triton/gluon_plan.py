@@ -14,14 +14,7 @@ from attn_graph.lowering.triton.device_code import Tracer
 from attn_graph.lowering.triton.launch_list import PASS_OF, TILED, Fixed
 from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
-from attn_graph.lowering.triton.programs import (
-    AGAIN,
-    Places,
-    Programs,
-    expected_costs,
-    schedule_programs,
-    start_of,
-)
+from attn_graph.lowering.triton.programs import describe_waves
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.machine.target import Target
 
@@ -61,49 +54,26 @@ def gluon_launches(flash: Flash) -> list[Launch]:
     return [launch for launch in flash.launches if launch.kernel in TILES]
 
 
-def schedule_forward(flash: Flash, launch: Launch) -> Programs:
-    """The programs of a forward; what data decide is taken to be even."""
-    p, fixed = flash.problem, launch.fixed
-    tile = Tiling(OWN, fixed["BLOCK_N"], GROUPS * WARPS, launch.stages)
-    table = flash.tables.get(str(launch.tensors.get("lists_ptr")))
-    costs, start = expected_costs(p, p, tile, False, table), start_of(flash.target, tile)
-    order = launch.grid // len(costs), fixed["EACH"], fixed["TOGETHER"]
-    return schedule_programs(costs, start, *order, again=AGAIN * start)
-
-
 def describe_programs(flash: Flash, launch: Launch) -> str:
-    """ "512 programs of 4 heads in turn, 3.88 waves, balance 1.00", as far as it is known."""
-    mask, count = flash.problem.node.mask, flash.target.multiprocessors
+    """ "512 programs of 4 heads in turn, 3.88 waves", as far as it is known."""
     each = launch.fixed.get("EACH", 1)
     text = count_of(launch.grid, "program") + (f" of {each} heads in turn" if each > 1 else "")
-    if "EACH" not in launch.fixed or count is None or (mask is not None and mask.needs):
-        return text
-    return f"{text}, {schedule_forward(flash, launch).figures(Places(count))}"
+    waves = describe_waves(launch.grid, flash.target) if "EACH" in launch.fixed else ""
+    return ", ".join(filter(None, (text, waves)))
 
 
 def list_variants(problem: Problem, target: Target) -> tuple[str, ...]:
-    """Those of a forward to measure: numbers of heads with which it is done earlier by simulation,
-    and each with turns and without, which no model tells apart."""
+    """Those of a forward to measure: numbers of heads with which programs still fill the GPU, and
+    each with turns and without, which no model tells apart."""
     if problem.grad is not None:
         return ()
-    heads = faster_heads(problem, target)
+    blocks_of_heads, count = problem.B * blocks(problem.M, OWN), target.multiprocessors or 0
+    heads = [
+        name
+        for name, each in HEADS.items()
+        if problem.H % each == 0 and problem.H // each * blocks_of_heads >= count > 0
+    ]
     return *heads, TURNS, *(f"{name}, {TURNS}" for name in heads)
-
-
-def faster_heads(problem: Problem, target: Target) -> tuple[str, ...]:
-    """The numbers of heads of a program with which a forward is done earlier, by simulation."""
-    if target.multiprocessors is None:
-        return ()
-    usual = time_forward(problem, target, None)
-    fit = (name for name, heads in HEADS.items() if problem.H % heads == 0)
-    return tuple(name for name in fit if time_forward(problem, target, name) < usual)
-
-
-def time_forward(problem: Problem, target: Target, variant: str | None) -> float:
-    """The makespan of a forward's programs, in full tiles."""
-    flash, count = plan_launches(problem, target, variant), target.multiprocessors
-    assert count is not None
-    return schedule_forward(flash, gluon_launches(flash)[-1]).quick_makespan(Places(count))
 
 
 @final

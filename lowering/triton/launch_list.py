@@ -17,7 +17,6 @@ from attn_graph.lowering.triton.device_code import (
     read_axes,
 )
 from attn_graph.lowering.triton.device_lists import DeviceLists
-from attn_graph.lowering.triton.divisions import choose_spread
 from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles
@@ -35,7 +34,7 @@ from attn_graph.machine.workspace import Buffer
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Untraceable
 from attn_graph.spec import dense_strides
-from attn_graph.spec.formulas import decide, defer, is_one
+from attn_graph.spec.formulas import defer, is_one
 
 Fixed = dict[str, Any]  # arguments of a kernel
 PLACED = (
@@ -88,19 +87,13 @@ class LaunchList:
             return choose_tiling(self.layout.flat, self.target, pass_, *options)
         return choose_push_tiling(self.problem, self.target, PUSHED[pass_], self.variant)
 
-    def tilings(self, pass_: Pass) -> dict[Tiling, float]:
-        """That tile, and others where programs are few, by how many times as long as that they take
-        for a score; lists of tiles are made for one, that which is done first if blocks are equal.
-        """
+    def tilings(self, pass_: Pass) -> list[Tiling]:
+        """That tile, or others where programs are few; one where lists are made of its tiles."""
         usual, mask = self.tiling(pass_), self.problem.node.mask
         if self.push is not None or self.variant is not None or self.invariant:
-            return {usual: 1.0}
-        tiles = spread_tilings(self.layout.flat, self.target, pass_ == "key_gradient", usual)
-        if mask is None or self.code.strip or len(tiles) == 1:
-            return tiles
-        given = self.layout.flat, self.problem
-        tile = decide(lambda x: choose_spread(*x, self.target, pass_, tiles), given)
-        return {tile: tiles[tile]}
+            return [usual]
+        tiles = spread_tilings(self.layout.flat, self.target, pass_, usual)
+        return tiles if mask is None or self.code.strip else tiles[:1]
 
     @property
     def read(self) -> tuple[str, ...]:

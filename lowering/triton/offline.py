@@ -17,7 +17,6 @@ from attrs import frozen
 
 from attn_graph.lowering.triton.launches import Launch, Tensors, is_interpreting, load_kernel
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.lowering.triton.sass import Body, read_body
 
 INSTRUCTIONS = {  # in PTX: matrix products, and copies that run beside them
     "wgmma": r"wgmma\.mma_async",
@@ -38,7 +37,7 @@ class MachineCode:
     of one warp group wait for each other because registers are short. renewed: how often the
     assembler begins products anew because one of their registers is set late (its info C7519), so
     that they do not follow each other closely. instructions: how often each kind of INSTRUCTIONS
-    stands in the code. body: its loops.
+    stands in the code. sass: the machine code as text.
     """
 
     kernel: str
@@ -49,7 +48,7 @@ class MachineCode:
     renewed: int
     warps: int
     instructions: tuple[tuple[str, int], ...]
-    body: Body
+    sass: str
     ptx: str
 
     def __str__(self) -> str:
@@ -151,7 +150,7 @@ def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
 def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # Any: Triton's
     """What the machine code of a compiled kernel needs."""
     ptx: str = compiled.asm["ptx"]
-    registers, spilled, waits, starts, body = read_resources(compiled.asm["cubin"])
+    registers, spilled, waits, starts, sass = read_resources(compiled.asm["cubin"])
     counts = tuple((name, len(re.findall(form, ptx))) for name, form in INSTRUCTIONS.items())
     return MachineCode(
         kernel=name,
@@ -162,20 +161,20 @@ def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # An
         renewed=max(0, starts - len(re.findall(r"wgmma\.fence", ptx))),
         warps=warps,
         instructions=counts,
-        body=body,
+        sass=sass,
         ptx=ptx,
     )
 
 
 @lru_cache(maxsize=1024)
-def read_resources(cubin: bytes) -> tuple[int, int, int, int, Body]:
+def read_resources(cubin: bytes) -> tuple[int, int, int, int, str]:
     """Registers and bytes of stack of a thread, instructions that wait for products and that begin
-    them, and loops."""
+    them, and the code."""
     usage, code = disassemble(cubin)
     (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
     waits, starts = code.count("WARPGROUP.DEPBAR"), code.count("WARPGROUP.ARRIVE")
-    return int(registers), max(int(stack), spills), waits, starts, read_body(code)
+    return int(registers), max(int(stack), spills), waits, starts, code
 
 
 def disassemble(cubin: bytes) -> tuple[str, str]:

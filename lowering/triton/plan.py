@@ -38,7 +38,7 @@ from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpre
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import takes_tf32
 from attn_graph.lowering.triton.page_order import DTYPES, NAMED, ORDER, sums_pages
-from attn_graph.lowering.triton.programs import expected_costs
+from attn_graph.lowering.triton.programs import estimate_tiles
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.weight_sums import add_weight_sums
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs
@@ -210,7 +210,7 @@ class FlashBuilder(LaunchList):
         several share them and another one joins their parts."""
         p, tiles = self.problem, self.tilings("forward")
         sinks = p.by_role.sinks
-        lists, listed = self.listed(next(iter(tiles)), by_keys=False)
+        lists, listed = self.listed(tiles[0], by_keys=False)
         barrier = NO_MAXIMA if "max" in p.node.stats else ""
         way = self.divide("forward", tiles, lists, barrier)
         stored, more = self.parts_of_o(way) if way.parts > 1 else self.whole_o()
@@ -312,7 +312,7 @@ class FlashBuilder(LaunchList):
         """Add the launch of dq, or of its parts and of what adds them up."""
         p, pass_ = self.problem, PASS_OF["query_gradient"]
         tiles = self.tilings(pass_)
-        lists, listed = self.listed(next(iter(tiles)), by_keys=False)
+        lists, listed = self.listed(tiles[0], by_keys=False)
         way = self.divide(pass_, tiles, lists)
         tile, part = way.tile, "parts.dq"
         names = (*self.read, "dq")
@@ -334,7 +334,7 @@ class FlashBuilder(LaunchList):
         """dk and dv, in one launch or in two; one that is not wanted is not computed."""
         p, tiles = self.problem, self.tilings("key_gradient")
         assert p.grad is not None
-        lists, listed = self.listed(next(iter(tiles)), by_keys=True)
+        lists, listed = self.listed(tiles[0], by_keys=True)
         way = self.divide("key_gradient", tiles, lists)
         tile = way.tile
         wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
@@ -352,23 +352,22 @@ class FlashBuilder(LaunchList):
                 self.sum_parts(f"parts.{name}", n)
 
     def divide(
-        self, pass_: Pass, tiles: dict[Tiling, float], lists: Pointers, barrier: str = ""
+        self, pass_: Pass, tiles: Sequence[Tiling], lists: Pointers, barrier: str = ""
     ) -> Division:
-        """How the work of a block is divided among programs. tiles: as `divide_work` takes them."""
+        """How the work of a block is divided among programs. tiles: the usual one, then others."""
         p, table = self.layout.flat, self.tables.get(str(lists.get("lists_ptr")))
         by_keys = pass_ == "key_gradient"
         whole, barrier = self.push is not None, NOT_INVARIANT if self.invariant else barrier
-        usual = next(iter(tiles))
-        if not may_divide(p, self.target, usual, pass_, whole=whole):
-            return Division(usual)
+        if not may_divide(p, self.target, tiles[0], pass_, whole=whole):
+            return Division(tiles[0])
         used = Scratch(self.buffers).bytes
         room = None if self.most is None else self.most - used
 
         def divide(given: tuple[Problem, Problem, torch.Tensor | None, int | None]) -> Division:
             flat, padded, table, room = given
-            costs = {x: expected_costs(flat, padded, x, by_keys, table) for x in tiles}
+            costs = {x: estimate_tiles(flat, padded, x, by_keys, table) for x in tiles}
             of = flat, self.target, pass_, costs, room
-            return divide_work(*of, slower=tiles, whole=whole, barrier=barrier)
+            return divide_work(*of, whole=whole, barrier=barrier)
 
         best = defer(divide, (p, self.problem, table, room))
         division = decide(Division.of_few_parts, best)

@@ -16,7 +16,6 @@ from attrs import frozen
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.device_code import element_reach, size_reach
-from attn_graph.lowering.triton.programs import MIXED
 from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol
 from attn_graph.masks import Mask
 from attn_graph.masks.intervals import Range, lower_end, upper_end
@@ -55,7 +54,7 @@ def list_tiles_of(kinds: torch.Tensor) -> torch.Tensor:
     rows = max(1, AT_ONCE // (HEAD + kinds.shape[1]))
     lists = torch.cat([*map(list_at_once, kinds.split(rows))])
     lists[:, 0] = torch.arange(len(kinds), device="cpu")
-    longest = torch.argsort(lists[:, 1] + MIXED * lists[:, 2], descending=True, stable=True)
+    longest = torch.argsort(lists[:, 1] + lists[:, 2], descending=True, stable=True)
     return lists[longest]
 
 

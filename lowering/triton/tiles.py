@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from attn_graph.kernels.tilings import (
+    ALONE,
+    FULL,
+    HALVED,
     SHORT,
     VARIANTS,
     Pass,
@@ -14,23 +17,12 @@ from attn_graph.kernels.tilings import (
     tiling,
 )
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.few_rows import ENOUGH
 from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles
-from attn_graph.lowering.triton.programs import MIXED, count_strip_tiles, static_strip
+from attn_graph.lowering.triton.programs import count_programs, count_strip_tiles, static_strip
 from attn_graph.machine.target import Target
-from attn_graph.masks.places import Strip
 
-# Rows of the table whose tiles may have half of their queries or keys, and how many times as long
-# halves take for a score where eight warps of them are resident; others gain nothing, or spill.
-HALVED = {(80, "queries"): 1.1}
-HALVED |= dict.fromkeys(((90, "queries"), (90, "keys"), (120, "queries"), (120, "keys")), 1.1)
-# Rows and widths whose tiles of queries are made for two programs on a multiprocessor: a variant
-# for fewer, and how many times as long that takes for a score, likewise.
-PAIRED = {
-    (80, 64): ("half the queries", 1.05),
-    (90, 64): ("half the queries", 1.15),
-    (90, 128): ("twice the keys and warps", 1.04),
-}
-WARPS, ROWS = 4, 64  # of the least tile that matrix units take at full speed
+ROWS = 64  # of the least tile that matrix units take at full speed
 
 
 def choose_tiling(
@@ -46,8 +38,9 @@ def choose_tiling(
     copied = dense and copies_tiles(p, target) and all(map(is_copied_in_tiles, p.specs[:3]))
     decided = p.node.mask is not None and bool(p.node.mask.needs)
     usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops, copied, decided)
-    if copied and not modified and (short := SHORT.get((table_arch(target.sm), pass_, width))):
-        usual = shorten_tiling(p, usual, *short)
+    if copied and not modified and (short := short_tiling(p, target, pass_)):
+        fewer = walked_places(p, short) < ENOUGH * walked_places(p, usual)
+        usual = short if fewer else usual
     return usual if variant is None else VARIANTS[variant](usual)
 
 
@@ -60,41 +53,39 @@ def choose_push_tiling(
     return usual if variant is None else VARIANTS[variant](usual)
 
 
-def shorten_tiling(problem: Problem, usual: Tiling, short: Tiling, longer: float) -> Tiling:
-    """The smaller tile where tiles of its size leave out more of what a narrow mask drops than they
-    take longer, with all places taken to be computed."""
+def short_tiling(problem: Problem, target: Target, pass_: Pass) -> Tiling | None:
+    """The tile of a narrow mask, if there is one of its own."""
+    width = padded_head_size(max(problem.D, problem.E))
     strip = static_strip(problem)
-    if strip is None or strip.low is None or strip.high is None:
-        return usual
-    whole, parts = (walked_places(strip, problem, tile) for tile in (usual, short))
-    return short if longer * parts < whole else usual
+    narrow = strip is not None and strip.low is not None and strip.high is not None
+    return SHORT.get((table_arch(target.sm), pass_, width)) if narrow else None
 
 
-def walked_places(strip: Strip, problem: Problem, tile: Tiling) -> float:
-    """Places in all tiles of one head, those in mixed tiles as MIXED times as many."""
+def walked_places(problem: Problem, tile: Tiling) -> int:
+    """Places in all tiles of blocks of queries of one head, under a mask that is a strip."""
+    strip = static_strip(problem)
+    assert strip is not None
     full, mixed = count_strip_tiles(strip, problem, tile, by_keys=False)
-    return float(full.sum() + MIXED * mixed.sum()) * tile.block_m * tile.block_n
+    return int((full + mixed).sum()) * tile.block_m * tile.block_n
 
 
-def spread_tilings(
-    problem: Problem, target: Target, by_keys: bool, usual: Tiling
-) -> dict[Tiling, float]:
-    """The table's tile, and others for fewer programs than that is chosen for; of each how many
-    times as long as the table's it takes for a score, by lowering/triton/predict.py.
+def spread_tilings(problem: Problem, target: Target, pass_: Pass, usual: Tiling) -> list[Tiling]:
+    """The table's tile, and others for programs that are few.
 
-    Blocks of queries of which two are on a multiprocessor may have one to themselves, with twice
-    the keys and warps, or be half as long; and long ones on eight warps half as long on half the
-    warps.
+    Tiles for two programs on a multiprocessor give way to ALONE where each has one at most; and
+    blocks may be half as long, but of narrow masks that have a short tile.
     """
-    p, arch, block = problem, table_arch(target.sm), usual.block_n if by_keys else usual.block_m
-    if target.multiprocessors is None or block < 2 * ROWS:
-        return {usual: 1.0}
-    tiles, whole, width = {usual: 1.0}, usual, padded_head_size(max(p.D, p.E))
-    if usual.warps == WARPS and not by_keys and (arch, width) in PAIRED:
-        variant, slower = PAIRED[arch, width]
-        whole = VARIANTS[variant](usual)
-        tiles[whole] = slower
-    side, length = ("keys", p.N) if by_keys else ("queries", p.M)
-    if whole.warps == 2 * WARPS and (arch, side) in HALVED and length > block // 2:
-        tiles[VARIANTS[f"half the {side} and warps"](whole)] = HALVED[arch, side]
-    return tiles
+    p, processors, by_keys = problem, target.multiprocessors, pass_ == "key_gradient"
+    block = usual.block_n if by_keys else usual.block_m
+    if processors is None or target.interprets or block < 2 * ROWS:
+        return [usual]
+    if short_tiling(p, target, pass_) is not None:
+        return [usual]
+    arch, side, tiles = table_arch(target.sm), "keys" if by_keys else "queries", [usual]
+    alone = ALONE.get((arch, side, padded_head_size(max(p.D, p.E))))
+    if alone is not None and usual.warps < FULL:
+        tiles.append(VARIANTS[alone](usual))
+    if (arch, side) in HALVED and tiles[-1].warps == FULL:
+        tiles.append(VARIANTS[f"half the {side} and warps"](tiles[-1]))
+    few = alone is not None and count_programs(p, usual, by_keys) <= processors
+    return tiles[1:] if few and usual.warps < FULL else tiles

@@ -13,8 +13,9 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import MERGE
 from attn_graph.lowering.problem import Problem, sole
-from attn_graph.lowering.triton.decode import FIXED_KEYS, LEAST_KEYS, WAVES, divide_keys
-from attn_graph.lowering.triton.few_rows import MOST_QUERIES, MOST_ROWS
+from attn_graph.lowering.rates import FILLS
+from attn_graph.lowering.triton.decode import FIXED_KEYS, divide_keys
+from attn_graph.lowering.triton.few_rows import LEAST_KEYS, MOST_QUERIES, MOST_ROWS
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.testing import rule
@@ -65,7 +66,7 @@ def test_parts_fill_the_gpu(sizes: tuple[int, ...], parts: int) -> None:
     division = divide_keys(lying(decoding(*sizes)), H200, None, None, False)
     assert division is not None
     assert division.parts == parts
-    assert (parts - 1) * sizes[0] * sizes[2] < WAVES * 132
+    assert (parts - 1) * sizes[0] * sizes[2] < FILLS * 132
     assert parts == 1 or sizes[4] >= parts * LEAST_KEYS
     # A larger batch changes the parts, unless its entries are to be as they are alone.
     alone, many = (
@@ -126,7 +127,7 @@ def test_who_divides_by_the_batch_refuses(name: str) -> None:
 
 def test_triton_comes_first_whatever_the_batch() -> None:
     for B in (1, 64):
-        graph = decoding(B, 32, 8, 1, 4096)
+        graph = decoding(B, 32, 32, 1, 4096)
         said = ag.explain(graph, target=equip("h200"), batch_invariant=True, wants=())
         assert said.backend == "triton"
     assert ag.explain(graph, target=equip("h200"), wants=()).backend == "cudnn"

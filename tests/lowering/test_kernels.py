@@ -26,9 +26,9 @@ from attn_graph.kernels.tilings import (
 )
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.layout import Layout
-from attn_graph.lowering.triton.predict import PROCESSORS
 from docs.generate import kernels_serving as serving
 from docs.generate.kernel_rows import SPLIT, TARGETS, target_of
+from docs.generate.predict import PROCESSORS
 from tests.support.sources import ROOT, load_file
 
 CPU = ag.Target.of("cpu")

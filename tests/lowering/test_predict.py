@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from attn_graph.lowering.triton.predict import (
+from docs.generate.predict import (
     PROCESSORS,
     Clocks,
     TileWork,
@@ -13,7 +13,7 @@ from attn_graph.lowering.triton.predict import (
     slots_per_score,
     tile_clocks,
 )
-from attn_graph.lowering.triton.sass import Body, Loop, read_body
+from docs.generate.sass import Body, Loop, read_body
 
 SASS = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;

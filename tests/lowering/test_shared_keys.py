@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from itertools import product
+from math import ceil
 from typing import Any
 
 import pytest
@@ -21,17 +22,16 @@ from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
 from attn_graph.testing.tensors import tensors_for
 from docs.generate.kernel_rows import Kernel, target_of
+from docs.generate.sass import read_body
 from tests.lowering.test_programs import (
     BELOW,
     CPU,
     GPUS,
     attention,
-    check_balance,
     check_repeated_gradients,
     compiling,
     flashes,
     interpreting,
-    programs_of,
 )
 
 H200 = ag.Target.of("h200")
@@ -51,18 +51,15 @@ def launch_of(flash: Flash, name: str) -> Launch:
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("mask", [BELOW, None], ids=["causal", "full"])
 def test_chunks_of_a_long_prompt_fill_every_gpu(gpu: str, mask: ag.Mask | None) -> None:
-    """One program for each block of queries took up to 18.5 times the time of a GPU that is full,
-    and 4.3 times on average. Where it stays above 1.05 times, more parts would take longer."""
-    balances: dict[str, list[float]] = {name: [] for name in BY_QUERIES}
+    """One program for each block of queries leaves up to 95 % of a GPU idle. Launches of fewer
+    programs than multiprocessors leave less than a quarter, and others end within a wave."""
+    processors = ag.Target.of(gpu).multiprocessors or 0
     for (H, G), M, N in CHUNKS:
         for flash in flashes(attention(1, H, G, M, N, mask=mask), ag.Target.of(gpu)):
             for launch in (x for x in flash.launches if x.kernel in BY_QUERIES):
-                programs, places = programs_of(flash, launch)
-                check_balance(flash, launch, f"{H} {G} {M} {N}")
-                balances[launch.kernel].append(programs.balance(places))
-    for name, values in balances.items():
-        assert max(values) <= 1.2, name
-        assert sum(values) / len(values) <= (1.08 if gpu == "l40s" else 1.065), name
+                waves = launch.grid / processors
+                assert waves / ceil(waves) >= 0.5, f"{gpu} {launch.kernel} {H} {G} {M} {waves}"
+                assert waves >= 0.75, f"{gpu} {launch.kernel} {H} {G} {M} {waves}"
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -76,12 +73,12 @@ def test_a_full_gpu_shares_no_keys_and_takes_no_memory(gpu: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "sizes"), [("b200", (1, 32, 8, 512, 32768)), ("b200", (1, 8, 8, 2048, 2048))]
+    ("gpu", "sizes"), [("b200", (1, 32, 8, 512, 32768)), ("h200", (1, 8, 8, 512, 512))]
 )
 def test_parts_that_gain_less_than_joining_them_takes_are_not_made(
     gpu: str, sizes: tuple[int, int, int, int, int]
 ) -> None:
-    """Or little more: 0.97 of the time is not less enough."""
+    """Or little more: 0.85 of the time is not less enough."""
     forward, _ = flashes(attention(*sizes, mask=BELOW), ag.Target.of(gpu))
     assert launch_of(forward, "forward").fixed["PARTS"] == 1
 
@@ -95,19 +92,19 @@ def test_parts_are_memory_that_max_workspace_bounds_and_explain_tells() -> None:
     shared = "programs share the keys of a block of queries"
     assert f"forward: 4 {shared}, merge_parts joins their parts" in text
     assert f"query_gradient: 4 {shared}, sum_parts adds up their sums" in text
-    assert "forward: 128 programs, 0.97 waves, balance 1.0" in text
-    for most, parts in ((bytes_, 4), (bytes_ - 1, 1), (0, 1)):
+    assert "forward: 128 programs, 0.97 waves, tiles of 128 x 128" in text
+    for most, parts in ((bytes_, 4), (bytes_ - 1, 3), (0, 1)):
         forward, _ = flashes(graph, H200, Options(max_workspace=most))
         assert launch_of(forward, "forward").fixed["PARTS"] == parts
         assert forward.scratch.bytes <= most
-        assert ("which max_workspace does not allow" in forward.division) == (parts == 1)
+        assert ("which max_workspace does not allow" in forward.division) == (parts < 4)
 
 
 def test_who_may_not_share_keys_says_why() -> None:
     """Of a batch apart, and with the largest score of each row; forward mode never does."""
     sizes = 1, 8, 8, 512, 32768
     for options, stats, parts, words in (
-        (Options(batch_invariant=True), False, 8, "which batch_invariant=True forbids"),
+        (Options(batch_invariant=True), False, 4, "which batch_invariant=True forbids"),
         (Options(), ("max",), 4, "parts of the largest score are not put together"),
     ):
         forward, backward = flashes(attention(*sizes, mask=BELOW, stats=stats), H200, options)
@@ -245,7 +242,7 @@ def test_kernels_of_parts_spill_no_more_than_whole_ones(sm: int, name: str) -> N
         assert [x.fixed["PARTED"] for x in launches] == [True, False]
         machine, other = (inspect_launch(x, mock_tensors(flash), sm) for x in launches)
         assert not [*Kernel(sm, 2, 128, kernel).complaints(machine)]
-        most = min(other.body.full.spills, 1) + version("triton").startswith("3.6.")
-        assert machine.body.full.spills <= most
+        spills, usual = (read_body(x.sass).full.spills for x in (machine, other))
+        assert spills <= min(usual, 1) + version("triton").startswith("3.6.")
         joined = inspect_launch(launch_of(flash, JOINED[kernel]), mock_tensors(flash), sm)
         assert joined.spilled == 0

@@ -16,7 +16,10 @@ from attn_graph.machine.gpus import devices
 from tests.support.gpus import box, placed
 from tests.support.sources import ROOT
 
-NAMES = ("a100", "h100", "h200", "b200", "b300", "l40s", "rtx4090")
+NAMES = (
+    *("a100", "h100", "h200", "b200", "b300", "l40s", "rtx4090"),
+    *("rtx5090", "rtxpro6000", "l4", "a10g", "h20", "gh200", "gb10"),
+)
 
 
 def test_the_table_holds_the_devices_that_are_promised() -> None:
@@ -54,9 +57,9 @@ def test_a_cpu_tells_no_rates() -> None:
 
 def test_an_unknown_target_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(
-        ag.GraphError, match="'h20' is not known; known are cpu, cuda, a100, h100, h200"
+        ag.GraphError, match="'h300' is not known; known are cpu, cuda, a100, h100, h200"
     ):
-        ag.Target.of("h20")
+        ag.Target.of("h300")
 
 
 def test_this_machine_is_what_pytorch_tells_with_the_tables_rates() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import final
 
 from attrs import frozen
@@ -62,6 +63,7 @@ class Body:
         return self.loops[len(self.loops) // 2]
 
 
+@lru_cache(maxsize=256)
 def read_body(text: str) -> Body:
     """The loops in what `nvdisasm -c` printed."""
     code, labels = read_instructions(text)

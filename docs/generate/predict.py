@@ -20,7 +20,7 @@ from typing import final
 
 from attrs import frozen
 
-from attn_graph.lowering.triton.sass import Body, Loop
+from docs.generate.sass import Body, Loop
 
 STALL = 0.4  # of a tile's clocks, if each scheduler has one warp: latencies that none hides
 OVERLAP = 0.5  # of the shorter part is hidden behind the longer with ever more programs

@@ -14,7 +14,7 @@ from typing import final
 
 from attrs import frozen
 
-from attn_graph.lowering.triton.sass import (
+from docs.generate.sass import (
     Instruction,
     Loop,
     count_loop,

@@ -1,0 +1,87 @@
+"""How fast backends' kernels are on GPUs, at best: shares of a GPU's peak, and a launch's time."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from attrs import frozen
+
+from attn_graph.machine.target import Target
+from attn_graph.spec import NAMES
+
+FILLS = 2  # programs of four warps that a multiprocessor runs at once
+HALF = (torch.float16, torch.bfloat16)
+Shares = tuple[tuple[int, float], ...]  # (head size, share of the peak)
+Splits = Literal["always", "one_query", "few_rows", "never"]
+
+
+@final
+@frozen
+class Rate:
+    """What rates.toml says of some backends on some GPUs; it explains the fields at its top."""
+
+    backends: tuple[str, ...]
+    sm: tuple[int, ...]
+    forward: Shares
+    backward: Shares
+    splits: Splits
+    fills: int = FILLS
+
+    def share(self, width: int, *, backward: bool) -> float:
+        """The share of the peak at a head size."""
+        shares = self.backward if backward else self.forward
+        return next((share for size, share in shares if size >= width), shares[-1][1])
+
+
+@cache
+def rates() -> dict[tuple[str, int], Rate]:
+    """All rates, by backend and compute capability."""
+    rows = [
+        Rate(
+            tuple(fields["backends"]),
+            tuple(fields["sm"]),
+            read_shares(fields["forward"]),
+            read_shares(fields["backward"]),
+            fields["splits"],
+            fields.get("fills", FILLS),
+        )
+        for fields in read_rates()["rate"]
+    ]
+    return {(name, sm): rate for rate in rows for name in rate.backends for sm in rate.sm}
+
+
+def read_shares(table: dict[str, float]) -> Shares:
+    """A table of the file, the least head size first."""
+    return tuple(sorted((int(size), share) for size, share in table.items()))
+
+
+@cache
+def read_rates() -> dict[str, Any]:  # Any: TOML
+    """rates.toml as it is."""
+    return tomllib.loads(Path(__file__).with_name("rates.toml").read_text())
+
+
+def peak_of(
+    target: Target, name: str, dtype: torch.dtype, width: int, *, backward: bool
+) -> float | None:
+    """Flop/s that a backend's kernels reach at best in half precision, at a head size.
+
+    None where no rate is known: of this backend there, in this dtype, or of the GPU itself.
+    """
+    rate, peak = rates().get((name, target.sm)), target.peak(NAMES[dtype])
+    if rate is None or peak is None or dtype not in HALF:
+        return None
+    return peak * rate.share(width, backward=backward)
+
+
+def least_seconds(
+    flops: float, peak: float, moved: float, bandwidth: float, launches: int = 0
+) -> float:
+    """The roofline: the products' time or that of moving bytes, whichever is longer, and of
+    launches that wait for others."""
+    launch: float = read_rates()["launch"]
+    return max(flops / peak, moved / bandwidth) + launches * launch
