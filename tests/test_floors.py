@@ -21,7 +21,10 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.lowering.torch_cuda.*",),
     ("attn_graph.lowering.fa4.*",),
     ("attn_graph.lowering.cpu.*", "attn_graph.lowering.triton.*", "attn_graph.lowering.cudnn.*"),
-    ("attn_graph.lowering", "attn_graph.lowering.folding", "attn_graph.lowering.lengths"),
+    (
+        *("attn_graph.lowering", "attn_graph.lowering.folding", "attn_graph.lowering.lengths"),
+        "attn_graph.lowering.small_graphs",
+    ),
     ("attn_graph.lowering.problem", "attn_graph.lowering.reasons", "attn_graph.lowering.steps"),
     ("attn_graph.lowering.backend", "attn_graph.lowering.rates"),
     ("attn_graph.ir.*",),

@@ -19,6 +19,7 @@ from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options
 from attn_graph.lowering.cudnn.backend import read_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
+from attn_graph.lowering.small_graphs import shrink
 from attn_graph.machine.target import Target
 
 if TYPE_CHECKING:  # and imported where it is used: machines without a GPU never ask for it
@@ -132,8 +133,6 @@ def compile_for_target(run: Fa4Run, target: Target, options: Options) -> list[Co
 def small_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
     """The attention or gradient in small sizes, off the tiles; kernels of one variant are those
     that the package tells apart."""
-    from attn_graph.lowering.triton.gluon_check import shrink
-
     call = describe_fa4(graph, target, options)
     plain, problem = call.plain(True), call.problem
     told = {name: x for name, x in plain.items() if name not in ("numbers", "lists")}

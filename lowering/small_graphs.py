@@ -1,0 +1,79 @@
+"""Small graphs of the same kind as a large one, for self-checks of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attrs import evolve
+
+from attn_graph.ir.graph import Graph, Input
+from attn_graph.ir.packed import PLACES, Packed, operand_sides
+from attn_graph.ir.packing import row_count
+from attn_graph.lowering.problem import Problem
+from attn_graph.masks import needs_of
+from attn_graph.spec import TensorSpec
+
+TOTALS = {"rows": "t", "keys": "u"}  # axes: of all packed rows
+MOST = {"rows": "i", "keys": "j"}  # and of those of one sequence
+
+
+def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
+    """A graph of one attention with M queries and N keys, few heads, and dense tensors. Packed, M
+    and N are those of all sequences."""
+    G, group = min(problem.G, 2), min(problem.H // problem.G, 2)
+    sizes = {"b": min(problem.B, 2), "g": G, "h": G * group, "i": M, "j": N}
+    sizes |= {"d": problem.D, "e": problem.E}
+    before = {"b": problem.B, "g": problem.G, "h": problem.H, "i": problem.M, "j": problem.N}
+    before |= {"d": problem.D, "e": problem.E}
+    last = graph.eqns[-1]
+    labels = [*operand_axes(problem)]
+    if isinstance(last.op, Packed):
+        labels = [*packed_axes(last.op, labels)]
+        totals = {side: graph.types[last.args[PLACES[side]]] for side in last.op.sides}
+        before |= {TOTALS[side]: row_count(x.shape) for side, x in totals.items()}
+        sizes |= {"t": M, "u": N, "s": sizes["b"] + 1}
+        before["s"] = problem.B + 1
+    axes = dict(zip(last.args, labels, strict=True))
+
+    def resize(n: int, x: Input) -> Input:
+        if n not in axes:  # nothing reads it
+            return x
+        pairs = zip(axes[n], x.spec.shape, strict=True)
+        shape = tuple(sizes[axis] if size == before[axis] else 1 for axis, size in pairs)
+        return Input(x.name, TensorSpec(shape, x.spec.dtype))
+
+    inputs = tuple(resize(n, x) for n, x in enumerate(graph.inputs))
+    types, eqns = [x.spec.type for x in inputs], []
+    for eqn in graph.eqns:
+        op = eqn.op
+        if isinstance(op, Packed):
+            rows, keys = (sizes[axis] if x in op.most else None for x, axis in MOST.items())
+            op = evolve(op, rows=rows, keys=keys)
+        outs = op.infer(*(types[n] for n in eqn.args))
+        types += outs
+        eqns.append(evolve(eqn, op=op, outs=outs))
+    return evolve(graph, inputs=inputs, eqns=tuple(eqns))
+
+
+def packed_axes(op: Packed, labels: Sequence[str]) -> Iterator[str]:
+    """The axes of the operands of an attention on packed tensors, by those of padded ones: t are
+    all rows, u all keys, s one more than sequences."""
+    for label, side in zip(labels, operand_sides(op.op), strict=True):
+        if side in op.sides:
+            head, last = label[1], label[3:]
+            yield TOTALS[side] + head + last if last else head + TOTALS[side]
+        else:
+            yield label
+    yield from "s" * len(op.sides)
+
+
+def operand_axes(problem: Problem) -> Iterator[str]:
+    """The axes of each operand, of "bhijgde"; seed and offset of dropout are not among them."""
+    node, grad = problem.node, problem.grad
+    yield from ("bhid", "bgjd", "bgje")
+    for needs in (*(m.needs for m in node.modifiers), needs_of(node.mask)):
+        yield from (data.axes for data in needs.values())
+    if node.sinks:
+        yield "h"
+    if grad is not None:  # o, lse, do and dlse
+        yield from ("bhie", "bhi", *("bhie",) * grad.with_do, *("bhi",) * grad.with_dlse)
