@@ -29,7 +29,7 @@ CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo check test slow deep virtual mutants tritons kernel-report virtual-report gluon-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo check test slow deep virtual mutants tritons kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -97,13 +97,6 @@ kernel-report: venv
 
 virtual-report: venv
 	$(BIN)/python -m docs.generate.virtual
-
-# The rows of each version of Triton, by that version.
-gluon-report: $(TRITONS:%=.tritons/%/reported)
-
-.PHONY: $(TRITONS:%=.tritons/%/reported)
-$(TRITONS:%=.tritons/%/reported): .tritons/%/reported: .tritons/%/installed
-	PYTHONPATH=.tritons/$* $(BIN)/python -m docs.generate.gluon
 
 # All plans of cuDNN's grid under other versions of cuDNN, each in a venv of its own, and last
 # under the one in .venv. EVERY= builds a share, under the others alone: `make slow` does the rest.

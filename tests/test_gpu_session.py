@@ -19,10 +19,12 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import training_gradient
+from attn_graph.planner.self_check import Proof
 from benchmarks.gpu import cases, checks, frontend, results, session, tables, tools, wheels
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.device import Gpu
@@ -298,6 +300,22 @@ def test_the_first_try_says_which_backend_fails_and_how(
         SystemExit, match=r"triton, forward: no backend(.|\n)*cudnn, backward: no b"
     ):
         checks.try_first(played_gpu.Played(), rows.append)
+
+
+def test_self_checks_that_fail_are_told_from_a_package_that_is_not_there(
+    rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks.prove_kernels(played_gpu.Played(), rows.append)
+    assert len(rows) == 2 * len([*cases.checked_cases()])
+    assert all(row["outcome"].startswith("passed on 1 graph") for row in rows)
+    rows.clear()
+    bare = Gpu(torch.device("cpu"), evolve(ag.Target.of("h200"), libraries=()))
+    checks.prove_kernels(bare, rows.append)
+    assert all("needs flash-attn-4, which is not installed" in row["outcome"] for row in rows)
+    wrong = Proof("is wrong: an error is 3 times what the accuracy rule allows")
+    monkeypatch.setattr(played_gpu.Played, "check", lambda *_: ("played", wrong))
+    with pytest.raises(SystemExit, match=r"full .*, backward: failed: it is wrong"):
+        checks.prove_kernels(played_gpu.Played(), rows.append)
 
 
 @pytest.mark.parametrize(("code", "fails"), [(0, False), (tools.FAULTY, True)])

@@ -28,7 +28,6 @@ from attn_graph.lowering.fa4 import backend as fa4
 from attn_graph.lowering.torch_cuda import dense as torch_cuda
 from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
-from attn_graph.lowering.triton import gluon as triton_gluon
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.planner.cost import format_scaled
@@ -41,7 +40,6 @@ Refusals = tuple[tuple[str, tuple[Reason, ...]], ...]  # every reason against, b
 BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     cudnn_backend.BACKEND,
     triton_flash.BACKEND,
-    triton_gluon.BACKEND,
     fa4.BACKEND,
     torch_sdpa.BACKEND,
     torch_packed.BACKEND,

@@ -29,7 +29,7 @@ T = TypeVar("T")
 COLD_BYTES = 2**29  # zeroing them empties the L2 cache, and gives the host some 100 us of lead
 WARM_UPS = 3
 REFUSALS = (RefusedError, RuntimeError)  # of a way that cannot do a job
-BEHIND = {"gluon": ("triton",)}  # who runs the backward that a backend refuses
+BEHIND = {"fa4": ("triton",)}  # who runs the backward that a backend refuses
 
 
 class Device(ABC):
@@ -54,7 +54,7 @@ class Device(ABC):
     @abstractmethod
     def check(self, graph: ag.Graph, backend: str, seconds: float) -> tuple[str, Proof]:
         """The self-check of a backend for a graph, within so many seconds: its variant, and what
-        came of it."""
+        came of it. Raises RefusedError where the backend refuses."""
 
     @abstractmethod
     def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
@@ -110,7 +110,10 @@ class Gpu(Device):
 
     def check(self, graph: ag.Graph, backend: str, seconds: float) -> tuple[str, Proof]:
         (chosen,) = (b for b in BACKENDS if b.name == backend)
-        needed = find_check(chosen, simplify(graph), self.target, Options())
+        simple = simplify(graph)
+        if against := chosen.reasons(simple, self.target, Options()):
+            raise RefusedError(*against)
+        needed = find_check(chosen, simple, self.target, Options())
         assert needed is not None  # it is of a backend that has them
         return needed.test.variant, evolve(
             needed, test=evolve(needed.test, seconds=seconds)

@@ -21,7 +21,7 @@ from benchmarks.gpu.prediction import count_work, predict_milliseconds
 from benchmarks.gpu.results import Row
 
 RUNS = 20
-OURS = ("triton", "gluon", "cudnn")
+OURS = ("triton", "fa4", "cudnn")
 Way = Callable[[], Attend]  # makes what computes a case
 
 

@@ -97,7 +97,7 @@ Whole kernels beside others for the same, compiled in the same run and judged by
 TFLOP/s: FlexAttention's templates of torch {torch} with the tiles that Inductor takes without a
 search, and the forward of Triton's tutorial, 128 x 128, 8 warps, by the copy engine. What Flex
 spills is in bytes. Where cuDNN takes a graph on sm_90 and sm_100 it is predicted to be faster, and
-comes first; for others these kernels do, before those of `gluon`, which no GPU has run yet.
+comes first; for others these kernels do.
 
 {beside}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import final
 
@@ -67,7 +67,7 @@ class Body:
 def read_body(text: str) -> Body:
     """The loops in what `nvdisasm -c` printed."""
     code, labels = read_instructions(text)
-    spans = innermost_spans(code, labels, computes)
+    spans = innermost_spans(code, labels)
     loops = tuple(count_loop(code[a : b + 1]) for a, b in spans)
     return Body(loops, len(code) - sum(loop.issued for loop in loops))
 
@@ -85,9 +85,7 @@ def read_instructions(text: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def innermost_spans(
-    code: Sequence[Instruction],
-    labels: Mapping[str, int],
-    is_tile: Callable[[Sequence[Instruction]], bool],
+    code: Sequence[Instruction], labels: Mapping[str, int]
 ) -> list[tuple[int, int]]:
     """First and last instruction of loops over tiles that hold no other such loop, in order.
 
@@ -99,7 +97,7 @@ def innermost_spans(
         start = labels.get(target[0], n + 1) if target else n + 1
         if start > n or any(each == "EXIT" for each, _ in code[start : n + 1]):
             continue
-        if is_tile(code[start : n + 1]):
+        if computes(code[start : n + 1]):
             ends[start] = max(n, ends.get(start, 0))
     spans = sorted(ends.items())
     return [span for span in spans if not any(is_within(other, span) for other in spans)]

@@ -18,7 +18,6 @@ from attn_graph.lowering.fa4 import backend as fa4
 from attn_graph.lowering.torch_cuda import dense as torch_cuda
 from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
-from attn_graph.lowering.triton import gluon
 from attn_graph.spec import FLOATS
 from docs.generate.pages import table
 
@@ -34,7 +33,6 @@ RARE = (
     "M = 0 or N = 0",
     "forward mode",
     "second derivatives",
-    "gluon",
     "torch_cudnn",
 )  # what docs/support.md has and README, which is short, has not
 NAMES = {
@@ -48,7 +46,6 @@ COLUMNS = {
     "math": (torch_math.BACKEND, CPU, torch.float32),
     "torch_sdpa": (torch_sdpa.BACKEND, CPU, torch.float32),
     "triton": (triton_flash.BACKEND, GPU, torch.float32),
-    "gluon": (gluon.BACKEND, GPU, torch.float16),
     "cudnn": (cudnn_backend.BACKEND, GPU, torch.float16),
     "fa4": (fa4.BACKEND, GPU, torch.float16),
     "torch_flash": (torch_packed.BACKEND, GPU, torch.float16),

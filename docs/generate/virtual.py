@@ -1,6 +1,6 @@
 """Writes docs/reports/virtual.md, what virtual GPUs executed: `make virtual-report`.
 
-About nine minutes of one core, and as many again where Triton's cache has none of the kernels.
+About eight minutes of one core, and as many again where Triton's cache has none of the kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.virtual_cases import CASES, inputs_for, machine, plan_on, sho
 from tests.virtual.test_sequences_on_virtual_gpus import BODIES
 
 PAGE = Path(__file__).parents[1] / "reports" / "virtual.md"
-PLACES = ((80, "triton"), (90, "triton"), (100, "triton"), (120, "triton"), (90, "gluon"))
+MACHINES = (80, 90, 100, 120)  # by compute capability
 SEQUENCES = 90  # where packed sequences, pages and tangents run, both passes
 TEXT = """\
 # What virtual GPUs executed
@@ -39,8 +39,8 @@ NVIDIA's assembler and the GPUs themselves are not in it, nor is any time.
 ## By feature
 
 How far the worst number of both passes is from the formula, as a share of what the rule allows.
-"-": the backend does not take it. `gluon` is on sm_90. The largest error is mostly that of rounding
-a result to its dtype, which is one and the same wherever the result is right.
+The largest error is mostly that of rounding a result to its dtype, which is one and the same
+wherever the result is right.
 
 {features}
 
@@ -64,13 +64,13 @@ The PTX ISA asks for more than Triton {triton} writes. The virtual GPU notes the
 @final
 @define
 class Tally:
-    """What was executed. shares: the worst of a feature at a place; None where it is refused.
+    """What was executed. shares: the worst of a feature, by compute capability.
 
     kernels: programs by kernel and compute capability. features: how many ran it. seconds: by
     compute capability.
     """
 
-    shares: dict[tuple[str, int, str], float | None] = field(factory=dict)
+    shares: dict[tuple[str, int], float] = field(factory=dict)
     kernels: Counter[tuple[str, int]] = field(factory=Counter)
     features: Counter[tuple[str, int]] = field(factory=Counter)
     seconds: dict[int, float] = field(factory=dict)
@@ -88,13 +88,13 @@ class Tally:
 def measure() -> Tally:
     """Execute all."""
     tally = Tally()
-    for sm, backend in PLACES:
+    for sm in MACHINES:
         for name, make in CASES.items():
             with virtual_gpu(machine(sm)) as device:
                 start = process_time()
-                tally.shares[name, sm, backend] = worst_share(device, make(), backend)
+                tally.shares[name, sm] = worst_share(device, make())
                 tally.add(sm, device, process_time() - start)
-            print(sm, backend, name, tally.shares[name, sm, backend], flush=True)
+            print(sm, name, tally.shares[name, sm], flush=True)
     for name, (run, case) in BODIES.items():
         with virtual_gpu(machine(SEQUENCES)) as device:
             start = process_time()
@@ -104,12 +104,11 @@ def measure() -> Tally:
     return tally
 
 
-def worst_share(device: VirtualGpu, graph: ag.Graph, backend: str) -> float | None:
-    """Execute both passes: the worst error over what the rule allows; None if it is refused."""
-    plan = plan_on(device, graph, backend)
-    if isinstance(plan, str):
-        return None
-    tensors = inputs_for(graph, backend)
+def worst_share(device: VirtualGpu, graph: ag.Graph) -> float:
+    """Execute both passes: the worst error over what the rule allows."""
+    plan = plan_on(device, graph, "triton")
+    assert not isinstance(plan, str), plan
+    tensors = inputs_for(graph, "triton")
     outputs = check_outputs(plan, graph, tensors)
     pairs = [*zip(outputs, expect_outputs(graph, tensors), strict=True)]
     if graph.has_gradient:
@@ -121,12 +120,8 @@ def worst_share(device: VirtualGpu, graph: ag.Graph, backend: str) -> float | No
 
 def feature_table(tally: Tally) -> str:
     """A line for each feature."""
-
-    def show(share: float | None) -> str:
-        return "-" if share is None else f"{share:.2f}"
-
-    head = ("feature", *(f"sm_{sm}" if each == "triton" else each for sm, each in PLACES))
-    rows = [(name, *(show(tally.shares[name, sm, each]) for sm, each in PLACES)) for name in CASES]
+    head = ("feature", *(f"sm_{sm}" for sm in MACHINES))
+    rows = [(name, *(f"{tally.shares[name, sm]:.2f}" for sm in MACHINES)) for name in CASES]
     return table(head, [tuple(row) for row in rows])
 
 

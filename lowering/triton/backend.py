@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -58,11 +58,10 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if not parts:
         against.append(other_equations(graph, pushes=True, packs=True))
     for work in parts:
-        own = attention_reasons(work.problem, DTYPES, work.layout.totals)
-        against += [*own, *work.reasons()]
+        against += [*attention_reasons(work.problem, work.layout.totals), *work.reasons()]
     yield from dict.fromkeys(against)
     if not against:
-        planned = (plan_reasons(partial(plan_flash, x, target, options), options) for x in parts)
+        planned = (plan_reasons(work, target, options) for work in parts)
         yield from dict.fromkeys(chain.from_iterable(planned))
 
 
@@ -74,11 +73,9 @@ def target_reasons(target: Target) -> Iterator[Reason]:
         yield missing_library("triton", "pip install 'attn-graph[cuda]'")
 
 
-def attention_reasons(
-    problem: Problem, dtypes: Sequence[torch.dtype], totals: Mapping[str, int] | None = None
-) -> Iterator[Reason]:
+def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[Reason]:
     """The sizes, dtypes and statistics that the kernels do not take. totals: as `no_elements`."""
-    yield from other_dtype(problem, dtypes)
+    yield from other_dtype(problem, DTYPES)
     yield from wide_heads(problem, WIDEST)
     yield from no_elements(problem, totals)
     if max(problem.M, problem.N) >= POSITIONS:
@@ -90,12 +87,12 @@ def attention_reasons(
         yield Reason("dropout_origin", limit, f"this one begins at key {problem.node.origin[3]}")
 
 
-def plan_reasons(plan: Callable[[], Flash], options: Options) -> Iterator[Reason]:
+def plan_reasons(work: Work, target: Target, options: Options) -> Iterator[Reason]:
     """What shows only when the launches are planned."""
     from attn_graph.masks.places import Untraceable
 
     try:
-        flash = plan()
+        flash = plan_flash(work, target, options)
     except Untraceable as error:
         yield untraceable(error)
         return

@@ -106,11 +106,10 @@ class Tracer:
 
     @classmethod
     def of(
-        cls, problem: Problem, moved: Moved | None = None, *, plain: bool = False,
-        sizes: Sizes | None = None,
-    ) -> Tracer:  # fmt: skip
-        """A tracer whose numbers, `plain` or not, begin with the strides of all tensors read."""
-        numbers = Numbers(plain=plain)
+        cls, problem: Problem, moved: Moved | None = None, *, sizes: Sizes | None = None
+    ) -> Tracer:
+        """A tracer whose numbers begin with the strides of all tensors read."""
+        numbers = Numbers()
         specs = [*read_specs(problem), *moved_specs(moved)]
         axes = [*read_axes(problem), *moved_axes(problem, moved)]
         strides = tuple(

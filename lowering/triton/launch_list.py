@@ -49,9 +49,7 @@ PUSHED: dict[Pass, PushPass] = {
     "key_gradient": "push_key_gradient",
 }
 PASS_OF: dict[str, Pass] = {  # of kernels whose programs begin in an order
-    kernel: pass_
-    for pass_, pushed in PUSHED.items()
-    for kernel in (pass_, pushed, f"gluon_{pass_}")
+    kernel: pass_ for pass_, pushed in PUSHED.items() for kernel in (pass_, pushed)
 }
 # Those whose programs are blocks of keys.
 BY_KEYS = tuple(kernel for kernel, pass_ in PASS_OF.items() if pass_ == "key_gradient")
@@ -272,6 +270,6 @@ class LaunchList:
         copied = {n: specs[n] for n in names if n in specs and is_copied_in_tiles(specs[n])}
         widths = {name: padded_head_size(x.shape[3]) for name, x in copied.items()}
         return {
-            f"{name}_desc": Descriptor.tiles(name, x, rows[name], widths[name], gluon=False)
+            f"{name}_desc": Descriptor.tiles(name, x, rows[name], widths[name])
             for name, x in copied.items()
         }

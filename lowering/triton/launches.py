@@ -9,9 +9,9 @@ from typing import Any, final
 import torch
 from attrs import evolve, field, frozen
 
-from attn_graph.errors import PlanMismatchError, Reason
+from attn_graph.errors import Reason
 from attn_graph.lowering.backend import RefusedError
-from attn_graph.lowering.problem import ALIGNED, find_misplaced
+from attn_graph.lowering.problem import ALIGNED
 from attn_graph.lowering.triton.device_code import compile_text
 from attn_graph.machine.imports import load_modules
 from attn_graph.spec import TensorSpec
@@ -19,9 +19,6 @@ from attn_graph.spec.formulas import is_one
 
 HOMES = {
     "forward": "forward",
-    "gluon_forward": "gluon_forward",
-    "gluon_query_gradient": "gluon_backward",
-    "gluon_key_gradient": "gluon_backward",
     "split_forward": "decode",
     "merge_parts": "decode",
     "push": "jvp",
@@ -87,18 +84,16 @@ def check_interpreter(expected: bool) -> None:
 class Descriptor:
     """A tensor of half precision in tiles, as the copy engine of Hopper GPUs (TMA) takes it.
 
-    tensor: its name. tile: the sizes of a tile; what lies outside of the tensor is 0 in it. gluon:
-    whether a kernel in Gluon takes it, which can't do without.
+    tensor: its name. tile: the sizes of a tile; what lies outside of the tensor is 0 in it.
     """
 
     tensor: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     tile: tuple[int, ...]
-    gluon: bool = True
 
     @classmethod
-    def tiles(cls, name: str, spec: TensorSpec, rows: int, width: int, gluon: bool) -> Descriptor:
+    def tiles(cls, name: str, spec: TensorSpec, rows: int, width: int) -> Descriptor:
         """Of an operand [B,H,L,D] in tiles of so many rows, at least as wide as D.
 
         An axis of one element has the stride of a dense one, from rows of whole 16 bytes on.
@@ -109,27 +104,11 @@ class Descriptor:
         for n, s in [*zip(spec.shape[:3], spec.strides, strict=False)][::-1]:
             strides = (dense if is_one(n) else s, *strides)
             dense = n * strides[0]
-        return cls(name, spec.shape, strides, (1, 1, rows, width), gluon)
+        return cls(name, spec.shape, strides, (1, 1, rows, width))
 
     def of(self, tensor: torch.Tensor) -> Any:  # Any: Triton's
-        """The kernel's argument.
-
-        Where the tensor begins off 16 bytes it is None, and the kernel reads by a pointer; of one
-        in Gluon that raises PlanMismatchError.
-        """
-        if not self.gluon:
-            return self.plain_of(tensor)
-        language = load_modules("triton.experimental.gluon.language")
-        hopper = load_modules("triton.experimental.gluon.nvidia.hopper")
-        if problems := find_misplaced([(self.tensor, tensor)]):
-            raise PlanMismatchError(*problems)
-        layout = language.NVMMASharedLayout(
-            swizzle_byte_width=128, element_bitwidth=16, rank=len(self.tile)
-        )
-        return hopper.TensorDescriptor(tensor, [*self.shape], [*self.strides], [*self.tile], layout)
-
-    def plain_of(self, tensor: torch.Tensor) -> Any:  # Any: Triton's
-        """The argument of a kernel that is not in Gluon."""
+        """The kernel's argument; None where the tensor begins off 16 bytes, and the kernel reads by
+        a pointer."""
         if tensor.data_ptr() % ALIGNED:
             return None
         tools = load_modules("triton.tools.tensor_descriptor")

@@ -49,7 +49,7 @@ from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.spec.formulas import decide, defer
 
 Lying = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype
-FORWARDS = ("forward", "gluon_forward", "merge_parts")  # they store lse, or that of parts
+FORWARDS = ("forward", "merge_parts")  # they store lse, or that of parts
 NOT_INVARIANT = "the order of sums would follow the batch, which batch_invariant=True forbids"
 NO_MAXIMA = "parts of the largest score are not put together"
 
@@ -147,6 +147,7 @@ class Flash:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
+@final
 @define(eq=False)
 class FlashBuilder(LaunchList):
     """The launches of each pass. It never leaves `Flash.plan`."""

@@ -79,7 +79,7 @@ class Numbers:
 
     A literal that is added or compared is read from here, so that another length needs no other
     kernel; one that multiplies or divides is part of the code, which a compiler turns into shifts.
-    plain: they are passed as they are, for a kernel without a register to spare.
+    plain: they are passed as they are, to kernels of which no value makes another one.
     """
 
     values: list[int] = field(factory=list)

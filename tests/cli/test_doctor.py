@@ -33,11 +33,6 @@ TAKERS = {
     "triton": TORCH_ON_GPUS | {"triton"},
     "cudnn": TORCH_ON_GPUS | {"triton", "cudnn"},
 }
-HOPPER_TAKERS = {
-    "torch": TAKERS["torch"],
-    "triton": TAKERS["triton"] | {"gluon"},
-    "cudnn": TAKERS["cudnn"] | {"gluon"},
-}
 
 
 def takers(found: Diagnosis, target: str) -> set[str]:
@@ -49,7 +44,7 @@ def test_who_runs_where_follows_from_the_libraries(name: str) -> None:
     found = diagnose(MACHINES[name], EMPTY)
     assert takers(found, "cpu") == {"torch_sdpa", "math"}
     for gpu in ("a100", "h200", "b200", "rtx4090"):
-        assert takers(found, gpu) == (HOPPER_TAKERS if gpu == "h200" else TAKERS)[name]
+        assert takers(found, gpu) == TAKERS[name]
     assert not found.problems
     assert len(found.verdicts) == len(ag.BACKENDS) * (1 + len(devices()))
     json.dumps(found.to_dict())
@@ -63,11 +58,11 @@ def test_reasons_say_what_to_install() -> None:
 
 def test_outcomes_of_self_checks_are_shown(tmp_path: Path) -> None:
     store = ag.Store(tmp_path)
-    key = {"backend": "gluon", "variant": "D 64", "target": "NVIDIA H200 (cuda sm_90)"}
+    key = {"backend": "fa4", "variant": "D 64", "target": "NVIDIA H200 (cuda sm_90)"}
     outcome = {"failure": "had not ended after 300 s", "shares": [], "seconds": 300}
     store.put(f"check {json.dumps(key)}", json.dumps(outcome).encode())
     found = diagnose(MACHINES["torch"], store)
-    what, how = "gluon, D 64, on NVIDIA H200 (cuda sm_90)", "failed: it had not ended after 300 s"
+    what, how = "fa4, D 64, on NVIDIA H200 (cuda sm_90)", "failed: it had not ended after 300 s"
     assert found.checks == ((what, how),)
     told = " ".join(render_text(*doctor_screen(found)).split())
     assert f"Self-checks {what} {how}" in told
@@ -83,7 +78,7 @@ def test_a_gpu_comes_before_the_cpu() -> None:
     )
     found = diagnose(machine, EMPTY)
     assert found.verdicts[0].target == "NVIDIA H200"
-    assert takers(found, "NVIDIA H200") == HOPPER_TAKERS["cudnn"]
+    assert takers(found, "NVIDIA H200") == TAKERS["cudnn"]
     told = render_text(*doctor_screen(found))
     assert "NVIDIA H200 (sm_90), 140 GiB" in told
     assert "without CUDA" not in told
@@ -108,7 +103,7 @@ def test_a_cudnn_that_pip_knows_nothing_of_is_told(cudnn: str) -> None:
     assert "cuDNN, which is not installed" not in told
     assert not [x for x in told.splitlines() if "cuDNN itself" in x and "not installed" in x]
     is_old = cudnn == "9.10.1"
-    assert takers(found, "h200") == HOPPER_TAKERS["triton" if is_old else "cudnn"] - (
+    assert takers(found, "h200") == TAKERS["triton" if is_old else "cudnn"] - (
         {"torch_cudnn"} if is_old else set()
     )
     assert bool(found.problems) == is_old

@@ -73,7 +73,7 @@ def test_strides_of_axes_of_size_1_are_those_of_a_dense_tensor(
     row = -(-shape[3] // 8) * 8 + 8 * gap
     strides = (shape[1] * shape[2] * row, shape[2] * row, row, 1)
     spec = ag.TensorSpec(shape, dtype, strides)
-    tiles = Descriptor.tiles("q", spec, 64, 128, gluon=False)
+    tiles = Descriptor.tiles("q", spec, 64, 128)
     lone = [n == 1 for n in shape[:3]]
     assert all(s % 8 == 0 and s >= shape[3] for s in tiles.strides[:3])
     assert all(s == t for s, t, one in zip(tiles.strides, strides, lone, strict=False) if not one)

@@ -324,7 +324,7 @@ def refusals(graph: ag.Graph, target: str) -> dict[str, list[str]]:
 
 
 OTHERS = {
-    "h200": ("gluon", "torch_efficient", "torch_cudnn"),
+    "h200": ("torch_efficient", "torch_cudnn"),
     "cpu": ("torch_sdpa",),
 }
 

@@ -116,10 +116,10 @@ ORDERS: tuple[tuple[ag.Target, list[SDPBackend], str], ...] = (
     (A100, [CUDNN, FLASH], "cudnn torch_cudnn torch_flash triton"),
     (A100, [CUDNN, FLASH, MATH], "cudnn torch_cudnn torch_flash triton math"),
     (A100, [MATH, EFFICIENT], "math torch_efficient triton"),
-    (EQUIPPED, [FLASH, CUDNN, MATH], "torch_flash cudnn torch_cudnn triton gluon math"),
-    (EQUIPPED, [EFFICIENT, FLASH], "torch_efficient torch_flash triton gluon"),
-    (EQUIPPED, [FLASH, MATH], "triton torch_flash gluon math"),  # PyTorch's own order
-    (EQUIPPED, [CUDNN, FLASH], "cudnn triton torch_flash torch_cudnn gluon"),  # here too
+    (EQUIPPED, [FLASH, CUDNN, MATH], "torch_flash cudnn torch_cudnn triton math"),
+    (EQUIPPED, [EFFICIENT, FLASH], "torch_efficient torch_flash triton"),
+    (EQUIPPED, [FLASH, MATH], "triton torch_flash math"),  # PyTorch's own order
+    (EQUIPPED, [CUDNN, FLASH], "cudnn triton torch_flash torch_cudnn"),  # here too
 )
 
 

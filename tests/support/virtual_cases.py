@@ -103,7 +103,7 @@ def execute(device: VirtualGpu, graph: ag.Graph, seed: int = 0, backend: str = "
 
 
 def plan_on(device: VirtualGpu, graph: ag.Graph, backend: str) -> ag.Plan | str:
-    """A backend's plan, or why there is none. A gradient that `gluon` does not take is Triton's."""
+    """A backend's plan, or why there is none. A gradient that `fa4` does not take is Triton's."""
     try:
         plan = ag.compile(graph, target=device.target, backends=(*{backend: 0, "triton": 1},))
     except ag.NoBackendError as error:
@@ -112,9 +112,9 @@ def plan_on(device: VirtualGpu, graph: ag.Graph, backend: str) -> ag.Plan | str:
 
 
 def inputs_for(graph: ag.Graph, backend: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Tensors for a graph, where `backend` takes them: those of the copy engine on 16 bytes."""
+    """Tensors for a graph, where `backend` takes them: those of `fa4` on 16 bytes."""
     tensors = tensors_for(graph, seed)
-    return tuple(map(lay_aligned, tensors)) if backend in ("gluon", "fa4") else tensors
+    return tuple(map(lay_aligned, tensors)) if backend == "fa4" else tensors
 
 
 def lay_aligned(x: torch.Tensor) -> torch.Tensor:

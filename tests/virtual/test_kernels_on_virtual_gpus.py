@@ -55,14 +55,6 @@ def test_every_kernel_gives_what_the_formula_says(sm: int, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_every_kernel_in_gluon_gives_what_the_formula_says(name: str) -> None:
-    with virtual_gpu(machine(90), seed=3) as device:
-        outcome = execute(device, CASES[name](), backend="gluon")
-    assert outcome.refusal or "gluon_forward" in device.kernels
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("triton", [version("triton")])
 def test_what_kernels_leave_out_is_known(triton: str, golden: Golden) -> None:
     """What the PTX ISA asks for and this version of Triton does not write: see the report."""
