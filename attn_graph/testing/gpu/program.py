@@ -224,12 +224,6 @@ class Program:
         """The threads go on with one of two blocks."""
         threads.put(self.at, np.where(condition, np.int32(yes), np.int32(no)))
 
-    def switch(self, threads: Threads, index: Array, blocks: list[int]) -> None:
-        """The threads go on with one of several blocks."""
-        if threads.take(index).max(initial=0) >= len(blocks):
-            self.fault(f"brx.idx of {len(blocks)} targets jumps to one behind these")
-        threads.put(self.at, np.array(blocks, np.int32)[np.minimum(index, len(blocks) - 1)])
-
     def leave(self, threads: Threads, condition: Array | None, other: int) -> None:
         """The threads end; those for which the condition is false go on with the next block."""
         self.jump(threads, other)

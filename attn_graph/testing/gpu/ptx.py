@@ -17,7 +17,7 @@ ALONE = (  # each of these is a block by itself: threads wait there, or others g
     *("bar.sync", "barrier.sync", "bar.arrive", "barrier.arrive", "mbarrier.try_wait"),
     "setmaxnreg",
 )
-JUMPS = ("bra", "bra.uni", "ret", "exit", "brx.idx", "brx.idx.uni")
+JUMPS = ("bra", "bra.uni", "ret", "exit")
 STATEMENT = re.compile(
     r"\s*(?:(?P<brace>[{}])"
     r"|\.loc\s+(?P<file>\d+)\s+(?P<line>\d+)[^\n]*"
@@ -126,7 +126,7 @@ class Kernel:
     """A kernel.
 
     parameters: bytes of each, by name. registers: the type of each. labels: numbers of blocks.
-    targets: labels by the name of a table. threads: of a program. most_registers: of a thread.
+    threads: of a program. most_registers: of a thread.
     dynamic: names of the shared memory of which a launch says the size.
     """
 
@@ -135,7 +135,6 @@ class Kernel:
     registers: Mapping[str, str]
     blocks: tuple[Block, ...]
     labels: Mapping[str, int]
-    targets: Mapping[str, tuple[str, ...]]
     threads: int
     most_registers: int | None
     dynamic: frozenset[str]
@@ -174,12 +173,10 @@ class Reader:
     registers: dict[str, str] = field(factory=dict[str, str])
     blocks: list[list[Instruction]] = field(factory=lambda: [[]])
     labels: dict[str, int] = field(factory=dict[str, int])
-    targets: dict[str, tuple[str, ...]] = field(factory=dict[str, tuple[str, ...]])
     scopes: list[Scope] = field(factory=lambda: [Scope()])
     count: int = 0
     source: str = ""
     used: int | None = None
-    last: str = ""
 
     def enter(self, rest: str) -> None:
         """A brace opens: its labels may be used before they stand there."""
@@ -194,10 +191,10 @@ class Reader:
 
     def label(self, name: str) -> None:
         """The next instruction begins a block, if something jumps there."""
-        self.last = self.unique(name)
+        label = self.unique(name)
         if self.blocks[-1] and name in self.goals:
             self.blocks.append([])
-        self.labels[self.last] = len(self.blocks) - 1
+        self.labels[label] = len(self.blocks) - 1
 
     def directive(self, text: str) -> None:
         """Declarations of registers, and the pragma on loads; other directives say nothing."""
@@ -206,8 +203,6 @@ class Reader:
             kind, _, names = rest.strip(" .").partition(" ")
             for name in parts_of(names):
                 self.declare(name, kind)
-        elif word == ".branchtargets":
-            self.targets[self.last] = tuple(map(self.unique, parts_of(rest)))
         elif mask := re.match(r'\.pragma "used_bytes_mask (0x[0-9a-fA-F]+)"', text):
             self.used = int(mask[1], 16)
 
@@ -301,7 +296,6 @@ def parse(text: str) -> Kernel:
         registers=reader.registers,
         blocks=tuple(map(tuple, reader.blocks)),
         labels=reader.labels,
-        targets=reader.targets,
         threads=int(threads[1]) if threads else 0,
         most_registers=int(most[1]) if most else None,
         dynamic=frozenset(re.findall(r"\.extern\s+\.shared\s[^;]*?([\w$]+)\[\s*\]", plain)),
@@ -322,8 +316,7 @@ def read_body(text: str, at: int) -> Reader:
         n: path.rpartition("/")[2] for n, path in re.findall(r'\.file\s+(\d+)\s+"([^"]+)"', text)
     }
     ends = [m.start() for m in re.finditer("\n", text)]
-    jumps = re.findall(r"\bbra(?:\.uni)?\s+([\w$]+)\s*;|\.branchtargets\s+([^;]*);", text)
-    reader = Reader(frozenset(name for pair in jumps for name in parts_of(",".join(pair))))
+    reader = Reader(frozenset(re.findall(r"\bbra(?:\.uni)?\s+([\w$]+)\s*;", text)))
     while reader.scopes:
         match = STATEMENT.match(text, at)
         if match is None:

@@ -461,10 +461,6 @@ class BlockWriter:
         opcode, operands, labels = self.step.opcode, self.step.operands, self.shape.kernel.labels
         if opcode in ("ret", "exit"):
             return f"m.leave(g, {self.guard() if self.step.guard else None}, {self.at + 1})"
-        if opcode.startswith("brx"):
-            assert isinstance(operands[1], Symbol)
-            table = [labels[x] for x in self.shape.kernel.targets[operands[1].name]]
-            return f"m.switch(g, {self.read(operands[0], 'u32')}, {table})"
         assert isinstance(operands[0], Symbol)
         goal = labels[operands[0].name]
         if not self.step.guard:
