@@ -6,6 +6,8 @@ import torch
 
 from attn_graph.spec import INF
 
+MERGED = 4  # vectors as long as lse that joining makes, beside one of booleans
+
 
 def merge_(o: torch.Tensor, lse: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor) -> None:
     """Join, in o [...,E] and lse [...], the results of one query over two disjoint sets of keys.

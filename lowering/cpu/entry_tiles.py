@@ -15,13 +15,13 @@ import torch
 from attrs import frozen
 
 from attn_graph.kernels.row_sums import count_sum_bytes
+from attn_graph.lowering.cpu.asking import POSITIONS
 from attn_graph.lowering.cpu.product_slots import FEW_SCORES, TileGrid
 from attn_graph.lowering.cpu.row_choice import MOST_READING, reads_long, sums_rows
 from attn_graph.lowering.cpu.row_core import Change, Core, RowSteps
 from attn_graph.lowering.cpu.row_grid import SINGLE_ROWS
 from attn_graph.lowering.cpu.row_tiles import Tensors
 from attn_graph.lowering.cpu.run_mask import Hiding, RunMask, cuts_entries
-from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec

@@ -84,12 +84,10 @@ class FusedRun:
     def of(cls, tiles: FusedTiles) -> FusedRun:
         """Tiles with all that can be made ready before a call."""
         p, slots = tiles.problem, ready_slots(tiles)
-        joins = p.node.sinks and tiles.computes != p.wide
-        direct = p.D <= p.E and tiles.keeps_order() and not joins
         whole = slots is not None and tiles.is_whole([slot.tile for slot in slots])
         few = p.B + p.H + p.M + p.N <= MOST_POSITIONS
         at = all_places(p, {}) if few and tiles.addends else None
-        return cls(tiles, slots, whole, direct, p.layout_of_o, p.wide, p.node.restores, at)
+        return cls(tiles, slots, whole, tiles.is_direct, p.layout_of_o, p.wide, p.node.restores, at)
 
     def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
         """The tiles of a call, given what the mask reads; whether they are one of the kernel's."""
@@ -202,8 +200,10 @@ class FusedRun:
                         add_windows(sums[0], others[0], part, windows)
                         add_windows(sums[1], others[1], part, windows)
                     else:
-                        pairs = zip(rooms[1:], others, strict=True)
-                        sums = [room.begin_sum(x, part, windows) for room, x in pairs]
+                        sums = [  # of a zip without a name, which would hold the last pair
+                            room.begin_sum(x, part, windows)
+                            for room, x in zip(rooms[1:], others, strict=True)
+                        ]
                     del share, others  # else two of them would need room
         dk, dv = sums or [room.tensor.zero_() for room in rooms[1:]]
         return dq, dk, dv
@@ -357,6 +357,7 @@ def fill_rooms(
         slot.rows(o).copy_(part[..., : o.shape[3]])
         if lse is not None:
             slot.rows(lse).copy_(part_lse)
+        del part, part_lse  # else two of them would need room
 
 
 def fill(room: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
+from math import prod
 from typing import final
 
 import torch
 from attrs import evolve, frozen
 
+from attn_graph.kernels.merging import MERGED
+from attn_graph.lowering.cpu.asking import (
+    Extent,
+    ask_bits,
+    ask_mask,
+    ask_modifiers,
+    depends,
+    shapes_of_data,
+)
 from attn_graph.lowering.cpu.layer_tiles import (
     POINTS_A_CALL,
     find_layers_of,
@@ -20,7 +30,6 @@ from attn_graph.lowering.cpu.layer_tiles import (
 from attn_graph.lowering.cpu.schedule import (
     CALL_SECONDS,
     MOST_TILES,
-    POSITIONS,
     Part,
     Tensors,
     Tile,
@@ -36,12 +45,10 @@ from attn_graph.lowering.cpu.schedule import (
     shorten_parts,
 )
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
-from attn_graph.lowering.triton.device_code import Tracer
 from attn_graph.machine.workspace import Buffer, Scratch
-from attn_graph.masks import Mask, needs_of
+from attn_graph.masks import needs_of
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.layers import Kept
-from attn_graph.masks.places import Block, Place, Untraceable
 from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec
 
@@ -233,18 +240,101 @@ class FusedTiles:
 
     @property
     def temporary(self) -> int:
-        """Bytes beside the workspace, at most: a tile's results, and the places that are asked."""
+        """Bytes beside the workspace, at most: results of a tile that are not those of the whole,
+        and, before there are some, what is asked of the mask and the modifiers."""
         p = self.problem
-        b = p.B if "b" in self.axes and self.static is not None else 1
-        places = 0 if self.holds else POSITIONS * b * self.most_scores
-        addends = 2 * (1 + p.wide.itemsize) * self.addends
-        return places + addends + result_bytes(p, self.width, self.keys_shared)
+        if p.grad is None:
+            return self.temporary_forward
+        lse = p.B * p.H * p.M * (p.wide.itemsize + torch.bool.itemsize)
+        cotangent = p.B * p.H * p.M * self.width * p.wide.itemsize  # as the kernel reads it
+        if self.static is not None and self.is_whole(self.static):
+            return lse + max(self.asked, self.sum_bytes + cotangent)
+        pairs = [(t, x) for t in self.reached for x in t.parts]
+        shares = max((self.count_shares(*x, first=not n) for n, x in enumerate(pairs)), default=0)
+        return lse + max(self.asked, shares)
 
     @property
-    def keys_shared(self) -> int:
-        """Keys of a head in windows that a backward computes at a time, at most."""
-        tiles = [tile for tile in self.static or () if tile.repeat > 1]
-        return max((self.count_windows(t, x) * len(x) for t in tiles for x in t.parts), default=0)
+    def sum_bytes(self) -> int:
+        """Bytes of dq, dk and dv of the whole that the kernel gives in another dtype, or padded."""
+        p, sizes = self.problem, zip("qkv", self.problem.specs, strict=False)
+        made = [prod(x.shape[:3]) for name, x in sizes if f"d{name}" in self.buffers]
+        return sum(made) * self.width * p.wide.itemsize
+
+    @property
+    def temporary_forward(self) -> int:
+        """The same of a forward: sums of a tile, o and lse of a part, and vectors as long as
+        lse that merging makes; o and lse are those of the whole where there is one tile of it."""
+        p, wide, most = self.problem, self.problem.wide.itemsize, self.asked
+        narrow = self.computes != p.wide
+        for tile in self.reached:
+            rows, parts = tile.repeat * len(tile.batch) * p.H * len(tile.rows), len(tile.parts)
+            beside = rows * (MERGED * wide + torch.bool.itemsize)
+            if not (self.is_direct and self.is_whole([tile])):
+                joins = parts > 1 or p.node.sinks
+                made = rows * (self.width * self.computes.itemsize + wide)
+                sums = rows * (self.width + 1) * wide if joins else 0
+                beside += made if parts > 1 or narrow or not joins else 0
+                most = max(most, sums + self.asked, sums + beside)
+            most = max(most, beside)
+        return most
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether what the kernel gives of the whole is o as it is due."""
+        p = self.problem
+        joins = p.node.sinks and self.computes != p.wide
+        return p.D <= p.E and self.keeps_order() and not joins
+
+    @property
+    def reached(self) -> tuple[Tile, ...]:
+        """The tiles, or as large a one as data may pick, in two parts."""
+        if self.static is not None:
+            return self.static
+        p = self.problem
+        half, entries = -(-p.N // 2), p.B if self.joins_entries else 1
+        parts = Part(0, half, "mixed"), Part(half, p.N, "mixed")
+        return (Tile(range(entries), range(p.M), parts[: min(2, p.N)]),)
+
+    def count_shares(self, tile: Tile, part: Part, *, first: bool) -> int:
+        """Bytes of dq, dk and dv that a backward makes of a part of a tile at a time, and of do,
+        which the kernel copies. first: of the first part of all, of which dk and dv are the sums,
+        if it has all keys."""
+        p, windows = self.problem, tile.repeat
+        if windows > 1:
+            windows = min(windows, self.count_windows(tile, part))
+        keys = p.N if self.static is None else len(part)
+        sums = first and (len(tile.batch), keys) == (p.B, p.N) and "dk" not in self.buffers
+        keys = 0 if sums and self.static is not None else keys
+        numbers = 2 * (p.H * len(tile.rows) + p.G * keys)
+        return windows * len(tile.batch) * numbers * self.width * p.wide.itemsize
+
+    @cached_property
+    def asked(self) -> int:
+        """Bytes that asking for an addend takes; 0 where the plan holds all of them."""
+        if self.holds:
+            return 0
+        return max((self.count_asked(at) for at in self.asked_blocks), default=0)
+
+    def count_asked(self, at: Extent) -> int:
+        """The same of one addend: the steps of `fill_addend`."""
+        p = self.problem
+        stays, bits = ask_bits(p, at)
+        if not p.node.modifiers:
+            return ask_mask(p.node.mask, p.by_role.mask, at).most if p.node.mask is not None else 0
+        return max(bits, stays + ask_modifiers(p, at))
+
+    @property
+    def asked_blocks(self) -> Iterator[Extent]:
+        """The blocks of which a call makes an addend."""
+        heads = self.problem.H if "h" in self.axes else 1
+        if self.static is not None:
+            for t, x in self.changed_parts():
+                yield Extent(len(t.batch), heads, len(t.rows), len(x))
+            return
+        p = self.problem
+        keys, entries = min(p.N, self.keys_a_part or p.N), p.B if self.joins_entries else 1
+        rows = min(p.M, -(-self.most_scores // keys))
+        yield Extent(entries, heads, rows, keys)
 
     def count_windows(self, tile: Tile, part: Part) -> int:
         """How many windows a backward computes at a time, of a tile that repeats: their gradients
@@ -299,14 +389,6 @@ class FusedTiles:
         return not self.packs("q", q) and has_flash_order(q)
 
 
-def result_bytes(problem: Problem, width: int, shared: int = 0) -> int:
-    """What the kernel allocates for results of tiles of this head size, at most. shared: keys of a
-    head, if they are more than all there are, in windows."""
-    p = problem
-    rows, keys = p.B * p.H * p.M * (width + 4), p.G * max(p.B * p.N, shared) * width
-    return 2 * p.wide.itemsize * (rows + (2 * keys if p.grad is not None else 0))
-
-
 def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
     """For `explain`: how many calls tiles are, and of which share of the scores."""
     whole = problem.B * problem.M * problem.N
@@ -325,64 +407,6 @@ def is_small(problem: Problem) -> bool:
     all: half of it in vain, say."""
     looks = problem.B * -(-problem.M // DATA_ROWS)
     return estimate_seconds(problem, [whole_tile(problem)]) <= 2 * looks * CALL_SECONDS
-
-
-def depends(problem: Problem) -> str:
-    """Which of "b" and "h" the mask and the modifiers depend on."""
-    axes = axes_of_modifiers(problem) + axes_of_mask(problem)
-    return "".join(axis for axis in "bh" if axis in axes)
-
-
-@lru_cache(64)
-def axes_of_modifiers(problem: Problem) -> str:
-    """Found by tracing what they add; all, where that can't be traced."""
-    if not problem.node.modifiers:
-        return ""
-    try:
-        return "".join(Tracer.of(problem).axes())
-    except Untraceable:
-        return "bh"
-
-
-def axes_of_mask(problem: Problem) -> str:
-    """Which of "b" and "h" the mask depends on."""
-    mask, sizes = problem.node.mask, problem.sizes
-    if mask is None:
-        return ""
-    cut, data = cut_short if is_ours(mask) else tuple, problem.by_role.mask
-    given = tuple([(name, cut(x.shape), x.dtype) for name, x in data.items()])
-    return probe_axes(mask, cut(sizes) if given else cut_short(sizes), given)
-
-
-def cut_short(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of at most 2: what a mask of ours returns is broadcast alike, and does not grow."""
-    return tuple([min(2, n) for n in sizes])
-
-
-def shapes_of_data(problem: Problem) -> Tensors:
-    """Zeros of the shapes of what the mask reads, for questions that no value decides."""
-    return {
-        n: torch.zeros((), dtype=s.dtype, device="cpu").expand(s.shape)
-        for n, s in problem.by_role.mask.items()
-    }
-
-
-@lru_cache(64)
-def probe_axes(
-    mask: Mask, sizes: tuple[int, ...], data: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-) -> str:
-    """By asking a mask at a few places: what it returns is as large as what it reads. data: name,
-    shape and dtype of each tensor that it reads."""
-    _, H, M, N = sizes
-    zeros = {
-        name: torch.zeros((), dtype=dtype, device="cpu").expand(shape)
-        for name, shape, dtype in data
-    }
-    b, h, i, j = map(range, cut_short(sizes))
-    block = Block(b, h, i, H, M, N, zeros)
-    kept = torch.as_tensor(mask.keep(Place.of(block, j, torch.device("cpu"))), device="cpu")
-    shape = (1,) * (4 - kept.ndim) + tuple(kept.shape)
-    return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)
 
 
 def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:

@@ -26,6 +26,7 @@ from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
 from attn_graph.lowering.cpu.all_kept import skips_booleans
 from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep, unfold_ready
+from attn_graph.lowering.cpu.asking import POSITIONS
 from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.far_rows import or_by_products
 from attn_graph.lowering.cpu.fused_calls import FusedRun
@@ -35,7 +36,6 @@ from attn_graph.lowering.cpu.packed import PackedRun, lease_run, plan_packed, ru
 from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
-from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.sink_sums import run_backward, sink_bytes
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.cpu.whole_tiles import WholeTiles
@@ -108,7 +108,9 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | N
         empty = 0 in (*specs[0].shape, *specs[1].shape)
         return None if empty else TangentTiles.plan(eqn.op, specs)
     if isinstance(eqn.op, (KeptAttention, KeptAttentionGrad)):
-        return tile_kept(kept_problem(eqn.op, specs), own, eqn.op.attention.dropout)
+        op, rate = eqn.op, eqn.op.attention.dropout
+        ways = (tile_kept(kept_problem(op, x), own, rate) for x in lay_out_kept(op, specs))
+        return next(filter(None, ways), None)
     if not isinstance(eqn.op, (Attention, AttentionGrad)):
         return None
     problem = Problem.of(eqn.op, specs)
@@ -139,6 +141,16 @@ def kept_problem(op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSp
     saved = TensorSpec(shape, do.dtype, strides), TensorSpec(shape[:3], forward.wide)
     again = AttentionGrad(forward.node, op.wants[: forward.node.reads])
     return Problem.of(again, (*forward.specs, *saved, do))
+
+
+def lay_out_kept(
+    op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]
+) -> Iterator[Sequence[TensorSpec]]:
+    """The operands as they lie, and then those of a gradient with do in C order: as tiles copy it
+    that would else not be of whole heads."""
+    yield specs
+    if isinstance(op, KeptAttentionGrad):
+        yield (*specs[:-1], TensorSpec(specs[-1].shape, specs[-1].dtype))
 
 
 def without_dropout(problem: Problem) -> Problem:

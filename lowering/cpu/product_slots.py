@@ -198,6 +198,15 @@ class TileGrid:
             at += len(data)
         return out
 
+    @property
+    def packing(self) -> int:
+        """Bytes that oneDNN allocates for products in half precision, at most: keys and values of
+        a tile, rows of sums, and for a gradient weights that it transposes."""
+        p, heads = self.problem, self.batch * self.groups
+        lines, item = heads * self.r * self.rows, p.dtype.itemsize
+        weights = lines * self.reach * item if p.grad is not None else 0
+        return max(p.D, p.E) * (lines * p.wide.itemsize + heads * self.reach * item) + weights
+
     def wants(self, operand: int) -> bool:
         """Whether the gradient of an operand is needed."""
         return self.problem.grad is not None and self.problem.grad.wants[operand]

@@ -12,18 +12,20 @@ from attrs import frozen
 from attn_graph.ir import ops
 from attn_graph.ir.attention import GradientOperands, Operands
 from attn_graph.ir.modifiers import SoftCap, back_, change_
-from attn_graph.ir.philox import Compare, place_in_whole
+from attn_graph.ir.philox import WORDS, Compare, place_in_whole
 from attn_graph.kernels import products
 from attn_graph.kernels.hiding import hide_
+from attn_graph.lowering.cpu.asking import WORD, Extent, ask_bits, ask_modifiers
 from attn_graph.lowering.cpu.dropping import draw, needed_to_draw
 from attn_graph.lowering.cpu.product_slots import ProductSlot, TileGrid, choose_sizes, packs
-from attn_graph.lowering.cpu.schedule import POSITIONS, Part, place_within
+from attn_graph.lowering.cpu.schedule import Part, place_within
 from attn_graph.lowering.cpu.sink_sums import sink_gradient_of
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, NAMES
 
+ROWS = 5  # numbers of each row of scores beside the scratch: its sink, and what a sum is made of
 MOST_CAP = 2.0**64  # of which, and of scale / cap, products are numbers that float32 has
 
 
@@ -123,15 +125,19 @@ class ProductTiles(TileGrid):
 
     @property
     def temporary(self) -> int:
-        """Bytes that PyTorch allocates beside the workspace, at most: the places that are asked."""
-        p = self.problem
-        places = self.batch * self.rows * self.reach
-        scores, node = places * self.groups * self.r, p.node
-        asked = node.modifiers[int(self.cap is not None) :]
-        words = 2 * bool(asked) + bool(node.dropout)
-        position_bytes = POSITIONS * places if node.mask is not None or asked else 0
-        position_bytes += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
-        return position_bytes + scores * (2 + words * p.wide.itemsize)
+        """Bytes that PyTorch allocates beside the workspace, at most: of one tile what is asked of
+        its places, what is drawn, rows of numbers, what oneDNN packs; sums of weights of all."""
+        p, wide = self.problem, self.problem.wide.itemsize
+        at = Extent(self.batch, self.groups * self.r, self.rows, self.reach)
+        scores, rows = at.count("bhij"), at.count("bhi")
+        _, bits = ask_bits(p, at)
+        drawn = scores * WORD // WORDS if p.node.dropout else 0
+        stats = scores * wide if self.more else 0
+        steps = ask_modifiers(p, at, first=int(self.cap is not None), collects=self.wants)
+        positions = WORD * (p.B + p.H + p.M + p.N)
+        sums = p.B * p.H * p.M * (wide + 1) if p.grad is not None else 0
+        sums += self.packing if self.rounds else 0
+        return positions + sums + ROWS * rows * wide + max(bits, drawn, stats, steps)
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
@@ -198,10 +204,12 @@ class ProductTiles(TileGrid):
             else:
                 here.slot.rows(dq).zero_()
         gradients = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
+        gradients |= self.collected(given, totals)
+        del totals  # else sums of narrow gradients would be there beside what sinks take
         if given.sinks is not None and divisors is not None:
             place = p.node.roles.index("sinks")
             gradients[place] = sink_gradient_of(p.grad, operands, divisors)
-        return gradients | self.collected(given, totals)
+        return gradients
 
 
 @final

@@ -9,7 +9,9 @@ from typing import Self
 import torch
 from attrs import frozen
 
+from attn_graph.ir.philox import WORDS
 from attn_graph.kernels.row_sums import count_sum_bytes
+from attn_graph.lowering.cpu.asking import WORD, Extent, ask_mask
 from attn_graph.lowering.cpu.dropping import needed_to_draw
 from attn_graph.lowering.cpu.product_slots import (
     MOST_HELD,
@@ -22,9 +24,8 @@ from attn_graph.lowering.cpu.product_slots import (
 )
 from attn_graph.lowering.cpu.row_choice import just_reads, sums_rows
 from attn_graph.lowering.cpu.row_core import MOST_CAST, RowSteps
-from attn_graph.lowering.cpu.run_mask import caps_entries, count_caps
-from attn_graph.lowering.cpu.schedule import POSITIONS
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.cpu.run_mask import caps_entries
+from attn_graph.lowering.problem import Problem, cotangent_bytes
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
@@ -85,7 +86,7 @@ class RowGrid(TileGrid):
         if p.grad is not None:
             buffers["ds"] = Buffer((rows * keys,), dtype)
         elif self.rate:
-            buffers |= needed_to_draw(rows, keys, wide)
+            buffers |= needed_to_draw(rows, keys, p.dtype)  # signs, of weights as they are kept
         return buffers if self.flat else buffers | self.needed_to_move(n, rows)
 
     def needed_to_cast(self, n: int, rows: int) -> dict[str, Buffer]:
@@ -221,22 +222,38 @@ class RowGrid(TileGrid):
 
     @property
     def temporary(self) -> int:
-        """Bytes that PyTorch allocates beside the workspace, at most: the places that a mask is
-        asked at, with their bits or caps, caps of few scores, rows of o and two of their sums,
-        what oneDNN packs of weights that it transposes, a tile's share of a bias's gradient, and
-        what sums of rows of v need."""
-        p, rows = self.problem, self.batch * self.rows
-        caps = count_caps(p) if self.by_entries else rows * self.reach
-        places = 0 if p.node.mask is None else caps * (POSITIONS + 8)
-        places += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
-        lines = rows * self.groups * self.r
-        packed = lines * self.reach * p.dtype.itemsize
+        """Bytes that PyTorch allocates beside the workspace, at most: what is asked of a mask, with
+        its bits or caps, caps of few scores, two numbers of each row; of a gradient also lse and
+        rows of do, else one word of four that dropout draws; a tile's share of a bias; what oneDNN
+        packs, and what sums of rows of v need."""
+        p, item = self.problem, self.problem.dtype.itemsize
+        lines = self.batch * self.groups * self.r * self.rows
+        each = self.asked + WORD * (p.B + p.H + p.M + p.N) + 2 * lines * p.wide.itemsize
+        each += lines * self.reach * p.wide.itemsize * len(p.node.modifiers)
         if p.node.mask is not None and has_few_scores(p):
-            places += packed
-        shares = lines * self.reach * p.wide.itemsize * len(p.node.modifiers)
+            each += lines * self.reach * item
+        if p.grad is not None:
+            each += 2 * p.B * p.H * p.M * p.wide.itemsize
+            each += lines * p.E * item * self.blind + cotangent_bytes(p) * self.kept
+        elif self.rate:
+            each += lines * self.reach * WORD // WORDS
+        if p.dtype != p.wide:
+            each += self.packing
         if self.sums_rows:
-            places += count_sum_bytes(self.count, self.r * self.rows, p.N, p.E, p.dtype)
-        return places + packed + shares + 2 * lines * (p.E + 1) * p.wide.itemsize
+            each += count_sum_bytes(self.count, self.r * self.rows, p.N, p.E, p.dtype)
+        return each
+
+    @property
+    def asked(self) -> int:
+        """Bytes of what is asked of a mask, of all places at once where tiles are runs of heads."""
+        p = self.problem
+        if p.node.mask is None:
+            return 0
+        tile = self.batch, self.groups * self.r, self.rows, self.reach
+        at = Extent(*(p.sizes if self.flat else tile))
+        asked = ask_mask(p.node.mask, p.by_role.mask, at)
+        bits = 2 * p.dtype.itemsize * at.count(asked.axes)
+        return max(asked.most, asked.made + bits)
 
     def summary(self) -> str:
         """How it runs, for `explain`."""

@@ -28,7 +28,7 @@ from attn_graph.lowering.cpu.run_mask import Hiding, RunMask
 from attn_graph.lowering.cpu.schedule import place_within
 from attn_graph.machine.ambient import is_traced
 from attn_graph.masks.places import Place
-from attn_graph.spec import INF
+from attn_graph.spec import INF, TensorSpec
 
 Tensors = Mapping[str, torch.Tensor]
 Seed = tuple[int, int]  # and an offset
@@ -155,11 +155,19 @@ class RowTiles(RowGrid):
         """The attention's own operands, lse or weights, and do: what a backward reads."""
         if self.kept:
             *own, weights, do = operands
+            do = do.contiguous() if self.reads_in_order else do
             return own[: self.problem.node.reads], weights, do
         assert self.problem.grad is not None
         read = self.problem.grad.split(operands)
         assert read.do is not None
         return read.own, read.lse, read.do
+
+    @cached_property
+    def reads_in_order(self) -> bool:
+        """Whether do is read in C order: it lies so, or in a way that no tile reads."""
+        assert self.problem.grad is not None
+        do = self.problem.grad.split(self.problem.specs).do
+        return do == TensorSpec(do.shape, do.dtype) if do is not None else False
 
     def cut(self, tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
         """What `Core` reads and fills, as runs [n,.,.] of key/value heads, as they lie."""

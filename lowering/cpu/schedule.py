@@ -28,8 +28,6 @@ ADDED_SECONDS = 3e-10  # of reading and adding one number to a score, beside its
 MADE_SECONDS = 1e-9  # of an addend's number that each call makes
 MERGE_SECONDS = 4e-10  # of an element of o, where a part of a tile is merged with another
 ROW_BLOCKS = (32, 64, 128, 256, 512)
-# Bytes a place that a mask or a modifier holds while it is asked: three vectors of positions.
-POSITIONS = 3 * torch.int64.itemsize
 MOST_TILES = 2**13  # listed while planning, which takes some tenths of a second; or each call does
 MOST_JOINED = 2**14  # scores of a head with numbers that hide a corner, which a plan holds: 64 KiB
 MOST_READY = 256  # made ready ahead of calls; beyond, Python's share of a call is small

@@ -13,11 +13,11 @@ from attn_graph.lowering.problem import Problem
 
 def sink_bytes(problem: Problem) -> int:
     """What `sink_gradient_of` allocates at one time, in the dtype of scores: the product of do and
-    o, each of them where it is narrower, and five numbers a row."""
+    o, each of them where it is narrower, and five numbers a row; the divisors are a sixth."""
     grad = problem.grad
     if grad is None or not dict(zip(grad.attention.roles, grad.wants, strict=True)).get("sinks"):
         return 0
-    each = problem.E * (3 if problem.dtype != problem.wide else 1) + 5
+    each = problem.E * (3 if problem.dtype != problem.wide else 1) + 6
     return problem.B * problem.H * problem.M * each * problem.wide.itemsize
 
 

@@ -16,10 +16,14 @@ from attn_graph.lowering.cpu.fused_tiles import (
     LEAST_FULL,
     describe_calls,
     is_small,
-    result_bytes,
 )
 from attn_graph.lowering.cpu.schedule import Part, Tile, parts_of
-from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
+from attn_graph.lowering.problem import (
+    Problem,
+    cotangent_bytes,
+    has_flash_order,
+    is_readable,
+)
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Keep
 from attn_graph.masks.canonical import CAUSAL
@@ -62,9 +66,11 @@ class WholeTiles:
 
     @property
     def temporary(self) -> int:
-        """Bytes that PyTorch allocates beside the workspace, at most."""
+        """Bytes that PyTorch allocates beside the workspace, at most: an addend, an lse without
+        -inf, and do as the kernel reads it. Results are those of the whole."""
         p, flags = self.problem, prod(self.problem.specs[3].shape) if self.is_masked else 0
-        return result_bytes(p, p.D) + flags * (torch.float64.itemsize + p.dtype.itemsize)
+        vectors = p.B * p.H * p.M * (p.wide.itemsize + torch.bool.itemsize)
+        return vectors + cotangent_bytes(p) + flags * (torch.float64.itemsize + p.dtype.itemsize)
 
     @property
     def is_masked(self) -> bool:

@@ -1,0 +1,189 @@
+"""What masks and modifiers depend on, and what they allocate while they are asked at places.
+
+Each leaf of a mask gives booleans of the axes that it depends on, and they are what stays alive
+while the next leaf is asked. What the library does not know is taken to hold `POSITIONS` bytes of
+each place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.device_code import Tracer
+from attn_graph.masks import Keep, KeyLengths, Mask, Prefix, QueryLengths, SameSegment
+from attn_graph.masks.canonical import is_ours
+from attn_graph.masks.joins import Not, Pair
+from attn_graph.masks.leaves import Band
+from attn_graph.masks.places import Block, Place, Untraceable
+from attn_graph.spec import TensorSpec
+
+WORD = torch.int64.itemsize  # of a position
+# Bytes a place that a mask or a modifier of others holds while it is asked: three vectors of words.
+POSITIONS = 3 * WORD
+LEAVES: dict[type[Mask], str] = {  # the axes of booleans that are made of vectors of positions
+    KeyLengths: "bj", QueryLengths: "bi", Prefix: "j", SameSegment: "bij",
+}  # fmt: skip
+Specs = Mapping[str, TensorSpec]
+Tensors = Mapping[str, torch.Tensor]
+
+
+@final
+@frozen
+class Extent:
+    """How many places of a block there are along b, h, i and j."""
+
+    b: int
+    h: int
+    i: int
+    j: int
+
+    def count(self, axes: str) -> int:
+        """Places along some axes."""
+        return prod(getattr(self, axis) for axis in axes)
+
+
+@final
+@frozen
+class Asked:
+    """What asking takes. axes: of the booleans; made: their bytes, 0 of a view; most: bytes that
+    are alive at one time, these among them."""
+
+    axes: str
+    made: int
+    most: int
+
+
+def ask_mask(mask: Mask, data: Specs, at: Extent) -> Asked:
+    """What a mask takes at the places of a block. data: what it reads, by name."""
+    match mask:
+        case Pair(a=a, b=b):
+            first, second = ask_mask(a, data, at), ask_mask(b, data, at)
+            axes = "".join(x for x in "bhij" if x in first.axes + second.axes)
+            made = at.count(axes)
+            beside = max(second.most, second.made + made)
+            return Asked(axes, made, max(first.most, first.made + beside))
+        case Not(a=a):
+            asked = ask_mask(a, data, at)
+            made = at.count(asked.axes)
+            return Asked(asked.axes, made, max(asked.most, asked.made + made))
+        case Band(ragged=ragged):
+            axes = "bij" if ragged else "ij"
+            made = at.count(axes)  # two differences of positions, then the last and three booleans
+            words = WORD * (at.count("ij") + made)
+            return Asked(axes, made, max(words, (WORD + 3) * made))
+        case Keep(name=name):
+            sizes = zip("bhij", data[name].shape, strict=True)
+            return Asked("".join(x for x, n in sizes if n > 1), 0, 0)
+        case _:
+            axes = LEAVES.get(type(mask), "bhij")
+            made = at.count(axes)
+            return Asked(axes, made, made if type(mask) in LEAVES else POSITIONS * made)
+
+
+def ask_modifier(modifier: Modifier, data: Specs, at: Extent, wide: int) -> int:
+    """Bytes that a step takes beside the scores that it changes. wide: bytes of one of them."""
+    match modifier:
+        case SoftCap():
+            return 0
+        case Bias():  # added as it is, or as scores are
+            (bias,) = data.values()
+            axes = "".join(x for x, n in zip("bhij", bias.shape, strict=True) if n > 1)
+            return wide * at.count(axes) if bias.dtype.itemsize < wide else 0
+        case Alibi(ragged=ragged):  # distances before and behind `abs`
+            return WORD * (at.count("ij") + at.count("bij" if ragged else "ij"))
+        case _:
+            return (POSITIONS + 2 * wide) * at.count("bhij")
+
+
+def ask_modifiers(
+    problem: Problem, at: Extent, first: int = 0, collects: Callable[[int], bool] | None = None
+) -> int:
+    """Bytes that the steps from `first` on take, one after the other: each its own, and booleans of
+    the scores that an earlier one hid. collects: whether the gradient of an operand is summed."""
+    p, wide, operand, most = problem, problem.wide.itemsize, 3, 0
+    steps = zip(p.node.modifiers, p.by_role.modifiers, p.node.restores, strict=True)
+    for n, (modifier, data, restores) in enumerate(steps):
+        wanted = collects is not None and any(map(collects, range(operand, operand + len(data))))
+        operand += len(data)
+        if n >= first:
+            own = ask_modifier(modifier, data, at, wide)
+            products = wide * at.count("bhij") if wanted else 0
+            most = max(most, own + products + at.count("bhij") * restores)
+    return most
+
+
+def ask_bits(problem: Problem, at: Extent) -> tuple[int, int]:
+    """Bytes of booleans that stay, and at most: of a mask, and of the bits that hide what it
+    drops."""
+    p = problem
+    if p.node.mask is None:
+        return 0, 0
+    asked = ask_mask(p.node.mask, p.by_role.mask, at)
+    bits = 2 * p.wide.itemsize * at.count(asked.axes)
+    return asked.made, max(asked.most, asked.made + bits)
+
+
+def depends(problem: Problem) -> str:
+    """Which of "b" and "h" the mask and the modifiers depend on."""
+    axes = axes_of_modifiers(problem) + axes_of_mask(problem)
+    return "".join(axis for axis in "bh" if axis in axes)
+
+
+@lru_cache(64)
+def axes_of_modifiers(problem: Problem) -> str:
+    """Found by tracing what they add; all, where that can't be traced."""
+    if not problem.node.modifiers:
+        return ""
+    try:
+        return "".join(Tracer.of(problem).axes())
+    except Untraceable:
+        return "bh"
+
+
+def axes_of_mask(problem: Problem) -> str:
+    """Which of "b" and "h" the mask depends on."""
+    mask, sizes = problem.node.mask, problem.sizes
+    if mask is None:
+        return ""
+    cut, data = cut_short if is_ours(mask) else tuple, problem.by_role.mask
+    given = tuple([(name, cut(x.shape), x.dtype) for name, x in data.items()])
+    return probe_axes(mask, cut(sizes) if given else cut_short(sizes), given)
+
+
+def cut_short(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of at most 2: what a mask of ours returns is broadcast alike, and does not grow."""
+    return tuple([min(2, n) for n in sizes])
+
+
+def shapes_of_data(problem: Problem) -> Tensors:
+    """Zeros of the shapes of what the mask reads, for questions that no value decides."""
+    return {
+        n: torch.zeros((), dtype=s.dtype, device="cpu").expand(s.shape)
+        for n, s in problem.by_role.mask.items()
+    }
+
+
+@lru_cache(64)
+def probe_axes(
+    mask: Mask, sizes: tuple[int, ...], data: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+) -> str:
+    """By asking a mask at a few places: what it returns is as large as what it reads. data: name,
+    shape and dtype of each tensor that it reads."""
+    _, H, M, N = sizes
+    zeros = {
+        name: torch.zeros((), dtype=dtype, device="cpu").expand(shape)
+        for name, shape, dtype in data
+    }
+    b, h, i, j = map(range, cut_short(sizes))
+    block = Block(b, h, i, H, M, N, zeros)
+    kept = torch.as_tensor(mask.keep(Place.of(block, j, torch.device("cpu"))), device="cpu")
+    shape = (1,) * (4 - kept.ndim) + tuple(kept.shape)
+    return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)
