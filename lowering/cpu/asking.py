@@ -98,7 +98,7 @@ def ask_modifier(modifier: Modifier, data: Specs, at: Extent, wide: int) -> int:
             axes = "".join(x for x, n in zip("bhij", bias.shape, strict=True) if n > 1)
             return wide * at.count(axes) if bias.dtype.itemsize < wide else 0
         case Alibi(ragged=ragged):  # distances before and behind `abs`
-            return WORD * (at.count("ij") + at.count("bij" if ragged else "ij"))
+            return 2 * WORD * at.count("bij" if ragged else "ij")
         case _:
             return (POSITIONS + 2 * wide) * at.count("bhij")
 

@@ -18,8 +18,9 @@ from hypothesis.strategies import DrawFn
 from torch.profiler import ProfilerActivity, profile
 
 import attn_graph as ag
+from attn_graph.ir.modifiers import change_
 from attn_graph.ir.vjp import main_outputs, residuals
-from attn_graph.lowering.cpu.asking import Extent, ask_mask
+from attn_graph.lowering.cpu.asking import Extent, ask_mask, ask_modifier
 from attn_graph.lowering.problem import sole
 from attn_graph.masks.places import Block, Place
 from attn_graph.testing.strategies import graphs, seeds, shuffled_graphs
@@ -301,6 +302,9 @@ NARROW = {"q": ROWS, "k": KEYS, "v": KEYS}
 FEW_ROWS, MORE_KEYS = (ag.TensorSpec((4, 2, n, 32), torch.float32) for n in (64, 256))
 ENDED = {"q": FEW_ROWS, "k": MORE_KEYS, "v": MORE_KEYS}
 ENDED["kv_lengths"] = ag.TensorSpec((4,), torch.int64)
+ONE, MORE = (ag.TensorSpec((4, 1, n, 32), torch.float32) for n in (400, 256))
+MOVED = {"q": ONE, "k": MORE, "v": MORE, "keep": ag.TensorSpec((4, 1, 400, 256), torch.bool)}
+MOVED["kv_lengths"] = ENDED["kv_lengths"]
 BIASED = {**NARROW, "bias": ag.TensorSpec((4, 1, 64, 256), torch.bfloat16)}
 
 
@@ -313,6 +317,7 @@ BIASED = {**NARROW, "bias": ag.TensorSpec((4, 1, 64, 256), torch.bfloat16)}
     seed=seeds,
 )
 @example(("dense", NARROW), None, {"dropout"}, None, False, 0)  # signs in float32 of kept weights
+@example(("dense", MOVED), None, {"alibi"}, None, True, 0)  # distances of each batch entry
 @example(("dense", ENDED), None, set[str](), None, True, 0)  # do as one number, by a definition
 @example(("dense", BIASED), None, {"sinks"}, None, False, 0)  # sums of a bias beside those of sinks
 @settings(max_examples=max(20, settings().max_examples // 4))
@@ -460,6 +465,34 @@ def test_asking_takes_what_the_axes_of_each_leaf_make(name: str) -> None:
     assert held == asked.made == prod(keep.shape)
     numbers = 2 * torch.int64.itemsize  # a bound, of each batch entry where lengths move it
     assert most - numbers <= asked.most <= 1.25 * most
+
+
+SLOPES = ag.TensorSpec((3,), torch.float32)
+STEPS: dict[str, dict[str, Any]] = {
+    "alibi": {"alibi": True},
+    "slopes": {"alibi": SLOPES},
+    "moved alibi": {"alibi": SLOPES, "kv_lengths": ag.TensorSpec((2,), torch.int64)},
+    "bias": {"bias": ag.TensorSpec((2, 1, 64, 48), torch.float32)},
+    "narrow bias": {"bias": ag.TensorSpec((2, 1, 64, 48), torch.bfloat16)},
+    "soft cap": {"soft_cap": 3.0},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_takes_what_is_said_beside_its_scores(name: str) -> None:
+    dtype = torch.bfloat16 if name == "narrow bias" else torch.float32
+    q, k = (ag.TensorSpec((2, 3, n, 8), dtype) for n in (64, 48))
+    graph = ag.compile(ag.attention(q, k, k, align="bottom_right", **STEPS[name])).graph
+    problem = sole(graph)
+    assert problem is not None
+    (step,), (specs,) = problem.node.modifiers, problem.by_role.modifiers
+    told = ask_modifier(step, specs, Extent(*problem.sizes), torch.float32.itemsize)
+    data = {n: torch.ones(x.shape, dtype=x.dtype) for n, x in specs.items()}
+    at = Place.of(Block(range(2), range(3), range(64), 3, 64, 48, data), range(48))
+    s = torch.ones(problem.sizes)
+    _, _, most = allocated(lambda: change_(step, s, at))
+    assert most <= told + 1024  # positions of a row, with lengths added
+    assert told <= 1.25 * most
 
 
 @pytest.mark.parametrize("heads", [1, 8])
