@@ -32,13 +32,13 @@ from attn_graph.lowering.cudnn.rules import (
     late_soft_cap,
     left_of_diagonal,
     masked_soft_cap,
+    name_broadcast,
     name_mask,
     off_grid,
     once,
     other_modifiers,
     split_rows,
 )
-from attn_graph.lowering.problem import is_broadcast
 from attn_graph.lowering.reasons import (
     no_elements,
     old_gpu,
@@ -203,10 +203,8 @@ RULES = (
     ),
     Rule(
         "ended_broadcast",
-        lambda c: (
-            f"{name} is {x}"
-            for name, x in zip("kv", c.problem.specs[1:3], strict=True)
-            if "kv_lengths" in c.mask.lengths and c.sequences is None and is_broadcast(x)
+        lambda c: once(
+            "kv_lengths" in c.mask.lengths and c.sequences is None and name_broadcast(c)
         ),
         "reads copies of k and v that are 0 past kv_lengths, laid out alike, and {it}",
         "what lies past a length may be NaN, and no page of cuDNN's says that it is not read",

@@ -12,7 +12,7 @@ from attrs import frozen
 from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.cudnn.case import Case, Pass, Version
-from attn_graph.lowering.problem import is_misaligned
+from attn_graph.lowering.problem import is_broadcast, is_misaligned
 from attn_graph.lowering.reasons import without_rule
 from attn_graph.spec import NAMES, TensorSpec
 
@@ -90,6 +90,12 @@ def name_mask(c: Case) -> str:
     """The mask of a case as text; "" without one."""
     mask = c.problem.node.mask
     return "" if mask is None else str(mask)
+
+
+def name_broadcast(c: Case) -> str:
+    """Which of k and v share elements, and how they lie."""
+    named = zip("kv", c.problem.specs[1:3], strict=True)
+    return " and ".join(f"{name} is {x}" for name, x in named if is_broadcast(x))
 
 
 def once(condition: object) -> Violations:
