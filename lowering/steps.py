@@ -99,19 +99,22 @@ def hand_out(
 def lease_rooms(
     work: Callable[[Tensors, Views], Tensors], scratch: Scratch, workspace: Workspace
 ) -> Work:
-    """Work that is given the buffers of `scratch`, in the workspace."""
+    """Work that is given the buffers of `scratch`, in the workspace: of none it takes nothing."""
+    has_buffers = bool(scratch.buffers)
 
     def call(device: torch.device, *operands: torch.Tensor) -> Tensors:
         if _is_any_autocast_enabled():
             with without_autocast():
                 return call(device, *operands)
-        arena, idle = workspace.take(device)
+        room = workspace.take(device) if has_buffers else None
         recorded = torch.is_grad_enabled()
         _set_grad_enabled(False)  # as `torch.no_grad()`, which is six calls more
         try:
-            return work(operands, arena.views(scratch))
+            return work(operands, room[0].views(scratch) if room else {})
         finally:
-            idle.append(arena)
+            if room:
+                arena, idle = room
+                idle.append(arena)
             _set_grad_enabled(recorded)
 
     return call

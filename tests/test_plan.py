@@ -149,6 +149,16 @@ def test_one_arena_of_the_larger_need_serves_many_plans() -> None:
     assert workspace.bytes == 0
 
 
+def test_a_step_without_buffers_takes_no_arena() -> None:
+    """As one of `generate`, which is a call of PyTorch's kernel on tensors as they lie."""
+    workspace, N = ag.Workspace(), ag.Dim("N", most=256)
+    q, k = ag.TensorSpec((1, 4, 1, 8), torch.float32), ag.TensorSpec((1, 2, N, 8), torch.float32)
+    plan = ag.compile(ag.attention(q, k, k), target=CPU, backends=("math",), workspace=workspace)
+    for keys in (3, 200):
+        plan(torch.randn(1, 4, 1, 8), *torch.randn(2, 1, 2, keys, 8))
+    assert not workspace.arenas
+
+
 def test_interleaved_plans_do_not_disturb_each_other() -> None:
     """Forward A, forward B, backward A, backward B, in one workspace."""
     graphs_ = [ag.attention(X, X, X, soft_cap=c, mask=ag.Causal()) for c in (2.0, 7.0)]

@@ -87,8 +87,9 @@ def locate(affine: Affine) -> tuple[Shape, int, int] | None:
     """The shape of an affine integer, the sign before that, and what is added to it."""
     axes = {x: c for x, c in affine.items() if x and c}
     sign = axes.get("j") or axes.get("i") or 1
+    signed = {x: sign * c for x, c in axes.items()}
     for shape, known in SHAPES.items():
-        if {x: sign * c for x, c in axes.items()} == known:
+        if signed == known:
             return shape, sign, affine.get("", 0)
     return None
 

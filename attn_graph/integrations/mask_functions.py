@@ -255,7 +255,8 @@ class Position(MaskSymbol):
                 q, kv = (self, other) if self.axis == "i" else (other, self)
                 same = self.equal(q.values(), kv.values(), *self.table_beside(other))
                 return same if name == "eq" else ~same
-            return self.minus(other).compare(name, 0)
+            difference = self.minus(other)
+            return difference.held(bound_difference(name, difference.affine))
         if not isinstance(other, int):
             return super().compare(name, other)
         if self.own is None:

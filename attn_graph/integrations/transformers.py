@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -238,11 +239,14 @@ def attend_layer(
             "output_attentions: weights [B,H,M,N] are never made; for them say "
             'model.set_attn_implementation("eager")'
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask, tensors = layer_mask(attention_mask, causal=causal and query.shape[2] > 1)
-    if isinstance(attention_mask, MaskDescription) and (n := attention_mask.keys) is not None:
-        key, value = key[:, :, :n], value[:, :, :n]
-        position_bias = None if position_bias is None else position_bias[..., :n]
+    if isinstance(attention_mask, MaskDescription):
+        mask, tensors = attention_mask.mask, {**attention_mask.tensors}
+        if (n := attention_mask.keys) is not None:
+            key, value = key[:, :, :n], value[:, :, :n]
+            position_bias = None if position_bias is None else position_bias[..., :n]
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask, tensors = layer_mask(attention_mask, causal=causal and query.shape[2] > 1)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         documents = number_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
         mask, tensors = separate_documents(mask, tensors, documents)
@@ -250,11 +254,12 @@ def attend_layer(
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
         tensors["sinks"] = s_aux
-    if not torch.compiler.is_compiling() and (graphs := layer_graphs.get()) is not None:
+    if not is_dynamo_compiling() and (graphs := layer_graphs.get()) is not None:
         options: Options = {"mask": mask, "scale": scaling, "soft_cap": softcap, "dropout": dropout}
         graph = make_layer_graph(query, key, value, tensors, options)
         graphs[module] = graph, query.device
-    named = name_tensors(tensors)  # `attention` reads three times as many arguments at each call
+    # `attention` reads three times as many arguments at each call
+    named = name_tensors(tensors) if tensors else {}
     if dropout:
         named = {**named, **draw_seed(query.device)}
     graph_options = (mask, scaling, None, softcap, False, dropout, False, None)
@@ -265,24 +270,19 @@ def attend_layer(
 
 def name_tensors(tensors: Tensors) -> Named:
     """Tensors by the names of a graph's inputs, in their order."""
-    if not tensors:
-        return {}
     flat = {name: x for name, x in tensors.items() if name != "segments"}
     flat |= dict(zip(SEGMENTS, tensors.get("segments", ()), strict=False))
     return {name: flat[name] for name in EXTRA if name in flat}
 
 
-def layer_mask(
-    attention_mask: MaskDescription | Tensor | None, *, causal: bool
-) -> tuple[Mask | None, Tensors]:
-    """The mask of a layer, and the tensors that it reads or, of a floating mask, adds.
+def layer_mask(attention_mask: Tensor | None, *, causal: bool) -> tuple[Mask | None, Tensors]:
+    """The mask of a layer whose mask is a tensor, and the tensor that it reads or, of a floating
+    one, adds.
 
     causal: what holds where the model says nothing.
     """
     if attention_mask is None:
         return (TOP_LEFT if causal else None), {}
-    if isinstance(attention_mask, MaskDescription):
-        return attention_mask.mask, dict(attention_mask.tensors)
     return None, {"keep" if attention_mask.dtype == torch.bool else "bias": attention_mask}
 
 

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
 from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
@@ -157,7 +162,12 @@ def attend_as(
 
     anew: what computes it, and checks the tensors, where they look like none before.
     """
-    if is_dynamo_compiling() or is_traced():
+    if (
+        is_dynamo_compiling()
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
+        or _is_tracing()
+    ):
         return anew(*cast_inputs(q, k, v, named), options, None)
     if _is_any_autocast_enabled():
         q, k, v, named = cast_inputs(q, k, v, named)

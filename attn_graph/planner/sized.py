@@ -90,18 +90,13 @@ class Sized:
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """As `Executable.run`."""
-        return self.executable_of(tensors).run(*tensors)
+        sizes, whole = self.fit.read(tensors), self.whole
+        return (whole if whole and 0 not in sizes else self.at(sizes).executable).run(*tensors)
 
     def infer(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """As `Executable.infer`."""
-        return self.executable_of(tensors).infer(*tensors)
-
-    def executable_of(self, tensors: Sequence[torch.Tensor]) -> Executable:
-        """What runs tensors of these sizes."""
-        sizes = self.fit.read(tensors)
-        if self.whole is not None and 0 not in sizes:
-            return self.whole
-        return self.at(sizes).executable
+        sizes, whole = self.fit.read(tensors), self.whole
+        return (whole if whole and 0 not in sizes else self.at(sizes).executable).infer(*tensors)
 
     def plan_size(self, sizes: Shape) -> Bound:
         """Plan some sizes: in the backend of the largest, or in another where that refuses."""
