@@ -33,6 +33,13 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
         before |= {TOTALS[side]: row_count(x.shape) for side, x in totals.items()}
         sizes |= {"t": M, "u": N, "s": sizes["b"] + 1}
         before["s"] = problem.B + 1
+        if last.op.paged:
+            (before["n"], page, *_), (_, before["w"]) = (
+                graph.types[last.args[at]].shape for at in (1, -1)
+            )
+            before["p"] = sizes["p"] = page
+            sizes["w"] = -(-N // page)
+            sizes |= {"j": sizes["w"] * page, "n": sizes["b"] * sizes["w"]}
     axes = dict(zip(last.args, labels, strict=True))
 
     def resize(n: int, x: Input) -> Input:
@@ -56,15 +63,18 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
 
 
 def packed_axes(op: Packed, labels: Sequence[str]) -> Iterator[str]:
-    """The axes of the operands of an attention on packed tensors, by those of padded ones: t are
-    all rows, u all keys, s one more than sequences."""
+    """The axes of the operands of an attention on packed tensors or pages, by those of padded ones:
+    t are all rows, u all keys, s one more than sequences, n all pages of p rows, w those of one."""
     for label, side in zip(labels, operand_sides(op.op), strict=True):
-        if side in op.sides:
+        if side == "keys" and op.paged:
+            yield "np" + label[1] + label[3]
+        elif side in op.sides:
             head, last = label[1], label[3:]
             yield TOTALS[side] + head + last if last else head + TOTALS[side]
         else:
             yield label
     yield from "s" * len(op.sides)
+    yield from ["bw"] * op.paged
 
 
 def operand_axes(problem: Problem) -> Iterator[str]:

@@ -123,6 +123,9 @@ def tensors_of(graph: Graph) -> list[torch.Tensor]:
     own = {"rows": sizes["q"], "keys": sizes["k"]} if "q" in sizes else {}
     most = {LENGTHS[side]: shape[-2] for side, shape in own.items()}
     most |= {STARTS[side]: shape[0] for side, shape in own.items()}
+    if "pages" in sizes:
+        (count, page, *_), (_, each) = sizes["k"], sizes["pages"]
+        most |= {LENGTHS["keys"]: each * page, "pages": count - 1}
     tensors = [tensor_of(i, most.get(i.name, 3), random) for i in graph.inputs]
     end_sequences({i.name: x for i, x in zip(graph.inputs, tensors, strict=True)})
     if all(isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]) and graph.eqns:

@@ -91,11 +91,13 @@ def read_strip(problem: Problem) -> Bounds | None:
     return left, None if strip.high is None else strip.high - corner
 
 
-def copied_names(problem: Problem) -> tuple[str, ...]:
+def copied_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[str, ...]:
     """The operands whose absent rows kernels multiply by 0, where NaN would stay NaN, so that a
-    call reads copies with 0 there: v, and in a gradient all three."""
+    call reads copies with 0 there: v, and in a gradient all three. Of pages kernels read the rows
+    within a length alone."""
     names, ends = "v" if problem.grad is None else "qkv", end_names(problem)
-    return tuple(name for name in names if LENGTHS[SIDES[name]] in ends)
+    found = (name for name in names if LENGTHS[SIDES[name]] in ends)
+    return tuple(name for name in found if name not in sequences.pools)
 
 
 @final
@@ -137,9 +139,12 @@ class Fa4Call:
     @property
     def ends(self) -> tuple[str, ...]:
         """The lengths that kernels are told, some by starts; a mask function compares with the
-        others."""
-        told = (LENGTHS[side] for side in self.sequences.totals)
-        return self.native.ends if self.native is not None else tuple(told)
+        others. Past one of keys in pages there may be no page."""
+        if self.native is not None:
+            return self.native.ends
+        sides = [*self.sequences.totals, *("keys" for _ in self.sequences.pools)]
+        told = dict.fromkeys(LENGTHS[side] for side in sides)
+        return tuple(name for name in told if name in end_names(self.problem))
 
     @property
     def lengths(self) -> tuple[str, ...]:
@@ -157,10 +162,10 @@ class Fa4Call:
         return TensorSpec((T, H, *last) if last else (H, T), spec.dtype)
 
     def given_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
-        """How q, k or v lies that a call reads."""
-        if name in copied_names(self.problem):
+        """How q, k or v lies that a call reads; of pages the pool [n,P,G,D]."""
+        if name in copied_names(self.problem, self.sequences):
             return self.own_spec(SIDES[name], spec)
-        return self.sequences.packed.get(name, spec)
+        return dict(self.sequences.specs).get(name, spec)
 
     @property
     def shared(self) -> int:
@@ -200,13 +205,16 @@ class Fa4Call:
             specs |= {"out": o if len(o.shape) == 3 else given.o, "dout": o}
             each = zip("qkv", p.specs, strict=False)
             specs |= {f"d{n}": self.own_spec(SIDES[n], x) for n, x in each}
-        named = {n: rows_first(x) if len(x.shape) == 4 else x for n, x in specs.items()}
+        padded = {n for n, x in specs.items() if len(x.shape) == 4} - {*self.sequences.pools}
+        named = {n: rows_first(x) if n in padded else x for n, x in specs.items()}
         named |= {"lse": lse} if with_lse or p.grad is not None else {}
         if p.grad is not None and p.grad.with_dlse:
             named["dlse"] = lse
         named |= {SEQUSED[name]: TensorSpec((p.B,), torch.int32) for name in self.lengths}
         starts = TensorSpec((p.B + 1,), torch.int32)
         named |= {CU_SEQLENS[side]: starts for side in self.sequences.totals}
+        if (table := self.sequences.table) is not None:
+            named["page_table"] = TensorSpec(table.shape, torch.int32)
         return named | ({"learnable_sink": own.sinks} if own.sinks is not None else {})
 
     def rounded(self, side: str, tile: int) -> int:

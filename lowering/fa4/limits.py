@@ -13,7 +13,15 @@ from attrs import frozen
 
 from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn.sequences import CudnnSequences
-from attn_graph.lowering.fa4.call import NativeMask, copied_names, end_names, native_mask, new_like
+from attn_graph.lowering.fa4.call import (
+    DENSE,
+    NativeMask,
+    copied_names,
+    end_names,
+    native_mask,
+    new_like,
+)
+from attn_graph.lowering.fa4.lists import forward_tile
 from attn_graph.lowering.problem import ALIGNED, Problem, is_misaligned
 from attn_graph.lowering.reasons import (
     head_sizes,
@@ -27,6 +35,7 @@ from attn_graph.lowering.reasons import (
 
 INTERFACE = "interface.py"
 MEANING = "the package has no such argument"
+PAGES = "k and v lie in pages"
 UNTRIED = "its kernels for this architecture were run by nobody here"
 HALF = (torch.float16, torch.bfloat16)
 AMPERE, HOPPER, BLACKWELL, THOR, GEFORCE = 8, 9, 10, 11, 12  # compute capabilities less their tens
@@ -76,6 +85,11 @@ class Fa4Case:
     def is_paged(self) -> bool:
         """Whether k and v lie in pages."""
         return self.sequences is not None and self.sequences.table is not None
+
+    @property
+    def page(self) -> int:
+        """Rows of a page; 0 without pages."""
+        return self.sequences.page if self.sequences else 0
 
 
 Found = Iterator[Reason] | str | bool
@@ -127,7 +141,7 @@ def operands_to_copy(case: Fa4Case) -> Iterator[Reason]:
     """Operands that the package would copy at each call."""
     operands = dict(zip("qkv", case.problem.specs, strict=False))
     operands |= dict(case.sequences.specs) if case.sequences else {}
-    cleaned = copied_names(case.problem)
+    cleaned = copied_names(case.problem, case.sequences or DENSE)
     for name, given in operands.items():
         spec = new_like(given) if name in cleaned else given
         if not spec.unit_last:
@@ -305,9 +319,26 @@ LIMITS = (
     ),
     Limit(
         "pages",
-        lambda c: c.is_paged and "k and v lie in pages",
+        lambda c: c.is_paged and PAGES,
         "reads no pages",
-        UNTRIED,
+        f"{INTERFACE}: paged KV not supported on SM 8.0, SM 12.0",
+        SMALL,
+    ),
+    Limit(
+        "pages_gradient",
+        lambda c: c.is_paged and PAGES,
+        "has no gradient over pages",
+        MEANING,
+        backward=True,
+        says="unasked",
+    ),
+    Limit(
+        "page_size",
+        lambda c: c.page == forward_tile(c.sm, c.problem)[1] and f"they have {c.page}",
+        "multiplies rows past a length by 0, where NaN would stay NaN, if pages have as many rows "
+        "as a tile of keys,",
+        f"{INTERFACE}: paged_kv_tma; paged_kv.py leaves these rows out",
+        backward=False,
         says="unasked",
     ),
     Limit("statistics", lambda c: other_statistics(c.problem), "", MEANING, says="unasked"),

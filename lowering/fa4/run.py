@@ -65,13 +65,14 @@ class Fa4Run:
         return self.call.problem.grad is not None or returns_lse(self.graph)
 
     def operands(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The last equation's operands among a call's tensors, or of them: starts come last."""
+        """The last equation's operands among a call's tensors, or of them: starts come last, and
+        then the table of pages."""
         return [tidy_strides(x) for x in read_operands(self.graph, tensors)]
 
     def starts(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Where sequences begin, by side that is packed."""
-        totals = self.call.sequences.totals
-        return dict(zip(totals, own[len(own) - len(totals) :], strict=True))
+        totals, last = self.call.sequences.totals, len(own) - bool(self.call.sequences.pools)
+        return dict(zip(totals, own[last - len(totals) : last], strict=True))
 
     def ask(
         self, named: dict[str, torch.Tensor], own: Sequence[torch.Tensor]
@@ -79,12 +80,15 @@ class Fa4Run:
         """Call the package. named: tensors by its names, as ours lie. own: the operands."""
         call, given = self.call, self.call.problem.node.split(own)
         data = [x for each in (*given.modifiers, given.mask) for x in each.values()]
-        tensors = {n: x.transpose(1, 2) if x.ndim == 4 else x for n, x in named.items()}
+        pools = call.sequences.pools
+        padded = {n for n, x in named.items() if x.ndim == 4 and n not in pools}
+        tensors = {n: x.transpose(1, 2) if n in padded else x for n, x in named.items()}
         if given.sinks is not None:
             tensors["learnable_sink"] = given.sinks
         ends = {SEQUSED[n]: given.mask[n] for n in call.lengths}
         ends |= {CU_SEQLENS[side]: x for side, x in self.starts(own).items()}
-        tensors |= {name: as_vector(x) for name, x in ends.items()}
+        ends |= {"page_table": own[-1]} if pools else {}
+        tensors |= {name: as_whole(x) for name, x in ends.items()}
         plain = self.plain["lse" in named]
         with keep_kernels_in(self.store), torch.cuda.device_of(given.q):
             return call_package(
@@ -117,6 +121,10 @@ class Fa4Run:
             results["lse"].fill_(-INF)
         rest = {"lse": results["lse"]} if with_lse else {}
         self.ask(named | {"out": tidy_strides(results["o"])} | rest, own)
+        if with_lse and (sinks := call.problem.node.split(own).sinks) is not None:
+            # Kernels add exp(sink - largest score): inf where all weight is the sink's.
+            lse = results["lse"]
+            results["lse"] = torch.where(lse == INF, sinks.to(lse.dtype)[:, None], lse)
         return results
 
     def forward(self, *tensors: torch.Tensor) -> Results:
@@ -174,7 +182,7 @@ class Fa4Run:
         """q, k and v, with copies of those whose absent rows kernels would see."""
         named = dict(zip("qkv", own, strict=False))
         for name, spec in zip("qkv", self.call.problem.specs, strict=False):
-            if name in copied_names(self.call.problem):
+            if name in copied_names(self.call.problem, self.call.sequences):
                 lies, absent = self.call.given_spec(name, spec), self.absent(SIDES[name], own)
                 assert absent is not None  # as it is copied
                 copy = new_tensor(lies, own[0].device)
@@ -222,7 +230,10 @@ class Fa4Run:
     def copies(self) -> dict[str, int]:
         """Bytes of the operands that are copied at each call, by name."""
         specs = self.call.tensors()
-        return {name: specs[name].type.bytes for name in copied_names(self.call.problem)}
+        return {
+            name: specs[name].type.bytes
+            for name in copied_names(self.call.problem, self.call.sequences)
+        }
 
     def notes(self) -> Iterator[str]:
         """How it runs, for `explain`."""
@@ -250,6 +261,6 @@ def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     return tidy_strides(made)
 
 
-def as_vector(x: torch.Tensor) -> torch.Tensor:
-    """Starts or lengths as kernels read them; a copy where they lie otherwise."""
+def as_whole(x: torch.Tensor) -> torch.Tensor:
+    """Starts, lengths or a table as kernels read them; a copy where they lie otherwise."""
     return on_boundary(tidy_strides(x.to(torch.int32).contiguous()))

@@ -32,6 +32,7 @@ from attn_graph.masks.places import Place, Untraceable
 from attn_graph.testing import agreement, backend_check
 from attn_graph.testing import strategies as drawn
 from tests.lowering import test_absent as absent
+from tests.lowering import test_paged
 from tests.lowering.test_lowering import refused
 from tests.lowering.test_packed import Case as Packed
 from tests.lowering.test_packed import check_case, check_gradients, make_case
@@ -156,6 +157,62 @@ def test_packed_sequences_are_padded_ones(modelled: ag.Target, case: Packed, see
     assume(plan.backend == "fa4")
     check_case(plan, case)
     check_gradients(plan, case, seed)
+
+
+@st.composite
+def paged(draw: st.DrawFn) -> test_paged.Case:
+    """Keys in pages, NaN in rows that are nobody's, garbage in entries of the table past a length;
+    queries packed or not."""
+    batch, P, G = draw(batches()), draw(st.sampled_from((1, 3, 16))), draw(st.integers(1, 2))
+    is_packed, ended = draw(st.booleans()), draw(st.booleans())
+    N = P * (-(-batch.most[1] // P) + draw(st.integers(0, 1)))
+    M = batch.most[0] if is_packed else draw(st.sampled_from((1, 5)))
+    shape = drawn.Shape(len(batch.rows), G * draw(st.integers(1, 2)), G, M, N, 8, 16)
+    options = draw(drawn.mask_options(shape)) | draw(drawn.score_options(shape, BF16))
+    options |= {"scale": None, "dropout": 0.0, "stats": draw(st.booleans())}
+    options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
+    if not getattr(options.get("mask"), "needs", ()):
+        own = (None, ag.Causal("bottom_right"), ag.Window(3, 1, "bottom_right"))
+        options |= {"mask": draw(st.sampled_from(own))} if draw(st.booleans()) else {}
+    ended = ended or "kv_lengths" in options
+    batch = evolve(batch, rows=batch.rows if is_packed else (M,) * shape.B)
+    batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
+    layout = test_paged.Layout(P, draw(st.booleans()), ended, is_packed)
+    return test_paged.make_case(batch, layout, shape, BF16, options, draw(drawn.seeds))
+
+
+@given(case=paged())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_pages_are_keys_in_one_piece(modelled: ag.Target, case: test_paged.Case) -> None:
+    try:
+        plan = ag.compile(case.graph, target=modelled, backends=("fa4", "math"))
+    except ag.NoBackendError as error:
+        refused(error)
+    assume(plan.backend == "fa4")
+    test_paged.check_case(case, plan)
+
+
+def test_pages_as_large_as_a_tile_are_refused_and_so_are_gradients_over_any() -> None:
+    """Kernels read such a page whole, and nobody says that its rows past a length are no NaN."""
+    for D, tile in ((64, 128), (256, 80)):
+        for P in (16, tile):
+            pool, table = spec(40, P, 2, D), spec(2, 16, dtype=torch.int32)
+            graph = ag.attention(
+                spec(2, 4, 5, D), pool, pool, pages=table, kv_lengths=spec(2, dtype=torch.int32)
+            )
+            found = keys_of(simplify(graph), H200)
+            assert found == ({"page_size"} if tile == P else set())
+            assert keys_of(simplify(ag.vjp(graph)[1]), H200) == {"pages_gradient"}
+
+
+def test_lse_is_the_sink_where_it_is_far_above_all_scores(modelled: ag.Target) -> None:
+    """The package gives inf there."""
+    q = spec(1, 2, 5, 8)
+    graph = ag.attention(q, q, q, sinks=spec(2, dtype=torch.float32), stats=True)
+    plan = ag.compile(graph, target=modelled, backends=("fa4",))
+    scores = torch.full((1, 2, 5, 8), 30.0, dtype=BF16)
+    _, lse = plan(scores, -scores, scores, torch.zeros(2))
+    assert lse.tolist() == torch.zeros(1, 2, 5).tolist()
 
 
 # Masks

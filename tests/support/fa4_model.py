@@ -13,6 +13,7 @@ from attrs import frozen
 from attn_graph.lowering.fa4.dialect import in_place
 
 Tensor = torch.Tensor
+MOST = 88.7  # of which exp is finite in float32
 Value = Any  # a tensor or a number
 
 
@@ -138,8 +139,8 @@ def scores(
 def attend(
     plain: Mapping[str, Any], given: Mapping[str, Tensor], reads: Sequence[Tensor],
     lists: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o [B,M,H,E] and lse [B,H,M]."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """o [B,M,H,E], lse [B,H,M] and the largest score of each row."""
     s, sinks = scores(plain, given, reads, lists), given.get("learnable_sink")
     every = s if sinks is None else torch.cat(
         [s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1
@@ -149,7 +150,7 @@ def attend(
     p = (s - lse[..., None]).exp().masked_fill(blind[..., None], 0.0)
     v = given["v"].transpose(1, 2)
     o = p @ v.repeat_interleave(p.shape[1] // v.shape[1], 1)
-    return o.transpose(1, 2), lse.masked_fill(blind, -inf)
+    return o.transpose(1, 2), lse.masked_fill(blind, -inf), s.amax(-1)
 
 
 def spread(x: Tensor, starts: Tensor, most: int) -> Tensor:
@@ -157,6 +158,19 @@ def spread(x: Tensor, starts: Tensor, most: int) -> Tensor:
     at = starts[:-1, None].long() + torch.arange(most)
     rows = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     return rows[at.clamp(max=len(x))]
+
+
+def gather(pool: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    """The rows [B,N,G,D] that a table names of a pool [n,P,G,D], 0 past a length; entries of the
+    table past it are not read."""
+    table, P = given["page_table"], pool.shape[1]
+    assert table.dtype == torch.int32
+    N = table.shape[1] * P
+    _, keys = counts(given, 0, N)
+    there = (torch.arange(N) < keys.view(-1, 1)).expand(len(table), N)
+    pages = torch.where(there, table.long().repeat_interleave(P, 1), 0)
+    rows = pool[pages, torch.arange(N) % P]
+    return torch.where(there[..., None, None], rows, 0.0)
 
 
 def write(room: Tensor, x: Tensor, lengths: Tensor | None, starts: Tensor | None) -> None:
@@ -212,12 +226,18 @@ def call_model(
     names = [n for n in ("q", "k", "v", "learnable_sink") if n in tensors]
     leaves = {n: tensors[n].detach().double().requires_grad_() for n in names}
     sequences = Sequences.of(tensors, plain["options"])
-    assert not (lists and sequences.starts)
+    assert not (lists and (sequences.starts or "page_table" in tensors))
     ends = {f"seqused_{s}": x for s, x in sequences.lengths.items()}
     with torch.enable_grad():
         padded = {n: sequences.pad(n, x) for n, x in leaves.items()}
-        o, lse = attend(plain, padded | ends, reads, lists)
+        if "page_table" in tensors:
+            paged = ends | {"page_table": tensors["page_table"]}
+            padded |= {n: gather(padded[n], paged) for n in "kv"}
+        o, lse, top = attend(plain, padded | ends, reads, lists)
     if not plain["backward"]:
+        if "learnable_sink" in leaves:  # the package adds exp(sink - top), which may be inf
+            apart = leaves["learnable_sink"][:, None] - top
+            lse = torch.where(top.isfinite() & (apart > MOST), inf, lse)
         sequences.write("out", tensors["out"], o.detach())
         if "lse" in tensors:
             sequences.write("lse", tensors["lse"].mT, lse.detach().mT)

@@ -5,6 +5,10 @@ A test that fails says that the version installed has mended it; what steps arou
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +17,10 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
-from attn_graph.lowering.fa4.backend import PACKAGE
+from attn_graph.lowering.fa4 import dialect
+from attn_graph.lowering.fa4.backend import PACKAGE, make_fa4_call
 from attn_graph.lowering.fa4.call import Fa4Call
-from attn_graph.testing.gpu import VirtualGpu, virtual_gpu
+from attn_graph.testing.gpu import Fault, VirtualGpu, virtual_gpu
 from attn_graph.testing.gpu.dsl import find_package
 from tests.support import fa4_cases, virtual_cases
 from tests.support.fa4_cases import CASES, Case
@@ -27,6 +32,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 BF16 = torch.bfloat16
+INSIDE = r"inside\((.*), .\)"  # as generated code keeps a place within a tensor
 
 
 def alibi(M: int) -> ag.Graph:
@@ -100,6 +106,49 @@ def test_a_faulty_list_of_tiles_is_seen(name: str, monkeypatch: pytest.MonkeyPat
     case = evolve(CASES["mask function, lists"], M=300, N=300, H=1)
     with virtual_gpu("h100") as device, pytest.raises(AssertionError):
         fa4_cases.execute(device, case, backward=False)
+
+
+def test_mask_functions_are_asked_for_places_past_the_last_query_on_sm_90(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In all key tiles but that visited first; ours read the last one there."""
+    usual = dialect.place_text
+    graph = attention(71, 300, keep=ag.TensorSpec((1, 1, 71, 300), torch.bool), dtype=BF16)
+    monkeypatch.setattr(dialect, "place_text", lambda x: re.sub(INSIDE, r"\1", usual(x)))
+    with gpu(90) as device, pytest.raises(Fault):
+        run(device, graph)
+    ag.clear_cache()
+    make_fa4_call.cache_clear()
+
+
+REFUSED_LAUNCH = """
+import torch
+from attn_graph.testing.gpu import dsl, virtual_gpu
+
+with virtual_gpu("h100"):
+    from flash_attn.cute import interface
+
+    refuse = dsl.SERVE(lambda *_: 1)
+    dsl.load_runtime().serve(refuse, 232448)
+    x = torch.randn(1, 16, 1, 64).bfloat16()
+    try:
+        interface._flash_attn_fwd(x, x, x)
+    except Exception as error:
+        print("raised", error)
+"""
+
+
+def test_a_launch_that_the_runtime_refuses_without_an_error_of_its_own_ends_the_process() -> None:
+    """So ours notes launches, and executes them when the package's host code is through."""
+    made = subprocess.run(
+        (sys.executable, "-c", REFUSED_LAUNCH),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert made.returncode < 0, made.stderr[-2000:]
+    assert "raised" not in made.stdout
 
 
 def test_functions_of_equal_text_are_one_kernel() -> None:

@@ -72,6 +72,7 @@ WHOLE: dict[str, Exact] = {
     "or": lambda a, b: a | b,
     "xor": lambda a, b: a ^ b,
     "not": lambda a: ~a,
+    "popc": lambda a: f"{a:b}".count("1"),
     "shl": lambda a, b: a << b if b < 64 else 0,
     "shr": shift,
     "prmt": bytes_by,
@@ -304,6 +305,8 @@ def due_of(opcode: str, row: list[int]) -> int | None:
         result = nearest(Fraction(result))
     if "ftz" in opcode and abs(result) < 2.0**-126:
         result = math.copysign(0, result)
+    if rule.results[0] == "s8":  # its sign fills a register of 16 bits
+        return bits_of(value_of(bits_of(result, "s8"), "s8"), "s16")
     return bits_of(result, rule.results[0])
 
 

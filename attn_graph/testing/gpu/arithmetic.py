@@ -276,6 +276,12 @@ def invert(a: Array) -> Array:
     return ~a
 
 
+@value("popc.b32", "u32 <- b32")
+def count_ones(a: Array) -> Array:
+    """d = how many bits of a are 1."""
+    return np.bitwise_count(a).astype(U32)
+
+
 @value("shl.T", "T <- T u32", T=BITS)
 def shift_left(a: Array, b: Array) -> Array:
     """d = a << b; 0 if b is at least the number of bits."""
@@ -422,6 +428,7 @@ def generic_address(a: Array) -> Array:
 
 @value("cvt.D.S", "D <- S", D="u16 u16 u32 u32 u32 u64 u64 u64", S="u32 u8 u16 u64 u8 u32 u16 u8")
 @value("cvt.D.S", "D <- S", D="s64 s32 s32 s16 s16 s64 u64 s32", S="s32 s64 s16 s32 s8 s16 s32 s8")
+@value("cvt.D.S", "D <- S", D="s8", S="s32")
 @value("cvt.rn.D.S", "D <- S", D="f32 f32 f32 f32", S="s32 u32 s64 u64")
 def convert(a: Array, to: DType) -> Array:
     """d = a in another type: its lowest bits, or zeros or its sign before them, or rounded."""
@@ -457,10 +464,8 @@ def round_half(a: Array) -> Array:
 def round_bfloat(a: Array) -> Array:
     """d = a in bfloat16, rounded to nearest even."""
     bits = np.ascontiguousarray(a).view(U32)
-    odd = (bits >> U32(16)) & U32(1)
-    return np.where(np.isnan(a), np.uint16(0x7FFF), (bits + U32(0x7FFF) + odd) >> U32(16)).astype(
-        U16
-    )
+    rounded = (bits + U32(0x7FFF) + (bits >> U32(16) & U32(1))) >> U32(16)  # 1 if it is odd
+    return np.where(np.isnan(a), U16(0x7FFF), rounded).astype(U16)
 
 
 @value("cvt.rn.f16x2.f32", "b32 <- f32 f32")

@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 from attrs import define, field, frozen
 
-from attn_graph.testing.gpu.barriers import Barriers, MBarrier
+from attn_graph.testing.gpu.barriers import Barriers, MBarrier, places
 from attn_graph.testing.gpu.matrices import SPANS, swizzle
 from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.program import SHARED, Program
@@ -66,13 +66,36 @@ class TileCopy:
 
 
 @final
+@frozen(eq=False)
+class Tracking:
+    """Arrivals of a warp at an mbarrier that wait for its copies up to a group."""
+
+    mbarrier: MBarrier
+    warp: int
+    group: int
+    arrivals: int
+    line: int
+
+    def land(self, m: Program) -> None:
+        """Let the copies land, and the threads arrive."""
+        m.line, agent = self.line, m.clocks.copy(self.warp)
+        m.part(Copies).land_groups(m, np.array([self.warp]), np.array([self.group], np.int32))
+        known = self.mbarrier.known
+        known[agent] = max(known[agent], self.group)
+        self.mbarrier.arrive(m, self.arrivals)
+
+
+@final
 @define(eq=False)
 class Copies:
-    """Copies that have not landed. group: of each warp the number of its group that is open."""
+    """Copies that have not landed. group: of each warp the number of its group that is open; a
+    commit ends one, and so does an mbarrier that waits for it. commits: those that commits ended.
+    """
 
     group: Array
     threads: list[ThreadCopies] = field(factory=list[ThreadCopies])
-    tiles: list[TileCopy] = field(factory=list[TileCopy])
+    tiles: list[TileCopy | Tracking] = field(factory=list["TileCopy | Tracking"])
+    commits: dict[int, list[int]] = field(factory=dict[int, list[int]])
 
     @classmethod
     def of(cls, m: Program) -> Copies:
@@ -83,15 +106,17 @@ class Copies:
         return made
 
     def advance(self, m: Program) -> bool:
-        """Let one copy of the engine land, if there is one."""
+        """Let one copy of the engine land, or those of a warp that an mbarrier waits for, if there
+        is one."""
         if not self.tiles:
             return False
         self.tiles.pop(m.random.randrange(len(self.tiles)) if m.random else 0).land(m)
         return True
 
-    def land(self, m: Program, done: Array) -> None:
-        """Let copies of threads land: those of groups up to that of their warp in `done`."""
-        waiting = list[ThreadCopies]()
+    def land_groups(self, m: Program, warps: Array, groups: Array) -> None:
+        """Let copies of these warps land: those of groups up to these."""
+        waiting, done = list[ThreadCopies](), np.full(m.warps, -1, np.int32)
+        done[warps] = groups
         for copies in self.threads:
             over = copies.groups <= done[copies.warps]
             copies.select(over).land(m.part(Shared).bytes)
@@ -132,18 +157,36 @@ def copy_async(
 @action(r"cp\.async\.commit_group", "<-")
 def commit_copies(m: Program, g: Threads) -> None:
     """The copies since the last commit are a group."""
-    m.part(Copies).group[m.together(g)] += 1
+    copies, warps = m.part(Copies), m.together(g)
+    for warp in warps.tolist():
+        copies.commits.setdefault(warp, []).append(int(copies.group[warp]))
+    copies.group[warps] += 1
+
+
+@action(r"cp\.async\.mbarrier\.arrive\.noinc\.shared(?:::cta)?\.b64", "<- @")
+def arrive_after_copies(m: Program, g: Threads, address: Array) -> None:
+    """Each thread arrives at an mbarrier as soon as all its copies of before have landed."""
+    copies, lanes = m.part(Copies), g.owners
+    offsets = np.array(places(m, g, address))
+    for warp in m.together(g).tolist():
+        for offset in np.unique(offsets[lanes == warp]).tolist():
+            mbarrier = m.part(Barriers).use(m, warp, offset)
+            count = int((offsets[lanes == warp] == offset).sum())
+            group = int(copies.group[warp])
+            copies.tiles.append(Tracking(mbarrier, warp, group, count, m.line))
+        copies.group[warp] += 1
 
 
 @action(r"cp\.async\.wait_group", "<- #")
 def wait_for_copies(m: Program, g: Threads, pending: int) -> None:
     """Wait until at most so many groups of each thread, the last ones, are on their way."""
-    warps = m.together(g)
-    done = np.full(m.warps, -1, np.int32)
-    done[warps] = m.part(Copies).group[warps] - 1 - pending
-    m.part(Copies).land(m, done)
+    copies, warps = m.part(Copies), m.together(g)
+    ended = [copies.commits.get(warp, []) for warp in warps.tolist()]
+    over = [x[-1 - pending] if len(x) > pending else -1 for x in ended]
+    done = np.array(over, np.int32)
+    copies.land_groups(m, warps, done)
     agents = m.clocks.copy(warps)
-    m.clocks.known[warps, agents] = np.maximum(m.clocks.known[warps, agents], done[warps])
+    m.clocks.known[warps, agents] = np.maximum(m.clocks.known[warps, agents], done)
 
 
 @final

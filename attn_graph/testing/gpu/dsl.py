@@ -49,7 +49,7 @@ DEVICE = 8  # bytes before the kind of device in a DLTensor
 MAP_BYTES, MAP_USED = 128, 64  # of a tensor map: its size, and how many of them say something
 MAP_RANK = 5  # the most axes
 MAP_KIND = 0x40002  # its kind, but for bits
-MAP_VARIES = 0x67F0  # that hold the rank, the type and the swizzling
+MAP_VARIES = 0x2067F0  # that hold the rank, the type, the swizzling, and if it is 128 KiB or more
 MAP_ITEMS = {6: 2, 7: 4, 10: 2}  # bytes of an element, by the number of its type: f16, f32, bf16
 
 

@@ -1,0 +1,52 @@
+"""How many graphs of the kernels' tests FlashAttention 4 takes, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from attrs import evolve
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.backend import Options
+from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
+from tests.lowering.test_gpu_sequences import FEW, PACKED, PAGED, packed_case, paged_case
+from tests.support.virtual_cases import CASES
+
+LEAST = 0.85
+HALF = (torch.float16, torch.bfloat16)
+
+
+def half_graphs() -> Iterator[tuple[str, ag.Graph]]:
+    """Those graphs, in half precision: as they are, or with all float32 tensors but sinks so."""
+    sequences = {f"packed, {n}": packed_case(n, FEW, stats=True).packed for n in PACKED}
+    sequences |= {f"pages, {n}": paged_case(n, FEW).graph for n in PAGED}
+    for name, graph in ({n: make() for n, make in CASES.items()} | sequences).items():
+        if graph.inputs[0].spec.dtype in HALF:
+            yield name, graph
+
+
+def passes(graph: ag.Graph) -> Iterator[tuple[str, ag.Graph]]:
+    """The attention and its gradient."""
+    yield "", simplify(graph)
+    if graph.has_gradient:
+        yield ", gradient", simplify(ag.vjp(graph)[1])
+
+
+@pytest.mark.parametrize("name", ["h200", "b200"])
+def test_most_graphs_in_half_precision_are_taken(
+    name: str, golden: Callable[[object], None]
+) -> None:
+    target = evolve(ag.Target.of(name), libraries=((PACKAGE, "4.0.0b36"),))
+    lines, taken = [], {"": [0, 0], ", gradient": [0, 0]}
+    for title, graph in half_graphs():
+        for way, each in passes(graph):
+            against = BACKEND.reasons(each, target, Options())
+            taken[way][0] += not against
+            taken[way][1] += 1
+            lines += [f"{title}{way}: no, because it {reason}" for reason in against]
+    counts = [f"{yes} of {every}{way}" for way, (yes, every) in taken.items()]
+    golden("\n".join([", ".join(counts), *lines]))
+    assert sum(yes for yes, _ in taken.values()) >= LEAST * sum(n for _, n in taken.values())
