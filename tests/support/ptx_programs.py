@@ -23,6 +23,7 @@ def run_ptx(
     threads: int = 32,
     shared: int = 4096,
     programs: int = 1,
+    seed: int | None = None,
     unset: Unset | None = None,
     omits: frozenset[Omission] = frozenset(),
 ) -> set[str]:
@@ -38,6 +39,7 @@ def run_ptx(
     )
     given = {name: t.data_ptr().to_bytes(8, "little") for name, t in tensors.items()}
     memory = Memory.around(tensors, unset or Unset())
-    launch = Launch(translate(text), (programs, 1, 1), threads, shared, given, memory, omits=omits)
+    sizes = (programs, 1, 1), threads, shared
+    launch = Launch(translate(text), *sizes, given, memory, seed, omits=omits)
     launch.run()
     return launch.notes

@@ -56,6 +56,10 @@ EDITS: dict[str, tuple[str, Replace]] = {  # a line of the PTX, and another in i
     "a wait for one group of copies less": (r"\tcp\.async\.wait_group\s+(\d+);", more(1)),
     "a load without its guard": (r"\t@%p\d+ (ld\.global.*)", r"\t\1"),
     "a store without its guard": (r"\t@%p\d+ (st\.global.*)", r"\t\1"),
+    "a store of two threads to one place": (
+        r"(\t@%p\d+ st\.global\S+) \[ (%rd\d+) \+ 0 \](.*)",
+        r"\t{ .reg .b64 lower; and.b64 lower, \2, -32;\n\1 [ lower ]\3 }",
+    ),
     "a copy by every thread": (r"\t@%p\d+ (cp\.async\.bulk.*)", r"\t\1"),
     "a descriptor's stride": (
         r"(\t(?:or|add)\.[bs]64 \t%rd\d+, %rd\d+), (46116862\d+);",
@@ -80,6 +84,7 @@ REPORTED = {  # at how many sites, of at most eight, it is reported
     (90, "a fence of proxies dropped"): 2,
     (90, "a load without its guard"): 8,
     (90, "a store without its guard"): 4,
+    (90, "a store of two threads to one place"): 4,
     (90, "a copy by every thread"): 4,
     (90, "a descriptor's stride"): 8,
     (90, "a row of a matrix far off"): 4,
@@ -89,10 +94,12 @@ REPORTED = {  # at how many sites, of at most eight, it is reported
     (100, "a wait for tensor memory dropped"): 5,
     (100, "a commit of a tensor core dropped"): 4,
     (100, "tensor memory not given back"): 1,
+    (100, "a store of two threads to one place"): 4,
     (80, "a barrier dropped"): 3,
     (80, "a wait for copies dropped"): 3,
     (80, "a wait for one group of copies less"): 3,
     (80, "a store without its guard"): 4,
+    (80, "a store of two threads to one place"): 4,
     (80, "a row of a matrix far off"): 8,
 }
 

@@ -109,9 +109,12 @@ def test_a_fault_names_the_line(text: str) -> None:
 
 
 RACES = {  # what two warps do, and what is wrong; %p1: the first one
-    "a store of other bytes by two warps at once": ("st.shared.b32 [global_smem], %r0;"),
+    "a store of other bytes by two threads at once": "st.shared.b32 [global_smem], %r0;",
+    "a load of bytes of x is not ordered after the store by warp 0": (
+        "@%p2 st.global.b32 [%d0], %r0; @!%p1 ld.global.b32 %r1, [%d0];"
+    ),
     "a load of shared memory, byte 0 is not ordered after the write by warp 0": (
-        "@%p1 st.shared.b32 [global_smem], %r0; @!%p1 ld.shared.b32 %r1, [global_smem];"
+        "@%p2 st.shared.b32 [global_smem], %r0; @!%p1 ld.shared.b32 %r1, [global_smem];"
     ),
     "is not ordered after the read by warp 0": (
         "@%p2 st.shared.b32 [global_smem], %r0; bar.sync 0;"
@@ -129,14 +132,15 @@ def test_two_warps_may_not_touch_the_same_bytes_unordered(text: str) -> None:
 
 
 def test_two_programs_may_not_store_to_the_same_bytes() -> None:
-    with pytest.raises(Fault, match="program number 1 stores"):
-        run_ptx("st.global.b32 [%d0], %r0;", {"x": torch.zeros(8)}, programs=2)
+    body = f"{SIDES} mov.u32 %r1, %ctaid.x; @%p2 st.global.b32 [%d0], %r1;"
+    with pytest.raises(Fault, match=r"program number 1 stores in PTX line \d+ \[PTX line"):
+        run_ptx(body, {"x": torch.zeros(8)}, programs=2)
 
 
 def test_new_memory_is_not_read_before_it_is_written() -> None:
     x, unset = torch.empty(8), Unset()
     unset.add(x)
-    run_ptx("st.global.b32 [%d0], %r0; ld.global.b32 %r1, [%d0];", {"x": x}, unset=unset)
+    run_ptx("st.global.b32 [%d0], 7; ld.global.b32 %r1, [%d0];", {"x": x}, unset=unset)
     with pytest.raises(Fault, match="to which nothing was written"):
         run_ptx("ld.global.b32 %r1, [%d0+4];", {"x": x}, unset=unset)
 

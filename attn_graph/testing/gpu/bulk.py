@@ -105,7 +105,8 @@ def load_bytes(
     for warp, to, at, count, bar in zip(g.owners.tolist(), *given, strict=True):
         offsets = pieces(m, "a bulk copy", to, int(count), PIECE)
         places = at + np.arange(0, int(count), PIECE, dtype=np.uint64)
-        words = m.part(Memory).load(m, "a bulk copy of", places, 8, PIECE // 8)
+        warps = np.full(len(places), warp)
+        words = m.part(Memory).load(m, "a bulk copy of", warps, places, 8, PIECE // 8)
         data = np.ascontiguousarray(words.T).view(np.uint8)
         (place,) = m.part(Shared).offsets(m, "an mbarrier", np.array([bar]), 8).tolist()
         mbarrier = m.part(Barriers).use(m, warp, place, proxy=True)
@@ -149,7 +150,8 @@ def store_bytes(
         data = m.part(BulkGroups).read(m, warp, threads, offsets)
         places = to + np.arange(0, int(count), PIECE, dtype=np.uint64)
         words = np.ascontiguousarray(data.view(np.float32 if add else np.uint64).T)
-        (m.part(Memory).add if add else m.part(Memory).store)(m, places, words)
+        write = m.part(Memory).add if add else m.part(Memory).store
+        write(m, np.full(len(places), warp), places, words)
 
 
 def stores(
@@ -195,4 +197,4 @@ def store_tile(
         plain = pieces(m, "a bulk store", at, rows * size, MAP_ALIGNED)
         offsets = swizzle(SHARED + plain, tile.span) - SHARED
         data = m.part(BulkGroups).read(m, warp, threads, offsets).reshape(rows, size)
-        tile.store(m, (*corner,), data)
+        tile.store(m, warp, (*corner,), data)

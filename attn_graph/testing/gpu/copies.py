@@ -144,9 +144,10 @@ def copy_async(
     if not (full | (given == 0)).all():
         m.fault("cp.async of a part of its bytes, which the virtual GPU does not do")
     data = np.zeros((len(offsets), size), np.uint8)
-    words = m.part(Memory).load(m, "cp.async of", g.take(source)[full], 4, size // 4)
+    warps, at = g.owners, g.take(source)[full]
+    words = m.part(Memory).load(m, "cp.async of", warps[full], at, 4, size // 4)
     data[full] = np.ascontiguousarray(words.T).view(np.uint8)
-    cells, warps, ledger = m.part(Shared).cells(offsets, size), g.owners, m.part(Shared).ledger
+    cells, ledger = m.part(Shared).cells(offsets, size), m.part(Shared).ledger
     m.part(Shared).forget(m, offsets, size)
     ledger.check_free(m, "cp.async", warps, cells)
     groups = m.part(Copies).group[warps]
@@ -218,30 +219,32 @@ class TensorMap:
         addresses = self.address + (places * np.array(self.strides)[:, None]).sum(axis=0)
         return np.asarray(addresses), np.asarray(inside)
 
-    def fetch(self, m: Program, first: tuple[int, ...]) -> Array:
-        """The bytes of a box, [rows, bytes]; zeros outside of the tensor."""
+    def fetch(self, m: Program, warp: int, first: tuple[int, ...]) -> Array:
+        """A warp has the bytes of a box fetched, [rows, bytes]; zeros outside of the tensor."""
         addresses, inside = self.rows(first)
         data = np.zeros((len(addresses), self.box[0] * self.item), np.uint8)
         columns = first[0] + np.arange(self.box[0])
         (kept,) = np.nonzero((columns >= 0) & (columns < self.shape[0]))
         if inside.any() and kept.size:
             at = (addresses[inside] + columns[kept[0]] * self.item).astype(np.uint64)
-            words = m.part(Memory).load(m, "a copy of", at, self.item, len(kept), align=self.item)
+            warps, item = np.full(len(at), warp), self.item
+            words = m.part(Memory).load(m, "a copy of", warps, at, item, len(kept), align=item)
             begin = kept[0] * self.item
             data[inside, begin : begin + len(kept) * self.item] = np.ascontiguousarray(
                 words.T
             ).view(np.uint8)
         return data
 
-    def store(self, m: Program, first: tuple[int, ...], data: Array) -> None:
-        """Write the bytes of a box, [rows, bytes], where it lies in the tensor."""
+    def store(self, m: Program, warp: int, first: tuple[int, ...], data: Array) -> None:
+        """A warp has the bytes of a box written, [rows, bytes], where it lies in the tensor."""
         addresses, inside = self.rows(first)
         columns = first[0] + np.arange(self.box[0])
         (kept,) = np.nonzero((columns >= 0) & (columns < self.shape[0]))
         if inside.any() and kept.size:
             at = (addresses[inside] + columns[kept[0]] * self.item).astype(np.uint64)
             numbers = np.ascontiguousarray(data[inside]).view(f"u{self.item}")[:, kept]
-            m.part(Memory).store(m, at, np.ascontiguousarray(numbers.T), align=self.item)
+            warps, rows = np.full(len(at), warp), np.ascontiguousarray(numbers.T)
+            m.part(Memory).store(m, warps, at, rows, align=self.item)
 
 
 TILE = r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(?:cta|cluster)\.global(?:\.tile)?"
@@ -275,7 +278,7 @@ def copy_tile(
         mbarrier = m.part(Barriers).use(m, warp, int(bars[k]), proxy=True)
         if tile.nan or len(corner) != len(tile.box):
             m.fault("a tensor map with NaN outside of the tensor, or of another rank")
-        data = tile.fetch(m, corner).reshape(-1, 16)
+        data = tile.fetch(m, warp, corner).reshape(-1, 16)
         shared, warps = m.part(Shared), np.array([warp])
         start = shared.offsets(m, "a copy", g.take(target)[k : k + 1], data.size, MAP_ALIGNED)
         offsets = swizzle(SHARED + start + 16 * np.arange(len(data)), tile.span) - SHARED

@@ -2,6 +2,7 @@
 
 A program may touch the bytes of elements of the tensors that a launch is given, not those between
 them. It may not read what nothing was written to, nor what another program of the launch writes.
+Two warps of one program order their stores to one place, or store equal bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Region:
     met: pages that the launch has touched; of others nothing is known, and no memory is taken.
     valid: whether a unit of those belongs to an element. written: bytes that hold something.
     writer, reader: the program that wrote, and read, a unit, from 1 on; 0: none; ADDED: those that
-    add to it.
+    add to it. warp, time, line: of the last store: its warp, that warp's time, the line of the PTX.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -76,6 +77,9 @@ class Region:
     written: Array | None
     writer: Array
     reader: Array
+    warp: Array
+    time: Array
+    line: Array
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], unset: Unset) -> Region:
@@ -94,6 +98,9 @@ class Region:
             written=unset.written_of(start, unit),
             writer=np.zeros(units, np.int32),
             reader=np.zeros(units, np.int32),
+            warp=np.zeros(units, np.int16),
+            time=np.zeros(units, np.int32),
+            line=np.zeros(units, np.int32),
         )
 
     @property
@@ -134,45 +141,67 @@ class Region:
         self,
         m: Program,
         text: str,
+        warps: Array,
         offsets: Array,
         size: int,
         store: bool,
         add: bool = False,
         same: Callable[[], Array] | None = None,
     ) -> None:
-        """Check an access to `size` bytes from each offset on, and note it. Raises Fault.
+        """Check an access of warps to `size` bytes from each offset on, and note it. Raises Fault.
 
         add: a sum, which others may add to as well, and nobody else may touch. same: of a store,
         where that was there before.
         """
         units = (offsets // self.unit)[:, None] + np.arange(max(1, size // self.unit))
-        me, writers = ADDED if add else m.number, self.writer[units]
+        me = ADDED if add else m.number
         if not self.are_valid(units):
             m.fault(f"{text} bytes of {self.name} that belong to no element")
-        others = (writers != 0) & (writers != me)
-        if others.any() and same is not None and not (others & ~same()[:, None]).any():
+        self.check_stores(m, text, warps, units, me, same)
+        if self.written is not None and (add or not store) and not self.written[units].all():
+            m.fault(f"{text} bytes of {self.name} to which nothing was written")
+        if not store:
+            self.reader[units] = me
+            return
+        readers = self.reader[units]
+        others = (readers != 0) & (readers != me)
+        if others.any():
+            m.fault(f"{text} bytes of {self.name} that program number {readers[others][0]} reads")
+        self.writer[units], self.line[units] = me, m.line
+        self.warp[units], self.time[units] = warps[:, None], m.clocks.now(warps)[:, None]
+        if self.written is not None:
+            self.written[units] = 1
+
+    def check_stores(
+        self,
+        m: Program,
+        text: str,
+        warps: Array,
+        units: Array,
+        me: int,
+        same: Callable[[], Array] | None,
+    ) -> None:
+        """Raise Fault where others have stored, unless a warp comes after those of its program, or
+        stores the same."""
+        writers = self.writer[units]
+        if not writers.any():
+            return
+        others, own = (writers != 0) & (writers != me), (writers == me) & (me != ADDED)
+        seen = m.clocks.known[warps[:, None], self.warp[units]] >= self.time[units]
+        unequal = np.True_ if same is None else ~same()[:, None]
+        if others.any() and same is not None and not (others & unequal).any():
             text = f"several programs store equal bytes to {self.name}"
             m.report(Omission.EQUAL_STORES, text)
         elif others.any():
-            who = writers[others][0]
+            who, line = writers[others][0], m.cite(int(self.line[units][others][0]))
             by = "programs add to" if who == ADDED else f"program number {who} stores"
-            m.fault(f"{text} bytes of {self.name} that {by}")
-        if add and self.written is not None and not self.written[units].all():
-            m.fault(f"{text} bytes of {self.name} to which nothing was written")
-        if store:
-            readers = self.reader[units]
-            others = (readers != 0) & (readers != me)
-            if others.any():
-                m.fault(
-                    f"{text} bytes of {self.name} that program number {readers[others][0]} reads"
-                )
-            self.writer[units] = me
-            if self.written is not None:
-                self.written[units] = 1
-        else:
-            self.reader[units] = me
-            if self.written is not None and not self.written[units].all():
-                m.fault(f"{text} bytes of {self.name} to which nothing was written")
+            m.fault(f"{text} bytes of {self.name} that {by} in {line}")
+        if (late := own & ~seen & unequal).any():
+            unit, other = units[late][0], "" if same is None else " of other bytes"
+            m.fault(
+                f"{text} bytes of {self.name} is not ordered after the store{other} by warp "
+                f"{self.warp[unit]} in {m.cite(int(self.line[unit]))}"
+            )
 
 
 def holds(words: Array, places: Array, values: Array) -> Array:
@@ -246,30 +275,43 @@ class Memory:
             yield region, at, (addresses[at] - np.uint64(region.start)).astype(np.int64)
 
     def load(
-        self, m: Program, text: str, addresses: Array, size: int, count: int, align: int = 0
+        self,
+        m: Program,
+        text: str,
+        warps: Array,
+        addresses: Array,
+        size: int,
+        count: int,
+        align: int = 0,
     ) -> Array:
-        """`count` numbers of `size` bytes at each address, [count, addresses]."""
+        """Warps load `count` numbers of `size` bytes at each address, [count, addresses]."""
         loaded = np.zeros((count, len(addresses)), f"u{size}")
         for region, at, offsets in self.split(m, text, addresses, size * count, align):
-            region.check(m, text, offsets, size * count, store=False)
+            region.check(m, text, warps[at], offsets, size * count, store=False)
             loaded[:, at] = region.words(size)[offsets // size + np.arange(count)[:, None]]
         return loaded
 
-    def store(self, m: Program, addresses: Array, values: Array, align: int = 0) -> None:
-        """Numbers to each address, [count, addresses]."""
+    def store(
+        self, m: Program, warps: Array, addresses: Array, values: Array, align: int = 0
+    ) -> None:
+        """Warps store numbers to each address, [count, addresses]."""
         size, count = values.itemsize, len(values)
         for region, at, offsets in self.split(m, "a store to", addresses, size * count, align):
             words, places = region.words(size), offsets // size + np.arange(count)[:, None]
             new = values[:, at]
-            same = partial(holds, words, places, new)
-            region.check(m, "a store to", offsets, size * count, store=True, same=same)
+            same, many = partial(holds, words, places, new), size * count
+            region.check(m, "a store to", warps[at], offsets, many, store=True, same=same)
             words[places] = new
+            if not same().all():
+                m.fault(f"a store of other bytes by two threads at once to {region.name}")
 
-    def add(self, m: Program, addresses: Array, values: Array, align: int = 0) -> None:
-        """Numbers are added to those at each address, [count, addresses]."""
+    def add(
+        self, m: Program, warps: Array, addresses: Array, values: Array, align: int = 0
+    ) -> None:
+        """Warps add numbers to those at each address, [count, addresses]."""
         size, count = values.itemsize, len(values)
         for region, at, offsets in self.split(m, "a sum to", addresses, size * count, align):
-            region.check(m, "a sum to", offsets, size * count, store=True, add=True)
+            region.check(m, "a sum to", warps[at], offsets, size * count, store=True, add=True)
             places = offsets // size + np.arange(count)[:, None]
             np.add.at(region.words(size).view(values.dtype), places, values[:, at])
 
@@ -293,7 +335,8 @@ def load_global(
 ) -> Array:
     """d = the number at an address, or several side by side."""
     dtype, count = DTYPES[type], int((many or ".v1")[2:])
-    words = m.part(Memory).load(m, "a load of", g.take(address), dtype.itemsize, count)
+    at = g.take(address)
+    words = m.part(Memory).load(m, "a load of", g.owners, at, dtype.itemsize, count)
     return g.spread(words.view(dtype))
 
 
@@ -304,4 +347,4 @@ def store_global(
     """Store a number at an address, or several side by side."""
     size = DTYPES[type].itemsize
     rows = np.stack([np.broadcast_to(x, g.count).view(f"u{size}") for x in values])
-    m.part(Memory).store(m, g.take(address), g.take(rows))
+    m.part(Memory).store(m, g.owners, g.take(address), g.take(rows))

@@ -175,9 +175,12 @@ class Program:
     def describe(self, text: str, program: bool = True) -> str:
         """A sentence with the place in the kernel."""
         kernel = self.launch.code.kernel
-        lines = sources(self.launch.code)
-        where = f" [PTX line {self.line}, {lines.get(self.line, '')}]" if self.line else ""
+        where = f" [{self.cite(self.line)}]" if self.line else ""
         return f"{kernel.name}{f', program {self.place}' if program else ''}: {text}{where}"
+
+    def cite(self, line: int) -> str:
+        """A line of the PTX, and that of the source."""
+        return f"PTX line {line}, {sources(self.launch.code).get(line, '')}".rstrip(", ")
 
     # Values that a program has
 
@@ -237,9 +240,7 @@ class Program:
 
     def explain(self, warp: int, reason: str) -> None:
         """Keep why a warp does not go on."""
-        self.waiting[warp] = (
-            f"{reason} (PTX line {self.line}, {sources(self.launch.code)[self.line]})"
-        )
+        self.waiting[warp] = f"{reason} ({self.cite(self.line)})"
 
     def release(self, warp: int) -> None:
         """Let a warp go on."""

@@ -88,8 +88,8 @@ class Shared:
         self.ledger.check_free(m, text, warps, cells, same=lambda: (rows[at] == data).all(axis=1))
         self.ledger.note_write(m, warps, self.clocks.now(warps), cells)
         rows[at] = data
-        if (self.ledger.writer[cells] != warps[:, None]).any() and (rows[at] != data).any():
-            m.fault(f"{text} of other bytes by two warps at once to shared memory")
+        if (rows[at] != data).any():
+            m.fault(f"{text} of other bytes by two threads at once to shared memory")
 
     def forget(self, m: Program, offsets: Array, size: int) -> None:
         """Stores go to these bytes: mbarriers there end. Raises Fault if one is in use."""
