@@ -23,6 +23,8 @@ ONCE := $(patsubst %,--ignore=%,$(filter-out $(COMPILED),$(INTERPRETED)))
 # What is run again under other versions of Triton: how its language computes, not each of our cases.
 # All of them: make tritons AGAIN='$(INTERPRETED)'
 AGAIN ?= $(addprefix tests/lowering/test_,copy_engine.py decode.py dropout_bits.py tanh.py triton.py)
+# Kernels as each version compiles them, executed; and what it leaves out of them, a list by version.
+EXECUTED := tests/virtual/test_virtual_gpu.py tests/virtual/test_kernels_on_virtual_gpus.py::test_what_kernels_leave_out_is_known
 PATIENT := -o faulthandler_timeout=7200
 TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
@@ -91,6 +93,7 @@ tritons: $(TRITONS:%=.tritons/%/tested)
 $(TRITONS:%=.tritons/%/tested): .tritons/%/tested: .tritons/%/installed
 	PYTHONPATH=.tritons/$* $(PYTEST) tests/lowering/test_kernels.py
 	PYTHONPATH=.tritons/$* TRITON_INTERPRET=1 $(PYTEST) $(AGAIN)
+	PYTHONPATH=.tritons/$* $(PYTEST) $(EXECUTED)
 
 kernel-report: venv
 	$(BIN)/python -m docs.generate.kernels

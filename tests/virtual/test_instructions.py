@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from attn_graph.testing.gpu import instructions
+from attn_graph.testing.gpu.program import PARAMETERS
 from attn_graph.testing.gpu.rules import DTYPES, VALUES
 from tests.support.ptx_programs import run_ptx
 
@@ -83,7 +84,7 @@ WHOLE: dict[str, Exact] = {
     "setp.gt": lambda a, b: a > b,
     "setp.ge": lambda a, b: a >= b,
     "selp": lambda a, b, c: a if c else b,
-    "cvta.param": lambda a: a,
+    "cvta.param": lambda a: a + PARAMETERS,
     "cvt": lambda a: a,
     "copysign": lambda a, b: a & 2**31 | b & 2**31 - 1,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +14,8 @@ import attn_graph as ag
 from attn_graph.machine.imports import load_modules
 from attn_graph.testing.agreement import check_outputs
 from attn_graph.testing.gpu import Fault, UnknownInstructionError, virtual_gpu
+from attn_graph.testing.gpu.device import load_driver, load_launcher, omissions_of
+from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.memory import Unset
 from attn_graph.testing.tensors import tensors_for
 from tests.support.ptx_programs import run_ptx
@@ -72,6 +75,33 @@ def test_triton_looks_for_a_kernel_once_for_where_tensors_begin(
         for tensors, count in ((aligned, 1), (aligned, 1), (moved, 2), (moved, 2), (aligned, 2)):
             check_outputs(plan, graph, tensors)
             assert looked == ["forward"] * count
+
+
+def test_a_parameter_has_an_address_of_32_bits_too() -> None:
+    """Among the parameters, from where a generic one is made: Triton 3.9 writes it so."""
+    for move in ("mov.b32 %r1, x; cvt.u64.u32 %d8, %r1;", "mov.b64 %d8, x;"):
+        run_ptx(f"{move} cvta.param.u64 %d8, %d8; prefetch.tensormap [%d8];", {"x": torch.zeros(8)})
+
+
+def test_the_driver_refuses_attributes_of_newer_ones() -> None:
+    """Triton 3.8 asks for shared memory as such drivers take it, and else as older ones do."""
+    kernel = ctypes.create_string_buffer(4096)
+    with virtual_gpu("a100"):
+        assert load_driver().cuFuncSetAttribute(kernel, 8, 1024) == 0  # bytes of shared memory
+        assert load_driver().cuFuncSetAttribute(kernel, 17, 3)
+
+
+@pytest.mark.parametrize(("triton", "late"), [("3.6.0", False), ("3.8.0", False), ("3.9.0", True)])
+def test_reads_before_a_wait_for_tensor_memory_are_known_of_newer_versions(
+    triton: str, late: bool
+) -> None:
+    assert omissions_of(triton) == (frozenset({Omission.TENSOR_LOADS}) if late else frozenset())
+
+
+def test_triton_finds_all_functions_of_its_own_driver() -> None:
+    with virtual_gpu("a100"):
+        found = load_modules("triton.runtime").driver.active.utils
+        assert vars(found).keys() == vars(load_launcher()).keys()
 
 
 def test_one_virtual_gpu_of_a_kind_is_in_use_at_a_time() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from attn_graph.testing.gpu.program import PARAMETERS
 from attn_graph.testing.gpu.rules import Array, DType, value
 
 UNSIGNED, SIGNED = "u16 u32 u64", "s16 s32 s64"
@@ -422,8 +423,8 @@ def select(a: Array, b: Array, c: Array) -> Array:
 
 @value("cvta.param.u64", "u64 <- u64")
 def generic_address(a: Array) -> Array:
-    """d = the generic address of one among the parameters; they are generic here already."""
-    return a
+    """d = the generic address of one among the parameters."""
+    return a + np.uint64(PARAMETERS)
 
 
 @value("cvt.D.S", "D <- S", D="u16 u16 u32 u32 u32 u64 u64 u64", S="u32 u8 u16 u64 u8 u32 u16 u8")

@@ -99,6 +99,8 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 }
 
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
+  if (attribute > CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE) /* of newer drivers */
+    return refuse("number of a kernel's attribute", attribute, 15);
   if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return 0;
   if (value > device.shared) return refuse("bytes of shared memory", value, device.shared);
   ((Function *)function)->shared = value;

@@ -18,7 +18,7 @@ from attn_graph.testing.gpu.threads import WARP, Threads
 from attn_graph.testing.gpu.translate import Translation
 
 SHARED = 1024  # the first address of shared memory; what lies below is the system's
-PARAMETERS = 1 << 60  # addresses of parameters; a tensor is never there
+PARAMETERS = 1 << 60  # their first generic address; a tensor is never there
 PAGE = 1 << 12  # between two of them
 POISON = 0x7FBADBAD7FBADBAD  # in registers that nobody has set: NaN
 NOBODY = np.int32(2**30)
@@ -203,9 +203,9 @@ class Program:
         return np.full(threads.count, value, np.uint32)
 
     def address_of(self, name: str) -> int:
-        """Where a name lies: a parameter, or shared memory."""
+        """Where a name lies: a parameter among these, or shared memory."""
         if name in self.launch.parameters:
-            return PARAMETERS + [*self.launch.parameters].index(name) * PAGE
+            return [*self.launch.parameters].index(name) * PAGE
         if name not in self.launch.code.kernel.dynamic:
             self.fault(f"the virtual GPU does not know the name {name}")
         return SHARED

@@ -350,13 +350,15 @@ def read_tile(m: Program, warp: int, descriptor: int, factor: Factor) -> Array:
     return load_tile(m, np.array([warp]), agents, times, tile, factor.kind)
 
 
-COMMIT = r"\.mbarrier::arrive::one\.shared::(?:cta|cluster)\.b64"
+COMMIT = r"\.mbarrier::arrive::one(?P<space>\.shared::(?:cta|cluster))?\.b64"
 
 
 @action(T5 + "commit" + ONE + COMMIT, "<- @")
-def commit_tensor(m: Program, g: Threads, address: Array) -> None:
+def commit_tensor(m: Program, g: Threads, address: Array, space: str | None) -> None:
     """An mbarrier counts an arrival when all products up to now are done."""
     tensor = m.part(TensorMemory)
+    if space is None:
+        m.note("a commit of products takes an address of shared memory for a generic one")
     offsets = m.part(Shared).offsets(m, "an mbarrier", g.take(address), 8)
     for warp, offset in zip(g.owners.tolist(), offsets.tolist(), strict=True):
         mbarrier = m.part(Barriers).use(m, warp, offset, proxy=True)
