@@ -5,6 +5,7 @@ On tiles; run with TRITON_INTERPRET=1, by Triton's kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import pytest
@@ -47,7 +48,7 @@ def subset(graph: ag.Graph, seed: int) -> tuple[str, ...]:
     return chosen or tuple(names)
 
 
-def draw_moves(graph: ag.Graph, names: tuple[str, ...], seed: int) -> dict[str, Tensor]:
+def draw_moves(graph: ag.Graph, names: Sequence[str], seed: int) -> dict[str, Tensor]:
     """Tangents of some inputs, laid out as they are declared."""
     random = torch.Generator().manual_seed(seed)
     specs = {i.name: tangent_spec(i.spec) for i in graph.inputs if i.name in names}
@@ -64,20 +65,7 @@ def only_derived(graph: ag.Graph) -> ag.Graph:
     return ag.Graph(fused.inputs, fused.eqns, (first, first + 1))
 
 
-@given(graph=DRAWN[BACKEND], seed=seeds)
-def test_tangents_agree_with_the_formula(graph: ag.Graph, seed: int) -> None:
-    tensors = tensors_for(graph, seed)
-    attention = only_derived(graph)
-    names = subset(graph, seed)
-    moves = draw_moves(graph, names, seed)
-    plan = compile_or_refuse(ag.jvp(attention, names))
-    results = run_plan(plan, (*tensors, *moves.values()))
-    for x, n in zip(results, plan.graph.outputs, strict=True):
-        assert ag.TensorSpec.like(x) == result_spec(plan.graph, n)
-    for x, due in zip(results, expect_outputs(attention, tensors), strict=False):
-        due.check(x)
-    for x, due in zip(results[2:], expect_tangents(attention, tensors, moves), strict=True):
-        due.check(x)
+Compile = Callable[[ag.Graph], ag.Plan]
 
 
 def compile_or_refuse(graph: ag.Graph) -> ag.Plan:
@@ -88,21 +76,43 @@ def compile_or_refuse(graph: ag.Graph) -> ag.Plan:
         refused(error)
 
 
-@given(graph=DRAWN[BACKEND], seed=seeds, given_too=st.booleans())
-@settings(max_examples=settings().max_examples // (2 if CPU.interprets else 1))
-def test_tangents_of_gradients_agree_with_the_formula(
-    graph: ag.Graph, seed: int, given_too: bool
-) -> None:
+def check_tangents(compile: Compile, graph: ag.Graph, names: Sequence[str], seed: int) -> None:
+    """o, lse and their tangents, along inputs by name, are those of the formula."""
     tensors, attention = tensors_for(graph, seed), only_derived(graph)
-    names = subset(graph, seed)
     moves = draw_moves(graph, names, seed)
-    forward = compile_or_refuse(ag.jvp(attention, names))
+    plan = compile(ag.jvp(attention, names))
+    results = run_plan(plan, (*tensors, *moves.values()))
+    for x, n in zip(results, plan.graph.outputs, strict=True):
+        assert ag.TensorSpec.like(x) == result_spec(plan.graph, n)
+    for x, due in zip(results, expect_outputs(attention, tensors), strict=False):
+        due.check(x)
+    for x, due in zip(results[2:], expect_tangents(attention, tensors, moves), strict=True):
+        due.check(x)
+
+
+@given(graph=DRAWN[BACKEND], seed=seeds)
+def test_tangents_agree_with_the_formula(graph: ag.Graph, seed: int) -> None:
+    check_tangents(compile_or_refuse, graph, subset(graph, seed), seed)
+
+
+def check_gradient_tangents(
+    compile: Compile,
+    graph: ag.Graph,
+    wants: Sequence[str],
+    names: Sequence[str],
+    seed: int,
+    given_too: bool,
+) -> None:
+    """The tangents of gradients by name are those of the formula, along inputs by name; given_too:
+    along o and lse as well."""
+    tensors, attention = tensors_for(graph, seed), only_derived(graph)
+    moves = draw_moves(graph, names, seed)
+    forward = compile(ag.jvp(attention, names))
     o, lse, to, tlse = forward(*tensors, *moves.values())
     random = torch.Generator().manual_seed(seed)
     do, tdo, dlse, tdlse = (
         torch.empty_like(x).copy_(torch.randn(x.shape, generator=random)) for x in (o, o, lse, lse)
     )
-    wants = subset(graph, seed // 7)
     _, backward = ag.vjp(attention, wants)
     saved, moved = ("o", "lse"), {**moves, "o": to, "lse": tlse}
     named = {
@@ -112,12 +122,21 @@ def test_tangents_of_gradients_agree_with_the_formula(
         "dlse": tdlse,
     }
     graph_of = ag.jvp(backward, tuple(named))
-    plan, given = compile_or_refuse(graph_of), (*tensors, o, lse, do, dlse, *named.values())
+    plan, given = compile(graph_of), (*tensors, o, lse, do, dlse, *named.values())
     results = run_plan(plan, given)
     due = expect_gradient_tangents(attention, tensors, Directions(moves, do, dlse, tdo, tdlse))
     half = len(graph_of.outputs) // 2
     for x, name in zip(results[half:], wants, strict=True):
         due[name].check(x)
+
+
+@given(graph=DRAWN[BACKEND], seed=seeds, given_too=st.booleans())
+@settings(max_examples=settings().max_examples // (2 if CPU.interprets else 1))
+def test_tangents_of_gradients_agree_with_the_formula(
+    graph: ag.Graph, seed: int, given_too: bool
+) -> None:
+    wants, names = subset(graph, seed // 7), subset(graph, seed)
+    check_gradient_tangents(compile_or_refuse, graph, wants, names, seed, given_too)
 
 
 X = ag.TensorSpec((1, 2, 8, 4), torch.float32)

@@ -64,6 +64,10 @@ CASES: dict[str, Callable[[], ag.Graph]] = {
     "boolean mask": lambda: attention(M=70, N=90, keep=ag.TensorSpec((1, 1, 70, 90), torch.bool)),
     "soft cap": lambda: attention(M=70, mask=CAUSAL, soft_cap=5.0),
     "bias": lambda: attention(M=70, N=90, bias=ag.TensorSpec((1, 2, 70, 90), torch.float16)),
+    "bias of keys": lambda: attention(
+        M=130, N=90, mask=CAUSAL, bias=ag.TensorSpec((1, 2, 1, 90), torch.float16)
+    ),
+    "slopes": lambda: attention(M=70, alibi=ag.TensorSpec((2,), torch.float32)),
     "alibi": lambda: attention(M=130, alibi=True, mask=CAUSAL),
     "dropout": lambda: attention(M=70, N=90, dropout=0.3),
     "sinks": lambda: attention(M=70, sinks=ag.TensorSpec((2,), torch.float32)),
@@ -78,6 +82,34 @@ CASES: dict[str, Callable[[], ag.Graph]] = {
     "one query": lambda: attention(M=1, N=300, H=4, G=2, stats=False),
     "few queries": lambda: attention(M=5, N=300, H=4, G=2, mask=CAUSAL, stats=False),
 }
+
+
+SHOWN = {  # each kernel, and a case that executes it on every generation
+    "forward": "full",
+    "delta": "full",
+    "query_gradient": "full",
+    "key_gradient": "full",
+    "sum_weights": "dropout",
+    "sum_parts": "causal, groups",
+    "extremes": "segments",
+    "list_tiles": "segments",
+    "split_forward": "one query",
+    "merge_parts": "one query",
+    "collect_places": "bias",
+    "collect_lines": "slopes",
+    "sum_pages": "pages, chunks of prompts",
+    "push": "tangents, window",
+    "push_delta": "tangents of gradients, slopes",
+    "push_query_gradient": "tangents of gradients, slopes",
+    "push_key_gradient": "tangents of gradients, slopes",
+}
+
+
+def check_shown(device: VirtualGpu, case: str) -> None:
+    """Raise AssertionError unless a GPU has executed what a case shows."""
+    assert device.programs
+    missing = {kernel for kernel, each in SHOWN.items() if each == case} - {*device.kernels}
+    assert not missing, f"{case} executed {dict(device.kernels)}, and not {missing}"
 
 
 @final
