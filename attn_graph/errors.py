@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from reprlib import Repr
 from typing import NoReturn, final
@@ -19,11 +19,11 @@ HOMES = tuple(
 @final
 @frozen
 class Reason:
-    """Why a backend does not take a graph. `str(reason)` is a clause after "no, because it".
+    """Why a backend can't run a graph. `str(reason)` follows the backend's name and "can't: ".
 
     key: the name of the limit. Of one backend each sentence has its own key, which stays the same
-    when sizes, specs, masks and versions change. limit: what the backend takes, in words. actual:
-    what there is instead, in words. sentence: how the two are put together.
+    when sizes, specs, masks and versions change. limit: what the backend supports, in words.
+    actual: what the graph or the target has, in words. sentence: how the two are put together.
     """
 
     key: str
@@ -70,10 +70,10 @@ class NoBackendError(RuntimeError):
         self,
         graph: object,
         refusals: Iterable[tuple[str, tuple[Reason, ...]]],
-        title: str = "no backend takes this graph",
+        title: str = "no backend supports this graph",
     ) -> None:
         self.refusals = tuple(refusals)
-        lines = "\n".join(format_refusal(name, reasons) for name, reasons in self.refusals)
+        lines = "\n".join(refusal_lines(self.refusals))
         super().__init__(f"{title}\n{lines or 'no backend was tried'}\n{graph}")
 
 
@@ -148,9 +148,20 @@ def join_lines(title: str, lines: tuple[str, ...]) -> str:
     return lines[0] if len(lines) == 1 else "\n  - ".join([title, *lines])
 
 
-def format_refusal(name: str, reasons: Iterable[object]) -> str:
-    """A backend's name and its reasons, as `explain` and the errors show them."""
-    return "\n  - ".join([f"{name}: no, because it", *map(str, reasons)])
+DEVICE = "device"  # key of the reason against a target of another kind, which only another lifts
+
+
+def refusal_lines(refusals: Iterable[tuple[str, Sequence[object]]]) -> Iterator[str]:
+    """A line for each set of reasons: the backends that have it, and all of its reasons.
+
+    Backends that only lack the device come last.
+    """
+    names: dict[tuple[bool, str], list[str]] = {}
+    for name, reasons in refusals:
+        absent = all(isinstance(each, Reason) and each.key == DEVICE for each in reasons)
+        names.setdefault((absent, "; ".join(map(str, reasons))), []).append(name)
+    for (_, text), told in sorted(names.items(), key=lambda item: item[0][0]):
+        yield f"{', '.join(told)} can't: {text}"
 
 
 def user_line() -> str:

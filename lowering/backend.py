@@ -217,7 +217,7 @@ class Backend:
     """One way to run graphs: some functions and the name they answer to.
 
     why_not: every reason against a graph on a target, each a Reason, or a plain text that completes
-    "no, because it" and is its own key; none means it takes the graph. lower: makes it run; called
+    "can't: " and is its own key; none means that it supports the graph. lower: makes it run; called
     only where there is no reason, and raises RefusedError for one that shows only then. foresees:
     what it would need, if lowering takes long; else it is lowered to see. variants: names of other
     ways to lower it, which tuning measures. device_test: what has to pass on a device of this

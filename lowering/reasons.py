@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from attn_graph.errors import Reason
+from attn_graph.errors import DEVICE, Reason
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Pack, Unpack
@@ -22,14 +22,14 @@ BY_THREADS = "has products that PyTorch divides among threads by the size of the
 DERIVED = (AttentionJvp, AttentionGradJvp)  # ops of forward mode
 
 
-def other_device(runs: str, target: Target) -> Reason:
-    """Against a target of another kind; `runs` says what the backend runs, or where."""
-    return Reason("device", f"runs {runs}", f"the target is {target}")
+def other_device(limit: str, target: Target) -> Reason:
+    """Against a target of another kind; `limit` says which one the backend is for."""
+    return Reason(DEVICE, limit, f"the target is {target}")
 
 
 def no_gpu(target: Target) -> Reason:
-    """Against a target that is no NVIDIA GPU."""
-    return other_device("on NVIDIA GPUs", target)
+    """Against a target that is not an NVIDIA GPU."""
+    return other_device("needs an NVIDIA GPU", target)
 
 
 def old_gpu(least: int, sm: int) -> Iterator[Reason]:
@@ -57,11 +57,11 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
     if pushed and (packed or not pushes):
         names = ", ".join(type(fused_op(op)).__name__ for op in pushed)
         limit = f"computes no tangents{' of packed tensors' * pushes}"
-        others = "math takes it" if packed else "math and triton compute them"
+        others = "math supports it" if packed else "math and triton compute them"
         return Reason("tangents", limit, f"the graph has {names}; {others}")
     return (not packs and packing_reason(ops)) or Reason(
         "equations",
-        "takes one attention",
+        "supports one attention",
         f"the graph has {len(ops)} equations: {', '.join(type(op).__name__ for op in ops)}",
     )
 
@@ -69,7 +69,7 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
 def packing_reason(ops: Sequence[Op]) -> Reason | None:
     """Against packed tensors and pages; None where there are none of them."""
     fused = not any(isinstance(op, (*PACKING, *PAGING)) for op in ops)
-    others = "{} read them" if fused else "math takes it"
+    others = "{} read them" if fused else "math supports it"
     if any(isinstance(op, PAGING) or (isinstance(op, Packed) and op.paged) for op in ops):
         others = others.format("math, triton and cudnn")
         return Reason("pages", "reads no pages", f"the graph has some; {others}")
@@ -81,7 +81,7 @@ def packing_reason(ops: Sequence[Op]) -> Reason | None:
 
 def without_rule(modifier: str, others: str) -> Reason:
     """Against a modifier that the backend has no code for; `others` says which ones it has."""
-    return Reason(f"modifier.{modifier}", others, modifier, "has no rule for {actual}{limit}")
+    return Reason(f"modifier.{modifier}", others, modifier, "does not support {actual}{limit}")
 
 
 def several_biases(count: int) -> Iterator[Reason]:
@@ -111,7 +111,7 @@ def other_dtype(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterator[Rea
 def wide_heads(problem: Problem, widest: int) -> Iterator[Reason]:
     """Against head sizes above `widest`."""
     if max(problem.D, problem.E) > widest:
-        yield Reason("head_widest", f"takes head sizes up to {widest}", head_sizes(problem))
+        yield Reason("head_widest", f"supports head sizes up to {widest}", head_sizes(problem))
 
 
 def uneven_heads(problem: Problem, step: int) -> Iterator[Reason]:

@@ -32,7 +32,7 @@ from attn_graph.cli.output import (
     show_text,
 )
 from attn_graph.cli.timings import Bench, Figure, measure_graph
-from attn_graph.errors import format_refusal
+from attn_graph.errors import refusal_lines
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.pictures import draw_bars, draw_roofline
 from attn_graph.planner.cost import format_scaled
@@ -175,7 +175,10 @@ def bench_screen(results: Bench) -> Iterator[RenderableType]:
         columns = ("backend", "pass", "time", "rate", "of the roofline", "times the fastest")
         yield make_table(columns, map(figure_row, results.figures, slower(results)), columns[2:])
     for each in results.refusals:
-        yield Text(format_refusal(f"{each.backend}, {each.pass_}", each.reasons), "yellow")
+        yield from (
+            Text(x, "yellow")
+            for x in refusal_lines([(f"{each.backend}, {each.pass_}", each.reasons)])
+        )
     if results.interrupted:
         until = (
             "figures are of the runs until then" if results.figures else "nothing was measured yet"

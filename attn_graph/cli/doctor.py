@@ -142,7 +142,7 @@ def refusal_items(diagnosis: Diagnosis) -> Iterator[RenderableType]:
                 verdict.target
             )
     for (backend, reasons), targets in targets_of.items():
-        yield Text(f"{backend} on {', '.join(targets)}: no, because it")
+        yield Text(f"{backend} on {', '.join(targets)} can't:")
         yield from (Padding(item(why), (0, 0, 0, 2), expand=False) for why in reasons)
 
 

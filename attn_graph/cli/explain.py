@@ -23,11 +23,11 @@ from attn_graph.machine.gpus import devices
 from attn_graph.machine.torch_switches import Precision
 
 STYLES = {
-    r"^ *\w+: chosen.*$": "green",
-    r"^ *\w+: could run it too$": "cyan",
-    r"^ *[\w, ]+: no, because it$": "yellow",
-    r"^no backend takes it.*$": "bold red",
-    r"^(target|mask|memory|cost|backward)\b": "bold",
+    r"^(backward.*: )?\w+ runs this on .*$": "green",
+    r"^ *also able: .*$": "cyan",
+    r"^ *[\w, ]+ can't: ": "yellow",
+    r"^(backward.*: )?no backend can run this on .*$": "bold red",
+    r"^(mask|memory|cost|backward)\b": "bold",
 }
 names = click.option(
     "--backends", metavar="NAME,...",

@@ -167,8 +167,12 @@ def graph_of(file: TextIO | None, flags: Flags) -> ag.Graph:
 
 
 def graph_text(text: str) -> str:
-    """The part of a text that is a graph: all of it, or the first part of what `explain` prints."""
-    return re.split(r"^target: ", click.unstyle(text), maxsplit=1, flags=re.MULTILINE)[0]
+    """The graph in a text: all of it, or the first graph that `explain` printed."""
+    plain = click.unstyle(text)
+    told = re.search(
+        r"^\w.* on .*?^(def graph\(.*?^    return [^\n]*)", plain, re.DOTALL | re.MULTILINE
+    )
+    return told[1] if told else plain
 
 
 def graph_of_flags(flags: Flags) -> ag.Graph:

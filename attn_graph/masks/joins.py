@@ -142,6 +142,10 @@ class Mask:
         """
         return self
 
+    def written(self) -> Mask:
+        """This mask in the words of those who write masks: bands as `Causal` and `Window`."""
+        return self
+
     def __fx_repr__(self) -> tuple[str, dict[str, type[Mask]]]:
         """The text of a mask and the classes that it names, as torch.compile wants them."""
         return str(self), {cls.__name__: cls for cls in leaf_classes(self)}
@@ -227,6 +231,9 @@ class Join(Mask):
 
     def aligned(self, align: Align | None) -> Mask:
         return type(self)(*(part.aligned(align) for part in self.parts))
+
+    def written(self) -> Mask:
+        return type(self)(*(part.written() for part in self.parts))
 
     def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
         return type(self)(*(part.resolved(M, N, ragged) for part in self.parts))

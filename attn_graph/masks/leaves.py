@@ -98,6 +98,13 @@ class Band(Mask):
     def needs(self) -> dict[str, Data]:
         return {name: Data("b") for name in self.ragged}
 
+    def written(self) -> Mask:
+        if self.ragged:
+            return self
+        if self.low is None and self.high == 0:
+            return Causal()
+        return Window(None if self.low is None else -self.low, self.high)
+
     def keep(self, at: Place) -> Term:
         gap = at.j - at.i - at.shift(self.ragged)
         low = gap == gap if self.low is None else gap >= self.low

@@ -219,7 +219,7 @@ class Replacement(TorchFunctionMode):
             except NoBackendError:
                 if self.choice[ON_FALLBACK] == "raise":
                     raise
-                reason = "no backend takes it"
+                reason = "no backend supports it"
         self.leave(name, reason)
         return F.scaled_dot_product_attention(*a[:6], scale=a.scale, enable_gqa=a.enable_gqa)
 

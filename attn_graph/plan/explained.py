@@ -52,7 +52,7 @@ def explain_backward(plan: Plan, outputs: Sequence[int]) -> Explanation:
         graph = backward(recorded.graph, wanted_inputs(recorded.graph, None), specs)
         refusals = tuple(Refusal(name, reasons) for name, reasons in error.refusals)
         memory = plan.memory_with(None)
-        return Explanation(graph, plan.target, None, "all refuse", refusals, memory=memory)
+        return Explanation(graph, plan.target, None, "none supports it", refusals, memory=memory)
     return evolve(explain_side(gradient), memory=plan.memory_with(gradient))
 
 
@@ -73,9 +73,9 @@ def show_plan(plan: Plan) -> str:
     """For notebooks: who runs it and how, who does not, and the graph. It compiles nothing."""
     notes = (*plan.executable.notes, *plan.executable.launches())
     rows = [
-        (plan.backend, html.verdict(f"chosen, because {plan.cause}", notes)),
-        *((name, html.verdict("could run it too")) for name in plan.also),
-        *((name, html.verdict("no, because it", texts)) for name, texts in plan.refusals),
+        (plan.backend, html.verdict(f"runs it: {plan.cause}", notes)),
+        *((name, html.verdict("also able")) for name in plan.also),
+        *((name, html.verdict("can't", texts)) for name, texts in plan.refusals),
     ]
     head = html.element("p", f"a plan for {plan.target}")
     return html.page(head, html.table(rows), html.Html(plan.graph._repr_html_()))

@@ -14,7 +14,7 @@ from attn_graph.errors import (
     GraphError,
     NoBackendError,
     Reason,
-    format_refusal,
+    refusal_lines,
     show,
     user_frame,
 )
@@ -49,9 +49,9 @@ BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
 )
 
 CUDNN_BEFORE_TRITON = range(90, 110)  # compute capabilities, where no time is predicted
-PREDICTED = "it is predicted to be the fastest"
-FIRST_ABLE = "it comes first of those that take the graph"
-KEPT = "weights are kept from pass to pass, by it alone"
+PREDICTED = "predicted to be the fastest"
+FIRST_ABLE = "first in the order of preference that supports the graph"
+KEPT = "the only backend that keeps weights from pass to pass"
 
 # Which backends run on GPUs what sdpa_kernel calls so.
 BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
@@ -126,9 +126,7 @@ def choose(
     if among is not None and not among:
         raise GraphError(f"backends= names none; there are {', '.join(b.name for b in BACKENDS)}")
     ordered, cause = (
-        (among, "it comes first in backends=")
-        if among is not None
-        else preference(graph, target, options)
+        (among, "first in backends=") if among is not None else preference(graph, target, options)
     )
     reasons = [(b, late.get(b.name) or known_reasons(b, graph, target, options)) for b in ordered]
     able = [b for b, against in reasons if not against]
@@ -139,8 +137,8 @@ def choose(
     if keeps_weights(graph):
         cause = KEPT
     elif len(able) == 1:
-        asked = " asked" if among is not None or options.avoid else ""
-        cause = f"it is the only one{asked} that takes the graph"
+        allowed = " allowed" if among is not None or options.avoid else ""
+        cause = f"the only backend{allowed} that supports the graph"
     elif cause is PREDICTED:
         times = rank(graph, target, [b.name for b in able])
         figures = ", ".join(f"{name} {format_rough(x)}" for name, x in times.items())
@@ -160,11 +158,11 @@ def format_rough(seconds: float) -> str:
 
 def report_fallback(graph: Graph, options: Options, refusals: Refusals) -> None:
     """Warn, at the line outside this package, or raise, as `on_fallback` says."""
-    title = "no fused backend takes this graph; `math` does"
+    title = "no fused backend supports this graph; `math` does"
     if options.on_fallback == "raise":
         raise NoBackendError(graph, refusals, f'{title}, and on_fallback is "raise"')
     if options.on_fallback == "warn":
-        lines = "\n".join(format_refusal(name, reasons) for name, reasons in refusals)
+        lines = "\n".join(refusal_lines(refusals))
         warn_explicit(f"{title} and will run it\n{lines}", FallbackWarning, *user_frame())
 
 
@@ -172,20 +170,23 @@ def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence
     """All backends in the order that suits graph and target, and what the order rests on."""
     if options.batch_invariant:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
-        return (triton_flash.BACKEND, *rest), "who runs it may not depend on the batch"
+        return (
+            triton_flash.BACKEND,
+            *rest,
+        ), "batch_invariant=True, and its bits do not depend on the batch"
     if target.interprets:  # for tests: Triton comes last, and others as they do anyway
         backends, cause = preference(graph, evolve(target, interprets=False), options)
         rest = [b for b in backends if b is not triton_flash.BACKEND]
         return (*rest, triton_flash.BACKEND), cause
     if order := options.switches.order(target.kind, target.sm):
-        return by_priority(order), "it comes first in the order that sdpa_kernel set"
+        return by_priority(order), "first in the order set by sdpa_kernel"
     if target.kind == "cpu" and (size := torch_math.where_faster(graph, target)) is not None:
         rest = [b for b in BACKENDS if b is not torch_math.BACKEND]
-        cause = f"it is the faster for {size} on this kind of CPU"
+        cause = f"faster for {size} on this kind of CPU"
         return (torch_math.BACKEND, *rest), cause
     if target.kind == "cuda":
         return by_prediction(graph, target)
-    return BACKENDS, "it comes first in the order of preference"
+    return BACKENDS, "first in the order of preference"
 
 
 def by_prediction(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
@@ -195,9 +196,9 @@ def by_prediction(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]
         ahead = [by_name[name] for name in times]
         return (*ahead, *(b for b in BACKENDS if b not in ahead)), PREDICTED
     if target.sm in CUDNN_BEFORE_TRITON:
-        return BACKENDS, "it comes first in the order of preference"
+        return BACKENDS, "first in the order of preference"
     rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
-    return (triton_flash.BACKEND, *rest), "it comes before cuDNN on this kind of GPU"
+    return (triton_flash.BACKEND, *rest), "preferred to cuDNN on this kind of GPU"
 
 
 def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:

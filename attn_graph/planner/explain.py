@@ -115,7 +115,7 @@ def explain_pass(
             lambda backend: backend.foreseen(core, target, question.options),
         )
     except NoBackendError as error:
-        cause = "all refuse"
+        cause = "none supports it"
         return Explanation(graph, target, None, cause, refusals(error.refusals)), None
     foreseen = foreseen if peeled is None else peeled.foresee(foreseen)
     more = (

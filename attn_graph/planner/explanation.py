@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from textwrap import indent
 from typing import Any, final
 
 from attrs import asdict, evolve, frozen
 
-from attn_graph.errors import Reason, format_refusal
+from attn_graph.errors import Reason, refusal_lines
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.kept import KeptAttention
@@ -24,18 +23,18 @@ from attn_graph.planner.cost import Cost
 from attn_graph.planner.remedies import Change, Remedy
 
 HELD = 256  # counts of masks
-ELSE = "only by computing something else"
+OTHER = "which changes the result"
 IF_LSE = "backward, if lse gets a gradient"
 
 
 @final
 @frozen
 class Refusal:
-    """A backend that does not take a graph: every reason, each a clause for "no, because it".
+    """A backend that can't run a graph, with every reason.
 
-    lifts: for each reason, what single changes lift it. smallest: the fewest changes after which
-    the backend takes the graph, and the graph computes the same if that is possible; None where
-    none were found, or none were looked for.
+    lifts: for each reason, the single changes that lift it. smallest: the fewest changes after
+    which the backend supports the graph, and the graph computes the same if that is possible; None
+    where none were found, or none were looked for.
     """
 
     backend: str
@@ -44,24 +43,26 @@ class Refusal:
     smallest: Change | None = None
 
     def __str__(self) -> str:
-        ending = f"\n  {self.way_out}" if self.smallest else ""
-        return format_refusal(self.backend, self.lines()) + ending
+        return next(refusal_lines([self.told]))
 
-    def lines(self) -> Iterator[str]:
-        """Each reason, with what lifts it."""
-        for reason, remedies in zip(
-            self.reasons, self.lifts or ((),) * len(self.reasons), strict=True
-        ):
-            yield f"{reason} ({format_remedies(remedies)})" if remedies else str(reason)
+    @property
+    def told(self) -> tuple[str, tuple[object, ...]]:
+        """The backend and its reasons, the last with the fix for all of them, if there is one;
+        else each with its own."""
+        if self.smallest is None:
+            return self.backend, tuple(map(add_fix, self.reasons, self.fixes))
+        *most, last = self.reasons
+        return self.backend, (*most, add_fix(last, self.way_out))
 
     @property
     def way_out(self) -> str:
-        """The smallest change in words."""
-        same, other = split_remedies(self.smallest.remedies if self.smallest else ())
-        if not other:
-            return f"it would with: {', '.join(same)}"
-        start = f"it would with: {', '.join(same)};" if same else "it would,"
-        return f"{start} but {ELSE}: {', '.join(other)}"
+        """The smallest change in words; "" without one."""
+        return format_fix(self.smallest.remedies, ", ", "; ") if self.smallest else ""
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """For each reason, the single changes that lift it, in words; "" without any."""
+        return tuple(format_fix(x, " or ", " or ") for x in self.lifts or ((),) * len(self.reasons))
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
         """Texts, lists and dicts; `lifts_changing_result` has some of `lifts`, those apart."""
@@ -82,24 +83,27 @@ def split_remedies(remedies: Sequence[Remedy]) -> tuple[list[str], list[str]]:
     return same, [remedy.text for remedy in remedies if remedy.changes_result]
 
 
-def format_remedies(remedies: Sequence[Remedy]) -> str:
-    """What lifts a reason; apart from the rest, what does so by computing something else."""
-    same, other = ("; or ".join(texts) for texts in split_remedies(remedies))
-    if not same:
-        return f"{ELSE}: {other}"
-    return f"lifted by: {same}" + (f"; or {ELSE.removeprefix('only ')}: {other}" if other else "")
+def format_fix(remedies: Sequence[Remedy], joint: str, between: str) -> str:
+    """Changes in words, those that change the result after the others; "" without any."""
+    same, other = map(joint.join, split_remedies(remedies))
+    return between.join(filter(None, (same, other and f"{other}, {OTHER}")))
+
+
+def add_fix(reason: Reason, fix: str) -> Reason | str:
+    """A reason, and a fix if there is one."""
+    return f"{reason} (fix: {fix})" if fix else reason
 
 
 @final
 @frozen
 class Explanation:
-    """Who runs a graph on a target and why, why the others don't, and what it costs.
+    """Which backend runs a graph on a target and why, why the others can't, and what it costs.
 
-    backend: None where all refuse. notes: how it runs. also: who could run it too. tiles: of each
-    attention's mask. memory: of both passes, None where nobody runs the forward; a backward that
-    nobody runs is not counted. backward: the same of the gradient that a training step runs, which
-    has gradients of all outputs but lse; memory and cost are with this one. through_lse: the same
-    of the gradient where lse has one too; None where lse is no output beside others.
+    backend: None if none can. notes: how it runs. also: other backends that can. tiles: of each
+    attention's mask. memory: of both passes, None if no backend runs the forward; a backward that
+    no backend runs is not counted. backward: the same of the gradient that a training step runs,
+    which has gradients of all outputs but lse; memory and cost are with this one. through_lse: the
+    same of the gradient where lse has one too; None unless lse is an output beside others.
     """
 
     graph: Graph
@@ -116,42 +120,50 @@ class Explanation:
     through_lse: Explanation | None = None
 
     def __str__(self) -> str:
-        return "\n".join(
-            [str(self.graph), f"target: {self.target}", *self.lines(), *self.figures()]
-        )
+        verdict, *others = self.lines()
+        return "\n".join([verdict, *self.figures(), *others, str(self.graph)])
 
     def lines(self) -> Iterator[str]:
-        """Who runs it, who could, who not."""
-        chosen = f"{self.backend}: chosen, because {self.cause}"
-        yield chosen if self.backend else f"no backend takes it: {self.cause}"
+        """The backend that runs it, how, those that could, and those that can't."""
+        yield self.verdict
         yield from (f"  - {note}" for note in self.notes)
-        yield from (f"{name}: could run it too" for name in self.also)
-        yield from map(str, group_alike(self.refusals))
-        if self.backward:
-            yield "backward"
-            yield from (indent(line, "  ") for line in self.backward.lines())
-        if self.apart:
-            yield IF_LSE
-            yield from (indent(line, "  ") for line in self.apart.lines())
+        if self.also:
+            yield f"also able: {', '.join(self.also)}"
+        yield from refusal_lines(each.told for each in self.refusals)
+        for name, side in self.gradients.items():
+            first, *rest = side.lines()
+            yield f"{name}: {first}"
+            yield from (f"  {line}" for line in rest)
 
     @property
-    def apart(self) -> Explanation | None:
-        """What `through_lse` says and `backward` does not: the choice, and refusals of its own."""
-        if self.through_lse is None or self.backward is None:
-            return None
-        known = {*map(str, self.backward.refusals)}
-        own = tuple(each for each in self.through_lse.refusals if str(each) not in known)
-        return evolve(self.through_lse, refusals=own)
+    def verdict(self) -> str:
+        """The backend, the target and the cause."""
+        if self.backend is None:
+            return f"no backend can run this on {self.target}"
+        return f"{self.backend} runs this on {self.target}: {self.cause}"
+
+    @property
+    def gradients(self) -> dict[str, Explanation]:
+        """What is said of the gradient, and of the gradient if lse has one too: all but refusals
+        that are told before."""
+        known, sides = {*map(str, self.refusals)}, dict[str, Explanation]()
+        for name, side in (("backward", self.backward), (IF_LSE, self.through_lse)):
+            if side is not None:
+                own = tuple(each for each in side.refusals if str(each) not in known)
+                sides[name] = evolve(side, refusals=own)
+                known |= {*map(str, own)}
+        return sides
 
     def figures(self) -> Iterator[str]:
-        """Tiles, memory and cost, a line each."""
-        yield from (f"mask: {tiles}" for tiles in self.tiles)
+        """Memory, cost and tiles, a line each."""
         if self.memory:
             yield f"memory: {self.memory}"
         if self.through_lse and self.through_lse.memory != self.memory:
             yield f"memory, if lse gets a gradient: {self.through_lse.memory}"
         if self.cost:
             yield f"cost: {self.cost}"
+        for mask, found in zip(attention_masks(self.graph), self.tiles, strict=True):
+            yield f"mask: {mask.written() if mask is not None else 'none'}, {found}"
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
         """Plain numbers, texts, lists and dicts."""
@@ -174,31 +186,25 @@ class Explanation:
         """For notebooks: the choice, then a row for each other backend, then the figures."""
         from attn_graph.printing import html
 
-        sides = {"forward": self, "backward": self.backward, IF_LSE: self.apart}
-        parts = [html.code(self.graph), html.element("p", f"target: {self.target}")]
-        parts += [html.Html(side.table(name)) for name, side in sides.items() if side]
-        parts += [html.element("p", line) for line in self.figures()]
-        return html.page(*parts)
+        parts = [html.element("p", line) for line in (self.verdict, *self.figures())]
+        sides = {"forward": self, **self.gradients}
+        parts += [html.Html(side.table(name)) for name, side in sides.items()]
+        return html.page(*parts, html.code(self.graph))
 
     def table(self, name: str) -> str:
-        """Who runs one pass, who could, and why the others don't, as HTML."""
+        """The backend that runs one pass, those that could, and why the others can't, as HTML."""
         from attn_graph.printing import html
 
-        chosen = html.verdict(f"chosen, because {self.cause}", self.notes)
-        rows = [(self.backend or "no backend takes it", chosen if self.backend else self.cause)]
-        rows += [(other, html.verdict("could run it too")) for other in self.also]
-        for each in group_alike(self.refusals):
-            more = (each.way_out,) if each.smallest else ()
-            rows.append((each.backend, html.verdict("no, because it", (*each.lines(), *more))))
+        rows = [(self.backend or "none", html.verdict(self.verdict, self.notes))]
+        rows += [(other, html.verdict("also able")) for other in self.also]
+        for name_, reasons in (each.told for each in self.refusals):
+            rows.append((name_, html.verdict("can't", reasons)))
         return html.element("h4", name) + html.table(rows)
 
 
-def group_alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
-    """Those of the same reasons as one, by all their names."""
-    names: dict[Refusal, list[str]] = {}
-    for each in refusals:
-        names.setdefault(evolve(each, backend=""), []).append(each.backend)
-    return (evolve(each, backend=", ".join(told)) for each, told in names.items())
+def attention_masks(graph: Graph) -> list[Mask | None]:
+    """The mask of each attention."""
+    return [eqn.op.mask for eqn in graph.eqns if isinstance(eqn.op, Attention)]
 
 
 def mask_tiles(graph: Graph) -> Iterator[Tiles]:

@@ -216,12 +216,12 @@ def edits(question: Request) -> Iterator[Named]:
     specs = {i.name: i.spec for i in question.graph.inputs}
     for name, spec in specs.items():
         if len(spec.shape) > 1 and make_dense(spec) != spec:
-            yield Remedy(f"{name} dense"), respec({name: make_dense})
+            yield Remedy(f"make {name} dense"), respec({name: make_dense})
     if question.through_lse:
-        yield Remedy("no gradient through lse"), lambda q: evolve(q, through_lse=False)
+        yield Remedy("do not differentiate lse"), lambda q: evolve(q, through_lse=False)
     for name in question.wants:
         if name not in ("q", "k", "v"):
-            yield Remedy(f"no gradient of {name}"), without_gradient_of(name)
+            yield Remedy(f"do not differentiate {name}"), without_gradient_of(name)
     yield from option_edits(question.options)
     yield from dtype_edits(specs)
     yield from size_edits(specs)
@@ -285,15 +285,15 @@ def without_gradient_of(name: str) -> Edit:
 def option_edits(options: Options) -> Iterator[Named]:
     """Edits of options that refuse more than they have to."""
     if options.max_workspace is not None:
-        yield Remedy("max_workspace=None"), with_option(max_workspace=None)
+        yield Remedy("set max_workspace=None"), with_option(max_workspace=None)
     if options.deterministic:
-        yield Remedy("deterministic=False"), with_option(deterministic=False)
+        yield Remedy("set deterministic=False"), with_option(deterministic=False)
     if options.batch_invariant:
-        yield Remedy("batch_invariant=False"), with_option(batch_invariant=False)
+        yield Remedy("set batch_invariant=False"), with_option(batch_invariant=False)
     if options.precision == "ieee":
-        yield Remedy('precision="tf32"'), with_option(precision="tf32")
+        yield Remedy('set precision="tf32"'), with_option(precision="tf32")
     if options.avoid:
-        yield Remedy("avoid nothing"), with_option(avoid=())
+        yield Remedy("avoid no backend"), with_option(avoid=())
 
 
 def with_option(**changed: Any) -> Edit:  # Any: fields of Options
@@ -307,12 +307,12 @@ def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
     alike = [name for name, x in specs.items() if x.dtype == main and len(x.shape) == 4]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if dtype != main:
-            text = f"{join_words(alike)} in {NAMES[dtype]}"
+            text = f"cast {join_words(alike)} to {NAMES[dtype]}"
             edit = respec(dict.fromkeys(alike, with_dtype(dtype)))
             yield Remedy(text, rounds(main, dtype)), edit
     for name, wanted in (("bias", main), ("bias", torch.float32), ("sinks", torch.float32)):
         if name in specs and specs[name].dtype != wanted:
-            remedy = Remedy(f"{name} in {NAMES[wanted]}", rounds(specs[name].dtype, wanted))
+            remedy = Remedy(f"cast {name} to {NAMES[wanted]}", rounds(specs[name].dtype, wanted))
             yield remedy, respec({name: with_dtype(wanted)})
 
 
@@ -332,7 +332,7 @@ def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
         return
     H = specs["q"].shape[1]
     if specs["k"].shape[1] != H:
-        remedy = Remedy(f"k and v repeated for all {H} heads")
+        remedy = Remedy(f"repeat k and v for all {H} heads")
         yield remedy, respec({"k": with_heads(H), "v": with_heads(H)})
     D, E = specs["q"].shape[-1], specs["v"].shape[-1]
     for d, e in dict.fromkeys(
@@ -340,7 +340,7 @@ def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
     ):
         if (d, e) != (D, E):
             more = f" (o then has {e - E} more columns)" if e > E else ""
-            remedy = Remedy(f"head sizes with zeros up to D = {d}, E = {e}{more}")
+            remedy = Remedy(f"pad head sizes with zeros to D = {d}, E = {e}{more}")
             sizes = {"q": with_last_size(d), "k": with_last_size(d), "v": with_last_size(e)}
             yield remedy, respec(sizes)
 
@@ -357,15 +357,15 @@ def op_edits(graph: Graph) -> Iterator[Named]:
         if kind is ops.Mask and {Unpack, Unpage} & kinds.keys():
             continue  # it says where sequences end
         if kind in (ops.Dropout, ops.Mask) or issubclass(kind, Modifier):
-            yield Remedy(f"no {WORDS.get(kind, kind.__name__)}", True), without_steps(kind)
+            yield Remedy(f"drop {WORDS.get(kind, kind.__name__)}", True), without_steps(kind)
     if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
-        yield Remedy("no sinks", True), without_steps(ops.Softmax)
+        yield Remedy("drop the sinks", True), without_steps(ops.Softmax)
     for name, kind in ops.STATISTICS.items():
         if kind in kinds:
-            yield Remedy(f"no {name} among stats", True), without_outputs(kind)
+            yield Remedy(f"drop {name} from stats", True), without_outputs(kind)
 
 
-WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "mask"}
+WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "the mask"}
 
 
 def without_steps(kind: type) -> Edit:

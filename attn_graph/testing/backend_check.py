@@ -70,7 +70,7 @@ def plan_graph(backend: Backend, graph: Graph, target: Target) -> Plan | None:
     texts = [*map(str, reasons)]
     assert all(text.strip() for text in texts or [""]), (
         f"{backend.name} refuses a graph, and its reasons are {texts}; each is a clause that "
-        f"completes 'no, because it'\n{graph}"
+        f'follows "can\'t: "\n{graph}'
     )
     return None
 

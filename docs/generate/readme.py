@@ -26,10 +26,10 @@ def example() -> str:
 
 
 def explain_example() -> str:
-    """Who would run the example on an H200: what `explain` says after the graph."""
+    """Who would run the example on an H200: what `explain` says before the graph."""
     x = ag.TensorSpec((2, 8, 512, 64), torch.float16)
     mask = ag.Causal() & (ag.Window(64) | ag.Prefix(4))
     graph = ag.attention(x, x, x, mask=mask, stats=True)
     explanation = ag.explain(graph, target=GPU, backends=("cudnn", "triton"), wants=())
-    text = str(explanation).removeprefix(f"{explanation.graph}\n")
+    text = str(explanation).removesuffix(f"\n{explanation.graph}")
     return f"```text\n{text}\n```"

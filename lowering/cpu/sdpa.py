@@ -50,7 +50,7 @@ Pulled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, *tuple[torch.Tensor | N
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     """Every reason why PyTorch's CPU kernel does not run a graph."""
     if target.kind != "cpu":
-        yield other_device("PyTorch's CPU kernel", target)
+        yield other_device("is PyTorch's CPU kernel", target)
         return
     yield from options.switched_off("flash")
     yield from options.varying(BY_THREADS)
@@ -87,9 +87,7 @@ def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterat
     for modifier in dict.fromkeys(type(m) for m in node.modifiers):
         if modifier not in rules:
             known = " and ".join(rule.__name__ for rule in rules)
-            others = (
-                f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
-            )
+            others = f", only {known}" if rules else ", nor any other modifier"
             yield without_rule(modifier.__name__, others)
     yield from several_biases(sum(isinstance(m, Bias) for m in node.modifiers))
 
@@ -98,10 +96,10 @@ def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
     """The masks that a kernel does not take."""
     mask = problem.node.mask
     if mask not in (None, CAUSAL):
-        limit = f"masks by {CAUSAL} (causal, top left) or not at all"
-        yield Reason("causal_alone", limit, f"the mask is {mask}")
+        limit = "supports Causal() from the top left, or no mask"
+        yield Reason("causal_alone", limit, f"the mask is {mask.written()}")
     elif mask is not None and takes_bias and problem.node.modifiers:
-        yield Reason("bias_beside_mask", "takes a bias or a causal mask", "the graph has both")
+        yield Reason("bias_beside_mask", "supports a bias or a causal mask", "the graph has both")
     if mask is not None:
         yield from scale_reasons(problem)
 

@@ -127,7 +127,7 @@ RULES = (
     Rule(
         "soft_cap_mask",
         masked_soft_cap,
-        "caps scores without any mask or ALiBi, and the mask is {it}",
+        "supports a soft cap only without a mask and ALiBi, and the mask is {it}",
         f"{HEADERS}: score_mod excludes them",
     ),
     *(
@@ -220,20 +220,20 @@ RULES = (
     Rule(
         "band_right",
         lambda c: once((c.diagonal.right or 0) < 0 and name_mask(c)),
-        "masks by bands that reach the diagonal from the left, and the mask is {it}",
+        "supports bands that reach the diagonal from the left, and the mask is {it}",
         HEADERS,
     ),
     Rule(
         "band_left",
         left_of_diagonal,
-        "masks by bands that reach the diagonal from the right, and the mask is {it}",
+        "supports bands that reach the diagonal from the right, and the mask is {it}",
         BACKWARD_HEADER,
         BACKWARD,
     ),
     Rule(
         "band_left_forward",
         left_of_diagonal,
-        "masks by bands that reach the diagonal from the right, and the mask is {it}",
+        "supports bands that reach the diagonal from the right, and the mask is {it}",
         "what the backward takes",
         FORWARD,
         says="yes",
@@ -423,7 +423,7 @@ RULES = (
     Rule(
         "sinks_decode",
         lambda c: once(c.problem.node.sinks and c.problem.M == 1),
-        "takes sinks with two queries or more, and M = 1",
+        "supports sinks with two queries or more, and M = 1",
         FORWARD_HEADER,
         FORWARD,
     ),

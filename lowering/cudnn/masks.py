@@ -71,10 +71,10 @@ def leaf_reasons(leaves: tuple[Mask, ...]) -> Iterator[Reason]:
     """The reasons against the parts of a mask."""
     bands = [x for x in leaves if isinstance(x, Band)]
     if foreign := [x for x in leaves if x not in bands and x not in ENDS]:
-        limit = "masks by one band and by lengths, joined with &"
+        limit = "supports one band, joined with lengths by & at most"
         yield Reason("mask_leaves", limit, f"the mask has {join_leaves(foreign)}")
     if len(bands) > 1:
-        yield Reason("mask_bands", "masks by one band", f"the mask has {join_leaves(bands)}")
+        yield Reason("mask_bands", "supports one band", f"the mask has {join_leaves(bands)}")
     given = {ENDS[x] for x in leaves if x in ENDS}
     if stray := [x for x in bands if x.ragged and set(x.ragged) != given]:
         names = " and ".join(sorted(given)) or "nothing"
@@ -85,7 +85,7 @@ def leaf_reasons(leaves: tuple[Mask, ...]) -> Iterator[Reason]:
 
 def join_leaves(leaves: Sequence[Mask]) -> str:
     """Parts of a mask as one text."""
-    return " & ".join(map(str, leaves))
+    return " & ".join(str(leaf.written()) for leaf in leaves)
 
 
 def translate_band(band: Band, M: int, N: int, *, plain: bool) -> CudnnBand:

@@ -37,7 +37,7 @@ Violations = tuple[Any, ...]  # what the sentence names; one sentence for each
 @final
 @frozen
 class Rule:
-    """A limit, with a sentence that completes "no, because it ...".
+    """A limit, with a sentence that follows "cudnn can't: ".
 
     violations: what of a case exceeds the limit; empty where nothing does. A Reason is one by
     itself; of a pair, the name of an operand and its spec, the name tells the keys of the sentences
@@ -89,7 +89,7 @@ def dtype_name(spec: TensorSpec | None, *fitting: torch.dtype) -> Violations:
 def name_mask(c: Case) -> str:
     """The mask of a case as text; "" without one."""
     mask = c.problem.node.mask
-    return "" if mask is None else str(mask)
+    return "" if mask is None else str(mask.written())
 
 
 def name_broadcast(c: Case) -> str:
@@ -179,5 +179,5 @@ def late_soft_cap(c: Case) -> Violations:
 
 def masked_soft_cap(c: Case) -> Violations:
     """The mask, where there is a soft cap beside a mask or beside ALiBi, which needs a mask."""
-    mask = c.problem.node.mask
-    return once(c.count(SoftCap) and (mask is not None or c.count(Alibi)) and str(mask))
+    mask = name_mask(c)
+    return once(c.count(SoftCap) and (mask or c.count(Alibi)) and (mask or "None"))

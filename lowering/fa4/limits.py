@@ -226,7 +226,7 @@ LIMITS = (
     Limit(
         "head_pair",
         other_heads,
-        "takes head sizes up to 128, D = 192 with E = 128, and D = E = 256",
+        "supports head sizes up to 128, D = 192 with E = 128, and D = E = 256",
         f"{INTERFACE}, _validate_head_dims",
         DATACENTER,
     ),

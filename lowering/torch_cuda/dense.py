@@ -132,7 +132,7 @@ def kernel_size_reasons(variant: Variant, problem: Problem) -> Reasons:
     yield from other_dtype(p, variant.dtypes)
     yield from no_elements(p)
     if max(p.B, p.H) > MOST_HEADS:
-        limit = f"takes up to {MOST_HEADS} batch entries and heads"
+        limit = f"supports up to {MOST_HEADS} batch entries and heads"
         yield Reason("grid", limit, f"B = {p.B}, H = {p.H}")
     if variant.widest is not None:
         yield from wide_heads(p, variant.widest)
@@ -279,7 +279,7 @@ def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons
         limit = "is not deterministic, as PyTorch calls it itself"
         yield Reason("deterministic", limit, "deterministic=True")
     if p.G != p.H:  # github.com/pytorch/pytorch/issues/193893
-        limit = "is not given grouped heads, which it was seen to get wrong (pytorch#193893): needs"
+        limit = "computes grouped heads wrongly (pytorch#193893), so it needs"
         yield Reason("grouped_heads", f"{limit} G = H", f"G = {p.G}, H = {p.H}")
     if 1 in (p.M, p.N):  # N: sdp_utils.cpp; M: github.com/pytorch/pytorch/issues/138529
         limit = "needs two queries and two keys at least"

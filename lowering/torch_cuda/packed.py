@@ -114,9 +114,10 @@ def sequence_reasons(layout: Layout, graph: Graph) -> Reasons:
 
 def window_reasons(layout: Layout, graph: Graph) -> Reasons:
     """The masks that it does not take."""
-    if window_of(layout.problem, shares_lengths(graph)) is None:
-        limit = "masks by a causal mask or a window around it, bottom right in each sequence"
-        yield Reason("window", limit, f"the mask is {layout.problem.node.mask}")
+    mask = layout.problem.node.mask
+    if mask is not None and window_of(layout.problem, shares_lengths(graph)) is None:
+        limit = "supports Causal() or a window around it, bottom right in each sequence"
+        yield Reason("window", limit, f"the mask is {mask.written()}")
 
 
 def window_of(problem: Problem, alike: bool) -> Window | None:

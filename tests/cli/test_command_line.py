@@ -95,13 +95,13 @@ def test_a_graph_may_come_as_text(tmp_path: Path) -> None:
 def test_what_explain_printed_is_a_graph_to_explain() -> None:
     printed = run(*EXPLAINED, "--target", "h200").output
     assert run("explain", "-", "--target", "cpu", stdin=printed).output == run(*EXPLAINED).output
-    coloured = f"\x1b[1mdef\x1b[0m{printed.removeprefix('def')}"
+    coloured = printed.replace("def", "\x1b[1mdef\x1b[0m")
     assert run("explain", "-", "--target", "cpu", stdin=coloured).output == run(*EXPLAINED).output
 
 
 def test_targets_come_one_after_another() -> None:
     told = run(*EXPLAINED, "--target", "h200").output
-    assert told.index("target: cpu") < told.index("target: h200 (cuda sm_90)")
+    assert told.index("runs this on cpu: ") < told.index("runs this on h200 (cuda sm_90): ")
 
 
 FLAGS = {
@@ -182,7 +182,7 @@ def test_wrong_usage_is_told_in_the_errors_own_words(line: str) -> None:
 def test_no_is_an_exit_code() -> None:
     refused = run("explain", "--q", "1,2,8,8", "--target", "h200", "--backends", "torch_sdpa")
     assert refused.exit_code == 1
-    assert "no backend takes it: all refuse" in refused.output
+    assert "no backend can run this on " in refused.output
     assert run("bench", "--q", "1,2,8,8", "--cpu", "--backends", "cudnn").exit_code == 1
 
 
@@ -284,7 +284,7 @@ def test_bench_times_what_takes_the_graph_and_tells_why_the_rest_does_not() -> N
     assert result.exit_code == 0
     for part in ("math", "forward", "backward", "flop/s", "%"):
         assert part in result.output
-    assert "torch_sdpa, forward: no, because it\n  - has no rule for SoftCap" in result.output
+    assert "torch_sdpa, forward can't: does not support SoftCap" in result.output
 
 
 def test_bench_times_the_gradient_of_o_where_lse_is_handed_out() -> None:
@@ -383,8 +383,8 @@ def test_odd_input_is_wrong_usage(tmp_path: Path) -> None:
 
 def test_inference_is_explained_without_a_backward() -> None:
     told = run("explain", *SMALL[:2], "--inference").output
-    assert "\nbackward\n" in run("explain", *SMALL[:2]).output
-    assert "\nbackward\n" not in told
+    assert "\nbackward: " in run("explain", *SMALL[:2]).output
+    assert "\nbackward: " not in told
     assert "; backward" not in told
 
 

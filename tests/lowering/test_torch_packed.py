@@ -161,8 +161,8 @@ REFUSED: tuple[tuple[ag.Graph, str], ...] = (
     (packed(size=60), "multiples of 8, and q has D = 60"),
     (packed(dropout=0.5), "no dropout, and the rate is 0.5"),
     (packed(sinks=SPEC((4,), torch.float32)), "no sinks"),
-    (packed(soft_cap=3.0), "no rule for SoftCap"),
-    (packed(alibi=True), "no rule for Alibi"),
+    (packed(soft_cap=3.0), "does not support SoftCap"),
+    (packed(alibi=True), "does not support Alibi"),
     (packed(stats=("lse", "max")), "the graph returns max"),
     (packed(scale=-1.0), "scale above 0, and it is -1.0"),
     (packed(keys=80, mask=ag.Causal("top_left")), "bottom right in each sequence, and the mask is"),
@@ -193,7 +193,7 @@ def test_each_limit_is_told_with_what_was_found(graph: ag.Graph, words: str) -> 
 
 
 def test_limits_of_places_options_and_gradients_are_told_too() -> None:
-    with pytest.raises(ag.NoBackendError, match="runs on NVIDIA GPUs, and the target is cpu"):
+    with pytest.raises(ag.NoBackendError, match="needs an NVIDIA GPU, and the target is cpu"):
         ag.compile(packed(), target="cpu", backends=(NAME,))
     with pytest.raises(ag.NoBackendError, match="by the size of the batch"):
         plan_of(packed(), batch_invariant=True)

@@ -129,7 +129,7 @@ def test_the_order_is_that_of_the_predictions_and_the_cause_says_them() -> None:
     assert [*times.values()] == sorted(times.values())
     able = [name for name in times if name == said.backend or name in said.also]
     assert [said.backend, *said.also][: len(able)] == able
-    assert said.cause.startswith("it is predicted to be the fastest, at best: ")
+    assert said.cause.startswith("predicted to be the fastest, at best: ")
 
 
 @pytest.mark.parametrize(

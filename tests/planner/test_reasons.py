@@ -15,7 +15,7 @@ import attn_graph as ag
 from attn_graph.ir.ops import Dropout
 from attn_graph.lowering.backend import Options
 from attn_graph.planner.choose import BACKENDS
-from attn_graph.planner.explanation import Refusal, format_remedies
+from attn_graph.planner.explanation import Refusal, format_fix
 from attn_graph.planner.remedies import Remedy, Request, edits
 from attn_graph.testing.strategies import graphs, shapes
 from tests.planner.test_explain import TARGETS
@@ -88,7 +88,7 @@ def test_a_plain_text_is_a_reason_by_its_own_key() -> None:
         ag.compile(ag.attention(X, X, X), target="cpu", backends=(own,))
     ((_, (reason,)),) = error.value.refusals
     assert str(reason) == reason.key == "needs {nothing}, and there is {0}"
-    assert "\n  - needs {nothing}, and there is {0}\n" in str(error.value)
+    assert "\nown can't: needs {nothing}, and there is {0}\n" in str(error.value)
 
 
 def test_a_late_refusal_keeps_its_key_and_takes_plain_texts_too() -> None:
@@ -135,12 +135,11 @@ def test_remedies_that_do_not_change_the_result_leave_every_step_and_every_numbe
 
 
 def test_remedies_that_change_the_result_stand_apart() -> None:
-    same, other = Remedy("k dense"), Remedy("no mask", changes_result=True)
-    assert format_remedies((same,)) == "lifted by: k dense"
-    assert format_remedies((other,)) == "only by computing something else: no mask"
-    assert format_remedies((other, same)) == (
-        "lifted by: k dense; or by computing something else: no mask"
-    )
+    same, other = Remedy("make k dense"), Remedy("drop the mask", changes_result=True)
+    assert format_fix((same,), " or ", " or ") == "make k dense"
+    assert format_fix((other,), " or ", " or ") == "drop the mask, which changes the result"
+    both = "make k dense or drop the mask, which changes the result"
+    assert format_fix((other, same), " or ", " or ") == both
 
 
 def test_two_changes_that_keep_the_result_come_before_one_that_does_not() -> None:
@@ -152,10 +151,13 @@ def test_two_changes_that_keep_the_result_come_before_one_that_does_not() -> Non
     )
     (refusal,) = ag.explain(graph, target="cpu", backends=(backend,), wants=()).refusals
     assert refusal.lifts == (
-        (Remedy("q dense"), Remedy("no mask", changes_result=True)),
-        (Remedy("k and v repeated for all 8 heads"), Remedy("no mask", changes_result=True)),
+        (Remedy("make q dense"), Remedy("drop the mask", changes_result=True)),
+        (
+            Remedy("repeat k and v for all 8 heads"),
+            Remedy("drop the mask", changes_result=True),
+        ),
     )
-    assert refusal.way_out == "it would with: q dense, k and v repeated for all 8 heads"
+    assert refusal.way_out == "make q dense, repeat k and v for all 8 heads"
 
 
 def refuses_masks_over_odd_tensors(
@@ -172,18 +174,12 @@ def test_the_way_out_says_when_the_result_would_be_another() -> None:
     graph = ag.attention(X, X, X, dropout=0.1)
     (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",), wants=()).refusals
     assert any(isinstance(eqn.op, Dropout) for eqn in graph.eqns)
-    assert refusal.way_out == "it would, but only by computing something else: no dropout"
-    assert str(refusal).endswith(
-        " (only by computing something else: no dropout)\n"
-        "  it would, but only by computing something else: no dropout"
-    )
+    assert refusal.way_out == "drop dropout, which changes the result"
+    assert str(refusal).endswith(" (fix: drop dropout, which changes the result)")
     few = ag.TensorSpec((2, 2, 512, 64), HALF)
     grouped = ag.attention(X, few, few, mask=ag.Prefix(3))
     (other,) = ag.explain(grouped, target=TARGETS[2], backends=("torch_cudnn",), wants=()).refusals
     assert other.way_out == (
-        "it would with: k and v repeated for all 8 heads; but only by computing something else: "
-        "no mask"
+        "repeat k and v for all 8 heads; drop the mask, which changes the result"
     )
-    assert str(Refusal("own", (ag.Reason.of("never runs"),))) == (
-        "own: no, because it\n  - never runs"
-    )
+    assert str(Refusal("own", (ag.Reason.of("never runs"),))) == "own can't: never runs"

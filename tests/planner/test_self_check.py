@@ -255,7 +255,7 @@ def test_explaining_knows_a_failure_that_is_stored(
     with pytest.warns(ag.SelfCheckWarning):
         compile_with(WRONG, store)
     text = str(ag.explain(GRAPH, target=CPU, backends=(WRONG, "math"), store=store))
-    assert "math: chosen, because it is the only one asked that takes the graph" in text
+    assert "math runs this on cpu: the only backend allowed that supports the graph" in text
     assert "runs only where its self-check passes, and on cpu it is wrong; `attn-graph" in text
 
 
