@@ -12,6 +12,7 @@ from attn_graph.errors import GraphError, show
 from attn_graph.masks.joins import Align, Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.spec import to_integer
+from attn_graph.spec.dims import are_numbers
 
 FARTHEST = 2**63 - 1  # positions: the largest integer of a tensor
 LENGTHS = ("kv_lengths", "q_lengths")  # the names that say where each sequence of a batch ends
@@ -48,7 +49,7 @@ def to_length(value: float) -> int:
     """A number of positions. Raises GraphError for a negative one."""
     length = to_reachable(value)
     if length is None or length < 0:
-        raise GraphError(f"mask: Prefix({value}) is no length; a length is at least 0")
+        raise GraphError(f"mask: Prefix({value}) is not a length; a length is at least 0")
     return length
 
 
@@ -80,7 +81,7 @@ def diagonal_offset(align: Align | None, M: int, N: int, who: object) -> int:
 @final
 @frozen
 class Band(Mask):
-    """low <= j - i' <= high, both ends included; None is no bound. Alignments resolve to it.
+    """low <= j - i' <= high, both ends included; None means no bound. Alignments resolve to it.
 
     i' is i, or, where `ragged` names lengths, i + kv_lengths[b] - q_lengths[b].
     """
@@ -99,11 +100,14 @@ class Band(Mask):
         return {name: Data("b") for name in self.ragged}
 
     def written(self) -> Mask:
-        if self.ragged:
+        low, high = self.low, self.high
+        if self.ragged or not are_numbers(low or 0, high or 0):
             return self
-        if self.low is None and self.high == 0:
+        if low is not None and high is not None and low > high:  # it holds no key
+            return self
+        if low is None and high == 0:
             return Causal()
-        return Window(None if self.low is None else -self.low, self.high)
+        return Window(None if low is None else -low, high)
 
     def keep(self, at: Place) -> Term:
         gap = at.j - at.i - at.shift(self.ragged)
@@ -207,7 +211,7 @@ class Causal(Diagonal):
 class Window(Diagonal):
     """Key j is at most `left` before and `right` after query i', both ends included.
 
-    None is no bound. A bound may be negative as long as left + right >= 0.
+    None means no bound. A bound may be negative as long as left + right >= 0.
     """
 
     left: int | None = field(converter=to_reachable)

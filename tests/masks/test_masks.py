@@ -128,6 +128,20 @@ def test_the_canonical_form_keeps_the_same_places(drawn: MaskCase) -> None:
 
 @many
 @given(mask_cases())
+def test_a_mask_as_people_write_it_keeps_the_same_places(drawn: MaskCase) -> None:
+    written = drawn.resolved.written().aligned("top_left")
+    assert torch.equal(drawn.evaluate_singly(written), drawn.kept)
+
+
+def test_bands_are_written_as_causal_and_window() -> None:
+    both = m.Band(None, 0) & (m.Band(-64, 0) | m.Prefix(4))
+    assert str(both.written()) == "(Causal() & (Window(left=64) | Prefix(length=4)))"
+    empty, moved = m.Band(1, -1), m.Band(None, 0, ("kv_lengths",))
+    assert (empty.written(), moved.written()) == (empty, moved)
+
+
+@many
+@given(mask_cases())
 def test_the_canonical_form_has_no_other_canonical_form(drawn: MaskCase) -> None:
     M, N = drawn.shape.M, drawn.shape.N
     canonical = canonical_mask(drawn.mask, M, N)
