@@ -313,7 +313,7 @@ def find_known(request: object) -> Plan | None:
     """The plan of a call that was made before; None for arguments that mean nothing, too."""
     try:
         return calls.get(request)
-    except TypeError:  # what has no hash is no option, and is refused when it is read
+    except TypeError:  # what has no hash is not an option, and is refused when it is read
         return None
 
 

@@ -30,7 +30,7 @@ CACHES: tuple[Any, ...] = (  # lru caches that an explanation fills for the next
 
 
 def load_models() -> Any:
-    """The example as a module, though its folder is no package."""
+    """The example as a module, though its folder is not a package."""
     spec = importlib.util.spec_from_file_location("examples_models", MODELS)
     assert spec is not None
     assert spec.loader is not None

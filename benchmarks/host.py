@@ -375,7 +375,8 @@ def measure_loads(store: ag.Store) -> list[float]:
 
 
 def list_milliseconds() -> float:
-    """Milliseconds to list the tiles of a mask that is no strip: by queries or keys, the longer."""
+    """Milliseconds to list the tiles of a mask that is not a strip: by queries or keys, the
+    longer."""
     spec = ag.TensorSpec((1, 1, 65536, 128), torch.bfloat16)
     mask = ag.Causal() & (ag.Window(256) | ag.Prefix(64))
     problem = sole(simplify(ag.attention(spec, spec, spec, mask=mask)))

@@ -31,7 +31,7 @@ MASKS = (ag.Causal(), ag.Causal() & ag.Window(WINDOW - 1))  # of even and of odd
 RATE, WARMUP = 3e-3, 20  # the highest learning rate, and the steps that lead to it
 STEEPEST = 1.0  # a longer gradient is cut to this length
 HELD_OUT = 8 * CONTEXT  # characters at the end of the text, for the validation loss
-EVERY = 10  # steps between two lines, where the output is no terminal
+EVERY = 10  # steps between two lines, where the output is not a terminal
 PICTURE = Path("train_gpt.png")
 
 # Training amplifies rounding, the more the higher the learning rate. At this one a model whose

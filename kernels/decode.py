@@ -103,9 +103,8 @@ def part_of_tiles(
     part, SPLITS, EACH, b, M, N, data, numbers,
     KEEP: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """begin, full_start, full_stop, end: the tiles of a part; a mask that is no strip has no full
-    ones. Parts count from the first tile that a row sees, so that a cache's capacity is nothing to
-    them."""
+    """begin, full_start, full_stop, end: the tiles of a part; a mask that is not a strip has no
+    full ones. Parts count from the first tile that a row sees, whatever a cache's capacity is."""
     start, full_start, full_stop, stop = key_tiles(
         0, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
     )

@@ -190,7 +190,7 @@ def reads_rows(leaf: Mask, data: Mapping[str, TensorSpec]) -> bool:
 
 
 def fold_spec(spec: TensorSpec, problem: Problem) -> TensorSpec | None:
-    """How x [B,H,M,...] lies as [B,G,rM,...]; None where that is no view of it."""
+    """How x [B,H,M,...] lies as [B,G,rM,...]; None where that is not a view of it."""
     B, H, M, *last = spec.shape
     step, head, row, *inner = spec.strides
     if M > 1 and head != M * row:

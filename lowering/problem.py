@@ -341,7 +341,7 @@ def tidy_strides(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_boundary(x: torch.Tensor) -> torch.Tensor:
-    """x, or, if its address is no multiple of 16 bytes, a copy with the same strides."""
+    """x, or, if its address is not a multiple of 16 bytes, a copy with the same strides."""
     if x.data_ptr() % ALIGNED == 0:
         return x
     reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

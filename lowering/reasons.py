@@ -115,7 +115,7 @@ def wide_heads(problem: Problem, widest: int) -> Iterator[Reason]:
 
 
 def uneven_heads(problem: Problem, step: int) -> Iterator[Reason]:
-    """Against head sizes that are no multiples of `step`."""
+    """Against head sizes that are not multiples of `step`."""
     if problem.D % step or problem.E % step:
         limit = f"needs head sizes that are multiples of {step}"
         yield Reason("head_multiple", limit, head_sizes(problem))

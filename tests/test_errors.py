@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.errors import join_lines
+from attn_graph.errors import DEVICE, join_lines, refusal_lines
 from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.modifiers import Alibi
@@ -54,7 +54,7 @@ BAD: dict[str, Bad] = {
         call(v=spec(2, 2, 5, 8)),
         [["f32[2, 4, 6, 6]", "f16[2, 2, 5, 8]", "keys", "6 and 5"]],
     ),
-    "heads are no multiple": (
+    "heads are not a multiple": (
         call(k=spec(2, 3, 6, 8), v=spec(2, 3, 6, 8)),
         [["scores", "4 heads", "3 heads"], ["weigh", "4 heads", "3 heads"]],
     ),
@@ -105,7 +105,7 @@ BAD: dict[str, Bad] = {
     ),
     "a window holds no key": (lambda: ag.Window(2, -3), [["left=2", "right=-3", "no key"]]),
     "a prefix is negative": (lambda: ag.Prefix(-3), [["Prefix(-3)", "at least 0"]]),
-    "what is no mask": (call(mask=ag.Causal), [["Causal", "not a mask"]]),
+    "anything that is not a mask": (call(mask=ag.Causal), [["Causal", "not a mask"]]),
     "a mask and a number": (lambda: ag.Causal() & 3, [["3", "not a mask"]]),  # type: ignore[operator]  # is wrong
     "the scale is not a number": (call(scale=NAN), [["scale nan", "finite"]]),
     "the scale is infinite": (call(scale=-INF), [["scale -inf", "finite"]]),
@@ -152,7 +152,7 @@ BAD: dict[str, Bad] = {
         call(kv_lengths=spec(3, dtype=I64)),
         [["kv_lengths", "i64[3]", "[2]"]],
     ),
-    "lengths that are no integers": (
+    "lengths that are not integers": (
         call(q_lengths=spec(2, dtype=F32)),
         [["q_lengths", "f32[2]", "torch.int32", "torch.int64"]],
     ),
@@ -266,12 +266,12 @@ def test_a_graph_that_returns_nothing_means_nothing() -> None:
 def test_values_of_another_graph_are_refused() -> None:
     stranger = Builder().input("x", Q)
     (problem,) = traced(lambda q, k, v: ag.scores(q, stranger))
-    assert "no value of the graph" in problem
+    assert "not a value of the graph" in problem
 
 
 def test_what_is_no_value_is_refused() -> None:
     (problem,) = traced(lambda q, k, v: ag.scores(q, 3))  # type: ignore[arg-type]  # is wrong
-    assert "3 is no value" in problem
+    assert "3 is not a value" in problem
 
 
 def test_inputs_have_names_that_python_takes_as_keywords() -> None:
@@ -385,3 +385,13 @@ def test_the_line_is_told_whatever_calls_lie_between() -> None:
     with pytest.raises(ag.GraphError) as caught:
         ag.attention(Q, K, K, soft_cap=-1.0)
     assert caught.value.problems[0].endswith(f"(at {__file__}:{frame.f_lineno - 1})")
+
+
+def test_backends_that_only_lack_the_device_are_told_last() -> None:
+    device, other = ag.Reason(DEVICE, "needs a GPU", "there is none"), ag.Reason.of("is closed")
+    refusals = [("a", (device,)), ("b", (other, device)), ("c", (device,)), ("d", (other,))]
+    assert [*refusal_lines(refusals)] == [
+        "b can't: is closed; needs a GPU, and there is none",
+        "d can't: is closed",
+        "a, c can't: needs a GPU, and there is none",
+    ]

@@ -22,7 +22,7 @@ MOST_LINES = 60  # one idea: more would be two
 
 
 def example(name: str) -> ModuleType:
-    """The example as a module, though the folder is no package."""
+    """The example as a module, though the folder is not a package."""
     return load_file(HERE / f"{name}.py")
 
 

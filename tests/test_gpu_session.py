@@ -94,7 +94,7 @@ def test_what_goes_wrong_costs_one_item_alone(
     assert "illegal memory access" in outcomes["crash"]["error"]
     assert "no such kernel" in outcomes["refuse"]["error"]
     assert "ended after 4 s" in outcomes["hang"]["error"]
-    assert "4 lines are no rows" in outcomes["babble"]["error"]
+    assert "4 lines are not rows" in outcomes["babble"]["error"]
     assert "it gave no row" in outcomes["give_nothing"]["error"]
     assert not is_running(int((tmp_path / "child").read_text()))
     page = capsys.readouterr().out

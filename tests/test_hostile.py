@@ -119,7 +119,8 @@ def raised_by(call: Callable[..., object], arguments: Usual) -> BaseException | 
 
 
 def is_answer(error: BaseException | None) -> bool:
-    """Whether an error is one of the library's. A TypeError is PyTorch's for what is no tensor."""
+    """Whether an error is one of the library's. A TypeError is PyTorch's for anything that is not
+    a tensor."""
     if isinstance(error, TypeError):
         return str(error).startswith("attention: ")
     return error is None or (isinstance(error, ERRORS) and bool(str(error)))

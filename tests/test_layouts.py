@@ -56,7 +56,7 @@ def multihead(*tensors: torch.Tensor, **options: Any) -> object:  # Any: argumen
     return module(*tensors, **{"need_weights": False, **options})
 
 
-ENTRIES: dict[str, Callable[[Any], object]] = {  # Any: what is no dense tensor
+ENTRIES: dict[str, Callable[[Any], object]] = {  # Any: anything that is not a dense tensor
     "a spec": ag.TensorSpec.like,
     "attention": lambda x: F.attention(x, x, x),
     "keys": lambda x: F.attention(Q, x, x),

@@ -417,14 +417,14 @@ def test_a_build_that_fails_leaves_nothing_behind() -> None:
 
 
 DOOR: list[tuple[dict[str, Any], str]] = [
-    ({"target": 3}, "target 3 is no Target"),
-    ({"max_workspace": 1.5}, "size 1.5 is no number of bytes from 0 on"),
-    ({"max_workspace": -5}, "size -5 is no number of bytes from 0 on"),
-    ({"max_workspace": True}, "size True is no number of bytes from 0 on"),
+    ({"target": 3}, "target 3 is not a Target"),
+    ({"max_workspace": 1.5}, "size 1.5 is not a number of bytes from 0 on"),
+    ({"max_workspace": -5}, "size -5 is not a number of bytes from 0 on"),
+    ({"max_workspace": True}, "size True is not a number of bytes from 0 on"),
     ({"precision": ""}, "precision '' is not known"),
     ({"backends": ()}, "backends= names none; there are cudnn, triton"),
-    ({"store": 3}, "store 3 is no folder, no Store, and neither True nor False"),
-    ({"store": ""}, "store '' is no folder"),
+    ({"store": 3}, "store 3 is not a folder, a Store, True or False"),
+    ({"store": ""}, "store '' is not a folder"),
 ]
 
 

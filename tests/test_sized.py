@@ -360,13 +360,13 @@ def test_a_dim_with_classes_takes_these_sizes_alone() -> None:
             lambda: ag.compile(
                 ag.attention(*(spec(9, 4, 16),) * 3, q_starts=spec(3, dtype=I32), most=(M, M))
             ),
-            r"most \(M, M\) is no pair of sizes",
+            r"most \(M, M\) is not a pair of sizes",
         ),
         (lambda: ag.compile(dense(M, M), tune=True), "tune=True measures one size"),
         (lambda: ag.vmap(dense(M, M), size=2), "vmap: sizes B, M have names"),
-        (lambda: ag.compile(dense(M, M)).memory(K=2), "K is no size of the graph; .* B, M"),
+        (lambda: ag.compile(dense(M, M)).memory(K=2), "K is not a size of the graph; .* B, M"),
         (lambda: ag.compile(dense(M, M)).at(M=99), "M: expected at most 24, got 99"),
-        (lambda: ag.compile(dense(M, M)).cost(M=-1), "M = -1 is no size"),
+        (lambda: ag.compile(dense(M, M)).cost(M=-1), "M = -1 is not a size"),
         (lambda: ag.compile(dense(2, 2, 1)).memory(M=2), "no size has a name"),
         (lambda: dense(M, N, mask=ag.Causal()), "M queries and N keys"),
     ],

@@ -403,5 +403,5 @@ def test_modifiers_of_ones_own_are_parsed_where_they_are_known() -> None:
     backward = ag.vjp(graph)[1]
     for each in (graph, backward, ag.compile(graph).graph):
         assert ag.parse(str(each), known=(Cubed, Tilt)) == each
-    with pytest.raises(ag.GraphError, match=r"line 8: cubed is no known op; parse\(text, known"):
+    with pytest.raises(ag.GraphError, match=r"line 8: cubed is not a known op; parse\(text, known"):
         ag.parse(str(graph), known=[Tilt])

@@ -48,6 +48,11 @@ TWO_MEANINGS = {  # a name that several modules define: why it may be
 VAGUE = re.compile(r"\b(found|told)\b")
 MOST_VAGUE = 5  # in 1,000 lines
 
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/guides").glob("*.md")]
+NO_NOUN = re.compile(
+    r"(?<!here )\b(?:is|are) no (?!more|less|longer|larger|smaller|faster|worse)[a-z]+"
+)
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -144,3 +149,13 @@ def test_everything_public_is_documented() -> None:
         for line, name in undocumented(tree_of(path).body)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_sentences_say_what_a_thing_is_not() -> None:
+    """As "is not a mask": "is no mask" has to be read twice."""
+    found = {
+        f"{path.relative_to(ROOT)}: {match}"
+        for path in (*MODULES.values(), *PAGES)
+        for match in NO_NOUN.findall(path.read_text(encoding="utf-8"))
+    }
+    assert not found

@@ -134,7 +134,7 @@ def test_seeds_may_be_numbers() -> None:
 
 
 def options_of(function: Callable[..., object]) -> list[str]:
-    """The options of a function that are no tensors, sizes by name left out."""
+    """The options of a function that are not tensors, sizes by name left out."""
     tensors = {*"qkv", *EXTRA, "graph", "sizes", "data"}
     return [name for name in signature(function).parameters if name not in tensors]
 

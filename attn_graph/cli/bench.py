@@ -44,7 +44,7 @@ Plot = Literal["roofline", "bars"]
 def rate(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
     """A click callback that reads a rate. Raises BadParameter unless it is above 0 and finite."""
     if value is not None and not 0 < value < math.inf:
-        raise click.BadParameter(f"{value} is no rate: it must be above 0 and finite")
+        raise click.BadParameter(f"{value} is not a rate: it must be above 0 and finite")
     return value
 
 

@@ -42,7 +42,7 @@ def read_driver(_: click.Context, __: click.Parameter, value: str) -> int:
     """A click callback that reads "13.0" as 13000."""
     parts = re.fullmatch(r"(\d+)\.(\d)", value)
     if parts is None:
-        raise click.BadParameter(f"{value!r} is no version of CUDA such as 13.0")
+        raise click.BadParameter(f"{value!r} is not a version of CUDA such as 13.0")
     return int(parts[1]) * 1000 + int(parts[2]) * 10
 
 
@@ -142,7 +142,7 @@ def read_graphs(file: TextIO) -> list[ag.Graph]:
     try:
         texts = [text for text in re.split(r"(?m)^(?=def graph\()", file.read()) if text.strip()]
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"{file.name} is no text: {error}") from error
+        raise click.UsageError(f"{file.name} is not text: {error}") from error
     if not texts:
         raise click.UsageError(f"{file.name} holds no graph")
     return [*map(ag.parse, texts)]

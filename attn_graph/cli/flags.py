@@ -29,7 +29,7 @@ MOST = 2**40  # of one size: no machine has room for more
 def parse_sizes(text: str) -> Sizes:
     """The sizes of "2,8,1024,64" or "128x128". Raises BadParameter."""
     if not re.fullmatch(r"\s*\d+(\s*[,x]\s*\d+)*\s*", text):
-        raise click.BadParameter(f"{text!r} is no list of sizes such as 2,8,1024,64")
+        raise click.BadParameter(f"{text!r} is not a list of sizes such as 2,8,1024,64")
     numbers = tuple(map(int, re.findall(r"\d+", text)))
     if max(numbers) > MOST:
         raise click.BadParameter(f"{max(numbers)} is too large for a size: the most is {MOST}")
@@ -160,7 +160,7 @@ def graph_of(file: TextIO | None, flags: Flags) -> ag.Graph:
         try:
             return ag.parse(graph_text(file.read()))
         except UnicodeDecodeError as error:
-            raise click.UsageError(f"{file.name} is no text: {error}") from error
+            raise click.UsageError(f"{file.name} is not text: {error}") from error
     if flags["q"] is None:
         raise click.UsageError("say a graph: --q and further flags, or FILE, its text; - is stdin")
     return graph_of_flags(flags)

@@ -27,7 +27,7 @@ MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 class Bounds(NamedTuple):
     """Places where j - i, of a band, or j, of keys, is from `low` to `high`, both included.
 
-    None is no bound. outside: the other places. Kind "all" is all places, or none if `outside`.
+    None means no bound. outside: the other places. Kind "all" is all places, or none if `outside`.
     """
 
     kind: Kind

@@ -34,7 +34,7 @@ class Captured:
     def at(self, element: Any, indices: Sequence[Any]) -> Element:  # Any: terms
         """A tensor's element at more indices. Raises Unread for others than b, h, i and j."""
         if not isinstance(element, Element):
-            raise Unread("it indexes what is no captured tensor")
+            raise Unread("it indexes something that is not a captured tensor")
         axes = element.axes
         for index in indices:
             text = simplify_text(index.text) if isinstance(index, Index) else str(index)
@@ -95,7 +95,7 @@ class Captured:
         return None
 
     def segments(self, q: Element, kv: Element) -> Mask | None:
-        """`SameSegment` of the numbers of queries and of keys; None where they are no such."""
+        """`SameSegment` of the numbers of queries and of keys; None for other operands."""
         if not (self.is_segments(q, "i") and self.is_segments(kv, "j")):
             return None
         pairs = {"q_segments": (q, "bi"), "kv_segments": (kv, "bj")}

@@ -36,7 +36,7 @@ class MaskSymbol:
 
         Raises UnreadableMaskError where no mask says that.
         """
-        raise UnreadableMaskError("compares what is no position")
+        raise UnreadableMaskError("compares something that is not a position")
 
     def __lt__(self, other: object) -> Condition:
         return self.compare("lt", other)

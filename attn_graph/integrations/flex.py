@@ -144,7 +144,7 @@ def check_sizes(sizes: Sizes | None, dense: bool) -> dict[str, int]:
 
 
 def require_boolean(result: Term) -> Mask:
-    """What a mask_mod returned as a mask. Raises GraphError for what is no boolean."""
+    """What a mask_mod returned as a mask. Raises GraphError for anything that is not a boolean."""
     if not isinstance(result, Mask | bool):
         raise GraphError(
             f"from_flex: the mod returns {describe_term(result)}, and has to say true or false"
@@ -153,7 +153,7 @@ def require_boolean(result: Term) -> Mask:
 
 
 def require_scores(result: Term) -> Score:
-    """What a score_mod returned. Raises Unread for what is no score."""
+    """What a score_mod returned. Raises Unread for anything that is not a score."""
     if not isinstance(result, Score):
         raise Unread(f"it returns {describe_term(result)} and no score")
     return result

@@ -102,7 +102,7 @@ class Frame:
         return ~condition if bounds.outside else condition
 
     def band(self, low: int | None, high: int | None) -> Condition:
-        """The keys whose token is from `low` to `high` after the query's; None is no bound."""
+        """The keys whose token is from `low` to `high` after the query's; None means no bound."""
         shift = self.shift
         if isinstance(shift, Tensor):
             return self.band_by_lengths(low, high)
@@ -128,7 +128,7 @@ class Frame:
         return Condition(band & KeyLengths() if none_later else band, lengths=True)
 
     def keys(self, low: int | None, high: int | None) -> Condition:
-        """The keys whose token is from `low` to `high`; None is no bound."""
+        """The keys whose token is from `low` to `high`; None means no bound."""
         condition = Condition()
         if high is not None:
             condition = Condition(Prefix(max(0, high + 1 - self.kv_offset)))
@@ -188,7 +188,7 @@ class Position(MaskSymbol):
         Raises UnreadableMaskError for other tables, and where there is no such entry.
         """
         if self.own is not None:
-            raise UnreadableMaskError("indexes by what is no position")
+            raise UnreadableMaskError("indexes by something that is not a position")
         own = self.entries(rows_of_batch(table, self.frame.B))
         if own.dtype == torch.bool:
             return self.selection(own)
@@ -307,7 +307,7 @@ class Difference(MaskSymbol):
     def held(self, bounds: Bounds | None) -> Condition:
         """Where it is within bounds. Raises UnreadableMaskError where there are none."""
         if bounds is None:
-            raise UnreadableMaskError("compares a distance with what is no bound of it")
+            raise UnreadableMaskError("compares a distance with something that is not a bound")
         made = self.frame.condition(bounds)
         return Condition(made.mask, (), None, made.lengths, self.within, ends=made.ends)
 

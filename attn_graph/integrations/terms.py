@@ -104,7 +104,7 @@ def combine_indices(name: str, x: Index | int, y: Index | int) -> Index:
             n, other = (a.number, b) if a.number is not None else (b.number, a)
             affine = None if n is None else combine_affine(Index.of(0), other, n)
         case _ if b.number is None or b.number < 1:
-            raise Unread(f"it divides by {b.text}, which is no positive number")
+            raise Unread(f"it divides by {b.text}, which is not a positive number")
     return Index(f"({a.text} {SIGNS[name]} {b.text})", unite(a.elements, b.elements), affine)
 
 

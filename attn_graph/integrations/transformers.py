@@ -44,7 +44,7 @@ from attn_graph.spec import TensorSpec
 NAME = "attn_graph"
 TOP_LEFT = Causal("top_left")
 Tensors = dict[str, Any]  # Any: a tensor, or the two of `segments`
-Options = dict[str, Any]  # Any: what `attention` takes that is no tensor
+Options = dict[str, Any]  # Any: what `attention` takes that is not a tensor
 logger = logging.getLogger(__name__)
 LayerGraphs = dict[torch.nn.Module, tuple[Graph, torch.device]]
 layer_graphs: ContextVar[LayerGraphs | None]  # while layers are explained
@@ -176,7 +176,7 @@ def read_keys_so_far(mask_function: MaskFunction, frame: Frame) -> tuple[Conditi
 
 
 def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
-    """The keys that are no padding: all, or the first of each batch entry, or flags [B,1,1,N].
+    """The keys that are not padding: all, or the first of each batch entry, or flags [B,1,1,N].
 
     Which one is read from the tensor, except while a token is decoded on a GPU, where that would
     wait for the device, and where calls are traced or captured: then they are flags.

@@ -239,7 +239,7 @@ class GradientOperands(Generic[T]):
 def as_saved(attention: Attention) -> Attention:
     """The attention with the statistics alone that its gradient reads."""
     if not isinstance(attention, Attention):
-        raise GraphError(f"attention_grad: {show(attention)} is no Attention")
+        raise GraphError(f"attention_grad: {show(attention)} is not an Attention")
     return evolve(attention, stats=SAVED[1:])
 
 

@@ -111,10 +111,10 @@ def complete_sizes(
     most = largest(graph)
     if unknown := sorted(given.keys() - most.keys()):
         names = f"its sizes by name are {', '.join(most)}" if most else "no size has a name"
-        raise GraphError(f"{who}: {', '.join(unknown)} is no size of the graph; {names}")
+        raise GraphError(f"{who}: {', '.join(unknown)} is not a size of the graph; {names}")
     if wrong := [n for n, size in given.items() if type(size) is not int or size < 0]:
         raise GraphError(
-            f"{who}: {wrong[0]} = {show(given[wrong[0]])} is no size, which is at least 0"
+            f"{who}: {wrong[0]} = {show(given[wrong[0]])} is not a size, which is at least 0"
         )
     problems = [x for s in graph.symbols if s.name in given for x in s.problems(given[s.name])]
     if problems:

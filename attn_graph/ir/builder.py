@@ -155,7 +155,8 @@ class Builder:
             return None
 
     def input(self, name: str, spec: TensorSpec) -> Value:
-        """Add an input. Raises GraphError for what is no TensorSpec; remembers other problems."""
+        """Add an input. Raises GraphError for anything that is not a TensorSpec; remembers other
+        problems."""
         if not self.trusts:
             self.examine_input(name, spec)
         self.inputs.append(Input(name, spec))
@@ -163,7 +164,7 @@ class Builder:
         return Value(self, len(self.types) - 1)
 
     def examine_input(self, name: str, spec: TensorSpec) -> None:
-        """Remember the problems of an input; raise them where it is no TensorSpec."""
+        """Remember the problems of an input; raise them where it is not a TensorSpec."""
         if not isinstance(spec, TensorSpec):
             way_out = "write TensorSpec.like(tensor)"
             if isinstance(spec, torch.Tensor):
@@ -175,7 +176,7 @@ class Builder:
         if any(name == known.name for known in self.inputs):
             self.problem(f"two inputs are named {name!r}; names are how a plan is called")
         if not is_plain_name(name):
-            self.problem(f"input {name!r} is no Python name; a plan takes it as a keyword")
+            self.problem(f"input {name!r} is not a Python name; a plan takes it as a keyword")
         own = {x.name: x for dim in spec.dims for x in dim.symbols}
         for other in (x for i in self.inputs for dim in i.spec.dims for x in dim.symbols):
             if own.get(other.name, other) != other:
@@ -209,7 +210,7 @@ class Builder:
     def own(self, value: Value) -> Value:
         """The value. Raises GraphError unless it is one of this builder's."""
         if not isinstance(value, Value) or value.builder is not self:
-            raise GraphError(f"{show(value)} is no value of the graph that is being built")
+            raise GraphError(f"{show(value)} is not a value of the graph that is being built")
         return value
 
     def check(self) -> None:
@@ -402,7 +403,7 @@ def statistic_names(stats: object) -> tuple[str, ...]:
     if isinstance(stats, bool):
         return ("lse",) * stats
     if isinstance(stats, str) or not isinstance(stats, Iterable):
-        raise GraphError(f"attention: stats {show(stats)} is no sequence of names; say ('lse',)")
+        raise GraphError(f"attention: stats {show(stats)} is not a sequence of names; say ('lse',)")
     names = tuple(stats)
     if unknown := [name for name in names if name not in ops.ROW_RESULTS]:
         raise GraphError(

@@ -27,14 +27,14 @@ def require_constant(name: str, value: object) -> None:
 
 
 def require_positive(_: object, attribute: Attribute[float], value: float) -> None:
-    """A validator. Raises GraphError for what is no positive, finite number."""
+    """A validator. Raises GraphError for anything that is not a positive, finite number."""
     require_constant(attribute.name, value)
     if not (isinstance(value, float) and 0 < value < INF):
         raise GraphError(f"{attribute.name} {show(value)} must be a number, positive and finite")
 
 
 def require_finite(_: object, attribute: Attribute[float], value: float) -> None:
-    """A validator. Raises GraphError for what is no finite number."""
+    """A validator. Raises GraphError for anything that is not a finite number."""
     require_constant(attribute.name, value)
     if not (isinstance(value, float) and math.isfinite(value)):
         raise GraphError(f"{attribute.name} {show(value)} must be a finite number")

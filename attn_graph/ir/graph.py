@@ -123,7 +123,7 @@ class Op:
 
 
 def check_graph(graph: object, name: str) -> None:
-    """Raise GraphError for what is no Graph. name: of the function that wants one."""
+    """Raise GraphError for anything that is not a Graph. name: of the function that wants one."""
     if not isinstance(graph, Graph):
         raise GraphError(
             f"{name}: expected a Graph, got {type(graph).__name__}; see attention and graph"
@@ -216,7 +216,7 @@ class Graph:
     @property
     def has_gradient(self) -> bool:
         """Whether a step of training has a gradient of it: it has a floating input, a derivative
-        of every step, and is no derivative itself."""
+        of every step, and is not a derivative itself."""
         floating = any(i.spec.dtype in FLOATS for i in self.inputs)
         return floating and not self.is_gradient and not self.gradient_problems
 

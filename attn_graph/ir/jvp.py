@@ -28,8 +28,9 @@ def jvp(graph: Graph, tangents: Sequence[str] | None = None) -> Graph:
     product. Its o and lse move with q, k and v: their tangents are computed, unless `tangents`
     names both, as jvp of the forward gives them.
 
-    Raises GraphError if `tangents` names what is no floating input, for a step of one's own that
-    defines no derivative, and for a graph that is a jvp or a second derivative itself.
+    Raises GraphError if `tangents` names anything that is not a floating input, for a step of
+    one's own that defines no derivative, and for a graph that is a jvp or a second derivative
+    itself.
     """
     check_graph(graph, "jvp")
     graph = simplify(graph)

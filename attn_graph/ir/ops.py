@@ -71,7 +71,8 @@ class Scores(Op):
         if q.shape[3] == 0:
             yield f"scores: q {q} has head size 0; it is at least 1"
         if (k.shape[1] == 0 and q.shape[1]) or (k.shape[1] and q.shape[1] % k.shape[1]):
-            problem = f"{q.shape[1]} heads of q {q} are no multiple of {k.shape[1]} heads of k {k}"
+            heads = f"{q.shape[1]} heads of q {q}"
+            problem = f"{heads} are not a multiple of {k.shape[1]} heads of k {k}"
             yield f"scores: {problem}"
         if q.dtype != k.dtype:
             yield f"scores: q {q} and k {k} disagree in dtype, {q.dtype} and {k.dtype}"
@@ -393,7 +394,8 @@ class Weigh(Op):
             yield f"weigh: p {p} and v {v} have names for heads or head sizes; give numbers"
             return
         if (v.shape[1] == 0 and p.shape[1]) or (v.shape[1] and p.shape[1] % v.shape[1]):
-            problem = f"{p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
+            heads = f"{p.shape[1]} heads of p {p}"
+            problem = f"{heads} are not a multiple of {v.shape[1]} heads of v {v}"
             yield f"weigh: {problem}"
         if v.shape[3] == 0:
             yield f"weigh: v {v} has head size 0; it is at least 1"

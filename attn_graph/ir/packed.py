@@ -43,7 +43,7 @@ def fused_attention(op: Op) -> Attention:
     """The attention that an op is, or is a derivative of. Raises GraphError for any other op."""
     node = attention_in(op)
     if node is None:
-        raise GraphError(f"packed: {op} is no attention, nor a derivative of one")
+        raise GraphError(f"packed: {op} is not an attention, nor a derivative of one")
     return node
 
 

@@ -110,13 +110,14 @@ def packed_problems(x: dict[str, Value]) -> Iterator[str]:
 
 
 def two_sizes(most: object) -> tuple[int | None, int | None]:
-    """The most queries and keys of a sequence. Raises GraphError for what is no pair of sizes."""
+    """The most queries and keys of a sequence. Raises GraphError for anything that is not a pair
+    of sizes."""
     match most:
         case None:
             return None, None
         case (M, N) if are_numbers(*(n for n in (M, N) if isinstance(n, int))):
             return to_most(M), to_most(N)
-    raise GraphError(f"attention: most {show(most)} is no pair of sizes (M, N)")
+    raise GraphError(f"attention: most {show(most)} is not a pair of sizes (M, N)")
 
 
 def alignment_problems(

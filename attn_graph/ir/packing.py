@@ -23,10 +23,10 @@ ASCENDING = "give the first row of each sequence, in order, and last where the l
 
 
 def to_size(value: object) -> int:
-    """A number of rows. Raises GraphError for what is no whole number of at least 0."""
+    """A number of rows. Raises GraphError for anything that is not a whole number of at least 0."""
     size = to_integer(value)
     if size is None or size < 0:
-        raise GraphError(f"pack: {show(value)} is no number of rows, which is at least 0")
+        raise GraphError(f"pack: {show(value)} is not a number of rows, which is at least 0")
     return size
 
 
@@ -36,7 +36,7 @@ def to_most(value: object) -> int | None:
 
 
 def integer_problems(who: str, **given: ValueType) -> Iterator[str]:
-    """Starts and lengths that are no integers."""
+    """Starts and lengths that are not integers."""
     for name, type_ in given.items():
         if type_.dtype not in INTEGERS:
             yield f"{who}: {name} {type_} must be of {' or '.join(map(str, INTEGERS))}"

@@ -21,7 +21,7 @@ from attn_graph.spec import ValueType
 
 
 def table_problems(who: str, table: ValueType, *lengths: ValueType) -> Iterator[str]:
-    """A table, and lengths, that are no integers, or of other entries."""
+    """A table, and lengths, that are not integers, or of other entries."""
     given = zip(("table", "lengths"), (table, *lengths), strict=False)
     yield from integer_problems(who, **dict(given))
     for n in lengths:

@@ -63,7 +63,7 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
     """The mask that a text such as `Causal() & (Window(64) | Prefix(4))` describes.
 
     known: leaves of your own that the text may name. Nothing of it is executed. Raises GraphError
-    for what is no mask.
+    for anything that is not a mask.
     """
     classes = (*LEAVES, *known)
     parser = Parser({cls.__name__: cls for cls in classes if issubclass(cls, Mask)})
@@ -83,7 +83,7 @@ def signature(leaf: type[Any]) -> str:  # Any: an attrs class
 
 
 def read_syntax(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or another by the mode
-    """Python's syntax tree of a text. Raises GraphError for what is no Python."""
+    """Python's syntax tree of a text. Raises GraphError for text that is not Python."""
     if not isinstance(text, str):
         raise GraphError(f"expected text, got {type(text).__name__}")
     try:
@@ -152,7 +152,7 @@ class Parser:
                 op = self.make(self.calls[name], kws)
                 outs = b.emit(op, *(look_up(env, n) for a in args for n in names_in(a)))
             case ast.Assign(value=ast.Call(func=ast.Name(id=name))):
-                raise GraphError(f"{name} is no known op; parse(text, known=[...]) reads yours")
+                raise GraphError(f"{name} is not a known op; parse(text, known=[...]) reads yours")
             case _:
                 raise GraphError("expected `x, ... = op(...)` of a known op")
         if len(names := names_in(target)) != len(outs):
@@ -199,7 +199,7 @@ class Parser:
         numbers = tuple([n for n in map(self.size, parts) if n is not None])
         if len(numbers) < len(parts):
             raise GraphError(
-                f"{ast.unparse(node)} are no integers; write sizes and strides as in "
+                f"{ast.unparse(node)} are not integers; write sizes and strides as in "
                 "f16[2, 3](strides=(1, 2))"
             )
         return numbers
@@ -276,7 +276,7 @@ def literal_value(node: ast.expr) -> Any:  # Any: whatever Python has literals f
     try:
         return ast.literal_eval(node)
     except (TypeError, ValueError) as error:  # {[]: 1}; a call, or a name
-        raise GraphError(f"{ast.unparse(node)} is no known value") from error
+        raise GraphError(f"{ast.unparse(node)} is not a known value") from error
 
 
 def read_dim(line: ast.stmt) -> tuple[str, Dim]:

@@ -154,7 +154,7 @@ def sample_blocks(everywhere: Block) -> Iterator[Block]:
 
 def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
     """Keys that `span` lacks, keys that `surely` has against what the block keeps, and positions
-    that are no keys."""
+    that are not keys."""
     who, queries = type(mask).__name__, f"queries {block.rows.start} to {block.rows.stop - 1}"
     some, every = mask.span(block).intervals, mask.surely(block).intervals
     strange = [
@@ -260,7 +260,7 @@ class Trial:
         return evolve(self, at=self.at.reading(data))
 
     def problems(self, name: str, run: Callable[[], Any]) -> list[str]:  # Any: is looked at
-        """Why what `run` returns is no block of scores. name: of the method that it calls."""
+        """Why what `run` returns is not a block of scores. name: of the method that it calls."""
         who = f"{type(self.modifier).__name__}.{name}"
         given, failures = attempt(who, run)
         if failures:
@@ -305,7 +305,7 @@ def tangent_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
 
 
 def derivative_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    """Why a modifier's own `spread` or `bend` is no derivative."""
+    """Why a modifier's own `spread` or `bend` is not a derivative."""
     if 0 not in sizes:
         checks = problems_of_spread, problems_of_bend
         yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs), checks)

@@ -25,7 +25,7 @@ def evaluate(
     """The outputs of a graph; floating inputs are cast to `dtype` unless it is None.
 
     What its Dims stand for is read off the tensors. Raises PlanMismatchError for tensors of other
-    shapes than the graph's inputs, and GraphError for what is no graph or no dtype.
+    shapes than the graph's inputs, and GraphError for anything that is not a graph or not a dtype.
     """
     check_graph(graph, "evaluate")
     if dtype is not None and dtype not in FLOATS:

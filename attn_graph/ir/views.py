@@ -98,7 +98,7 @@ class Unfold(Linear):
     def infer(self, x: ValueType) -> tuple[ValueType]:
         check_axes("unfold", x, max(0, self.axis - 1), self.into)
         if self.size < 1 or x.shape[self.into] % self.size:
-            raise GraphError(f"unfold: axis {self.into} of {x} is no multiple of {self.size}")
+            raise GraphError(f"unfold: axis {self.into} of {x} is not a multiple of {self.size}")
         rest = replace_at(x.shape, self.into, x.shape[self.into] // self.size)
         return (ValueType(insert_at(rest, self.axis, self.size), x.dtype),)
 

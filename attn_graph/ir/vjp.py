@@ -41,9 +41,9 @@ def vjp(
     The backward of a vjp's backward, or of a jvp, is a graph too, in as little memory. o and lse of
     the first, which move with its other inputs, have no gradient of their own.
 
-    Raises GraphError if `wants` names what is not a floating input, or `cotangents` what is no
-    output or has no gradient, for a step of one's own that defines no gradient, and for a graph
-    that is a second derivative itself.
+    Raises GraphError if `wants` names anything that is not a floating input, or `cotangents`
+    anything that is not an output with a gradient, for a step of one's own that defines no
+    gradient, and for a graph that is a second derivative itself.
     """
     check_graph(graph, "vjp")
     graph = simplify(graph)
@@ -74,7 +74,7 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
 def numbers_of(
     option: str, kind: str, names: Sequence[str], known: Mapping[str, int], who: str = "vjp"
 ) -> tuple[int, ...]:
-    """The numbers of values by name. Raises GraphError for what is no sequence of known names.
+    """The numbers of values by name. Raises GraphError for anything else.
 
     kind: what such values are called. who: the function that takes the option.
     """
@@ -82,7 +82,7 @@ def numbers_of(
         raise GraphError(f"{option} {show(names)} is one name: say ({show(names)},)")
     if not isinstance(names, Iterable):
         raise GraphError(
-            f"{option} {show(names)} is no sequence of names; there are {', '.join(known)}"
+            f"{option} {show(names)} is not a sequence of names; there are {', '.join(known)}"
         )
     several = tuple(names)
     if unknown := [name for name in several if not isinstance(name, str) or name not in known]:

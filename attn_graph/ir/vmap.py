@@ -48,7 +48,7 @@ def vmap(
 
     Raises GraphError for wrong names, places and specs; where no view will do, with the fewest
     copies that would help; for sizes by name; and for what a loop would compute otherwise: dropout
-    where the axis is no outer part of the batch, and masks and modifiers of your own, which may
+    where the axis is not an outer part of the batch, and masks and modifiers of your own, which may
     count batch entries or heads.
     """
     check_graph(graph, "vmap")
@@ -56,7 +56,7 @@ def vmap(
     graph = simplify(graph)
     count = to_integer(size)
     if count is None or count < 1:
-        raise GraphError(f"vmap: size {show(size)} is no number of entries, which is at least 1")
+        raise GraphError(f"vmap: size {show(size)} is not a number of entries, which is at least 1")
     axes = read_in_axes(graph, in_axes)
     if not isinstance(specs, Mapping | None):
         raise GraphError(f"vmap: specs {show(specs)} are not TensorSpecs by name")
@@ -106,7 +106,7 @@ def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
     elif isinstance(in_axes, Mapping):
         given = {name: place for name, place in in_axes.items() if place is not None}
     else:
-        raise GraphError(f"vmap: in_axes {show(in_axes)} is no place, and has no places by name")
+        raise GraphError(f"vmap: in_axes {show(in_axes)} is not a place, and has no places by name")
     problems = []
     for name, place in given.items():
         if name not in by_name:
@@ -292,7 +292,7 @@ class MappedGraph:
                 yield from self.equation_problems(eqn, node, way)
 
     def input_problems(self, n: int, own: Input, way: Way) -> Iterator[str]:
-        """Why an input is no view of what is read."""
+        """Why an input is not a view of what is read."""
         letter, name = way.letter_in(self.letters[n]), own.name
         if letter is None:
             yield f"{name} {own.spec} is mapped, and has no axis of {NOUNS[way.letter]}"

@@ -55,7 +55,8 @@ def check_repeated(check: Check, firsts: Sequence[int], *tensors: torch.Tensor) 
 
 
 def look_at(t: object) -> Look | None:
-    """What a plan rests on, of one tensor, as a value. None for what is no dense tensor."""
+    """What a plan rests on, of one tensor, as a value. None for anything that is not a dense
+    tensor."""
     if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.is_nested:
         return None
     return t.shape, t.stride(), t.dtype, t.device, t.is_neg()

@@ -102,7 +102,7 @@ def parse_bytes(size: int | str) -> int:
         return size
     if not isinstance(size, str):
         raise GraphError(
-            f"size {show(size)} is no number of bytes from 0 on, nor a text such as '1GiB'"
+            f"size {show(size)} is not a number of bytes from 0 on, nor a text such as '1GiB'"
         )
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     if parts is None or parts[2].lower() not in IN_SMALL:

@@ -54,7 +54,7 @@ def as_folder(folder: object) -> Path:
 
 
 def as_most(most: object) -> int:
-    """A converter. Raises GraphError for what is no number of bytes."""
+    """A converter. Raises GraphError for anything that is not a number of bytes."""
     return require_size("store: most", most)
 
 
@@ -161,7 +161,7 @@ class Store:
 def contents(path: Path) -> bytes:
     """The bytes of a regular file. Raises Unfit for others: reading a FIFO might never end."""
     if not S_ISREG(path.stat().st_mode):
-        raise Unfit("it is no regular file")
+        raise Unfit("it is not a regular file")
     return path.read_bytes()
 
 
@@ -185,7 +185,7 @@ def unseal(file: bytes) -> tuple[str, bytes]:
     try:
         return body[8:end].decode(), body[end:]
     except UnicodeDecodeError as error:
-        raise Unfit(f"its key is no text: {error}") from error
+        raise Unfit(f"its key is not text: {error}") from error
 
 
 @cache

@@ -104,7 +104,8 @@ def arrange(
     given = dict(zip(specs, tensors, strict=False))
     both = {**given, **named}
     differences = [f"{n}: given twice, by position and by name" for n in named if n in given]
-    differences += [f"{n}: is no input; the inputs are {known}" for n in named if n not in specs]
+    strangers = [n for n in named if n not in specs]
+    differences += [f"{n}: is not an input; the inputs are {known}" for n in strangers]
     missing = [(name, spec) for name, spec in specs.items() if name not in both]
     differences += [f"{name}: expected {spec}, got nothing" for name, spec in missing]
     if len(tensors) > len(specs):

@@ -60,7 +60,7 @@ def as_elements(values: Any) -> Elements:  # Any: pairs, of which a parser makes
 
 
 def require_text(_: object, __: object, value: str) -> None:
-    """A validator. Raises GraphError for a formula that is no text."""
+    """A validator. Raises GraphError for a formula that is not text."""
     if not isinstance(value, str):
         raise GraphError(f'formula: {show(value)} is not text; write it as "i // 64 == j // 64"')
 
@@ -69,7 +69,7 @@ def check_elements(elements: Elements) -> None:
     """Raise GraphError for a name that means something else, and for axes in another order."""
     for n, (name, axes) in enumerate(elements):
         if not name.isidentifier() or name in RESERVED or name in dict(elements[:n]):
-            raise GraphError(f"formula: {name!r} is no name for a tensor, or one of another thing")
+            raise GraphError(f"formula: {name!r} is not a name for a tensor, or is taken")
         if list(axes) != sorted({*axes}, key=AXES.find):
             raise GraphError(
                 f"formula: {name} has axes {axes!r}; say them in the order of {AXES!r}"
@@ -78,7 +78,8 @@ def check_elements(elements: Elements) -> None:
 
 @lru_cache(1024)
 def read_formula(text: str) -> ast.expr:
-    """The syntax of a formula. Raises GraphError for what is no expression of Python."""
+    """The syntax of a formula. Raises GraphError for anything that is not an expression of
+    Python."""
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # 1000s of brackets
@@ -131,7 +132,7 @@ def check_constants(node: ast.expr) -> None:
 
 
 def has_floats(node: ast.expr) -> bool:
-    """Whether something in it is no integer."""
+    """Whether something in it is not an integer."""
     return any(
         isinstance(x, ast.Div) or (isinstance(x, ast.Constant) and isinstance(x.value, float))
         for x in ast.walk(node)
@@ -180,7 +181,7 @@ class Formula(Mask):
         node = read_formula(self.text)
         check_elements(self.elements)
         if not isinstance(node, ast.Compare) or has_floats(node):
-            raise GraphError(f"formula: {self.text!r} is no comparison of integers")
+            raise GraphError(f"formula: {self.text!r} is not a comparison of integers")
         check_constants(node)
         evaluate_formula(node, {**dict.fromkeys((*AXES, *dict(self.elements)), 1), "abs": abs})
 

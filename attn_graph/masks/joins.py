@@ -27,7 +27,8 @@ Align = Literal["top_left", "bottom_right"]
 
 
 def to_dtypes(dtypes: torch.dtype | Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
-    """A converter: one dtype as a tuple of one. Raises GraphError for what is not a dtype."""
+    """A converter: one dtype as a tuple of one. Raises GraphError for anything that is not a
+    dtype."""
     several = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if isinstance(several, Iterable):
         known = tuple(several)
@@ -187,7 +188,7 @@ def needs_of(mask: Mask | None) -> dict[str, Data]:
 
 
 def require_mask(_: object, __: object, value: Mask) -> None:
-    """A validator. Raises GraphError for what is no mask."""
+    """A validator. Raises GraphError for anything that is not a mask."""
     if not isinstance(value, Mask):
         way_out = "write a mask such as Causal() or Causal() & Window(64)"
         if isinstance(value, type) and issubclass(value, Mask):

@@ -56,7 +56,7 @@ class Strip:
 
 
 def tighter(choose: Callable[[Term, Term], Term], a: Term | None, b: Term | None) -> Term | None:
-    """The tighter of two bounds, where None is no bound."""
+    """The tighter of two bounds, where None means no bound."""
     return b if a is None else a if b is None else choose(a, b)
 
 

@@ -281,7 +281,7 @@ def list_bounds(term: Term | None, entries: int) -> list[int | None]:
 
 
 def list_strips(mask: Mask, at: Place) -> list[Strip] | None:
-    """The strips that a mask is joined from; None where one of its leaves is no strip."""
+    """The strips that a mask is joined from; None where one of its leaves is not a strip."""
     if not isinstance(mask, Join):
         strip = mask.strip(at)
         return None if strip is None else [strip]

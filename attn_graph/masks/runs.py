@@ -1,4 +1,4 @@
-"""Counts masks run by run: those whose edges are no lines, or depend on data.
+"""Counts masks run by run: those whose edges are not lines, or depend on data.
 
 Along the keys of one query a mask changes at few positions, its edges. Between two edges it is
 constant, so its `keep` is evaluated once for each run of keys, and never at every key. The edges of

@@ -42,7 +42,7 @@ class Tiles:
 
     Over all batch entries and heads. exact: false where tensors that decide were not given; then
     `empty` and `full` count the tiles that are so for all values of these tensors. estimated: the
-    mask is no join of strips, and an exact count would take longer than a second or so; then
+    mask is not a join of strips, and an exact count would take longer than a second or so; then
     `empty` and `full` count the tiles of which the mask's `span` and `surely` say it, for many
     queries at once.
     """

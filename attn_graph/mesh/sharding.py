@@ -55,7 +55,7 @@ def shard(
     require_numbers(graph, "shard")
     check_choice("placements", placements, get_args(Placement))
     if not isinstance(mesh, Mesh):
-        raise GraphError(f"shard: mesh {show(mesh)} is no Mesh; say ag.Mesh(8)")
+        raise GraphError(f"shard: mesh {show(mesh)} is not a Mesh; say ag.Mesh(8)")
     simple = simplify(graph)
     check_attention(simple, placements)
     check_given(simple, known)
@@ -120,7 +120,8 @@ def check_attention(graph: Graph, placement: Placement) -> None:
 
 
 def check_given(graph: Graph, known: Mapping[str, torch.Tensor]) -> None:
-    """Raise GraphError for what is not a tensor with numbers, and for inputs that no mask reads.
+    """Raise GraphError for anything that is not a tensor with numbers, and for inputs that no mask
+    reads.
 
     Starts of packed sequences are read too.
     """

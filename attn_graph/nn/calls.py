@@ -248,14 +248,14 @@ def make_graph(
 
 
 def require_tensors(tensors: Named) -> None:
-    """Raise TensorError for what is no tensor, or has no strides."""
+    """Raise TensorError for anything that is not a tensor, or has no strides."""
     problems = [(name, tensor_problem(t)) for name, t in tensors.items()]
     if texts := [f"attention: {name} {problem}" for name, problem in problems if problem]:
         raise TensorError(*texts)
 
 
 def tensor_problem(t: object) -> str:
-    """Why this is no tensor that attention reads; "" for one that is."""
+    """Why this is not a tensor that attention reads; "" for one that is."""
     return layout_problem(t) if isinstance(t, Tensor) else f"is a {type(t).__name__}, not a tensor"
 
 

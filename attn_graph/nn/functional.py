@@ -106,7 +106,7 @@ def attention(
     Under autocast q, k, v and bias are cast as PyTorch casts them for its own attention; slopes and
     sinks stay as they are. Differentiable, once, by each floating tensor. Raises GraphError where
     tensors and options make no sense together, PlanMismatchError for tensors on several devices or
-    a seed that is no int64 number, NoBackendError where no backend takes them.
+    a seed that is not an int64 number, NoBackendError where no backend takes them.
     """
     options = (
         mask, scale, align, soft_cap, alibi is True, dropout, stats, most,
@@ -242,7 +242,7 @@ def read_options(
 
 
 def read_rate(rate: float) -> float:
-    """A rate of dropout as a float. Raises TensorError for what is no probability."""
+    """A rate of dropout as a float. Raises TensorError for anything that is not a probability."""
     number = to_number(rate)
     if isinstance(number, float) and 0 <= number <= 1:
         return number

@@ -87,7 +87,8 @@ def replace_sdpa(
 
 
 def as_key(backends: Sequence[str | Backend] | None) -> Sequence[str | Backend] | None:
-    """Several backends as what has a hash; what is no list is refused where it is used."""
+    """Several backends as a value with a hash; anything that is not a list is refused where it is
+    used."""
     return tuple(backends) if isinstance(backends, list) else backends
 
 

@@ -100,7 +100,8 @@ def divided_axis(n: int, tensors: Mapping[str, DTensor], axes: Mapping[str, Axes
 
 
 def read_placement(place: Any, axes: Axes) -> str:  # Any: PyTorch's placements
-    """The letter of the axis that a placement divides; the placement where it is no plain shard."""
+    """The letter of the axis that a placement divides; the placement where it is not a plain
+    shard."""
     return axes[place.dim] if place.is_shard() else str(place)
 
 

@@ -131,7 +131,7 @@ def require_heads(H: int, G: int, grouped: bool) -> None:
         )
     if grouped and (not G or H % G):
         raise TensorError(
-            f"varlen_attn: query has {H} heads, which is no multiple of key's {G}; repeat key's "
+            f"varlen_attn: query has {H} heads, which is not a multiple of key's {G}; repeat key's "
             "and value's heads"
         )
 
@@ -171,7 +171,8 @@ def require_counts(cu_seq_q: Tensor, **others: Tensor | None) -> None:
 
 
 def round_longest(name: str, longest: int) -> int:
-    """The most rows of a sequence, rounded up. Raises TensorError for what is no size."""
+    """The most rows of a sequence, rounded up. Raises TensorError for anything that is not a
+    size."""
     if not isinstance(longest, int | torch.SymInt) or longest < 0:
         raise TensorError(
             f"varlen_attn: {name} is {show(longest)}; say the rows of the longest sequence"
@@ -180,7 +181,7 @@ def round_longest(name: str, longest: int) -> int:
 
 
 def make_window(window: tuple[int, int]) -> Mask | None:
-    """The mask of window_size. Raises TensorError for what is no pair of bounds."""
+    """The mask of window_size. Raises TensorError for anything that is not a pair of bounds."""
     match window:
         case (-1, -1):
             return None

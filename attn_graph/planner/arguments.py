@@ -69,7 +69,7 @@ def as_tuple(name: str, backends: Sequence[str | Backend]) -> Backends:
     """Several backends as a tuple. Raises GraphError for one alone, or for none."""
     if isinstance(backends, str | Backend) or not isinstance(backends, Iterable):
         raise GraphError(
-            f"{name}={show(backends)} is no sequence of backends; say ({show(backends)},)"
+            f"{name}={show(backends)} is not a sequence of backends; say ({show(backends)},)"
         )
     return tuple(backends)
 
@@ -78,7 +78,7 @@ def resolve_workspace(workspace: Workspace | None) -> Workspace:
     """The workspace that is meant. Raises GraphError for what is none."""
     if workspace is not None and not isinstance(workspace, Workspace):
         raise GraphError(
-            f"workspace {show(workspace)} is no Workspace; bytes are for max_workspace"
+            f"workspace {show(workspace)} is not a Workspace; bytes are for max_workspace"
         )
     return workspace or default_workspace()
 
@@ -90,7 +90,7 @@ def resolve_target(target: Target | str | None) -> Target:
     elif isinstance(target, str):
         target = Target.of(target)
     elif not isinstance(target, Target):
-        raise GraphError(f"target {show(target)} is no Target, nor the name of one")
+        raise GraphError(f"target {show(target)} is not a Target, nor the name of one")
     if target.kind != "cpu" or target.interprets:
         load_modules(*FOR_GPUS)
     return target
@@ -103,7 +103,7 @@ def resolve_store(store: Store | str | os.PathLike[str] | bool) -> Store | None:
     if isinstance(store, Store):
         return store
     if not isinstance(store, (str, os.PathLike)) or not os.fspath(store):
-        raise GraphError(f"store {show(store)} is no folder, no Store, and neither True nor False")
+        raise GraphError(f"store {show(store)} is not a folder, a Store, True or False")
     return Store(Path(store))
 
 

@@ -218,7 +218,7 @@ def resolve_backends(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
     if strangers:
         names = ", ".join(b.name for b in BACKENDS)
         raise GraphError(
-            f"{show(strangers[0])} is no Backend, nor the name of one; there are {names}"
+            f"{show(strangers[0])} is not a Backend, nor the name of one; there are {names}"
         )
     known = {b.name: b for b in BACKENDS}
     unknown = [b for b in backends if isinstance(b, str) and b not in known]

@@ -101,7 +101,7 @@ class Cost:
     pairs: places [i,j] that the masks of attentions keep. places: all of them; 0 of a graph that
     stays in steps, whose products take every place. exact: false where
     pairs, flops and bytes are upper bounds, since data are not given, or since they are
-    `estimated`: a mask is no join of strips, and an exact count would take too long.
+    `estimated`: a mask is not a join of strips, and an exact count would take too long.
     backward: of a training step, where lse has no gradient; None for a graph without gradients.
     """
 
@@ -263,7 +263,7 @@ def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
 
 
 def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
-    """Flops of an equation that is no attention; 0 where it is no matrix product."""
+    """Flops of an equation that is not an attention; 0 where it is not a matrix product."""
     match eqn.op:
         case ops.Scores():
             return 2 * prod(eqn.outs[0].shape) * operands[0].shape[-1]

@@ -369,7 +369,7 @@ WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "the mask"}
 
 
 def without_steps(kind: type) -> Edit:
-    """An edit that drops the steps of a kind; None where the rest is no graph."""
+    """An edit that drops the steps of a kind; None where the rest is not a graph."""
 
     def edit(question: Request) -> Request | None:
         return rebuild_request(question, {}, kind)

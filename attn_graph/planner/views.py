@@ -179,7 +179,7 @@ def assemble(
     inputs = []
     for i in sources:
         spec = spec_of_view(graph, i)
-        assert spec is not None  # what is no result of the core is an input, or a view of one
+        assert spec is not None  # what the core does not compute is an input, or a view of one
         inputs.append(evolve(graph.inputs[root_of(graph, i)], spec=spec))
     if len({i.name for i in inputs}) < len(inputs):
         return None

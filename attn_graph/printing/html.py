@@ -42,7 +42,7 @@ class Html(str):
 
 
 def element(name: str, *inner: object, **attributes: object) -> Html:
-    """`<name attribute="...">inner</name>`; all that is no Html is escaped.
+    """`<name attribute="...">inner</name>`; all that is not Html is escaped.
 
     The attribute `class` is written `class_`, and a hyphen in a name `_`.
     """

@@ -52,7 +52,7 @@ def require_size(who: str, value: object, least: int = 0) -> int:
     return number
 
 
-def to_number(value: Any) -> Any:  # Any: a float, unless the value is no number
+def to_number(value: Any) -> Any:  # Any: a float, unless the value is not a number
     """A number as a float; anything else unchanged, so that a validator can name it.
 
     So is a tensor that is differentiated, whose gradient a float would lose.
@@ -135,7 +135,7 @@ class TensorSpec:
     def like(cls, tensor: torch.Tensor) -> TensorSpec:
         """The spec of a tensor. Raises GraphError for anything else."""
         if not isinstance(tensor, torch.Tensor):
-            raise GraphError(f"spec: {show(tensor)} is no tensor, and the spec of one is asked for")
+            raise GraphError(f"spec: {show(tensor)} is not a tensor")
         if problem := layout_problem(tensor):
             raise GraphError(f"spec: the tensor {problem}")
         return cls(tensor.shape, tensor.dtype, tensor.stride())
@@ -196,17 +196,17 @@ def layout_problem(tensor: torch.Tensor) -> str:
 
 
 def as_integers(name: str, values: object) -> tuple[int, ...]:
-    """Sizes or strides. Raises GraphError for what is no sequence of whole numbers."""
+    """Sizes or strides. Raises GraphError for anything that is not a sequence of whole numbers."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise GraphError(
-            f"spec: {name} {show(values)} is no sequence of sizes such as (2, 8, 512, 64)"
+            f"spec: {name} {show(values)} is not a sequence of sizes such as (2, 8, 512, 64)"
         )
     given = tuple(values)
     if {*map(type, given)} == {int}:  # as those of tensors are
         return given
     sizes = tuple([n for n in map(to_integer, given) if n is not None])
     if len(sizes) < len(given):
-        raise GraphError(f"spec: {name} {given} has what is no whole number")
+        raise GraphError(f"spec: {name} {given} has something that is not a whole number")
     return sizes
 
 

@@ -79,8 +79,8 @@ class Dim(int):
 
     classes: the only sizes that it stands for, ascending, as `doubling` gives them; `most` is then
     the last. Dims add, subtract and multiply: starts have `B + 1` places. Where an integer is
-    needed, as in comparisons, a Dim is its most. Raises GraphError for a name that is no name of
-    Python, for `most` below 1, and for arithmetic that is no sum of products.
+    needed, as in comparisons, a Dim is its most. Raises GraphError for a name that is not a name of
+    Python, for `most` below 1, and for arithmetic that is not a sum of products.
     """
 
     terms: Terms
@@ -98,7 +98,7 @@ class Dim(int):
             )
         most = sizes[-1] if sizes else most
         if type(most) is not int or most < 1:
-            raise GraphError(f"dim {name}: most {show(most)} is no whole number of at least 1")
+            raise GraphError(f"dim {name}: most {show(most)} is not a whole number of at least 1")
         return make_dim((((NamedSize(name, most, sizes),), 1),))
 
     @property

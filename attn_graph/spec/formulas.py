@@ -344,13 +344,13 @@ def narrow_bounds(a: SizeBounds, sign: str, other: int, came: bool) -> SizeBound
 
 
 def lowest(*numbers: int) -> int:
-    """The least of some numbers, which is no decision."""
+    """The least of some numbers, which is not a decision."""
     least: int = reduce_pairs(numbers, min, SizeFormula.minimum)
     return least
 
 
 def highest(*numbers: int) -> int:
-    """The greatest of some numbers, which is no decision."""
+    """The greatest of some numbers, which is not a decision."""
     most: int = reduce_pairs(numbers, max, SizeFormula.maximum)
     return most
 
@@ -377,7 +377,7 @@ def capacity(number: int) -> int:
 
 
 def is_one(number: int) -> bool:
-    """Whether a number is 1 whatever the sizes are, which is no decision."""
+    """Whether a number is 1 whatever the sizes are, which is not a decision."""
     if isinstance(number, SizeFormula):
         return number.bounds.least == number.bounds.most == 1
     return number == 1

@@ -77,7 +77,7 @@ def read_step(
     given: list[Tensor],
     before: dict[str, Any],  # Any: fields of a Chain
 ) -> dict[str, Any]:  # Any: as above
-    """What one equation adds to a chain. Operands that are no inputs of the graph are not read."""
+    """What one equation adds to a chain. Operands that are not inputs of the graph are not read."""
     match op:
         case ops.Scores(scale):
             return {"q": given[0], "k": given[1], "scale": scale}
@@ -99,7 +99,7 @@ def read_step(
         case Attention():
             return read_attention(op, given)
         case _:
-            raise NotImplementedError(f"{op} is no part of one attention")
+            raise NotImplementedError(f"{op} is not a part of one attention")
 
 
 def read_attention(op: Attention, given: list[Tensor]) -> dict[str, Any]:  # Any: as above

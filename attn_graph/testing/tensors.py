@@ -107,7 +107,7 @@ def lay_anyhow(x: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     """The same numbers as a slice with gaps, the axes along which they do not change perhaps
     expanded: as a column of a table of metadata lies, or one length for all.
 
-    Between integers lies one that is no start, length or page.
+    Between integers lies one that is not a start, length or page.
     """
     steps = torch.randint(1, 4, (max(1, x.ndim),), generator=random).tolist()
     narrow = x

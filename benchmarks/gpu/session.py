@@ -186,7 +186,7 @@ def judge(
     code: int | None, seconds: float, limit: float, rows: list[Row], garbage: list[str], log: Path
 ) -> Outcome:
     """The outcome of a process that ended with a code; None: at the limit."""
-    problems = [f"{len(garbage)} lines are no rows, such as {garbage[0]!r}"] if garbage else []
+    problems = [f"{len(garbage)} lines are not rows, such as {garbage[0]!r}"] if garbage else []
     if code is None:
         problems.insert(0, f"ended after {limit:.0f} s")
     elif code:
@@ -216,5 +216,5 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def refuse_constant(name: str) -> None:
-    """Infinity and NaN are no JSON, though Python reads them."""
-    raise ValueError(f"{name} is no figure")
+    """Infinity and NaN are not JSON, though Python reads them."""
+    raise ValueError(f"{name} is not a figure")

@@ -79,7 +79,7 @@ def walk_keys(
 def compile_tutorial(sm: int, size: int, causal: bool) -> tuple[MachineCode, Body]:
     """What its machine code needs, in bfloat16, and its loops. size: of a head.
 
-    The one tile on the diagonal is no loop, but stands behind the other's.
+    The one tile on the diagonal is not a loop, but stands behind the other's.
     """
     machine = compile_kernel(sm, size, causal)
     body = read_body(machine.sass)

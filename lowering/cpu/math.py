@@ -1,7 +1,7 @@
 """The fallback that takes everything: PyTorch's matrix products and, on CPUs, its fused kernel.
 
 Equation by equation. An attention runs on the tiles that its mask leaves, so that no more than a
-tile of scores ever exists; whatever is no attention runs as its own definition says.
+tile of scores ever exists; whatever is not an attention runs as its own definition says.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
 
 
 def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[Tiles | None, ...]:
-    """How each equation is tiled; None for what is no attention or has nothing to compute."""
+    """How each equation is tiled; None for anything that is not an attention or has nothing to
+    compute."""
     fused = target.kind == "cpu" and options.switches.flash
     return tile_equations(graph, fused, own_products(target))
 
@@ -452,7 +453,7 @@ def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
 
 
 def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
-    """An equation by its definition: what is no attention, and attentions without a score."""
+    """An equation by its definition: no attention, or one without a score."""
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         with torch.no_grad(), plain_ops_on(device):

@@ -1,8 +1,8 @@
 """Packed tensors and paged caches in cuDNN's terms: padded shapes, and where sequences begin.
 
 cuDNN is told of a packed tensor [T,H,D] as [B,H,M,D], beside the element at which each batch entry
-begins: T is no part of the call, so that one plan serves batches of any number of rows. A pool of
-pages [n,P,G,D] it is told as [n,G,P,D], beside the table.
+begins: T is not a part of the call, so that one plan serves batches of any number of rows. A pool
+of pages [n,P,G,D] it is told as [n,G,P,D], beside the table.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def end_names(problem: Problem) -> tuple[str, ...]:
 
 def read_band(parts: Sequence[Mask], ends: tuple[str, ...]) -> Bounds | None:
     """How far a query sees to the left and right of the corner of its lengths, by what a mask has
-    beside these; None where that is no band along this corner."""
+    beside these; None where that is not a band along this corner."""
     band = parts[0] if parts else Band(ragged=ends)
     if len(parts) > 1 or not isinstance(band, Band) or {*band.ragged} != {*ends}:
         return None

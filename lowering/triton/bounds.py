@@ -66,7 +66,7 @@ class RowBounds:
 def looser(
     choose: Callable[[Symbol, Symbol], Symbol], a: Symbol | None, b: Symbol | None
 ) -> Symbol | None:
-    """The looser of two bounds, where None is no bound."""
+    """The looser of two bounds, where None means no bound."""
     return None if a is None or b is None else choose(a, b)
 
 

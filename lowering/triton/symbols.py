@@ -157,7 +157,8 @@ class Code:
 
 
 def code_literal(value: object) -> tuple[str, Kind]:
-    """A Python number as text, and its kind. Raises Untraceable for what is no number."""
+    """A Python number as text, and its kind. Raises Untraceable for anything that is not a
+    number."""
     if isinstance(value, bool):
         return str(value), "bool"
     if isinstance(value, int):

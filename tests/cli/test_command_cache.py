@@ -134,7 +134,7 @@ def test_kernels_are_compiled_ahead_for_calls_with_tensors(
     [
         ("", (), "holds no graph"),
         ("hello", (), "expected"),
-        (str(HALF), ("--driver", "thirteen"), "'thirteen' is no version of CUDA such as 13.0"),
+        (str(HALF), ("--driver", "thirteen"), "'thirteen' is not a version of CUDA such as 13.0"),
         (str(HALF), ("--target", "h19"), "'h19' is not known"),
     ],
 )

@@ -143,14 +143,14 @@ def test_each_flag_says_its_part_of_the_graph(said: str) -> None:
 WRONG = {
     "explain": "say a graph: --q and further flags, or FILE",
     "explain --q 1,2": "1,2 has 2 sizes, and [batch, heads, positions, head size] has 4",
-    "explain --q 1,a,2,3": "'1,a,2,3' is no list of sizes",
-    "explain --q 1,3,8,8 --k 1,2,8,8": "3 heads of q f32[1, 3, 8, 8] are no multiple of 2 heads",
+    "explain --q 1,a,2,3": "'1,a,2,3' is not a list of sizes",
+    "explain --q 1,3,8,8 --k 1,2,8,8": "3 heads of q f32[1, 3, 8, 8] are not a multiple of 2 heads",
     "explain --q 1,2,8,8 --k 1,2,9,8 --causal": 'say align="top_left"',
     "explain --q 1,2,8,8 --target tpu": "target 'tpu' is not known",
     "explain --q 1,2,8,8 --backends nobody": "no backend is named 'nobody'",
     "explain --q 1,2,8,8 --max-workspace 1XB": "size '1XB' is not a number",
     "explain --q 1,2,8,8 --window 1,2,3": "1,2,3 has 3 bounds",
-    "explain --q 1,2,8,8 --window 1 --mask Foo()": "Foo() is no known value",
+    "explain --q 1,2,8,8 --window 1 --mask Foo()": "Foo() is not a known value",
     "explain --q 1,2,8,8 --bias 1,2,8,8:int": "'int' is none of f16, bf16, f32, f64",
     "explain --q 1,2,8,8 --layout bhs": "layout 'bhs'",
     "explain --q 1,2,8,8 -": "FILE says the graph, and --q would say another",
@@ -158,7 +158,7 @@ WRONG = {
     "mask 4": "Missing argument 'N'",
     "mask 4 4 Causal(": "line 1: '(' was never closed",
     "mask 4 4 --block 3x3x3": "3x3x3 has 3 sizes, and a tile has 2, or 1 for both",
-    "mask 4 4 causal": "causal is no known value; a mask is made of Causal(align), Window(left, ",
+    "mask 4 4 causal": "causal is not a known value; a mask is made of Causal(align), Window(left",
     "explain --q 1,2,8,8 --dtype f8": "'f8' is none of f16, bf16, f32, f64",
     "cache verify --folder nowhere": "Directory 'nowhere' does not exist",
     "cache list --folder nowhere": "Directory 'nowhere' does not exist",
@@ -370,7 +370,7 @@ def test_a_broken_pipe_is_no_answer(line: tuple[str, ...]) -> None:
 def test_odd_input_is_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(bytes(range(256)))
     for line, told in (
-        (("explain", str(tmp_path / "bytes")), "is no text"),
+        (("explain", str(tmp_path / "bytes")), "is not text"),
         (("explain", "--q", "99999999999999999999,8,64,64"), "is too large for a size"),
         (("bench", "--q", "64,64,1000000,4096"), "and this machine has"),
         (("bench", *SMALL, "--peak", "nan"), "no rate"),

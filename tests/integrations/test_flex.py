@@ -167,7 +167,7 @@ UNREAD = {  # a mod that cannot be read, and what is said of it
     "documents[q + 1] == 2": "reads a tensor at i + 1, which is not b, h, q_idx or kv_idx",
     "documents == q": "reads a tensor [9] at 0 indices",
     "torch.sin(q) > 0": "computes gt() of sin(real(i)), 0",
-    "q // k > 1": "divides by j, which is no positive number",
+    "q // k > 1": "divides by j, which is not a positive number",
     "(q.bitwise_left_shift(1)) > k": "computes bitwise_left_shift() of i, 1",
     "torch.stack([q, k]).amax() > 2": "joins several terms into one",
     "torch.clamp(q, min=2) > k": "calls clamp() with min",

@@ -45,9 +45,9 @@ def wants(given: str) -> Callable[[], object]:
 
 # What is called, and a word that must be in what is told.
 ODD: dict[str, tuple[Callable[[], Any], str]] = {
-    "a size None in text": (parse("f32[None, 2]"), "line 2: (None, 2) are no integers"),
-    "a size beyond all in text": (parse("f32[1e999, 2]"), "line 2: (1e309, 2) are no integers"),
-    "a letter for a size in text": (parse("f32['x']"), "line 2: 'x' are no integers"),
+    "a size None in text": (parse("f32[None, 2]"), "line 2: (None, 2) are not integers"),
+    "a size beyond all in text": (parse("f32[1e999, 2]"), "line 2: (1e309, 2) are not integers"),
+    "a letter for a size in text": (parse("f32['x']"), "line 2: 'x' are not integers"),
     "an operand too many": (
         parse("f32[1, 2, 6, 8]", "s = scores(q, q, q)"),
         "line 4: scores: 3 operands given, 2 needed",
@@ -57,16 +57,16 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "wants too long": (wants("(True, True, True, True)"), "4 wants for 3 operands"),
     "text that is none": (lambda: ag.parse(3), "expected text, got int"),  # type: ignore[arg-type]  # is wrong
     "a mask's text that is none": (lambda: parse_mask(None), "expected text"),  # type: ignore[arg-type]  # is wrong
-    "a target without a hash": (compile_(target=[]), "target [] is no Target"),
+    "a target without a hash": (compile_(target=[]), "target [] is not a Target"),
     "a target by number": (lambda: ag.Target.of([]), "target [] is not known"),  # type: ignore[arg-type]  # is wrong
-    "None among backends": (compile_(backends=[None]), "None is no Backend"),
+    "None among backends": (compile_(backends=[None]), "None is not a Backend"),
     "one backend": (compile_(backends="math"), "say ('math',)"),
     "a number of backends": (compile_(backends=3), "backends=3"),
-    "a list among those to avoid": (compile_(avoid=[[]]), "[] is no Backend"),
+    "a list among those to avoid": (compile_(avoid=[[]]), "[] is not a Backend"),
     "one to avoid": (compile_(avoid="math"), "avoid='math'"),
-    "None to prefer": (lambda: ag.prefer(None).__enter__(), "None is no Backend"),  # type: ignore[arg-type]  # is wrong
-    "a number for a workspace": (compile_(workspace=3), "workspace 3 is no Workspace"),
-    "a list for a workspace": (compile_(workspace=[]), "workspace [] is no Workspace"),
+    "None to prefer": (lambda: ag.prefer(None).__enter__(), "None is not a Backend"),  # type: ignore[arg-type]  # is wrong
+    "a number for a workspace": (compile_(workspace=3), "workspace 3 is not a Workspace"),
+    "a list for a workspace": (compile_(workspace=[]), "workspace [] is not a Workspace"),
     "a workspace beyond all": (compile_(max_workspace="9" * 400 + "GiB"), "size 999999999..."),
     "a list of bytes": (compile_(max_workspace=[1]), "size [1]"),
     "a list for a precision": (compile_(precision=[]), "precision []"),
@@ -99,7 +99,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ag.TensorSpec((1, 2, 3, 4), F32, layout=3),  # type: ignore[arg-type]  # is wrong
         "layout 3",
     ),
-    "the spec of a number": (lambda: ag.TensorSpec.like(3), "3 is no tensor"),  # type: ignore[arg-type]  # is wrong
+    "the spec of a number": (lambda: ag.TensorSpec.like(3), "3 is not a tensor"),  # type: ignore[arg-type]  # is wrong
     "outputs that nothing makes": (lambda: ag.Graph((), (), (3,)), "outputs (3,) of 0 values"),
     "operands that nothing makes": (
         lambda: ag.Graph(GRAPH.inputs, GRAPH.eqns[1:], (3,)),

@@ -177,8 +177,8 @@ def test_a_formula_skips_what_it_empties() -> None:
     ("text", "problem"),
     [
         ("i +", "is not an expression"),
-        ("i + j", "is no comparison of integers"),
-        ("i / 2 < j", "is no comparison of integers"),
+        ("i + j", "is not a comparison of integers"),
+        ("i / 2 < j", "is not a comparison of integers"),
         ("i < page", "page is not read; it may name abs, b, h, i, j"),
         ("i // j < 2", "divides by no positive integer"),
         ("i < j < 3", "is not read"),
@@ -195,8 +195,8 @@ def test_a_formula_that_is_none_is_an_error(text: str, problem: str) -> None:
     [
         ([("t", "ji")], "t has axes 'ji'; say them in the order of 'bhij'"),
         ([("t", "ix")], "t has axes 'ix'"),
-        ([("i", "j")], "'i' is no name for a tensor"),
-        ([("t", "i"), ("t", "j")], "'t' is no name for a tensor, or one of another thing"),
+        ([("i", "j")], "'i' is not a name for a tensor"),
+        ([("t", "i"), ("t", "j")], "'t' is not a name for a tensor, or is taken"),
     ],
 )
 def test_a_tensor_of_a_formula_has_a_name_and_axes_of_its_own(elements: Any, problem: str) -> None:

@@ -207,10 +207,10 @@ def test_a_mask_written_by_hand_may_leave_out_names_of_fields() -> None:
 NO_MASKS = {
     "": "invalid syntax",
     "Causal(": "line 1: '(' was never closed",
-    "Causal() and Window(3)": "is no known value",
-    "__import__('os').system('true')": "is no known value",
-    "Scores(0.5)": "Scores(0.5) is no known value",
-    "{[]: 1}": "is no known value",
+    "Causal() and Window(3)": "is not a known value",
+    "__import__('os').system('true')": "is not a known value",
+    "Scores(0.5)": "Scores(0.5) is not a known value",
+    "{[]: 1}": "is not a known value",
     "3": "3 is 3, and no mask such as Causal() & Window(64)",
     "1 & Causal()": "mask: 1 is not a mask",
     "Window()": "Window needs left",
@@ -229,7 +229,7 @@ def test_who_writes_a_mask_wrongly_is_told_the_leaves_and_the_joints(written: st
     with pytest.raises(ag.GraphError) as caught:
         parse.parse_mask(written)
     told = str(caught.value)
-    assert told.startswith(f"{written} is no known value; a mask is made of ")
+    assert told.startswith(f"{written} is not a known value; a mask is made of ")
     assert all(f"{leaf.__name__}(" in told for leaf in m.LEAVES)
     assert "Window(left, right, align)" in told
     assert told.endswith("joined with & (not `and`), | (not `or`) and ~ (not `not`)")
@@ -238,7 +238,7 @@ def test_who_writes_a_mask_wrongly_is_told_the_leaves_and_the_joints(written: st
 @pytest.mark.parametrize("spec", ["f16[(2, 3), (1, 2)]", "f16[2, 3](strides=(1, 'x'))", "f16[2.5]"])
 def test_sizes_and_strides_are_integers_by_name(spec: str) -> None:
     words = str(GRAPH).replace("k: f16[2, 2, 9, 8]", f"k: {spec}")
-    with pytest.raises(ag.GraphError, match=r"are no integers; .* f16\[2, 3\]\(strides=\(1, 2\)\)"):
+    with pytest.raises(ag.GraphError, match=r"not integers; .* f16\[2, 3\]\(strides=\(1, 2\)\)"):
         ag.parse(words)
 
 

@@ -38,7 +38,7 @@ compiling = pytest.mark.skipif(
 
 
 def report() -> Any:  # Any: a module
-    """docs/generate/kernels.py, which is no package's."""
+    """docs/generate/kernels.py, which is not a package's."""
     return load_file(ROOT / "docs" / "generate" / "kernels.py")
 
 

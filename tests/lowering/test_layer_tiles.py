@@ -138,7 +138,7 @@ def keeps(tile: Tile, part: Part) -> torch.Tensor:
     return whole.tril() if part.kind == "causal" else whole
 
 
-# Queries that keep less than those above them, whose triangle is no part of one with them.
+# Queries that keep less than those above them, whose triangle is not a part of one with them.
 SHORTER: Case = (
     m.Band(None, 4) & (m.QueryLengths() | m.Band(None, 0)), 3, 6, {"q_lengths": torch.tensor([2])}
 )  # fmt: skip

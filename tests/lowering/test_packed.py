@@ -348,7 +348,7 @@ def test_what_only_math_takes_is_said_of_no_other() -> None:
     """Steps that pack by themselves, and tangents of packed tensors."""
     graph, _ = make_small()
     pushed = refusals(ag.jvp(graph), "h200")
-    tangents = "and the graph has AttentionJvp; math takes it"
+    tangents = "and the graph has AttentionJvp; math supports it"
     for name in (*OTHERS["h200"], "cudnn"):
         assert f"computes no tangents, {tangents}" in pushed[name]
     assert f"computes no tangents of packed tensors, {tangents}" in pushed["triton"]
@@ -358,10 +358,10 @@ def test_what_only_math_takes_is_said_of_no_other() -> None:
 
     x, starts, lengths = SPEC((16, 2, 64), torch.bfloat16), SPEC((4,), I32), SPEC((3,), I32)
     alone = refusals(ag.graph(step, x=x, starts=starts, lengths=lengths), "h200")
-    reason = "reads no packed tensors, and the graph has some; math takes it"
+    reason = "reads no packed tensors, and the graph has some; math supports it"
     assert all(reason in alone[name] for name in OTHERS["h200"])
     for name in ("triton", "cudnn"):
-        assert "takes one attention, and the graph has 1 equations: Unpack" in alone[name]
+        assert "supports one attention, and the graph has 1 equations: Unpack" in alone[name]
 
 
 def test_a_limit_that_lengths_decide_about_is_refused() -> None:
@@ -416,8 +416,8 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         "torch.int32",
     ),
     "an alignment is missing": (lambda: make_small(mask=ag.Causal()), "where the diagonal lies"),
-    "no pair": (lambda: make_small(most=7), "most 7 is no pair"),
-    "a size below 0": (lambda: make_small(most=(-1, None)), "-1 is no number of rows"),
+    "no pair": (lambda: make_small(most=7), "most 7 is not a pair"),
+    "a size below 0": (lambda: make_small(most=(-1, None)), "-1 is not a number of rows"),
 }
 
 

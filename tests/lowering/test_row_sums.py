@@ -340,7 +340,7 @@ def test_lengths_cut_what_is_read_of_long_keys() -> None:
 
 
 def test_decoding_of_values_with_gaps_is_products() -> None:
-    """Which are no rows of a table."""
+    """Which are not rows of a table."""
     sizes = (1, 16, 1, 128), (1, 16, 1024, 128)
     q, k = (ag.TensorSpec(x, torch.float32) for x in sizes)
     v = ag.TensorSpec(k.shape, torch.float32, (16 * 133120, 133120, 130, 1))

@@ -71,8 +71,8 @@ def test_true_is_lse_and_false_is_none() -> None:
 @pytest.mark.parametrize(
     ("stats", "problem"),
     [
-        ("lse", "stats 'lse' is no sequence of names; say ('lse',)"),
-        (1, "stats 1 is no sequence of names; say ('lse',)"),
+        ("lse", "stats 'lse' is not a sequence of names; say ('lse',)"),
+        (1, "stats 1 is not a sequence of names; say ('lse',)"),
         (("lse", "mean"), "stats 'mean' is none of lse, max"),
         (("max", "max"), "stats ('max', 'max') name one statistic twice"),
     ],
@@ -337,7 +337,7 @@ def test_who_does_not_give_it_says_so_and_what_would_lift_that(target: str) -> N
         assert explanation.backward.backend == "cudnn"  # which reads o and lse alone
     for refusal in against.values():
         (remedy,) = refusal.lifts[refusal.reasons.index(reason)]
-        assert (remedy.text, remedy.changes_result) == ("no max among stats", True)
+        assert (remedy.text, remedy.changes_result) == ("drop max from stats", True)
         if len(refusal.reasons) == 1:  # fa4 is not installed, which no graph mends
             assert refusal.smallest is not None
             assert refusal.smallest.graph == ag.attention(x, x, x, stats=True)

@@ -25,7 +25,7 @@ Source = Callable[[], torch.Tensor]  # of a tensor on DEVICE that a plan remembe
 
 
 def tile_lists() -> Source:
-    """Those of a mask that is no strip."""
+    """Those of a mask that is not a strip."""
     graph = simplify(ag.attention(X, X, X, mask=ag.Causal() & (ag.Window(8) | ag.Prefix(4))))
     problem = sole(graph)
     assert problem is not None

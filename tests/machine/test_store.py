@@ -90,8 +90,8 @@ def test_a_fifo_is_a_miss_that_nobody_waits_for(store: Store) -> None:
     store.put(KEY, DATA)
     store.path(KEY).unlink()
     os.mkfifo(store.path(KEY))
-    assert in_child(lambda: "it is no regular file" in logged(store))
-    assert in_child(lambda: [entry.unfit for entry in store.entries()] == ["it is no regular file"])
+    assert in_child(lambda: "it is not a regular file" in logged(store))
+    assert in_child(lambda: [x.unfit for x in store.entries()] == ["it is not a regular file"])
     store.put(KEY, DATA)
     assert store.get(KEY) == DATA
 
@@ -108,7 +108,7 @@ def test_a_folder_in_the_store_stays_and_hinders_nothing(
     assert (store.get("old"), store.get("new")) == (None, DATA)
     assert not caplog.records
     assert store.bytes == store.most
-    assert [e.unfit for e in store.entries() if e.path == folder] == ["it is no regular file"]
+    assert [e.unfit for e in store.entries() if e.path == folder] == ["it is not a regular file"]
     store.put(KEY, DATA)
     assert "is not stored" in caplog.text
     assert store.clear() == 1
@@ -195,7 +195,7 @@ def test_a_whole_file_whose_key_is_no_text_is_a_miss(store: Store) -> None:
     store.put(KEY, DATA)
     body = (1).to_bytes(8, "big") + b"\xff"
     store.path(KEY).write_bytes(MAGIC + sha256(body).digest() + body)
-    assert "its key is no text" in logged(store)
+    assert "its key is not text" in logged(store)
 
 
 def test_clear_deletes_what_is_ours(store: Store) -> None:

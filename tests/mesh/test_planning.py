@@ -206,7 +206,7 @@ def test_text_of_a_sharded_graph_makes_it_again() -> None:
     text = str(ag.shard(packed, ag.Mesh(2), "zigzag", **known))
     for old, new, said in (
         ("shard(", "share(", "expected a graph, and below it"),
-        ("Mesh(ranks=2)", "Mesh(ranks=0)", "line 10: mesh: 0 is no number of ranks"),
+        ("Mesh(ranks=2)", "Mesh(ranks=0)", "line 10: mesh: 0 is not a number of ranks"),
         ("Mesh(ranks=2), ", "", "line 10: expected `shard(graph, mesh, placements, ...)`"),
         ("'zigzag'", "'zagzig'", "placements 'zagzig' is none of"),
         ("i64[1, 256]((1, ", "i64[1, 255]((1, ", "is given by runs of (element, how many)"),
@@ -234,7 +234,7 @@ WRONG: dict[str, Any] = {  # by what is said
     ),
     "exchange bias": lambda: ag.shard(BIAS, MESH, "zigzag", method="heads"),
     "no mask reads bias": lambda: ag.shard(BIAS, MESH, "zigzag", bias=torch.zeros(1)),
-    "mesh: 0 is no number of ranks": lambda: ag.Mesh(0),
+    "mesh: 0 is not a number of ranks": lambda: ag.Mesh(0),
     "to be one attention, and is attention_grad": lambda: ag.shard(
         ag.vjp(PLAIN)[1], MESH, "zigzag"
     ),

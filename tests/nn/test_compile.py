@@ -201,7 +201,7 @@ def test_dropout_draws_inside() -> None:
 
 
 def test_prefer_and_avoid_count_when_compiled_code_runs() -> None:
-    """They are no part of the code: it runs as eager code would, here and after loading."""
+    """They are not part of the code: it runs as eager code would, here and after loading."""
     compiled = torch.compile(attention, fullgraph=True, backend="eager")
     q, k, v = (t.detach() for t in three())
     compiled(q, k, v)

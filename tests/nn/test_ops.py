@@ -59,7 +59,7 @@ def call(layout: str, leaf: bool = True) -> tuple[list[torch.Tensor], str]:
 
 
 def plan(layout: str, leaf: bool = True) -> tuple[list[torch.Tensor], str]:
-    """The same of a plan, whose lse is no output."""
+    """The same of a plan, whose lse is not an output."""
     tensors = [laid(layout, heads, leaf=leaf) for heads in (4, 2, 2)]
     specs = map(ag.TensorSpec.like, tensors)
     mask = ag.Causal() & ag.Window(2)

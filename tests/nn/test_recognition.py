@@ -46,7 +46,7 @@ def test_bands_with_padding_are_recognised_and_mean_the_same(
     r = recognize(mask)
     if r is not None:
         assert torch.equal(dense(r, len(ends), M, N), mask)
-    else:  # keys at the start that nobody sees are no padding, nor is what a window cuts off
+    else:  # keys at the start that nobody sees are not padding, nor is what a window cuts off
         assert not keep.any(0).all() or not keep.all()
 
 

@@ -96,7 +96,7 @@ def pulled_back(attend: Attend) -> Any:
 
 
 def outside_of_a_pull(attend: Attend) -> Any:
-    """The outer derivative reads o alone: it is no second one."""
+    """The outer derivative reads o alone: it is not a second one."""
     q, k, v = three()
     return grad(lambda x: vjp(attend, x, k, v)[0].sin().sum())(q)
 

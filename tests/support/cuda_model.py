@@ -23,7 +23,7 @@ from attrs import define, field, frozen
 
 Kernel = Callable[[], None]
 DEVICE = torch.device("cuda", 0)
-SHARED = -1  # the pool of memory that is no stream's and no graph's
+SHARED = -1  # the pool of memory of no stream and no graph
 GRAIN = 512  # bytes; the allocator rounds up to it
 
 

@@ -61,7 +61,7 @@ def names(module: ModuleType) -> Iterator[str]:
 
 
 def belongs(x: object, module: str) -> bool:
-    """Whether a value was made in the module, and is no part of how the module is made."""
+    """Whether a value was made in the module, and is not a part of how the module is made."""
     machinery = isinstance(x, type) and (
         issubclass(x, ModuleType) or x.__name__ in ("ContextProp", "PropModule", "GenericModule")
     )

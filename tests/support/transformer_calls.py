@@ -91,7 +91,8 @@ def stack(inputs: list[Inputs], *, left: bool = False) -> Inputs:
 
 
 def padding_of(batch: Inputs) -> Inputs:
-    """The masks [B, tokens] of what is no padding, by the names that models have for them."""
+    """The masks [B, tokens] of anything that is not padding, by the names that models have for
+    them."""
     return {
         name.replace("input_ids", "attention_mask"): (x != 0).long()
         for name, x in batch.items()

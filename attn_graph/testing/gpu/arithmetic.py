@@ -11,9 +11,8 @@ import numpy as np
 from attn_graph.testing.gpu.program import PARAMETERS
 from attn_graph.testing.gpu.rules import Array, DType, value
 
-UNSIGNED, SIGNED = "u16 u32 u64", "s16 s32 s64"
+UNSIGNED, SIGNED, BITS = "u16 u32 u64", "s16 s32 s64", "b16 b32 b64"
 WHOLE = f"{UNSIGNED} {SIGNED}"
-BITS = "b16 b32 b64"
 WIDER = {"T": "u16 s16 u32 s32", "W": "u32 s32 u64 s64"}
 LEAST_NORMAL = np.float32(2.0**-126)
 F32, F64, U16, U32 = np.float32, np.float64, np.uint16, np.uint32
