@@ -373,8 +373,8 @@ def test_odd_input_is_wrong_usage(tmp_path: Path) -> None:
         (("explain", str(tmp_path / "bytes")), "is not text"),
         (("explain", "--q", "99999999999999999999,8,64,64"), "is too large for a size"),
         (("bench", "--q", "64,64,1000000,4096"), "and this machine has"),
-        (("bench", *SMALL, "--peak", "nan"), "no rate"),
-        (("bench", *SMALL, "--bandwidth", "-1"), "no rate"),
+        (("bench", *SMALL, "--peak", "nan"), "not a rate"),
+        (("bench", *SMALL, "--bandwidth", "-1"), "not a rate"),
         (("explain", *SMALL[:2], "--backends", ","), "backends= names none"),
     ):
         result = run(*line)

@@ -308,7 +308,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "no pool": ((Q, Q, Q, C, None, 4, 4), {"block_table": TABLE}, r"with block_table it is a pool"),
     "no tensor": ((Q, [1], Q, C, C, 4, 4), {}, "key is a list"),
     "heads": ((Q, K, K, C, C, 4, 4), {}, "query has 4 heads and key 2; say enable_gqa=True"),
-    "groups": ((Q[:, :3], K, K, C, C, 4, 4), {"enable_gqa": True}, "no multiple of key's 2"),
+    "groups": ((Q[:, :3], K, K, C, C, 4, 4), {"enable_gqa": True}, "not a multiple of key's 2"),
     "rows": ((Q, Q, Q[:5], C, C, 4, 4), {}, r"key \[6, 4, 8\] and value \[5, 4, 8\] disagree"),
     "sequences": ((Q, Q, Q, C, C[:2], 4, 4), {}, r"of 2 sequences, and cu_seq_k is \[2\]"),
     "used": ((Q, Q, Q, C, C, 4, 4), {"seqused_k": C}, r"seqused_k is \[3\]; it has to be \[B\]"),
