@@ -173,6 +173,13 @@ def is_wide(case: Fa4Case) -> bool:
     return case.problem.D == case.problem.E == 256
 
 
+def has_whole_pages(case: Fa4Case) -> bool:
+    """Whether a page has as many rows as a tile of keys."""
+    if not case.is_paged or case.problem.is_empty:
+        return False
+    return case.page == forward_tile(case.sm, case.problem)[1]
+
+
 def beyond_causal(case: Fa4Case) -> bool:
     """Whether there is a mask that is not causal, bottom right."""
     native = case.native
@@ -334,7 +341,7 @@ LIMITS = (
     ),
     Limit(
         "page_size",
-        lambda c: c.page == forward_tile(c.sm, c.problem)[1] and f"they have {c.page}",
+        lambda c: has_whole_pages(c) and f"they have {c.page}",
         "multiplies rows past a length by 0, where NaN would stay NaN, if pages have as many rows "
         "as a tile of keys,",
         f"{INTERFACE}: paged_kv_tma; paged_kv.py leaves these rows out",

@@ -369,6 +369,18 @@ def test_without_the_package_only_that_is_in_the_way() -> None:
     assert "pip install 'attn-graph[fa4]'" in str(reason)
 
 
+@pytest.mark.parametrize("name", ["a100", "h200", "b200", "rtx4090"])
+@pytest.mark.parametrize("shape", [(0, 2, 8, 16), (1, 0, 8, 16), (1, 2, 0, 16)])
+def test_graphs_without_an_element_are_refused_by_their_sizes(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    x = ag.TensorSpec(shape, torch.float16)
+    target = evolve(ag.Target.of(name), libraries=((PACKAGE, "4.0.0b36"),))
+    graph = ag.attention(x, x, x, mask=ag.Causal(), stats=True)
+    for each in (graph, ag.vjp(graph)[1]):
+        assert "sizes" in {x.key for x in BACKEND.reasons(simplify(each), target, Options())}
+
+
 def test_other_versions_are_refused() -> None:
     other = evolve(H200, libraries=((PACKAGE, "4.0.0b35"),))
     assert keys_of(make(), other) == {f"version.{PACKAGE}"}
