@@ -15,7 +15,7 @@ from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
 from tests.lowering.test_gpu_sequences import FEW, PACKED, PAGED, packed_case, paged_case
 from tests.support.virtual_cases import CASES
 
-LEAST = 0.84
+LEAST = 0.85
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -35,18 +35,29 @@ def passes(graph: ag.Graph) -> Iterator[tuple[str, ag.Graph]]:
         yield ", gradient", simplify(ag.vjp(graph)[1])
 
 
-@pytest.mark.parametrize("name", ["h200", "b200"])
-def test_most_graphs_in_half_precision_are_taken(
-    name: str, golden: Callable[[object], None]
-) -> None:
+def refuse(name: str) -> Iterator[tuple[str, str, tuple[ag.Reason, ...]]]:
+    """Each graph's name and pass, and every reason against it."""
     target = evolve(ag.Target.of(name), libraries=((PACKAGE, "4.0.0b36"),))
-    lines, taken = [], {"": [0, 0], ", gradient": [0, 0]}
     for title, graph in half_graphs():
         for way, each in passes(graph):
-            against = BACKEND.reasons(each, target, Options())
-            taken[way][0] += not against
-            taken[way][1] += 1
-            lines += [f"{title}{way}: {reason}" for reason in against]
+            yield title, way, BACKEND.reasons(each, target, Options())
+
+
+@pytest.mark.parametrize("name", ["h200", "b200"])
+def test_graphs_in_half_precision_and_why_some_are_refused(
+    name: str, golden: Callable[[object], None]
+) -> None:
+    lines, taken = [], {"": [0, 0], ", gradient": [0, 0]}
+    for title, way, against in refuse(name):
+        taken[way][0] += not against
+        taken[way][1] += 1
+        lines += [f"{title}{way}: {reason}" for reason in against]
     counts = [f"{yes} of {every}{way}" for way, (yes, every) in taken.items()]
     golden("\n".join([", ".join(counts), *lines]))
-    assert sum(yes for yes, _ in taken.values()) >= LEAST * sum(n for _, n in taken.values())
+
+
+@pytest.mark.xfail(strict=True, reason="59 of 70: gradients of bias, slopes and over pages")
+@pytest.mark.parametrize("name", ["h200", "b200"])
+def test_most_graphs_in_half_precision_are_supported(name: str) -> None:
+    supported = [not against for *_, against in refuse(name)]
+    assert sum(supported) >= LEAST * len(supported)
