@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import pytest
@@ -18,11 +17,7 @@ from hypothesis.strategies import DrawFn
 from torch.profiler import ProfilerActivity, profile
 
 import attn_graph as ag
-from attn_graph.ir.modifiers import change_
 from attn_graph.ir.vjp import main_outputs, residuals
-from attn_graph.lowering.cpu.asking import Extent, ask_mask, ask_modifier
-from attn_graph.lowering.problem import sole
-from attn_graph.masks.places import Block, Place
 from attn_graph.testing.strategies import graphs, seeds, shuffled_graphs
 from attn_graph.testing.tensors import tensors_for
 from tests.support.sources import ROOT
@@ -437,62 +432,6 @@ def test_a_large_call_takes_about_what_is_said(
     taken = need.saved + need.workspace_backward + most
     told = need.saved + need.gradients + need.workspace_backward + need.temporary_backward
     assert taken < LARGE or told <= limit * taken
-
-
-FLAGS = ag.TensorSpec((2, 1, 1, 48), torch.bool)
-POSITIONS = ag.TensorSpec((2, 64), torch.int64), ag.TensorSpec((2, 48), torch.int64)
-ASKED: dict[str, dict[str, Any]] = {
-    "band": {"mask": WINDOW},
-    "moved band": {"mask": WINDOW, "kv_lengths": ag.TensorSpec((2,), torch.int64)},
-    "booleans": {"keep": FLAGS, "kv_lengths": ag.TensorSpec((2,), torch.int64)},
-    "segments": {"segments": POSITIONS, "mask": WINDOW | ag.Prefix(3)},
-    "not": {"mask": ~(ag.Prefix(3) | BOTTOM)},
-}
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_asking_takes_what_the_axes_of_each_leaf_make(name: str) -> None:
-    q, k = (ag.TensorSpec((2, 1, n, 8), torch.float32) for n in (64, 48))
-    problem = sole(ag.compile(ag.attention(q, k, k, align="bottom_right", **ASKED[name])).graph)
-    assert problem is not None
-    mask, specs = problem.node.mask, problem.by_role.mask
-    assert mask is not None
-    asked = ask_mask(mask, specs, Extent(*problem.sizes))
-    data = {n: torch.ones(x.shape, dtype=x.dtype) for n, x in specs.items()}
-    at = Place.of(Block(range(2), range(1), range(64), 1, 64, 48, data), range(48))
-    keep, held, most = allocated(lambda: mask.keep(at))
-    assert isinstance(keep, torch.Tensor)
-    assert held == asked.made == prod(keep.shape)
-    numbers = 2 * torch.int64.itemsize  # a bound, of each batch entry where lengths move it
-    assert most - numbers <= asked.most <= 1.25 * most
-
-
-SLOPES = ag.TensorSpec((3,), torch.float32)
-STEPS: dict[str, dict[str, Any]] = {
-    "alibi": {"alibi": True},
-    "slopes": {"alibi": SLOPES},
-    "moved alibi": {"alibi": SLOPES, "kv_lengths": ag.TensorSpec((2,), torch.int64)},
-    "bias": {"bias": ag.TensorSpec((2, 1, 64, 48), torch.float32)},
-    "narrow bias": {"bias": ag.TensorSpec((2, 1, 64, 48), torch.bfloat16)},
-    "soft cap": {"soft_cap": 3.0},
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_takes_what_is_said_beside_its_scores(name: str) -> None:
-    dtype = torch.bfloat16 if name == "narrow bias" else torch.float32
-    q, k = (ag.TensorSpec((2, 3, n, 8), dtype) for n in (64, 48))
-    graph = ag.compile(ag.attention(q, k, k, align="bottom_right", **STEPS[name])).graph
-    problem = sole(graph)
-    assert problem is not None
-    (step,), (specs,) = problem.node.modifiers, problem.by_role.modifiers
-    told = ask_modifier(step, specs, Extent(*problem.sizes), torch.float32.itemsize)
-    data = {n: torch.ones(x.shape, dtype=x.dtype) for n, x in specs.items()}
-    at = Place.of(Block(range(2), range(3), range(64), 3, 64, 48, data), range(48))
-    s = torch.ones(problem.sizes)
-    _, _, most = allocated(lambda: change_(step, s, at))
-    assert most <= told + 1024  # positions of a row, with lengths added
-    assert told <= 1.25 * most
 
 
 @pytest.mark.parametrize("heads", [1, 8])
