@@ -194,8 +194,8 @@ def join_small(problem: Problem, tiles: Iterable[Tile], rows: int, *, single: bo
 
 
 def join_mixed(above: Tile, below: Tile, rows: int) -> Tile | None:
-    """Two tiles as one, for which the mask has to say what it keeps; None where they are no
-    neighbours, or have more than `rows` queries, as with one that repeats."""
+    """Two tiles as one, for which the mask has to say what it keeps; None unless they are
+    neighbours, and where they have more than `rows` queries, as with one that repeats."""
     joined = range(above.rows.start, below.rows.stop)
     apart = above.batch != below.batch or above.rows.stop != below.rows.start
     if apart or len(joined) > rows:

@@ -57,8 +57,8 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 
 def package_reasons(target: Target) -> Iterator[Reason]:
-    """Against a target without the package, or with another version of it: its functions are no
-    stable interface."""
+    """Against a target without the package, or with another version of it: its functions are not
+    a stable interface."""
     number = dict(target.libraries).get(PACKAGE)
     if number is None:
         yield missing_library(PACKAGE, "pip install 'attn-graph[fa4]'")

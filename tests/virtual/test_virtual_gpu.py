@@ -80,7 +80,8 @@ def test_triton_looks_for_a_kernel_once_for_where_tensors_begin(
 def test_a_parameter_has_an_address_of_32_bits_too() -> None:
     """Among the parameters, from where a generic one is made: Triton 3.9 writes it so."""
     for move in ("mov.b32 %r1, x; cvt.u64.u32 %d8, %r1;", "mov.b64 %d8, x;"):
-        run_ptx(f"{move} cvta.param.u64 %d8, %d8; prefetch.tensormap [%d8];", {"x": torch.zeros(8)})
+        body = f"{move} cvta.param.u64 %d8, %d8; prefetch.tensormap [%d8];"
+        assert run_ptx(body, {"x": torch.zeros(8)}) == set()
 
 
 def test_the_driver_refuses_attributes_of_newer_ones() -> None:
