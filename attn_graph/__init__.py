@@ -37,33 +37,20 @@ with paused_collector():
         NoBackendError,
         PlanMismatchError,
         PlanTargetError,
-        Reason,
         SelfCheckWarning,
         TensorError,
     )
     from attn_graph.ir.builder import Value, attention, graph, scores
     from attn_graph.ir.graph import Graph
     from attn_graph.ir.jvp import jvp
-    from attn_graph.ir.modifiers import Modifier
+    from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
     from attn_graph.ir.parse import parse
     from attn_graph.ir.reference import evaluate
     from attn_graph.ir.vjp import vjp
-    from attn_graph.lowering.backend import (
-        Backend,
-        DeviceTest,
-        Executable,
-        Fallback,
-        Options,
-        RefusedError,
-    )
-    from attn_graph.lowering.problem import Problem, sole
-    from attn_graph.machine.cache import CacheInfo
-    from attn_graph.machine.sizes import Memory
-    from attn_graph.machine.store import Store, default_store
     from attn_graph.machine.target import Target
-    from attn_graph.machine.torch_switches import Precision, Switches
     from attn_graph.machine.workspace import Workspace, default_workspace
     from attn_graph.masks import (
+        Band,
         Causal,
         Data,
         Keep,
@@ -74,87 +61,61 @@ with paused_collector():
         SameSegment,
         Window,
     )
-    from attn_graph.masks.places import Block, Keys, Place
     from attn_graph.plan import Plan
-    from attn_graph.planner.choose import BACKENDS
     from attn_graph.spec import TensorSpec
     from attn_graph.spec.dims import Dim, doubling
 
 if TYPE_CHECKING:
+    from attn_graph import extend as extend
+    from attn_graph import types as types
     from attn_graph.integrations.flex import from_flex, from_flex_score
     from attn_graph.integrations.xformers import from_xformers
     from attn_graph.ir.addends import Addend
     from attn_graph.ir.vmap import vmap
     from attn_graph.masks.formulas import Formula
-    from attn_graph.masks.tiles import Tiles, tiles
+    from attn_graph.masks.tiles import tiles
     from attn_graph.mesh.layout import Mesh
-    from attn_graph.mesh.results import Outlook, ShardedPlan
-    from attn_graph.mesh.sharded import Sharded
     from attn_graph.mesh.sharding import shard
     from attn_graph.nn.replace import replace_sdpa
-    from attn_graph.planner.cost import Cost, Work
-    from attn_graph.planner.explanation import Explanation, Refusal
 
 __version__ = "0.1.0"
 __all__ = [
-    "BACKENDS",
     "Addend",
-    "Backend",
-    "Block",
-    "CacheInfo",
+    "Alibi",
+    "Band",
+    "Bias",
     "Causal",
-    "Cost",
     "Data",
-    "DeviceTest",
     "Dim",
-    "Executable",
-    "Explanation",
-    "Fallback",
     "FallbackWarning",
     "Formula",
     "Graph",
     "GraphError",
     "Keep",
     "KeyLengths",
-    "Keys",
     "Mask",
-    "Memory",
     "Mesh",
     "Modifier",
     "NoBackendError",
-    "Options",
-    "Outlook",
-    "Place",
     "Plan",
     "PlanMismatchError",
     "PlanTargetError",
-    "Precision",
     "Prefix",
-    "Problem",
     "QueryLengths",
-    "Reason",
-    "Refusal",
-    "RefusedError",
     "SameSegment",
     "SelfCheckWarning",
-    "Sharded",
-    "ShardedPlan",
-    "Store",
-    "Switches",
+    "SoftCap",
     "Target",
     "TensorError",
     "TensorSpec",
-    "Tiles",
     "Value",
     "Window",
-    "Work",
     "Workspace",
     "attention",
     "avoid",
     "cache_info",
     "clear_cache",
     "compile",
-    "default_store",
     "default_workspace",
     "doubling",
     "evaluate",
@@ -169,23 +130,15 @@ __all__ = [
     "replace_sdpa",
     "scores",
     "shard",
-    "sole",
     "tiles",
     "vjp",
     "vmap",
 ]
+PARTS = ("extend", "testing", "types")  # imported at first use
 LATER = {  # imported at first use, by the module that has it
     "Addend": "ir.addends",
-    "Cost": "planner.cost",
-    "Explanation": "planner.explanation",
     "Formula": "masks.formulas",
     "Mesh": "mesh.layout",
-    "Outlook": "mesh.results",
-    "Refusal": "planner.explanation",
-    "Sharded": "mesh.sharded",
-    "ShardedPlan": "mesh.results",
-    "Tiles": "masks.tiles",
-    "Work": "planner.cost",
     "from_flex": "integrations.flex",
     "from_flex_score": "integrations.flex",
     "from_xformers": "integrations.xformers",
@@ -197,12 +150,19 @@ LATER = {  # imported at first use, by the module that has it
 
 
 def __getattr__(name: str) -> object:
-    """A public name of LATER, or `testing`. Raises AttributeError for any other."""
-    if name == "testing":
-        return import_module(f"{__name__}.testing")
-    if name not in LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{LATER[name]}"), name)
+    """A public name of LATER, or a module of PARTS. Raises AttributeError for any other.
+
+    The error says the new place of names that `extend` and `types` have.
+    """
+    if name in PARTS:
+        return import_module(f"{__name__}.{name}")
+    if name in LATER:
+        return getattr(import_module(f"{__name__}.{LATER[name]}"), name)
+    text = f"{__name__} has no attribute {name!r}"
+    for part in () if name.startswith("_") else ("extend", "types"):
+        if name in import_module(f"{__name__}.{part}").__all__:
+            text += f"; it is {__name__}.{part}.{name}"
+    raise AttributeError(text)
 
 
 def __dir__() -> list[str]:

@@ -141,7 +141,7 @@ def compile_call(attend: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(call, fullgraph=True)
 
 
-def measure_new_length(backend: str, store: ag.Store, count: int) -> float:
+def measure_new_length(backend: str, store: ag.extend.Store, count: int) -> float:
     """Microseconds to plan a causal graph of another length for an H200; the median."""
     plan = partial(ag.compile, target="h200", backends=(backend,), store=store)
     jobs = (partial(plan, causal(8 * n + 1)) for n in range(1, count))
@@ -317,7 +317,7 @@ def causal(M: int, N: int | None = None, dtype: torch.dtype = torch.bfloat16) ->
 def cudnn_rows() -> list[dict[str, Any]]:
     """cuDNN's plans for an H200, and a call without its execution."""
     with TemporaryDirectory() as folder:
-        store = ag.Store(folder)
+        store = ag.extend.Store(folder)
         built = measure_new_length("cudnn", store, 10) / 1e3
         ag.clear_cache()
         stored = measure_new_length("cudnn", store, 10) / 1e3
@@ -360,7 +360,7 @@ for path in sorted(Path(folder).glob("*.data")):
 """
 
 
-def measure_loads(store: ag.Store) -> list[float]:
+def measure_loads(store: ag.extend.Store) -> list[float]:
     """Milliseconds that cuDNN takes to load each stored plan, in a process of its own."""
     with TemporaryDirectory() as folder:
         for n, entry in enumerate(store.entries()):

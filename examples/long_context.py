@@ -36,14 +36,14 @@ import attn_graph as ag
 STEPS = int(os.environ.get("STEPS", "20"))
 
 
-def shard_masks(ranks: int) -> list[ag.Sharded]:
+def shard_masks(ranks: int) -> list[ag.types.Sharded]:
     """The attention of even and of odd layers, divided alike: zigzag evens causal masks out."""
     q, k, _ = specs(BATCH, CONTEXT)
     graphs = [ag.attention(q, k, k, mask=mask) for mask in MASKS]
     return [ag.shard(graph, ag.Mesh(ranks), "zigzag") for graph in graphs]
 
 
-def attend_together(sharded: ag.Sharded) -> Attend:
+def attend_together(sharded: ag.types.Sharded) -> Attend:
     """This process's plan. Shards are dense, and the model's v is a view of its projection."""
     plan = ag.compile(sharded)
 
@@ -53,7 +53,7 @@ def attend_together(sharded: ag.Sharded) -> Attend:
     return attend
 
 
-def step(run: Run, divided: ag.Sharded, rank: int, text: Tensor, rate: float) -> None:
+def step(run: Run, divided: ag.types.Sharded, rank: int, text: Tensor, rate: float) -> None:
     """Train on this process's positions of text [B,S+1]; gradients and losses are added up."""
     tokens, targets = (divided.split(x, "bi")[rank] for x in (text[:, :-1], text[:, 1:]))
     run.optimizer.param_groups[0]["lr"] = rate

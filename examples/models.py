@@ -15,6 +15,7 @@ import torch
 from attrs import frozen
 
 import attn_graph as ag
+from attn_graph.extend import Block, Keys, Place
 
 TARGETS = ("h200", "a100", "b200", "cpu")
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -28,14 +29,14 @@ class Chunks(ag.Mask):
 
     size: int
 
-    def keep(self, at: ag.Place) -> Any:  # Any: an int, a tensor, or a symbol of generated code
+    def keep(self, at: Place) -> Any:  # Any: an int, a tensor, or a symbol of generated code
         return at.i // self.size == at.j // self.size
 
-    def span(self, block: ag.Block) -> ag.Keys:
+    def span(self, block: Block) -> Keys:
         first, last = block.rows.start // self.size, (block.rows.stop - 1) // self.size
-        return ag.Keys.between(first * self.size, min(block.N, (last + 1) * self.size))
+        return Keys.between(first * self.size, min(block.N, (last + 1) * self.size))
 
-    def surely(self, block: ag.Block) -> ag.Keys:
+    def surely(self, block: Block) -> Keys:
         first, last = block.rows.start // self.size, (block.rows.stop - 1) // self.size
         return self.span(block) if first == last else block.none
 
@@ -156,7 +157,7 @@ def explain_model(
     name: str,
     target: ag.Target | str,
     **more: Any,  # Any: options
-) -> ag.Explanation:
+) -> ag.types.Explanation:
     """The explanation of a model by its name; steps of generation have no gradients."""
     wants = () if name.endswith("-step") else None
     return ag.explain(MODELS[name], target=target, wants=wants, **more)

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import attn_graph as ag
+from attn_graph.extend import Backend, Executable, Options, sole
 
 Tensors = Sequence[torch.Tensor]
 
 
-def why_not(graph: ag.Graph, target: ag.Target, options: ag.Options) -> Iterator[str]:
+def why_not(graph: ag.Graph, target: ag.Target, options: Options) -> Iterator[str]:
     """What it has no code for. A gradient is not for it: o and lse are all that one needs."""
-    problem = ag.sole(graph)
+    problem = sole(graph)
     if problem is None or problem.grad is not None:
         yield "computes one attention forward, and the graph is something else"
         return
@@ -23,8 +24,8 @@ def why_not(graph: ag.Graph, target: ag.Target, options: ag.Options) -> Iterator
         yield f"computes in float32, and q is {problem.dtype}"
 
 
-def lower(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.Executable:
-    problem, (eqn,), inputs = ag.sole(graph), graph.eqns, len(graph.inputs)
+def lower(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
+    problem, (eqn,), inputs = sole(graph), graph.eqns, len(graph.inputs)
     assert problem is not None  # why_not said so
 
     def run(*tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
@@ -37,7 +38,7 @@ def lower(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.Executa
         saved = o, lse.view(o.shape[:3])
         return [saved[i - inputs] for i in graph.outputs], saved
 
-    return ag.Executable(run, notes=("two batched products; keys and values are read once",))
+    return Executable(run, notes=("two batched products; keys and values are read once",))
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
     k, v = torch.randn(2, 4, 8, 2048, 64).unbind()  # and all tokens so far
     like = ag.TensorSpec.like
     graph = ag.attention(like(q), like(k), like(v), mask=ag.Causal("bottom_right"), stats=True)
-    plan = ag.compile(graph, backends=(ag.Backend("decode", why_not, lower), "torch_sdpa", "math"))
+    plan = ag.compile(graph, backends=(Backend("decode", why_not, lower), "torch_sdpa", "math"))
     o, _ = plan(q, k, v)
     o.sum().backward()  # decode refuses the gradient, torch_sdpa takes it
     print(plan.explain(), plan.verify(q, k, v), sep="\n")

@@ -7,6 +7,7 @@ import torch
 from attrs import field, frozen
 
 import attn_graph as ag
+from attn_graph.extend import Place
 
 
 @final
@@ -26,14 +27,14 @@ class Fade(ag.Modifier):
     def trains(self) -> tuple[str, ...]:
         return ("fade",)
 
-    def distance(self, at: ag.Place) -> Any:  # Any: a tensor, or a symbol of generated code
+    def distance(self, at: Place) -> Any:  # Any: a tensor, or a symbol of generated code
         far = (at.i - at.j).abs().to(torch.float32)
         return far / (far + self.reach)
 
-    def change(self, s: Any, at: ag.Place) -> Any:  # Any: as above
+    def change(self, s: Any, at: Place) -> Any:  # Any: as above
         return s - at.load("fade", at.h) * self.distance(at)
 
-    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: ag.Place) -> None:
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         """Adds this block's share to where it belongs; the sum over blocks is the gradient."""
         share = at.reading(totals).load("fade", at.h)
         share -= (ds * self.distance(at)).sum_to_size(share.shape)

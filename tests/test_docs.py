@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import attn_graph as ag
-from attn_graph import testing
+from attn_graph import extend, testing, types
 from attn_graph.nn.tracing import KEEPS_CONSTANTS
 from attn_graph.testing import gpu
 from tests.support.sources import ROOT, load_file
@@ -79,13 +79,15 @@ def test_every_public_name_has_an_example() -> None:
             r"^(?:::: attn_graph\.|## `)([\w.]+).*$", page.read_text(), flags=re.MULTILINE
         )
         shown |= dict(zip(parts[1::2], parts[2::2], strict=True))
+    moved = {f"extend.{name}" for name in extend.__all__}
+    moved |= {f"types.{name}" for name in types.__all__}
     tests = {f"testing.{name}" for name in testing.__all__ if name != "seeds"}
     functions = {f"nn.functional.{name}" for name in ag.nn.functional.__all__}
     others = {"nn.ops.introduce", "seeds"}  # seeds is a value, which is shown by its name
     others |= {"nn.Attention", "nn.MultiheadAttention", "nn.report.Report"}
     others |= {"nn.flash.register_flash_attention", "nn.varlen_attn"}
     others |= {f"testing.gpu.{name}" for name in gpu.__all__}
-    assert shown.keys() == {*ag.__all__, *tests, *functions, *others}
+    assert shown.keys() == {*ag.__all__, *moved, *tests, *functions, *others}
     assert not [name for name, text in shown.items() if "```python" not in text]
 
 

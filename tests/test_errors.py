@@ -12,6 +12,7 @@ import torch
 
 import attn_graph as ag
 from attn_graph.errors import DEVICE, join_lines, refusal_lines
+from attn_graph.extend import Reason
 from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.modifiers import Alibi
@@ -388,7 +389,7 @@ def test_the_line_is_told_whatever_calls_lie_between() -> None:
 
 
 def test_backends_that_only_lack_the_device_are_told_last() -> None:
-    device, other = ag.Reason(DEVICE, "needs a GPU", "there is none"), ag.Reason.of("is closed")
+    device, other = Reason(DEVICE, "needs a GPU", "there is none"), Reason.of("is closed")
     refusals = [("a", (device,)), ("b", (other, device)), ("c", (device,)), ("d", (other,))]
     assert [*refusal_lines(refusals)] == [
         "b can't: is closed; needs a GPU, and there is none",

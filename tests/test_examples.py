@@ -63,7 +63,7 @@ def test_models_names_who_runs_each_on_each_machine(capsys: pytest.CaptureFixtur
     head, *rows = printed("models", capsys).splitlines()
     assert head.split()[:4] == ["h200", "a100", "b200", "cpu"]
     assert len(rows) >= 30
-    known = {backend.name for backend in ag.BACKENDS}
+    known = {backend.name for backend in ag.extend.BACKENDS}
     for row in rows:
         _, *backends, memory, least = row.split()
         assert len(backends) == 4
@@ -85,15 +85,15 @@ def test_a_mask_of_ones_own_says_the_same_thrice() -> None:
     kept = torch.tensor([[bool(mask.keep(place(i, j, N))) for j in range(N)] for i in range(N)])
     for start in range(N):
         for stop in range(start + 1, N + 1):
-            block = ag.Block(range(1), range(1), range(start, stop), 1, N, N)
+            block = ag.extend.Block(range(1), range(1), range(start, stop), 1, N, N)
             some, every = kept[start:stop].any(0), kept[start:stop].all(0)
             assert [j in mask.span(block) for j in range(N)] == some.tolist()
             assert [j in mask.surely(block) for j in range(N)] == every.tolist()
 
 
-def place(i: int, j: int, N: int) -> ag.Place:
+def place(i: int, j: int, N: int) -> ag.extend.Place:
     """Query i and key j of the only head."""
-    return ag.Place(0, 0, i, j, 1, N, N)
+    return ag.extend.Place(0, 0, i, j, 1, N, N)
 
 
 def test_a_mask_of_ones_own_passes_its_check() -> None:
@@ -114,7 +114,7 @@ def test_a_modifier_of_ones_own_passes_its_check() -> None:
 
 def test_a_backend_of_ones_own_passes_its_check() -> None:
     module = example("own_backend")
-    mine = ag.Backend("decode", module.why_not, module.lower)
+    mine = ag.extend.Backend("decode", module.why_not, module.lower)
     steps = testing.shapes().map(lambda shape: evolve(shape, M=1))
     testing.check_backend(mine, graphs=testing.simple_graphs(steps, st.just(torch.float32)))
 
@@ -128,7 +128,7 @@ def test_a_backend_of_ones_own_runs_what_it_takes(capsys: pytest.CaptureFixture[
 
 def test_a_backend_of_ones_own_refuses_with_reasons() -> None:
     module = example("own_backend")
-    mine = ag.Backend("decode", module.why_not, module.lower)
+    mine = ag.extend.Backend("decode", module.why_not, module.lower)
     x = ag.TensorSpec((1, 2, 5, 8), torch.float64)
     graph = ag.attention(x, x, x, mask=ag.Causal())
     plan = ag.compile(graph, backends=(mine, "math"), target="cpu")

@@ -12,6 +12,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.__main__",),
     ("attn_graph.cli.*", "attn_graph.testing.*"),
     ("attn_graph",),
+    ("attn_graph.extend", "attn_graph.types"),
     ("attn_graph.integrations.*",),
     ("attn_graph.nn.*",),
     ("attn_graph.mesh.*",),
@@ -37,6 +38,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
 )
 MODULES = source_files("*.py")
 MOST_ROOMS = 23
+FACE = ("attn_graph.extend", "attn_graph.types")  # they only hand out what other modules define
 
 
 def floor(module: str) -> int | None:
@@ -109,6 +111,8 @@ def room(module: str) -> str:
     folder = module if path.name == "__init__.py" else module.rpartition(".")[0]
     if module == "attn_graph.__main__":
         return "attn_graph.cli"
+    if module in FACE:
+        return "attn_graph"
     return module if folder == "attn_graph" else folder
 
 

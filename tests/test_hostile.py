@@ -77,7 +77,7 @@ ENTRIES: dict[str, tuple[Callable[..., object], Usual]] = {
     "graph": (lambda spec: ag.graph(lambda q: ag.scores(q, q), q=spec), {"spec": X}),
     "graph of": (lambda fn: callable(fn) or ag.graph(fn, q=X), {"fn": len}),
     "scores": (traced, {"q": None, "k": None, "scale": 1.0}),
-    "sole": (ag.sole, {"graph": GRAPH}),
+    "sole": (ag.extend.sole, {"graph": GRAPH}),
     "spec": (ag.TensorSpec, usual(ag.TensorSpec, shape=(1, 2, 6, 8), dtype=torch.float32)),
     "like": (ag.TensorSpec.like, {"tensor": Q}),
     "Dim": (ag.Dim, {"name": "T", "most": 4, "classes": ()}),
@@ -93,7 +93,7 @@ ENTRIES: dict[str, tuple[Callable[..., object], Usual]] = {
     "picture": (ag.Causal().picture, {}),
     "here": (lambda device: ag.Target.here(device), {"device": None}),
     "of": (ag.Target.of, {"name": "cpu"}),
-    "Store": (ag.Store, {"folder": "store", "most": 1}),
+    "Store": (ag.extend.Store, {"folder": "store", "most": 1}),
     "from_flex": (ag.from_flex, usual(ag.from_flex, mask_mod=lambda b, h, i, j: i >= j)),
     "from_flex_score": (
         ag.from_flex_score,

@@ -91,14 +91,14 @@ def test_a_plan_shows_who_runs_it_who_does_not_and_the_graph() -> None:
 
 
 def test_memory_shows_every_figure_and_bars_that_are_parts_of_the_peak() -> None:
-    memory = ag.Memory(2**20, 2**21, 0, 3 * 2**20, 2**10, 0, 2**21, untold=("forward",))
+    memory = ag.types.Memory(2**20, 2**21, 0, 3 * 2**20, 2**10, 0, 2**21, untold=("forward",))
     page = read(memory)
     for text in ("outputs1 MiB", "saved for backward2 MiB", "workspace forwardtold by the built"):
         assert str(text) in page.text
     assert page.text.endswith("peakat least 7 MiBat one time")
     widths = [a["style"] for tag, a in page.tags if tag == "span"]
     assert widths[:2] == [f"width:{160 / 7:.0f}px", f"width:{320 / 7:.0f}px"]
-    forward = read(ag.Memory(1, 1, 0, 0, 0, 0, 0)).text
+    forward = read(ag.types.Memory(1, 1, 0, 0, 0, 0, 0)).text
     assert "backward" not in forward
     assert "gradients" not in forward
 
@@ -164,7 +164,7 @@ def test_what_a_value_says_is_text_and_no_markup() -> None:
 
         label: str = name
 
-        def keep(self, at: ag.Place) -> Any:  # Any: an int, a tensor, or a symbol
+        def keep(self, at: ag.extend.Place) -> Any:  # Any: an int, a tensor, or a symbol
             return at.i == at.j
 
         def __str__(self) -> str:

@@ -9,7 +9,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ from attrs import evolve
 from hypothesis import given
 
 import attn_graph as ag
+from attn_graph import extend, types
 from attn_graph.errors import HOMES
+from attn_graph.extend import Backend, Executable, Options, Store
 from attn_graph.ir.reference import compare
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import tensors_for
@@ -335,11 +337,11 @@ def test_verify_passes_right_results_and_catches_wrong_ones() -> None:
     graph = ag.attention(X, X, X, stats=True)
     assert ag.compile(graph, target=CPU).verify(*three()).ok
 
-    def lower(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.Executable:
+    def lower(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
         right = ag.compile(graph, target=CPU, backends=("math",)).executable.run
-        return ag.Executable(lambda *x: (tuple(y + 1e-3 for y in right(*x)[0]), right(*x)[1]))
+        return Executable(lambda *x: (tuple(y + 1e-3 for y in right(*x)[0]), right(*x)[1]))
 
-    wrong = ag.Backend("wrong", lambda *_: (), lower)
+    wrong = Backend("wrong", lambda *_: (), lower)
     found = ag.compile(graph, target=CPU, backends=(wrong,)).verify(*three())
     assert not found.ok
     assert str(found).startswith("WRONG")
@@ -438,7 +440,7 @@ def test_what_means_nothing_is_told_at_the_door(options: dict[str, Any], told: s
 
 def test_a_store_may_be_given_by_its_folder(tmp_path: Path) -> None:
     graph = ag.attention(X, X, X, scale=0.78)
-    plan = ag.compile(graph, target=CPU, store=ag.Store(tmp_path))
+    plan = ag.compile(graph, target=CPU, store=Store(tmp_path))
     for folder in (tmp_path, str(tmp_path)):
         assert ag.compile(graph, target=CPU, store=folder) is plan
         assert ag.explain(graph, target=CPU, store=folder).backend == plan.backend
@@ -470,6 +472,17 @@ def test_a_call_without_gradient_passes_two_functions_of_ours() -> None:
     finally:
         sys.setprofile(None)
     assert len(calls) == 2, calls
+
+
+@pytest.mark.parametrize("part", [extend, types], ids=["extend", "types"])
+def test_an_error_says_where_a_moved_name_is(part: ModuleType) -> None:
+    for name in part.__all__:
+        assert not hasattr(ag, name)
+        with pytest.raises(AttributeError, match=rf"{name}'; it is attn_graph\.\w+\.{name}$"):
+            getattr(ag, name)
+    frontend = "Frontend"
+    with pytest.raises(AttributeError, match=r"attn_graph has no attribute 'Frontend'$"):
+        getattr(ag, frontend)
 
 
 def test_completion_offers_the_public_names_alone() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import testing
+from attn_graph.extend import BACKENDS, Backend, Block, Executable, Keys, Options, Place, sole
 from attn_graph.ir.modifiers import MODIFIERS, Alibi, Bias, SoftCap
 from attn_graph.lowering.cpu.math import BACKEND as MATH
 from attn_graph.masks import LEAVES, Band
@@ -48,13 +49,13 @@ def test_modifiers_of_ours_pass(op: ag.Modifier) -> None:
 
 @pytest.mark.parametrize("name", ["triton"] if CPU.interprets else ["math", "torch_sdpa"])
 def test_backends_of_ours_pass(name: str) -> None:
-    (backend,) = (each for each in ag.BACKENDS if each.name == name)
+    (backend,) = (each for each in BACKENDS if each.name == name)
     few = testing.graphs(testing.shapes(most=12, heads=4), st.just(torch.float32))
     testing.check_backend(backend, graphs=few if CPU.interprets else None)
 
 
 def test_a_backend_for_another_machine_is_planned_and_not_run() -> None:
-    (backend,) = (each for each in ag.BACKENDS if each.name == "triton")
+    (backend,) = (each for each in BACKENDS if each.name == "triton")
     testing.check_backend(backend, "h200")
 
 
@@ -66,13 +67,13 @@ def test_a_backend_for_another_machine_is_planned_and_not_run() -> None:
 class Near(ag.Mask):
     """Two neighbours on each side; `span` lacks one for blocks of exactly two queries."""
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return ((at.i - at.j) <= 2) & ((at.j - at.i) <= 2)
 
-    def span(self, block: ag.Block) -> ag.Keys:
+    def span(self, block: Block) -> Keys:
         back = 1 if len(block.rows) == 2 else 2
         start = max(0, block.rows.start - back)
-        return ag.Keys.between(start, min(block.N, block.rows.stop + 2))
+        return Keys.between(start, min(block.N, block.rows.stop + 2))
 
 
 @final
@@ -80,10 +81,10 @@ class Near(ag.Mask):
 class Sure(ag.Mask):
     """Every second key; `surely` has them all where one query is looked at."""
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return at.j % 2 == 0
 
-    def surely(self, block: ag.Block) -> ag.Keys:
+    def surely(self, block: Block) -> Keys:
         return block.all if len(block.rows) == 1 else block.none
 
 
@@ -92,7 +93,7 @@ class Sure(ag.Mask):
 class Divided(ag.Mask):
     """Division, which rounds down for integers and not for tensors."""
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         half = at.j // 2 if isinstance(at.j, int) else at.j / 2
         return half * 2 == at.j - at.j % 2
 
@@ -102,7 +103,7 @@ class Divided(ag.Mask):
 class Unread(ag.Mask):
     """Right, but its graphs are refused: it reads what it does not name."""
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return at.load("limits", at.b) > at.j
 
 
@@ -132,10 +133,10 @@ def test_a_mask_that_reads_what_it_does_not_name_is_an_error_in_words() -> None:
 class Cubed(ag.Modifier):
     """s + s^3 / 10, whose derivative follows from s', but not simply: by Newton's method."""
 
-    def change(self, s: Any, at: ag.Place) -> Any:
+    def change(self, s: Any, at: Place) -> Any:
         return s + 0.1 * s * s * s
 
-    def back(self, ds: Any, s: Any, at: ag.Place) -> Any:
+    def back(self, ds: Any, s: Any, at: Place) -> Any:
         x = s.clone()
         for _ in range(60):
             x = x - (x + 0.1 * x * x * x - s) / (1 + 0.3 * x * x)
@@ -147,7 +148,7 @@ class Cubed(ag.Modifier):
 class WrongBack(Cubed):
     """The derivative at the result, where it is to be at what was changed."""
 
-    def back(self, ds: Any, s: Any, at: ag.Place) -> Any:
+    def back(self, ds: Any, s: Any, at: Place) -> Any:
         return ds * (1 + 0.3 * s * s)
 
 
@@ -158,7 +159,7 @@ class ByBlock(ag.Modifier):
 
     additive = True
 
-    def change(self, s: Any, at: ag.Place) -> Any:
+    def change(self, s: Any, at: Place) -> Any:
         return s + torch.arange(s.shape[-1], dtype=s.dtype)
 
 
@@ -169,10 +170,10 @@ class Hiding(ag.Modifier):
 
     hides = False
 
-    def change(self, s: Any, at: ag.Place) -> Any:
+    def change(self, s: Any, at: Place) -> Any:
         return torch.where(s > 0.5, -torch.inf, s)
 
-    def back(self, ds: Any, s: Any, at: ag.Place) -> Any:
+    def back(self, ds: Any, s: Any, at: Place) -> Any:
         return ds
 
 
@@ -191,10 +192,10 @@ class Tilt(ag.Modifier):
     def trains(self) -> tuple[str, ...]:
         return ("tilt",)
 
-    def change(self, s: Any, at: ag.Place) -> Any:
+    def change(self, s: Any, at: Place) -> Any:
         return s + at.load("tilt", at.h) * (at.j - at.i)
 
-    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: ag.Place) -> None:
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         share = at.reading(totals).load("tilt", at.h)
         share += self.sign * (ds * (at.j - at.i)).sum_to_size(share.shape)
 
@@ -212,7 +213,7 @@ class WrongCollect(Tilt):
 class Overwriting(Tilt):
     """Right for one block, and forgets what others added."""
 
-    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: ag.Place) -> None:
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         share = at.reading(totals).load("tilt", at.h)
         share.copy_((ds * (at.j - at.i)).sum_to_size(share.shape))
 
@@ -260,25 +261,25 @@ Runs = Callable[..., Any]  # Any: outputs, and what the backward reads
 Spoil = Callable[[ag.Graph, Runs], Runs]
 
 
-def spoiled(name: str, spoil: Spoil) -> ag.Backend:
+def spoiled(name: str, spoil: Spoil) -> Backend:
     """`math` for graphs of one attention, with its results spoiled."""
 
-    def why_not(graph: ag.Graph, target: ag.Target, options: ag.Options) -> Iterable[Any]:
+    def why_not(graph: ag.Graph, target: ag.Target, options: Options) -> Iterable[Any]:
         yield from MATH.why_not(graph, target, options)
-        if ag.sole(graph) is None:
+        if sole(graph) is None:
             yield "takes one attention, and the graph is something else"
 
-    def lower(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.Executable:
+    def lower(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
         executable = MATH.lower(graph, target, options)
         run = spoil(graph, executable.run)
         return evolve(executable, run=run, infer=run)
 
-    return ag.Backend(name, why_not, lower)
+    return Backend(name, why_not, lower)
 
 
 def drop_dlse(graph: ag.Graph, run: Runs) -> Runs:
     """A gradient that takes dlse for 0."""
-    problem = ag.sole(graph)
+    problem = sole(graph)
     assert problem is not None
     if problem.grad is None or not problem.grad.with_dlse:
         return run
@@ -287,7 +288,7 @@ def drop_dlse(graph: ag.Graph, run: Runs) -> Runs:
 
 def save_wrong(graph: ag.Graph, run: Runs) -> Runs:
     """A forward pass whose outputs are right, and what its backward reads is not."""
-    problem = ag.sole(graph)
+    problem = sole(graph)
     assert problem is not None
     if problem.grad is not None:
         return run
@@ -343,13 +344,13 @@ def test_a_backend_that_is_right_passes() -> None:
 
 
 def test_a_refusal_without_words_is_caught() -> None:
-    silent = ag.Backend("silent", lambda *_: [""], MATH.lower)
+    silent = Backend("silent", lambda *_: [""], MATH.lower)
     with pytest.raises(AssertionError, match=r"silent refuses a graph, and its reasons are \[''\]"):
         testing.check_backend(silent)
 
 
 def test_a_backend_that_takes_nothing_is_not_said_to_be_right() -> None:
-    never = ag.Backend("never", lambda *_: ["never runs"], MATH.lower)
+    never = Backend("never", lambda *_: ["never runs"], MATH.lower)
     with pytest.raises(AssertionError, match="never took no graph that was drawn; give graphs="):
         testing.check_backend(never)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import attn_graph as ag
+from attn_graph.extend import Place, Store
 from attn_graph.ir.builder import EXTRA
 from attn_graph.ir.elsewhere import SAID
 from attn_graph.nn.functional import attention
@@ -35,7 +36,7 @@ class Unfrozen(ag.Mask):
 class Unplaced(ag.Mask):
     """A mask whose author read no place."""
 
-    def keep(self, at: ag.Place) -> torch.Tensor:
+    def keep(self, at: Place) -> torch.Tensor:
         return torch.ones(2, 8).bool()
 
 
@@ -160,7 +161,7 @@ OPTIONS: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = (
 )
 FIRST: tuple[Any, ...] = (  # Any: wrong on purpose
     *(ag.compile, ag.explain, ag.vjp, ag.jvp, ag.parse, ag.Causal, ag.Window, ag.Prefix),
-    *(ag.Formula, ag.Dim, ag.Store, ag.Target.of, ag.Target.here),
+    *(ag.Formula, ag.Dim, Store, ag.Target.of, ag.Target.here),
 )
 WITH_TENSORS: dict[str, Callable[[object], object]] = {
     **{
@@ -189,7 +190,7 @@ def test_masks_of_ones_own_take_what_they_need_by_any_name() -> None:
         def needs(self) -> dict[str, ag.Data]:
             return {"causal": ag.Data("bj", torch.bool)}
 
-        def keep(self, at: ag.Place) -> Any:  # Any: a tensor, or a symbol of one
+        def keep(self, at: Place) -> Any:  # Any: a tensor, or a symbol of one
             return at.load("causal", at.b, at.j)
 
     kept = torch.ones(2, 8).bool()

@@ -125,7 +125,7 @@ def bench(
         results = measure_graph(
             graph,
             place,
-            split_names(backends) or [backend.name for backend in ag.BACKENDS],
+            split_names(backends) or [backend.name for backend in ag.extend.BACKENDS],
             rates=rates,
             deterministic=deterministic,
             backward=not forward_only,

@@ -46,18 +46,18 @@ def read_driver(_: click.Context, __: click.Parameter, value: str) -> int:
     return int(parts[1]) * 1000 + int(parts[2]) * 10
 
 
-def open_store(folder: Path | None) -> ag.Store:
+def open_store(folder: Path | None) -> ag.extend.Store:
     """The store in a folder, or the default one."""
-    return ag.default_store() if folder is None else ag.Store(folder)
+    return ag.extend.default_store() if folder is None else ag.extend.Store(folder)
 
 
-def describe_folder(store: ag.Store) -> str:
+def describe_folder(store: ag.extend.Store) -> str:
     """The path of the folder, and whether it does not exist yet."""
     missing = "" if store.folder.is_dir() else " (there is no such folder yet)"
     return f"{store.folder}{missing}"
 
 
-def folder_of(store: ag.Store) -> dict[str, Any]:  # Any: JSON
+def folder_of(store: ag.extend.Store) -> dict[str, Any]:  # Any: JSON
     """The folder as --json shows it."""
     return {"folder": str(store.folder), "exists": store.folder.is_dir()}
 
@@ -119,7 +119,7 @@ def build_command(
     Triton's cache, which TRITON_CACHE_DIR names here and there. cuDNN, its frontend and Triton have
     to be there in the versions that are here.
     """
-    store, place = ag.Store(folder), evolve(ag.Target.of(target), driver=driver)
+    store, place = ag.extend.Store(folder), evolve(ag.Target.of(target), driver=driver)
     passes: list[list[str]] = []
     for n, graph in enumerate(read_graphs(file), start=1):
         try:
@@ -149,7 +149,7 @@ def read_graphs(file: TextIO) -> list[ag.Graph]:
 
 
 def prepare(
-    graph: ag.Graph, target: ag.Target, store: ag.Store, deterministic: bool, inference: bool
+    graph: ag.Graph, target: ag.Target, store: ag.extend.Store, deterministic: bool, inference: bool
 ) -> Iterator[str]:
     """Build all plans that calls will need; yield which backend runs which pass."""
     plan = ag.compile(graph, target=target, deterministic=deterministic, store=store)

@@ -200,14 +200,14 @@ class Diagnosis:
         return {"attn_graph": ag.__version__, "machine": machine, **others}
 
 
-def diagnose(machine: Surroundings, store: ag.Store) -> Diagnosis:
+def diagnose(machine: Surroundings, store: ag.extend.Store) -> Diagnosis:
     """Ask every backend for its reasons on every target, and look for what is broken."""
     entries = [*store.entries()]
     damaged = sum(entry.key is None for entry in entries)
     state = StoreState(str(store.folder), len(entries), sum(e.bytes for e in entries), damaged)
     verdicts = [
         Verdict.of(backend, target, machine.switches)
-        for backend in ag.BACKENDS
+        for backend in ag.extend.BACKENDS
         for target in machine.targets
     ]
     problems = (*find_problems(machine), *store_problems(state))
@@ -226,7 +226,7 @@ def plain_request(target: ag.Target, options: Options) -> Request:
 
 def reasons_on_target(
     backend: Backend, target: ag.Target, switches: Switches
-) -> tuple[ag.Reason, ...]:
+) -> tuple[ag.extend.Reason, ...]:
     """Every reason against the plainest graph there is: so they are the target's, not a graph's."""
     precision = switches.precision(target.kind)
     request = plain_request(target, Options(precision=precision, switches=switches))
@@ -263,7 +263,7 @@ def store_problems(state: StoreState) -> Iterator[str]:
         )
 
 
-def version_reasons(target: ag.Target) -> Iterator[ag.Reason]:
+def version_reasons(target: ag.Target) -> Iterator[ag.extend.Reason]:
     """What is known against these versions of cuDNN and its frontend, whatever the graph is."""
     backend, frontend = versions(target)
     if backend is None or frontend is None:

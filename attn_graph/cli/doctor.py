@@ -40,7 +40,7 @@ def doctor(plain: bool) -> None:
     self-checks; what is set; and what is broken: libraries that are known not to work together, or
     that are lost, and damaged files. Exits with 1 where something is broken.
     """
-    diagnosis = diagnose(Surroundings.here(), ag.default_store())
+    diagnosis = diagnose(Surroundings.here(), ag.extend.default_store())
     if plain:
         show_json(diagnosis.to_dict())
     else:
@@ -122,7 +122,7 @@ def backends_table(diagnosis: Diagnosis) -> Table:
         takes = tuple(not v.reasons for v in diagnosis.verdicts if v.target == name)
         columns.setdefault(takes, []).append(name)
     answers = [[mark(takes) for takes in column] for column in columns]
-    names = [backend.name for backend in ag.BACKENDS]
+    names = [backend.name for backend in ag.extend.BACKENDS]
     headers = [", ".join(together) for together in columns.values()]
     return make_table(("", *headers), [(n, *row) for n, *row in zip(names, *answers, strict=True)])
 

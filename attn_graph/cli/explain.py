@@ -31,7 +31,7 @@ STYLES = {
 }
 names = click.option(
     "--backends", metavar="NAME,...",
-    help=f"These alone, in this order, of {', '.join(b.name for b in ag.BACKENDS)}.",
+    help=f"These alone, in this order, of {', '.join(b.name for b in ag.extend.BACKENDS)}.",
 )  # fmt: skip
 deterministic = click.option("--deterministic", is_flag=True, help="The same bits every run.")
 precision = click.option(
@@ -105,7 +105,7 @@ def explain_command(
     exit_no_if(any(each.backend is None for each in explanations))
 
 
-def style_text(explanation: ag.Explanation) -> Text:
+def style_text(explanation: ag.types.Explanation) -> Text:
     """The text of an explanation, in colours."""
     text = Text(str(explanation))
     for pattern, style in STYLES.items():

@@ -75,13 +75,13 @@ def mask(
     show_text(f"{'no mask' if whole is None else whole}: {tiles}{share}", wraps=False)
 
 
-def computed_share(tiles: ag.Tiles) -> float:
+def computed_share(tiles: ag.types.Tiles) -> float:
     """The share of the score matrix that is left to compute."""
     return (tiles.mixed + tiles.full) / tiles.total if tiles.total else 0.0
 
 
 def mask_dict(
-    mask: ag.Mask | None, queries: int, keys: int, tiles: ag.Tiles
+    mask: ag.Mask | None, queries: int, keys: int, tiles: ag.types.Tiles
 ) -> dict[str, Any]:  # Any: JSON
     """A mask and its tiles as --json shows them."""
     return {

@@ -28,7 +28,7 @@ class Figure:
     backend: str
     pass_: Pass
     seconds: float
-    work: ag.Work
+    work: ag.types.Work
 
     @property
     def rate(self) -> float:
@@ -63,7 +63,7 @@ class Refused:
     keys: tuple[str, ...]
 
     @classmethod
-    def of(cls, backend: str, pass_: Pass, reasons: Sequence[ag.Reason]) -> Refused:
+    def of(cls, backend: str, pass_: Pass, reasons: Sequence[ag.extend.Reason]) -> Refused:
         """The refusal of a pass, by its reasons."""
         return cls(backend, pass_, tuple(map(str, reasons)), tuple(x.key for x in reasons))
 
@@ -114,7 +114,7 @@ def measure_graph(
     assert device is not None  # it is this machine's
     jobs: dict[tuple[str, Pass], Job] = {}
     refusals: list[Refused] = []
-    costs: ag.Cost | None = None
+    costs: ag.types.Cost | None = None
     for name in backends:
         pass_: Pass = "forward"
         try:
@@ -148,7 +148,7 @@ def collect_until_interrupt(
 
 
 def collect_figures(
-    jobs: Mapping[tuple[str, Pass], Job], taken: Mapping[str, Sequence[float]], cost: ag.Cost
+    jobs: Mapping[tuple[str, Pass], Job], taken: Mapping[str, Sequence[float]], cost: ag.types.Cost
 ) -> Iterator[Figure]:
     """A figure for each pass that was measured: its median."""
     works = {"forward": cost.forward, "backward": cost.backward}
@@ -158,7 +158,7 @@ def collect_figures(
             yield Figure(name, pass_, median(seconds), work)
 
 
-def count_costs(plan: Plan, rates: ag.Target, tensors: Tensors) -> ag.Cost:
+def count_costs(plan: Plan, rates: ag.Target, tensors: Tensors) -> ag.types.Cost:
     """What the graph costs with these very tensors."""
     read = {i for eqn in plan.graph.eqns for i in masks_inputs(plan.graph, eqn).values()}
     data = {plan.graph.inputs[i].name: tensors[i] for i in read}

@@ -54,7 +54,7 @@ def describe_machine(device: Device, emit: Emit) -> None:
 
 def diagnose_machine(device: Device, emit: Emit) -> None:
     """What `attn-graph doctor` says. Exits with what is broken."""
-    diagnosis = diagnose(Surroundings.here(), ag.default_store())
+    diagnosis = diagnose(Surroundings.here(), ag.extend.default_store())
     emit({"doctor": diagnosis.to_dict()})
     if diagnosis.problems:
         raise SystemExit("\n".join(diagnosis.problems))

@@ -19,7 +19,7 @@ def frontend_call(
     """What cudnn.pygraph runs for the graph, on these tensors."""
     import cudnn
 
-    case, call = describe_problem(graph, target, ag.Options())
+    case, call = describe_problem(graph, target, ag.extend.Options())
     problem = case.problem
     device = tensors[0].device
     its = handle(device)

@@ -16,7 +16,7 @@ from attn_graph.cli.diagnosis import Surroundings
 from attn_graph.cli.main import commands
 from attn_graph.machine.target import describe_product
 
-STORE = ag.Store("~/.cache/attn_graph")  # as it reads on the page; there is no such folder
+STORE = ag.extend.Store("~/.cache/attn_graph")  # as it reads on the page; there is no such folder
 TORCH = (("torch", "2.13.0+cpu"),)
 TRITON = (*TORCH, ("triton", "3.7.1"))
 CUDNN = (*TRITON, ("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-jit-cu13", "9.20.0.48"))
@@ -52,7 +52,7 @@ def run_command(line: str, machine: Surroundings = MACHINES["cudnn"]) -> str:
             "attn_graph.machine.target.installed_libraries": lambda: libraries,
             "attn_graph.machine.target.describe_product": describe_product.__wrapped__,
             "attn_graph.planner.arguments.default_store": lambda: STORE,
-            "attn_graph.default_store": lambda: STORE,
+            "attn_graph.extend.default_store": lambda: STORE,
             "attn_graph.cli.diagnosis.Surroundings.here": lambda: machine,
         }.items():
             stack.enter_context(patch(name, value))

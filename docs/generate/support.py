@@ -99,17 +99,17 @@ def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
     }
 
 
-def ask_backend(graph: ag.Graph, backend: ag.Backend, target: ag.Target) -> tuple[str, str]:
+def ask_backend(graph: ag.Graph, backend: ag.extend.Backend, target: ag.Target) -> tuple[str, str]:
     """ "yes", "forward" or "no", and the first reason against what is not taken."""
     simple = simplify(graph)
-    if against := backend.reasons(simple, target, ag.Options()):
+    if against := backend.reasons(simple, target, ag.extend.Options()):
         return "no", f"it {against[0]}"
     if simple.gradient_problems:
         return "yes", ""
     wants = [n for n, i in enumerate(simple.inputs) if i.spec.dtype in FLOATS]
     cotangents = cotangent_specs(simple, simple.differentiable_outputs)
     back = simplify(backward(simple, wants, cotangents))
-    if against := backend.reasons(back, target, ag.Options()):
+    if against := backend.reasons(back, target, ag.extend.Options()):
         return "forward", f"backward: it {against[0]}"
     return "yes", ""
 

@@ -28,8 +28,8 @@ TUNED = {"graph": str(GRAPH), "target": "cpu", "threads": 2}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ag.Store:
-    store = ag.Store(tmp_path)
+def store(tmp_path: Path) -> ag.extend.Store:
+    store = ag.extend.Store(tmp_path)
     store.put(f"cudnn {json.dumps(KEY)}", b"plan")
     store.put(f"tune {json.dumps(TUNED)}", b"choice")
     store.put("other " + "x" * 200, b"of a later version")
@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> ag.Store:
     return store
 
 
-def test_cache_lists_what_each_file_is(store: ag.Store) -> None:
+def test_cache_lists_what_each_file_is(store: ag.extend.Store) -> None:
     (store.folder / "foreign.plan").write_bytes(b"hello")
     result = run("cache", "list", "--folder", str(store.folder), "--json")
     told = {each["what"]: each for each in json.loads(result.output)["entries"]}
@@ -147,7 +147,7 @@ def test_what_can_not_be_prepared_is_wrong_usage(
     assert told in " ".join(result.output.split())
 
 
-def test_cache_verifies_and_clears(store: ag.Store) -> None:
+def test_cache_verifies_and_clears(store: ag.extend.Store) -> None:
     at = ("--folder", str(store.folder))
     assert run("cache", "verify", *at).exit_code == 0
     store.path("cudnn {}").write_bytes(b"damaged")
@@ -168,7 +168,7 @@ def test_cache_verifies_and_clears(store: ag.Store) -> None:
 def test_a_cache_that_nothing_was_ever_kept_in_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = ag.Store(tmp_path / "none")
+    store = ag.extend.Store(tmp_path / "none")
     monkeypatch.setattr(ag, "default_store", lambda: store)
     for name in ("list", "verify", "clear"):
         result = run("cache", name)

@@ -26,7 +26,7 @@ from tests.support.command_line import page, run
 from tests.support.gpus import box
 
 MACHINES: dict[str, Surroundings] = page().MACHINES
-EMPTY = ag.Store("absent")
+EMPTY = ag.extend.Store("absent")
 TORCH_ON_GPUS = {"torch_flash", "torch_efficient", "torch_cudnn", "math"}
 TAKERS = {
     "torch": TORCH_ON_GPUS,
@@ -46,7 +46,7 @@ def test_who_runs_where_follows_from_the_libraries(name: str) -> None:
     for gpu in ("a100", "h200", "b200", "rtx4090"):
         assert takers(found, gpu) == TAKERS[name]
     assert not found.problems
-    assert len(found.verdicts) == len(ag.BACKENDS) * (1 + len(devices()))
+    assert len(found.verdicts) == len(ag.extend.BACKENDS) * (1 + len(devices()))
     json.dumps(found.to_dict())
 
 
@@ -57,7 +57,7 @@ def test_reasons_say_what_to_install() -> None:
 
 
 def test_outcomes_of_self_checks_are_shown(tmp_path: Path) -> None:
-    store = ag.Store(tmp_path)
+    store = ag.extend.Store(tmp_path)
     key = {"backend": "fa4", "variant": "D 64", "target": "NVIDIA H200 (cuda sm_90)"}
     outcome = {"failure": "had not ended after 300 s", "shares": [], "seconds": 300}
     store.put(f"check {json.dumps(key)}", json.dumps(outcome).encode())
@@ -145,7 +145,7 @@ def test_a_library_without_its_module_is_broken() -> None:
 
 
 def test_damaged_files_are_told(tmp_path: Path) -> None:
-    store = ag.Store(tmp_path)
+    store = ag.extend.Store(tmp_path)
     store.put("a", b"")
     store.put("b", b"")
     store.path("b").write_bytes(b"damaged")
@@ -199,7 +199,7 @@ def test_what_doctor_says_of_a_backend_is_what_compiling_finds(
     if target != "cpu" and found.machine.compiler is None and not found.machine.driver:
         pytest.skip("plans of cuDNN need a C compiler, and there is none")
     graph = ag.attention(*(ag.TensorSpec((1, 2, 96, 32), dtype),) * 3)
-    names = {backend.name for backend in ag.BACKENDS}
+    names = {backend.name for backend in ag.extend.BACKENDS}
     assert takers(found, target) == {name for name in names if takes(name, graph, target)}
 
 

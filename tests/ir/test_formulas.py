@@ -166,9 +166,9 @@ def test_a_formula_skips_what_it_empties() -> None:
     pages = torch.arange(1024) // 256
     counts = ag.tiles(mask, 1024, 1024, data={"page_i": pages, "page_j": pages})
     assert str(counts) == "64 tiles of 128 x 128: 48 empty, 0 mixed, 16 full"
-    rows = ag.Block(range(1), range(1), range(256, 300), 1, 1024, 1024)
-    assert Formula("i // 256 == j // 256").span(rows) == ag.Keys.between(256, 512)
-    assert Formula("i // 256 == j // 256").surely(rows) == ag.Keys.between(256, 512)
+    rows = ag.extend.Block(range(1), range(1), range(256, 300), 1, 1024, 1024)
+    assert Formula("i // 256 == j // 256").span(rows) == ag.extend.Keys.between(256, 512)
+    assert Formula("i // 256 == j // 256").surely(rows) == ag.extend.Keys.between(256, 512)
     assert mask.span(rows) == rows.all
     assert Formula("i // 256 == h").span(rows) == rows.all
 

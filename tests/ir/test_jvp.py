@@ -11,6 +11,7 @@ from attrs import frozen
 from hypothesis import given
 
 import attn_graph as ag
+from attn_graph.extend import Place
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.jvp import push_graph, tangent_spec
 from attn_graph.ir.packing import Pack, Unpack
@@ -209,13 +210,13 @@ class Slanted(ag.Modifier):
     def trains(self) -> tuple[str, ...]:
         return ("slope",)
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         slope = at.load("slope", at.h)
         slope = slope**2 if self.squared else slope
         moved: torch.Tensor = s + (slope.detach() if self.detached else slope) * (at.j - at.i)
         return moved
 
-    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: ag.Place) -> None:
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         far = (ds * (at.j - at.i)).sum((0, 2, 3), keepdim=True)
         slope = 2 * at.load("slope", at.h) if self.squared else 1.0
         at.reading(totals).load("slope", at.h).add_(far * slope)
@@ -228,10 +229,10 @@ class Softened(ag.Modifier):
 
     hides = False
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         return s + s.tanh() / 2
 
-    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
         x = s.clone()  # the inverse of change, by Newton's method
         for _ in range(30):
             x = x - (x + x.tanh() / 2 - s) / (1.5 - x.tanh() ** 2 / 2)

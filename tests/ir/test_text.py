@@ -123,7 +123,7 @@ def test_a_leaf_of_ones_own_is_read_when_it_is_named() -> None:
 
         step: int
 
-        def keep(self, at: ag.Place) -> object:
+        def keep(self, at: ag.extend.Place) -> object:
             return at.j % self.step == 0
 
     x = ag.TensorSpec((1, 1, 4, 4), torch.float32)

@@ -17,6 +17,7 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
+from attn_graph.extend import Options, default_store
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn import limits as cudnn_limits
 from attn_graph.lowering.cudnn import offline as cudnn_offline
@@ -109,7 +110,7 @@ def test_the_workspace_is_cudnns_own_number(store: Store) -> None:
     plan = planned(store=store).vjp
     problem = sole(plan.graph)
     assert problem is not None
-    case = evolve(request_case(problem, H200, ag.Options()), backend=(9, 20, 0))
+    case = evolve(request_case(problem, H200, Options()), backend=(9, 20, 0))
     assert plan.executable.workspace == workspace(case) == 2 * 8 * 1024 * (128 * 4 + 4) + 256
     assert planned(store=store).memory().workspace_backward == plan.executable.workspace
 
@@ -229,9 +230,9 @@ def test_a_file_that_holds_no_plan_is_built_again(
 
 
 def test_nothing_is_kept_where_that_is_not_wanted(store: Store) -> None:
-    before = ag.default_store().bytes
+    before = default_store().bytes
     planned(ag.attention(X, X, X, scale=0.3), store=False)
-    assert ag.default_store().bytes == before
+    assert default_store().bytes == before
 
 
 DESCRIBE = """

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
+from attn_graph.extend import Options
 from attn_graph.lowering.cpu import product_slots, run_mask
 from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.math import plan_tiles
@@ -69,7 +70,7 @@ def plan_of(graph: ag.Graph) -> ag.Plan:
 
 def tiles_of(graph: ag.Graph) -> object:
     """How a graph of one attention is tiled."""
-    (tiles,) = plan_tiles(ag.compile(graph, backends=("math",)).graph, CPU, ag.Options())
+    (tiles,) = plan_tiles(ag.compile(graph, backends=("math",)).graph, CPU, Options())
     return tiles
 
 

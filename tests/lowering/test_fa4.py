@@ -410,7 +410,7 @@ def test_older_gpus_run_the_forward_of_plain_graphs(name: str) -> None:
 
 def test_kernels_are_kept_only_where_nobody_else_may_write(tmp_path: Path) -> None:
     """What lies there is loaded and run."""
-    store = ag.Store(tmp_path / "store")
+    store = ag.extend.Store(tmp_path / "store")
     folder = kernel_folder(store)
     assert folder.stat().st_mode & 0o077 == 0
     for path in (folder, store.folder):
@@ -426,7 +426,7 @@ def test_the_package_is_told_where_before_it_is_imported(
 ) -> None:
     monkeypatch.delitem(sys.modules, "flash_attn.cute", raising=False)
     name = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-    store = ag.Store(tmp_path / "store")
+    store = ag.extend.Store(tmp_path / "store")
     with keep_kernels_in(store):
         assert os.environ[name] == str(kernel_folder(store))
     assert name not in os.environ

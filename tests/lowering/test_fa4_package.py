@@ -98,7 +98,7 @@ def test_kernels_are_compiled_ahead_and_found_again(
 ) -> None:
     """Both passes of a mask function with lists, a soft cap and ALiBi, of grouped heads."""
     target = evolve(GPUS[sm], libraries=(("flash-attn-4", "4.0.0b36"),))
-    options = Options(store=ag.Store(tmp_path / "store"))
+    options = Options(store=ag.extend.Store(tmp_path / "store"))
     q, k = (
         ag.TensorSpec((2, 4, 1000, 64), torch.bfloat16),
         ag.TensorSpec((2, 2, 1000, 64), torch.bfloat16),

@@ -35,7 +35,7 @@ def passes(graph: ag.Graph) -> Iterator[tuple[str, ag.Graph]]:
         yield ", gradient", simplify(ag.vjp(graph)[1])
 
 
-def refuse(name: str) -> Iterator[tuple[str, str, tuple[ag.Reason, ...]]]:
+def refuse(name: str) -> Iterator[tuple[str, str, tuple[ag.extend.Reason, ...]]]:
     """Each graph's name and pass, and every reason against it."""
     target = evolve(ag.Target.of(name), libraries=((PACKAGE, "4.0.0b36"),))
     for title, graph in half_graphs():

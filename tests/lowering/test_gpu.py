@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
+from attn_graph.extend import BACKENDS, Store
 from attn_graph.testing import formula, rule
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import graphs, seeds, shapes
@@ -245,7 +246,7 @@ def test_the_fastest_is_measured(tmp_path: Path) -> None:
     """All backends and their variants, some of whose tiles may not fit: those are passed over."""
     x = ag.TensorSpec((1, 4, 1024, 128), torch.bfloat16)
     graph = ag.attention(x, x, x, mask=ag.Causal())
-    plan = ag.compile(graph, tune=True, store=ag.Store(tmp_path))
+    plan = ag.compile(graph, tune=True, store=Store(tmp_path))
     for each in (plan, plan.vjp):
         assert each.cause.startswith("it was the fastest when measured here: ")
         assert "triton, half the keys" in each.cause
@@ -266,7 +267,7 @@ def equal_gpus() -> list[str]:
     return equal
 
 
-@pytest.mark.parametrize("backend", [backend.name for backend in ag.BACKENDS])
+@pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS])
 def test_equal_gpus_share_a_plan_whichever_is_current(backend: str) -> None:
     """Forward and backward; kernels, handles and workspaces are those of the tensors' GPU."""
     names = equal_gpus()

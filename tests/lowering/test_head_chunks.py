@@ -105,7 +105,7 @@ def test_copies_are_bounded(sizes: tuple[int, int, int, int]) -> None:
     graph = simplify(ag.attention(x, x, x, mask=ag.Causal()))
     with bounded(MOST_COPIED):
         for each in (graph, simplify(backward(graph, (0, 1, 2), (x,)))):
-            (tiles,) = plan_tiles(each, CPU, ag.Options())
+            (tiles,) = plan_tiles(each, CPU, ag.extend.Options())
             assert isinstance(tiles, ChunkedTiles)
             assert FEW < tiles.scratch.bytes <= MOST_COPIED
 
@@ -117,5 +117,5 @@ def test_heads_that_are_not_alike_stay_together() -> None:
         ag.attention(x, x, x, kv_lengths=lengths),
         ag.attention(x, x, x, keep=ag.TensorSpec((1, 1, 1024, 1024), torch.bool)),
     ):
-        (tiles,) = plan_tiles(simplify(graph), CPU, ag.Options())
+        (tiles,) = plan_tiles(simplify(graph), CPU, ag.extend.Options())
         assert not isinstance(tiles, ChunkedTiles)

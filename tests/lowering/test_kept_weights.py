@@ -84,7 +84,7 @@ def test_every_layout_keeps_weights(
     plan = ag.compile(graph, target=NATIVE, backends=("math",))
     assert keeps(plan)
     for recorded in (plan.recorded, plan.training_vjp):
-        (tiles,) = plan_tiles(recorded.graph, NATIVE, ag.Options())
+        (tiles,) = plan_tiles(recorded.graph, NATIVE, ag.extend.Options())
         assert isinstance(tiles, RowTiles)
         assert tiles.kept
     check_gradients(plan, graph, tensors_for(graph, 1), 1)

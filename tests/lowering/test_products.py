@@ -26,7 +26,7 @@ def compile_on_cpu(graph: ag.Graph) -> ag.Plan:
 
 def tiles_of(graph: ag.Graph) -> ProductTiles:
     """How a graph of one attention is tiled."""
-    (tiles,) = plan_tiles(compile_on_cpu(graph).graph, Target.of("cpu"), ag.Options())
+    (tiles,) = plan_tiles(compile_on_cpu(graph).graph, Target.of("cpu"), ag.extend.Options())
     assert isinstance(tiles, ProductTiles)
     return tiles
 

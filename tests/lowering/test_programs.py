@@ -86,7 +86,7 @@ class Documents(ag.Mask):
 
     size: int
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: ag.extend.Place) -> Any:
         return (at.i // self.size == at.j // self.size) & (at.j <= at.i)
 
 

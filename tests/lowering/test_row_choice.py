@@ -32,7 +32,7 @@ def plan_square(*sizes: int, **options: object) -> ag.Plan:
 )
 def test_some_heads_of_short_rows_do(sizes: tuple[int, ...]) -> None:
     plan = plan_square(*sizes)
-    (tiles,) = plan_tiles(plan.graph, CPU, ag.Options())
+    (tiles,) = plan_tiles(plan.graph, CPU, ag.extend.Options())
     assert plan.backend == "math"
     assert isinstance(tiles, RowTiles)
 
@@ -59,7 +59,7 @@ def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | Ent
     plan = ag.compile(ag.attention(q, k, k, **options), target=native)
     if plan.backend == "torch_sdpa":
         return None
-    (tiles,) = plan_tiles(plan.graph, native, ag.Options())
+    (tiles,) = plan_tiles(plan.graph, native, ag.extend.Options())
     return tiles if isinstance(tiles, RowTiles | EntryTiles) else None
 
 
@@ -85,7 +85,7 @@ def test_a_backward_divides_weights_whose_lse_is_of_rounded_scores() -> None:
     q, k = (ag.TensorSpec((1, 8, n, 64), torch.bfloat16) for n in (1, 512))
     plan = ag.compile(ag.attention(q, k, k), target=native)
     assert not keeps_weights(plan.recorded.graph)
-    (tiles,) = plan_tiles(plan.training_vjp.graph, native, ag.Options())
+    (tiles,) = plan_tiles(plan.training_vjp.graph, native, ag.extend.Options())
     assert isinstance(tiles, RowTiles)
     assert plan.training_vjp.backend == "math"
 
@@ -147,7 +147,7 @@ def test_short_sequences_with_a_mask_of_booleans_keep_weights(
     native = evolve(CPU, native=("bf16",))
     plan = ag.compile(ag.attention(x, x, x, keep=keep), target=native)
     assert keeps_weights(plan.recorded.graph)
-    (tiles,) = plan_tiles(plan.recorded.graph, native, ag.Options())
+    (tiles,) = plan_tiles(plan.recorded.graph, native, ag.extend.Options())
     assert isinstance(tiles, RowTiles)
     assert tiles.by_entries
 
@@ -198,7 +198,7 @@ def test_a_backward_of_many_tiles_reads_kept_weights_too(sizes: tuple[int, ...])
     plan = plan_square(B, H, M, D, bias=ag.TensorSpec((1, 1, M, M), torch.float32))
     assert keeps_weights(plan.recorded.graph)
     for each in (plan.recorded, plan.training_vjp):
-        (tiles,) = plan_tiles(each.graph, CPU, ag.Options())
+        (tiles,) = plan_tiles(each.graph, CPU, ag.extend.Options())
         assert isinstance(tiles, RowTiles)
 
 

@@ -194,7 +194,7 @@ def shapes_of(B: int, H: int, G: int, M: int, N: int, D: int, E: int) -> tuple[S
 def tiles_of(graph: ag.Graph) -> RowTiles | EntryTiles | None:
     """How a graph of one attention is tiled, if in whole rows."""
     plan = ag.compile(graph, target=CPU, backends=("math",))
-    (tiles,) = plan_tiles(plan.graph, CPU, ag.Options())
+    (tiles,) = plan_tiles(plan.graph, CPU, ag.extend.Options())
     return tiles if isinstance(tiles, RowTiles | EntryTiles) else None
 
 

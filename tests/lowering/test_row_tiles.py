@@ -73,7 +73,7 @@ def make_plan(graph: ag.Graph) -> ag.Plan:
 def tiles_of(graph: ag.Graph, target: Target = NATIVE) -> object:
     """How a graph of one attention is tiled."""
     plan = ag.compile(graph, target=target, backends=("math",))
-    (tiles,) = plan_tiles(plan.graph, target, ag.Options())
+    (tiles,) = plan_tiles(plan.graph, target, ag.extend.Options())
     return tiles
 
 

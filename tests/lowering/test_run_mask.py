@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
+from attn_graph.extend import Options
 from attn_graph.ir.kept import keeps_weights
 from attn_graph.lowering.cpu import product_slots, row_choice
 from attn_graph.lowering.cpu.math import plan_tiles
@@ -55,7 +56,7 @@ def plan_of(graph: ag.Graph) -> ag.Plan:
 
 def tiles_of(graph: ag.Graph) -> RowTiles:
     """How a graph of one attention is tiled."""
-    (tiles,) = plan_tiles(plan_of(graph).graph, NATIVE, ag.Options())
+    (tiles,) = plan_tiles(plan_of(graph).graph, NATIVE, Options())
     assert isinstance(tiles, RowTiles)
     return tiles
 

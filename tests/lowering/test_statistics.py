@@ -326,7 +326,7 @@ def test_who_does_not_give_it_says_so_and_what_would_lift_that(target: str) -> N
     x = ag.TensorSpec((2, 4, 256, 64), torch.float16)
     explanation = ag.explain(ag.attention(x, x, x, stats=("lse", "max")), target=equip(target))
     limit, actual = "gives lse and no other statistic", "the graph returns max"
-    reason = ag.Reason("statistics", limit, actual)
+    reason = ag.extend.Reason("statistics", limit, actual)
     against = {r.backend: r for r in explanation.refusals if reason in r.reasons}
     if target == "cpu":
         assert (explanation.backend, [*against]) == ("math", ["torch_sdpa"])

@@ -143,7 +143,7 @@ X = ag.TensorSpec((1, 2, 8, 4), torch.float32)
 
 
 @pytest.mark.parametrize(
-    "backend", [b.name for b in ag.BACKENDS if b.name not in ("math", "triton")]
+    "backend", [b.name for b in ag.extend.BACKENDS if b.name not in ("math", "triton")]
 )
 def test_the_other_backends_say_that_they_compute_no_tangents(backend: str) -> None:
     target = "cpu" if backend == "torch_sdpa" else "h200"
@@ -193,10 +193,10 @@ class Quadratic(Modifier):
 
     hides = False
 
-    def change(self, s: Tensor, at: ag.Place) -> Tensor:
+    def change(self, s: Tensor, at: ag.extend.Place) -> Tensor:
         return s + s * s * 0.01
 
-    def back(self, ds: Tensor, s: Tensor, at: ag.Place) -> Tensor:
+    def back(self, ds: Tensor, s: Tensor, at: ag.extend.Place) -> Tensor:
         return ds * (1.0 + s * 0.04).sqrt()  # s is the result: 1 + s / 50 of the step's input
 
 

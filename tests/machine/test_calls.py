@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
+from attn_graph.extend import Place
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.testing import rule
 from attn_graph.testing.strategies import graphs, seeds
@@ -239,10 +240,10 @@ class Weighed(Modifier):
 
     hides = False
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         return s * (s.new_full((1, 1), 1.001) @ s.new_full((1, 1), 2.0))
 
-    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
         return self.change(ds, at)
 
 

@@ -85,14 +85,14 @@ X = ag.TensorSpec((1, 2, 64, 16), torch.float16)
 GRAPH = ag.attention(X, X, X)
 
 
-def noting(indices: list[int]) -> ag.Backend:
+def noting(indices: list[int]) -> ag.extend.Backend:
     """A backend that notes which GPU is current while it lowers, and gives q back."""
 
-    def lower(*_: object) -> ag.Executable:
+    def lower(*_: object) -> ag.extend.Executable:
         indices.append(torch.cuda.current_device())
-        return ag.Executable(lambda *tensors: (tensors[:1], ()))
+        return ag.extend.Executable(lambda *tensors: (tensors[:1], ()))
 
-    return ag.Backend("noting", lambda *_: (), lower)
+    return ag.extend.Backend("noting", lambda *_: (), lower)
 
 
 def test_here_is_the_current_gpu_or_the_one_that_is_said() -> None:

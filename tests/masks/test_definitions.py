@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 
 import attn_graph as ag
+from attn_graph.extend import Block, Keys, Place
 from attn_graph.ir.modifiers import Modifier
 from tests.support.extensions import graph_of
 
@@ -22,7 +23,7 @@ class Leaf(ag.Mask):
 
     size: int = 3
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return at.i // self.size == at.j // self.size
 
 
@@ -33,7 +34,7 @@ class Undecorated(ag.Mask):
     def __init__(self, size: int) -> None:
         object.__setattr__(self, "size", size)
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return at.j < self.size  # type: ignore[attr-defined]  # set behind attrs' back
 
 
@@ -42,49 +43,49 @@ class Undecorated(ag.Mask):
 class Tabled(ag.Mask):
     table: torch.Tensor
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return self.table[at.i, at.j]
 
 
 @final
 @frozen
 class Numbered(Leaf):
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return (at.i - at.j) % 2
 
 
 @final
 @frozen
 class Anded(Leaf):
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return at.j <= at.i and at.j >= at.i - self.size
 
 
 @final
 @frozen
 class Narrow(Leaf):
-    def span(self, block: ag.Block) -> ag.Keys:
-        return ag.Keys.between(block.rows.start, min(block.N, block.rows.stop))
+    def span(self, block: Block) -> Keys:
+        return Keys.between(block.rows.start, min(block.N, block.rows.stop))
 
 
 @final
 @frozen
 class Early(Leaf):
-    def span(self, block: ag.Block) -> ag.Keys:
-        return ag.Keys.between(block.rows.start - 3, block.rows.stop)
+    def span(self, block: Block) -> Keys:
+        return Keys.between(block.rows.start - 3, block.rows.stop)
 
 
 @final
 @frozen
 class Sure(Leaf):
-    def surely(self, block: ag.Block) -> ag.Keys:
-        return ag.Keys.between(block.rows.start, block.rows.start + 1)
+    def surely(self, block: Block) -> Keys:
+        return Keys.between(block.rows.start, block.rows.start + 1)
 
 
 @final
 @frozen
 class Stripped(Leaf):
-    def strip(self, at: ag.Place) -> Any:
+    def strip(self, at: Place) -> Any:
         return ag.Causal().strip(at)
 
 
@@ -103,14 +104,14 @@ class Unindexed(Leaf):
     def needs(self) -> dict[str, ag.Data]:
         return {"table": ag.Data("bj")}
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return at.load("table") > at.i
 
 
 @final
 @frozen
 class Unnamed(Leaf):
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return at.load("table", at.b) > at.j
 
 
@@ -123,7 +124,7 @@ class Limited(Leaf):
     def needs(self) -> dict[str, ag.Data]:
         return {"limits": ag.Data("b")}
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return at.j <= at.load("limits", at.b)
 
 
@@ -136,12 +137,12 @@ class ByLengths(Leaf):
     def needs(self) -> dict[str, ag.Data]:
         return {"limits": ag.Data("b")}
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return at.j <= at.load("limits", at.b)
 
-    def span(self, block: ag.Block) -> ag.Keys:
+    def span(self, block: Block) -> Keys:
         bounds = block.bounds("limits", "b")
-        return ag.Keys.between(0, bounds[0]) if bounds else block.all
+        return Keys.between(0, bounds[0]) if bounds else block.all
 
 
 LIMITS = {"limits": ag.TensorSpec((2,), torch.int64), "table": ag.TensorSpec((2, 6), torch.int64)}
@@ -179,10 +180,10 @@ def test_a_mask_that_does_not_hold_what_it_says_is_refused(name: str) -> None:
 class Step(Modifier):
     """What steps below have in common."""
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> Any:
+    def change(self, s: torch.Tensor, at: Place) -> Any:
         return s.mul_(2.0)
 
-    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.Place) -> Any:
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> Any:
         return ds.mul_(2.0)
 
 
@@ -194,21 +195,21 @@ class Plain(Step):
 @final
 @frozen
 class Silent(Step):
-    def change(self, s: torch.Tensor, at: ag.Place) -> Any:
+    def change(self, s: torch.Tensor, at: Place) -> Any:
         s.mul_(2.0)
 
 
 @final
 @frozen
 class SilentBack(Step):
-    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.Place) -> Any:
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> Any:
         ds.mul_(2.0)
 
 
 @final
 @frozen
 class Summed(Step):
-    def change(self, s: torch.Tensor, at: ag.Place) -> Any:
+    def change(self, s: torch.Tensor, at: Place) -> Any:
         return s.sum(-1)
 
 
@@ -223,7 +224,7 @@ class Scaling(Step):
 class AddingBack(Step):
     additive = True
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> Any:
+    def change(self, s: torch.Tensor, at: Place) -> Any:
         return s + 1.0
 
 
@@ -234,14 +235,14 @@ class Diagonal(Step):
     def relative(self) -> bool:
         return True
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> Any:
+    def change(self, s: torch.Tensor, at: Place) -> Any:
         return s * (at.i + 1)
 
 
 @final
 @frozen
 class Branching(Step):
-    def change(self, s: torch.Tensor, at: ag.Place) -> Any:
+    def change(self, s: torch.Tensor, at: Place) -> Any:
         return s * 2 if at.i < at.j else s
 
 
@@ -260,11 +261,11 @@ class Turned(Modifier):
     def trains(self) -> tuple[str, ...]:
         return ("table",)
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         changed: torch.Tensor = s + at.load("table", at.j, at.h)
         return changed
 
-    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: ag.Place) -> None:
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         share = at.reading(totals).load("table", at.j, at.h)
         share += ds.sum_to_size(share.shape)
 

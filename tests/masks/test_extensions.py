@@ -32,11 +32,11 @@ Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 class Exponential(Modifier):
     """exp(s / 4), in memory of its own, as its derivative."""
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: ag.extend.Place) -> torch.Tensor:
         changed: torch.Tensor = (s * 0.25).exp()
         return changed
 
-    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.extend.Place) -> torch.Tensor:
         return ds * s * 0.25
 
 
@@ -45,7 +45,7 @@ class Exponential(Modifier):
 class Squared(Modifier):
     """s * s / 100, without a derivative."""
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: ag.extend.Place) -> torch.Tensor:
         return s * s * 0.01
 
 
@@ -54,13 +54,13 @@ class Squared(Modifier):
 class Rows(Modifier):
     """Every seventh query scales its scores; nothing is said of what the step depends on."""
 
-    def factor(self, at: ag.Place) -> Any:
+    def factor(self, at: ag.extend.Place) -> Any:
         return (at.i % 7 == 0).to(torch.float32) * 2.0 + 0.5
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: ag.extend.Place) -> torch.Tensor:
         return s.mul_(self.factor(at))
 
-    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.extend.Place) -> torch.Tensor:
         return ds.mul_(self.factor(at))
 
 
@@ -71,7 +71,7 @@ class Shifted(Modifier):
 
     additive = True
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: ag.extend.Place) -> torch.Tensor:
         return s.add_((at.i % 7 == 0).to(torch.float32) * at.j * 0.02)
 
 
@@ -82,7 +82,7 @@ class Heads(Modifier):
 
     additive = True
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: ag.extend.Place) -> torch.Tensor:
         return s.add_(at.h * at.j * 0.01)
 
 
@@ -93,7 +93,7 @@ class Entries(Modifier):
 
     additive = True
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: ag.extend.Place) -> torch.Tensor:
         return s + torch.mul(at.b + at.h, at.j) * 0.01
 
 
@@ -104,7 +104,7 @@ class Late(Modifier):
 
     additive = True
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: ag.extend.Place) -> torch.Tensor:
         changed: torch.Tensor = s + 1.0 / (S - at.i).to(torch.float32)
         return changed
 
@@ -185,12 +185,12 @@ def test_a_step_without_a_derivative_runs_forward_and_its_gradient_is_refused_by
 class FirstHeadAll(ag.Mask):
     """Head 0 sees all keys, the others what came before."""
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: ag.extend.Place) -> Any:
         return (at.h == 0) | (at.j <= at.i)
 
-    def surely(self, block: ag.Block) -> ag.Keys:
+    def surely(self, block: ag.extend.Block) -> ag.extend.Keys:
         last = block.N if block.heads == range(1) else block.rows.start + 1
-        return ag.Keys.between(0, last)
+        return ag.extend.Keys.between(0, last)
 
 
 def test_a_mask_that_one_head_keeps_whole_is_not_simplified_away() -> None:

@@ -87,7 +87,7 @@ def test_lengths_of_a_part_are_its_own() -> None:
 class Odd(m.Mask):
     """A leaf of a user's own."""
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: ag.extend.Place) -> Any:
         return (at.i + at.j) % 2 == 1
 
 

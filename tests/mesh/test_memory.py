@@ -27,12 +27,12 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
         yield crew
 
 
-def causal(method: Method) -> ag.Sharded:
+def causal(method: Method) -> ag.types.Sharded:
     x = ag.TensorSpec((1, H, N, D), torch.float32)
     return ag.shard(ag.attention(x, x, x, mask=ag.Causal()), ag.Mesh(2), "zigzag", method=method)
 
 
-def measure(rank: int, group: Any, sharded: ag.Sharded) -> tuple[int, int]:
+def measure(rank: int, group: Any, sharded: ag.types.Sharded) -> tuple[int, int]:
     """The most that a rank allocates at once, above its results, in each pass."""
     plan = ag.compile(sharded, group=group, target="cpu")
     qkv = [torch.randn(spec.shape).requires_grad_() for spec in plan.specs.values()]
@@ -61,7 +61,7 @@ def test_a_rank_holds_half_and_two_hops(crew: Crew, method: Method) -> None:
         assert backward <= 2 * hops + 4 * half + FEW
 
 
-def hold(rank: int, group: Any, sharded: ag.Sharded) -> list[int]:
+def hold(rank: int, group: Any, sharded: ag.types.Sharded) -> list[int]:
     """The most bytes of messages that a rank holds at once, in each pass, as often as it posts."""
     plan = ag.compile(sharded, group=group, target="cpu")
     qkv = [torch.randn(spec.shape).requires_grad_() for spec in plan.specs.values()]

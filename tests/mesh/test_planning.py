@@ -202,7 +202,7 @@ def test_text_of_a_sharded_graph_makes_it_again() -> None:
         ag.shard(packed, ag.Mesh(2), "zigzag", method="gather"),
         ag.shard(packed, ag.Mesh(3), "heads"),
     ):
-        assert ag.Sharded.parse(str(sharded)) == sharded
+        assert ag.types.Sharded.parse(str(sharded)) == sharded
     text = str(ag.shard(packed, ag.Mesh(2), "zigzag", **known))
     for old, new, said in (
         ("shard(", "share(", "expected a graph, and below it"),
@@ -214,7 +214,7 @@ def test_text_of_a_sharded_graph_makes_it_again() -> None:
         ("def graph(", "def graph(x, ", "line 1: "),
     ):
         with pytest.raises(ag.GraphError, match=re.escape(said)):
-            ag.Sharded.parse(text.replace(old, new))
+            ag.types.Sharded.parse(text.replace(old, new))
 
 
 ROW, HEADS = (ag.TensorSpec(shape, torch.float32) for shape in ((8, 4, 4), (1, 4, 8, 4)))

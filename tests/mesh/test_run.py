@@ -187,7 +187,7 @@ def packed_graphs(draw: st.DrawFn, ranks: int) -> tuple[Sharded, Case]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_divide_packed_sequences(crew: Crew, ranks: int, data: st.DataObject) -> None:
     sharded, case = data.draw(packed_graphs(ranks))
-    assert ag.Sharded.parse(str(sharded)) == sharded
+    assert ag.types.Sharded.parse(str(sharded)) == sharded
     cotangents = draw_cotangents(sharded.graph, case.batch, data.draw(strategies.seeds))
     tensors = {i.name: case.tensors[i.name] for i in case.packed.inputs}
     outputs, gradients = run_ranks(crew, sharded, tensors, cotangents)
@@ -273,7 +273,7 @@ def test_compiled_code_calls_plans_of_ranks(crew: Crew) -> None:
 @given(st.data())
 def test_the_text_of_any_sharded_graph_makes_it_again(data: st.DataObject) -> None:
     sharded, _, _ = data.draw(sharded_graphs(data.draw(st.integers(1, 5))))
-    assert ag.Sharded.parse(str(sharded)) == sharded
+    assert ag.types.Sharded.parse(str(sharded)) == sharded
 
 
 @pytest.mark.slow

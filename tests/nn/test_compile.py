@@ -89,7 +89,7 @@ class Third(ag.Mask):
 
     first: bool = True
 
-    def keep(self, at: ag.Place) -> Any:  # Any: a tensor, or a number
+    def keep(self, at: ag.extend.Place) -> Any:  # Any: a tensor, or a number
         return (at.j % 3 == 0) | ((at.j == 0) & self.first)
 
 

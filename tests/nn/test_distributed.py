@@ -28,6 +28,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import attn_graph as ag
+from attn_graph.extend import Place
 from attn_graph.nn import Attention, MultiheadAttention
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from attn_graph.nn.tracing import KEEPS_CONSTANTS
@@ -201,7 +202,7 @@ def compare_parts(places: list[Placement], due: list[Any]) -> None:
 class Odd(ag.Mask):
     """A mask of a user's own."""
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: Place) -> Any:
         return at.i % 2 == at.j % 2
 
 

@@ -124,7 +124,7 @@ def test_calls_that_look_alike_are_planned_once() -> None:
 class Even(ag.Mask):
     """Keys at even places."""
 
-    def keep(self, at: ag.Place) -> Any:  # Any: a tensor, or a number
+    def keep(self, at: ag.extend.Place) -> Any:  # Any: a tensor, or a number
         return at.j % 2 == 0
 
 

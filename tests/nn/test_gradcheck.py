@@ -54,7 +54,7 @@ def draw(graph: ag.Graph) -> Tensors:
 def plans() -> Iterator[object]:
     """A plan of each graph by each backend that computes in float64, tangents by `math`."""
     for name, graph in GRAPHS.items():
-        for backend in ag.BACKENDS:
+        for backend in ag.extend.BACKENDS:
             found = ag.explain(graph, target=CPU, backends=(backend, "math"))
             if found.backend == backend.name:
                 plan = ag.compile(graph, target=CPU, backends=(backend, "math"))

@@ -14,6 +14,7 @@ from hypothesis import given
 from torch.library import opcheck
 
 import attn_graph as ag
+from attn_graph.extend import Options, Place, Switches
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.nn.calls import content_of_call
 from attn_graph.nn.functional import attention
@@ -124,9 +125,9 @@ def test_all_that_bears_on_a_plan_is_in_its_text() -> None:
         "deterministic": True, "batch_invariant": True, "max_workspace": 5,
         "workspace": ag.Workspace(), "store": None, "tune": True, "precision": "tf32",
         "avoid": ("math",), "on_fallback": "warn",
-        "switches": ag.Switches(flash=False),
+        "switches": Switches(flash=False),
     }  # fmt: skip
-    assert {f.name for f in attrs.fields(ag.Options)} - others.keys() == {"variant", "resized"}
+    assert {f.name for f in attrs.fields(Options)} - others.keys() == {"variant", "resized"}
     texts = {write_plan(graph, target, evolve(options, **{n: x}), among) for n, x in others.items()}
     texts |= {write_plan(graph, target, options, b) for b in (None, ("math",), ("torch_sdpa",))}
     assert len(texts) == len(others) + 3
@@ -164,7 +165,7 @@ class Every(ag.Mask):
 
     n: int = 2
 
-    def keep(self, at: ag.Place) -> Any:  # Any: a tensor, or a number
+    def keep(self, at: Place) -> Any:  # Any: a tensor, or a number
         return at.j % self.n == 0
 
 
@@ -172,11 +173,11 @@ class Every(ag.Mask):
 class Shift(Modifier):
     """Scores of later queries grow."""
 
-    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         shifted: torch.Tensor = s + at.i
         return shifted
 
-    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
         return ds
 
 
@@ -210,7 +211,7 @@ def test_what_a_process_does_not_know_is_said_with_the_way_out() -> None:
 
         n: int
 
-        def keep(self, at: ag.Place) -> Any:  # Any: as above
+        def keep(self, at: Place) -> Any:  # Any: as above
             return at.j % self.n == 0
 
     introduce(Elsewhere)
@@ -223,7 +224,7 @@ def test_classes_of_one_name_stay_apart_and_are_not_kept_alive() -> None:
         class Same(ag.Mask):
             """Every n-th key."""
 
-            def keep(self, at: ag.Place) -> Any:  # Any: as above
+            def keep(self, at: Place) -> Any:  # Any: as above
                 return at.j % n == 0
 
         return Same

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attn_graph as ag
+from attn_graph.extend import Store
 from attn_graph.nn.calls import CHOICE
 from attn_graph.nn.ops import introduce
 from attn_graph.plan import content_of
@@ -44,7 +45,7 @@ def test_a_text_reaches_no_folder_that_the_process_has_not_named(
 
 
 def test_a_store_that_was_introduced_or_used_is_that_store(tmp_path: Path) -> None:
-    store, other = ag.Store(tmp_path / "one", 2**20), ag.Store(tmp_path / "two")
+    store, other = Store(tmp_path / "one", 2**20), Store(tmp_path / "two")
     introduce(store)
     made = ag.compile(GRAPH, target="cpu", store=other, tune=False)
     for known, text in ((store, with_field("store", str(store.folder))), (other, content_of(made))):

@@ -67,7 +67,7 @@ class Between(ag.Mask):
 
     bounds: tuple[int, int]
 
-    def keep(self, at: ag.Place) -> Any:  # Any: a tensor, or a number
+    def keep(self, at: ag.extend.Place) -> Any:  # Any: a tensor, or a number
         return (at.j >= self.bounds[0]) & (at.j < self.bounds[1])
 
 

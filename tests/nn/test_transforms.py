@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import attn_graph as ag
+from attn_graph.extend import Place
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from tests.support.tracing import traces
 
@@ -24,7 +25,7 @@ Attend = Callable[..., Any]
 class Odd(ag.Mask):
     """Keys of batch entry b at places of the other parity: it counts batch entries."""
 
-    def keep(self, at: ag.Place) -> Any:  # Any: a tensor, or a number
+    def keep(self, at: Place) -> Any:  # Any: a tensor, or a number
         return (at.j + at.b) % 2 == 1
 
 

@@ -170,7 +170,7 @@ compile(row, pool, pool, pages=number(1, 5), kv_lengths=number(1))
 n = ag.Dim("n", most=64)
 named = spec(1, 4, n, 32)
 compile(named, named, named, mask=ag.Causal())
-ag.default_store()
+ag.extend.default_store()
 ag.parse(str(ag.attention(x, x, x, mask=ag.Causal())))
 print(*sorted(m for m in {*sys.modules} - known if not m.startswith(("torch.", "sympy"))))
 """

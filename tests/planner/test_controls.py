@@ -14,6 +14,7 @@ from attrs import evolve
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
+from attn_graph.extend import BACKENDS, Backend, Executable, RefusedError
 from attn_graph.testing.tensors import tensors_for
 
 CPU, H200, L40S = (ag.Target.of(name) for name in ("cpu", "h200", "l40s"))
@@ -88,7 +89,7 @@ def test_prefer_orders_and_forces_in_its_context_alone() -> None:
 
 
 def test_a_record_can_be_avoided_and_an_unknown_name_cannot() -> None:
-    (record,) = (b for b in ag.BACKENDS if b.name == "torch_sdpa")
+    (record,) = (b for b in BACKENDS if b.name == "torch_sdpa")
     assert chosen(avoid=(record,)) == "math"
     with pytest.raises(ag.GraphError, match="no backend is named 'flash'; there are cudnn"):
         chosen(avoid=("flash",))
@@ -116,11 +117,11 @@ def test_a_fallback_is_ignored_told_or_raised() -> None:
     assert told[0].filename == __file__
     with pytest.raises(ag.NoBackendError, match='math` does, and on_fallback is "raise"') as caught:
         chosen(WINDOW, on_fallback="raise")
-    assert {name for name, _ in caught.value.refusals} == {b.name for b in ag.BACKENDS} - {"math"}
+    assert {name for name, _ in caught.value.refusals} == {b.name for b in BACKENDS} - {"math"}
 
 
 @pytest.mark.parametrize("fallback", ["warn", "raise"])
-def test_math_that_others_could_stand_in_for_is_no_fallback(fallback: ag.Fallback) -> None:
+def test_math_that_others_could_stand_in_for_is_no_fallback(fallback: ag.types.Fallback) -> None:
     """Nor where it is preferred, nor where it is all that was asked."""
     half = ag.attention(HALF, HALF, HALF)
     options: dict[str, Any] = {"on_fallback": fallback, "target": evolve(CPU, native=())}
@@ -140,10 +141,10 @@ def test_a_fallback_of_the_gradient_alone_is_told_when_it_is_planned() -> None:
 
 
 def test_what_refuses_only_while_it_is_lowered_makes_a_fallback_too() -> None:
-    def lower(*_: object) -> ag.Executable:
-        raise ag.RefusedError("tried, and could not")
+    def lower(*_: object) -> Executable:
+        raise RefusedError("tried, and could not")
 
-    late = ag.Backend("late", lambda *_: (), lower)
+    late = Backend("late", lambda *_: (), lower)
     with pytest.warns(ag.FallbackWarning, match="late can't: tried") as told:
         assert chosen(backends=(late, "math"), on_fallback="warn") == "math"
     assert len(told) == 1

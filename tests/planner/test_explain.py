@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.extend import Backend, Executable, Reason, RefusedError
 from attn_graph.lowering.backend import Options
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import BACKENDS
@@ -74,8 +75,8 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
             backend = by_name[each.backend]
 
             def asks(
-                other: Request, backend: ag.Backend = backend, p: str = pass_
-            ) -> tuple[ag.Reason, ...]:
+                other: Request, backend: Backend = backend, p: str = pass_
+            ) -> tuple[Reason, ...]:
                 return backend.reasons(READS[p](other), target, other.options)
 
             assert asks(question) == each.reasons
@@ -281,7 +282,7 @@ def test_a_plan_tells_of_the_backward_by_o_alone() -> None:
 
 
 def test_a_gradient_through_lse_that_nobody_takes_is_no_error() -> None:
-    takes = ag.Backend("takes", refuses_lse, lambda *given: ag.Executable(lambda *_: ((), ())))
+    takes = Backend("takes", refuses_lse, lambda *given: Executable(lambda *_: ((), ())))
     plan = ag.compile(STATS, target=CPU, backends=(takes,))
     found = plan.explain()
     assert found.backward is not None
@@ -292,7 +293,7 @@ def test_a_gradient_through_lse_that_nobody_takes_is_no_error() -> None:
     assert plan.memory() == found.memory
 
 
-NO_LSE = ag.Reason.of("has no gradient of lse")
+NO_LSE = Reason.of("has no gradient of lse")
 
 
 def refuses_lse(graph: ag.Graph, target: Target, options: Options) -> Iterator[str]:
@@ -342,13 +343,13 @@ def test_an_unbuilt_plan_may_turn_out_too_large() -> None:
 
 
 def test_a_backend_that_refuses_only_when_it_lowers_is_explained() -> None:
-    def lower(graph: ag.Graph, target: Target, options: Options) -> ag.Executable:
-        raise ag.RefusedError("needs what shows late, and there is none")
+    def lower(graph: ag.Graph, target: Target, options: Options) -> Executable:
+        raise RefusedError("needs what shows late, and there is none")
 
-    late = ag.Backend("late", lambda *asked: (), lower)
+    late = Backend("late", lambda *asked: (), lower)
     found = ag.explain(CHANGES["drop dropout"], target=CPU, backends=(late, "math"))
     assert found.backend == "math"
-    late_reason = ag.Reason.of("needs what shows late, and there is none")
+    late_reason = Reason.of("needs what shows late, and there is none")
     assert [r.reasons for r in found.refusals] == [(late_reason,)]
 
 

@@ -12,7 +12,7 @@ from tests.support.equipped import equip
 from tests.test_examples import example
 
 MODELS: dict[str, ag.Graph] = example("models").MODELS
-EXPLAINED: Callable[..., ag.Explanation] = example("models").explain_model
+EXPLAINED: Callable[..., ag.types.Explanation] = example("models").explain_model
 TARGETS = [
     *map(equip, ("h200", "a100", "b200")),
     evolve(equip("cpu"), native=("bf16",), interprets=False),
@@ -27,7 +27,7 @@ WHOLE = (
 )  # fmt: skip
 
 
-def explained(name: str, target: ag.Target) -> ag.Explanation:
+def explained(name: str, target: ag.Target) -> ag.types.Explanation:
     """Whatever has been built and stored on this machine."""
     return EXPLAINED(name, target, store=False)
 
@@ -59,7 +59,7 @@ def test_backend_reasons_memory_and_cost_are_told(target: ag.Target) -> None:
     for name in MODELS:
         found = explained(name, target)
         told = {found.backend, *found.also, *(each.backend for each in found.refusals)}
-        assert told == {backend.name for backend in ag.BACKENDS}
+        assert told == {backend.name for backend in ag.extend.BACKENDS}
         assert all(each.reasons for each in found.refusals)
         assert found.memory is not None
         assert found.memory.peak > 0

@@ -52,7 +52,7 @@ def test_a_key_stands_for_one_sentence_of_its_backend(
             assert len({reason.key for reason in reasons}) == len(reasons), reasons
             assert len({*map(str, reasons)}) == len(reasons), reasons
             for reason in reasons:
-                assert isinstance(reason, ag.Reason)
+                assert isinstance(reason, ag.extend.Reason)
                 assert reason.limit
                 assert reason.actual
                 assert reason.actual in str(reason)
@@ -83,7 +83,7 @@ def test_a_plain_text_is_a_reason_by_its_own_key() -> None:
     def why_not(*_: object) -> Iterator[str]:
         yield "needs {nothing}, and there is {0}"
 
-    own = ag.Backend("own", why_not, lambda *_: ag.Executable(lambda *_: ((), ())))
+    own = ag.extend.Backend("own", why_not, lambda *_: ag.extend.Executable(lambda *_: ((), ())))
     with pytest.raises(ag.NoBackendError) as error:
         ag.compile(ag.attention(X, X, X), target="cpu", backends=(own,))
     ((_, (reason,)),) = error.value.refusals
@@ -92,9 +92,9 @@ def test_a_plain_text_is_a_reason_by_its_own_key() -> None:
 
 
 def test_a_late_refusal_keeps_its_key_and_takes_plain_texts_too() -> None:
-    reason = ag.Reason("licence", "needs a licence", "there is none")
-    error = ag.RefusedError(reason, "needs luck")
-    assert error.reasons == (reason, ag.Reason.of("needs luck"))
+    reason = ag.extend.Reason("licence", "needs a licence", "there is none")
+    error = ag.extend.RefusedError(reason, "needs luck")
+    assert error.reasons == (reason, ag.extend.Reason.of("needs luck"))
     assert str(error) == "needs a licence, and there is none; needs luck"
 
 
@@ -146,8 +146,8 @@ def test_two_changes_that_keep_the_result_come_before_one_that_does_not() -> Non
     strided = ag.TensorSpec(X.shape, HALF, (2**19, 2**16, 128, 2))
     few = ag.TensorSpec((2, 2, 512, 64), HALF)
     graph = ag.attention(strided, few, few, mask=ag.Prefix(3))
-    backend = ag.Backend(
-        "own", refuses_masks_over_odd_tensors, lambda *_: ag.Executable(lambda *_: ((), ()))
+    backend = ag.extend.Backend(
+        "own", refuses_masks_over_odd_tensors, lambda *_: ag.extend.Executable(lambda *_: ((), ()))
     )
     (refusal,) = ag.explain(graph, target="cpu", backends=(backend,), wants=()).refusals
     assert refusal.lifts == (
@@ -161,13 +161,13 @@ def test_two_changes_that_keep_the_result_come_before_one_that_does_not() -> Non
 
 
 def refuses_masks_over_odd_tensors(
-    graph: ag.Graph, target: ag.Target, options: ag.Options
-) -> Iterator[ag.Reason]:
+    graph: ag.Graph, target: ag.Target, options: ag.extend.Options
+) -> Iterator[ag.extend.Reason]:
     q, k, *_ = (i.spec for i in graph.inputs)
     if "mask=" in str(graph) and not q.unit_last:
-        yield ag.Reason("odd_q", "masks a dense q", "it is not")
+        yield ag.extend.Reason("odd_q", "masks a dense q", "it is not")
     if "mask=" in str(graph) and q.shape[1] != k.shape[1]:
-        yield ag.Reason("odd_heads", "masks all heads", "some are shared")
+        yield ag.extend.Reason("odd_heads", "masks all heads", "some are shared")
 
 
 def test_the_way_out_says_when_the_result_would_be_another() -> None:
@@ -182,4 +182,4 @@ def test_the_way_out_says_when_the_result_would_be_another() -> None:
     assert other.way_out == (
         "repeat k and v for all 8 heads; drop the mask, which changes the result"
     )
-    assert str(Refusal("own", (ag.Reason.of("never runs"),))) == "own can't: never runs"
+    assert str(Refusal("own", (ag.extend.Reason.of("never runs"),))) == "own can't: never runs"

@@ -56,7 +56,7 @@ def test_sdpa_kernel_turns_off_what_it_turns_off_in_pytorch(
     assert ag.compile(graph, target=target, backends=(backend, "math")) is before
 
 
-def explained(graph: ag.Graph, target: ag.Target, **options: Any) -> ag.Explanation:
+def explained(graph: ag.Graph, target: ag.Target, **options: Any) -> ag.types.Explanation:
     """Of the forward alone. Any: options of `explain`."""
     return ag.explain(graph, target=target, store=False, wants=(), **options)
 

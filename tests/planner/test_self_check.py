@@ -13,9 +13,9 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
+from attn_graph.extend import Backend, DeviceTest, Executable, Options, RefusedError, Store
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import compare, evaluate
-from attn_graph.lowering.backend import Options, RefusedError
 from attn_graph.planner import device_test, self_check
 from attn_graph.planner.self_check import Proof, find_check, lower_checked, proofs
 from tests.support.checked_backends import (
@@ -48,8 +48,8 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ag.Store:
-    return ag.Store(tmp_path)
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Checks that start no process and pass; each adds the name of its variant."""
     asked: list[str] = []
 
-    def try_graphs(test: ag.DeviceTest, target: ag.Target) -> Proof:
+    def try_graphs(test: DeviceTest, target: ag.Target) -> Proof:
         asked.append(test.variant)
         return FINE
 
@@ -66,8 +66,8 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def compile_with(
-    backend: ag.Backend,
-    store: ag.Store | bool,
+    backend: Backend,
+    store: Store | bool,
     **options: Any,  # Any: of compile
 ) -> ag.Plan:
     return ag.compile(GRAPH, target=CPU, backends=(backend, "math"), store=store, **options)
@@ -94,7 +94,7 @@ def test_gradients_are_checked_with_o_and_lse_of_their_attention() -> None:
     assert max(shares) <= 1
 
 
-def test_what_is_right_runs_and_says_so(store: ag.Store) -> None:
+def test_what_is_right_runs_and_says_so(store: Store) -> None:
     plan = compile_with(RIGHT, store)
     assert plan.backend == "right"
     (note,) = (note for note in plan.executable.notes if "self-check" in note)
@@ -113,7 +113,7 @@ def test_what_is_right_runs_and_says_so(store: ag.Store) -> None:
     ],
 )
 def test_what_is_wrong_hangs_or_raises_does_not_run(
-    backend: ag.Backend, why: str, store: ag.Store
+    backend: Backend, why: str, store: Store
 ) -> None:
     with pytest.warns(ag.SelfCheckWarning, match=f"{backend.name} is not used on cpu: .*{why}"):
         plan = compile_with(backend, store)
@@ -125,9 +125,9 @@ def test_what_is_wrong_hangs_or_raises_does_not_run(
     assert plan.verify(q, k, v).ok
 
 
-def test_each_variant_has_a_check_of_its_own(store: ag.Store) -> None:
-    def lower(variant: str | None) -> ag.Executable:
-        options = ag.Options(store=store, variant=variant)
+def test_each_variant_has_a_check_of_its_own(store: Store) -> None:
+    def lower(variant: str | None) -> Executable:
+        options = Options(store=store, variant=variant)
         return lower_checked(BY_VARIANT, simplify(GRAPH), CPU, options)
 
     assert any("passed on 2 graphs" in note for note in lower(None).notes)
@@ -140,7 +140,7 @@ def test_each_variant_has_a_check_of_its_own(store: ag.Store) -> None:
 
 @pytest.mark.slow
 def test_a_kernel_that_never_ends_is_ended_with_its_process(
-    store: ag.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was launched, and its result is waited for where no signal is heard."""
     log = tmp_path / "processes"
@@ -154,13 +154,13 @@ def test_a_kernel_that_never_ends_is_ended_with_its_process(
 
 
 @pytest.mark.slow
-def test_what_ends_its_process_does_not_run(store: ag.Store) -> None:
+def test_what_ends_its_process_does_not_run(store: Store) -> None:
     with pytest.warns(ag.SelfCheckWarning, match="it ended with 3: no message"):
         assert compile_with(CRASHES, store).backend == "math"
 
 
 def test_an_outcome_is_remembered_and_warned_of_once_a_process(
-    store: ag.Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_test, "try_graphs", lambda *_: Proof("had not ended after 300 s"))
     with pytest.warns(ag.SelfCheckWarning) as caught:
@@ -187,7 +187,7 @@ def test_without_a_store_it_is_checked_once_a_process(outcomes: list[str]) -> No
 
 @pytest.mark.parametrize("change", ["driver", "library", "kernel", "variant"])
 def test_another_version_is_checked_anew(
-    change: str, store: ag.Store, outcomes: list[str], monkeypatch: pytest.MonkeyPatch
+    change: str, store: Store, outcomes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_with(RIGHT, store)
     ag.clear_cache()
@@ -204,7 +204,7 @@ def test_another_version_is_checked_anew(
             property(lambda own: key.fget(evolve(own, target=evolve(own.target, libraries=newer)))),  # type: ignore[attr-defined]  # a property
         )
     else:
-        one = RIGHT.device_test(GRAPH, CPU, ag.Options())
+        one = RIGHT.device_test(GRAPH, CPU, Options())
         assert one is not None
         backend = evolve(RIGHT, device_test=lambda *_: evolve(one, variant="another"))
     assert compile_with(backend, store).backend == "right"
@@ -219,9 +219,9 @@ def test_another_version_is_checked_anew(
     "damage", [b"", b"{}", b"3", b"null", b'{"failure": "", "shares": 3, "seconds": 1}', None]
 )
 def test_a_damaged_record_is_checked_anew(
-    damage: bytes | None, store: ag.Store, outcomes: list[str]
+    damage: bytes | None, store: Store, outcomes: list[str]
 ) -> None:
-    check = find_check(RIGHT, GRAPH, CPU, ag.Options(store=store))
+    check = find_check(RIGHT, GRAPH, CPU, Options(store=store))
     assert check is not None
     if damage is None:
         check.prove()
@@ -236,7 +236,7 @@ def test_a_damaged_record_is_checked_anew(
 
 
 def test_explaining_checks_nothing_and_says_when_it_will_be(
-    store: ag.Store, outcomes: list[str]
+    store: Store, outcomes: list[str]
 ) -> None:
     def explain(target: ag.Target) -> str:
         return str(ag.explain(GRAPH, target=target, backends=(RIGHT, "math"), store=store))
@@ -249,7 +249,7 @@ def test_explaining_checks_nothing_and_says_when_it_will_be(
 
 
 def test_explaining_knows_a_failure_that_is_stored(
-    store: ag.Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_test, "try_graphs", lambda *_: Proof("is wrong"))
     with pytest.warns(ag.SelfCheckWarning):
@@ -266,7 +266,7 @@ def test_a_plan_for_another_machine_needs_no_check_here(outcomes: list[str]) -> 
 
 
 def test_tuning_measures_only_what_is_checked(
-    store: ag.Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_test, "try_graphs", lambda *_: Proof("is wrong"))
     with pytest.warns(ag.SelfCheckWarning):
@@ -274,7 +274,7 @@ def test_tuning_measures_only_what_is_checked(
     assert plan.backend == "math"
 
 
-def test_commands_list_and_clear_outcomes(store: ag.Store, outcomes: list[str]) -> None:
+def test_commands_list_and_clear_outcomes(store: Store, outcomes: list[str]) -> None:
     compile_with(RIGHT, store)
     folder = ("--folder", str(store.folder))
     (entry,) = json.loads(run_command("cache", "list", *folder, "--json").output)["entries"]

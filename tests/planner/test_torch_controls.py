@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attn_graph as ag
+from attn_graph.extend import BACKENDS
 from tests.support.sources import ROOT
 from tests.support.torch_names import listed
 
@@ -69,7 +70,7 @@ def test_a_name_that_is_new_or_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_backend_and_option_that_it_names_exists() -> None:
     named = set(re.findall(r"`(torch_\w+|cudnn|triton|math)`", PAGE.split("\n## ")[0]))
-    names = {backend.name for backend in ag.BACKENDS}
+    names = {backend.name for backend in BACKENDS}
     assert named <= names
     for option in ("avoid", "backends", "deterministic", "on_fallback", "precision"):
         assert option in signature(ag.compile).parameters

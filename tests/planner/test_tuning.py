@@ -33,14 +33,14 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def made(name: str, change: Callable[[Run, str | None], Run], *variants: str) -> ag.Backend:
+def made(name: str, change: Callable[[Run, str | None], Run], *variants: str) -> ag.extend.Backend:
     """math by another name, with something done to each run."""
 
     def lower(graph: ag.Graph, target: Target, options: Options) -> Executable:
         plain = torch_math.BACKEND.lower(graph, target, evolve(options, variant=None))
         return evolve(plain, run=change(plain.run, options.variant))
 
-    return ag.Backend(name, lambda *asked: (), lower, variants=lambda *asked: variants)
+    return ag.extend.Backend(name, lambda *asked: (), lower, variants=lambda *asked: variants)
 
 
 def sleeping(seconds: dict[str | None, float]) -> Callable[[Run, str | None], Run]:
@@ -123,7 +123,7 @@ def test_an_interrupt_keeps_what_is_known_and_the_rest_is_measured_later(
 def test_who_refuses_when_it_runs_is_passed_over(store: Store) -> None:
     def change(run: Run, variant: str | None) -> Run:
         def refuse(*tensors: torch.Tensor) -> object:
-            raise ag.RefusedError("needs 9 of something, of which there are 3")
+            raise ag.extend.RefusedError("needs 9 of something, of which there are 3")
 
         return refuse if variant else run  # type: ignore[return-value]  # as above
 
@@ -168,19 +168,19 @@ def test_cudnn_builds_each_plan_that_it_proposes(store: Store) -> None:
     assert len({*plans}) == len(plans) == len([*store.entries()])
 
 
-def late(name: str) -> ag.Backend:
+def late(name: str) -> ag.extend.Backend:
     """Finds out only when it lowers."""
 
     def lower(graph: ag.Graph, target: Target, options: Options) -> Executable:
-        raise ag.RefusedError("needs what shows late, and there is none")
+        raise ag.extend.RefusedError("needs what shows late, and there is none")
 
-    return ag.Backend(name, lambda *asked: (), lower)
+    return ag.extend.Backend(name, lambda *asked: (), lower)
 
 
 def test_who_refuses_when_it_lowers_is_told(store: Store) -> None:
     plan = ag.compile(GRAPH, target=CPU, backends=(late("late"), SLOW), tune=True, store=store)
     assert plan.backend == "slow"
-    reason = ag.Reason.of("needs what shows late, and there is none")
+    reason = ag.extend.Reason.of("needs what shows late, and there is none")
     assert plan.refusals == (("late", (reason,)),)
     assert plan.also == ()
     with pytest.raises(ag.NoBackendError, match="needs what shows late"):

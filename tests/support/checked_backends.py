@@ -16,6 +16,7 @@ import torch
 from attrs import evolve, frozen
 
 import attn_graph as ag
+from attn_graph.extend import Backend, DeviceTest, Executable, Options
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu import math as torch_math
 
@@ -30,17 +31,17 @@ TRIALS = (
 Run = Callable[..., Any]
 
 
-def needing_check(name: str, change: Callable[[Run], Run], seconds: float = 100.0) -> ag.Backend:
+def needing_check(name: str, change: Callable[[Run], Run], seconds: float = 100.0) -> Backend:
     """math by another name, with something done to what it runs."""
 
-    def lower(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.Executable:
+    def lower(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
         plain = torch_math.BACKEND.lower(graph, target, options)
         return evolve(plain, run=change(plain.run), infer=change(plain.run))
 
-    def device_test(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.DeviceTest:
-        return ag.DeviceTest(f"{__name__}:{name.upper()}", "its only one", TRIALS, seconds)
+    def device_test(graph: ag.Graph, target: ag.Target, options: Options) -> DeviceTest:
+        return DeviceTest(f"{__name__}:{name.upper()}", "its only one", TRIALS, seconds)
 
-    return ag.Backend(name, lambda *_: (), lower, device_test=device_test)
+    return Backend(name, lambda *_: (), lower, device_test=device_test)
 
 
 def spoil(run: Run) -> Run:
@@ -94,15 +95,15 @@ def fail(run: Run) -> Run:
     return failing
 
 
-def lower_by_variant(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.Executable:
+def lower_by_variant(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
     """math, or what is wrong if the variant is."""
     return (WRONG if options.variant == "wrong" else RIGHT).lower(graph, target, options)
 
 
-def make_variant_test(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.DeviceTest:
+def make_variant_test(graph: ag.Graph, target: ag.Target, options: Options) -> DeviceTest:
     """The test of one variant, which lowers its graphs by it."""
     name, way = f"{__name__}:BY_VARIANT", options.variant
-    return ag.DeviceTest(name, way or "its own", TRIALS, way=way)
+    return DeviceTest(name, way or "its own", TRIALS, way=way)
 
 
 RIGHT = needing_check("right", lambda run: run)
@@ -111,6 +112,4 @@ HANGS = needing_check("hangs", hang, seconds=0.5)
 HANGS_WITHIN = needing_check("hangs_within", never_finish, seconds=20.0)
 CRASHES = needing_check("crashes", crash)
 RAISES = needing_check("raises", fail)
-BY_VARIANT = ag.Backend(
-    "by_variant", lambda *_: (), lower_by_variant, device_test=make_variant_test
-)
+BY_VARIANT = Backend("by_variant", lambda *_: (), lower_by_variant, device_test=make_variant_test)

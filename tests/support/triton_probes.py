@@ -80,7 +80,7 @@ def rounded(x_ptr, out_ptr, SIZE: tl.constexpr):
 class Branching(ag.Mask):
     """Decides with `if`, as no symbol can."""
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: ag.extend.Place) -> Any:
         return at.j <= at.i if bool((at.j >= 0).all()) else at.j == 0
 
 
@@ -89,7 +89,7 @@ class Branching(ag.Mask):
 class Calling(ag.Mask):
     """Calls a function of torch."""
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: ag.extend.Place) -> Any:
         return torch.where(at.j <= at.i, True, False)
 
 
@@ -98,7 +98,7 @@ class Calling(ag.Mask):
 class Striped(ag.Mask):
     """False where (i - j) // 3 is a multiple of 3, negative ones too."""
 
-    def keep(self, at: ag.Place) -> Any:
+    def keep(self, at: ag.extend.Place) -> Any:
         return (at.i - at.j) // 3 % 3 != 0
 
 
@@ -118,10 +118,10 @@ class Sloped(Modifier):
     def trains(self) -> tuple[str, ...]:
         return ("weight",)
 
-    def change(self, s: Any, at: ag.Place) -> Any:
+    def change(self, s: Any, at: ag.extend.Place) -> Any:
         return s.add_(at.load("weight", at.h) * at.j)
 
-    def collect(self, totals: Any, ds: Any, at: ag.Place) -> None:
+    def collect(self, totals: Any, ds: Any, at: ag.extend.Place) -> None:
         share = at.reading(totals).load("weight", at.h)
         half = (ds * at.j).sum((2, 3))[..., None, None] * 0.5
         share += half.sum_to_size(share.shape)
@@ -136,10 +136,10 @@ class Steep(Modifier):
 
     hides = False
 
-    def change(self, s: Any, at: ag.Place) -> Any:
+    def change(self, s: Any, at: ag.extend.Place) -> Any:
         return -(88.0 - 20.0 * s).exp()
 
-    def back(self, ds: Any, s: Any, at: ag.Place) -> Any:
+    def back(self, ds: Any, s: Any, at: ag.extend.Place) -> Any:
         return ds * (s * -20.0)
 
 
