@@ -1,5 +1,4 @@
-"""Sizes by name: numbers of a shape that are known when a plan is called, and sums of products of
-them."""
+"""Sizes by name: numbers of a shape, known at the call of a plan, and polynomials of them."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Sizes = Mapping[str, int]  # what Dims stand for, by name
 
 
 def to_index(value: object) -> int | None:
-    """A whole number as an int; None for anything else."""
+    """An integer as an int; None for anything else."""
     try:
         return index(value) if isinstance(value, SupportsIndex) else None
     except (TypeError, RuntimeError):  # a class; a tensor of real numbers, or of several
@@ -29,8 +28,7 @@ def to_index(value: object) -> int | None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a text is a name that Python's code may bind, in the form in which Python reads it:
-    other forms of its letters would be the same name."""
+    """True for an identifier in NFKC form: Python reads its other forms as this one."""
     plain = name.isidentifier() and not iskeyword(name) and name != "__debug__"
     return plain and normalize("NFKC", name) == name
 
@@ -38,9 +36,9 @@ def is_plain_name(name: str) -> bool:
 @final
 @frozen
 class NamedSize:
-    """What a Dim of one name is: `most` is the largest number that it stands for.
+    """A name with its largest size.
 
-    classes: the only numbers that it stands for, ascending; none: every number from 0 to `most`.
+    classes: the sizes allowed, ascending; without classes, every size from 0 to `most`.
     """
 
     name: str
@@ -48,7 +46,7 @@ class NamedSize:
     classes: tuple[int, ...] = ()
 
     def problems(self, size: int) -> Iterator[str]:
-        """Why it does not stand for a number."""
+        """Why a number is not allowed."""
         if size > self.most:
             yield (
                 f"{self.name}: expected at most {self.most}, got {size}; declare "
@@ -71,16 +69,17 @@ Terms = tuple[tuple[tuple[NamedSize, ...], int], ...]  # products of symbols, ea
 
 @final
 class Dim(int):
-    """A size by name in the shape of a TensorSpec: of B, M, N, T or the number of pages.
+    """A named size in the shape of a TensorSpec: B, M, N, T or the number of pages.
 
-    A graph with Dims is one graph, with one plan, for all sizes up to `most`: a call takes them
-    from the shapes of its tensors, and equal names have to be equal sizes. H, G, D, E and the rows
-    of a page are numbers.
+    A graph with Dims has one plan for all sizes up to `most`. A call takes the sizes from the
+    shapes of its tensors; equal names must have equal sizes. H, G, D, E and the rows of a page are
+    numbers.
 
-    classes: the only sizes that it stands for, ascending, as `doubling` gives them; `most` is then
-    the last. Dims add, subtract and multiply: starts have `B + 1` places. Where an integer is
-    needed, as in comparisons, a Dim is its most. Raises GraphError for a name that is not a name of
-    Python, for `most` below 1, and for arithmetic that is not a sum of products.
+    classes: the only sizes allowed, ascending, as from `doubling`; the last is `most`.
+
+    Dims add, subtract and multiply: starts have `B + 1` elements. As an integer, for example in a
+    comparison, a Dim is its `most`. Raises GraphError for a name that is not a Python identifier,
+    for `most` below 1 and for arithmetic other than sums of products.
     """
 
     terms: Terms
@@ -103,13 +102,13 @@ class Dim(int):
 
     @property
     def symbols(self) -> tuple[NamedSize, ...]:
-        """What it is made of."""
+        """The named sizes in its terms."""
         return tuple(dict.fromkeys(x for factors, _ in self.terms for x in factors))
 
     def fit(self, size: int) -> int:
-        """The least size of at least this many that it stands for: the rows to pass of a buffer.
+        """The least allowed size >= `size`: how many rows of a buffer to pass.
 
-        Raises GraphError where there is none, and for a sum or a product.
+        Raises GraphError if there is none, and for a sum or a product.
         """
         (symbol, *more) = self.symbols
         if not isinstance(size, SupportsIndex):
@@ -119,7 +118,7 @@ class Dim(int):
         return next((n for n in symbol.classes if n >= size), size)
 
     def bind(self, sizes: Sizes) -> int:
-        """The number for these sizes."""
+        """Its number for these sizes."""
         return sum(n * prod([sizes[x.name] for x in factors]) for factors, n in self.terms)
 
     def __eq__(self, other: object) -> bool:
@@ -176,7 +175,6 @@ class Dim(int):
 
 
 def show_term(factors: Sequence[NamedSize], n: int) -> str:
-    """ "2*M*N", "-M", "1"."""
     names = [x.name for x in factors]
     if not names:
         return str(n)
@@ -184,14 +182,14 @@ def show_term(factors: Sequence[NamedSize], n: int) -> str:
 
 
 def make_dim(terms: Terms) -> Dim:
-    """A Dim of terms, which are in order, and of which one has a symbol."""
+    """A Dim of sorted terms, at least one with a symbol."""
     made = int.__new__(Dim, sum(n * prod(x.most for x in factors) for factors, n in terms))
     made.terms = terms
     return made
 
 
 def from_terms(terms: Iterable[tuple[tuple[NamedSize, ...], int]]) -> int:
-    """The sum of terms: a Dim, or a number where no symbol is left."""
+    """The sum of terms: a Dim, or a number if no symbol is left."""
     sums: Counter[tuple[NamedSize, ...]] = Counter()
     for factors, n in terms:
         sums[tuple(sorted(factors, key=lambda x: x.name))] += n
@@ -202,55 +200,51 @@ def from_terms(terms: Iterable[tuple[tuple[NamedSize, ...], int]]) -> int:
 
 
 def order_of_term(term: tuple[tuple[NamedSize, ...], int]) -> tuple[bool, int, list[str]]:
-    """Where a term stands in a sum: positive ones first, longer ones before shorter, numbers last
-    of their sign."""
+    """The sort key of a term: positive before negative, longer before shorter."""
     factors, n = term
     return n < 0, -len(factors), [x.name for x in factors]
 
 
 def terms_of(x: int) -> Terms:
-    """A number as a sum of terms."""
+    """A number or a Dim as a sum of terms."""
     return x.terms if isinstance(x, Dim) else (((), int(x)),)
 
 
 def add(a: int, b: int) -> int:
-    """a + b, of which one is a Dim."""
     return from_terms((*terms_of(a), *terms_of(b)))
 
 
 def multiply(a: int, b: int) -> int:
-    """a * b, of which one may be a Dim."""
     pairs = product(terms_of(a), terms_of(b))
     return from_terms(((*x, *y), n * m) for (x, n), (y, m) in pairs)
 
 
 def are_numbers(*sizes: int) -> bool:
-    """Whether none of the sizes is a Dim."""
+    """True if no size is a Dim."""
     return not any(isinstance(n, Dim) for n in sizes)
 
 
 def surely_least(x: int) -> int:
-    """A number that x is never below, whatever its Dims stand for: x itself where it has none."""
+    """A lower bound of x for all values of its Dims."""
     return sum(
         min(0, n) * prod([s.most for s in factors]) if factors else n for factors, n in terms_of(x)
     )
 
 
 def dims_in(value: object) -> Iterator[Dim]:
-    """Every Dim in a value."""
     return nested_values(value, Dim)
 
 
 def bind(value: Any, sizes: Sizes) -> Any:  # Any: of the same kind
-    """The same value with its Dims as numbers."""
+    """`value` with numbers in place of its Dims."""
     return replace_nested(value, Dim, lambda dim: dim.bind(sizes))
 
 
 def doubling(least: int, most: int) -> tuple[int, ...]:
-    """Classes of a Dim, each twice the one before: least, 2 least, ... up to `most`, the last.
+    """Classes of a Dim by powers of two: least, 2 least, 4 least, ... and `most`.
 
-    For a cache that lies in a buffer: pass a view of `dim.fit(n)` rows, and how many count as
-    lengths. Then there are few sizes to plan for. Raises GraphError unless 1 <= least <= most.
+    For a cache in a buffer: pass a view of `dim.fit(n)` rows and the true length as lengths, so
+    that few sizes need a plan. Raises GraphError unless 1 <= least <= most.
     """
     if to_index(least) is None or to_index(most) is None or not 1 <= least <= most:
         raise GraphError(

@@ -1,11 +1,11 @@
-"""Numbers that follow the sizes of a call, so that what planned one size plans others at once.
+"""Numbers that follow the sizes of a call: planning one size plans others at once.
 
-A function runs with Formulas in place of sizes: its arithmetic is recorded as lines of Python, and
-so is each decision that it takes by a comparison. The lines, compiled, give for other sizes what
-the function would give, or nothing, where a decision comes out differently there.
+A function runs with SizeFormulas in place of sizes. Its arithmetic is recorded as lines of Python,
+and so is the outcome of each comparison (a "decision"). The compiled lines give its result for
+other sizes, or None if a decision comes out differently there.
 
-What bounds and factors of the sizes decide, whatever these are, is not recorded. What asks for an
-integer itself (`range`, an index) decides that it is this one.
+A comparison settled by the bounds and divisors of the sizes is not recorded. An operation that
+needs a plain integer (`range`, an index) records the decision that the number has this value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Values = Sequence[Any]  # of the formulas in a value, in their order
 @final
 @frozen
 class SizeBounds:
-    """What is known of a number: the least and most that it may be, and a divisor of it."""
+    """The range of a number and a divisor of it."""
 
     least: float = -inf
     most: float = inf
@@ -40,10 +40,10 @@ class SizeBounds:
 @final
 @define(eq=False)
 class Recording:
-    """What a function has computed of its sizes, and decided by them.
+    """The computations and decisions of a function of sizes.
 
-    lines: what is computed, by name; a text without a name is a decision. names: by the text.
-    bounds: by name. constants: values that lines use, as functions, by name.
+    lines: (name, expression), with "" as the name of a decision. names: from the expression.
+    bounds: by name. constants: values that lines refer to, by name.
     """
 
     lines: list[tuple[str, str]] = field(factory=list)
@@ -53,14 +53,14 @@ class Recording:
     sizes: list[str] = field(factory=list)
 
     def add_size(self, value: int, bounds: SizeBounds) -> SizeFormula:
-        """The next size of those that calls give."""
+        """A formula for the next argument of the compiled function."""
         name = f"s{len(self.sizes)}"
         self.sizes.append(name)
         self.bounds[name] = bounds
         return SizeFormula(self, name, value)
 
     def add_line(self, text: str, value: Number, bounds: SizeBounds) -> SizeFormula:
-        """The value of an expression, computed once however often it is recorded."""
+        """The value of an expression; equal expressions are computed once."""
         if text not in self.names:
             self.names[text] = f"x{len(self.names)}"
             self.lines.append((self.names[text], text))
@@ -68,21 +68,23 @@ class Recording:
         return SizeFormula(self, self.names[text], value)
 
     def decide(self, text: str, outcome: bool) -> bool:
-        """Record how a condition came out; its outcome."""
+        """Record the outcome of a condition, and return it."""
         if text not in self.names:
             self.names[text] = ""
             self.lines.append(("", text if outcome else f"not {text}"))
         return outcome
 
     def add_constant(self, value: object) -> str:
-        """The name by which lines know a value, as a function of integers."""
+        """Store a value and return the name for it."""
         name = f"f{len(self.constants)}"
         self.constants[name] = value
         return name
 
     def compile(self, result: object) -> Callable[..., Any]:  # Any: of the kind of `result`
-        """sizes -> the result for them, whose formulas print as what they are called here; None
-        where a decision comes out differently."""
+        """A function of the sizes that gives `result`, or None if a decision differs.
+
+        The repr of `result` is its source, in which formulas are variables.
+        """
         needed, body = {*NAME.findall(repr(result))}, ""
         for name, text in reversed(self.lines):
             if name and name not in needed:
@@ -97,7 +99,7 @@ class Recording:
 
 @final
 class SizeFormula:
-    """A number that is recorded. value: what it is in the sizes in which it was."""
+    """A recorded number. value: its value for the recorded sizes."""
 
     __slots__ = ("name", "recording", "value")
 
@@ -106,15 +108,14 @@ class SizeFormula:
 
     @property
     def bounds(self) -> SizeBounds:
-        """What is known of it by now."""
         return self.recording.bounds[self.name]
 
     def apply(
         self, form: str, other: object, compute: Callable[[Number, Number], Number], known: Number
     ) -> Number:
-        """The value of `form`, where {0} is this number and {1} the other.
+        """Record `form`, with this number as {0} and the other as {1}.
 
-        known: the bounds of that, of both bounds.
+        compute: its value from both values. known: its bounds from both bounds.
         """
         if isinstance(other, float):
             return compute(index(self), other)
@@ -174,13 +175,11 @@ class SizeFormula:
         return other << index(self)
 
     def bit_length(self) -> SizeFormula:
-        """As that of an integer."""
         return self.recording.add_line(
             f"{self}.bit_length()", self.value.bit_length(), SizeBounds(0)
         )
 
     def maximum(self, other: Number) -> Number:
-        """The larger of both."""
         if not isinstance(other, (int, SizeFormula)):
             return other.maximum(self)
         if (order := sure_order(self, other)) is not None:
@@ -188,7 +187,6 @@ class SizeFormula:
         return self.apply("max({0}, {1})", other, max, highest_bounds)
 
     def minimum(self, other: Number) -> Number:
-        """The smaller of both."""
         if not isinstance(other, (int, SizeFormula)):
             return other.minimum(self)
         if (order := sure_order(self, other)) is not None:
@@ -198,7 +196,7 @@ class SizeFormula:
     def compare(
         self, sign: str, other: object, outcome: Callable[[Number, Number], bool]
     ) -> Number:
-        """Decide by a comparison with another number."""
+        """Decide a comparison, unless the bounds settle it."""
         if not isinstance(other, (int, SizeFormula)):
             return NotImplemented
         if isinstance(other, SizeFormula) and other.name == self.name:
@@ -243,7 +241,7 @@ class SizeFormula:
         return hash(self.name)
 
     def __index__(self) -> int:
-        """This very number, which is a decision."""
+        """Its value, recorded as a decision."""
         if self.bounds.least == self.bounds.most:
             return int(self.bounds.least)
         self.recording.decide(f"({self} == {self.value})", True)
@@ -259,11 +257,11 @@ class SizeFormula:
         return self.name
 
 
-# What is known of results
+# Bounds of results
 
 
 def known_bounds(x: object) -> SizeBounds:
-    """What is known of a formula or of a number."""
+    """The bounds of a formula or of a number."""
     if isinstance(x, SizeFormula):
         return x.bounds
     assert isinstance(x, int)
@@ -271,23 +269,23 @@ def known_bounds(x: object) -> SizeBounds:
 
 
 def add_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
-    """Of a + b."""
+    """Bounds of a + b."""
     return SizeBounds(a.least + b.least, a.most + b.most, gcd(a.divisor, b.divisor))
 
 
 def negate_bounds(a: SizeBounds) -> SizeBounds:
-    """Of -a."""
+    """Bounds of -a."""
     return SizeBounds(-a.most, -a.least, a.divisor)
 
 
 def multiply_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
-    """Of a * b."""
+    """Bounds of a * b."""
     ends = [x * y if x and y else 0 for x in (a.least, a.most) for y in (b.least, b.most)]
     return SizeBounds(min(ends), max(ends), a.divisor * b.divisor)
 
 
 def divide_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
-    """Of a // b; nothing unless b is at least 1 and both have ends."""
+    """Bounds of a // b; unlimited unless b >= 1 and all ends are finite."""
     if b.least < 1 or inf in (-a.least, a.most, b.most):
         return SizeBounds()
     ends = [x // y for x in (a.least, a.most) for y in (b.least, b.most)]
@@ -296,7 +294,7 @@ def divide_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
 
 
 def modulo_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
-    """Of a % b; nothing unless b is one number of at least 1."""
+    """Bounds of a % b; unlimited unless b is a known number >= 1."""
     if b.least < 1 or b.least != b.most:
         return SizeBounds()
     if a.divisor % b.divisor == 0:
@@ -305,25 +303,25 @@ def modulo_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
 
 
 def highest_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
-    """Of max(a, b)."""
+    """Bounds of max(a, b)."""
     divisor = gcd(a.divisor, b.divisor)
     return SizeBounds(max(a.least, b.least), max(a.most, b.most), divisor)
 
 
 def lowest_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
-    """Of min(a, b)."""
+    """Bounds of min(a, b)."""
     divisor = gcd(a.divisor, b.divisor)
     return SizeBounds(min(a.least, b.least), min(a.most, b.most), divisor)
 
 
 def sure_order(a: SizeFormula, b: object) -> int | None:
-    """1 where a is at least b whatever the sizes are, -1 where b is at least a; None: not known."""
+    """1 if a >= b for all sizes, -1 if a <= b for all sizes, None if neither is known."""
     x, y = a.bounds, known_bounds(b)
     return 1 if x.least >= y.most else -1 if y.least >= x.most else None
 
 
 def narrow_bounds(a: SizeBounds, sign: str, other: int, came: bool) -> SizeBounds:
-    """What is known after a comparison with a number."""
+    """The bounds of a number after the outcome of a comparison with `other`."""
     sign = (
         sign if came else {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}[sign]
     )
@@ -344,13 +342,13 @@ def narrow_bounds(a: SizeBounds, sign: str, other: int, came: bool) -> SizeBound
 
 
 def lowest(*numbers: int) -> int:
-    """The least of some numbers, which is not a decision."""
+    """The minimum, without a decision."""
     least: int = reduce_pairs(numbers, min, SizeFormula.minimum)
     return least
 
 
 def highest(*numbers: int) -> int:
-    """The greatest of some numbers, which is not a decision."""
+    """The maximum, without a decision."""
     most: int = reduce_pairs(numbers, max, SizeFormula.maximum)
     return most
 
@@ -360,7 +358,7 @@ def reduce_pairs(
     plain: Callable[[Number, Number], Number],
     recorded: Callable[[Number, Number], Number],
 ) -> Number:
-    """Numbers joined from the first to the last."""
+    """Fold numbers by `recorded` where a formula is involved, else by `plain`."""
     result, *rest = numbers
     for x in rest:
         if isinstance(result, SizeFormula):
@@ -371,25 +369,25 @@ def reduce_pairs(
 
 
 def capacity(number: int) -> int:
-    """The most that a number may be; a number itself."""
+    """The upper bound of a formula; a number itself."""
     most = number.bounds.most if isinstance(number, SizeFormula) else number
     return int(most)
 
 
 def is_one(number: int) -> bool:
-    """Whether a number is 1 whatever the sizes are, which is not a decision."""
+    """True if a number is 1 for all sizes; records no decision."""
     if isinstance(number, SizeFormula):
         return number.bounds.least == number.bounds.most == 1
     return number == 1
 
 
 def follows_sizes(value: object) -> bool:
-    """Whether there is a formula in a value."""
+    """True if a value contains a formula."""
     return next(nested_values(value, SizeFormula), None) is not None
 
 
 def defer(function: Callable[[T], Any], value: T) -> Any:  # Any: what the function gives
-    """function(value); a formula where there are any in the value, which are numbers then."""
+    """function(value), as a formula if `value` contains formulas; it is called with numbers."""
     inside = [*{x.name: x for x in nested_values(value, SizeFormula)}.values()]
     if not inside:
         return function(value)
@@ -404,7 +402,7 @@ def defer(function: Callable[[T], Any], value: T) -> Any:  # Any: what the funct
 
 
 def decide(function: Callable[[T], R], value: T) -> R:
-    """function(value), which is a decision where there are formulas in the value."""
+    """function(value), recorded as a decision if `value` contains formulas."""
     result: Any = defer(function, value)  # Any: a formula, or what the function gives
     if isinstance(result, SizeFormula):
         due = result.recording.add_constant(result.value)

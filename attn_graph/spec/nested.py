@@ -1,4 +1,4 @@
-"""Values of a class within other values: in tuples, dicts and fields of attrs classes."""
+"""Values of a class within tuples, mappings and attrs classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def nested_values(value: object, kind: type[T]) -> Iterator[T]:
-    """Every value of a class in a value: itself, or what it is made of; in order."""
+    """Every instance of `kind` in a value, itself included, in order."""
     waiting: list[Any] = [value]
     while waiting:
         x = waiting.pop()
@@ -24,7 +24,7 @@ def nested_values(value: object, kind: type[T]) -> Iterator[T]:
 
 @cache
 def part_reader(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:  # Any: of that class
-    """What gives the parts of values of a class; None of those that are not made of any."""
+    """A function from an instance of `kind` to its parts; None if it has none."""
     if issubclass(kind, tuple):
         return tuple
     if issubclass(kind, Mapping):
@@ -40,7 +40,7 @@ def replace_nested(
     kind: type[T],
     change: Callable[[T], object],
 ) -> Any:  # Any: of the same kind
-    """The same value with something in place of each value of a class in it."""
+    """A copy of `value` with `change` applied to each instance of `kind` in it."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, tuple):
