@@ -122,7 +122,7 @@ def test_a_mask_that_says_wrong_is_caught(mask: ag.Mask) -> None:
 
 
 def test_a_mask_that_reads_what_it_does_not_name_is_an_error_in_words() -> None:
-    with pytest.raises(ag.GraphError, match="'limits' is not among what `needs` names"):
+    with pytest.raises(ag.GraphError, match="'limits' is not in `needs`"):
         testing.check_mask(Unread())
 
 

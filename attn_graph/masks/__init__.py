@@ -1,4 +1,4 @@
-"""Masks as data: which places they keep, and which tiles of them can be skipped."""
+"""Masks as data: the places they keep, and the tiles that kernels can skip."""
 
 from attn_graph.masks.joins import (
     Align,

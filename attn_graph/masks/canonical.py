@@ -1,4 +1,4 @@
-"""Masks that mean the same get one form where that is easy to see, so that they share a plan."""
+"""One form for equal masks where equality is easy to see, so that they share a plan."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CAUSAL = Band(None, 0)  # from the top left corner, as fused kernels know it
 
 @lru_cache(256)  # a graph is checked by it, and simplified
 def canonical_mask(mask: Mask, M: int, N: int) -> Mask | None:
-    """The mask in one form: alignments are offsets, bands joined by `&` are one, parts are sorted.
+    """The mask in one form; None if every query keeps every key.
 
-    None where every query keeps every key. One query and one key stand for none: a graph of none
-    keeps the lengths that its packed sides are read by. Raises GraphError where an alignment is
-    missing.
+    Alignments become offsets, bands joined by `&` one band, and parts are sorted. Without queries
+    or keys the mask is simplified as for one, so that it keeps the lengths of packed sides. Raises
+    GraphError for a missing alignment.
     """
     resolved = mask.resolved(M, N, ragged_in(mask.needs))
     simple = simplify_mask(resolved, *(1 if n == 0 else n for n in (M, N)))
@@ -28,17 +28,17 @@ def canonical_mask(mask: Mask, M: int, N: int) -> Mask | None:
 
 
 def simplify_mask(mask: Mask, M: int, N: int) -> Mask:
-    """An equal mask: EVERYTHING if it keeps every place, else nested joins of one kind are one."""
+    """An equal mask: EVERYTHING if it keeps every place, else with flat joins."""
     simple = simplify_parts(mask, M, N)
     return EVERYTHING if keeps_everything(simple, M, N) else simple
 
 
 def keeps_everything(mask: Mask, M: int, N: int) -> bool:
-    """Whether a mask surely keeps every place, in all batch entries and heads.
+    """True if a mask surely keeps every place, in all batch entries and heads.
 
-    One entry and one head stand for all, as in leaves of the library; others may differ there. Of
-    sizes by name the largest stand for all: what keeps every place there keeps those of smaller
-    ones, unless its bounds move with them.
+    One entry and one head stand for all, as in the library's leaves; a user's leaf may differ, so
+    it counts as unknown. Dims count as their largest size, which covers smaller ones too unless the
+    bounds of the mask move with them.
     """
     if next(dims_in(mask), None) is not None:
         return False
@@ -47,12 +47,12 @@ def keeps_everything(mask: Mask, M: int, N: int) -> bool:
 
 
 def is_ours(mask: Mask) -> bool:
-    """Whether all leaves of a mask are the library's."""
+    """True if all leaves of a mask are the library's."""
     return all(map(is_ours, mask.parts)) if isinstance(mask, Join) else type(mask) in LEAVES
 
 
 def simplify_parts(mask: Mask, M: int, N: int) -> Mask:
-    """Simplify the parts of a mask. The result may keep every place without being EVERYTHING."""
+    """Simplify the parts of a mask. The result may keep every place, not yet EVERYTHING."""
     match mask:
         case Band(low, high, ()):
             return trim_band(low, high, M, N)
@@ -71,7 +71,7 @@ def simplify_parts(mask: Mask, M: int, N: int) -> Mask:
 
 
 def end_at_keys(parts: list[Mask]) -> list[Mask]:
-    """The parts of an And for one query. It is the last of its keys, or of no sequence."""
+    """The parts of an And for one query, which is the last of its keys or of no sequence."""
     last = Band(None, 0, LENGTHS)
     known = QueryLengths() in parts
     replaced = (KeyLengths() if known and part == last else part for part in parts)
@@ -79,10 +79,10 @@ def end_at_keys(parts: list[Mask]) -> list[Mask]:
 
 
 def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:
-    """A band without the bounds that no place reaches: j - i is from 1 - M to N - 1.
+    """A band without the bounds outside -M < j - i < N.
 
     A bound that excludes every place becomes the nearest such bound, so that it fits into int64.
-    Of sizes by name a bound goes that no place reaches whatever they are.
+    With Dims a bound goes only if it has no effect for any size.
     """
     if not are_numbers(M, N, low or 0, high or 0):
         return Band(
@@ -96,7 +96,7 @@ def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:
 
 
 def simplified_parts(mask: Mask, join: type[Join], M: int, N: int) -> list[Mask]:
-    """The parts of nested joins of one kind, each simplified by itself."""
+    """The simplified parts of nested joins of one kind."""
     if isinstance(mask, join):
         return [leaf for part in mask.parts for leaf in simplified_parts(part, join, M, N)]
     simple = simplify_mask(mask, M, N)
@@ -104,9 +104,9 @@ def simplified_parts(mask: Mask, join: type[Join], M: int, N: int) -> list[Mask]
 
 
 def intersect_bands(parts: list[Mask]) -> list[Mask]:
-    """The parts of an And, its bands replaced by their intersection, one for each `ragged`.
+    """The parts of an And, with one band for each `ragged`.
 
-    Bands that move with sizes by name stay apart: which of them is tighter depends on the sizes.
+    Bands that move with Dims stay apart: the sizes decide which is tighter.
     """
     bands: dict[tuple[str, ...], Band] = {}
     for part in parts:
@@ -120,5 +120,5 @@ def intersect_bands(parts: list[Mask]) -> list[Mask]:
 
 
 def is_fixed_band(mask: Mask) -> TypeGuard[Band]:
-    """Whether a mask is a Band whose bounds are numbers."""
+    """True for a Band whose bounds are numbers."""
     return isinstance(mask, Band) and are_numbers(mask.low or 0, mask.high or 0)

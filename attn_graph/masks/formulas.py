@@ -1,7 +1,7 @@
-"""Masks written as text: comparisons of integers, for what no other leaf has a name.
+"""Masks written as text: comparisons of integers.
 
-The text is Python's syntax, of which nothing is executed: operators and a few functions are applied
-to the place, so tensors, integers and symbols of generated code will do.
+The text has Python's syntax, but Python does not execute it: operators and a few functions are
+applied to the place, which may be tensors, integers or symbols of generated code.
 """
 
 from __future__ import annotations
@@ -60,26 +60,24 @@ def as_elements(values: Any) -> Elements:  # Any: pairs, of which a parser makes
 
 
 def require_text(_: object, __: object, value: str) -> None:
-    """A validator. Raises GraphError for a formula that is not text."""
     if not isinstance(value, str):
         raise GraphError(f'formula: {show(value)} is not text; write it as "i // 64 == j // 64"')
 
 
 def check_elements(elements: Elements) -> None:
-    """Raise GraphError for a name that means something else, and for axes in another order."""
+    """Raise GraphError for a reserved or repeated name and for axes out of order."""
     for n, (name, axes) in enumerate(elements):
         if not name.isidentifier() or name in RESERVED or name in dict(elements[:n]):
             raise GraphError(f"formula: {name!r} is not a name for a tensor, or is taken")
         if list(axes) != sorted({*axes}, key=AXES.find):
             raise GraphError(
-                f"formula: {name} has axes {axes!r}; say them in the order of {AXES!r}"
+                f"formula: {name} has axes {axes!r}; write them in the order of {AXES!r}"
             )
 
 
 @lru_cache(1024)
 def read_formula(text: str) -> ast.expr:
-    """The syntax of a formula. Raises GraphError for anything that is not an expression of
-    Python."""
+    """The syntax tree of a formula. Raises GraphError unless it is a Python expression."""
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # 1000s of brackets
@@ -88,19 +86,21 @@ def read_formula(text: str) -> ast.expr:
 
 
 def simplify_text(text: str) -> str:
-    """A formula without the parentheses that it does not need."""
+    """A formula without redundant parentheses."""
     return ast.unparse(read_formula(text))
 
 
 def evaluate_formula(node: ast.expr, names: Mapping[str, Term]) -> Term:
-    """The value of a formula, where names have these values. Raises GraphError for other syntax."""
+    """The value of a formula for these names. Raises GraphError for other syntax."""
     match node:
         case ast.Name(id=name) if name in names:
             return names[name]
         case ast.Constant(value=int() | float() as number):
             return number
         case ast.BinOp(_, ast.FloorDiv() | ast.Mod(), b) if not is_positive(b):
-            raise GraphError(f"formula: {ast.unparse(node)} divides by no positive integer")
+            raise GraphError(
+                f"formula: {ast.unparse(node)}: the divisor must be a positive integer constant"
+            )
         case ast.BinOp(a, op, b) if type(op) in OPERATORS:
             return OPERATORS[type(op)](*(evaluate_formula(x, names) for x in (a, b)))
         case ast.UnaryOp(op, a) if type(op) in OPERATORS:
@@ -114,25 +114,24 @@ def evaluate_formula(node: ast.expr, names: Mapping[str, Term]) -> Term:
 
 
 def is_positive(node: ast.expr) -> bool:
-    """Whether it is a positive integer: another divisor may be 0, or rounds another way."""
+    """True for a positive integer constant: other divisors may be 0 or round another way."""
     return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value > 0
 
 
 def check_constants(node: ast.expr) -> None:
-    """Raise GraphError for a constant, or a sum of some, that 64 bits do not hold."""
+    """Raise GraphError for a constant expression outside 64 bits."""
     for part in ast.walk(node):
         named = any(isinstance(x, ast.Name | ast.Compare) for x in ast.walk(part))
         if isinstance(part, ast.expr) and not named:
             value = evaluate_formula(part, {})
             if isinstance(value, int) and not -MOST_INTEGER <= value <= MOST_INTEGER:
                 raise GraphError(
-                    f"formula: {ast.unparse(part)} is {value}, and the most is {MOST_INTEGER}, "
-                    "which 64 bits hold"
+                    f"formula: {ast.unparse(part)} is {value}, beyond {MOST_INTEGER}, the largest "
+                    "64-bit integer"
                 )
 
 
 def has_floats(node: ast.expr) -> bool:
-    """Whether something in it is not an integer."""
     return any(
         isinstance(x, ast.Div) or (isinstance(x, ast.Constant) and isinstance(x.value, float))
         for x in ast.walk(node)
@@ -140,9 +139,9 @@ def has_floats(node: ast.expr) -> bool:
 
 
 def block_range(block: Block, name: str, axes: str) -> Range | None:
-    """The least and the greatest element of a block's part of a tensor, for each key if it has any.
+    """The range of a block's part of a tensor; one for each key if it has the axis j.
 
-    None where the tensor is not known, or has no element there.
+    None if the tensor is unknown or empty there.
     """
     part = block.load(name, axes)
     if part is None or not part.numel():
@@ -153,14 +152,14 @@ def block_range(block: Block, name: str, axes: str) -> Range | None:
 
 
 def place_names(at: Place, elements: Elements) -> dict[str, Term]:
-    """What a formula may name at a place: b, h, i, j, abs, and the elements of its tensors."""
+    """The names of a formula: b, h, i, j, abs, and the elements of its tensors."""
     axes = dict(zip(AXES, at.axes, strict=True))
     loads = {name: whole(at.load(name, *(axes[x] for x in own))) for name, own in elements}
     return {**axes, "abs": abs, **loads}
 
 
 def whole(x: Term) -> Term:
-    """Integers in 64 bits, in which formulas are computed; anything else as it is."""
+    """Integers as int64, in which formulas are computed; anything else unchanged."""
     return x.long() if isinstance(x, torch.Tensor) and not x.is_floating_point() else x
 
 
@@ -169,9 +168,9 @@ def whole(x: Term) -> Term:
 class Formula(Mask):
     """A comparison of integers made of b, h, i, j: `Formula("i // 64 == j // 64")`.
 
-    elements: the name and the axes of each tensor of integers whose element at the place the text
-    names, such as (("page_i", "i"), ("page_j", "j")) of "page_i <= page_j". The text has + - * //
-    and %, abs(), and one comparison. Raises GraphError for any other.
+    The text has + - * // %, abs() and one comparison. elements: the name and axes of each integer
+    tensor in the text; it means the tensor's element at the place. For documents: `Formula("page_i
+    <= page_j", (("page_i", "i"), ("page_j", "j")))`. Raises GraphError for other text.
     """
 
     text: str = field(validator=require_text)
@@ -193,7 +192,7 @@ class Formula(Mask):
         return evaluate_formula(read_formula(self.text), place_names(at, self.elements))
 
     def range_problems(self, sizes: tuple[int, int, int, int]) -> list[str]:
-        """What 64 bits do not hold of it for these sizes, its tensors taken to be of 32."""
+        """Parts that may leave 64 bits at sizes B, H, M, N, with elements of 32 bits."""
         real = {
             name: Range(*(torch.tensor(float(end), device="cpu") for end in ends))
             for name, ends in (
@@ -219,10 +218,10 @@ class Formula(Mask):
         return block.none if bounds is None else Keys.where(bounds[0])
 
     def bounds(self, block: Block) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """For each key, whether surely all queries of a block keep it, and whether any may.
+        """For each key: do surely all queries of the block keep it, and may any?
 
-        By interval arithmetic over the queries. None where it reads tensors that are not known, or
-        names b or h: a block for all batch entries and heads may name the first ones alone.
+        By interval arithmetic over the queries. None if it reads unknown tensors or names b or h:
+        the block may stand for all batch entries and heads.
         """
         loads = [block_range(block, name, axes) for name, axes in self.elements]
         known = [each for each in loads if each is not None]

@@ -1,10 +1,9 @@
-"""Interval arithmetic on symbols: the least and the greatest value of an expression over a tile.
+"""Interval arithmetic: the least and greatest value of an expression over a tile.
 
-A mask's `keep` is evaluated on the ranges of i and j in a tile, and on the least and greatest
-element of each tensor that it reads there. The result says whether the tile may keep a place and
-whether it surely keeps all. It is never wrong, but may call a tile mixed that is empty or full.
-So the one definition of a mask also lists its tiles on the device, where data decide them. Ends
-that are tensors give the same for many tiles at once.
+A mask's `keep` is evaluated on the ranges of i and j in a tile, and on the ranges of the tensors it
+reads there. The result tells if the tile is surely empty or surely full; it is never wrong, but may
+call an empty or full tile mixed. So one definition of a mask also lists its tiles on the device,
+from the data. With tensors as ends it does so for many tiles at once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ WIDEST = 2**62  # no integer in a mask is expected to be larger
 @final
 @frozen(eq=False)
 class Range:
-    """Every value from `least` to `most`. Of booleans: whether true everywhere, and anywhere."""
+    """The values from `least` to `most`. Of booleans: true everywhere, and true anywhere."""
 
     least: Operand
     most: Operand
@@ -61,7 +60,6 @@ class Range:
         return Range(select(same, self.least % x, 0), select(same, self.most % x, x - 1))
 
     def abs(self) -> Range:
-        """The range of absolute values."""
         straddles = (self.least <= 0) & (self.most >= 0)
         far = maximum(-self.least, self.most)
         return Range(select(straddles, 0, minimum(abs(self.least), abs(self.most))), far)
@@ -101,9 +99,7 @@ class Range:
 
     def __xor__(self, x: Operand) -> Range:
         if x is not True:
-            raise Untraceable(
-                "lists of tiles are made for masks of &, | and ~, and this one has another ^"
-            )
+            raise Untraceable("tile lists support masks of &, | and ~, and this one has another ^")
         return Range(self.most ^ True, self.least ^ True)
 
     def __invert__(self) -> Range:
@@ -112,29 +108,26 @@ class Range:
     def __getattr__(self, name: str) -> Operand:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Untraceable(f"lists of tiles are not made through {name}()")
+        raise Untraceable(f"tile lists do not support {name}()")
 
     def __bool__(self) -> bool:
-        raise Untraceable("a range of a tile has no single value")
+        raise Untraceable("the values of a tile have no single truth value")
 
 
 def select(condition: Operand, yes: Operand, no: Operand) -> Operand:
-    """`yes` where a condition holds, else `no`: of tensors, or of symbols."""
+    """`yes` if the condition holds, else `no`; of tensors or symbols."""
     if isinstance(condition, torch.Tensor):
         return torch.where(condition, yes, no)
     return condition.where(yes, no)
 
 
 def lower_end(x: Operand) -> Operand:
-    """The least value of a range, or the value itself."""
     return x.least if isinstance(x, Range) else x
 
 
 def upper_end(x: Operand) -> Operand:
-    """The greatest value of a range, or the value itself."""
     return x.most if isinstance(x, Range) else x
 
 
 def ends_of(x: Operand) -> tuple[Operand, ...]:
-    """Both ends of a range, or the value itself."""
     return (x.least, x.most) if isinstance(x, Range) else (x,)

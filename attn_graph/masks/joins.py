@@ -1,10 +1,10 @@
-"""What a mask is, and the joins `&`, `|` and `~` of masks. The leaves are in `leaves`.
+"""The base class of masks, and their joins `&`, `|` and `~`. `leaves` has the leaves.
 
-A mask says three things. `keep` is its meaning, exact, at one place. For a block of queries,
-`span` is every key that some query of the block may keep (never too small) and `surely` is keys
-that all of them keep (never too large). For the joins all three follow, so whether a tile is
-empty, full or mixed is known for every expression, on every backend. A leaf that is a strip along
-the diagonal may say so by `strip`, and spares kernels a list of tiles.
+A mask has three definitions. `keep` is exact, at one place. For a block of queries, `span` has all
+keys that some query of the block may keep (never too few), and `surely` has keys that all of them
+keep (never too many). Joins derive all three from their parts, so every backend knows the empty,
+full and mixed tiles of every expression. A leaf that is a strip along the diagonal may define
+`strip`; kernels then need no list of tiles.
 """
 
 from __future__ import annotations
@@ -27,28 +27,27 @@ Align = Literal["top_left", "bottom_right"]
 
 
 def to_dtypes(dtypes: torch.dtype | Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
-    """A converter: one dtype as a tuple of one. Raises GraphError for anything that is not a
-    dtype."""
+    """A converter: one or several dtypes as a tuple. Raises GraphError for anything else."""
     several = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if isinstance(several, Iterable):
         known = tuple(several)
         if all(isinstance(dtype, torch.dtype) for dtype in known):
             return known
-    raise GraphError(f"data: {show(dtypes)} is not a dtype, and not several")
+    raise GraphError(f"data: {show(dtypes)} is neither a dtype nor a sequence of dtypes")
 
 
 @final
 @frozen
 class Data:
-    """A tensor that a mask or a modifier reads: its axes and the dtypes it may have.
+    """A tensor read by a mask or a modifier: its axes and allowed dtypes.
 
-    axes: letters of "bhij", for batch entry, head, query and key. dtypes: one, or several. Raises
-    GraphError for others.
+    axes: letters of "bhij", for batch entry, head, query and key. dtypes: one or several.
+    broadcasts: an axis may be 1 instead of full. Raises GraphError for other axes or dtypes.
     """
 
     axes: str
     dtypes: tuple[torch.dtype, ...] = field(default=INTEGERS, converter=to_dtypes)
-    broadcasts: bool = False  # whether an axis may be 1 instead of full
+    broadcasts: bool = False
 
     def __attrs_post_init__(self) -> None:
         text = self.axes if isinstance(self.axes, str) else "?"
@@ -58,7 +57,7 @@ class Data:
     def problems(
         self, who: str, name: str, type_: ValueType, sizes: dict[str, int]
     ) -> Iterator[str]:
-        """Why a tensor of this type cannot be read. sizes: of the axes, by letter of "bhij"."""
+        """Why a tensor of this type does not fit. sizes: of the axes, by letter of "bhij"."""
         full = tuple(sizes[x] for x in self.axes)
         rank, needed = len(type_.shape), len(full)
         if rank != needed:
@@ -73,9 +72,9 @@ class Data:
 
 
 def list_readings(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
-    """How to give a tensor of fewer axes all four of "bhij", once for each meaning that fits.
+    """The ways to index a tensor of fewer axes to all four of "bhij", one for each meaning.
 
-    sizes: of the axes, by letter. Its last axis is that of keys, unless no such meaning fits.
+    sizes: of the axes, by letter. The last axis is read as keys if any such meaning fits.
     """
     count = range(len(shape))
     every = combinations(LETTERS, len(shape))
@@ -85,11 +84,11 @@ def list_readings(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> 
     ways = [
         f"{name}{index_axes(x)} where it is {name_axes(x, shape)}" for x in reversed(apart.values())
     ]
-    return f"; say {' or '.join(ways)}" if ways else ""
+    return f"; write {' or '.join(ways)}" if ways else ""
 
 
 def index_axes(axes: Sequence[str]) -> str:
-    """The index that gives a tensor of some of "bhij" an axis for each: "[:, None]"."""
+    """The index that inserts the missing axes of "bhij": "[:, None]"."""
     index = [":" if x in axes else "None" for x in LETTERS]
     kept = max(n for n, x in enumerate(index) if x == "None") + 1
     return f"[{', '.join(index[:kept])}]"
@@ -103,11 +102,11 @@ def name_axes(axes: Sequence[str], shape: Sequence[int]) -> str:
 
 @frozen
 class Mask:
-    """A boolean expression of (b, h, i, j). A leaf of your own is a `@final @frozen` subclass."""
+    """A boolean expression of (b, h, i, j). Your own leaf is a `@final @frozen` subclass."""
 
     @property
     def relative(self) -> bool:
-        """Whether `keep` depends on j - i alone."""
+        """True if `keep` depends on j - i alone."""
         return False
 
     @property
@@ -116,49 +115,49 @@ class Mask:
         return {}
 
     def keep(self, at: Place) -> Term:
-        """Whether query at.i sees key at.j. Written with operators only, so it takes ints too."""
+        """True if query at.i sees key at.j. Use operators only, so that integers work too."""
         raise NotImplementedError
 
     def span(self, block: Block) -> Keys:
-        """A set of keys, among them all that any query of the block keeps; all if unsure."""
+        """A superset of the keys that any query of the block keeps; by default all keys."""
         return block.all
 
     def surely(self, block: Block) -> Keys:
-        """A set of keys that every query of the block keeps; the empty set if unsure."""
+        """A subset of the keys that every query of the block keeps; by default none."""
         return block.none
 
     def strip(self, at: Place) -> Strip | None:
-        """This mask as a strip along the diagonal, if it is one; kernels list no tiles then."""
+        """This mask as a strip along the diagonal; None if it is not one."""
         return None
 
     def aligned(self, align: Align | None) -> Mask:
-        """This mask with `align` in every part that compares positions and has no alignment."""
+        """This mask with `align` in every part that compares positions without an alignment."""
         return self
 
     def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
         """This mask with alignments turned into offsets, for M queries and N keys.
 
-        ragged: the lengths that the mask reads, which move bottom-right diagonals. Raises
-        GraphError where an alignment is needed and not given.
+        ragged: the lengths read by the mask, which move bottom-right diagonals. Raises GraphError
+        for a missing alignment.
         """
         return self
 
     def written(self) -> Mask:
-        """This mask in the words of those who write masks: bands as `Causal` and `Window`."""
+        """This mask as users write it: bands as `Causal` and `Window`."""
         return self
 
     def __fx_repr__(self) -> tuple[str, dict[str, type[Mask]]]:
-        """The text of a mask and the classes that it names, as torch.compile wants them."""
+        """The text of a mask and the classes named in it, for torch.compile."""
         return str(self), {cls.__name__: cls for cls in leaf_classes(self)}
 
     def picture(self, M: int, N: int, /, **data: torch.Tensor) -> str:
-        """Which of M x N places are kept, as text; data: what the mask reads. See `pictures`."""
+        """The kept places of M x N as text. data: the tensors that the mask reads."""
         from attn_graph.masks.pictures import picture  # which imports this module
 
         return picture(self, M, N, data=data)
 
     def _repr_html_(self) -> str:
-        """For notebooks: the mask, and its tiles over enough positions that its bounds show."""
+        """The mask and a picture of its tiles, for notebooks."""
         from attn_graph.masks.pictures import picture_html, telling_size
         from attn_graph.printing import html
 
@@ -175,7 +174,7 @@ class Mask:
         return self.a if isinstance(self, Not) else Not(self)
 
     def __bool__(self) -> NoReturn:
-        """Raises GraphError: `and`, `or` and `not` would drop a mask without a word."""
+        """Raises GraphError: `and`, `or` and `not` would silently drop a mask."""
         refuse_truth("mask", self, "join masks with &, | and ~, not with and, or and not")
 
     def __str__(self) -> str:
@@ -183,12 +182,11 @@ class Mask:
 
 
 def needs_of(mask: Mask | None) -> dict[str, Data]:
-    """The tensors that a mask reads, by name; none without a mask."""
     return {} if mask is None else mask.needs
 
 
 def require_mask(_: object, __: object, value: Mask) -> None:
-    """A validator. Raises GraphError for anything that is not a mask."""
+    """A validator. Raises GraphError for anything but a mask."""
     if not isinstance(value, Mask):
         way_out = "write a mask such as Causal() or Causal() & Window(64)"
         if isinstance(value, type) and issubclass(value, Mask):
@@ -199,12 +197,12 @@ def require_mask(_: object, __: object, value: Mask) -> None:
 
 
 def nesting(join: Join) -> int:
-    """How many joins lie within one another, counting this one."""
+    """The depth of a join, counting itself."""
     return 1 + max(part.depth if isinstance(part, Join) else 0 for part in join.parts)
 
 
 class Join(Mask):
-    """Abstract: a mask made of other masks. Nested joins of one kind are one, see `join_masks`."""
+    """Abstract: a mask made of other masks. `join_masks` flattens nested joins of one kind."""
 
     __slots__ = ()
     depth: int
@@ -218,12 +216,10 @@ class Join(Mask):
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """The masks that it joins."""
         raise NotImplementedError
 
     @property
     def relative(self) -> bool:
-        """Whether `keep` depends on j - i alone: where it does in all parts."""
         return all(part.relative for part in self.parts)
 
     @property
@@ -241,7 +237,6 @@ class Join(Mask):
 
 
 def leaf_classes(mask: Mask) -> Iterator[type[Mask]]:
-    """The classes of the leaves of a mask."""
     if isinstance(mask, Join):
         for part in mask.parts:
             yield from leaf_classes(part)
@@ -250,7 +245,7 @@ def leaf_classes(mask: Mask) -> Iterator[type[Mask]]:
 
 
 def join_masks(kind: type[And] | type[Or], masks: Iterable[Mask]) -> Mask:
-    """One join of all these masks, as a balanced tree: 1000 of them nest ten deep."""
+    """One join of all these masks, as a balanced tree: 1000 masks nest ten deep."""
     parts = [part for mask in masks for part in flatten_join(kind, mask)]
     while len(parts) > 1:
         pairs = [kind(*parts[n : n + 2]) for n in range(0, len(parts) - 1, 2)]
@@ -259,7 +254,7 @@ def join_masks(kind: type[And] | type[Or], masks: Iterable[Mask]) -> Mask:
 
 
 def flatten_join(kind: type[And] | type[Or], mask: Mask) -> list[Mask]:
-    """The parts of nested joins of one kind, in their order."""
+    """The parts of nested joins of one kind, in order."""
     if isinstance(mask, kind):
         return [part for inner in mask.parts for part in flatten_join(kind, inner)]
     return [mask]
@@ -267,8 +262,6 @@ def flatten_join(kind: type[And] | type[Or], mask: Mask) -> list[Mask]:
 
 @frozen
 class Pair(Join):
-    """A join of two masks."""
-
     a: Mask = field(validator=require_mask)
     b: Mask = field(validator=require_mask)
     depth: int = field(init=False, eq=False, repr=False, default=Factory(nesting, takes_self=True))
@@ -281,7 +274,7 @@ class Pair(Join):
 @final
 @frozen
 class And(Pair):
-    """Both masks keep it."""
+    """True where both masks are."""
 
     def keep(self, at: Place) -> Term:
         return self.a.keep(at) & self.b.keep(at)
@@ -303,7 +296,7 @@ class And(Pair):
 @final
 @frozen
 class Or(Pair):
-    """One of the masks keeps it, or both."""
+    """True where at least one of the masks is."""
 
     def keep(self, at: Place) -> Term:
         return self.a.keep(at) | self.b.keep(at)
@@ -321,7 +314,7 @@ class Or(Pair):
 @final
 @frozen
 class Not(Join):
-    """The mask does not keep it."""
+    """True where the mask is false."""
 
     a: Mask = field(validator=require_mask)
     depth: int = field(init=False, eq=False, repr=False, default=Factory(nesting, takes_self=True))

@@ -1,7 +1,7 @@
-"""What each batch entry keeps, as rectangles and triangles: layers of queries, exact.
+"""The kept places of each batch entry, exactly, as rectangles and triangles ("layers").
 
-For masks made of strips, and for documents (`SameSegment`) that are and-ed with one strip. The
-work grows with edges and documents, not with queries and keys; data are read once.
+For masks made of strips, and for documents (`SameSegment`) intersected with one strip. The work
+grows with edges and documents, not with queries and keys; data are read once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ Kept = tuple[range, tuple[Layer, ...]]  # neighbouring batch entries, and what e
 
 
 def is_layered(mask: Mask, block: Block) -> bool:
-    """Whether a mask is made of strips, or of documents and one strip. The block has all data,
-    of which the values do not matter."""
+    """True if a mask is made of strips, or of documents and one strip.
+
+    The block has all data; their values do not matter.
+    """
     at = entry_at(block, *block.batch[:1])
     segmented, rest = split_documents(mask)
     if segmented:
@@ -45,9 +47,9 @@ def is_layered(mask: Mask, block: Block) -> bool:
 
 
 def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
-    """What the batch entries keep; neighbours that keep the same are one.
+    """The layers of each run of batch entries with equal layers.
 
-    None where this is not known exactly, where it takes evaluating the mask at more than
+    None if they are not known exactly, if finding them takes evaluating the mask at more than
     `most_points` places, and for documents that are small or in pieces. The block has all data.
     """
     block = evolve(block, data={n: widen(n, x) for n, x in (block.data or {}).items()})
@@ -71,12 +73,12 @@ def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None
 
 
 def widen(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Lengths in int64, into which their sums with any bound fit."""
+    """Lengths as int64, so that sums with any bound fit."""
     return x.to(torch.int64) if name in LENGTHS else x
 
 
 def group_equal(kinds: Sequence[Bounds], batch: range) -> Iterator[tuple[range, Bounds]]:
-    """Neighbouring batch entries of the same kind."""
+    """Runs of neighbouring batch entries with equal strips."""
     at = batch.start
     for kind, same in groupby(kinds):
         count = sum(1 for _ in same)
@@ -85,12 +87,12 @@ def group_equal(kinds: Sequence[Bounds], batch: range) -> Iterator[tuple[range, 
 
 
 def layers_of_strip(bounds: Bound, rows: range, keys: range) -> Iterator[Layer]:
-    """What a strip keeps of some queries and keys.
+    """The layers of a strip among some queries and keys.
 
-    Query i keeps the keys from the larger of keys.start and i + low up to the smaller of keys.stop
-    and i + high + 1. It is cut where one of these takes over from the other, and where none is
-    left or the first one comes. A query whose first key is either belongs above: what is left of a
-    multiple of 32 queries is one then, under a window of as many keys.
+    Query i keeps the keys from max(keys.start, i + low) to min(keys.stop, i + high + 1), exclusive.
+    Layers are cut at the queries where one of these terms takes over, where the first key comes and
+    where the last one goes. A query whose first key is the same by both terms belongs to the layer
+    above: a window of a multiple of 32 keys then leaves a multiple of 32 queries.
     """
     low, high, least, last = bounds
     k0, k1 = keys.start, keys.stop if least is None else min(keys.stop, least)
@@ -106,7 +108,7 @@ def layers_of_strip(bounds: Bound, rows: range, keys: range) -> Iterator[Layer]:
 
 
 def join_layers(layers: Iterable[Layer]) -> tuple[Layer, ...]:
-    """The same with neighbours made one where each edge of both lies on one line."""
+    """Merge neighbouring layers whose edges lie on the same lines."""
     out: list[Layer] = []
     for layer in layers:
         runs = join_runs(out[-1], layer) if out else None
@@ -118,7 +120,7 @@ def join_layers(layers: Iterable[Layer]) -> tuple[Layer, ...]:
 
 
 def join_runs(above: Layer, below: Layer) -> tuple[Run, ...] | None:
-    """The runs of two neighbouring layers as one; None where they are not on the same lines."""
+    """The runs of two neighbouring layers merged; None if they lie on different lines."""
     if len(above.runs) != len(below.runs):
         return None
     pairs = zip(sum(above.runs, ()), sum(below.runs, ()), strict=True)
@@ -130,7 +132,7 @@ def join_runs(above: Layer, below: Layer) -> tuple[Run, ...] | None:
 
 
 def join_edges(a: Edge, b: Edge, above: range, below: range) -> Edge | None:
-    """One edge for both; of a single query it is open whether its edge moves."""
+    """One edge for both layers. An edge of a single query may count as moving or not."""
     if a == b or (len(below) == 1 and a.of(below.start) == b.of(below.start)):
         return a
     return b if len(above) == 1 and a.of(above.start) == b.of(above.start) else None
@@ -140,14 +142,14 @@ def join_edges(a: Edge, b: Edge, above: range, below: range) -> Edge | None:
 
 
 def split_documents(mask: Mask) -> tuple[bool, Mask | None]:
-    """Whether a mask is documents and-ed with something else, and that; None for nothing else."""
+    """(True if the mask has documents, the parts besides them or None)."""
     parts = flatten_join(And, mask)
     rest = [part for part in parts if not isinstance(part, SameSegment)]
     return len(rest) < len(parts), join_masks(And, rest) if rest else None
 
 
 def cut_documents(rest: Mask | None, block: Block) -> list[Kept] | None:
-    """The layers of documents, within which `rest` decides; None where it is not one strip."""
+    """The layers of documents intersected with `rest`; None unless `rest` is one strip."""
     strip = Strip() if rest is None else rest.strip(entry_at(block, *block.batch))
     documents = None if strip is None else list_documents(block)
     if strip is None or documents is None:
@@ -164,8 +166,7 @@ def cut_documents(rest: Mask | None, block: Block) -> list[Kept] | None:
 
 
 def list_documents(block: Block) -> list[tuple[Document, ...]] | None:
-    """The documents of each batch entry; None where they are small, or a number of keys comes
-    again after others."""
+    """The documents of each batch entry; None if they are small or a number recurs."""
     q, kv = (block.load(name, axes) for name, axes in (("q_segments", "bi"), ("kv_segments", "bj")))
     assert q is not None
     assert kv is not None
@@ -183,7 +184,7 @@ def list_documents(block: Block) -> list[tuple[Document, ...]] | None:
 
 
 def list_pieces(numbers: torch.Tensor) -> list[list[tuple[int, range]]] | None:
-    """Of each row of numbers [B,L] the runs of equal ones; None where they are many."""
+    """The runs of equal numbers in each row of [B,L]; None if there are many."""
     B, L = numbers.shape
     first = torch.ones(B, 1, dtype=torch.bool, device=numbers.device)
     begins = torch.cat((first, numbers[:, 1:] != numbers[:, :-1]), 1)

@@ -1,4 +1,4 @@
-"""The leaves: masks that say which keys a query sees, and which `&`, `|` and `~` join."""
+"""The leaves of masks, which `&`, `|` and `~` join."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LENGTHS = ("kv_lengths", "q_lengths")  # the names that say where each sequence 
 
 
 def as_names(values: Iterable[str]) -> tuple[str, ...]:
-    """Names as a tuple: lists compare by identity, and fields of masks compare by value."""
+    """Names as a tuple, so that fields of masks compare by value."""
     return tuple(values)
 
 
 def to_whole(value: float | None) -> int | None:
-    """A bound as an int; None stays None. Raises GraphError for 2.5, which it does not round."""
+    """A bound as an int or None. Raises GraphError for 2.5: it does not round."""
     bound = None if value is None else to_integer(value)
     if bound is None and value is not None:
         raise GraphError(f"mask: the bound {show(value)} is not a whole number of positions")
@@ -40,7 +40,7 @@ def to_reachable(value: float | None) -> int | None:
 
 
 def to_nearest(value: float | None) -> int | None:
-    """A bound, cut so that its sum with any position fits into int64; it means the same."""
+    """A bound clipped, without effect, so that its sum with any position fits into int64."""
     bound = to_whole(value)
     return None if bound is None else max(-FARTHEST // 2, min(FARTHEST // 2, bound))
 
@@ -54,26 +54,25 @@ def to_length(value: float) -> int:
 
 
 def require_lengths(_: object, __: Attribute[tuple[str, ...]], names: tuple[str, ...]) -> None:
-    """A validator. Raises GraphError for names that are none of LENGTHS."""
+    """A validator. Raises GraphError for names outside LENGTHS."""
     if strangers := [name for name in names if name not in LENGTHS]:
         raise GraphError(f"lengths: {show(strangers[0])} is none of {', '.join(LENGTHS)}")
 
 
 def require_alignment(_: object, __: Attribute[Align | None], value: object) -> None:
-    """A validator. Raises GraphError for an alignment that does not exist."""
     if value not in (None, "top_left", "bottom_right"):
         raise GraphError(f'mask: align {show(value)} is neither "top_left" nor "bottom_right"')
 
 
 def diagonal_offset(align: Align | None, M: int, N: int, who: object) -> int:
-    """How far the diagonal lies to the right of the top left corner, for M queries and N keys.
+    """How far right of the top left corner the diagonal lies, for M queries and N keys.
 
-    Raises GraphError where M and N differ and no alignment is given.
+    Raises GraphError if M and N differ and no alignment is given.
     """
     if align is None and M != N:
         raise GraphError(
-            f"{who}: {M} queries and {N} keys, and where the diagonal lies is not said; "
-            'say align="top_left" (i sees j <= i) or align="bottom_right" (the last sees the last)'
+            f"{who}: {M} queries and {N} keys need an alignment of the diagonal; "
+            'pass align="top_left" (i sees j <= i) or align="bottom_right" (the last sees the last)'
         )
     return N - M if align == "bottom_right" else 0
 
@@ -83,7 +82,7 @@ def diagonal_offset(align: Align | None, M: int, N: int, who: object) -> int:
 class Band(Mask):
     """low <= j - i' <= high, both ends included; None means no bound. Alignments resolve to it.
 
-    i' is i, or, where `ragged` names lengths, i + kv_lengths[b] - q_lengths[b].
+    i' is i, or, if `ragged` names lengths, i + kv_lengths[b] - q_lengths[b].
     """
 
     low: int | None = field(default=None, converter=to_nearest)
@@ -92,7 +91,6 @@ class Band(Mask):
 
     @property
     def relative(self) -> bool:
-        """Whether `keep` depends on j - i alone: unless lengths move the band."""
         return not self.ragged
 
     @property
@@ -138,7 +136,7 @@ class Band(Mask):
         return Keys.between(max(0, first), min(block.N, last + 1))
 
     def shifts(self, block: Block) -> tuple[int, int] | None:
-        """The least and the greatest offset of the block's batch entries; None without data."""
+        """The least and greatest offset of the block's batch entries; None without data."""
         if not self.ragged:
             return 0, 0
         ends = {"kv_lengths": (block.N, block.N), "q_lengths": (block.M, block.M)}
@@ -152,13 +150,13 @@ class Band(Mask):
 
 
 class Diagonal(Mask):
-    """Abstract: a leaf that compares positions. It means the band that `band` returns."""
+    """Abstract: a leaf that compares positions. It equals the band from `band`."""
 
     __slots__ = ()
     align: Align | None
 
     def band(self, offset: int, ragged: tuple[str, ...]) -> Band:
-        """The band that it means where the diagonal lies `offset` to the right.
+        """The equal band, with the diagonal `offset` to the right.
 
         ragged: the lengths that move the diagonal of each batch entry.
         """
@@ -190,7 +188,7 @@ class Diagonal(Mask):
 
 
 def ragged_in(names: Iterable[str]) -> tuple[str, ...]:
-    """The names of lengths among these, in the order of LENGTHS."""
+    """The names of lengths among `names`, in the order of LENGTHS."""
     names = tuple(names)
     return tuple(name for name in LENGTHS if name in names)
 
@@ -235,7 +233,7 @@ class Window(Diagonal):
 @final
 @frozen
 class Prefix(Mask):
-    """Key j is among the first `length`: every query sees them."""
+    """Key j is among the first `length`, for every query."""
 
     length: int = field(converter=to_length)
 
@@ -330,7 +328,7 @@ class SameSegment(Mask):
 class Keep(Mask):
     """A boolean tensor decides: True may attend. [B,H,M,N], each axis full or 1.
 
-    Two such tensors in one mask need two names: `Keep("local") | Keep("global_")`.
+    Two tensors in one mask need two names: `Keep("local") | Keep("global_")`.
     """
 
     name: str = "keep"
@@ -351,8 +349,10 @@ class Keep(Mask):
         return block.none if rows is None else Keys.where(rows.amin(0).view(torch.bool))
 
     def rows(self, block: Block) -> torch.Tensor | None:
-        """A block's flags [rows,N] as numbers, whose maximum PyTorch finds in a twentieth of the
-        time that `any` takes; None where there are none."""
+        """A block's flags [rows,N] as uint8; None if there are none.
+
+        PyTorch takes a maximum of bytes in a twentieth of the time of `any`.
+        """
         flags = block.load(self.name, "bhij")
         if flags is None or 0 in flags.shape:
             return None

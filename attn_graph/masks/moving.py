@@ -1,8 +1,8 @@
-"""Masks of a box of places: the same mask, counted from the box's first query and key.
+"""Masks of a box of places, counted from the box's first query and key.
 
-Some queries against some keys are attention themselves, under the mask that is moved to their
-place: bands shift by the difference of the offsets, tensors are cut. So many devices share one
-attention, and what each computes is an ordinary graph.
+Some queries against some keys are attention too, under a mask moved to their place: bands shift by
+the difference of the offsets, tensors are cut. So many devices share one attention, and each
+computes an ordinary graph.
 """
 
 from __future__ import annotations
@@ -46,17 +46,15 @@ class Box:
 
     @classmethod
     def whole(cls, B: int, H: int, M: int, N: int) -> Box:
-        """All places."""
         return cls(range(B), range(H), range(M), range(N), (B, H, M, N))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """How many batch entries, heads, queries and keys it has."""
         return len(self.batch), len(self.heads), len(self.rows), len(self.keys)
 
     @property
     def has_all_positions(self) -> bool:
-        """Whether it has all queries and keys, so that positions in it are those of the whole."""
+        """True if it has all queries and keys: its positions are those of the whole."""
         _, _, M, N = self.sizes
         return self.rows == range(M) and self.keys == range(N)
 
@@ -71,14 +69,14 @@ class Box:
 
     @property
     def ranges(self) -> dict[str, range]:
-        """What it has of each axis, by the letters of places."""
+        """Its range of each axis, by letter of "bhij"."""
         return {"b": self.batch, "h": self.heads, "i": self.rows, "j": self.keys}
 
 
 def move_mask(mask: Mask, box: Box) -> Mask:
-    """The mask of a box: it keeps [i,j] where `mask`, in canonical form, keeps that place.
+    """The mask of a box: at [i,j] it keeps what `mask`, in canonical form, keeps there.
 
-    What it reads, `cut_data` cuts. Raises GraphError for a leaf of a user's own.
+    It reads tensors from `cut_data`. Raises GraphError for a user's own leaf.
     """
     shift = box.rows.start - box.keys.start
     match mask:
@@ -97,13 +95,12 @@ def move_mask(mask: Mask, box: Box) -> Mask:
         case KeyLengths() | QueryLengths() | SameSegment() | Keep():
             return mask
     raise GraphError(
-        f"shard: {mask} is a leaf of your own, and how it reads in a box of places is not known; "
-        "say it by ag.Formula, or give a boolean tensor by Keep()"
+        f"shard: {mask} is your own leaf and can't be moved to a part of the places; "
+        "write it as an ag.Formula, or pass a boolean tensor by Keep()"
     )
 
 
 def move_bound(bound: int | None, shift: int) -> int | None:
-    """A bound that moves; None is none."""
     return None if bound is None else bound + shift
 
 
@@ -122,36 +119,35 @@ def move_ragged(band: Band, box: Box) -> Mask:
 
 @final
 class Shift(ast.NodeTransformer):
-    """Adds to each of b, h, i and j what a box begins at."""
+    """Adds the start of a box to each of b, h, i and j."""
 
     def __init__(self, box: Box) -> None:
         self.starts = {x: own.start for x, own in box.ranges.items() if own.start}
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """The name, or its sum with the start."""
         start = self.starts.get(node.id)
         return node if start is None else ast.BinOp(node, ast.Add(), ast.Constant(start))
 
 
 def move_text(text: str, box: Box) -> str:
-    """A formula of b, h, i and j as it reads in a box."""
+    """A formula of b, h, i and j, rewritten for positions in a box."""
     fresh = ast.parse(text, mode="eval").body  # others share the syntax that `read_formula` gives
     return ast.unparse(ast.fix_missing_locations(Shift(box).visit(fresh)))
 
 
 def move_formula(mask: Formula, box: Box) -> Formula:
-    """The formula of a box. Raises GraphError where it names lengths, which parts count anew."""
+    """The formula of a box. Raises GraphError if it names lengths, which parts count anew."""
     read_formula(mask.text)
     refuse_lengths(dict(mask.elements))
     return evolve(mask, text=move_text(mask.text, box))
 
 
 def refuse_lengths(elements: Mapping[str, str]) -> None:
-    """Raise GraphError where a formula's tensor has a name that means lengths elsewhere."""
+    """Raise GraphError if a formula's tensor has the name of lengths."""
     if names := [name for name in elements if name.removeprefix(WHOLE) in LENGTHS]:
         raise GraphError(
-            f"shard: a formula reads {names[0]}, and parts count lengths from where they begin; "
-            "call that tensor otherwise"
+            f"shard: a formula reads {names[0]}, a name reserved for lengths, which each part "
+            "counts from its own start; rename that tensor"
         )
 
 
@@ -161,10 +157,10 @@ def cut_data(
     data: Mapping[str, torch.Tensor],
     here: Box | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What a box's mask or modifiers read, from the tensors of all places.
+    """The tensors read by a box's mask or modifiers, cut from those of all places.
 
-    needs: the axes of each tensor, by the name that the box calls it. here: where the box lies in
-    these tensors, if they are parts themselves.
+    needs: the axes of each tensor, by its name in the box. here: the box's place in `data`, if
+    these are parts themselves.
     """
     return {name: cut_tensor(name, axes, box, data, here or box) for name, axes in needs.items()}
 
@@ -172,7 +168,7 @@ def cut_data(
 def cut_tensor(
     name: str, axes: str, box: Box, data: Mapping[str, torch.Tensor], here: Box
 ) -> torch.Tensor:
-    """One of them: lengths count from the box's start, and end where it ends."""
+    """One tensor of `cut_data`. Lengths count from the box's start and end at its end."""
     if name not in data:
         return here.cut(data[name.removeprefix(WHOLE)], axes)
     x = here.cut(data[name], axes)

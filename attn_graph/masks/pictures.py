@@ -1,6 +1,6 @@
 """Pictures: masks as text, and masks, rooflines and timings as files, by matplotlib.
 
-The figures take plain values and write a PNG, an SVG, or whatever the path's suffix names.
+The figures take plain values and write a PNG, an SVG, or another format by the path's suffix.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def kinds(
     at: tuple[int, int] = (0, 0),
     data: Tensors | None = None,
 ) -> torch.Tensor:
-    """0 for each empty tile, 1 for a mixed one, 2 for a full one, of batch entry and head `at`.
+    """0 for each empty tile, 1 for a mixed one, 2 for a full one; int8 [lines, columns].
 
-    int8 [lines, columns]. Where tensors that decide are not given, a tile is mixed unless it is
-    empty, or full, for all values of these. Raises GraphError for tensors that do not fit, a tile
-    without places, and more tiles than MOST_TILES.
+    at: the batch entry and head. Without the tensors that decide, a tile is mixed unless it is
+    empty, or full, for all their values. Raises GraphError for tensors that do not fit, an empty
+    tile size, and more tiles than MOST_TILES.
     """
     tile, at = check_block("picture: tile", tile), check_block("picture: at", at, 0)
     if -(-M // tile[0]) * -(-N // tile[1]) > MOST_TILES:
         side = -(-max(M, N) // int(MOST_TILES**0.5))
         raise GraphError(
-            f"picture: {M} x {N} places are too many tiles of {tile[0]} x {tile[1]}; "
-            f"the most are {MOST_TILES}, as of {side} x {side}"
+            f"picture: {M} x {N} places in tiles of {tile[0]} x {tile[1]} are more than "
+            f"{MOST_TILES} tiles; pass tile=({side}, {side})"
         )
     b, h = at
     B, H = sizes_of_data(mask, data or {}, b + 1, h + 1)
@@ -66,7 +66,7 @@ def kinds(
 
 
 def sizes_of_data(mask: Mask | None, data: Tensors, B: int, H: int) -> tuple[int, int]:
-    """How many batch entries and heads the tensors have, at least B and H."""
+    """The batch entries and heads of the tensors, at least B and H."""
     needs = needs_of(mask)
     sizes = {"b": B, "h": H}
     for name, tensor in data.items():
@@ -86,11 +86,10 @@ def picture(
     at: tuple[int, int] = (0, 0),
     data: Tensors | None = None,
 ) -> str:
-    """Which places a mask keeps, as text: queries down, keys across, a mark a tile.
+    """A mask as text: queries down, keys across, a mark for each tile.
 
-    tile: queries and keys of a mark, by default the smallest of which 64 marks make the picture.
-    at: the batch entry and the head. data: tensors that the mask reads, by name. Raises GraphError
-    as `kinds` does.
+    tile: queries and keys of a mark; by default the picture is 64 marks wide at most. at: the batch
+    entry and head. data: tensors that the mask reads, by name. Raises GraphError as `kinds` does.
     """
     M, N = (require_size(f"picture: {name}", n) for name, n in (("M", M), ("N", N)))
     side = -(-max(M, N, 1) // MOST_MARKS)
@@ -103,7 +102,7 @@ def picture(
 
 
 def picture_html(mask: Mask | None, M: int, N: int) -> html.Html:
-    """The tiles of a mask over M queries and N keys as HTML, 64 along the longer side."""
+    """The tiles of a mask as HTML, 64 along the longer side."""
     side = -(-max(M, N, 1) // MOST_MARKS)
     marks = kinds(mask, M, N, (side, side))
     each = "places" if side == 1 else f"tiles of {side} x {side}"
@@ -112,17 +111,17 @@ def picture_html(mask: Mask | None, M: int, N: int) -> html.Html:
 
 
 def count_kinds(marks: torch.Tensor) -> str:
-    """How many of these tiles are of which kind, as text."""
+    """ "3 empty, 1 mixed, 2 full"."""
     return "{} empty, {} mixed, {} full".format(*(int((marks == kind).sum()) for kind in range(3)))
 
 
 def telling_size(mask: Mask) -> int:
-    """So many positions that each bound of a mask shows in its picture: four times the largest."""
+    """How many positions show each bound of a mask: four times the largest bound."""
     return max(MOST_MARKS, min(4 * max(whole_numbers(mask), default=0), MOST_POSITIONS))
 
 
 def whole_numbers(value: object) -> Iterator[int]:
-    """The integers in the fields of a mask, and of the masks in it."""
+    """The integers in the fields of a mask and of its parts, without sign."""
     kind = type(value)
     if isinstance(value, int) and not isinstance(value, bool):
         yield abs(value)
@@ -134,7 +133,7 @@ def whole_numbers(value: object) -> Iterator[int]:
 
 
 def figure(width: float, height: float, dark: bool = False) -> tuple[Figure, Axes]:
-    """An empty figure of so many inches, which no window shows. Raises ImportError."""
+    """An empty figure, in inches, without a window. Raises ImportError without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -156,7 +155,7 @@ def figure(width: float, height: float, dark: bool = False) -> tuple[Figure, Axe
 
 
 def write(sheet: Figure, path: str | Path, dark: bool = False) -> None:
-    """Save a figure; the same figure is the same file, and an SVG keeps its text as text."""
+    """Save a figure reproducibly; an SVG keeps its text as text."""
     from matplotlib import rc_context
 
     svg = Path(path).suffix.lower() == ".svg"
@@ -175,11 +174,11 @@ def draw_mask(
     data: Tensors | None = None,
     dark: bool = False,
 ) -> None:
-    """Write a picture of a mask's tiles: in white the empty ones, light the mixed, dark the full.
+    """Write a picture of a mask's tiles: white if empty, light if mixed, dark if full.
 
-    tile: by default 128 x 128, or larger where that would be more tiles than a picture has. dark:
-    for dark pages: full tiles are the lightest, the background is transparent. The other arguments
-    are those of `picture`. Raises ImportError without matplotlib.
+    tile: by default 128 x 128, or larger to stay within MOST_TILES. dark: for dark pages: full
+    tiles are the lightest, the background is transparent. Other arguments: as of `picture`. Raises
+    ImportError without matplotlib.
     """
     sheet, axes = figure(5, 5.4, dark)
     side = max(SIDE, -(-max(M, N) // int(MOST_TILES**0.5)))
@@ -208,7 +207,7 @@ def draw_roofline(
     bandwidth: float,
     title: str = "",
 ) -> None:
-    """Write a roofline plot: the rate that a machine allows at each intensity, and what was done.
+    """Write a roofline plot: the rate a machine allows at each intensity, and rates reached.
 
     points: flop/B and flop/s by name. peak: flop/s. bandwidth: bytes/s. Raises ImportError without
     matplotlib.
@@ -237,10 +236,10 @@ def draw_bars(
     title: str = "",
     dark: bool = False,
 ) -> None:
-    """Write a bar chart: a group of bars for each row, a bar for each name in it, most on top.
+    """Write a bar chart: a group of bars for each row, a bar for each name in it, first on top.
 
-    rows: what was run, and a figure for each that ran it, in `unit`; one may be absent. dark: for
-    dark pages. Raises ImportError without matplotlib.
+    rows: labels, and a figure in `unit` by name; a name may be absent. dark: for dark pages. Raises
+    ImportError without matplotlib.
     """
     sheet, axes = figure(7, 1 + 0.5 * max(1, len(rows)), dark)
     names = list(dict.fromkeys(name for _, figures in rows for name in figures))

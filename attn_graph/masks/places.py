@@ -1,4 +1,4 @@
-"""Where masks and modifiers are evaluated: sets of keys, blocks of queries, and places."""
+"""Inputs of masks and modifiers: sets of keys, blocks of queries, and places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Term = Any  # an integer, a tensor, or a symbol of generated code: what Python's
 
 
 class Untraceable(TypeError):
-    """A mask or a modifier does something that generated code cannot do."""
+    """A mask or a modifier uses an operation that generated code does not support."""
 
 
 def maximum(a: Term, b: Term) -> Term:
@@ -37,8 +37,8 @@ def minimum(a: Term, b: Term) -> Term:
 class Strip:
     """Keys j of query i with low <= j - i <= high, j < keys and i < rows; None: no such bound.
 
-    A bound is a term that depends on the batch entry alone. The bounds give in closed form which
-    tiles of keys a block of queries may keep, and which tiles of queries may keep a block of keys.
+    A bound is a term of the batch entry alone. In closed form the bounds give the tiles of keys
+    that a block of queries may keep, and the tiles of queries that may keep a block of keys.
     """
 
     low: Term | None = None
@@ -56,7 +56,7 @@ class Strip:
 
 
 def tighter(choose: Callable[[Term, Term], Term], a: Term | None, b: Term | None) -> Term | None:
-    """The tighter of two bounds, where None means no bound."""
+    """The tighter of two bounds; None means no bound."""
     return b if a is None else a if b is None else choose(a, b)
 
 
@@ -69,12 +69,12 @@ class Keys:
 
     @classmethod
     def between(cls, start: int, stop: int) -> Keys:
-        """The positions from `start` to before `stop`; none where start >= stop."""
+        """The positions start <= j < stop."""
         return cls(((start, stop),) if start < stop else ())
 
     @classmethod
     def where(cls, flags: torch.Tensor) -> Keys:
-        """The positions at which a boolean vector is true."""
+        """The positions of the true elements of a boolean vector."""
         count = int(flags.count_nonzero())
         if count in (0, len(flags)):  # to list edges takes six times as long
             return cls.between(0, count)
@@ -89,7 +89,7 @@ class Keys:
         return Keys(tuple(intersect_intervals(self.intervals, other.intervals)))
 
     def outside(self, keys: int) -> Keys:
-        """The positions below `keys` that are not in this set."""
+        """The positions below `keys` outside this set."""
         edges = [0, *(edge for interval in self.intervals for edge in interval), keys]
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return Keys(tuple((a, b) for a, b in pairs if a < b))
@@ -104,7 +104,7 @@ class Keys:
         return Keys.between(self.intervals[0][0], self.intervals[-1][1]) if self.intervals else self
 
     def covers(self, start: int, stop: int) -> bool:
-        """Whether every position from `start` to before `stop` is in this set."""
+        """True if every position start <= j < stop is in this set."""
         return start >= stop or any(a <= start and stop <= b for a, b in self.intervals)
 
     def __len__(self) -> int:
@@ -142,8 +142,8 @@ def join_intervals(intervals: Iterable[tuple[int, int]], gap: int) -> tuple[tupl
 class Block:
     """Queries `rows` of the heads `heads` of the batch entries `batch`, against N keys.
 
-    `data` has the tensors that the mask reads, by name. It is None while planning: then a mask must
-    answer for all values that its tensors might have.
+    `data` has the tensors that the mask reads, by name. It is None while planning: the answer must
+    then hold for all values of these tensors.
     """
 
     batch: range
@@ -165,7 +165,7 @@ class Block:
         return Keys()
 
     def load(self, name: str, axes: str) -> torch.Tensor | None:
-        """This block's part of a tensor whose axes are `axes`, letters of "bhij"; None: no data."""
+        """This block's part of a tensor. axes: its axes, letters of "bhij". None without data."""
         if self.data is None:
             return None
         tensor = self.data[name]
@@ -177,7 +177,7 @@ class Block:
         return tensor[tuple(index)]
 
     def bounds(self, name: str, axes: str) -> tuple[int, int] | None:
-        """The least and the greatest value of this block's part of a tensor; None without data."""
+        """The least and greatest value of this block's part of a tensor; None without data."""
         part = self.load(name, axes)
         if part is None or part.numel() == 0:
             return None
@@ -190,7 +190,7 @@ class Block:
 class Place:
     """Where a mask or a modifier is evaluated: b, h, i, j broadcast to [B,H,M,N].
 
-    They may be integers, tensors, or symbols of generated code; `load` reads a tensor there.
+    They are integers, tensors, or symbols of generated code; `load` reads a tensor there.
     """
 
     b: Term
@@ -205,7 +205,7 @@ class Place:
 
     @classmethod
     def of(cls, block: Block, keys: range, device: torch.device | None = None) -> Place:
-        """The places of a block's queries and the keys `keys`, as tensors."""
+        """The places of a block's queries and `keys`, as tensors."""
         ranges = (block.batch, block.heads, block.rows, keys)
         b, h, i, j = (
             torch.arange(r.start, r.stop, device=device).reshape([-1] + [1] * (3 - axis))
@@ -216,8 +216,8 @@ class Place:
     def load(self, name: str, *index: Term) -> Term:
         """The element of a tensor at `index`: some of b, h, i, j, or terms computed from them.
 
-        An axis of size 1 is broadcast. Indices that are this place's own b, h, i, j become slices,
-        others gather. Raises GraphError for a tensor that `needs` does not name.
+        An axis of size 1 is broadcast. Indices that are this place's own b, h, i, j become slices;
+        others gather. Raises GraphError for a tensor missing from `needs`.
         """
         tensor = self.data.get(name)
         if tensor is None or len(index) != len(tensor.shape):
@@ -235,23 +235,23 @@ class Place:
         return tensor[tuple(0 if is_one(n) else x for x, n in pairs)]
 
     def refusal(self, name: str, indices: int) -> GraphError:
-        """Of a tensor that is not there, or has other axes than `indices`."""
+        """The error for a missing tensor or a wrong number of indices."""
         if name not in self.data:
             known = ", ".join(self.data) or "nothing"
-            return GraphError(f"load: {name!r} is not among what `needs` names, {known}")
+            return GraphError(f"load: {name!r} is not in `needs`, which has {known}")
         return GraphError(
-            f"load: {name!r} has {len(self.data[name].shape)} axes, and {indices} indices are "
-            f"given; say at.load({name!r}, at.b, at.h), for one [B,H]"
+            f"load: {name!r} has {len(self.data[name].shape)} axes but got {indices} indices; "
+            f"write at.load({name!r}, at.b, at.h) for one [B,H]"
         )
 
     def among(self, values: Sequence[float], index: Term) -> Term:
-        """values[index] in float32, where the index may be an integer, a tensor or a symbol."""
+        """values[index] in float32; the index is an integer, a tensor or a symbol."""
         if isinstance(index, torch.Tensor):
             return torch.tensor(values, dtype=torch.float32, device=index.device)[index]
         return values[index] if isinstance(index, int) else index.among(values)
 
     def reading(self, data: Mapping[str, Term]) -> Place:
-        """The same place, with other tensors to read."""
+        """This place with other tensors to read."""
         return Place(self.b, self.h, self.i, self.j, self.H, self.M, self.N, data, self.ranges)
 
     @property
@@ -262,7 +262,7 @@ class Place:
     def shift(self, ragged: tuple[str, ...]) -> Term:
         """kv_lengths[b] - q_lengths[b]: how far lengths move a bottom-right diagonal.
 
-        ragged: which of the two exist; N or M stands for the other. 0 where neither does.
+        ragged: the lengths that exist; N or M stands for a missing one. 0 without both.
         """
         if not ragged:
             return 0

@@ -1,9 +1,9 @@
-"""Counts masks made of strips in closed form: the work grows with their edges, not with M and N.
+"""Counts masks made of strips in closed form: the work grows with edges, not with M and N.
 
-A strip is bounded by lines: keys before v, queries before u, diagonals j = i + d. Between the
-queries at which two lines cross, the edges of all strips come in the same order along the keys.
-There a mask is evaluated once for each run of keys between two edges, and what it keeps of all
-these queries, in places or in tiles, is a sum of arithmetic series. All sums are Python integers.
+A strip is bounded by lines: keys before v, queries before u, diagonals j = i + d. Between two
+queries at which lines cross, the edges of all strips keep their order along the keys. There a mask
+is evaluated once for each run of keys between two edges; its places or tiles over these queries are
+a sum of arithmetic series. All sums are Python integers.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ from attrs import evolve, frozen
 from attn_graph.masks.joins import Join, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term, join_intervals
 
-MOST_POINTS = (
-    2**17
-)  # places at which a mask is evaluated, over all batch entries: a good half second
+MOST_POINTS = 2**17  # evaluations of a mask, over all batch entries: a good half second
 MOST_LAYERS = 128  # blocks of queries for which a mask is bounded
 MOST_RUNS = 512  # of such a block
 MOST_READ = 2**21  # elements of data that these blocks read, if each reads all
-LEAST_LAYERS = 8  # however many that are
+LEAST_LAYERS = 8  # even if they read more
 
 
 @final
 @frozen
 class Edge:
-    """Where a run of keys begins or ends: at `at`, or, where `moves` is 1, at `at` + i."""
+    """Where a run of keys begins or ends: at `at`, or, if `moves` is 1, at `at` + i."""
 
     at: int
     moves: int = 0
 
     def of(self, i: int) -> int:
-        """The key at which it lies for query i."""
+        """Its key for query i."""
         return self.at + self.moves * i
 
 
@@ -48,7 +46,7 @@ Run = tuple[Edge, Edge]  # keys from the first edge to before the second, at lea
 @final
 @frozen
 class Layer:
-    """Queries `rows`, which keep the keys of `runs`; runs are sorted and do not touch."""
+    """Queries `rows` and the runs of keys they keep; runs are sorted and do not touch."""
 
     rows: range
     runs: tuple[Run, ...]
@@ -57,7 +55,7 @@ class Layer:
 @final
 @frozen
 class Region:
-    """What each of `count` (batch entry, head) pairs keeps, in layers from the first query on."""
+    """The layers of each of `count` equal (batch entry, head) pairs, from the first query on."""
 
     count: int
     layers: tuple[Layer, ...]
@@ -85,7 +83,7 @@ class Region:
         return Keys(join_intervals(sorted(intervals), gap=0))
 
     def tiles(self, block: tuple[int, int]) -> int:
-        """How many tiles of `block` queries x keys have a place that is kept."""
+        """How many tiles of `block` queries x keys have a kept place."""
         whole = sum(
             count_layer_tiles(layer, whole_lines(layer, block[0]), block) for layer in self.layers
         )
@@ -93,7 +91,7 @@ class Region:
         return self.count * (whole + sum(len(self.line(line, block)) for line in broken))
 
     def line(self, number: int, block: tuple[int, int]) -> Keys:
-        """The tiles, by number, of one line of tiles that have a place that is kept."""
+        """The numbers of the tiles with a kept place, in one line of tiles."""
         rows, keys = block
         intervals = []
         at = bisect_right(self.layers, number * rows, key=lambda layer: layer.rows.stop)
@@ -114,14 +112,13 @@ class Region:
 
 
 def count_places(rows: range, run: Run) -> int:
-    """How many places a run has."""
     (start, stop), n = run, len(rows)
     first = stop.of(rows.start) - start.of(rows.start)
     return n * first + (stop.moves - start.moves) * (n * (n - 1) // 2)
 
 
 def complement_layer(layer: Layer, N: int) -> Layer:
-    """The layer of the keys, of N, that a layer leaves out."""
+    """The layer of the other keys, of N."""
     edges = [Edge(0), *(edge for run in layer.runs for edge in run), Edge(N)]
     first = layer.rows.start
     pairs = zip(edges[::2], edges[1::2], strict=True)
@@ -138,7 +135,7 @@ def whole_lines(layer: Layer, size: int) -> range:
 
 
 def broken_lines(layer: Layer, size: int) -> set[int]:
-    """The lines of tiles of which a layer has some of the queries, not all."""
+    """The lines of tiles that share some of their queries, not all, with a layer."""
     return {at // size for at in (layer.rows.start, layer.rows.stop) if at % size}
 
 
@@ -158,13 +155,15 @@ def count_layer_tiles(layer: Layer, lines: range, block: tuple[int, int]) -> int
 
 
 def count_between(first: Edge, last: Edge, lines: range, block: tuple[int, int]) -> int:
-    """How many tiles there are from the first one to the last one, over all lines."""
+    """How many tiles lie from the first to the last, over all lines."""
     return sum_tiles(last, lines, block) - sum_tiles(first, lines, block) + len(lines)
 
 
 def find_shared_lines(first: Edge, last: Edge, lines: range, block: tuple[int, int]) -> range:
-    """The lines in which a run that begins in tile `first` shares tiles up to `last` with the run
-    before it. In the others the first lies beyond the last."""
+    """The lines in which a run from tile `first` shares tiles with the run before it.
+
+    The run before ends in tile `last`. In other lines `first` is beyond `last`.
+    """
     rows, keys = block
     if first.moves == last.moves:  # the numbers of their tiles differ by one of two neighbours
         return lines if (last.at - first.at) // keys >= -1 else lines[:0]
@@ -176,7 +175,7 @@ def find_shared_lines(first: Edge, last: Edge, lines: range, block: tuple[int, i
 
 
 def sum_tiles(edge: Edge, lines: range, block: tuple[int, int]) -> int:
-    """The numbers of the tiles that an edge is in, summed over lines."""
+    """The sum over lines of the number of the tile at an edge."""
     rows, keys = block
     if not edge.moves:
         return len(lines) * (edge.at // keys)
@@ -184,7 +183,7 @@ def sum_tiles(edge: Edge, lines: range, block: tuple[int, int]) -> int:
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:
-    """The sum of (a t + b) // m for t from 0 to n - 1, in as many steps as Euclid needs for a, m.
+    """The sum of (a t + b) // m for 0 <= t < n, in as many steps as Euclid needs for a, m.
 
     Without the whole parts of slope and offset, the points below a line of slope under 1 remain;
     they are counted along the other axis.
@@ -201,7 +200,7 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
 
 
 def find_regions(mask: Mask, block: Block) -> list[Region] | None:
-    """What a mask made of strips keeps, a region for each kind of batch entry.
+    """A region for each kind of batch entry of a mask made of strips.
 
     None for any other mask, and for one with too many edges. The block has all data.
     """
@@ -217,10 +216,10 @@ def find_regions(mask: Mask, block: Block) -> list[Region] | None:
 
 
 def find_breaks(mask: Mask, block: Block) -> list[int] | None:
-    """The queries at which a mask's edges come, go or cross, 0 and M among them.
+    """The queries at which a mask's edges come, go or cross, with 0 and M.
 
-    Between two of them each edge stays where it is or moves by one key a query. None for a mask
-    that is not made of strips, or whose strips differ between batch entries.
+    Between two of them each edge stays or moves by one key a query. None for a mask that is not
+    made of strips, or whose strips differ between batch entries.
     """
     kinds = group_entries(mask, block)
     if kinds is None or len(kinds) > 1:
@@ -230,7 +229,7 @@ def find_breaks(mask: Mask, block: Block) -> list[int] | None:
 
 
 def entry_at(block: Block, *entries: int) -> Place:
-    """Some batch entries, to be asked at any query and key."""
+    """The place of some batch entries, for any query and key."""
     b = torch.tensor(entries, device="cpu").reshape(-1, 1, 1, 1)
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
     return Place(b, zero, zero, zero, block.H, block.M, block.N, block.data or {})
@@ -241,7 +240,7 @@ Kind = tuple[int, int, Bounds]  # how many batch entries are alike, the first of
 
 
 def group_entries(mask: Mask, block: Block) -> list[Kind] | None:
-    """The batch entries by the strips of the mask; None where it is not made of strips."""
+    """The batch entries by their strips; None for a mask that is not made of strips."""
     some = list_strips(mask, entry_at(block, *block.batch[:2]))
     if some is None:
         return None
@@ -257,23 +256,21 @@ def group_entries(mask: Mask, block: Block) -> list[Kind] | None:
 
 
 def count_elements(term: Term | None) -> int:
-    """How many numbers a bound is: one, or one for each batch entry."""
+    """The elements of a bound: one, or one for each batch entry."""
     return 1 if term is None else torch.as_tensor(term).numel()
 
 
 def bounds_of(strip: Strip) -> tuple[Term | None, ...]:
-    """The four bounds of a strip, in the order of its fields."""
     return strip.low, strip.high, strip.keys, strip.rows
 
 
 def bound_entries(strips: Sequence[Strip], entries: int) -> list[Bounds]:
-    """The numbers that bound the strips, for each batch entry."""
+    """The bounds of the strips as numbers, for each batch entry."""
     columns = [[list_bounds(term, entries) for term in bounds_of(strip)] for strip in strips]
     return [tuple(tuple(term[b] for term in strip) for strip in columns) for b in range(entries)]
 
 
 def list_bounds(term: Term | None, entries: int) -> list[int | None]:
-    """A bound of each batch entry."""
     if term is None:
         return [None] * entries
     bounds: list[int | None] = torch.as_tensor(term).flatten().expand(entries).tolist()
@@ -281,7 +278,7 @@ def list_bounds(term: Term | None, entries: int) -> list[int | None]:
 
 
 def list_strips(mask: Mask, at: Place) -> list[Strip] | None:
-    """The strips that a mask is joined from; None where one of its leaves is not a strip."""
+    """The strips that a mask is joined from; None if a leaf is not a strip."""
     if not isinstance(mask, Join):
         strip = mask.strip(at)
         return None if strip is None else [strip]
@@ -321,21 +318,21 @@ class Lines:
         return [0, *sorted(i for i in changes if 0 < i < M), M]
 
     def edges(self, i: int, N: int) -> list[Edge]:
-        """The edges at query i, in order, each place once, from 0 to N."""
+        """The edges at query i, in order from 0 to N, one at each key."""
         moving = {i + d: Edge(d, 1) for d in self.diagonals if 0 < i + d < N}
         edges = {0: Edge(0)} | moving | {v: Edge(v) for v in self.keys} | {N: Edge(N)}
         return [edges[at] for at in sorted(edges)]
 
 
 def count_points(strips: Bounds, block: Block) -> int:
-    """An upper bound of the places at which a mask of these strips is evaluated."""
+    """An upper bound of the evaluations of a mask of these strips."""
     lines = Lines.of(strips, block.M, block.N)
     d, v, u = len(lines.diagonals), len(lines.keys), len(lines.rows)
     return (2 * d * (v + 2) + u + 1) * (d + v + 1)
 
 
 def find_layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
-    """What a mask of these strips keeps in the batch entry of `at`."""
+    """The layers of a mask of these strips in the batch entry of `at`."""
     lines = Lines.of(strips, at.M, at.N)
     rows = [range(a, b) for a, b in pairwise(lines.breaks(at.M, at.N))]
     edges = [lines.edges(part.start, at.N) for part in rows]
@@ -354,7 +351,7 @@ def find_layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
 
 
 def merge_runs(runs: Iterable[Run], i: int) -> tuple[Run, ...]:
-    """The runs of a layer that begins at query i; runs that touch become one."""
+    """The runs of a layer from query i on; runs that touch become one."""
     whole: list[Run] = []
     for start, stop in runs:
         if whole and whole[-1][1].of(i) == start.of(i):
@@ -365,9 +362,9 @@ def merge_runs(runs: Iterable[Run], i: int) -> tuple[Run, ...]:
 
 
 def bound_region(mask: Mask, block: Block, size: int, *, outer: bool) -> Region:
-    """What a mask may keep at most, or, unless `outer`, surely keeps, by few blocks of queries.
+    """A bound on the kept places, from above if `outer`, else from below.
 
-    Each block is one or more lines of `size` queries. All batch entries are taken as one.
+    The mask is bounded over blocks of one or more lines of `size` queries and all batch entries.
     """
     lines, data = -(-len(block.rows) // size), (block.data or {}).values()
     most = max(LEAST_LAYERS, MOST_READ // (1 + sum(x.numel() for x in data)))
@@ -379,7 +376,7 @@ def bound_region(mask: Mask, block: Block, size: int, *, outer: bool) -> Region:
 
 
 def bound_layers(mask: Mask, block: Block, step: int, outer: bool) -> Iterator[Layer]:
-    """A layer for each `step` queries, by the mask's `span` or `surely` of them."""
+    """A layer for each `step` queries, from the mask's `span` or `surely`."""
     for at in range(0, len(block.rows), step):
         part = evolve(block, rows=block.rows[at : at + step])
         keys = mask.span(part) if outer else mask.surely(part)

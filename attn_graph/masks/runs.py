@@ -1,10 +1,9 @@
 """Counts masks run by run: those whose edges are not lines, or depend on data.
 
-Along the keys of one query a mask changes at few positions, its edges. Between two edges it is
-constant, so its `keep` is evaluated once for each run of keys, and never at every key. The edges of
-a leaf follow from its `strip`; segments and flags have edges where their data change. Of any other
-leaf, blocks of queries are bounded by `span` and `surely`, and each key that these leave open is a
-run of its own.
+Along the keys of one query a mask changes at few positions, its edges. It is constant between two
+edges, so `keep` is evaluated once for each run of keys. The edges of a leaf follow from its
+`strip`; segments and flags have edges where their data change. Of any other leaf, blocks of queries
+are bounded by `span` and `surely`, and each undecided key is a run of its own.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from attn_graph.masks.places import Block, Place
 AT_ONCE = 2**15 - 1  # numbers at a time; for more PyTorch starts threads, which takes longer
 MOST_OPEN = 2**22  # runs of one block, if splitting it would leave as many keys open
 MOST_EDGES = 512  # of data along the keys; with more, blocks of queries are bounded
-MOST_EVALUATED = 20_000_000  # of one count, beside twice the elements of data: about a second
-FEW_LEAVES = 4  # so many are evaluated in about the time in which the edges are sorted
+MOST_EVALUATED = 20_000_000  # runs of one count, plus twice the elements of data: about a second
+FEW_LEAVES = 4  # evaluating this many takes about as long as sorting the edges
 PER_BLOCK = 2**10  # runs that take as long as the `span` and `surely` of a block
 PER_KEY = 2**-2  # runs that take as long as one key of a block, one tile, or one count
 
@@ -41,11 +40,11 @@ class Budget:
 
     @classmethod
     def of(cls, block: Block) -> Budget:
-        """The budget of a count: about a second, and more where there are many data."""
+        """The budget of a count: about a second, and more with many data."""
         return cls(MOST_EVALUATED + 2 * sum(x.numel() for x in (block.data or {}).values()))
 
     def spend(self, runs: float) -> None:
-        """Take this many off. Raises OverBudget where not so many are left."""
+        """Take this many off. Raises OverBudget if fewer are left."""
         self.left -= runs
         if self.left < 0:
             raise OverBudget
@@ -57,7 +56,7 @@ def areas(M: int, N: int, rows: int, keys: int) -> torch.Tensor:
 
 
 def sides(count: int, size: int) -> torch.Tensor:
-    """How long each part is where `count` places are cut into parts of `size`."""
+    """The lengths of `count` places cut into parts of `size`."""
     lengths = torch.full((-(-count // size),), size, dtype=torch.int64, device="cpu")
     if count % size:
         lengths[-1] = count % size
@@ -67,9 +66,9 @@ def sides(count: int, size: int) -> torch.Tensor:
 @final
 @frozen(eq=False)
 class Counts:
-    """keys_of: how many keys each query keeps [b,h,M]. seen: whether any query keeps a key [b,h,N].
+    """keys_of: how many keys each query keeps [b,h,M]. seen: does any query keep a key [b,h,N]?
 
-    b is 1 where all batch entries are alike, and h where all heads are.
+    b is 1 if all batch entries are alike, and h if all heads are.
     """
 
     keys_of: torch.Tensor
@@ -77,7 +76,7 @@ class Counts:
 
 
 def count_keys(mask: Mask, block: Block, budget: Budget) -> Counts:
-    """What all queries of a block keep. The block has all data. Raises OverBudget."""
+    """Count the keys of all queries. The block has all data. Raises OverBudget."""
     entries, heads = differing_ranges(mask, block)
     budget.spend(PER_KEY * len(entries) * len(heads) * (block.M + block.N))
     keys_of = zeros(len(entries), len(heads), block.M)
@@ -96,8 +95,8 @@ def count_in_tiles(mask: Mask, block: Block, rows: int, keys: int, budget: Budge
 
     The block's first query is the first of a tile. Raises OverBudget.
 
-    The end of a run in tile t changes tile t by what lies from there to the tile's end, and every
-    later tile of that line by its whole width: two sums, of which the second is accumulated.
+    A run that ends in tile t adds to tile t its places up to there, and to every later tile of the
+    line the full width: two sums, the second accumulated.
     """
     entries, heads = differing_ranges(mask, block)
     lines, columns = -(-len(block.rows) // rows), -(-block.N // keys)
@@ -118,14 +117,13 @@ def count_in_tiles(mask: Mask, block: Block, rows: int, keys: int, budget: Budge
 
 
 def zeros(*shape: int) -> torch.Tensor:
-    """Zeros of int64 on the CPU."""
     return torch.zeros(shape, dtype=torch.int64, device="cpu")
 
 
 @final
 @frozen(eq=False)
 class Runs:
-    """Keys from starts to stops [b, h, rows or 1, runs], and which rows keep them.
+    """Keys from starts to stops [b, h, rows or 1, runs], and the rows that keep them.
 
     keeps: booleans [b, h, rows, runs]. entries: the batch entries, among those that differ.
     """
@@ -137,10 +135,10 @@ class Runs:
     keeps: torch.Tensor
 
     def by_block(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The runs of blocks of `size` queries.
+        """The runs of blocks of `size` queries; a block may come more than once.
 
-        The number of each block [n]; starts and stops [b,h,n,runs]; and how many queries of the
-        block keep each run [b,h,n,runs]. A block may come more than once.
+        Gives the number of each block [n]; starts and stops [b,h,n,runs]; and how many queries of
+        the block keep each run [b,h,n,runs].
         """
         numbers = torch.arange(self.rows.start, self.rows.stop, device="cpu") // size
         weights = self.keeps.to(torch.int64)
@@ -155,7 +153,7 @@ class Runs:
 
 
 def runs(mask: Mask, block: Block, budget: Budget) -> Iterator[Runs]:
-    """The keys of every query, cut where the mask may change, for some rows at a time."""
+    """The keys of every query, cut at the edges of the mask, for some rows at a time."""
     if is_empty(block):
         return
     entries, heads = differing_ranges(mask, block)
@@ -183,9 +181,9 @@ def runs_of_blocks(
     heads: range,
     budget: Budget,
 ) -> Iterator[Runs]:
-    """The same for a mask some of whose leaves have no known edges.
+    """`runs` for a mask with leaves of unknown edges.
 
-    Where these leave more keys open than there are rows, all rows share the runs of the mask.
+    If these leave more keys open than there are rows, all rows share the runs of the mask.
     """
     others = [leaf for leaf in leaves(mask) if leaf not in edgeless]
     for number, entry in enumerate(entries):
@@ -207,9 +205,9 @@ OpenBlock = tuple[Block, list[torch.Tensor]]  # queries, and the keys that leave
 def split_until_small(
     edgeless: Sequence[Mask], block: Block, budget: Budget, before: int | None = None
 ) -> Iterator[OpenBlock]:
-    """Halve a block until few keys are open, or until halving leaves about as many open.
+    """Halve a block until few keys are open or halving hardly reduces them.
 
-    before: how many were open in the block that this one is half of.
+    before: how many were open in the block twice as large.
     """
     rows, positions = block.rows, [open_keys(leaf, block, budget) for leaf in edgeless]
     count = sum(x.numel() for x in positions)
@@ -225,7 +223,7 @@ def split_until_small(
 
 
 def leaves(mask: Mask) -> tuple[Mask, ...]:
-    """The leaves that a mask is joined from, each once."""
+    """The leaves of a mask, each once."""
     if not isinstance(mask, Join):
         return (mask,)
     return tuple(dict.fromkeys(leaf for part in mask.parts for leaf in leaves(part)))
@@ -234,7 +232,7 @@ def leaves(mask: Mask) -> tuple[Mask, ...]:
 def evaluate_runs(
     mask: Mask, at: Place, rows: range, entries: slice, positions: Sequence[torch.Tensor]
 ) -> Runs:
-    """The runs between these edges [b or 1, h or 1, rows or 1, any], and which are kept."""
+    """The runs between these edges [b or 1, h or 1, rows or 1, any], and who keeps them."""
     every = (zeros(1, 1, 1, 1), *positions)
     lead = [max(sizes) for sizes in zip(*(x.shape[:3] for x in every), strict=True)]
     starts = torch.cat([x.expand(*lead, -1) for x in every], -1).clamp(0, at.N).sort(-1).values
@@ -245,12 +243,11 @@ def evaluate_runs(
 
 
 def is_empty(block: Block) -> bool:
-    """Whether a block has no place at all."""
     return 0 in (len(block.batch), len(block.heads), len(block.rows), block.N)
 
 
 def differing_ranges(mask: Mask, block: Block) -> tuple[range, range]:
-    """The batch entries and heads to evaluate: the first alone where all are alike."""
+    """The batch entries and heads to evaluate: only the first if all are alike."""
     if is_empty(block):
         return block.batch[:1], block.heads[:1]
     some = evolve(block, batch=block.batch[:2], heads=block.heads[:2], rows=block.rows[:1])
@@ -260,26 +257,26 @@ def differing_ranges(mask: Mask, block: Block) -> tuple[range, range]:
 
 
 def four_axes(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of at most four axes as [b,h,i,j], with axes of size 1 before its own."""
+    """A tensor of at most four axes as [b,h,i,j], with leading axes of size 1."""
     return x.reshape([1] * (4 - x.ndim) + [*x.shape])
 
 
 def place_of(block: Block, entries: range, heads: range, rows: range) -> Place:
-    """The place of some rows, to be evaluated at any keys: loads gather there."""
+    """The place of some rows, for any keys: loads gather there."""
     part = evolve(block, batch=entries, heads=heads, rows=rows)
     return evolve(Place.of(part, range(1), torch.device("cpu")), ranges=None)
 
 
 def parts(rows: range, size: int) -> Iterator[range]:
-    """These rows in their order, `size` at a time, or one where `size` is less."""
+    """The rows in order, `size` at a time and at least one."""
     size = max(1, size)
     return (rows[at : at + size] for at in range(0, len(rows), size))
 
 
 def edges(leaf: Mask, at: Place) -> list[torch.Tensor] | None:
-    """Positions [b or 1, h or 1, rows or 1, any], among them each j at which a leaf changes.
+    """Positions [b or 1, h or 1, rows or 1, any], including each j at which a leaf changes.
 
-    None if they are not known.
+    None if they are unknown.
     """
     strip = leaf.strip(at)
     if strip is None:
@@ -291,7 +288,7 @@ def edges(leaf: Mask, at: Place) -> list[torch.Tensor] | None:
 
 
 def data_edges(mask: Mask, at: Place) -> list[torch.Tensor] | None:
-    """The same for a leaf that depends on j only through the data that it reads there."""
+    """The edges of a leaf that depends on j only through its data."""
     positions = []
     for name, data in mask.needs.items():
         axes = tuple(slice(None) if axis in data.axes else None for axis in "bhij")
@@ -308,9 +305,9 @@ def data_edges(mask: Mask, at: Place) -> list[torch.Tensor] | None:
 
 
 def open_keys(mask: Mask, block: Block, budget: Budget) -> torch.Tensor:
-    """The keys of which `span` and `surely` do not say whether all or none of a block keep them.
+    """The keys left undecided by `span` and `surely`, and the ends of decided intervals.
 
-    And the ends of the intervals of which they do. Positions [1,1,1,any]. Raises OverBudget.
+    Positions [1,1,1,any]. Raises OverBudget.
     """
     budget.spend(PER_BLOCK + PER_KEY * block.N)
     spanned, sure = (

@@ -1,8 +1,8 @@
-"""Counts what a mask keeps: pairs of query and key, queries that see any key, tiles.
+"""Counts for a mask: pairs of query and key, queries with a key, tiles.
 
 Masks made of strips have closed forms, whatever the sizes (`regions`). Others are counted run by
-run (`runs`) where that takes at most a second or so. Where it would take longer, the count is
-estimated from the `span` and `surely` of blocks of queries.
+run (`runs`) if this takes at most a second or so. Otherwise the count is estimated from the `span`
+and `surely` of blocks of queries.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ Tensors = Mapping[str, torch.Tensor]
 @final
 @frozen
 class Tiles:
-    """How many tiles of a mask keep nothing, some and all of their places.
+    """How many tiles of a mask keep none, some and all of their places.
 
-    Over all batch entries and heads. exact: false where tensors that decide were not given; then
-    `empty` and `full` count the tiles that are so for all values of these tensors. estimated: the
-    mask is not a join of strips, and an exact count would take longer than a second or so; then
-    `empty` and `full` count the tiles of which the mask's `span` and `surely` say it, for many
-    queries at once.
+    Over all batch entries and heads. exact: False without the tensors that decide; `empty` and
+    `full` then count the tiles that are so for all values of these tensors. estimated: the mask is
+    not a join of strips, and an exact count would take longer than a second or so; `empty` and
+    `full` then count the tiles decided by the mask's `span` and `surely` for many queries at once.
     """
 
     block: tuple[int, int]
@@ -56,7 +55,7 @@ class Tiles:
 
     @property
     def total(self) -> int:
-        """How many tiles there are."""
+        """The number of tiles."""
         return self.empty + self.mixed + self.full
 
     def __str__(self) -> str:
@@ -77,11 +76,11 @@ def tiles(
     H: int = 1,
     data: Tensors | None = None,
 ) -> Tiles:
-    """Count the tiles of `block` queries x keys by what they keep.
+    """Count the tiles of `block` queries x keys by their kind: empty, mixed or full.
 
-    mask: None keeps every place. data: tensors that the mask reads, by name; `Tiles` says what is
-    counted without them. Raises GraphError for tensors that do not fit, a block without places,
-    or a missing alignment.
+    mask: None keeps every place. data: tensors that the mask reads, by name; without them the
+    counts are bounds, see `Tiles`. Raises GraphError for tensors that do not fit, an empty block
+    size, or a missing alignment.
     """
     block = check_block("tiles: block", block)
     M, N, B, H = (
@@ -116,14 +115,14 @@ Pair = tuple[list[Region], list[Region]]  # what may be kept, and what surely is
 
 
 def find_both(most: Mask, least: Mask, block: Block) -> Pair | None:
-    """What two masks keep, if both are made of strips; else None."""
+    """The regions of two masks if both are made of strips, else None."""
     outer = find_regions(most, block)
     inner = outer if least == most or outer is None else find_regions(least, block)
     return None if outer is None or inner is None else (outer, inner)
 
 
 def bound_both(most: Mask, least: Mask, block: Block, size: int) -> Pair:
-    """What `most` may keep and what `least` surely keeps, for each `size` queries."""
+    """A bound from above on `most` and from below on `least`, for each `size` queries."""
     return [bound_region(most, block, size, outer=True)], [
         bound_region(least, block, size, outer=False)
     ]
@@ -132,7 +131,7 @@ def bound_both(most: Mask, least: Mask, block: Block, size: int) -> Pair:
 def count_tiles_by_runs(
     most: Mask, least: Mask, block: Block, tile: tuple[int, int]
 ) -> tuple[int, int]:
-    """How many tiles of `most` are empty, and how many of `least` are full. Raises OverBudget."""
+    """(empty tiles of `most`, full tiles of `least`). Raises OverBudget."""
     empty = full = 0
     budget = Budget.of(block)
     for rows in parts(block.rows, tile[0] * max(1, AT_ONCE // (block.N // tile[1] + 3))):
@@ -165,7 +164,7 @@ def classify_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> to
 
 
 def mark_tiles(regions: Sequence[Region], block: Block, tile: tuple[int, int]) -> torch.Tensor:
-    """1 for each tile that has a place of a region, else 0 [lines, columns], int8."""
+    """1 for each tile with a place of a region, else 0 [lines, columns], int8."""
     lines, columns = -(-block.M // tile[0]), -(-block.N // tile[1])
     marks = torch.zeros(lines, columns, dtype=torch.int8, device="cpu")
     for region in regions:
@@ -178,11 +177,10 @@ def mark_tiles(regions: Sequence[Region], block: Block, tile: tuple[int, int]) -
 @final
 @frozen
 class Coverage:
-    """What a mask keeps, over all batch entries and heads.
+    """The counts of a mask, over all batch entries and heads.
 
-    pairs: of query and key. queries: those that see a key. keys: those that a query sees, over
-    key/value heads. exact: false where these are upper bounds, since data are not given, or since
-    they are `estimated`: an exact count would take too long.
+    pairs: of query and key. queries: with a key. keys: seen by a query, over key/value heads.
+    exact: False if these are upper bounds, because data are missing or the counts are `estimated`.
     """
 
     pairs: int
@@ -196,7 +194,7 @@ Sizes = tuple[int, int, int, int, int]  # B, H, G, M, N
 
 
 def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
-    """Count what a mask keeps, given all, some or none of the tensors that it reads.
+    """Count the kept places, given all, some or none of the tensors that the mask reads.
 
     Raises GraphError for tensors that do not fit.
     """
@@ -219,8 +217,10 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
 
 
 def most_pairs(mask: Mask | None, sizes: Sizes) -> int:
-    """At most how many pairs a mask keeps, in closed form: of strips as `count_pairs` counts them
-    without data, of any other mask all there are."""
+    """An upper bound of the kept pairs, in closed form.
+
+    For strips as `count_pairs` without data, for any other mask all pairs.
+    """
     B, H, _, M, N = sizes
     whole = Block(range(B), range(H), range(M), H, M, N, {})
     regions = find_regions(bounds(mask, whole)[0], whole)
@@ -228,7 +228,7 @@ def most_pairs(mask: Mask | None, sizes: Sizes) -> int:
 
 
 def count_pairs_by_runs(mask: Mask, block: Block, G: int, exact: bool) -> Coverage:
-    """The same, run by run. Raises OverBudget."""
+    """`count_pairs`, run by run. Raises OverBudget."""
     counts = count_keys(mask, block, Budget.of(block))
     each = multiplicity(counts.keys_of, block)
     pairs, queries = int(counts.keys_of.sum()) * each, int((counts.keys_of > 0).sum()) * each
@@ -238,7 +238,7 @@ def count_pairs_by_runs(mask: Mask, block: Block, G: int, exact: bool) -> Covera
 def count_seen_keys(seen: torch.Tensor, B: int, G: int) -> int:
     """How many keys some query sees, over B batch entries and G key/value heads.
 
-    seen: booleans [b,h,N], b and h being 1 where all entries or heads are alike.
+    seen: booleans [b,h,N]; b and h are 1 if all entries or heads are alike.
     """
     b, h, N = seen.shape
     groups = seen.reshape(b, G, h // G, N).any(2) if h > 1 else seen
@@ -253,17 +253,19 @@ def multiplicity(counts: torch.Tensor, block: Block) -> int:
 def check_tensors(
     mask: Mask | None, sizes: tuple[int, int, int, int], data: Tensors
 ) -> dict[str, torch.Tensor]:
-    """The tensors that a mask reads, on the CPU. Raises GraphError for one that does not fit.
+    """The tensors of a mask on the CPU. Raises GraphError if one does not fit.
 
     sizes: B, H, M and N.
     """
     if mask is not None:
         require_mask(None, None, mask)
     if not isinstance(data, Mapping):
-        raise GraphError(f"data {show(data)} is not tensors by name")
+        raise GraphError(f"data {show(data)} is not a mapping of names to tensors")
     needs, full = needs_of(mask), dict(zip("bhij", sizes, strict=True))
     names = ", ".join(needs) or "nothing"
-    problems = [f"{mask}: reads no {name}; it reads {names}" for name in data if name not in needs]
+    problems = [
+        f"{mask}: does not read {name}; it reads {names}" for name in data if name not in needs
+    ]
     for name, tensor in data.items():
         if name in needs:
             type_ = TensorSpec.like(tensor).type
@@ -274,7 +276,7 @@ def check_tensors(
 
 
 def check_block(who: str, block: object, least: int = 1) -> tuple[int, int]:
-    """A pair of whole numbers of at least `least`. Raises GraphError for anything else."""
+    """A pair of whole numbers >= `least`. Raises GraphError for anything else."""
     match block:
         case tuple() | list() as pair if len(pair) == 2:
             return require_size(who, pair[0], least), require_size(who, pair[1], least)
@@ -288,15 +290,16 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bounds(mask: Mask | None, block: Block) -> tuple[Mask, Mask]:
-    """Two masks that read only the block's data: one keeps no less than `mask`, one no more."""
+    """Two masks of the known data alone: one keeps no less than `mask`, one no more."""
     simple = None if mask is None else canonical_mask(mask, block.M, block.N)
     simple = EVERYTHING if simple is None else simple
     return relax(simple, block, more=True), relax(simple, block, more=False)
 
 
 def relax(mask: Mask, block: Block, more: bool) -> Mask:
-    """A mask that reads only the block's data. Whatever the missing data are, it keeps no less than
-    `mask`, or, unless `more`, it keeps no more.
+    """A mask of the known data alone: it keeps no less than `mask` if `more`, else no more.
+
+    This holds for all values of the missing data.
     """
     if mask.needs.keys() <= (block.data or {}).keys():
         return mask
@@ -314,7 +317,7 @@ def relax(mask: Mask, block: Block, more: bool) -> Mask:
 def relax_band(
     low: int | None, high: int | None, ragged: tuple[str, ...], block: Block, more: bool
 ) -> Band:
-    """A band that no lengths move: the places that any lengths may keep, or all must keep."""
+    """A band without lengths: the places that some lengths may keep, or that all keep."""
     first = (0 if "kv_lengths" in ragged else block.N) - block.M
     last = block.N - (0 if "q_lengths" in ragged else block.M)
     down, up = (first, last) if more else (last, first)

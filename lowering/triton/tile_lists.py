@@ -167,7 +167,7 @@ def reduced_shape(
 def as_boolean(code: Code, x: Operand) -> Symbol:
     """x as one boolean for each tile. Raises Untraceable for a number."""
     if isinstance(x, Symbol) and x.kind != "bool":
-        raise Untraceable("lists of tiles are made for masks that give booleans, not numbers")
+        raise Untraceable("tile lists support masks that give booleans, not numbers")
     x0, y0 = code.argument("x", axes="i"), code.argument("y", axes="j")
     everywhere = code.add_line("(x == x) & (y == y)", "bool", (x0, y0))
     answer: Symbol = everywhere & x
@@ -193,7 +193,7 @@ class Extremes:
     def __getitem__(self, index: tuple[Operand, ...]) -> Range:
         if any(isinstance(x, Range) and id(x) not in self.blocks for x in index):
             raise Untraceable(
-                "lists of tiles are made where a mask reads its tensors at i and j themselves"
+                "tile lists support masks that read their tensors at i and j themselves"
             )
         at = tuple(self.blocks[id(x)] if isinstance(x, Range) else x for x in index)
         values = Range(self.least[at], self.most[at])

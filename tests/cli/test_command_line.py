@@ -145,7 +145,7 @@ WRONG = {
     "explain --q 1,2": "1,2 has 2 sizes, and [batch, heads, positions, head size] has 4",
     "explain --q 1,a,2,3": "'1,a,2,3' is not a list of sizes",
     "explain --q 1,3,8,8 --k 1,2,8,8": "3 heads of q f32[1, 3, 8, 8] are not a multiple of 2 heads",
-    "explain --q 1,2,8,8 --k 1,2,9,8 --causal": 'say align="top_left"',
+    "explain --q 1,2,8,8 --k 1,2,9,8 --causal": 'pass align="top_left"',
     "explain --q 1,2,8,8 --target tpu": "target 'tpu' is not known",
     "explain --q 1,2,8,8 --backends nobody": "no backend is named 'nobody'",
     "explain --q 1,2,8,8 --max-workspace 1XB": "size '1XB' is not a number",

@@ -415,7 +415,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "torch.int32",
     ),
-    "an alignment is missing": (lambda: make_small(mask=ag.Causal()), "where the diagonal lies"),
+    "an alignment is missing": (lambda: make_small(mask=ag.Causal()), "need an alignment"),
     "no pair": (lambda: make_small(most=7), "most 7 is not a pair"),
     "a size below 0": (lambda: make_small(most=(-1, None)), "-1 is not a number of rows"),
 }

@@ -392,11 +392,11 @@ def test_lengths_that_are_not_known_leave_the_triangle_that_they_could_fill() ->
 def test_tiles_say_what_is_wrong_with_their_arguments() -> None:
     with pytest.raises(ag.GraphError, match="block 0 is not a whole number of at least 1"):
         ag.tiles(ag.Causal(), 4, 4, block=(0, 128))
-    with pytest.raises(ag.GraphError, match="reads no keep; it reads kv_lengths"):
+    with pytest.raises(ag.GraphError, match="does not read keep; it reads kv_lengths"):
         ag.tiles(ag.KeyLengths(), 4, 4, data={"keep": torch.ones(1, 1, 1, 4).bool()})
     with pytest.raises(ag.GraphError, match="does not fit"):
         ag.tiles(ag.KeyLengths(), 4, 4, B=2, data={"kv_lengths": torch.tensor([1])})
-    with pytest.raises(ag.GraphError, match="where the diagonal lies is not said"):
+    with pytest.raises(ag.GraphError, match="need an alignment of the diagonal"):
         ag.tiles(ag.Causal(), 4, 8)
 
 

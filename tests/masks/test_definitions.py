@@ -161,8 +161,8 @@ WRONG_MASKS: dict[str, tuple[Callable[[], ag.Mask], str]] = {
     "surely too large": (Sure, "Sure.surely of queries 0 to 5 has key 0"),
     "strip of another mask": (Stripped, "Stripped.strip is not what keep keeps"),
     "not relative": (Relative, "Relative says relative = True"),
-    "load without indices": (Unindexed, "'table' has 2 axes, and 0 indices are given"),
-    "load of a stranger": (Unnamed, "'table' is not among what `needs` names"),
+    "load without indices": (Unindexed, "'table' has 2 axes but got 0 indices"),
+    "load of a stranger": (Unnamed, "'table' is not in `needs`"),
 }
 
 

@@ -93,7 +93,7 @@ class Odd(m.Mask):
 
 def test_what_can_t_be_moved_says_so() -> None:
     box = Box.whole(1, 1, 4, 4)
-    with pytest.raises(ag.GraphError, match=r"Odd\(\) is a leaf of your own.*Formula"):
+    with pytest.raises(ag.GraphError, match=r"Odd\(\) is your own leaf.*Formula"):
         move_mask(Odd() & m.Prefix(2), box)
     with pytest.raises(ag.GraphError, match="kv_lengths"):
         move_mask(ag.Formula("j < kv_lengths", (("kv_lengths", "b"),)), box)
