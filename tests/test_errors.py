@@ -122,11 +122,11 @@ BAD: dict[str, Bad] = {
     ),
     "the bias has too few axes": (
         call(bias=spec(6, 6)),
-        [["bias", "f16[6, 6]", "2 axes", "4", "say bias[None, None]"]],
+        [["bias", "f16[6, 6]", "2 axes", "4", "write bias[None, None]"]],
     ),
     "the flags have too few axes": (
         call(keep=spec(4, 6, 6, dtype=torch.bool)),
-        [["keep", "bool[4, 6, 6]", "3 axes", "4", "say keep[None]"]],
+        [["keep", "bool[4, 6, 6]", "3 axes", "4", "write keep[None]"]],
     ),
     "the bias is of another dtype": (
         call(bias=spec(1, 1, 6, 6, dtype=torch.bfloat16)),

@@ -451,7 +451,7 @@ def test_what_is_no_graph_is_told_at_the_door() -> None:
     for ask in (ag.compile, ag.explain):
         with pytest.raises(ag.GraphError, match="expected a Graph, got list; see attention"):
             ask([1])  # type: ignore[call-overload]  # that is the point
-    with pytest.raises(ag.GraphError, match=re.escape("wants 'q' is one name: say ('q',)")):
+    with pytest.raises(ag.GraphError, match=re.escape("wants 'q' is one name; write ('q',)")):
         ag.explain(ag.attention(X, X, X), wants="q")
 
 

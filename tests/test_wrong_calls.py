@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "seed": (lambda: attend(dropout=0.5, seed=2**63, offset=0), "is not a number of 64 bits"),
     "pool": (
         lambda: ag.attention(SPEC, POOL, POOL, pages=TABLE, kv_lengths=LENGTHS),
-        "where it is [pages, heads, rows, D], pass k.transpose(1, 2)",
+        "if it is [pages, heads, rows, D], pass k.transpose(1, 2)",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Terms written as text that are added to scores: see `attn_graph.masks.formulas`."""
+"""Terms written as text, which are added to scores: see `attn_graph.masks.formulas`."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ NUMBERS: dict[str, Callable[[float], float]] = {  # METHODS of numbers
 class Addend(Modifier):
     """s -> s + a term made of b, h, i, j: `Addend("real(slope) * real(j - i)", (("slope", "h"),))`.
 
-    elements: as of `Formula`, of tensors in q's dtype or float32, in each of which the term is
-    linear; they have a gradient. integers: the same of tensors of integers. `real` turns a number
-    into the scores' dtype; exp, exp2, log, sqrt, tanh and the like take real numbers. Raises
-    GraphError for any other text.
+    elements: names and axes as in `Formula`, of tensors in q's dtype or float32. The term must be
+    linear in each; they have a gradient. integers: likewise of integer tensors. `real` turns a
+    number into the scores' dtype; exp, exp2, log, sqrt, tanh and others take real numbers. Raises
+    GraphError for other text.
     """
 
     additive = True
@@ -90,7 +90,7 @@ class Addend(Modifier):
         return changed
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
-        """Of an element in which the term is linear: what it adds for 1 less what it adds for 0."""
+        """The share of an element, in which the term is linear: term(1) - term(0)."""
         axes = dict(zip(AXES, at.axes, strict=True))
         for name, own in self.elements:
             if name in totals:
@@ -101,7 +101,7 @@ class Addend(Modifier):
     def spread(
         self, ts: torch.Tensor, tangents: Mapping[str, torch.Tensor], at: Place
     ) -> torch.Tensor:
-        """Each moved element, times what the term gains as it goes from 0 to 1."""
+        """Each element's tangent times term(1) - term(0)."""
         axes = dict(zip(AXES, at.axes, strict=True))
         for name, own in self.elements:
             if name in tangents:
@@ -112,7 +112,7 @@ class Addend(Modifier):
 
 
 def degree(node: ast.expr, name: str) -> float:
-    """The degree of a formula as a polynomial in a name; infinity where it is none."""
+    """The degree of a formula as a polynomial in a name; infinity if it is not one."""
     match node:
         case ast.Name(id=known):
             return float(known == name)

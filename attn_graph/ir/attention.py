@@ -1,4 +1,4 @@
-"""The whole of attention as one op, and its gradient as another: what lowerings take."""
+"""Attention as one op, and its gradient as another: the input of lowerings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAVED = ("o", "lse")  # the results of an attention that its gradient reads
 
 
 def sort_statistics(names: Iterable[str]) -> tuple[str, ...]:
-    """The statistics in their one order. Raises GraphError unless lse and known ones are named."""
+    """The statistics in canonical order. Raises GraphError unless known, with lse."""
     given = tuple(names)
     if "lse" not in given or not {*given} <= {*ops.ROW_RESULTS}:
         raise GraphError(f"attention: stats {given} are not lse and some of {ops.ROW_RESULTS}")
@@ -31,19 +31,17 @@ def sort_statistics(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def in_order(steps: Iterable[Modifier]) -> tuple[Modifier, ...]:
-    """A converter: modifiers as a tuple."""
     return tuple(steps)
 
 
 def as_flags(values: Iterable[bool]) -> tuple[bool, ...]:
-    """A converter: booleans as a tuple."""
     return tuple(map(bool, values))
 
 
 @final
 @frozen
 class Operands(Generic[T]):
-    """What an Attention reads, by role."""
+    """The operands of an Attention, by role."""
 
     q: T
     k: T
@@ -60,10 +58,10 @@ class Operands(Generic[T]):
 class Attention(Op):
     """q, k, v, operands of the modifiers, of the mask, sinks, seed and offset -> o, lse, ...
 
-    The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` spells it out. `stats` are
-    the statistics of each row that it gives after o, by name: lse always, since the gradient reads
-    it, and any of STATISTICS. `origin` is that of dropout. `part`: the gradient reads o and lse of
-    more than these keys, or of sinks beside them, so that weights of a row make up less than 1.
+    The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` emits it step by step.
+    `stats`: the statistics of each row returned after o, by name: always lse, which the gradient
+    reads, and any of STATISTICS. `origin`: as of Dropout. `part`: o and lse given to the gradient
+    are of more keys, or of sinks too, so that the weights of a row add up to less than 1.
     """
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
@@ -93,29 +91,25 @@ class Attention(Op):
 
     @property
     def reads(self) -> int:
-        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is a softmax under a mask and no more, and gives no other statistic than lse:
-        Attention(scale, mask=mask)."""
+        """True for a softmax under a mask and nothing else: Attention(scale, mask=mask)."""
         return not self.modifiers and self.is_softmax
 
     @property
     def is_biased(self) -> bool:
-        """The same of scores that a bias is added to: Attention(scale, (Bias(),), mask)."""
+        """True for Attention(scale, (Bias(),), mask)."""
         return self.modifiers == (Bias(),) and self.is_softmax
 
     @property
     def is_softmax(self) -> bool:
-        """Whether no more than modifiers, a mask and a softmax is between the two products, and lse
-        is the one statistic."""
+        """True without sinks, dropout and statistics other than lse."""
         return not (self.sinks or self.dropout or self.origin) and len(self.stats) == 1
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """A name for each operand, in order."""
         return (
             *("q", "k", "v"),
             *(name for modifier in self.modifiers for name in modifier.needs),
@@ -136,7 +130,7 @@ class Attention(Op):
 
     @property
     def trains(self) -> tuple[bool, ...]:
-        """Which operands have a gradient."""
+        """For each operand: does it have a gradient?"""
         return (
             *(True, True, True),
             *(name in m.trains for m in self.modifiers for name in m.needs),
@@ -147,17 +141,16 @@ class Attention(Op):
 
     @property
     def restores(self) -> tuple[bool, ...]:
-        """For each modifier, whether -inf has to be put back after it."""
+        """For each modifier: must -inf be put back after it?"""
         return find_restores(self.modifiers)
 
     @cached_property
     def data_names(self) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-        """Names of the tensors that each modifier reads, and of those that the mask reads."""
+        """Names of the tensors read by each modifier, and of those read by the mask."""
         modifiers = tuple(tuple(m.needs) for m in self.modifiers)
         return modifiers, tuple(masks.needs_of(self.mask))
 
     def split(self, operands: Sequence[T]) -> Operands[T]:
-        """The operands by role."""
         q, k, v, *rest = operands
         more, (modifiers, mask) = iter(rest), self.data_names
         return Operands(
@@ -171,7 +164,7 @@ class Attention(Op):
         )
 
     def unfold(self, emit: Emit, operands: Values) -> tuple[Any, ...]:  # Any: values
-        """The same in single steps, emitted one by one: the results in the order of `names`."""
+        """Emit the single steps one by one; return the results in the order of `names`."""
         given = self.split(operands)
         (s,) = emit(ops.Scores(self.scale), given.q, given.k)
         for modifier, data in zip(self.modifiers, given.modifiers, strict=True):
@@ -227,7 +220,7 @@ class Attention(Op):
 @final
 @frozen
 class GradientOperands(Generic[T]):
-    """What an AttentionGrad reads, by role; own: the operands of the attention itself."""
+    """The operands of an AttentionGrad, by role; own: those of the attention itself."""
 
     own: tuple[T, ...]
     o: T
@@ -237,7 +230,7 @@ class GradientOperands(Generic[T]):
 
 
 def as_saved(attention: Attention) -> Attention:
-    """The attention with the statistics alone that its gradient reads."""
+    """The attention with no more statistics than its gradient reads."""
     if not isinstance(attention, Attention):
         raise GraphError(f"attention_grad: {show(attention)} is not an Attention")
     return evolve(attention, stats=SAVED[1:])
@@ -257,9 +250,8 @@ class AttentionGrad(Op):
         dq     = scale ds k,   dk = scale ds^T q
         dsinks = sum_bi exp(sink - lse) (dlse - delta)
 
-    A row that saw nothing, lse = -inf, adds 0 to every gradient, whatever do and dlse hold there.
-    `wants` says which operands need one; `with_do` and `with_dlse` which cotangents are given,
-    the others being zero.
+    A row that sees nothing, with lse = -inf, adds 0 to every gradient, for any do and dlse. `wants`
+    flags the operands that get a gradient. Without `with_do` or `with_dlse` that cotangent is zero.
     """
 
     attention: Attention = field(converter=as_saved)
@@ -271,17 +263,15 @@ class AttentionGrad(Op):
     def __attrs_post_init__(self) -> None:
         given, needed = len(self.wants), len(self.attention.ranks)
         if given != needed:
-            raise GraphError(f"attention_grad: {given} wants for {needed} operands; say each")
+            raise GraphError(f"attention_grad: {given} wants for {needed} operands; pass one each")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each gradient: dq of q."""
         named = zip(self.attention.roles, self.wants, strict=True)
         return tuple(f"d{role}" for role, wanted in named if wanted)
 
     @property
     def reads(self) -> int:
-        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
@@ -289,7 +279,6 @@ class AttentionGrad(Op):
         return (*self.attention.ranks, 4, 3, *((4,) * self.with_do), *((3,) * self.with_dlse))
 
     def split(self, operands: Sequence[T]) -> GradientOperands[T]:
-        """The operands by role."""
         n = len(operands) - 2 - self.with_do - self.with_dlse
         own, (o, lse, *rest) = operands[:n], operands[n:]
         more = iter(rest)
@@ -334,7 +323,7 @@ class AttentionGrad(Op):
         return tuple(g for g, wanted in zip(gradients, self.wants, strict=True) if wanted)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        """By what the tangents of all are if q, k, v, ... move along the cotangents of dq, dk, ...
+        """By the tangents of all results as q, k, v, ... move along the given cotangents.
 
         The second derivative is symmetric. o and lse move with q, k and v: they have no gradient.
         """
@@ -351,7 +340,7 @@ class AttentionGrad(Op):
         return (*gradients, None, None, *cotangents)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        """o and lse move with q, k and v: their tangents are taken as given, or computed."""
+        """o and lse move with q, k and v: their tangents are operands, or computed."""
         from attn_graph.ir.tangents import AttentionGradJvp, present, push_attention, some
 
         given, x = self.split(tangents), self.split(operands)
@@ -386,7 +375,7 @@ def compute_gradients(
     p, total = weigh_again(s, lse, given.sinks, node.part)
     z = dropout_factor(node, given, s)
     (dp,) = ops.Scores().run(do, given.v.to(do.dtype))
-    unseen = p == 0  # there dp may be NaN, of what lengths declare absent
+    unseen = p == 0  # there dp may be NaN, from rows beyond the lengths
     surplus = dlse - (do * o).sum(-1).masked_fill(unseen.all(-1), 0.0)
     ds = (p * (dp * z + surplus[..., None])).masked_fill(unseen, 0.0)
     extra: list[torch.Tensor | None] = []

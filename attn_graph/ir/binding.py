@@ -1,4 +1,4 @@
-"""Graphs whose sizes have names, for sizes as numbers."""
+"""Numbers in place of the named sizes of a graph."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from attn_graph.spec.dims import Dim, NamedSize, Sizes, are_numbers, bind
 
 
 def bind_graph(graph: Graph, sizes: Sizes) -> Graph:
-    """The simplified graph for these sizes: what a simplified graph of numbers would be.
+    """The simplified graph for these sizes, equal to one declared with numbers.
 
-    A graph without sizes by name as it is.
+    A graph without named sizes is returned as is.
     """
     return simplify(replace_sizes(graph, sizes)) if graph.symbols else graph
 
@@ -41,15 +41,14 @@ def replace_sizes(graph: Graph, sizes: Sizes) -> Graph:
 
 
 def require_numbers(graph: Graph, who: str) -> None:
-    """Raise GraphError for a graph whose sizes have names. who: the function that takes none."""
+    """Raise GraphError for a graph with named sizes. who: the function for the message."""
     if graph.symbols:
         names = ", ".join(symbol.name for symbol in graph.symbols)
         raise GraphError(f"{who}: sizes {names} have names; declare the graph with numbers")
 
 
 def settle(op: Op, operands: Sequence[Value]) -> tuple[Op, Sequence[Value]]:
-    """An op whose sizes are numbers now, with its mask and modifiers in canonical form, and the
-    operands that it reads then."""
+    """An op whose sizes are now numbers with a canonical mask and modifiers, and its operands."""
     node = attention_in(fused_op(op))
     if node is None or (node.mask is None and not node.modifiers):
         return op, operands
@@ -68,8 +67,10 @@ def settle_attention(
     N: int,
     count: int,
 ) -> tuple[Any, Sequence[int] | None]:  # Any: as above
-    """The same of an attention, or what is made of one, for M queries and N keys; and which of its
-    `count` operands it reads then, by number. None: all that it read. bound: its mask in numbers.
+    """`settle` for an attention, or an op made of one, for M queries and N keys.
+
+    bound: its mask in numbers. count: its operands. Also gives the numbers of the operands it still
+    reads; None for all.
     """
     mask = None if bound is None else canonical_mask(bound, M, N)
     modifiers = tuple([modifier.resolved(M, N) for modifier in node.modifiers])
@@ -85,7 +86,6 @@ def settle_attention(
 
 
 def largest(graph: Graph) -> dict[str, int]:
-    """The largest sizes of a graph, by name."""
     return {symbol.name: symbol.most for symbol in graph.symbols}
 
 
@@ -93,7 +93,7 @@ def split_sizes(
     graph: Graph,
     given: Mapping[str, Any],  # Any: sizes and tensors
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # Any: as above
-    """Of what is given by name the sizes of a graph, and the rest."""
+    """(the sizes of a graph, the rest) of values given by name."""
     names = {symbol.name for symbol in graph.symbols}
     sizes = {name: x for name, x in given.items() if name in names}
     return sizes, {name: x for name, x in given.items() if name not in names}
@@ -104,9 +104,9 @@ def complete_sizes(
     who: str,
     given: Mapping[str, Any],  # Any: what a user gives as sizes
 ) -> dict[str, int]:
-    """All sizes of a graph: those given, the others the largest. Raises GraphError for wrong ones.
+    """All sizes of a graph, the largest unless given. Raises GraphError for wrong ones.
 
-    who: the function that takes them.
+    who: the function for the message.
     """
     most = largest(graph)
     if unknown := sorted(given.keys() - most.keys()):
@@ -123,19 +123,19 @@ def complete_sizes(
 
 
 def require_readable(graph: Graph) -> None:
-    """Raise GraphError for names that no shape gives, and for sizes that have to be numbers."""
+    """Raise GraphError for names that no shape gives, and for sizes that need numbers."""
     if problems := [*dim_problems(graph)]:
         raise GraphError(*problems)
 
 
 def dim_problems(graph: Graph) -> Iterator[str]:
-    """Why sizes by name can't be read off tensors."""
+    """Why named sizes can't be read from the shapes of tensors."""
     readable = {x.name for i in graph.inputs for n in i.spec.shape for x in read_off(n)}
     for symbol in graph.symbols:
         if symbol.name not in readable:
             yield (
-                f"{symbol.name} is the size of no axis of an input, so no call says what it is; "
-                "declare an axis by it, or give a number"
+                f"{symbol.name} is not the size of any axis of an input, so a call does not define "
+                "it; declare an axis by it, or pass a number"
             )
         if symbol.name in {i.name for i in graph.inputs}:
             yield f"{symbol.name} names a size and an input; give one of them another name"
@@ -146,6 +146,6 @@ def dim_problems(graph: Graph) -> Iterator[str]:
 
 
 def read_off(n: int) -> tuple[NamedSize, ...]:
-    """The symbol that a size gives: n is that, a multiple of it, and a number more or less."""
+    """The symbol that a size determines: n is a multiple of it plus a number."""
     symbols = n.symbols if isinstance(n, Dim) else ()
     return symbols if len(symbols) == 1 else ()

@@ -1,4 +1,4 @@
-"""The graph of a box of places: the whole attention's op, moved there, and what it reads."""
+"""The attention of a box of places: its op and the operands it reads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from attn_graph.masks import Data, needs_of
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.moving import WHOLE, Box, cut_tensor, move_mask, move_text, refuse_lengths
 
-SLOPES = "slopes"  # what a box calls the paper's slopes of ALiBi, which the whole has no tensor of
+SLOPES = "slopes"  # the paper's slopes of ALiBi in a box; the whole has no tensor of them
 Inputs = Sequence[torch.Tensor]
 
 
 @final
 @frozen
 class Feed:
-    """An operand of a box: what its op calls it, its axes, and the input that it is cut from.
+    """An operand of a box: its name in the box's op, its axes, and the input it is cut from.
 
     source: the number of that input; None for the paper's slopes of ALiBi [H].
     """
@@ -38,19 +38,18 @@ class Feed:
 @final
 @frozen
 class Piece:
-    """The attention of a box of places: its op, and what that reads after q, k and v."""
+    """The attention of a box of places: its op, and its operands after q, k and v."""
 
     box: Box
     node: Attention
     feeds: tuple[Feed, ...]
 
     def tensors(self, inputs: Inputs, here: Box) -> list[torch.Tensor]:
-        """What the op reads, cut from the inputs, by number. here: where the box lies in them."""
+        """The operands, cut from the inputs. here: the box's place in the inputs."""
         return [cut_feed(feed, self.box, inputs, here) for feed in self.feeds]
 
 
 def cut_feed(feed: Feed, box: Box, inputs: Inputs, here: Box) -> torch.Tensor:
-    """One of them."""
     if feed.source is None:
         slopes = default_slopes(box.sizes[1])
         whole = torch.tensor(slopes, dtype=torch.float32, device=inputs[0].device)
@@ -60,10 +59,9 @@ def cut_feed(feed: Feed, box: Box, inputs: Inputs, here: Box) -> torch.Tensor:
 
 
 def move_attention(eqn: Eqn, box: Box) -> Piece:
-    """The attention of a box, without sinks: they join all boxes of a query, once. It is a part,
-    unless it is of all keys.
+    """The attention of a box, without sinks: they join all boxes of a query, once.
 
-    Raises GraphError for masks and steps that can't be moved.
+    It is a part unless the box has all keys. Raises GraphError for masks and steps that can't move.
     """
     node = eqn.op
     assert isinstance(node, Attention)
@@ -87,13 +85,13 @@ def move_attention(eqn: Eqn, box: Box) -> Piece:
 
 
 def list_feeds(needs: Mapping[str, Data], inputs: Mapping[str, int]) -> Iterator[Feed]:
-    """What a moved step or mask reads. inputs: what the whole one reads, by name."""
+    """The operands of a moved step or mask. inputs: those of the whole one, by name."""
     for name, data in needs.items():
         yield Feed(name, data.axes, inputs.get(name.removeprefix(WHOLE)))
 
 
 def move_modifier(modifier: Modifier, box: Box) -> Modifier:
-    """The step of a box. Raises GraphError for one of a user's own."""
+    """The modifier of a box. Raises GraphError for a user's own."""
     match modifier:
         case SoftCap() | Bias():
             return modifier
@@ -103,15 +101,15 @@ def move_modifier(modifier: Modifier, box: Box) -> Modifier:
             refuse_lengths({**dict(elements), **dict(integers)})
             return evolve(modifier, text=move_text(text, box))
     raise GraphError(
-        f"shard: {modifier} is a step of your own, and how it reads in a box of places is not "
-        "known; say it by ag.Addend, or give its values as a bias"
+        f"shard: {modifier} is your own step and can't be moved to a part of the places; "
+        "write it as an ag.Addend, or pass its values as a bias"
     )
 
 
 def move_alibi(alibi: Alibi, box: Box) -> Modifier:
-    """ALiBi as a term: its distances count from the whole's diagonal, its slopes are a tensor.
+    """ALiBi as an Addend: distances from the whole's diagonal, slopes from a tensor.
 
-    A box of all queries and keys has that diagonal itself, and ALiBi with slopes says the same.
+    A box of all queries and keys has that diagonal itself, so it keeps an Alibi with slopes.
     """
     if box.has_all_positions:
         return evolve(alibi, default=alibi.default and len(box.heads) == box.sizes[1])

@@ -22,11 +22,11 @@ from attn_graph.masks import Align
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
 
-EXTRA = (  # the inputs that options of `attention` add, in their order; those of masks follow
+EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
     *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
     *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts", "pages"),
 )
-JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by & : the tensors that each reads
+JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by &: the tensors each reads
     leaf: frozenset(leaf.needs)
     for leaf in (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
 }
@@ -36,7 +36,7 @@ T = TypeVar("T")
 @final
 @frozen(eq=False)
 class Value:
-    """One value of a graph that is being built. Its methods add equations and return results."""
+    """A value of a graph under construction. Its methods add equations and return results."""
 
     builder: Builder = field(repr=False)
     index: int
@@ -47,16 +47,16 @@ class Value:
         return self.builder.types[self.index]
 
     def __bool__(self) -> NoReturn:
-        """Raises GraphError: what a value holds is known only when the graph runs."""
+        """Raises GraphError: the data of a value is known only when the graph runs."""
         refuse_truth("value", self.type, "compare with None: a graph has no branches on its data")
 
     def then(self, op: Op, *more: Value) -> Value:
-        """The result of `op`, which has one, on this value and `more`. Raises GraphError."""
+        """The single result of `op` on this value and `more`. Raises GraphError."""
         (result,) = self.builder.emit(op, self, *more)
         return result
 
     def attempt(self, make: Callable[[], Op], *more: Value) -> Value:
-        """The result of the op that `make` returns; this value where it raises GraphError."""
+        """The result of the op from `make`; this value if `make` raises GraphError."""
         op = self.builder.attempt(make)
         return self if op is None else self.then(op, *more)
 
@@ -71,9 +71,9 @@ class Value:
     def alibi(
         self, slopes: Value | None = None, *, align: Align | None = None, **lengths: Value
     ) -> Value:
-        """Scores s -> s - slope * |i' - j|; the paper's slopes unless [H] or [B,H] are given.
+        """Scores s -> s - slope * |i' - j|; slopes [H] or [B,H], by default the paper's.
 
-        `kv_lengths` and `q_lengths` move i' where `align` is "bottom_right".
+        With align="bottom_right", `kv_lengths` and `q_lengths` move i'.
         """
         ragged = masks.ragged_in(lengths)
         per_batch = slopes is not None and len(slopes.type.shape) == 2
@@ -84,7 +84,7 @@ class Value:
         return self.attempt(lambda: Alibi(slopes is None, align, ragged, per_batch), *more)
 
     def mask(self, mask: masks.Mask, /, **data: Value) -> Value:
-        """Scores s -> s where `mask` keeps them, else -inf; `data` is what the mask reads."""
+        """Scores s -> s where `mask` keeps them, else -inf. data: the mask's tensors."""
         if not isinstance(mask, masks.Mask):
             return self.attempt(lambda: ops.Mask(mask))
         missing, unknown = mask.needs.keys() - data.keys(), data.keys() - mask.needs.keys()
@@ -94,10 +94,10 @@ class Value:
         return self if missing else self.then(ops.Mask(mask), *(data[n] for n in mask.needs))
 
     def max_scores(self) -> Value:
-        """Scores s -> max [B,H,M], the largest of each row; -inf where a row sees nothing.
+        """Scores s -> max [B,H,M], the largest of each row; -inf if a row sees nothing.
 
-        On the scores that softmax reads, after the mask, it becomes a result of the one attention.
-        It has no gradient.
+        Taken of the masked scores that softmax reads, it becomes a result of the one attention. It
+        has no gradient.
         """
         return self.then(ops.MaxScores())
 
@@ -116,9 +116,8 @@ class Value:
     def unpage(self, table: Value, lengths: Value | None = None) -> Value:
         """A pool of pages [n,P,G,D], table [B,pages] -> keys or values [B,G,pages * P,D].
 
-        Entry b has the rows of its pages in their order, as many as lengths [B] say, then 0; all
-        of them where no lengths are given. The gradient adds up what a page gets from all that
-        name it.
+        Entry b has the rows of its pages in order: the first lengths[b], then 0; all rows without
+        lengths. A page named several times gets the sum of the gradients.
         """
         ends = () if lengths is None else (lengths,)
         return self.then(Unpage(bool(ends)), table, *ends)
@@ -131,9 +130,9 @@ class Value:
 @final
 @define(eq=False)
 class Builder:
-    """The equations of a graph so far, and the problems with them; the only mutable value here.
+    """The equations of a graph so far, and its problems; the only mutable value here.
 
-    trusts: equations come from a graph that was checked, and are not checked again.
+    trusts: equations come from a checked graph and are not checked again.
     """
 
     trusts: bool = False
@@ -147,7 +146,7 @@ class Builder:
         self.problems += [f"{text} (at {user_line()})" for text in texts]
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """What `make` returns; None where it raises GraphError, whose problems are remembered."""
+        """The result of `make`; None, with the problems remembered, if it raises GraphError."""
         try:
             return make()
         except GraphError as error:
@@ -155,8 +154,7 @@ class Builder:
             return None
 
     def input(self, name: str, spec: TensorSpec) -> Value:
-        """Add an input. Raises GraphError for anything that is not a TensorSpec; remembers other
-        problems."""
+        """Add an input; remember its problems. Raises GraphError for other than a TensorSpec."""
         if not self.trusts:
             self.examine_input(name, spec)
         self.inputs.append(Input(name, spec))
@@ -164,7 +162,6 @@ class Builder:
         return Value(self, len(self.types) - 1)
 
     def examine_input(self, name: str, spec: TensorSpec) -> None:
-        """Remember the problems of an input; raise them where it is not a TensorSpec."""
         if not isinstance(spec, TensorSpec):
             way_out = "write TensorSpec.like(tensor)"
             if isinstance(spec, torch.Tensor):
@@ -183,7 +180,7 @@ class Builder:
                 self.problem(f"input {name!r} has {own[other.name]}, and another input {other}")
 
     def emit(self, op: Op, *operands: Value) -> tuple[Value, ...]:
-        """Add an equation; return its results. Raises GraphError where they can have no types."""
+        """Add an equation; return its results. Raises GraphError if they can't have types."""
         types = [self.types[self.own(value).index] for value in operands]
         if not self.trusts:
             self.examine(op, types)
@@ -192,14 +189,14 @@ class Builder:
     def add(
         self, op: Op, operands: Sequence[Value], outs: tuple[ValueType, ...]
     ) -> tuple[Value, ...]:
-        """Add an equation whose results have these types; return them."""
+        """Add an equation with results of these types; return them."""
         first = len(self.types)
         self.eqns.append(Eqn(op, tuple([value.index for value in operands]), outs))
         self.types.extend(outs)
         return tuple([Value(self, first + i) for i in range(len(outs))])
 
     def examine(self, op: Op, types: Sequence[ValueType]) -> None:
-        """Remember the problems of an equation; raise them where its results can have no types."""
+        """Remember the problems of an equation; raise if its results can't have types."""
         misfits = rank_problems(op, types)
         self.problem(*(misfits or op.problems(*types)))
         if misfits and (
@@ -208,18 +205,17 @@ class Builder:
             self.check()
 
     def own(self, value: Value) -> Value:
-        """The value. Raises GraphError unless it is one of this builder's."""
+        """The value. Raises GraphError unless it belongs to this builder."""
         if not isinstance(value, Value) or value.builder is not self:
             raise GraphError(f"{show(value)} is not a value of the graph that is being built")
         return value
 
     def check(self) -> None:
-        """Raise GraphError with the problems so far, if there are any."""
         if self.problems:
             raise GraphError(*self.problems)
 
     def build(self, *outputs: Value) -> Graph:
-        """The finished graph. Raises GraphError with every problem there was."""
+        """The finished graph. Raises GraphError with all problems."""
         indices = [self.own(value).index for value in outputs]
         if not outputs:
             self.problem("the graph returns nothing; return at least one value")
@@ -240,7 +236,7 @@ class Builder:
 
 
 def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) -> list[str]:
-    """Operands whose number, or whose number of axes, is not what the op needs."""
+    """Operands whose count, or whose number of axes, does not fit the op."""
     ranks = op.ranks
     pairs = [*zip(types, ranks, strict=False)]
     misfits = [rank for type_, rank in pairs if rank is not None and len(type_.shape) != rank]
@@ -264,7 +260,7 @@ def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) 
     ...     return p.weigh(v), lse
     >>> graph(attend, q=spec, k=spec, v=spec)
 
-    Raises GraphError with every problem there is, each at the line of `fn` that has it.
+    Raises GraphError with every problem, each at its line of `fn`.
     """
     if not callable(fn):
         raise GraphError(
@@ -276,7 +272,7 @@ def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) 
 
 
 def scores(q: Value, k: Value, *, scale: float | None = None) -> Value:
-    """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N]; scale is 1/sqrt(D) unless given."""
+    """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N]; scale is 1/sqrt(D) by default."""
     if not isinstance(q, Value):
         raise GraphError(f"scores: q {show(q)} is not a value of a graph; see graph and attention")
     given = default_scale(q.type) if scale is None else scale
@@ -284,7 +280,7 @@ def scores(q: Value, k: Value, *, scale: float | None = None) -> Value:
 
 
 def default_scale(q: ValueType) -> float:
-    """1 / sqrt(D), or 1 where q has no elements along D."""
+    """1 / sqrt(D), or 1 if D is 0."""
     return 1 / math.sqrt(max(1, q.shape[-1] if q.shape else 1))
 
 
@@ -314,27 +310,31 @@ def attention(
 ) -> Graph:
     """Attention as a graph: q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E].
 
-    The order of steps is soft cap, bias, ALiBi, mask. Each TensorSpec adds an input, named as its
-    argument, which the plan takes by keyword; `segments` adds `q_segments` [B,M] and `kv_segments`
+    The order of steps is soft cap, bias, ALiBi, mask. Each TensorSpec adds an input named as its
+    argument, which the plan takes by keyword. `segments` adds `q_segments` [B,M] and `kv_segments`
     [B,N]; `alibi=True` means the paper's slopes; `dropout` adds the numbers `seed` and `offset`.
+
     `keep`, lengths and segments are joined to `mask` with `&` unless `mask` reads them itself.
-    `data` has what further leaves of `mask` read. `align` is for every part of the graph that
-    compares positions and has no alignment. `stats` names statistics [B,H,M] that are returned
-    after o, in that order: "lse", the natural logarithm of the softmax's denominator, and "max",
-    the largest score of each row, which has no gradient. True is ("lse",), False none.
+    `data` has the tensors of further leaves of `mask`. `align` applies to every part of the graph
+    that compares positions without an alignment of its own.
 
-    `q_starts` [B+1]: q is packed, [T,H,D], sequence b being its rows from q_starts[b] on, as many
-    as `q_lengths` says, by default up to the next sequence. o is packed as q is, statistics are
-    [H,T]; rows of no sequence are 0, and -inf in statistics. k and v of three axes are packed too,
-    by `kv_starts` and `kv_lengths`, by default as q is. Positions count within a sequence. `most`:
-    the most queries and keys of a sequence, by default all rows; they are the M and N of a bias.
+    `stats` names the statistics [B,H,M] returned after o, in order: "lse", the natural logarithm of
+    the softmax's denominator, and "max", the largest score of each row, which has no gradient. True
+    is ("lse",), False none.
 
-    `pages` [B,count]: k and v are pools of pages, [n,P,G,D] and [n,P,G,E] in any memory order: one
-    that lies [n,G,P,D] is passed as its transpose(1, 2). The keys of entry b are the rows of the
-    pages pages[b, 0], pages[b, 1], ... one after another, as many as `kv_lengths` says, by default
-    all, so that N is count * P; nothing past them is read, entries of the table included.
+    `q_starts` [B+1]: q is packed, [T,H,D]. Sequence b starts at row q_starts[b] and has
+    `q_lengths[b]` rows, by default up to the next sequence. o is packed like q, statistics are
+    [H,T]; rows outside sequences are 0, and -inf in statistics. k and v of three axes are packed
+    too, by `kv_starts` and `kv_lengths`, by default like q. Positions count within a sequence.
+    `most`: the most queries and keys of a sequence, by default all rows; they are the M and N of a
+    bias.
 
-    Raises GraphError with every problem there is.
+    `pages` [B,count]: k and v are pools of pages, [n,P,G,D] and [n,P,G,E] in any memory order; pass
+    a pool [n,G,P,D] as its transpose(1, 2). The keys of entry b are the rows of the pages pages[b,
+    0], pages[b, 1], ... in order: the first `kv_lengths[b]`, by default all, so N is count * P.
+    Nothing past them is read, entries of the table included.
+
+    Raises GraphError with every problem.
     """
     b = Builder()
     b.problem(*unknown_arguments(data, mask))
@@ -387,23 +387,24 @@ def attention(
 
 
 def unknown_arguments(names: Iterable[str], mask: object) -> list[str]:
-    """What to say of names that are neither inputs of an attention nor read by its mask."""
+    """Messages for names that are neither inputs of an attention nor read by its mask."""
     known = {*EXTRA, *read_by(mask)}
     own = known | signature(attention).parameters.keys()
     return [unknown_argument(name, sorted(own)) for name in sorted({*names} - known)]
 
 
 def read_by(mask: object) -> Iterable[str]:
-    """The names of what a mask reads; none for anything else."""
     return mask.needs if isinstance(mask, masks.Mask) else ()
 
 
 def statistic_names(stats: object) -> tuple[str, ...]:
-    """The statistics that are wanted. Raises GraphError for what names none, or one twice."""
+    """The requested statistics. Raises GraphError for unknown or repeated ones."""
     if isinstance(stats, bool):
         return ("lse",) * stats
     if isinstance(stats, str) or not isinstance(stats, Iterable):
-        raise GraphError(f"attention: stats {show(stats)} is not a sequence of names; say ('lse',)")
+        raise GraphError(
+            f"attention: stats {show(stats)} is not a sequence of names; write ('lse',)"
+        )
     names = tuple(stats)
     if unknown := [name for name in names if name not in ops.ROW_RESULTS]:
         raise GraphError(
@@ -421,12 +422,12 @@ def two_segments(segments: object, kind: type[T]) -> tuple[T, T]:
             return q, kv
     raise GraphError(
         f"attention: segments {show(segments)} is not a pair of {kind.__name__}; write "
-        "segments=(x, x) where queries and keys have the same, or (q_segments, kv_segments)"
+        "segments=(x, x) if queries and keys share them, or (q_segments, kv_segments)"
     )
 
 
 def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> Iterator[str]:
-    """Dtypes that differ from q's. Single steps cannot see this: scores and weights are float32."""
+    """Dtypes that differ from q's. Single steps can't check this: scores are float32."""
     if v.dtype != q.dtype:
         yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
     for name, x in more.items():
@@ -447,7 +448,7 @@ def pool_problems(q: TensorSpec, k: TensorSpec, pages: TensorSpec | None) -> Ite
     ):
         yield (
             f"pages: k {k} is read as [pages, rows, heads, D], and its {own} heads do not divide "
-            f"q's {heads}; where it is [pages, heads, rows, D], pass k.transpose(1, 2)"
+            f"q's {heads}; if it is [pages, heads, rows, D], pass k.transpose(1, 2)"
         )
 
 
@@ -458,10 +459,9 @@ def whole_mask(
     rows: object,
     keys: object,
 ) -> masks.Mask | None:
-    """The mask joined, by &, with a leaf for each given tensor that it does not read itself.
+    """The mask joined with a leaf for each given tensor that it does not read itself.
 
-    Sequences that are packed or in pages, `rows` and `keys`, end where their lengths say, whatever
-    the mask reads.
+    rows, keys: the packed or paged sides. Their lengths end the sequences whatever the mask reads.
     """
     if mask is not None:
         masks.require_mask(None, None, mask)

@@ -1,7 +1,6 @@
-"""Checks the numbers in tensors that say where rows and keys lie, for plans that do not read them.
+"""Checks starts, lengths and pages for plans that do not read them on the host.
 
-On a CPU starts, lengths and pages are read on the host as a plan runs, and checked then; kernels on
-a GPU read them there, where nobody can raise.
+On a CPU a running plan reads and checks them. Kernels on a GPU read them there, and can't raise.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from attn_graph.spec import ValueType
 
 
 def check_data(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise PlanMismatchError for starts that descend or leave their tensor, lengths of more rows
-    than there are, and pages that are not in the pool. Reads the tensors on the host.
+    """Check starts, lengths and pages, reading the tensors on the host.
 
-    It knows graphs in which attention is one op, as those of plans are.
+    Raises PlanMismatchError for starts that descend or leave their tensor, for lengths beyond the
+    rows, and for pages outside the pool. The graph must have attention as one op, as in plans.
     """
     values = dict(enumerate(tensors))
     for eqn, outs in graph.numbered:
@@ -36,7 +35,7 @@ def check_data(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch.Tensor]) -> None:
-    """The same of the operands of an attention. known: those that are, by number."""
+    """Check the operands of an attention. known: those already known, by number."""
     node, numbers = attention_in(fused_op(op)), range(len(types))
     assert node is not None
     padded, where = types, dict[str, tuple[int, ...]]()
@@ -56,7 +55,7 @@ def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch
 
 
 def check_lengths(name: str, lengths: torch.Tensor, most: int) -> None:
-    """Raise PlanMismatchError for lengths below 0, and over the rows that each entry has."""
+    """Raise PlanMismatchError for lengths outside 0 to `most`."""
     for b, count in enumerate(lengths.tolist()):
         if not 0 <= count <= most:
             raise PlanMismatchError(

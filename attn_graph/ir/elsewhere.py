@@ -1,12 +1,12 @@
-"""Arguments of other attention functions, and how `attention` says them."""
+"""Arguments of other attention functions, and their equivalents in `attention`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-CAUSAL = 'mask=Causal(), or Causal("bottom_right") where the last query sees the last key'
-WINDOW = "mask=Window(left, right), with None where a side has no bound"
+CAUSAL = 'mask=Causal(), or Causal("bottom_right") if the last query sees the last key'
+WINDOW = "mask=Window(left, right), with None for a side without a bound"
 LENGTHS = "kv_lengths=lengths [B], the number of keys of each sequence"
 STARTS = "q_starts=starts [B + 1] with packed tensors [T, H, D]"
 FLEX = "mask=m, **tensors, where m, tensors = from_flex(mask_mod)"
@@ -55,7 +55,7 @@ SAID: dict[str, str] = {
 
 
 def unknown_argument(name: str, known: Iterable[str]) -> str:
-    """What to say of an argument that `attention` lacks. known: the names of those it has."""
+    """The message for an argument unknown to `attention`. known: the names it has."""
     if name in SAID:
         return f"attention() has no argument {name}; use {SAID[name]}"
     near = get_close_matches(name, [*known], 1)

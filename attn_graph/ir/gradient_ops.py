@@ -1,4 +1,4 @@
-"""The ops that derivatives of single steps are made of, each with its own derivative."""
+"""The ops in derivatives of single steps, each with its own derivative."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Unmasked(ScoreGradient):
 @final
 @frozen
 class SoftmaxGrad(ScoreGradient):
-    """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse); 0 where p is, whatever dp and dlse hold."""
+    """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse); 0 at p = 0, for any dp and dlse."""
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -84,9 +84,9 @@ class SinkGrad(Op):
 
 
 def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, surplus: torch.Tensor) -> torch.Tensor:
-    """dsinks [H] = sum_bi exp(sink - lse) surplus, of surplus = dlse - delta [B,H,M].
+    """dsinks [H] = sum_bi exp(sink - lse) surplus, with surplus = dlse - delta [B,H,M].
 
-    A row that saw nothing, its sink being -inf too, adds 0, whatever its surplus holds.
+    A row that sees nothing and has the sink -inf adds 0, for any surplus.
     """
     shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse).mul_(surplus)
     return shares.masked_fill_(lse == -INF, 0.0).sum((0, 2)).to(sinks.dtype)
@@ -95,11 +95,10 @@ def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, surplus: torch.Tensor)
 def weigh_again(
     s: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, part: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights p of masked scores s, and by what exp(. - lse) is divided: [B,H,M].
+    """The weights p of masked scores s, and the divisor of exp(s - lse): [B,H,M].
 
-    lse, one rounded number, tells what all keys outweigh but for its own rounding, which is more
-    than any weight where scores are large: so weights are divided by their own sum, a sink's among
-    them. part: not of a part of the keys, to which lse does not belong.
+    lse is one rounded number. For large scores its rounding error exceeds any weight, so weights
+    are divided by their own sum, sinks included. part: no division, since lse covers more keys.
     """
     p = torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None])
     total = torch.ones_like(lse)
@@ -112,9 +111,9 @@ def weigh_again(
 
 
 def clear_blind_rows(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """A copy of x [B,H,M] or [B,H,M,E] with 0 in the rows that saw nothing: where lse is -inf.
+    """A copy of x [B,H,M] or [B,H,M,E] with 0 in the rows that see nothing: lse is -inf.
 
-    Cotangents go through it, so that what they hold in such rows, NaN included, reaches nothing.
+    Applied to cotangents, so that their values in these rows, NaN included, have no effect.
     """
     blind = lse == -INF
     return x.masked_fill(blind if x.ndim == lse.ndim else blind[..., None], 0.0)
@@ -123,9 +122,9 @@ def clear_blind_rows(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 @final
 @frozen
 class WeighT(Op):
-    """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, added up in groups of heads.
+    """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, summed over groups of heads.
 
-    A row of p that is all 0 adds 0, whatever x holds there.
+    A row of p with only zeros adds 0, for any x there.
     """
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
@@ -161,9 +160,9 @@ class WeighT(Op):
 @final
 @frozen
 class SoftmaxJvp(Op):
-    """p, lse, ts, [sinks, tsinks] -> tp = p (ts - tlse), tlse = sum_j p ts + p(sink) tsinks,
+    """p, lse, ts, [sinks, tsinks] -> tp = p (ts - tlse), tlse = sum_j p ts + p(sink) tsinks.
 
-    of the tangents ts of the scores and tsinks of the sinks; p(sink) = exp(sinks - lse).
+    ts: the tangent of the scores. tsinks: of the sinks. p(sink) = exp(sinks - lse).
     """
 
     sinks: bool = False
@@ -195,7 +194,7 @@ class SoftmaxJvp(Op):
 
 
 def sink_tangent(sinks: torch.Tensor, tangent: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """What the tangent of sinks [H] adds to that of lse [B,H,M]: exp(sinks - lse) tsinks."""
+    """The share of the sinks' tangent [H] in that of lse [B,H,M]: exp(sinks - lse) tsinks."""
     shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -INF, 0.0)
     return shares.mul_(tangent.to(lse.dtype)[:, None])
 
@@ -229,7 +228,7 @@ class SoftmaxGradJvp(Op):
 @final
 @frozen
 class SinkGradJvp(Op):
-    """sinks, lse, p, dp, dlse and the tangent of each -> that of dsinks, as SinkGrad gives it."""
+    """sinks, lse, p, dp, dlse and the tangent of each -> the tangent of SinkGrad's dsinks."""
 
     is_gradient = True
 
@@ -255,7 +254,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # a value and its tangent
 
 
 def sink_gradient_tangent(sinks: Pair, lse: Pair, surplus: Pair) -> torch.Tensor:
-    """The tangent of `sink_gradient`: sum_bi exp(sink - lse) ((tsink - tlse) g + tg).
+    """Its tangent: sum_bi exp(sink - lse) ((tsink - tlse) g + tg).
 
     g is the surplus. Each argument is a value and its tangent.
     """

@@ -16,19 +16,19 @@ from attn_graph.printing.text import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 from attn_graph.spec.dims import Dim, NamedSize
 
-# Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
+# Values are handles of the graph's builder, which the IR does not know.
 Values = Sequence[Any]
 Gradients = tuple[Any, ...]  # a value for each operand, or None
-# How `pull` adds an equation: by an op and the values that it reads; it returns the results.
+# How `pull` adds an equation: from an op and its operands; it returns the results.
 Emit = Callable[..., tuple[Any, ...]]
 
 
 @frozen
 class Op:
-    """What an equation does. Fields are static parameters; tensors are the equation's operands.
+    """The function of an equation. Fields are static parameters; operands are tensors.
 
-    A subclass states what is true of it on any machine: `problems`, `infer`, `run`, `pull`. How a
-    backend computes it is the backend's affair.
+    A subclass defines its meaning on any machine: `problems`, `infer`, `run`, `pull`. Backends
+    decide how to compute it.
     """
 
     is_gradient: ClassVar[bool] = False  # part of a derivative
@@ -37,7 +37,7 @@ class Op:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the results are called when printed."""
+        """Names of the results, for printing."""
         return ("x",)
 
     @property
@@ -47,7 +47,7 @@ class Op:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """A name for each operand, for those who read messages."""
+        """A name for each operand, for messages."""
         return ()
 
     @property
@@ -57,17 +57,17 @@ class Op:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The results, by name, that describe a row of scores: losses seldom read them."""
+        """Names of the results that describe a row of scores: losses seldom read them."""
         return ()
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The results, by name, that its derivatives read instead of computing them again."""
+        """Names of the results that its derivatives read instead of recomputing."""
         return ()
 
     @property
     def carried(self) -> tuple[int, ...]:
-        """The operands, by place, that are results of the op that this is a derivative of.
+        """Places of the operands that are results of the op differentiated by this one.
 
         They move with the other operands, and have no derivative of their own.
         """
@@ -75,20 +75,20 @@ class Op:
 
     @property
     def without_gradient(self) -> tuple[str, ...]:
-        """The results, by name, that are never differentiated: they take no cotangent."""
+        """Names of the results without a gradient, which have no cotangent."""
         return ()
 
     # Any in these three: subclasses fix the number of operands, which this form alone allows.
     def problems(self, *args: Any, **kwargs: Any) -> Iterator[str]:  # Any: as above
-        """Why operands of these types make no sense; none: they do."""
+        """Why operands of these types make no sense; empty if they do."""
         yield from ()
 
     def infer(self, *args: Any, **kwargs: Any) -> tuple[ValueType, ...]:  # Any: as above
-        """The types of the results. Called where sizes may be wrong, but ranks are right."""
+        """The types of the results. Called with right ranks, but perhaps wrong sizes."""
         raise NotImplementedError
 
     def gradient_problems(self) -> Iterator[str]:
-        """Why it has no gradient; none: `pull` emits it."""
+        """Why it has no gradient; empty if `pull` emits it."""
         if type(self).pull is Op.pull:
             yield (
                 f"{type(self).__name__} has no gradient: derivatives in single steps have no "
@@ -98,10 +98,10 @@ class Op:
             )
 
     def push_problems(self) -> Iterator[str]:
-        """Why it has no tangents; none: `push` emits them."""
+        """Why it has no tangents; empty if `push` emits them."""
         if type(self).push is Op.push:
             yield (
-                f"{type(self).__name__} has no tangents: it is of a second derivative, or of a jvp"
+                f"{type(self).__name__} has no tangents: it belongs to a second derivative or a jvp"
                 if self.is_gradient
                 else f"{type(self).__name__} has no tangents: it defines no push"
             )
@@ -123,7 +123,7 @@ class Op:
 
 
 def check_graph(graph: object, name: str) -> None:
-    """Raise GraphError for anything that is not a Graph. name: of the function that wants one."""
+    """Raise GraphError for anything but a Graph. name: the function for the message."""
     if not isinstance(graph, Graph):
         raise GraphError(
             f"{name}: expected a Graph, got {type(graph).__name__}; see attention and graph"
@@ -131,14 +131,14 @@ def check_graph(graph: object, name: str) -> None:
 
 
 def op_name(op: type[Op]) -> str:
-    """What an op is called in text and messages: SoftCap is soft_cap."""
+    """The name of an op in text and messages: SoftCap is soft_cap."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", op.__name__).lower()
 
 
 @final
 @frozen
 class Eqn:
-    """`outs = op(*args)`; args are positions of earlier values, outs the types it adds."""
+    """`outs = op(*args)`; args are positions of earlier values, outs the types of its results."""
 
     op: Op
     args: tuple[int, ...]
@@ -148,8 +148,6 @@ class Eqn:
 @final
 @frozen
 class Input:
-    """A named tensor that the caller brings."""
-
     name: str
     spec: TensorSpec
 
@@ -157,10 +155,11 @@ class Input:
 @final
 @frozen(cache_hash=True, repr=False)
 class Graph:
-    """Values are numbered in order: first the inputs, then each equation's results.
+    """An immutable graph: named inputs, equations in order, outputs.
 
-    Immutable and compared by content: equal graphs are one cache entry. `print(graph)` shows
-    Python that `parse` reads back. Build one with `attention` or `graph`.
+    Values are numbered in order: first the inputs, then each equation's results. Graphs compare by
+    content: equal graphs are one cache entry. `print(graph)` shows Python text for `parse`. Build
+    one with `attention` or `graph`.
     """
 
     inputs: tuple[Input, ...]
@@ -183,7 +182,7 @@ class Graph:
 
     @cached_property
     def symbols(self) -> tuple[NamedSize, ...]:
-        """The names that stand for sizes in it, in the order of the values; none: all are known."""
+        """Its named sizes, in the order of the values; empty if all sizes are numbers."""
         dims = [dim for i in self.inputs for dim in i.spec.dims]
         dims += [n for eqn in self.eqns for t in eqn.outs for n in t.shape if isinstance(n, Dim)]
         return tuple(dict.fromkeys(symbol for dim in dims for symbol in dim.symbols))
@@ -196,18 +195,18 @@ class Graph:
 
     @cached_property
     def result_names(self) -> tuple[str, ...]:
-        """The names of the outputs, all of which the last equation gives."""
+        """The names of the outputs, if the last equation gives all of them."""
         eqn, outs = self.numbered[-1]
         return tuple(eqn.op.names[i - outs.start] for i in self.outputs)
 
     @property
     def is_gradient(self) -> bool:
-        """Whether an equation is part of a derivative."""
+        """True if an equation is part of a derivative."""
         return any(eqn.op.is_gradient for eqn in self.eqns)
 
     @property
     def gradient_problems(self) -> tuple[str, ...]:
-        """Why there is no gradient of this graph; none: there is."""
+        """Why this graph has no gradient; empty if it has one."""
         if self.outputs and not self.differentiable_outputs:
             return ("it returns nothing that has a gradient",)
         problems = (text for eqn in self.eqns for text in eqn.op.gradient_problems())
@@ -215,14 +214,16 @@ class Graph:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a step of training has a gradient of it: it has a floating input, a derivative
-        of every step, and is not a derivative itself."""
+        """True if a training step can differentiate it.
+
+        It has a floating input, a derivative of every step, and is not a derivative itself.
+        """
         floating = any(i.spec.dtype in FLOATS for i in self.inputs)
         return floating and not self.is_gradient and not self.gradient_problems
 
     @property
     def carried(self) -> frozenset[int]:
-        """The inputs that are results of what this is a derivative of; see `Op.carried`."""
+        """The inputs that are results of the differentiated graph; see `Op.carried`."""
         read = {eqn.args[n] for eqn in self.eqns for n in eqn.op.carried}
         for eqn, outs in reversed(self.numbered):
             if eqn.op.is_view and outs[0] in read:
@@ -231,19 +232,21 @@ class Graph:
 
     @cached_property
     def differentiable_outputs(self) -> tuple[int, ...]:
-        """The outputs that have a gradient; a cotangent is taken for no others."""
+        """The outputs that have a gradient, and so may have a cotangent."""
         constant = self.named_results(lambda op: op.without_gradient)
         return tuple(i for i in self.outputs if i not in constant)
 
     @property
     def constant_places(self) -> tuple[int, ...]:
-        """Where among the outputs those stand that have no gradient."""
+        """The places of the outputs without a gradient."""
         known = self.differentiable_outputs
         return tuple(place for place, i in enumerate(self.outputs) if i not in known)
 
     def named_results(self, names: Callable[[Op], Sequence[str]]) -> frozenset[int]:
-        """The results that `names` selects of each equation's op, and views and packed rows of
-        them, by number."""
+        """The results selected by `names` for each op, by number.
+
+        Views and packed rows of them are selected too.
+        """
         selected: set[int] = set()
         for eqn, outs in self.numbered:
             if (eqn.op.is_view or eqn.op.moves_rows) and eqn.args[0] in selected:
@@ -274,7 +277,7 @@ class Graph:
 
 
 def show_graph(graph: Graph) -> str:
-    """A graph as Python, one line an equation, which `parse` turns back into an equal graph."""
+    """A graph as Python, one line an equation: the inverse of `parse`."""
     names = [i.name for i in graph.inputs]
     inputs = ",\n".join(f"    {i.name}: {i.spec}" for i in graph.inputs)
     lines = [*map(str, graph.symbols), f"def graph(\n{inputs},\n):" if names else "def graph():"]
@@ -288,7 +291,7 @@ def show_graph(graph: Graph) -> str:
 
 
 def unused_names(wanted: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
-    """A name for each wanted one: itself, or itself with the lowest number that is not taken."""
+    """A free name for each wanted one: itself, or with the lowest free number appended."""
     used = set(taken)
     for name in wanted:
         tries = (name if n == 1 else f"{name}{n}" for n in range(1, len(used) + 2))

@@ -17,20 +17,19 @@ from attn_graph.spec import FLOATS, TensorSpec, dense_strides, memory_order
 
 
 def jvp(graph: Graph, tangents: Sequence[str] | None = None) -> Graph:
-    """Forward mode: the inputs, a tangent for each that has one -> the outputs, their tangents.
+    """Forward mode: inputs and their tangents -> outputs and their tangents, as a fused graph.
 
-    It is a fused graph. The tangents follow the inputs, named `t` and the input's name, each dense
-    in the memory order of its input; those of the outputs follow the outputs, without those that
-    have no gradient. tangents: the names of the inputs that have one, by default all of a floating
-    dtype; the others count as zero, and cost nothing.
+    The tangents follow the inputs, named `t` and the input's name, each dense in the memory order
+    of its input. Those of the outputs follow the outputs, except for outputs without a gradient.
+    tangents: the names of the inputs that have one, by default all of a floating dtype; others
+    count as zero and cost nothing.
 
-    Of a backward as `vjp` gives it this is a second derivative in a direction, a Hessian-vector
-    product. Its o and lse move with q, k and v: their tangents are computed, unless `tangents`
-    names both, as jvp of the forward gives them.
+    Of a backward from `vjp` this is a second derivative in a direction, a Hessian-vector product.
+    Its o and lse move with q, k and v: their tangents are computed, unless `tangents` names both,
+    as jvp of the forward returns them.
 
-    Raises GraphError if `tangents` names anything that is not a floating input, for a step of
-    one's own that defines no derivative, and for a graph that is a jvp or a second derivative
-    itself.
+    Raises GraphError if `tangents` names anything but a floating input, for your own modifier
+    without a derivative, and for a graph that is already a jvp or a second derivative.
     """
     check_graph(graph, "jvp")
     graph = simplify(graph)
@@ -39,7 +38,7 @@ def jvp(graph: Graph, tangents: Sequence[str] | None = None) -> Graph:
 
 
 def moving_inputs(graph: Graph, names: Sequence[str] | None) -> tuple[int, ...]:
-    """The numbers of the inputs that have a tangent, in the order of the inputs."""
+    """The numbers of the inputs that have a tangent, in order."""
     floating = {i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS}
     if names is None:
         return tuple(n for n in floating.values() if n not in graph.carried)
@@ -47,21 +46,21 @@ def moving_inputs(graph: Graph, names: Sequence[str] | None) -> tuple[int, ...]:
     if moved & graph.carried and not graph.carried <= moved:
         missing = (graph.inputs[n].name for n in sorted(graph.carried - moved))
         raise GraphError(
-            f"jvp: tangents names some of what the forward hands over, and not "
-            f"{', '.join(missing)}; name all of it, or none, which computes them"
+            f"jvp: tangents names some results of the forward, but not {', '.join(missing)}; "
+            "name all of them, or none to have their tangents computed"
         )
     return tuple(sorted(moved))
 
 
 def tangent_spec(spec: TensorSpec) -> TensorSpec:
-    """How the tangent of an input is declared: dense, in its memory order."""
+    """The spec of an input's tangent: dense, in its memory order."""
     return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, memory_order(spec)))
 
 
 def push_graph(graph: Graph, moved: Sequence[int], specs: Sequence[TensorSpec]) -> Graph:
     """The jvp of a simplified graph by some inputs. specs: of their tangents.
 
-    Raises GraphError for a graph that has no forward mode.
+    Raises GraphError for a graph without a forward mode.
     """
     if problems := [text for eqn in graph.eqns for text in eqn.op.push_problems()]:
         raise GraphError(*dict.fromkeys(problems))
@@ -89,7 +88,7 @@ def push_equation(
 ) -> tuple[Sequence[Value], Sequence[Value | None]]:
     """The results of an equation, and the tangent of each, or None.
 
-    An attention with tangents gives its results as well, so that they are computed once.
+    An attention with tangents also gives its results, so that they are computed once.
     """
     operands = [values[i] for i in eqn.args]
     results = b.emit(eqn.op, *operands)

@@ -1,7 +1,7 @@
-"""An attention that keeps its weights for its gradient, which then computes no softmax again.
+"""An attention that keeps its weights, so that its gradient computes no softmax again.
 
-As memory goes that is worth it where rows are short: weights [B,H,M,N] are no more bytes than q, k,
-v and o while N <= 2 (D + E) of as many heads of each.
+This is worth its memory for short rows: weights [B,H,M,N] take no more bytes than q, k, v and o of
+as many heads while N <= 2 (D + E).
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ T = TypeVar("T")
 
 
 def is_keepable(attention: Attention) -> bool:
-    """Whether there is an attention that keeps its weights for this one."""
+    """True for a softmax of scores, and perhaps a bias, under a mask and dropout."""
     alone = evolve(attention, dropout=0.0)
     return alone.is_bare or alone.is_biased
 
 
 def require_keepable(op: Op, _: object, attention: Attention) -> None:
-    """A validator: of a softmax of scores, and perhaps a bias, under a mask."""
     if not is_keepable(attention):
         limit = "more than a softmax of scores and a bias under a mask"
         raise GraphError(f"{type(op).__name__}: {attention} is {limit}")
@@ -41,8 +40,8 @@ def require_keepable(op: Op, _: object, attention: Attention) -> None:
 class KeptAttention(Op):
     """The operands of an Attention -> o, weights [B,H,M,N] in the dtype of q.
 
-    weights = exp(s - lse): 0 where the mask hides, and in rows that see nothing; negative where
-    dropout drops them. They are for the gradient alone, and have none themselves.
+    weights = exp(s - lse): 0 at masked places and in rows that see nothing; negative if dropped by
+    dropout. They serve the gradient alone, and have none themselves.
     """
 
     attention: Attention = field(validator=require_keepable)
@@ -107,8 +106,8 @@ class KeptAttention(Op):
 class KeptAttentionGrad(Op):
     """The operands of an Attention, weights, do -> a gradient for each wanted operand.
 
-    By the formulas of AttentionGrad, in which p is given, and delta = sum_j p dp. Its derivatives
-    are those of AttentionGrad, with o and lse computed anew.
+    By the formulas of AttentionGrad, with p given and delta = sum_j p dp. Its derivatives are those
+    of AttentionGrad, with o and lse computed anew.
     """
 
     attention: Attention = field(validator=require_keepable)
@@ -129,7 +128,7 @@ class KeptAttentionGrad(Op):
 
     @property
     def again(self) -> AttentionGrad:
-        """The same gradient without weights."""
+        """This gradient, by o and lse instead of weights."""
         return AttentionGrad(self.attention, self.wants)
 
     @property
@@ -185,13 +184,11 @@ class KeptAttentionGrad(Op):
         )
 
     def read_again(self, emit: Emit, own: Values, do: object) -> Values:
-        """The operands of the gradient without weights."""
         return (*own, *emit(self.attention, *own), do)
 
 
 def keep_weights(graph: Graph) -> Graph | None:
-    """The same graph of one attention that keeps its weights, if o is its one output; None of
-    others."""
+    """A graph of one attention with kept weights, if o is its only output; else None."""
     if len(graph.eqns) != 1 or graph.outputs != (len(graph.inputs),):
         return None
     (eqn,) = graph.eqns
@@ -203,5 +200,5 @@ def keep_weights(graph: Graph) -> Graph | None:
 
 
 def keeps_weights(graph: Graph) -> bool:
-    """Whether an attention keeps its weights, or a gradient reads some that are kept."""
+    """True if an attention keeps its weights, or a gradient reads kept ones."""
     return any(isinstance(eqn.op, KeptAttention | KeptAttentionGrad) for eqn in graph.eqns)

@@ -2,13 +2,13 @@
 
 A modifier states its mathematics once, for a block of scores at any place: `change` (the step),
 `back` (its derivative) and `collect` (the gradient of its tensors). The reference, the op-by-op
-gradient and the blocked lowerings all run these three. A modifier that only adds (`additive`) has
-the derivative 1, and fused kernels may take it as a block of bias. Any other
-without `back` runs forward alone, and its gradient is refused.
+gradient and the blocked lowerings all run these three. An `additive` modifier has the derivative 1,
+and fused kernels may read it as a block of bias. Any other without `back` runs forward only; its
+gradient is an error.
 
-Forward mode needs no more of most: a step is pointwise, so that `back` also turns the tangent of
-its scores into that of its result. `spread` is what the tangents of its tensors add, `bend` the
-derivative of `back`; PyTorch differentiates `change` and `back` for those who define neither.
+Forward mode usually needs nothing more: the step is pointwise, so `back` also turns the tangent of
+its scores into that of its result. `spread` is the share of the tensors' tangents, `bend` the
+derivative of `back`; without them PyTorch differentiates `change` and `back`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from attn_graph.spec import FLOATS, INF, INTEGERS, ValueType, to_number
 class Modifier(Op):
     """s [B,H,M,N], operands -> s' [B,H,M,N]. A score of -inf is masked and stays -inf.
 
-    A modifier of your own is a `@final @frozen` subclass. What it promises, by its fields and
-    methods, is checked on a small block when a graph is built with it.
+    Your own modifier is a `@final @frozen` subclass. Building a graph checks the promises of its
+    fields and methods on a small block.
     """
 
     additive: ClassVar[bool] = False  # s' = s + addend(at)
@@ -54,22 +54,22 @@ class Modifier(Op):
 
     @property
     def relative(self) -> bool:
-        """Whether the step depends on b, h and j - i, not on i itself."""
+        """True if the step depends on b, h and j - i, not on i itself."""
         return False
 
     @property
     def needs(self) -> dict[str, Data]:
-        """The tensors that the step reads, by name, in the order of the operands."""
+        """The tensors read by the step, by name, in the order of the operands."""
         return {}
 
     @property
     def trains(self) -> tuple[str, ...]:
-        """Those of `needs` that have a gradient, which `collect` adds up."""
+        """The names in `needs` that have a gradient, which `collect` adds up."""
         return ()
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The name of each operand: s, then the tensors that the step reads."""
+        """The name of each operand: s, then the tensors of `needs`."""
         return ("s", *self.needs)
 
     @property
@@ -77,7 +77,7 @@ class Modifier(Op):
         return (4, *(None for _ in self.needs))  # `Data` says how many axes
 
     def resolved(self, M: int, N: int) -> Modifier:
-        """This step for M queries and N keys. Raises GraphError where an alignment is missing."""
+        """This step for M queries and N keys. Raises GraphError for a missing alignment."""
         return self
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
@@ -97,8 +97,10 @@ class Modifier(Op):
     def spread(
         self, ts: torch.Tensor, tangents: Mapping[str, torch.Tensor], at: Place
     ) -> torch.Tensor:
-        """ts and what the tangents of some trained tensors add to it, in the memory of ts or in new
-        memory. ts: the tangent of the result. This is `collect` read the other way."""
+        """Add the share of the given tangents of trained tensors to ts; the dual of `collect`.
+
+        ts: the tangent of the result. Returns its memory or new memory.
+        """
         data = {n: x for n, x in at.data.items() if isinstance(x, torch.Tensor)}
         zeros = torch.zeros_like(ts)
         return ts.add_(
@@ -108,9 +110,9 @@ class Modifier(Op):
     def bend(
         self, ds: torch.Tensor, t: torch.Tensor, s: torch.Tensor, at: Place
     ) -> torch.Tensor | None:
-        """The tangent of back(ds, s, at) as s moves by t, ds staying; None: it is 0.
+        """The tangent of back(ds, s, at) as s moves by t, with ds fixed; None for 0.
 
-        It is new memory, or that of t, which may be overwritten; ds and s stay as they are.
+        It is new memory, or that of t, which may be overwritten; ds and s stay unchanged.
         """
         if self.additive:
             return None
@@ -120,7 +122,7 @@ class Modifier(Op):
         yield from self.gradient_problems()
 
     def second_problems(self) -> Iterator[str]:
-        """Why it has no second derivative, beside why it has no gradient."""
+        """Why it has no second derivative, including why it has no gradient."""
         yield from self.gradient_problems()
         if self.trains and not self.additive and type(self).bend is Modifier.bend:
             read = ", ".join(self.trains)
@@ -131,11 +133,10 @@ class Modifier(Op):
             )
 
     def __bool__(self) -> NoReturn:
-        """Raises GraphError: `and`, `or` and `not` would drop a modifier without a word."""
+        """Raises GraphError: `and`, `or` and `not` would silently drop a modifier."""
         refuse_truth(op_name(type(self)), self, "apply modifiers one after another, with then()")
 
     def gradient_problems(self) -> Iterator[str]:
-        """The parts of the gradient that the class does not define."""
         who = type(self).__name__
         if not self.additive and type(self).back is Modifier.back:
             yield f"{who} has no gradient: it is not additive, and defines no back(ds, s, at)"
@@ -199,9 +200,9 @@ def back_(modifier: Modifier, ds: torch.Tensor, s: torch.Tensor, at: Place) -> N
 
 
 def find_restores(modifiers: Sequence[Modifier]) -> tuple[bool, ...]:
-    """For each step, whether -inf has to be restored after it, at places that an earlier step hid.
+    """For each step: must -inf be restored after it, at places hidden by an earlier step?
 
-    A step that adds finite numbers leaves -inf as it is.
+    A step that adds finite numbers leaves -inf unchanged.
     """
     hidden = [any(m.hides for m in modifiers[:n]) for n in range(len(modifiers))]
     return tuple(
@@ -219,7 +220,7 @@ def every_place(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
 @final
 @frozen
 class SoftCap(Modifier):
-    """s -> cap * tanh(s / cap): scores never leave (-cap, cap)."""
+    """s -> cap * tanh(s / cap): scores stay within (-cap, cap)."""
 
     hides = False
     cap: float = field(converter=to_number, validator=require_positive)
@@ -280,8 +281,9 @@ class Bias(Modifier):
 class Alibi(Modifier):
     """s -> s - slope[h] * |i' - j|; slopes [H] or [B,H], or the paper's for H heads.
 
-    The operand `alibi` has the slopes, in q's dtype or float32. `default`: the paper's slopes, and
-    no operand. i' is the query's position by `align`, moved by the lengths that `ragged` names.
+    The operand `alibi` has the slopes, in q's dtype or float32. `default`: the paper's slopes,
+    without an operand. i' is the query's position by `align`, moved by the lengths named in
+    `ragged`.
     """
 
     additive = True
@@ -293,7 +295,6 @@ class Alibi(Modifier):
 
     @property
     def relative(self) -> bool:
-        """Whether the step depends on j - i alone: unless lengths move it."""
         return not self.ragged
 
     @property
@@ -316,7 +317,7 @@ class Alibi(Modifier):
         return (at.i + moved - at.j).abs()
 
     def slopes(self, at: Place) -> Term:
-        """The slope at a place, of its batch entry and head."""
+        """The slope at a place, from its batch entry and head."""
         if self.default:
             return at.among(default_slopes(at.H), at.h)
         return at.load("alibi", at.b, at.h) if self.per_batch else at.load("alibi", at.h)
@@ -338,8 +339,8 @@ class Alibi(Modifier):
 def default_slopes(heads: int) -> list[float]:
     """The slopes of "Train Short, Test Long" (Press et al., 2022), for any number of heads.
 
-    For 2^n heads the geometric sequence from 2^(-8/2^n); else that of the power of two below,
-    then every other one of the power of two above.
+    For 2^n heads the geometric sequence from 2^(-8/2^n); else that of the power of two below, then
+    every other one of the power of two above.
     """
     power = 2 ** int(math.log2(max(1, heads)))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
@@ -383,7 +384,7 @@ class Back(ScoreGradient):
         self, s: torch.Tensor, ds: torch.Tensor, *operands: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         at = every_place(s, dict(zip(self.modifier.needs, operands, strict=True)))
-        nothing = (s == -INF) | (ds == 0)  # there s may be NaN, of what lengths declare absent
+        nothing = (s == -INF) | (ds == 0)  # there s may be NaN, from rows beyond the lengths
         return (torch.where(nothing, 0.0, self.modifier.back(ds.clone(), s.clone(), at)),)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
@@ -428,7 +429,7 @@ class Bend(Op):
 @final
 @frozen
 class Spread(Op):
-    """s', operands, tangents of those `given` -> what they add to the tangent of s'."""
+    """s', operands, tangents of the `given` ones -> their share in the tangent of s'."""
 
     modifier: Modifier
     given: tuple[str, ...] = field(converter=as_names)
@@ -457,7 +458,7 @@ class Spread(Op):
 @final
 @frozen
 class Collect(Op):
-    """ds', operands -> the gradients of those operands of a modifier that have one."""
+    """ds', operands -> the gradients of a modifier's trained operands."""
 
     modifier: Modifier
     is_gradient = True
@@ -468,12 +469,10 @@ class Collect(Op):
 
     @property
     def reads(self) -> int:
-        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each gradient: dbias of bias."""
         return tuple(f"d{name}" for name in self.modifier.trains)
 
     def infer(self, ds: ValueType, *types: ValueType) -> tuple[ValueType, ...]:
@@ -491,7 +490,7 @@ class Collect(Op):
         return tuple(totals[name].to(data[name].dtype) for name in trained)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        """The sums are linear in ds, and no trained tensor is in them: see `promises`."""
+        """The sums are linear in ds and contain no trained tensor: see `promises`."""
         if tangents[0] is None:
             return (None,) * len(results)
         return emit(self, tangents[0], *operands[1:])

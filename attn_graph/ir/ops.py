@@ -1,4 +1,4 @@
-"""The steps of attention, each with its whole machine-free meaning and its derivatives."""
+"""The steps of attention, each with its meaning on any machine and its derivatives."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Mask(Op):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The name of each operand: s, then the tensors that the mask reads."""
+        """The name of each operand: s, then the tensors of the mask."""
         return ("s", *self.mask.needs)
 
     @property
@@ -141,9 +141,9 @@ class Mask(Op):
 
 
 class Statistic(Op):
-    """A statistic of masked scores: s [B,H,M,N] -> one result [B,H,M], by which it is named.
+    """A statistic of masked scores, named by its result: s [B,H,M,N] -> [B,H,M].
 
-    Keys at -inf count nothing in it, so that tiles may leave them out.
+    Keys at -inf have no effect, so tiles may leave them out.
     """
 
     @abstractmethod
@@ -193,27 +193,26 @@ class MaxScores(Statistic):
         return (None,)
 
 
-# The statistics of masked scores beside lse, which Softmax gives.
+# The statistics of masked scores other than lse, a result of Softmax.
 STATISTICS: dict[str, type[Statistic]] = {"max": MaxScores}
-ROW_RESULTS = ("lse", *STATISTICS)  # what `stats` may name, in their one order
+ROW_RESULTS = ("lse", *STATISTICS)  # the names allowed in `stats`, in canonical order
 
 
 def join_statistics(own: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Join, in `own`, statistics beside lse of one set of rows over two disjoint sets of keys."""
+    """Join, in `own`, statistics but lse of one set of rows over two disjoint sets of keys."""
     for name in STATISTICS.keys() & own.keys():
         STATISTICS[name]().join(own[name], more[name])
 
 
 def refuse_cotangents(op: Op, grads: Values) -> None:
-    """Raise GraphError where a result without gradient has a cotangent."""
+    """Raise GraphError if a result without gradient has a cotangent."""
     given = dict(zip(op.names, grads, strict=True))
     if names := [name for name in op.without_gradient if given[name] is not None]:
         raise GraphError(*map(no_gradient, names))
 
 
 def no_gradient(name: str) -> str:
-    """Why a result takes no cotangent."""
-    return f"{name} is a statistic that is not differentiated; give it no cotangent"
+    return f"{name} is a statistic without a gradient; pass no cotangent for it"
 
 
 @final
@@ -221,8 +220,8 @@ def no_gradient(name: str) -> str:
 class Softmax(Op):
     """s [B,H,M,N] -> p = exp(s - lse), lse [B,H,M] = log sum_j exp(s).
 
-    Sinks [H], when given, add exp(sink) to the sum and no weight. A row that sees nothing
-    has p = 0 and lse = -inf.
+    Sinks [H], if given, add exp(sink) to the sum and no weight. A row that sees nothing has p = 0
+    and lse = -inf.
     """
 
     sinks: bool = False
@@ -291,14 +290,14 @@ def share(_: object, attribute: object, rate: float) -> None:
 
 
 def to_origin(value: Iterable[int]) -> tuple[int, ...]:
-    """A converter. Raises GraphError for other than nothing, five numbers or six."""
+    """A converter. Raises GraphError unless it has no, five or six numbers."""
     origin = tuple(map(to_integer, value))
     wrong = any(n is None or n < 0 for n in origin) or origin[5:] == (0,)
     if origin and (len(origin) not in (5, 6) or wrong):
         raise GraphError(
             f"dropout: origin {show(value)} is not (b, h, i, j, H) or (b, h, i, j, H, period): "
-            "where the first place lies in the whole, how many heads that has, and after how many "
-            "batch entries draws repeat"
+            "the first place in the whole, its number of heads, and the number of batch entries "
+            "after which draws repeat"
         )
     return tuple(n for n in origin if n is not None)
 
@@ -308,9 +307,9 @@ def to_origin(value: Iterable[int]) -> tuple[int, ...]:
 class Dropout(Op):
     """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j).
 
-    origin: of a part of a larger whole, b, h, i, j of its first place there, and the whole's H:
-    then z is what the whole draws at these places. A sixth number is the period: batch entries that
-    lie so far apart draw alike.
+    origin: for a part of a larger whole, the b, h, i, j of its first place there and the whole's H:
+    z is then the whole's at these places. A sixth number is the period: batch entries at multiples
+    of it draw alike.
     """
 
     rate: float = field(converter=to_number, validator=share)
@@ -351,7 +350,7 @@ class Dropout(Op):
 def dropout_keeps(
     at: Place, rate: float, seed: int, offset: int, origin: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """z of a block, as booleans. origin: as that of Dropout."""
+    """z of a block, as booleans. origin: as of Dropout."""
     assert at.ranges is not None
     ranges, H, period = place_in_whole(origin, at.ranges, at.H)
     shape = [*map(len, ranges[:3]), len(counters(ranges[3]))]
@@ -365,7 +364,7 @@ def dropout_keeps(
 class Weigh(Op):
     """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype.
 
-    A row of v to which all weights are 0 adds 0, whatever it holds.
+    A row of v under weights of 0 alone adds 0, whatever it holds.
     """
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)

@@ -1,4 +1,4 @@
-"""An attention, or a derivative, on packed tensors or pages as one op: what lowerings take."""
+"""An attention, or a derivative, on packed tensors or pages as one op for lowerings."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ OWN = ("rows", "keys", "keys")  # the sides of q, k and v
 STARTS = {"rows": "q_starts", "keys": "kv_starts"}
 LENGTHS = {"rows": "q_lengths", "keys": "kv_lengths"}
 PLACES = {"rows": 0, "keys": 1}  # of the first operand of a side
-LEAVES: dict[str, Mask] = {"rows": QueryLengths(), "keys": KeyLengths()}  # that a packed side needs
+LEAVES: dict[str, Mask] = {"rows": QueryLengths(), "keys": KeyLengths()}  # needed by a packed side
 
 
 def fused_op(op: Op) -> Op:
-    """The op within a Packed; any other op as it is."""
+    """The op within a Packed; any other op itself."""
     return op.op if isinstance(op, Packed) else op
 
 
 def fused_attention(op: Op) -> Attention:
-    """The attention that an op is, or is a derivative of. Raises GraphError for any other op."""
+    """The attention in an op or its derivative. Raises GraphError for other ops."""
     node = attention_in(op)
     if node is None:
         raise GraphError(f"packed: {op} is not an attention, nor a derivative of one")
@@ -48,8 +48,11 @@ def fused_attention(op: Op) -> Attention:
 
 
 def label_operands(op: Op, own: Sequence[T], row: T) -> tuple[T, ...]:
-    """A label for each operand of a fused op: those of its attention's operands, which tangents
-    have too, and `row` for o, lse and what else has the rows of q."""
+    """A label for each operand of a fused op.
+
+    own: labels of the attention's operands and of their tangents. row: the label of o, lse and
+    other operands with the rows of q.
+    """
     match op:
         case AttentionGrad():
             return (*own, *(row for _ in op.ranks[len(own) :]))
@@ -67,7 +70,7 @@ def label_operands(op: Op, own: Sequence[T], row: T) -> tuple[T, ...]:
 
 
 def label_results(op: Op, own: Sequence[T], row: T) -> tuple[T, ...]:
-    """The same for each result: a gradient has the label of what it is by."""
+    """A label for each result of a fused op: a gradient has the label of its operand."""
     match op:
         case AttentionGrad():
             return select_flagged(own, op.wants)
@@ -78,29 +81,28 @@ def label_results(op: Op, own: Sequence[T], row: T) -> tuple[T, ...]:
 
 
 def own_sides(op: Op) -> tuple[str, ...]:
-    """For each operand of the attention of a fused op "rows" for q, "keys" for k and v, else ""."""
+    """For each operand of the attention: "rows" for q, "keys" for k and v, else ""."""
     return (*OWN, *("" for _ in fused_attention(op).ranks[3:]))
 
 
 def operand_sides(op: Op) -> tuple[str, ...]:
-    """For each operand of a fused op "rows" where it lies as q does, "keys" as k; else ""."""
+    """For each operand of a fused op: "rows" if laid out like q, "keys" if like k, else ""."""
     return label_operands(op, own_sides(op), "rows")
 
 
 def result_sides(op: Op) -> tuple[str, ...]:
-    """The same for each result."""
+    """For each result of a fused op: "rows" if laid out like q, "keys" if like k, else ""."""
     return label_results(op, own_sides(op), "rows")
 
 
 def select_flagged(values: Sequence[T], flags: Sequence[bool]) -> tuple[T, ...]:
-    """Those of the values that are flagged."""
     return tuple(x for x, flag in zip(values, flags, strict=True) if flag)
 
 
 def with_operands(
     op: Op, node: Attention, kept: Sequence[int]
 ) -> Any:  # Any: an op of the same class
-    """The op with another attention, which reads these of the operands of its own, by number."""
+    """The op with another attention. kept: the numbers of the old operands it reads."""
     match op:
         case AttentionGrad(wants=wants):
             return evolve(op, attention=node, wants=tuple(wants[i] for i in kept))
@@ -119,47 +121,43 @@ def with_operands(
 
 
 def and_parts(mask: Mask | None) -> list[Mask]:
-    """The masks that all have to keep a place."""
     return [] if mask is None else flatten_join(And, mask)
 
 
 def infer_one(op: Op, *operands: ValueType) -> ValueType:
-    """The type of the one result of an op."""
     (result,) = op.infer(*operands)
     return result
 
 
 def run_one(op: Op, *operands: torch.Tensor) -> torch.Tensor:
-    """The one result of an op."""
     (result,) = op.run(*operands)
     return result
 
 
 def extent_of(shape: Sequence[int]) -> Sequence[int]:
-    """How many pages of how many rows a pool [n,P,G,D] has; how many rows a packed tensor has."""
+    """A pool's pages and rows a page, of [n,P,G,D]; the rows of a packed tensor."""
     return shape[:2] if len(shape) == 4 else (row_count(shape),)
 
 
 def blind_in(writer: Pack | SumPages, hides: bool) -> Pack | SumPages:
-    """The same op, which leaves -inf in rows of no sequence if it `hides` them."""
+    """The op; if it is a Pack, with -inf in rows outside sequences if `hides`."""
     return evolve(writer, blind=hides) if isinstance(writer, Pack) else writer
 
 
 @final
 @frozen
 class Packed(Op):
-    """A fused op whose q, or k and v, or all, are packed, or whose k and v lie in pages.
+    """A fused op with q, or k and v, or all, packed, or with k and v in pages.
 
-    Its operands are those of `op`, then q_starts and kv_starts of what is packed, or `pages` last.
-    It means: unpack what lies as q and k do, do `op`, pack the results.
+    Its operands are those of `op`, then q_starts and kv_starts of the packed sides, or `pages`
+    last. Its meaning: unpack q, k and v, do `op`, pack the results.
 
-    rows, keys: the most rows of a sequence of q and of k; None of a side that is not packed. The
-    lengths of sequences are those that the mask of `op` reads: so it has QueryLengths() where q is
-    packed, KeyLengths() where k and v are.
+    rows, keys: the most rows of a sequence of q and of k; None for a side that is not packed. The
+    mask of `op` has the lengths: QueryLengths() if q is packed, KeyLengths() if k and v are.
 
-    paged: k and v, their gradients and their tangents are pools [n,P,G,D], and pages is [B,pages].
-    With KeyLengths() in the mask the keys of a sequence end by kv_lengths, and nothing past them
-    is read, entries of the table included; without it all of its pages count.
+    paged: k and v, their gradients and tangents are pools [n,P,G,D], and pages is [B,pages]. With
+    KeyLengths() in the mask the keys of a sequence end by kv_lengths, and nothing past them is
+    read, entries of the table included; without it all pages count.
     """
 
     op: Op = field()
@@ -172,39 +170,38 @@ class Packed(Op):
         if missing := [str(LEAVES[side]) for side in self.sides if LEAVES[side] not in parts]:
             raise GraphError(f"packed: the mask of {self.op} lacks & {' & '.join(missing)}")
         if self.paged and self.keys is not None:
-            raise GraphError(f"packed: keys is {self.keys}, and they are in pages; say keys=None")
+            raise GraphError(f"packed: keys={self.keys}, but keys are in pages; pass keys=None")
 
     @property
     def attention(self) -> Attention:
-        """The attention that `op` is, or is a derivative of."""
+        """The attention of `op`, or of which `op` is a derivative."""
         return fused_attention(self.op)
 
     @property
     def most(self) -> dict[str, int]:
-        """The most rows of a sequence, by the sides that are packed."""
+        """The most rows of a sequence, by packed side."""
         given = {"rows": self.rows, "keys": self.keys}
         return {side: n for side, n in given.items() if n is not None}
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The sides that are packed, of "rows" and "keys"."""
         return tuple(self.most)
 
     @property
     def ended(self) -> bool:
-        """Whether kv_lengths end the keys of each sequence."""
+        """True if kv_lengths end the keys of each sequence."""
         return LEAVES["keys"] in and_parts(self.attention.mask)
 
     @property
     def readers(self) -> dict[str, Unpack | Unpage]:
-        """What makes the operands of `op` of those that lie otherwise, by side."""
+        """By side, the op that unpacks an operand for `op`."""
         readers: dict[str, Unpack | Unpage] = {side: Unpack(n) for side, n in self.most.items()}
         if self.paged:
             readers["keys"] = Unpage(self.ended)
         return readers
 
     def writers(self, shapes: Sequence[Sequence[int]]) -> dict[str, Pack | SumPages]:
-        """What makes results that lie so of those of `op`, by side. shapes: of the operands."""
+        """By side, the op that packs a result of `op`. shapes: of the operands."""
         writers: dict[str, Pack | SumPages] = {
             side: Pack(row_count(shapes[PLACES[side]])) for side in self.sides
         }
@@ -214,7 +211,6 @@ class Packed(Op):
 
     @property
     def is_gradient(self) -> bool:  # type: ignore[override]  # here it depends on the op within
-        """As that of the op within."""
         return self.op.is_gradient
 
     @property
@@ -239,7 +235,6 @@ class Packed(Op):
 
     @property
     def reads(self) -> int:
-        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
@@ -254,8 +249,10 @@ class Packed(Op):
         return (*own, *(1 for _ in self.sides), *((2,) * self.paged))
 
     def split(self, operands: Sequence[T]) -> tuple[tuple[T, ...], dict[str, tuple[T, ...]]]:
-        """The operands of `op`, and by side what its reader takes besides: starts and lengths, or
-        pages and, where they end the keys, lengths."""
+        """The operands of `op`, and, by side, the further operands of its reader.
+
+        These are starts and lengths, or pages and, if they end the keys, lengths.
+        """
         count, node = len(self.op.ranks), self.attention
         mask = node.split(operands[: len(node.ranks)]).mask
         starts = zip(self.sides, operands[count:], strict=False)
@@ -266,11 +263,11 @@ class Packed(Op):
         return tuple(operands[:count]), where
 
     def entries(self, types: Sequence[X]) -> int:
-        """B, by the types of the operands, or themselves."""
+        """B, from the operands or their types."""
         return types[-1].shape[0] if self.paged else count_sequences(types[-1])
 
     def fewest(self, types: Sequence[ValueType]) -> int:
-        """The fewest sequences that there can be, each as long as there can be."""
+        """The fewest sequences possible: all as long as possible."""
         full = (
             -(-row_count(types[PLACES[side]].shape) // max(1, n)) for side, n in self.most.items()
         )
@@ -281,7 +278,7 @@ class Packed(Op):
         return self.read(infer_one, types)
 
     def read(self, use: Callable[..., X], operands: Sequence[X]) -> list[X]:
-        """The operands of `op`. use: what gives the one result of an op."""
+        """The operands of `op`. use: applies an op to values."""
         own, where = self.split(operands)
         readers, sides = self.readers, operand_sides(self.op)
         return [
@@ -292,7 +289,7 @@ class Packed(Op):
     def write(
         self, use: Callable[..., X], results: Sequence[X], operands: Sequence[X]
     ) -> tuple[X, ...]:
-        """Its results, of those of `op` on what `read` gives of these operands."""
+        """Its results from those of `op`. operands: its own. use: applies an op to values."""
         writers, (_, where) = self.writers([x.shape for x in operands]), self.split(operands)
         named = zip(self.names, results, result_sides(self.op), strict=True)
         return tuple(
@@ -316,7 +313,7 @@ class Packed(Op):
         for x, side in zip(own, operand_sides(self.op), strict=True):
             due = own[PLACES.get(side, 0)]
             if side in where and extent_of(x.shape) != extent_of(due.shape):
-                yield f"packed: {x} should have as many rows as {due}, which is beside it"
+                yield f"packed: {x} should have as many rows as {due}"
 
     def gradient_problems(self) -> Iterator[str]:
         yield from self.op.gradient_problems()
@@ -331,11 +328,11 @@ class Packed(Op):
         return self.write(run_one, self.op.run(*self.read(run_one, operands)), operands)
 
     def hides(self, name: str) -> bool:
-        """Whether a result is -inf in rows of no sequence, as statistics of rows are."""
+        """True if a result is -inf in rows outside sequences, as statistics are."""
         return name in self.attention.statistics
 
     def within(self, emit: Emit, where: Values) -> Emit:
-        """Emits what derivatives of `op` emit, on tensors that lie as these do."""
+        """An `emit` for derivatives of `op`, which packs them like this op."""
 
         def emit_packed(op: Op, *operands: object) -> tuple[object, ...]:
             if attention_in(op) is None:

@@ -1,4 +1,4 @@
-"""The pass that takes unpacking, paging and packing around an attention into one op, Packed."""
+"""A pass: an attention and the unpacking, paging and packing around it become a Packed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ READERS = Unpack, Unpage
 @final
 @frozen
 class Side:
-    """What q, or k and v, are read from. tensors, where: numbers of values, of which `where` are
-    starts and lengths, or the table of pages, and lengths if it has them. op: what reads them."""
+    """The sources of q, or of k and v, by number of the value. op: reads them.
+
+    where: starts and lengths; or the table of pages, and lengths if it has them.
+    """
 
     tensors: tuple[int, ...]
     where: tuple[int, ...]
@@ -32,14 +34,14 @@ class Side:
 
     @property
     def most(self) -> int | None:
-        """The most rows of a sequence; None of pages."""
+        """The most rows of a sequence; None for pages."""
         return self.op.length if isinstance(self.op, Unpack) else None
 
 
 @final
 @frozen
 class Absorbed:
-    """A Packed and its operands. results: which of its results a value of the graph is."""
+    """A Packed and its operands. results: from numbers of values to results of the op."""
 
     op: Packed
     operands: tuple[int, ...]
@@ -49,8 +51,8 @@ class Absorbed:
 def fuse_packed(graph: Graph) -> Graph:
     """Turn each attention between Unpack or Unpage and Pack into one Packed.
 
-    It stays as it is where k and v do not lie alike, where a result is read unpacked too or
-    packed in another way, and where the mask does not end the sequences by the same lengths.
+    It stays as is if k and v have different layouts, if a result is also read unpacked or packed
+    differently, and if the mask does not end the sequences by the same lengths.
     """
     if not any(isinstance(eqn.op, READERS) for eqn in graph.eqns):
         return graph
@@ -61,7 +63,7 @@ def fuse_packed(graph: Graph) -> Graph:
 
 
 def replace_absorbed(graph: Graph, absorbed: Mapping[int, Absorbed]) -> Graph:
-    """The graph with these attentions, by the number of the first result, each one op."""
+    """The graph with a Packed for each attention in `absorbed`, by its first result."""
     b = Builder(True, [*graph.inputs], types=[*graph.types[: len(graph.inputs)]])
     values = {n: Value(b, n) for n in range(len(graph.inputs))}
     for eqn, outs in graph.numbered:
@@ -78,18 +80,17 @@ def replace_absorbed(graph: Graph, absorbed: Mapping[int, Absorbed]) -> Graph:
 @final
 @frozen(eq=False)
 class Neighbours:
-    """Which equations of a graph give and read a value."""
+    """The equations that give and read each value of a graph."""
 
     graph: Graph
 
     @cached_property
     def makers(self) -> dict[int, Eqn]:
-        """The equation that gives a value."""
         return {i: eqn for eqn, outs in self.graph.numbered for i in outs}
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
-        """The first results of the equations that read a value; an output has a reader -1."""
+        """The first results of the equations that read a value; -1 for an output."""
         readers: dict[int, list[int]] = defaultdict(list, {i: [-1] for i in self.graph.outputs})
         for eqn, outs in self.graph.numbered:
             for i in eqn.args:
@@ -97,7 +98,7 @@ class Neighbours:
         return readers
 
     def absorb(self, eqn: Eqn, outs: range) -> Absorbed | None:
-        """An attention with what is around it; None where that can't be one op."""
+        """An attention with its surroundings; None if they can't be one op."""
         if not isinstance(eqn.op, Attention):
             return None
         q, k, v, *rest = eqn.args
@@ -113,7 +114,7 @@ class Neighbours:
         return Absorbed(op, (*tensors, *rest, *starts), packs)
 
     def side(self, eqn: Eqn, name: str, *operands: int) -> Side | None:
-        """One side of an attention; None where it is not unpacked, or its mask goes beyond."""
+        """One side of an attention; None if it is not unpacked, or its mask goes beyond."""
         made = [self.makers.get(i) for i in operands]
         reads = [x for x in made if x is not None and isinstance(x.op, READERS)]
         alike = {(x.op, *x.args[1:], extent_of(self.graph.types[x.args[0]].shape)) for x in reads}
@@ -126,13 +127,13 @@ class Neighbours:
         return Side(tuple(x.args[0] for x in reads), tuple(where), op)
 
     def end(self, eqn: Eqn, name: str) -> int | None:
-        """The lengths by which the mask of an attention ends a side; None where it does not."""
+        """The lengths by which the mask ends a side; None if it does not."""
         assert isinstance(eqn.op, Attention)
         data = eqn.op.split(eqn.args).mask
         return data[LENGTHS[name]] if LEAVES[name] in and_parts(eqn.op.mask) else None
 
     def packs(self, op: Attention, results: Mapping[int, int], rows: Side) -> dict[int, int] | None:
-        """The packs of an attention's results; None where one is read otherwise."""
+        """The packs of an attention's results; None if one has another reader."""
         total, packs = row_count(self.graph.types[rows.tensors[0]].shape), dict[int, int]()
         for i, place in results.items():
             due = Pack(total, op.names[place] in op.statistics)

@@ -1,4 +1,4 @@
-"""How `attention` reads packed tensors and pages: which are, and by which starts and lengths."""
+"""How `attention` reads packed tensors and pages, by their starts and lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_graph.ir.paging import Unpage
 from attn_graph.masks.runs import leaves
 from attn_graph.spec.dims import are_numbers
 
-Value = Any  # a value of whoever builds the graph
+Value = Any  # a value of the graph's builder
 
 
 @final
@@ -31,14 +31,14 @@ class Sequences:
         return x.then(Unpack(self.most), self.starts, self.lengths)
 
     def pack(self, x: Value, like: Value, blind: bool) -> Value:
-        """x [B,H,most,E] -> [T,H,E], or a statistic [B,H,most] -> [H,T], T being that of `like`."""
+        """x [B,H,most,E] -> [T,H,E], or a statistic [B,H,most] -> [H,T], with T as in `like`."""
         return x.then(Pack(like.type.shape[0], blind), self.starts, self.lengths)
 
 
 @final
 @frozen(eq=False)
 class Pages:
-    """How k and v lie in pages: the table [B,pages], and kv_lengths [B] if they are given."""
+    """Pages of k and v: the table [B,pages], and kv_lengths [B] if given."""
 
     table: Value
     lengths: Value | None
@@ -52,7 +52,7 @@ class Pages:
 def find_packed_sides(
     x: dict[str, Value], most: object
 ) -> tuple[Sequences | None, Sequences | Pages | None]:
-    """How q is packed, and k and v, which may be in pages; None where not. Raises GraphError."""
+    """The packing of q, and of k and v; None if not packed. Raises GraphError."""
     if problems := [*packed_problems(x)]:
         raise GraphError(*problems)
     M, N = two_sizes(most)
@@ -74,17 +74,17 @@ def find_packed_sides(
         keys = Sequences(starts, lengths, size_of(x["k"]) if N is None else N)
     for name, side, size in (("M", rows, M), ("N", keys, N)):
         if size is not None and not isinstance(side, Sequences):
-            raise GraphError(f"attention: most says {name} = {size}, and nothing of that is packed")
+            raise GraphError(f"attention: most has {name} = {size}, but that side is not packed")
     return rows, keys
 
 
 def size_of(x: Value) -> int:
-    """T, of a packed tensor [T,H,D]; that of a wrong one, which is refused, does not matter."""
+    """T, of a packed tensor [T,H,D]. A tensor without axes is refused elsewhere."""
     return x.type.shape[0] if x.type.shape else 0
 
 
 def packed_problems(x: dict[str, Value]) -> Iterator[str]:
-    """Tensors that are packed without starts, and starts without a packed tensor."""
+    """Packed tensors without starts, and starts without a packed tensor."""
     ranks = {name: len(x[name].type.shape) for name in "qkv"}
     if "q_starts" in x and ranks["q"] != 3:
         yield f"attention: q {x['q'].type} has {ranks['q']} axes; with q_starts it is [T,H,D]"
@@ -106,12 +106,14 @@ def packed_problems(x: dict[str, Value]) -> Iterator[str]:
         and ranks["q"] == ranks["k"] == 3
         and size_of(x["q"]) != size_of(x["k"])
     ):
-        yield f"attention: q {x['q'].type} and k {x['k'].type} are packed apart; say kv_starts= too"
+        yield (
+            f"attention: q {x['q'].type} and k {x['k'].type} are packed differently; "
+            "pass kv_starts= too"
+        )
 
 
 def two_sizes(most: object) -> tuple[int | None, int | None]:
-    """The most queries and keys of a sequence. Raises GraphError for anything that is not a pair
-    of sizes."""
+    """The most queries and keys of a sequence. Raises GraphError unless they are a pair."""
     match most:
         case None:
             return None, None
@@ -126,9 +128,10 @@ def alignment_problems(
     rows: Sequences | None,
     keys: Sequences | Pages | None,
 ) -> Iterator[str]:
-    """What compares positions of packed sequences whose lengths may differ, and has no alignment.
+    """Parts without an alignment that compare positions of packed sequences.
 
-    alibi: its alignment, "" where it has none; None: there is no ALiBi.
+    Only if queries and keys may differ in length. alibi: its alignment, "" without one; None: there
+    is no ALiBi.
     """
     if not rows and not isinstance(keys, Sequences):
         return
@@ -138,6 +141,6 @@ def alignment_problems(
     free = [str(x) for x in parts if isinstance(x, masks.Diagonal) and x.align is None]
     for name in (*free, *(["alibi"] if alibi == "" else [])):
         yield (
-            f"{name}: a sequence may have more keys than queries, and where the diagonal lies is "
-            'not said; say align="top_left" or align="bottom_right"'
+            f"{name}: a sequence may have more keys than queries, so the diagonal needs an "
+            'alignment; pass align="top_left" or align="bottom_right"'
         )

@@ -1,7 +1,7 @@
 """Packed tensors: the sequences of a batch one after another along one axis, without padding.
 
-A packed x is [T,H,D], and a statistic of its rows [H,T]. Sequence b is the rows from starts[b] on,
-lengths[b] of them; rows between sequences, and past the last, belong to none. Padded they are
+A packed x is [T,H,D], and a statistic of its rows [H,T]. Sequence b is the lengths[b] rows from
+starts[b] on; rows between sequences, and past the last, belong to none. Padded they are
 [B,H,length,D] and [B,H,length], sequence b in the first rows of batch entry b.
 """
 
@@ -19,11 +19,11 @@ from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.sums import apply
 from attn_graph.spec import INF, INTEGERS, ValueType, to_integer
 
-ASCENDING = "give the first row of each sequence, in order, and last where the last one ends"
+ASCENDING = "pass the first row of each sequence, in order, then the end of the last one"
 
 
 def to_size(value: object) -> int:
-    """A number of rows. Raises GraphError for anything that is not a whole number of at least 0."""
+    """A number of rows. Raises GraphError for anything but a whole number of at least 0."""
     size = to_integer(value)
     if size is None or size < 0:
         raise GraphError(f"pack: {show(value)} is not a number of rows, which is at least 0")
@@ -31,19 +31,17 @@ def to_size(value: object) -> int:
 
 
 def to_most(value: object) -> int | None:
-    """A converter: the most rows of a sequence; None of a side that is not packed."""
+    """A converter: the most rows of a sequence; None for a side that is not packed."""
     return None if value is None else to_size(value)
 
 
 def integer_problems(who: str, **given: ValueType) -> Iterator[str]:
-    """Starts and lengths that are not integers."""
     for name, type_ in given.items():
         if type_.dtype not in INTEGERS:
             yield f"{who}: {name} {type_} must be of {' or '.join(map(str, INTEGERS))}"
 
 
 def count_sequences(starts: ValueType | torch.Tensor) -> int:
-    """B, of starts [B+1]."""
     return max(0, starts.shape[0] - 1)
 
 
@@ -52,19 +50,19 @@ def sequence_problems(who: str, starts: ValueType, lengths: ValueType) -> Iterat
     yield from integer_problems(who, starts=starts, lengths=lengths)
     if starts.shape[0] != lengths.shape[0] + 1:
         yield (
-            f"{who}: starts {starts} and lengths {lengths} disagree: B sequences have B + 1 starts,"
-            " the last being where the last sequence ends"
+            f"{who}: starts {starts} and lengths {lengths} disagree: B sequences have B + 1 starts;"
+            " the last one is the end of the last sequence"
         )
 
 
 def list_sequences(
     starts: torch.Tensor, lengths: torch.Tensor, total: int, most: int, side: str = ""
 ) -> list[tuple[int, int]]:
-    """The first row and the length of each sequence.
+    """The first row and the length of each sequence, reading the tensors on the host.
 
     total: rows of the packed tensor. most: of one sequence. side: "q" or "kv", for messages. Raises
-    PlanMismatchError where starts descend or go past the rows, and for lengths that are negative,
-    above `most`, or reach into the next sequence. Reads the tensors on the host.
+    PlanMismatchError if starts descend or go past the rows, and for lengths that are negative,
+    above `most`, or reach into the next sequence.
     """
     given, counts = starts.tolist(), lengths.tolist()
     who = f"{side}_" * bool(side)
@@ -85,7 +83,7 @@ def list_sequences(
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[T,H,D] -> [H,T,D], a view, and back; a statistic [H,T] as it is."""
+    """[T,H,D] -> [H,T,D], a view, and back; a statistic [H,T] as is."""
     return x.transpose(0, 1) if x.ndim == 3 else x
 
 
@@ -126,7 +124,7 @@ class Lengths(Op):
 
 @frozen
 class OfSequences(Op):
-    """What reads x and where its sequences begin, and how long they are."""
+    """An op on x and the starts and lengths of its sequences."""
 
     moves_rows = True
 
@@ -186,7 +184,7 @@ class Unpack(OfSequences):
 class Pack(OfSequences):
     """x [B,H,M,D], starts [B+1], lengths [B] -> [total,H,D]; x [B,H,M] -> [H,total].
 
-    Rows of no sequence are 0; `blind`: -inf, as lse is of a row that sees nothing.
+    Rows outside sequences are 0; with `blind` -inf, as lse is for a row that sees nothing.
     """
 
     total: int = field(converter=to_size)

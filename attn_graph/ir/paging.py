@@ -1,8 +1,8 @@
-"""Paged caches: keys and values in pages of P rows each, which a table puts in order.
+"""Paged caches: keys and values in pages of P rows each, put in order by a table.
 
-A pool is [n,P,G,D], in any memory order, and a table [B,pages] names the pages of each batch entry,
-the first of which holds its first P rows. Lengths [B] say how many rows of an entry count: pages
-that begin past them are not read, and the table may hold anything there.
+A pool is [n,P,G,D], in any memory order. A table [B,pages] names the pages of each batch entry; the
+first has its first P rows. Lengths [B] count the rows of an entry: pages past them are not read,
+and the table may hold anything there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attn_graph.spec import ValueType
 
 
 def table_problems(who: str, table: ValueType, *lengths: ValueType) -> Iterator[str]:
-    """A table, and lengths, that are not integers, or of other entries."""
+    """A table, or lengths, of other dtypes or of another batch."""
     given = zip(("table", "lengths"), (table, *lengths), strict=False)
     yield from integer_problems(who, **dict(given))
     for n in lengths:
@@ -32,10 +32,10 @@ def table_problems(who: str, table: ValueType, *lengths: ValueType) -> Iterator[
 def list_entries(
     page: int, pool: int, table: torch.Tensor, lengths: torch.Tensor | None = None
 ) -> Iterator[tuple[int, list[int], int]]:
-    """The number of each entry, its pages, and its rows, which end within the last of them.
+    """The number of each entry, its pages, and its rows, which end within the last page.
 
-    page: rows of one. pool: how many there are. Reads the tensors on the host. Raises
-    PlanMismatchError for lengths over those of all pages, and for pages that are not in the pool.
+    page: rows of one. pool: the number of pages. Reads the tensors on the host. Raises
+    PlanMismatchError for lengths beyond all pages of an entry, and for pages outside the pool.
     """
     most = table.shape[1] * page
     counts = [most] * len(table) if lengths is None else lengths.tolist()
@@ -60,7 +60,7 @@ def list_entries(
 class Unpage(Op):
     """pool [n,P,G,D], table [B,pages] -> x [B,G,pages * P,D], the rows of each entry's pages.
 
-    ended: a third operand, lengths [B], says how many rows of each entry count; the others are 0.
+    ended: a third operand, lengths [B], counts the rows of each entry; the others are 0.
     """
 
     ended: bool = field(default=False, converter=bool)
@@ -106,11 +106,11 @@ class Unpage(Op):
 @final
 @frozen
 class SumPages(Op):
-    """x [B,G,pages * page,D], table [B,pages] -> pool [count,page,G,D]: what each page is given.
+    """x [B,G,pages * page,D], table [B,pages] -> pool [count,page,G,D]: the sum for each page.
 
-    A page that several entries name, or one entry twice, gets the sum, in their order and in
-    float32 or wider; a page that none names is 0. It is what Unpage is the gradient of, too.
-    ended: a third operand, lengths [B], says how many rows of each entry count.
+    A page named several times gets the sum in order, in float32 or wider; a page never named is 0.
+    This is the gradient of Unpage, and Unpage is its gradient. ended: a third operand, lengths [B],
+    counts the rows of each entry.
     """
 
     count: int = field(converter=to_size)

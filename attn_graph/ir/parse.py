@@ -45,32 +45,32 @@ OPS: tuple[type[Op], ...] = (
 
 
 def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Graph:  # Any: masks, modifiers or ops
-    """The graph that a text, printed by `str`, describes: `parse(str(g)) == g`.
+    """The graph of a text printed by `str`: `parse(str(g)) == g`.
 
-    known: leaves of masks, modifiers and other ops of your own that the text may name. Nothing of
-    it is executed. Raises GraphError for any other text, with the line.
+    known: your own leaves of masks, modifiers and other ops named in the text. The text is never
+    executed. Raises GraphError for other text, with the line.
     """
     return graph_parser(text, known).graph(text)
 
 
 def graph_parser(text: str, known: Iterable[type[Any]]) -> Parser:  # Any: as above
-    """What reads the graph in a text, which may name these classes beside the library's."""
+    """A parser of the graph in `text`, with `known` and the library's classes."""
     classes = (*LEAVES, *OPS, *known)
     return Parser({cls.__name__: cls for cls in classes})
 
 
 def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: leaves
-    """The mask that a text such as `Causal() & (Window(64) | Prefix(4))` describes.
+    """The mask of a text such as `Causal() & (Window(64) | Prefix(4))`.
 
-    known: leaves of your own that the text may name. Nothing of it is executed. Raises GraphError
-    for anything that is not a mask.
+    known: your own leaves named in the text. The text is never executed. Raises GraphError for
+    anything but a mask.
     """
     classes = (*LEAVES, *known)
     parser = Parser({cls.__name__: cls for cls in classes if issubclass(cls, Mask)})
     try:
         return parser.whole_mask(text)
     except RecursionError as error:
-        raise GraphError("the mask has too many parts within parts to be read") from error
+        raise GraphError("the mask is nested too deeply to be read") from error
     except GraphError as error:
         leaves = ", ".join(map(signature, parser.classes.values()))
         joints = "joined with & (not `and`), | (not `or`) and ~ (not `not`)"
@@ -83,7 +83,7 @@ def signature(leaf: type[Any]) -> str:  # Any: an attrs class
 
 
 def read_syntax(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or another by the mode
-    """Python's syntax tree of a text. Raises GraphError for text that is not Python."""
+    """Python's syntax tree of a text. Raises GraphError for other text."""
     if not isinstance(text, str):
         raise GraphError(f"expected text, got {type(text).__name__}")
     try:
@@ -96,32 +96,32 @@ def read_syntax(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or
 
 @attrs.frozen
 class Parser:
-    """Reads text. classes: those that it may name, by name; dims: sizes by name."""
+    """Reads text. classes: those allowed, by name; dims: named sizes."""
 
     classes: dict[str, type[Any]]
     dims: dict[str, Dim] = attrs.field(factory=dict)
 
     @property
     def calls(self) -> dict[str, type[Op]]:
-        """The ops, by the names that equations call."""
+        """The ops, by their names in equations."""
         return {op_name(cls): cls for cls in self.classes.values() if issubclass(cls, Op)}
 
     def whole_mask(self, text: str) -> Mask:
         """The mask of a text. Raises GraphError for anything else."""
         mask = self.value(read_syntax(text.strip() if isinstance(text, str) else text, "eval").body)
         if not isinstance(mask, Mask):
-            raise GraphError(f"{text} is {mask!r}, and no mask such as Causal() & Window(64)")
+            raise GraphError(f"{text} is {mask!r}, not a mask such as Causal() & Window(64)")
         return mask
 
     def graph(self, text: str) -> Graph:
-        """The graph of a text. Raises GraphError with the line that is wrong."""
+        """The graph of a text. Raises GraphError with the wrong line."""
         body = read_syntax(text).body
         count = next((n for n, line in enumerate(body) if not isinstance(line, ast.Assign)), 0)
         dims = dict(map(read_dim, body[:count]))
         return attrs.evolve(self, dims=dims).function(body[count:])
 
     def function(self, body: Sequence[ast.stmt]) -> Graph:
-        """The graph of a text that is one function. Raises GraphError for other statements."""
+        """The graph of a text with one function. Raises GraphError for other statements."""
         match body:
             case [
                 ast.FunctionDef(
@@ -144,7 +144,7 @@ class Parser:
             return b.build(*(look_up(env, n) for n in names_in(out)))
 
     def equation(self, b: Builder, env: dict[str, Value], eqn: ast.stmt) -> dict[str, Value]:
-        """Add an equation to the builder; return the values that it names."""
+        """Add an equation to the builder; return the values it names."""
         match eqn:
             case ast.Assign(
                 targets=[target], value=ast.Call(func=ast.Name(id=name), args=args, keywords=kws)
@@ -194,7 +194,7 @@ class Parser:
                 raise GraphError(f"expected a type such as f16[2, 3], got {text}")
 
     def integers(self, node: ast.expr) -> tuple[int, ...]:
-        """The integers of a size, of sizes or of strides. Raises GraphError for anything else."""
+        """The integers of sizes or strides. Raises GraphError for anything else."""
         parts = node.elts if isinstance(node, ast.Tuple) else [node]
         numbers = tuple([n for n in map(self.size, parts) if n is not None])
         if len(numbers) < len(parts):
@@ -219,11 +219,9 @@ class Parser:
         return None
 
     def names_dim(self, node: ast.expr) -> bool:
-        """Whether an expression reads a Dim."""
         return any(isinstance(x, ast.Name) and x.id in self.dims for x in ast.walk(node))
 
     def mask(self, node: ast.expr) -> Mask:
-        """A part of a join."""
         part: Mask = self.value(node)
         require_mask(None, None, part)
         return part
@@ -234,7 +232,7 @@ class Parser:
         keywords: list[ast.keyword],
         inorder: Sequence[ast.expr] = (),
     ) -> Any:  # Any: a cls
-        """A value of a class from the arguments of its call. Raises GraphError for wrong ones."""
+        """An instance of a class from the arguments of its call. Raises GraphError."""
         fields = {f.name: f.default is attrs.NOTHING for f in attrs.fields(cls)}
         given = {k.arg or "**": self.value(k.value) for k in keywords}
         first = dict(zip(fields, map(self.value, inorder), strict=False))
@@ -264,7 +262,7 @@ def flatten_operator(node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
 
 @contextmanager
 def errors_at_line(number: int) -> Iterator[None]:
-    """Add the number of a line of the text to GraphErrors that are raised within."""
+    """Add a line number to GraphErrors raised within."""
     try:
         yield
     except GraphError as error:
@@ -304,7 +302,7 @@ def names_in(node: ast.expr | None) -> list[str]:
 
 
 def look_up(env: dict[str, Value], name: str) -> Value:
-    """The value of a name. Raises GraphError for a name that no line before defines."""
+    """The value of a name. Raises GraphError if no earlier line defines it."""
     if name not in env:
         raise GraphError(f"{name} is used before it is defined; known are {', '.join(env)}")
     return env[name]

@@ -37,7 +37,7 @@ def canonicalise(graph: Graph) -> Graph:
 
 
 def emit_mask(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Value:
-    """Emit a mask in canonical form, joined with the mask that the scores are already under."""
+    """Emit a mask in canonical form, joined with an earlier mask of the scores."""
     s, *given = operands
     canonical = canonical_mask(mask, *s.type.shape[2:])
     if canonical is None:
@@ -55,7 +55,7 @@ def emit_mask(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Valu
 
 
 def emit_modifier(b: Builder, op: Modifier, operands: tuple[Value, ...]) -> Value:
-    """Emit a modifier with its alignment resolved, before the mask that its scores are under."""
+    """Emit a modifier with its alignment resolved, before an earlier mask of its scores."""
     s, *given = operands
     op = op.resolved(*s.type.shape[2:])
     under = producer_of(b, s)
@@ -66,7 +66,6 @@ def emit_modifier(b: Builder, op: Modifier, operands: tuple[Value, ...]) -> Valu
 
 
 def producer_of(b: Builder, value: Value) -> Eqn | None:
-    """The equation that a value comes from; None for an input."""
     first = len(b.inputs)
     for eqn in b.eqns:
         if first <= value.index < first + len(eqn.outs):
@@ -78,9 +77,9 @@ def producer_of(b: Builder, value: Value) -> Eqn | None:
 def fuse(graph: Graph) -> Graph:
     """Turn each chain scores -> modifiers -> mask -> softmax -> dropout -> weigh into an Attention.
 
-    A chain stays as it is where its scores or weights are used elsewhere too, except by statistics
-    of the scores that softmax reads; where one of its statistics is read before its o is computed;
-    and where its dtypes differ: an Attention has one dtype.
+    A chain stays as is if its scores or weights have other users, except statistics of the scores
+    that softmax reads; if one of its statistics is read before its o is computed; and if its dtypes
+    differ, since an Attention has one dtype.
     """
     makers = {outs[0]: eqn for eqn, outs in graph.numbered}
     users, taken = count_users(graph), row_statistics(graph)
@@ -97,13 +96,13 @@ def fuse(graph: Graph) -> Graph:
 
 
 def read_before(graph: Graph, values: Iterable[int], end: int) -> bool:
-    """Whether an equation before the one that gives `end` reads one of the values."""
+    """True if an equation before the one that gives `end` reads one of the values."""
     read = {i for eqn, outs in graph.numbered if outs[-1] < end for i in eqn.args}
     return not read.isdisjoint(values)
 
 
 def row_statistics(graph: Graph) -> Statistics:
-    """The statistics that are taken of the scores which each softmax reads."""
+    """The statistics of the scores read by each softmax."""
     taken: Statistics = {e.args[0]: {} for e in graph.eqns if isinstance(e.op, ops.Softmax)}
     for eqn, outs in graph.numbered:
         for name, kind in ops.STATISTICS.items():
@@ -113,7 +112,6 @@ def row_statistics(graph: Graph) -> Statistics:
 
 
 def count_users(graph: Graph) -> Counter[int]:
-    """How often each value is read, outputs included."""
     return Counter([*(i for eqn in graph.eqns for i in eqn.args), *graph.outputs])
 
 
@@ -124,8 +122,6 @@ Kind = TypeVar("Kind", bound=Op)
 @final
 @frozen
 class Link(Generic[Kind]):
-    """An equation of a chain."""
-
     op: Kind
     args: tuple[int, ...]
 
@@ -133,14 +129,14 @@ class Link(Generic[Kind]):
 @final
 @define(eq=False)
 class Climb:
-    """The way up a chain, from the value `at` by equations whose first result is read once."""
+    """Climbs a chain from the value `at`, through equations whose first result is read once."""
 
     makers: Mapping[int, Eqn]  # by the first result
     users: Mapping[int, int]
     at: int
 
     def step(self, kind: type[Kind]) -> Link[Kind] | None:
-        """The equation that gives `at`, if it has an op of this kind: then up to what it reads."""
+        """The equation of `at` if its op is of this kind; `at` becomes its first operand."""
         eqn = self.makers.get(self.at)
         if eqn is None or not isinstance(eqn.op, kind) or self.users[self.at] != 1:
             return None
@@ -148,7 +144,7 @@ class Climb:
         return Link(eqn.op, eqn.args)
 
     def steps(self, kind: type[Kind]) -> list[Link[Kind]]:
-        """All of this kind that follow one another, in their order."""
+        """All consecutive equations of this kind, in order."""
         links: list[Link[Kind]] = []
         while link := self.step(kind):
             links.insert(0, link)
@@ -158,15 +154,12 @@ class Climb:
 @final
 @frozen
 class Chain:
-    """An attention in single steps: its op, its operands, and its statistics by name."""
-
     op: Attention
     operands: tuple[int, ...]
     statistics: dict[str, int]
 
 
 def chain_of(weigh: Eqn, climb: Climb, taken: Statistics) -> Chain | None:
-    """The chain that ends in an equation; None where it ends in no chain."""
     dropout = climb.step(ops.Dropout)
     p, softmax = climb.at, climb.step(ops.Softmax)
     s, mask = climb.at, climb.step(ops.Mask)
@@ -203,7 +196,7 @@ def replace_chains(graph: Graph, chains: Mapping[int, Chain]) -> Graph:
 
 
 def values_read(graph: Graph, chains: Mapping[int, Chain]) -> set[int]:
-    """The values that are read once each chain is one equation, in the place of its last one."""
+    """The values read once each chain is one equation, in the place of its last one."""
     live = set(graph.outputs)
     stats = {i for chain in chains.values() for i in chain.statistics.values()}
     for eqn, outs in reversed(graph.numbered):
@@ -227,7 +220,7 @@ def narrow(graph: Graph) -> Graph:
 
 
 def select_results(op: Op, read: Sequence[bool]) -> Any:  # Any: an op of the same class
-    """The same gradient, or tangent of one, with those of its results alone that are read."""
+    """A gradient, or the tangent of one, with only the results that are read."""
     match op:
         case Packed(op=inner):
             return evolve(op, op=select_results(inner, read))
@@ -243,5 +236,4 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (canonicalise, fuse, fuse_packed)
 
 
 def simplify(graph: Graph) -> Graph:
-    """Run all passes in their order."""
     return reduce(lambda g, run: run(g), PASSES, graph)

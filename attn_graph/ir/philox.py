@@ -2,8 +2,8 @@
 
 J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The key is the 64-bit
 seed; the counter is (j // 4, i, b * H + h, offset), and key j takes word j % 4 of the result. So a
-bit depends on its place alone, and every lowering, whatever its tiles, draws the same ones.
-Only the low 32 bits of `offset` count.
+bit depends on its place alone, and every lowering, whatever its tiles, draws equal bits. Only the
+low 32 bits of `offset` count.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 ALWAYS = 2**62  # a period that no batch reaches
 MOST = 2**31 - 1  # the largest number that kernels take
-WORDS = 4  # that a counter draws, for as many neighbouring keys
-ROOMS = 5  # in which they are drawn
+WORDS = 4  # drawn by a counter, for as many neighbouring keys
+ROOMS = 5  # buffers to draw them in
 Compare = Callable[..., object]  # two tensors, or a tensor and a number, with out=
 
 
@@ -28,8 +28,8 @@ def place_in_whole(
 ) -> tuple[Sequence[range], int, int]:
     """Ranges of b, h, i, j of a part as those of the whole, the whole's H, and the period.
 
-    origin: b, h, i, j of the part's first place in the whole, the whole's H, and perhaps a period,
-    after which entries of the batch draw alike; none: this is the whole.
+    origin: b, h, i, j of the part's first place in the whole, the whole's H, and perhaps the period
+    of equal draws in the batch; empty: this is the whole.
     """
     if not origin:
         return ranges, H, ALWAYS
@@ -38,12 +38,12 @@ def place_in_whole(
 
 
 def period_of(origin: Sequence[int]) -> int:
-    """After how many batch entries draws repeat."""
+    """The number of batch entries after which draws repeat."""
     return origin[5] if len(origin) > 5 else ALWAYS
 
 
 def flat_origin(origin: Sequence[int]) -> tuple[int, ...] | None:
-    """Dropout's origin as kernels take it: the first batch entry, head, row and key, H, period."""
+    """Dropout's origin for kernels: the first batch entry, head, row and key, H, period."""
     return (*origin[:5], min(period_of(origin), MOST)) if origin else None
 
 
@@ -95,10 +95,10 @@ def begin(
     c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: int, keys: Sequence[tuple[int, int]],
     rooms: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:  # fmt: skip
-    """The counter after three rounds, in the first four rooms. Of c1 and c3 the low 32 bits count.
+    """The counter after three rounds, in the first four rooms. Low 32 bits of c1 and c3 count.
 
     Each word begins with one axis of the four, and gains others by each round: nearly all of this
-    is computed of few numbers.
+    computes with few numbers.
     """
     p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
     c0, c2, c1 = upper(p1) ^ (c1 ^ keys[0][0]), upper(p0) ^ (c3 ^ keys[0][1]), p1 & WORD
@@ -117,7 +117,7 @@ def upper(product: torch.Tensor) -> torch.Tensor:
 
 
 def stir(product: torch.Tensor, word: torch.Tensor, key: int, out: torch.Tensor) -> torch.Tensor:
-    """The upper 32 bits of a product, xor a word, of which the low 32 bits count, xor a key."""
+    """The upper 32 bits of a product, xor the low 32 bits of a word, xor a key."""
     torch.bitwise_right_shift(product, 32, out=out).bitwise_xor_(word)
     return out.bitwise_xor_(key).bitwise_and_(WORD)
 
@@ -132,10 +132,10 @@ def draw_(
     out: torch.Tensor, rate: float, seed: int, offset: int, ranges: Sequence[range], H: int,
     rooms: Sequence[torch.Tensor], period: int = ALWAYS, compare: Compare = torch.ge,
 ) -> torch.Tensor:  # fmt: skip
-    """Fill `out` [b,h,i,4 * counters(j)], of any dtype, with 1 where dropout keeps a weight, else
-    0; or, where words are compared by torch.sub, with numbers that are negative where it drops.
+    """Fill `out` [b,h,i,4 * counters(j)], of any dtype, with 1 for kept weights, else 0.
 
-    Returns the view [b,h,i,j] of the keys of `ranges`. rooms: as for `random_words`.
+    With compare=torch.sub the values are negative for dropped weights instead. Returns the view
+    [b,h,i,j] of the keys of `ranges`. rooms: as for `random_words`.
     """
     b, h, i, j = ranges
     for word, drawn in enumerate(random_words(seed, offset, b, h, i, j, H, rooms, period)):

@@ -1,8 +1,8 @@
-"""Checks what masks and modifiers of a user's own promise, on a small block of places.
+"""Checks the promises of a user's own masks and modifiers, on a small block of places.
 
-Backends rely on these promises: that `keep` gives booleans, that no key outside of `span` is kept,
-that an additive step adds. A graph is built only where they hold on a block of at most SIDE queries
-and keys. The masks and modifiers of this package are proven by tests instead.
+Backends rely on them: `keep` gives booleans, `span` has every kept key, an additive step adds. A
+graph is built only if they hold on a block of at most SIDE queries and keys. Tests prove the
+library's own masks and modifiers instead.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from attn_graph.masks.formulas import Formula
 from attn_graph.masks.places import Block, Place
 from attn_graph.masks.runs import flags
 
-SIDE = 512  # queries and keys, at most, where nothing is read
-READ_SIDE = 64  # queries and keys, at most, where tensors are read, which have to be invented
+SIDE = 512  # queries and keys, at most, for a mask without tensors
+READ_SIDE = 64  # queries and keys, at most, for one with tensors, which have to be invented
 CLOSE = 1e-9  # relative error within which two ways to compute a float64 number are equal
 STEP = 1e-6  # of differences, in float64: their error is near its square
 Sizes = tuple[int, int, int, int]  # B, H, M, N
-FAILURES = (RuntimeError, TypeError, ValueError)  # what tensors raise where a number was expected
+FAILURES = (RuntimeError, TypeError, ValueError)  # raised by tensors in place of numbers
 
 
 def leaf_promise_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
-    """The broken promises of a user's own leaves, among the parts of a mask."""
     if isinstance(mask, (And, Or, Not)):
         for part in mask.parts:
             yield from leaf_promise_problems(part, sizes)
@@ -43,22 +42,23 @@ def leaf_promise_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
 
 
 def modifier_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    """The broken promises of a user's own modifier."""
     yield from value_problems(modifier) or check_modifier_once(
         modifier, checked_sizes(sizes, {"s": None})
     )
 
 
 def checked_sizes(sizes: Sizes, needs: Mapping[str, object]) -> Sizes:
-    """The sizes of the block to check, as numbers: of a size by name the most. B, M and N are cut;
-    H is not, since tables are by head."""
+    """The sizes of the block to check: Dims as their largest size, then B, M and N cut.
+
+    H stays, since tables are by head.
+    """
     B, H, M, N = map(int, sizes)
     side = READ_SIDE if needs else SIDE
     return min(B, 2), H, min(M, side), min(N, side)
 
 
 def value_problems(value: Mask | Modifier) -> list[str]:
-    """Why values that compare equal may differ in meaning: plans are looked up by these values."""
+    """Why equal values may differ in meaning: plans are looked up by these values."""
     kind = type(value)
     if "__attrs_attrs__" not in vars(kind):
         return [
@@ -75,7 +75,6 @@ def value_problems(value: Mask | Modifier) -> list[str]:
 
 @lru_cache(256)
 def check_leaf(mask: Mask, sizes: Sizes) -> tuple[str, ...]:
-    """The broken promises of one leaf, worked out once."""
     if 0 in sizes:
         return ()
     with neutral_state(), torch.no_grad():
@@ -88,7 +87,6 @@ def check_leaf(mask: Mask, sizes: Sizes) -> tuple[str, ...]:
 
 @lru_cache(256)
 def check_modifier_once(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
-    """The broken promises of one modifier, worked out once."""
     if 0 in sizes:
         return ()
     with neutral_state(), torch.no_grad():
@@ -96,7 +94,7 @@ def check_modifier_once(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
 
 
 def attempt(who: str, run: Callable[[], Any]) -> tuple[Any, list[str]]:  # Any: what run returns
-    """What a definition returns and no problems; or None and why it fails."""
+    """(result, []) of a definition, or (None, why it fails)."""
     try:
         return run(), []
     except GraphError as error:
@@ -124,7 +122,7 @@ def problems_of_leaf(mask: Mask, sizes: Sizes) -> Iterator[str]:
         return
     if not isinstance(kept, bool) and getattr(kept, "dtype", None) != torch.bool:
         given = getattr(kept, "dtype", type(kept).__name__)
-        yield f"{who}.keep gives {given}, and has to say true or false; compare: ... != 0"
+        yield f"{who}.keep gives {given} instead of booleans; compare: ... != 0"
         return
     kept, shape = torch.as_tensor(kept), (B, min(H, 2), M, N)
     if kept.ndim > 4 or any(
@@ -132,7 +130,7 @@ def problems_of_leaf(mask: Mask, sizes: Sizes) -> Iterator[str]:
     ):
         yield (
             f"{who}.keep gives booleans {list(kept.shape)} for a block of places {list(shape)}; "
-            "read tensors there: at.load(name, at.b, at.j), say"
+            "read tensors at the place, for example at.load(name, at.b, at.j)"
         )
         return
     flags = kept.expand(shape)
@@ -141,11 +139,11 @@ def problems_of_leaf(mask: Mask, sizes: Sizes) -> Iterator[str]:
     yield from problems_of_strip(mask, everywhere, flags)
     shifted = flags[..., 1:, 1:] != flags[..., :-1, :-1]
     if mask.relative and bool(shifted.any()):
-        yield f"{who} says relative = True, and keep does not depend on j - i alone"
+        yield f"{who} declares relative = True, but keep depends on more than j - i"
 
 
 def sample_blocks(everywhere: Block) -> Iterator[Block]:
-    """Blocks of some of the queries, each with the tensors that are read and without."""
+    """Blocks of some of the queries, each with and without the tensors."""
     M = everywhere.M
     for rows in (range(M), range(M // 2, min(M, M // 2 + 3)), range(max(0, M - 5), M)):
         yield evolve(everywhere, rows=rows)
@@ -153,12 +151,11 @@ def sample_blocks(everywhere: Block) -> Iterator[Block]:
 
 
 def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
-    """Keys that `span` lacks, keys that `surely` has against what the block keeps, and positions
-    that are not keys."""
+    """Kept keys missing from `span`, wrong keys in `surely`, and positions beyond N."""
     who, queries = type(mask).__name__, f"queries {block.rows.start} to {block.rows.stop - 1}"
     some, every = mask.span(block).intervals, mask.surely(block).intervals
     strange = [
-        f"{who}.{name} of {queries} has keys {start} to {stop - 1}, and there are 0 to "
+        f"{who}.{name} of {queries} has keys {start} to {stop - 1}, outside 0 to "
         f"{block.N - 1}; cut it: keys & block.all"
         for name, intervals in (("span", some), ("surely", every))
         for start, stop in intervals
@@ -181,7 +178,7 @@ def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
 
 
 def problems_of_strip(mask: Mask, block: Block, kept: torch.Tensor) -> Iterator[str]:
-    """The first place at which `strip` differs from what the block keeps."""
+    """The first place at which `strip` differs from the block's kept places."""
     at = Place.of(block, range(block.N), torch.device("cpu"))
     strip = mask.strip(at)
     if strip is None:
@@ -196,7 +193,7 @@ def problems_of_strip(mask: Mask, block: Block, kept: torch.Tensor) -> Iterator[
     for bound in bounds:
         inside = inside & bound
     for b, h, i, j in (inside != kept).nonzero()[:1].tolist():
-        yield f"{type(mask).__name__}.strip is not what keep keeps: b={b}, h={h}, i={i}, j={j}"
+        yield f"{type(mask).__name__}.strip disagrees with keep at b={b}, h={h}, i={i}, j={j}"
 
 
 # Modifiers
@@ -205,7 +202,7 @@ def problems_of_strip(mask: Mask, block: Block, kept: torch.Tensor) -> Iterator[
 @final
 @frozen(eq=False)
 class Trial:
-    """A modifier, and the places of a block with the tensors to read there."""
+    """A modifier on the places of a block, with the tensors to read there."""
 
     modifier: Modifier
     at: Place
@@ -220,15 +217,15 @@ class Trial:
         return cls(modifier, Place.of(block, range(N), torch.device("cpu")), (B, len(heads), M, N))
 
     def change(self, s: torch.Tensor) -> torch.Tensor:
-        """The step's result; s stays as it is."""
+        """The step's result; s stays unchanged."""
         return self.modifier.change(s.clone(), self.at)
 
     def back(self, ds: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        """The step's gradient; ds and s stay as they are."""
+        """The step's gradient; ds and s stay unchanged."""
         return self.modifier.back(ds.clone(), s.clone(), self.at)
 
     def lost_gradients(self, ds: torch.Tensor, s: torch.Tensor) -> list[str]:
-        """The trained tensors that the step depends on, and to whose gradient it adds nothing."""
+        """The trained tensors that affect the step but get no gradient."""
         totals, before = self.collected(ds), self.change(s)
         return [
             name
@@ -237,36 +234,33 @@ class Trial:
         ]
 
     def collected(self, ds: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What `collect` adds to zeros, by name."""
         names = self.modifier.trains
         totals = {n: torch.zeros_like(self.at.data[n], dtype=torch.float64) for n in names}
         self.modifier.collect(totals, ds.clone(), self.at)
         return totals
 
     def problems_of_collect(self, s: torch.Tensor, ds: torch.Tensor) -> list[str]:
-        """Why gradients of the tensors would be lost."""
         who = f"{type(self.modifier).__name__}.collect"
         lost, failures = attempt(who, lambda: self.lost_gradients(ds, s))
         return failures or [
-            f"{who} adds nothing to totals[{name!r}], and change depends on {name}; `load` gives a "
-            "part of it to add to where its indices are of at.b, at.h, at.i, at.j, in this order, "
-            f"and a copy elsewhere: add to totals[{name!r}] itself there"
+            f"{who} adds nothing to totals[{name!r}], but change depends on {name}; `load` returns "
+            "a view to add to only for indices from at.b, at.h, at.i, at.j, in this order, "
+            f"else a copy: then add to totals[{name!r}] itself"
             for name in lost
         ]
 
     def with_other(self, name: str) -> Trial:
-        """The same trial with other numbers in one tensor."""
         data = {**self.at.data, name: self.at.data[name] * 2 + 1}
         return evolve(self, at=self.at.reading(data))
 
     def problems(self, name: str, run: Callable[[], Any]) -> list[str]:  # Any: is looked at
-        """Why what `run` returns is not a block of scores. name: of the method that it calls."""
+        """Why the result of `run` is not a block of scores. name: of the method in `run`."""
         who = f"{type(self.modifier).__name__}.{name}"
         given, failures = attempt(who, run)
         if failures:
             return failures
         if not isinstance(given, torch.Tensor):
-            return [f"{who} returns {type(given).__name__}, and has to return the new block"]
+            return [f"{who} returns {type(given).__name__} instead of the new block"]
         if given.shape != self.shape or not given.is_floating_point():
             returned = f"{given.dtype} {list(given.shape)}"
             return [f"{who} returns {returned} for a block of scores {list(self.shape)}"]
@@ -282,21 +276,21 @@ def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
     if not problems and not [*modifier.gradient_problems()]:
         problems = trial.problems("back", lambda: trial.back(two, trial.change(one)))
         if not problems and modifier.additive and differ(trial.back(two, one), two):
-            problems = [f"{who} says additive = True, and back is not ds itself"]
+            problems = [f"{who} declares additive = True, but back does not return ds itself"]
         if not problems and modifier.trains:
             problems = trial.problems_of_collect(one, two)
     yield from problems
     if problems:
         return
     if modifier.additive and differ(trial.change(one) - one, trial.change(two) - two):
-        yield f"{who} says additive = True, and change does not add the same to any score"
+        yield f"{who} declares additive = True, but the term it adds depends on the score"
     level = trial.change(torch.full(trial.shape, 0.5, dtype=torch.float64))
     if modifier.relative and differ(level[..., 1:, 1:], level[..., :-1, :-1]):
-        yield f"{who} says relative = True, and change does not depend on j - i alone"
+        yield f"{who} declares relative = True, but change depends on more than j - i"
 
 
 def tangent_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    """Why tangents through a user's own modifier, which PyTorch may trace, would be wrong."""
+    """Why tangents of a user's own modifier, perhaps traced, would be wrong."""
     from attn_graph.ir.modifiers import MODIFIERS
 
     if type(modifier) not in MODIFIERS and 0 not in sizes:
@@ -315,7 +309,6 @@ def derivative_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
 def check_tangents_once(
     modifier: Modifier, sizes: Sizes, checks: tuple[Callable[[Trial], list[str]], ...]
 ) -> tuple[str, ...]:
-    """What these checks find, worked out once."""
     with neutral_state(), torch.no_grad():
         trial, who = Trial.of(modifier.resolved(*sizes[2:]), sizes), type(modifier).__name__
         problems: list[str] = []
@@ -326,7 +319,7 @@ def check_tangents_once(
 
 
 def problems_of_spread(trial: Trial) -> list[str]:
-    """Why `spread` is not `collect` read the other way."""
+    """Why `spread` is not the dual of `collect`."""
     who, names = type(trial.modifier).__name__, trial.modifier.trains
     if not names:
         return []
@@ -337,12 +330,12 @@ def problems_of_spread(trial: Trial) -> list[str]:
     pulled = sum((sums[n] * moves[n]).sum() for n in names)
     pushed = trial.modifier.spread(torch.zeros_like(ds), moves, trial.at)
     if differ((ds * pushed).sum(), torch.as_tensor(pulled), 1e-4):
-        return [f"{who}.spread is not the tangent of which {who}.collect is the gradient"]
+        return [f"{who}.spread and {who}.collect are not derivatives of one step"]
     return []
 
 
 def problems_of_sums(trial: Trial) -> list[str]:
-    """Why `collect` has a derivative by what is trained: it may read no trained tensor."""
+    """Why `collect` has no derivative by the trained tensors: it reads them."""
     who, names = type(trial.modifier).__name__, trial.modifier.trains
     ds = torch.randn(
         trial.shape, generator=torch.Generator("cpu").manual_seed(1), dtype=torch.float64
@@ -350,12 +343,12 @@ def problems_of_sums(trial: Trial) -> list[str]:
     sums = trial.collected(ds) if names else {}
     others = [trial.with_other(name).collected(ds) for name in names]
     if any(differ(other[n], sums[n], 1e-4) for other in others for n in names):
-        return [f"{who}.collect depends on what it trains: change has to be linear in that"]
+        return [f"{who}.collect reads trained tensors: change has to be linear in them"]
     return []
 
 
 def problems_of_bend(trial: Trial) -> list[str]:
-    """Why `bend` is not the derivative of `back`, which is that by differences."""
+    """Why `bend` differs from the derivative of `back` by differences."""
     random, modifier = torch.Generator("cpu").manual_seed(2), trial.modifier
     s, ds, t = torch.randn(3, *trial.shape, generator=random, dtype=torch.float64).unbind()
     s = trial.change(s)
@@ -368,11 +361,10 @@ def problems_of_bend(trial: Trial) -> list[str]:
 
 
 def differ(a: torch.Tensor, b: torch.Tensor, close: float = CLOSE) -> bool:
-    """Whether two tensors differ by more than rounding."""
     return not torch.allclose(a.to(b.dtype), b, rtol=close, atol=close, equal_nan=True)
 
 
-# What is read
+# Tensors to read
 
 
 def invent_tensors(needs: Mapping[str, Data], sizes: Sizes) -> dict[str, torch.Tensor]:

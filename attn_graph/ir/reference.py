@@ -24,8 +24,8 @@ def evaluate(
 ) -> tuple[torch.Tensor, ...]:
     """The outputs of a graph; floating inputs are cast to `dtype` unless it is None.
 
-    What its Dims stand for is read off the tensors. Raises PlanMismatchError for tensors of other
-    shapes than the graph's inputs, and GraphError for anything that is not a graph or not a dtype.
+    Dims take their sizes from the tensors. Raises PlanMismatchError for tensors whose shapes differ
+    from the inputs', and GraphError for a wrong graph or dtype.
     """
     check_graph(graph, "evaluate")
     if dtype is not None and dtype not in FLOATS:
@@ -40,8 +40,7 @@ def evaluate(
 
 
 def require_shapes(graph: Graph, tensors: object) -> None:
-    """Raise PlanMismatchError unless there is a tensor of its shape for each input; any size where
-    that has a name."""
+    """Raise PlanMismatchError unless each input has a tensor of its shape; Dims fit any size."""
     given = tuple(tensors) if isinstance(tensors, Iterable) else ()
     differences = [
         f"{i.name}: expected {i.spec.type}, got {describe(x)}"
@@ -55,7 +54,7 @@ def require_shapes(graph: Graph, tensors: object) -> None:
 
 
 def is_shaped(x: object, spec: TensorSpec) -> bool:
-    """Whether this is a dense tensor of the spec's shape, numbers where that has numbers."""
+    """True for a dense tensor of the spec's shape; Dims fit any size."""
     if not isinstance(x, torch.Tensor) or layout_problem(x) or x.ndim != len(spec.shape):
         return False
     sizes = zip(x.shape, spec.shape, strict=True)
@@ -64,7 +63,7 @@ def is_shaped(x: object, spec: TensorSpec) -> bool:
 
 
 def describe(x: object) -> str:
-    """A tensor by dtype and shape, or why it has none, anything else by its class."""
+    """A tensor by dtype and shape, or its layout problem; anything else by its class."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
     problem = layout_problem(x)
@@ -72,21 +71,20 @@ def describe(x: object) -> str:
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """Where a graph of these inputs runs."""
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 @final
 @frozen
 class Verification:
-    """How far results are from float64. `errors` and `allowed` hold one number an output."""
+    """Errors of results against float64. `errors` and `allowed` have one number an output."""
 
     errors: tuple[float, ...]
     allowed: tuple[float, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether no error is larger than allowed."""
+        """True if no error is larger than allowed."""
         return all(e <= a for e, a in zip(self.errors, self.allowed, strict=True))
 
     def __str__(self) -> str:
@@ -102,10 +100,10 @@ def compare(
 ) -> Verification:
     """Compare results with `evaluate` by the rule |x - ref| <= 2 max|low - ref| + 2 rounding.
 
-    low is the same formula with every step rounded to the digits of the inputs' dtype; rounding is
-    what adding and subtracting 0.3 in the result's dtype does to ref. This is FlashAttention's rule
+    low is the formula with every step rounded to the digits of the inputs' dtype. rounding is the
+    change of ref by adding and subtracting 0.3 in the result's dtype. This is FlashAttention's rule
     with FlashAttention-4's floor. Gradients in half precision may use 3 instead of the first 2. For
-    float64, where low would be ref itself, it is the error of float32 times 2^-29, the ratio of
+    float64, with low equal to ref, the allowance is the error of float32 times 2^-29, the ratio of
     their unit roundoffs.
     """
     exact = evaluate(graph, tensors)
@@ -122,7 +120,7 @@ def compare(
 
 
 def factor(graph: Graph, x: torch.Tensor) -> int:
-    """How many times the error of the low formula an output may have."""
+    """The allowed multiple of the low formula's error for an output."""
     return 3 if graph.is_gradient and x.dtype in (torch.float16, torch.bfloat16) else 2
 
 
@@ -150,8 +148,10 @@ def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
 
 
 def round_digits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x rounded to the digits of a dtype, but not to its range: scores of float16 inputs may be
-    larger than 65504."""
+    """x rounded to the digits of a dtype, but not to its range.
+
+    Scores of float16 inputs may exceed 65504.
+    """
     narrow = x.to(dtype).to(x.dtype)
     digits, exponent = torch.frexp(x)
     beyond = narrow.isinf() & x.isfinite()

@@ -1,4 +1,4 @@
-"""Rebuild a graph equation by equation: what passes are made of."""
+"""Rebuild a graph equation by equation, for passes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Rule = Callable[[Builder, Eqn, tuple[Value, ...]], "Sequence[Value] | None"]
 @final
 @define(eq=False)
 class Copy:
-    """A graph that is made of values of another one, whose types they keep.
+    """A graph under construction from values of another graph, with their types.
 
-    numbers: those of the values here, by their numbers there.
+    numbers: from numbers of values there to numbers here.
     """
 
     graph: Graph
@@ -29,7 +29,7 @@ class Copy:
         self.numbers = {n: n for n in range(len(self.graph.inputs))}
 
     def add(self, op: Op, args: Iterable[int], outs: Sequence[int]) -> None:
-        """Add an equation. args, outs: what it reads and gives, numbered as in the other graph."""
+        """Add an equation. args, outs: numbers of its operands and results in the other graph."""
         types, numbers = self.graph.types, self.numbers
         self.eqns.append(
             Eqn(op, tuple([numbers[i] for i in args]), tuple([types[i] for i in outs]))
@@ -38,13 +38,12 @@ class Copy:
             numbers[i] = len(numbers)
 
     def finish(self) -> Graph:
-        """The graph, with the outputs of the other one."""
         outputs = tuple(self.numbers[i] for i in self.graph.outputs)
         return Graph(self.graph.inputs, tuple(self.eqns), outputs)
 
 
 def replay(graph: Graph, rule: Rule) -> Graph:
-    """Rebuild `graph`: `rule` may replace an equation; where it returns None, it is copied."""
+    """Rebuild `graph`: `rule` may replace an equation; if it returns None, it is copied."""
     b = Builder(True, [*graph.inputs], types=[*graph.types[: len(graph.inputs)]])
     values = [Value(b, n) for n in range(len(graph.inputs))]
     for eqn in graph.eqns:

@@ -1,4 +1,4 @@
-"""Sums of derivatives: the two ops that they are made of, and None for zero."""
+"""Sums of derivatives: two ops, and None for zero."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Add(Op):
 @final
 @frozen
 class Zeros(Op):
-    """Zeros of a shape: the gradient of what is not used."""
+    """Zeros of a shape: the gradient of an unused value."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -54,7 +54,6 @@ class Zeros(Op):
 
     @classmethod
     def like(cls, type_: ValueType) -> Zeros:
-        """The zeros of a type."""
         return cls(type_.shape, NAMES[type_.dtype])
 
     def infer(self) -> tuple[ValueType]:
@@ -71,18 +70,18 @@ class Zeros(Op):
 
 
 def fill_zeros(emit: Emit, values: Values, tangents: Values) -> list[Any]:  # Any: values
-    """The tangents of values, zeros for those that are None."""
+    """The tangents of values, with zeros for None."""
     pairs = zip(values, tangents, strict=True)
     return [emit(Zeros.like(x.type))[0] if t is None else t for x, t in pairs]
 
 
 def apply(emit: Emit, op: Op, *operands: Any) -> Any | None:  # Any: values
-    """The one result of an op that is linear in each operand; None, for 0, where one is None."""
+    """The one result of an op linear in each operand; None, for 0, if an operand is None."""
     return None if any(x is None for x in operands) else emit(op, *operands)[0]
 
 
 def add_up(emit: Emit, *terms: Any) -> Any | None:  # Any: values
-    """The sum of terms, those that are None being 0; None where all are."""
+    """The sum of terms, None counting as 0; None if all are."""
     total, *more = [x for x in terms if x is not None] or [None]
     for x in more:
         (total,) = emit(Add(), total, x)

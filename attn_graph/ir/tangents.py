@@ -1,7 +1,7 @@
 """Forward mode through a whole attention, and through its gradient, each as one op.
 
-With two of them every second derivative is a graph: that of a gradient in a direction, forward over
-reverse, is AttentionGradJvp, and so is double backward, since second derivatives are symmetric: the
+With these two ops every second derivative is a graph. Forward over reverse, the tangent of a
+gradient, is AttentionGradJvp. So is double backward, since second derivatives are symmetric: the
 cotangents of dq, dk and dv are directions in which q, k and v move.
 """
 
@@ -38,7 +38,7 @@ from attn_graph.ir.sums import add_up, apply
 from attn_graph.spec import INF, ValueType
 
 T = TypeVar("T")
-MOVED = ("to", "tlse")  # the tangents of what a gradient reads
+MOVED = ("to", "tlse")  # the tangents of a gradient's o and lse
 NO_THIRD = (
     "third derivatives are not built: forward or reverse mode over a second derivative. There are "
     "jvp and vjp of an attention, jvp and vjp of its vjp, and vjp of its jvp"
@@ -50,7 +50,7 @@ NO_SECOND_PUSH = (
 
 
 def attention_in(op: Op) -> Attention | None:
-    """The attention that an op is, or is a derivative of; None for any other."""
+    """The attention that an op is or differentiates; None for other ops."""
     match op:
         case Attention():
             return op
@@ -64,22 +64,22 @@ def attention_in(op: Op) -> Attention | None:
 
 
 def run_op(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What derivatives emit by, where equations are computed at once."""
+    """An `emit` that computes at once."""
     return op.run(*operands)
 
 
 def check_flags(name: str, node: Attention, flags: Sequence[bool]) -> None:
-    """Raise GraphError unless each operand has a flag, false for one that can have no tangent."""
+    """Raise GraphError unless each operand has a flag, false if it can't have a tangent."""
     if len(flags) != len(node.ranks):
-        problem = f"{len(flags)} tangents for {len(node.ranks)} operands; say each"
+        problem = f"{len(flags)} tangents for {len(node.ranks)} operands; pass a flag for each"
         raise GraphError(f"{name}: {problem}")
     pairs = zip(node.roles, flags, node.trains, strict=True)
     if fixed := [role for role, flag, trained in pairs if flag and not trained]:
-        raise GraphError(f"{name}: {', '.join(fixed)} can have no tangent")
+        raise GraphError(f"{name}: {', '.join(fixed)} can't have a tangent")
 
 
 def spread_flags(flags: Iterable[bool], tangents: Iterable[T]) -> tuple[T | None, ...]:
-    """The tangents that are flagged, in the places of their operands; None for the others."""
+    """The tangents in the places of their flagged operands; None for the others."""
     each = iter(tangents)
     return tuple(next(each) if flag else None for flag in flags)
 
@@ -94,7 +94,7 @@ def promise_problems(node: Attention, types: Sequence[ValueType]) -> Iterator[st
 def misfits(
     who: str, names: Sequence[str], types: Sequence[ValueType | None], due: Sequence[ValueType]
 ) -> Iterator[str]:
-    """Tangents of other types than what they are of."""
+    """Tangents whose types differ from those of their values."""
     for name, type_, own in zip(names, types, due, strict=True):
         if type_ is not None and type_ != own:
             yield f"{who}: {name} {type_} should be {own}"
@@ -112,7 +112,7 @@ class AttentionJvp(Op):
         tlse = sum_j p ts + exp(sinks - lse) tsinks
         to   = sum_j (p z) (ts v + tv) - tlse o
 
-    `tangents` says which operands have one; the others stay as they are.
+    `tangents` flags the operands that have one; the others stay fixed.
     """
 
     attention: Attention
@@ -145,7 +145,6 @@ class AttentionJvp(Op):
 
     @property
     def reads(self) -> int:
-        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
@@ -194,7 +193,7 @@ class AttentionJvp(Op):
         return (*results, (to - tlse[..., None] * o).to(results[0].dtype), tlse)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        """The tangents' gradients are first ones; the others are second derivatives along them."""
+        """First gradients by the tangents; second derivatives along them by the others."""
         ops.refuse_cotangents(self, grads)
         node, (own, moved) = self.attention, self.split(operands)
         saved, given = (dict(zip(self.names, x, strict=True)) for x in (results, grads))
@@ -212,17 +211,15 @@ class AttentionJvp(Op):
 
 
 def present(values: Values) -> tuple[bool, ...]:
-    """Which values are there."""
     return tuple(x is not None for x in values)
 
 
 def some(values: Values) -> list[Any]:  # Any: values
-    """The values that are there."""
     return [x for x in values if x is not None]
 
 
 def push_attention(node: Attention, emit: Emit, operands: Values, tangents: Values) -> Values:
-    """The results of an AttentionJvp; none where no operand has a tangent."""
+    """The results of an AttentionJvp; empty if no operand has a tangent."""
     moved = [t if trained else None for t, trained in zip(tangents, node.trains, strict=True)]
     if not some(moved):
         return ()
@@ -256,7 +253,7 @@ def push_scores(
 @final
 @frozen
 class GradientTangents(Generic[T]):
-    """What an AttentionGradJvp reads: the gradient's operands, and the tangents of them.
+    """The operands of an AttentionGradJvp: the gradient's operands and their tangents.
 
     own: of the attention's operands, None for those without.
     """
@@ -284,8 +281,8 @@ class AttentionGradJvp(Op):
         tdv    = (tp z)^T do + (p z)^T tdo
         tdsinks = sum_bi exp(sinks - lse) ((tsinks - tlse) (dlse - delta) + tdlse - tdelta)
 
-    `tangents` says which operands of the attention have one, `with_tdo` and `with_tdlse` whether
-    the cotangents do.
+    `tangents` flags the operands of the attention that have one, `with_tdo` and `with_tdlse` the
+    cotangents.
     """
 
     grad: AttentionGrad
@@ -303,7 +300,6 @@ class AttentionGradJvp(Op):
 
     @property
     def reads(self) -> int:
-        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
@@ -316,7 +312,6 @@ class AttentionGradJvp(Op):
         )
 
     def split(self, operands: Sequence[T]) -> GradientTangents[T]:
-        """The operands by role."""
         n = len(self.grad.ranks)
         (to, tlse, *moved), count = operands[n:], sum(self.tangents)
         rest = iter(moved[count:])
@@ -362,7 +357,7 @@ class AttentionGradJvp(Op):
 
 
 def clear_cotangents(given: GradientTangents[torch.Tensor]) -> GradientTangents[torch.Tensor]:
-    """The same with all of o's and lse's shapes in lse's dtype, 0 in rows that saw nothing."""
+    """These operands with o, do, to, ... in lse's dtype, and 0 in rows that see nothing."""
     read, lse = given.read, given.read.lse
 
     def clear(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -382,7 +377,7 @@ def clear_cotangents(given: GradientTangents[torch.Tensor]) -> GradientTangents[
 def gradient_tangents(
     node: Attention, x: GradientTangents[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """The formulas of AttentionGradJvp on whole arrays, for every operand that has a gradient."""
+    """The formulas of AttentionGradJvp on whole arrays, for every trained operand."""
     given, moved, read = node.split(x.read.own), node.split(x.own), x.read
     do, dlse, tdo, tdlse = read.do, read.dlse, x.tdo, x.tdlse
     assert do is not None and dlse is not None and tdo is not None and tdlse is not None  # noqa: PT018
@@ -394,7 +389,7 @@ def gradient_tangents(
     tv = None if moved.v is None else moved.v.to(wide)
     (dp,), dots = ops.Scores().run(do, v), ops.Scores()
     tdp = dots.run(tdo, v)[0] + (0.0 if tv is None else dots.run(do, tv)[0])
-    unseen = p == 0  # there dp may be NaN, of what lengths declare absent
+    unseen = p == 0  # there dp may be NaN, from rows beyond the lengths
     moves = ((do * read.o).sum(-1), (tdo * read.o + do * x.to).sum(-1))
     delta, tdelta = (move.masked_fill(unseen.all(-1), 0.0) for move in moves)
     g, tg = dlse - delta, tdlse - tdelta
@@ -428,8 +423,10 @@ def back_through(
     scores: tuple[list[torch.Tensor], list[torch.Tensor]],
     grads: Pair,
 ) -> tuple[Pair, list[torch.Tensor | None]]:
-    """ds and tds of the products, from those of the masked scores; and the tangents of the
-    gradients of the modifiers' tensors. scores: as `push_scores` gives them."""
+    """ds and tds of the products, and the tangents of the gradients of modifiers' tensors.
+
+    grads: ds and tds of the masked scores. scores: from `push_scores`.
+    """
     ds, tds = grads
     extra: list[torch.Tensor | None] = []
     steps = [
@@ -448,7 +445,6 @@ def back_through(
 def scores_after(
     node: Attention, scores: tuple[list[torch.Tensor], list[torch.Tensor]]
 ) -> Iterator[list[torch.Tensor]]:
-    """The scores after each modifier, and their tangents."""
     for each in scores:
         yield each[1 : 1 + len(node.modifiers)]
 
@@ -456,7 +452,7 @@ def scores_after(
 def collect_tangents(
     modifier: Modifier, tds: torch.Tensor, data: dict[str, torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """The tangent of the gradient of each tensor that a modifier reads."""
+    """The tangent of the gradient of each tensor of a modifier."""
     trained = modifier.trains
     sums = dict(
         zip(trained, Collect(modifier).run(tds, *data.values()) if trained else (), strict=True)

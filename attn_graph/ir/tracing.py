@@ -1,4 +1,4 @@
-"""Forward mode derivatives of functions of tensors, by PyTorch, for steps of a user's own."""
+"""Forward mode derivatives of functions of tensors, by PyTorch, for a user's own steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Tensors = Mapping[str, torch.Tensor]  # by name
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """A context with forward mode: the one around it, which PyTorch can't nest, or a new one."""
+    """A context with forward mode: the current one, since PyTorch can't nest, or a new one."""
     level = nullcontext() if forward_ad._current_level >= 0 else forward_ad.dual_level()
     with forward_ad._set_fwd_grad_enabled(True), level:
         yield
 
 
 def tangent_of(result: torch.Tensor) -> torch.Tensor:
-    """The tangent of a result; zeros where it has none."""
+    """The tangent of a result; zeros if it has none."""
     primal, tangent = forward_ad.unpack_dual(result)
     return torch.zeros_like(primal) if tangent is None else tangent
 
@@ -28,7 +28,7 @@ def tangent_of(result: torch.Tensor) -> torch.Tensor:
 def trace_along(
     fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tangent: torch.Tensor
 ) -> torch.Tensor:
-    """The tangent of fn(x), which may write to x. x and its tangent stay as they are."""
+    """The tangent of fn(x), which may write to x. x and its tangent stay unchanged."""
     with forward_mode():
         return tangent_of(fn(forward_ad.make_dual(x, tangent).clone()))
 

@@ -1,6 +1,6 @@
-"""Tensors seen in another shape: one axis as a part of another, which mapped graphs read and give.
+"""Views of tensors with one axis folded into another, for mapped graphs.
 
-`Fold` and `Repeat` make of a mapped axis a part of the batch or of the heads; `Unfold` and
+`Fold` and `Repeat` make a mapped axis a part of the batch or of the heads; `Unfold` and
 `SumRepeats` take it out again. Each is linear, and the derivative of another.
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @frozen
 class Linear(Op):
-    """x -> another shape of x, or sums of it: of its tangent it makes the tangent."""
+    """A linear op of one operand: it maps tangents like values."""
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -35,9 +35,9 @@ class Linear(Op):
 @final
 @frozen
 class Fold(Linear):
-    """x -> x without `axis`, of `size` S, which becomes a part of axis `into` of those that remain.
+    """x -> x without `axis`, of `size` S, which becomes a part of axis `into` of the others.
 
-    Where that axis has n places, entry s of place i is at s * n + i if `before`, else at i * S + s.
+    If that axis has n places, entry s of place i is at s * n + i if `before`, else at i * S + s.
     """
 
     axis: int = field(converter=int)
@@ -61,7 +61,7 @@ class Fold(Linear):
         return emit(Unfold(self.axis, self.into, self.size, self.before), grads[0])
 
     def view(self, x: TensorSpec) -> TensorSpec | None:
-        """How the result lies; None where it is a copy."""
+        """The spec of the result; None if it is a copy."""
         shape, strides = remove_at(x.shape, self.axis), remove_at(x.strides, self.axis)
         n, own = shape[self.into], strides[self.into]
         pair = (self.size, x.strides[self.axis]), (n, own)
@@ -76,7 +76,7 @@ class Fold(Linear):
 @final
 @frozen
 class Unfold(Linear):
-    """x -> x with `axis` taken out of axis `into`: what `Fold` of the same fields undoes.
+    """x -> x with `axis` taken out of axis `into`: the inverse of `Fold` with equal fields.
 
     name: of the result, in text and in backward graphs.
     """
@@ -111,7 +111,6 @@ class Unfold(Linear):
         return emit(Fold(self.axis, self.into, self.size, self.before), grads[0])
 
     def view(self, x: TensorSpec) -> TensorSpec:
-        """How the result lies."""
         n, stride = x.shape[self.into] // self.size, x.strides[self.into]
         each, own = (n * stride, stride) if self.before else (stride, self.size * stride)
         shape = insert_at(replace_at(x.shape, self.into, n), self.axis, self.size)
@@ -123,7 +122,7 @@ class Unfold(Linear):
 @final
 @frozen
 class Repeat(Linear):
-    """x -> x with axis `into`, of one place, seen `size` times: what all entries share."""
+    """x -> x with axis `into`, of one place, seen `size` times, shared by all entries."""
 
     into: int = field(converter=int)
     size: int = field(converter=int)
@@ -141,7 +140,6 @@ class Repeat(Linear):
         return emit(SumRepeats(self.into, self.size), grads[0])
 
     def view(self, x: TensorSpec) -> TensorSpec:
-        """How the result lies."""
         shape = replace_at(x.shape, self.into, self.size)
         return TensorSpec(shape, x.dtype, replace_at(x.strides, self.into, 0))
 
@@ -149,7 +147,7 @@ class Repeat(Linear):
 @final
 @frozen
 class SumRepeats(Linear):
-    """x -> the sum along axis `into`, of `size`, which stays with one place."""
+    """x -> the sum along axis `into`, of `size`; the axis stays with one place."""
 
     into: int = field(converter=int)
     size: int = field(converter=int)
@@ -171,33 +169,28 @@ VIEW_OPS: tuple[type[Op], ...] = (*VIEWS, SumRepeats)
 
 
 def check_axes(who: str, x: ValueType, *axes: int) -> None:
-    """Raise GraphError unless x has all of these axes."""
     if not all(0 <= axis < max(1, len(x.shape)) for axis in axes) or not x.shape:
         raise GraphError(f"{who}: {x} has no axes {', '.join(map(str, axes))}")
 
 
 def remove_at(values: Sequence[T], place: int) -> tuple[T, ...]:
-    """The values but the one at a place."""
     return (*values[:place], *values[place + 1 :])
 
 
 def replace_at(values: Sequence[T], place: int, value: T) -> tuple[T, ...]:
-    """The values, with another one at a place."""
     return (*values[:place], value, *values[place + 1 :])
 
 
 def insert_at(values: Sequence[T], place: int, value: T) -> tuple[T, ...]:
-    """The values, with one more at a place."""
     return (*values[:place], value, *values[place:])
 
 
 def equation_of(graph: Graph, i: int) -> Eqn | None:
-    """The equation that gives value i; None for an input."""
     return next((eqn for eqn, outs in graph.numbered if i in outs), None)
 
 
 def spec_of_view(graph: Graph, i: int) -> TensorSpec | None:
-    """How value i lies if it is an input, or a view of one; None for any other value."""
+    """The spec of value i if it is an input or a view of one; else None."""
     if i < len(graph.inputs):
         return graph.inputs[i].spec
     eqn = equation_of(graph, i)

@@ -27,23 +27,25 @@ def vjp(
 ) -> tuple[Graph, Graph]:
     """(forward, backward). Both are fused graphs; together they are the gradient of `graph`.
 
-    forward: the inputs -> the outputs, then the residuals that the backward reads (o and lse of
-    each attention, where they are not outputs already).
+    forward: the inputs -> the outputs, then the residuals of the backward (o and lse of each
+    attention, unless they are outputs already).
+
     backward: the inputs, the residuals, the cotangents in the order of the outputs -> one gradient
-    per wanted input (by default every input of a floating dtype). An input that no output depends
-    on has zeros.
-    cotangents: the names of the outputs that have one, by default all that have a gradient; others
-    count as zero.
-    With stats=True, `cotangents=("o",)` gives the backward of a step that uses o alone.
-    Residuals are named as `forward` names them; cotangents `d` and the output's name. Both are
-    declared as the outputs are: o in the memory order of q, all else in C order.
+    per wanted input (by default every input of a floating dtype). An input without effect on the
+    outputs has zeros.
+
+    cotangents: the names of the outputs that have one, by default all with a gradient; others count
+    as zero. With stats=True, `cotangents=("o",)` gives the backward of a step that uses o alone.
+
+    Residuals are named as in `forward`, cotangents `d` and the output's name. Both are declared
+    like the outputs: o in the memory order of q, all else in C order.
 
     The backward of a vjp's backward, or of a jvp, is a graph too, in as little memory. o and lse of
     the first, which move with its other inputs, have no gradient of their own.
 
-    Raises GraphError if `wants` names anything that is not a floating input, or `cotangents`
-    anything that is not an output with a gradient, for a step of one's own that defines no
-    gradient, and for a graph that is a second derivative itself.
+    Raises GraphError if `wants` names anything but a floating input, or `cotangents` anything but
+    an output with a gradient, for your own modifier without a gradient, and for a graph that is
+    already a second derivative.
     """
     check_graph(graph, "vjp")
     graph = simplify(graph)
@@ -61,7 +63,7 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
     }
     if own := [graph.inputs[n].name for n in carried if graph.inputs[n].name in (wants or ())]:
         raise GraphError(
-            f"vjp: no gradient by {', '.join(sorted(own))}, which the forward hands over: it moves "
+            f"vjp: no gradient by {', '.join(sorted(own))}: as a result of the forward it moves "
             "with the other inputs"
         )
     return (
@@ -74,12 +76,12 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
 def numbers_of(
     option: str, kind: str, names: Sequence[str], known: Mapping[str, int], who: str = "vjp"
 ) -> tuple[int, ...]:
-    """The numbers of values by name. Raises GraphError for anything else.
+    """The numbers of values by name. Raises GraphError for unknown names.
 
-    kind: what such values are called. who: the function that takes the option.
+    kind: a word for these values. who: the function that has the option.
     """
     if isinstance(names, str):
-        raise GraphError(f"{option} {show(names)} is one name: say ({show(names)},)")
+        raise GraphError(f"{option} {show(names)} is one name; write ({show(names)},)")
     if not isinstance(names, Iterable):
         raise GraphError(
             f"{option} {show(names)} is not a sequence of names; there are {', '.join(known)}"
@@ -92,13 +94,12 @@ def numbers_of(
 
 
 def check_gradient(graph: Graph) -> None:
-    """Raise GraphError for a graph that has no gradient."""
     if graph.gradient_problems:
         raise GraphError(*graph.gradient_problems)
 
 
 def check_cotangents(graph: Graph, cotangents: Sequence[TensorSpec | None]) -> None:
-    """Raise GraphError where an output that has no gradient is given a cotangent."""
+    """Raise GraphError for a cotangent of an output without a gradient."""
     names, known = value_names(graph), graph.differentiable_outputs
     given = [i for i, x in zip(graph.outputs, cotangents, strict=True) if x is not None]
     if refused := [names[i] for i in given if i not in known]:
@@ -106,7 +107,6 @@ def check_cotangents(graph: Graph, cotangents: Sequence[TensorSpec | None]) -> N
 
 
 def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, ...]:
-    """The outputs that have a cotangent."""
     if cotangents is None:
         return graph.differentiable_outputs
     names = value_names(graph)
@@ -114,13 +114,13 @@ def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, 
 
 
 def main_outputs(graph: Graph) -> tuple[int, ...]:
-    """The outputs that a training step usually has gradients of: all but lse, or lse alone."""
+    """The outputs differentiated by a usual training step: all but lse, or lse alone."""
     usual, stats = graph.differentiable_outputs, statistics(graph)
     return tuple(i for i in usual if i not in stats) or usual
 
 
 def statistics(graph: Graph) -> frozenset[int]:
-    """The values that are statistics of rows, lse among them."""
+    """The values that are statistics of rows, including lse."""
     return graph.named_results(lambda op: op.statistics)
 
 
@@ -131,14 +131,14 @@ def training_gradient(graph: Graph, wants: Sequence[str] | None = None) -> Graph
 
 
 def cotangent_specs(graph: Graph, given: Container[int]) -> list[TensorSpec | None]:
-    """How each output's cotangent is laid out, or None where it is not given."""
+    """The spec of each output's cotangent, or None without one."""
     return [result_spec(graph, i) if i in given else None for i in graph.outputs]
 
 
 def residuals(graph: Graph) -> tuple[int, ...]:
-    """The values of a fused graph that its backward reads instead of computing them again.
+    """The values of a fused graph that its backward reads instead of recomputing.
 
-    Of an attention o and lse, and other statistics where an equation reads them.
+    Of an attention o and lse, and other statistics if an equation reads them.
     """
     read = {i for eqn in graph.eqns if not eqn.op.is_view for i in eqn.args}
     return tuple(
@@ -151,8 +151,7 @@ def residuals(graph: Graph) -> tuple[int, ...]:
 
 
 def result_spec(graph: Graph, i: int) -> TensorSpec:
-    """How value i is laid out when it is an output: o, and its tangent, in the memory order of q,
-    else C order."""
+    """The spec of value i as an output: o and its tangent like q, else C order."""
     type_ = graph.types[i]
     for eqn, outs in graph.numbered:
         if i not in outs:
@@ -168,9 +167,9 @@ def result_spec(graph: Graph, i: int) -> TensorSpec:
 
 
 def value_names(graph: Graph) -> dict[int, str]:
-    """A distinct name for each value that an equation gives; `d` before it is distinct too.
+    """A distinct name for each value of an equation; `d` before it is distinct too.
 
-    Views, which are what a mapped graph returns, have the first choice.
+    Views, the outputs of mapped graphs, choose first.
     """
     taken = {i.name for i in graph.inputs}
     names = {}
@@ -183,7 +182,7 @@ def value_names(graph: Graph) -> dict[int, str]:
 
 
 def saved_specs(graph: Graph) -> dict[str, TensorSpec]:
-    """What a simplified graph's backward reads beside cotangents, by name, as it is declared."""
+    """The specs of a backward's operands, except cotangents, by name."""
     names = value_names(graph)
     return {i.name: i.spec for i in graph.inputs} | {
         names[i]: result_spec(graph, i) for i in residuals(graph)
@@ -191,7 +190,7 @@ def saved_specs(graph: Graph) -> dict[str, TensorSpec]:
 
 
 def saved_statistics(graph: Graph) -> list[str]:
-    """The names of the statistics among what a simplified graph's backward reads."""
+    """The names of the statistics read by a simplified graph's backward."""
     names, known = value_names(graph), statistics(graph)
     return [names[i] for i in residuals(graph) if i in known]
 
@@ -202,10 +201,10 @@ def backward(
     cotangents: Sequence[TensorSpec | None],
     saved: Sequence[TensorSpec] | None = None,
 ) -> Graph:
-    """The backward of a simplified graph for some inputs; an output without cotangent has zero.
+    """The backward of a simplified graph for some inputs; a missing cotangent is zero.
 
-    saved: the inputs and residuals as they come, where that is not as they are declared. Raises
-    GraphError for a graph that has no gradient, and for a cotangent of an output that has none.
+    saved: the specs of the inputs and residuals, if they differ from the declared ones. Raises
+    GraphError for a graph without a gradient, and for a cotangent of an output without one.
     """
     check_gradient(graph)
     check_cotangents(graph, cotangents)
@@ -221,7 +220,7 @@ def backward(
         if spec is not None:
             grads[i] = b.input(f"d{names[i]}", spec)
     for eqn, outs in graph.numbered:
-        lost = eqn.op.is_view and eqn.args[0] not in values  # a statistic, not handed over
+        lost = eqn.op.is_view and eqn.args[0] not in values  # a statistic that is not saved
         if values.keys().isdisjoint(outs) and not lost:
             values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
     for eqn, outs in reversed(graph.numbered):

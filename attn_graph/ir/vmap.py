@@ -33,33 +33,33 @@ def vmap(
     size: int,
     specs: Mapping[str, TensorSpec] | None = None,
 ) -> Graph:
-    """The graph over one more axis of `size` entries: each gives what the graph gives of its own.
+    """The graph mapped over one more axis of `size` entries, each computed as by `graph`.
 
-    in_axes: the place of that axis in each input, by name; inputs that are not named, or None,
-    have none: all entries share them. A number is the place in all inputs but numbers, such as a
-    seed. Outputs have the axis first. specs: how inputs with the axis lie, by name; by default
-    dense, and for an axis at 0 each entry as the graph declares it.
+    in_axes: the place of the axis in each input, by name; all entries share the inputs that are
+    None or not named. A number is the place in all inputs except single numbers, such as a seed.
+    Outputs have the axis first. specs: of inputs with the axis, by name; by default dense, and for
+    an axis at 0 with each entry as the graph declares it.
 
     The axis becomes a part of the batch, or of the heads, by views alone: backends see one call
-    with a larger batch, or with more heads. jvp and vjp take the graph like any other, and a
-    gradient, or a jvp, is mapped like any other graph.
+    with a larger batch, or with more heads. jvp, vjp and vmap take the result like any other graph.
 
-    Every entry drops out what it does alone: all by one seed and offset, at its own places.
+    Dropout draws for every entry what it draws for it alone: by one seed and offset, at the entry's
+    own places.
 
-    Raises GraphError for wrong names, places and specs; where no view will do, with the fewest
-    copies that would help; for sizes by name; and for what a loop would compute otherwise: dropout
-    where the axis is not an outer part of the batch, and masks and modifiers of your own, which may
-    count batch entries or heads.
+    Raises GraphError for wrong names, places and specs; if no view works, with the fewest copies
+    that would help; for named sizes; and for a graph whose result would differ from a loop: dropout
+    if the axis is not an outer part of the batch, and your own masks and modifiers, which may count
+    batch entries or heads.
     """
     check_graph(graph, "vmap")
     require_numbers(graph, "vmap")
     graph = simplify(graph)
     count = to_integer(size)
     if count is None or count < 1:
-        raise GraphError(f"vmap: size {show(size)} is not a number of entries, which is at least 1")
+        raise GraphError(f"vmap: size {show(size)} is not a whole number of at least 1")
     axes = read_in_axes(graph, in_axes)
     if not isinstance(specs, Mapping | None):
-        raise GraphError(f"vmap: specs {show(specs)} are not TensorSpecs by name")
+        raise GraphError(f"vmap: specs {show(specs)} is not a mapping of names to TensorSpecs")
     inputs = map_inputs(graph, axes, count, specs or {})
     if problems := [*dict.fromkeys(general_problems(graph))]:
         raise GraphError(*problems)
@@ -75,16 +75,16 @@ def vmap(
 @final
 @frozen
 class Way:
-    """What the axis becomes a part of: "b", the batch, or "h", the heads.
+    """The axis as a part of "b", the batch, or of "h", the heads.
 
-    before: whether it counts slower than the axis that it joins.
+    before: True for the outer part: it counts slower than the axis it joins.
     """
 
     letter: str
     before: bool
 
     def letter_in(self, letters: str) -> str | None:
-        """That axis among an operand's, key/value heads "g" where it has those; None without."""
+        """That axis in an operand's letters, "g" for key/value heads; None if it has none."""
         own = "g" if self.letter == "h" and "g" in letters else self.letter
         return own if own in letters else None
 
@@ -98,7 +98,7 @@ ROW, STATISTIC = "bhie", "bhi"  # the axes of o, and of lse
 
 
 def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
-    """The place of the mapped axis in each input that has it, by number."""
+    """The number of each mapped input and the place of its axis."""
     by_name = {i.name: n for n, i in enumerate(graph.inputs)}
     ranks = {i.name: len(i.spec.shape) for i in graph.inputs}
     if isinstance(in_axes, int):
@@ -106,13 +106,13 @@ def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
     elif isinstance(in_axes, Mapping):
         given = {name: place for name, place in in_axes.items() if place is not None}
     else:
-        raise GraphError(f"vmap: in_axes {show(in_axes)} is not a place, and has no places by name")
+        raise GraphError(f"vmap: in_axes {show(in_axes)} is neither a place nor places by name")
     problems = []
     for name, place in given.items():
         if name not in by_name:
             problems.append(f"vmap: no input is named {name}; there are {', '.join(by_name)}")
         elif not ranks[name]:
-            problems.append(f"vmap: {name} is one number for all entries; for several run a loop")
+            problems.append(f"vmap: {name} is one number for all entries; write a loop for several")
         elif not isinstance(place, int) or not 0 <= place <= ranks[name]:
             problems.append(f"vmap: in_axes {show(place)} of {name} is not in 0 to {ranks[name]}")
     if not given:
@@ -125,7 +125,7 @@ def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
 def map_inputs(
     graph: Graph, axes: Mapping[int, int], size: int, specs: Mapping[str, TensorSpec]
 ) -> tuple[Input, ...]:
-    """The inputs with the axis. Raises GraphError for specs of others, or of other shapes."""
+    """The inputs with the axis. Raises GraphError for wrong specs."""
     known, inputs = {graph.inputs[n].name for n in axes}, []
     strangers = (name for name in specs if name not in known)
     problems = [f"vmap: specs name {name}, which is not mapped" for name in strangers]
@@ -144,12 +144,12 @@ def map_inputs(
 
 
 def mapped_spec(own: Input, place: int, size: int) -> TensorSpec:
-    """How an input lies that has the axis: dense, and for an axis at 0 each entry as declared."""
+    """The spec of an input with the axis: dense, and at 0 each entry as declared."""
     spec, shape = own.spec, insert_at(own.spec.shape, place, size)
     if place and not spec.is_dense:
         raise GraphError(
-            f"vmap: {own.name} {spec} is not dense, and its axis is at {place}: say in specs how "
-            "it lies, or map it at 0"
+            f"vmap: {own.name} {spec} is not dense, and its axis is at {place}: pass its spec in "
+            "specs=, or map it at 0"
         )
     if place:
         return TensorSpec(shape, spec.dtype, dense_strides(shape))
@@ -160,7 +160,7 @@ def mapped_spec(own: Input, place: int, size: int) -> TensorSpec:
 
 
 def general_problems(graph: Graph) -> Iterator[str]:
-    """Why no axis can be mapped, whatever it becomes a part of."""
+    """Why the graph can't be mapped in any way."""
     read = {i for eqn in graph.eqns for i in eqn.args}
     for eqn, outs in graph.numbered:
         node = attention_in(eqn.op)
@@ -176,9 +176,9 @@ def general_problems(graph: Graph) -> Iterator[str]:
 
 
 def node_problems(node: Attention) -> Iterator[str]:
-    """Why an attention gives each entry something else than alone."""
+    """Why entries of a mapped attention would differ from separate ones."""
     if node.origin:
-        yield f"vmap: the graph's dropout is a part's, at {node.origin}; map the whole"
+        yield f"vmap: dropout has the origin {node.origin} of a part; map the whole"
     own = [m for m in node.modifiers if type(m) not in MODIFIERS]
     every = () if node.mask is None else leaves(node.mask)
     parts = [leaf for leaf in every if type(leaf) not in LEAVES]
@@ -190,7 +190,7 @@ def node_problems(node: Attention) -> Iterator[str]:
 
 
 def operand_letters(op: Op) -> tuple[str, ...]:
-    """The axes of each operand of an attention, or of a derivative of one.
+    """The axes of each operand of an attention or its derivative.
 
     "b" batch, "h" heads, "g" key/value heads, any other letter for an axis that stays.
     """
@@ -215,7 +215,7 @@ def operand_letters(op: Op) -> tuple[str, ...]:
 
 
 def result_letters(op: Op) -> tuple[str, ...]:
-    """The axes of each result of the same."""
+    """The axes of each result of an attention or its derivative."""
     match op:
         case AttentionGradJvp(grad=grad):
             return result_letters(grad)
@@ -226,7 +226,7 @@ def result_letters(op: Op) -> tuple[str, ...]:
 
 
 def letters_of(graph: Graph) -> dict[int, str]:
-    """The axes of each value that attentions read or give, and of sums of those."""
+    """The axes of each value that attentions read or give, and of their sums."""
     letters: dict[int, str] = {}
     for eqn, outs in graph.numbered:
         if attention_in(eqn.op) is not None:
@@ -243,7 +243,7 @@ class MappedGraph:
     """A graph and the axis that it is mapped over.
 
     axes: the place of the axis in each input that has it. inputs: those of the mapped graph.
-    letters: the axes of each value, as `operand_letters` has them.
+    letters: the axes of each value, from `operand_letters`.
     """
 
     graph: Graph
@@ -253,9 +253,9 @@ class MappedGraph:
     letters: Mapping[int, str]
 
     def shares_keys(self, way: Way) -> bool:
-        """Whether query heads of all entries read the same key/value heads, which stay as they are.
+        """True if query heads of all entries read equal key/value heads.
 
-        They are rows of one group, which the axis divides further.
+        They are rows of one group, which the axis divides further; keys and values stay unchanged.
         """
         grouped = [n for n in self.letters if "g" in self.letters[n]]
         if way.letter != "h" or any(n in self.axes for n in grouped):
@@ -263,16 +263,16 @@ class MappedGraph:
         return not way.before or all(self.width(n, "g") == 1 for n in grouped)
 
     def width(self, n: int, letter: str) -> int:
-        """How many places value n has along one of its axes."""
+        """The size of value n along one of its axes."""
         return self.graph.types[n].shape[self.letters[n].index(letter)]
 
     def full(self, letter: str) -> int:
-        """How many places the axis of a letter has where it is not broadcast."""
+        """The size of the axis of a letter, broadcasts aside."""
         widths = {self.width(n, letter) for n, own in self.letters.items() if letter in own}
         return 0 if 0 in widths else max(widths, default=1)
 
     def stays(self, n: int, way: Way) -> bool:
-        """Whether an input has no part in it: it lacks the axis that grows, or broadcasts there."""
+        """True if an input lacks the axis that grows, or broadcasts there."""
         letter = way.letter_in(self.letters.get(n, ""))
         if n not in self.letters or letter is None:
             return n not in self.axes
@@ -282,7 +282,7 @@ class MappedGraph:
         return broadcasts and n not in self.axes
 
     def problems(self, way: Way) -> Iterator[str]:
-        """Why the axis can't become what the way says; none: it can."""
+        """Why the axis can't become a part as in `way`; empty if it can."""
         for n, own in enumerate(self.inputs):
             if n in self.letters and not self.stays(n, way):
                 yield from self.input_problems(n, own, way)
@@ -292,7 +292,7 @@ class MappedGraph:
                 yield from self.equation_problems(eqn, node, way)
 
     def input_problems(self, n: int, own: Input, way: Way) -> Iterator[str]:
-        """Why an input is not a view of what is read."""
+        """Why an input is not a view of the mapped operand."""
         letter, name = way.letter_in(self.letters[n]), own.name
         if letter is None:
             yield f"{name} {own.spec} is mapped, and has no axis of {NOUNS[way.letter]}"
@@ -320,7 +320,7 @@ class MappedGraph:
             )
 
     def equation_problems(self, eqn: Eqn, node: Attention, way: Way) -> Iterator[str]:
-        """Why an equation would compute something else than a loop."""
+        """Why the result of an equation would differ from a loop."""
         if node.dropout and way != WAYS[0]:
             yield "dropout draws by batch entry and head, alike only in outer parts of the batch"
         if way.letter == "h":
@@ -337,13 +337,11 @@ class MappedGraph:
                     yield f"the gradient of {name}, which entries share, would be one for all"
 
     def fold(self, n: int, way: Way) -> Fold:
-        """How the axis of an input becomes a part of another."""
         letter = way.letter_in(self.letters[n])
         assert letter is not None
         return Fold(self.axes[n], self.letters[n].index(letter), self.size, way.before)
 
     def build(self, way: Way) -> Graph:
-        """The mapped graph."""
         graph, b = self.graph, Builder()
         values = [b.input(i.name, i.spec) for i in self.inputs]
         values = [self.enter(x, n, way) for n, x in enumerate(values)]
@@ -358,7 +356,7 @@ class MappedGraph:
         return b.build(*outputs)
 
     def map_op(self, eqn: Eqn) -> Op:
-        """An equation's op: with dropout one that draws for each entry what it draws alone."""
+        """An equation's op; dropout draws for each entry as for it alone."""
         node = attention_in(eqn.op)
         if node is None or not node.dropout:
             return eqn.op
@@ -368,7 +366,6 @@ class MappedGraph:
         return op
 
     def enter(self, x: Value, n: int, way: Way) -> Value:
-        """An input as the equations read it."""
         if n not in self.letters or self.stays(n, way):
             return x
         if n in self.axes:

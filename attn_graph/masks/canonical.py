@@ -120,5 +120,4 @@ def intersect_bands(parts: list[Mask]) -> list[Mask]:
 
 
 def is_fixed_band(mask: Mask) -> TypeGuard[Band]:
-    """True for a Band whose bounds are numbers."""
     return isinstance(mask, Band) and are_numbers(mask.low or 0, mask.high or 0)

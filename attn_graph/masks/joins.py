@@ -82,7 +82,7 @@ def list_readings(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> 
     meanings = [x for x in fitting if x[-1:] == ("j",)] or [x for x in fitting if x]
     apart = {frozenset(x[n] for n in count if shape[n] != 1): x for x in meanings}
     ways = [
-        f"{name}{index_axes(x)} where it is {name_axes(x, shape)}" for x in reversed(apart.values())
+        f"{name}{index_axes(x)} if it is {name_axes(x, shape)}" for x in reversed(apart.values())
     ]
     return f"; write {' or '.join(ways)}" if ways else ""
 

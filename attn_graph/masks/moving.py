@@ -69,7 +69,6 @@ class Box:
 
     @property
     def ranges(self) -> dict[str, range]:
-        """Its range of each axis, by letter of "bhij"."""
         return {"b": self.batch, "h": self.heads, "i": self.rows, "j": self.keys}
 
 

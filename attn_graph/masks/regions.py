@@ -118,7 +118,6 @@ def count_places(rows: range, run: Run) -> int:
 
 
 def complement_layer(layer: Layer, N: int) -> Layer:
-    """The layer of the other keys, of N."""
     edges = [Edge(0), *(edge for run in layer.runs for edge in run), Edge(N)]
     first = layer.rows.start
     pairs = zip(edges[::2], edges[1::2], strict=True)
@@ -302,7 +301,6 @@ class Lines:
 
     @classmethod
     def of(cls, strips: Bounds, M: int, N: int) -> Lines:
-        """The lines among M queries and N keys."""
         lows, highs, keys, rows = zip(*strips, strict=True)
         after = [high + 1 for high in highs if high is not None]
         return cls(

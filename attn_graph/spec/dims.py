@@ -46,7 +46,6 @@ class NamedSize:
     classes: tuple[int, ...] = ()
 
     def problems(self, size: int) -> Iterator[str]:
-        """Why a number is not allowed."""
         if size > self.most:
             yield (
                 f"{self.name}: expected at most {self.most}, got {size}; declare "
@@ -220,7 +219,6 @@ def multiply(a: int, b: int) -> int:
 
 
 def are_numbers(*sizes: int) -> bool:
-    """True if no size is a Dim."""
     return not any(isinstance(n, Dim) for n in sizes)
 
 

@@ -261,7 +261,6 @@ class SizeFormula:
 
 
 def known_bounds(x: object) -> SizeBounds:
-    """The bounds of a formula or of a number."""
     if isinstance(x, SizeFormula):
         return x.bounds
     assert isinstance(x, int)
@@ -269,17 +268,14 @@ def known_bounds(x: object) -> SizeBounds:
 
 
 def add_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
-    """Bounds of a + b."""
     return SizeBounds(a.least + b.least, a.most + b.most, gcd(a.divisor, b.divisor))
 
 
 def negate_bounds(a: SizeBounds) -> SizeBounds:
-    """Bounds of -a."""
     return SizeBounds(-a.most, -a.least, a.divisor)
 
 
 def multiply_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
-    """Bounds of a * b."""
     ends = [x * y if x and y else 0 for x in (a.least, a.most) for y in (b.least, b.most)]
     return SizeBounds(min(ends), max(ends), a.divisor * b.divisor)
 
@@ -303,13 +299,11 @@ def modulo_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
 
 
 def highest_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
-    """Bounds of max(a, b)."""
     divisor = gcd(a.divisor, b.divisor)
     return SizeBounds(max(a.least, b.least), max(a.most, b.most), divisor)
 
 
 def lowest_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
-    """Bounds of min(a, b)."""
     divisor = gcd(a.divisor, b.divisor)
     return SizeBounds(min(a.least, b.least), min(a.most, b.most), divisor)
 

@@ -73,8 +73,8 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "a dict for a fallback": (compile_(on_fallback={}), "on_fallback {}"),
     "a list for a switch": (compile_(deterministic=[]), "deterministic []"),
     "a text for a switch": (compile_(tune="yes"), "tune 'yes'"),
-    "a list for a cap": (attend(soft_cap=[1]), "cap [1] must be a number"),
-    "a letter for a cap": (attend(soft_cap="a"), "cap 'a' must be a number"),
+    "a list for a cap": (attend(soft_cap=[1]), "cap [1] must be a positive, finite number"),
+    "a letter for a cap": (attend(soft_cap="a"), "cap 'a' must be a positive, finite number"),
     "a letter for a scale": (attend(scale="a"), "scale 'a' must be a finite number"),
     "a scale beyond all": (attend(scale=10**400), "must be a finite number"),
     "a letter for a rate": (attend(dropout="a"), "rate 'a'"),
@@ -165,7 +165,7 @@ def test_advice_for_a_mask_of_fewer_axes_has_the_meaning_that_it_says(
     given = torch.zeros([sizes[x] for x in meant], dtype=torch.bool if name == "keep" else F32)
     with pytest.raises(ag.GraphError) as caught:
         ag.attention(q, k, k, **{name: ag.TensorSpec.like(given)})  # type: ignore[arg-type]  # one of two
-    ways = re.findall(rf"{name}(\[[^\]]*\]) where it is \[([A-Z1,]*)\]", str(caught.value))
+    ways = re.findall(rf"{name}(\[[^\]]*\]) if it is \[([A-Z1,]*)\]", str(caught.value))
     shapes = {axes: eval(f"given{index}", {"given": given}).shape for index, axes in ways}
     names = dict(zip("BHMN", "bhij", strict=True))
     for axes, shape in shapes.items():

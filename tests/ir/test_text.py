@@ -211,7 +211,7 @@ NO_MASKS = {
     "__import__('os').system('true')": "is not a known value",
     "Scores(0.5)": "Scores(0.5) is not a known value",
     "{[]: 1}": "is not a known value",
-    "3": "3 is 3, and no mask such as Causal() & Window(64)",
+    "3": "3 is 3, not a mask such as Causal() & Window(64)",
     "1 & Causal()": "mask: 1 is not a mask",
     "Window()": "Window needs left",
     "Window(1, 2, None, 4)": "Window takes left, right, align, each once",

@@ -321,7 +321,7 @@ def test_all_outputs_have_cotangents_unless_some_are_named() -> None:
 @pytest.mark.parametrize("strange", [5, [5], "o"])
 def test_cotangents_are_a_sequence_of_names(strange: Any) -> None:
     x = ag.TensorSpec((1, 2, 4, 8), torch.float32)
-    with pytest.raises(ag.GraphError, match=r"5|say \('o',\)"):
+    with pytest.raises(ag.GraphError, match=r"5|write \('o',\)"):
         ag.vjp(ag.attention(x, x, x), cotangents=strange)
 
 

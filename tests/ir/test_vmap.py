@@ -257,11 +257,11 @@ def test_wrong_names_places_and_specs_are_refused() -> None:
     assert "no input is named w" in refusal(PLAIN, {"w": 0})
     assert "in_axes 5 of q is not in 0 to 4" in refusal(PLAIN, {"q": 5})
     assert "without the axis there is nothing to map" in refusal(PLAIN, {"q": None})
-    assert "not a number of entries" in refusal(PLAIN, 0, size=0)
+    assert "not a whole number of at least 1" in refusal(PLAIN, 0, size=0)
     assert "specs name k, which is not mapped" in refusal(PLAIN, {"q": 0}, specs={"k": K})
     assert "q f32[2, 4, 16, 8] should be" in refusal(PLAIN, {"q": 0}, specs={"q": Q})
     odd = ag.TensorSpec(Q.shape, F32, layout="bshd")
-    assert "say in specs how it lies" in refusal(ag.attention(odd, odd, odd), 1)
+    assert "pass its spec in specs=" in refusal(ag.attention(odd, odd, odd), 1)
 
 
 def test_every_backend_sees_one_call_with_a_larger_batch() -> None:

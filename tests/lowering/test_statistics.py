@@ -71,8 +71,8 @@ def test_true_is_lse_and_false_is_none() -> None:
 @pytest.mark.parametrize(
     ("stats", "problem"),
     [
-        ("lse", "stats 'lse' is not a sequence of names; say ('lse',)"),
-        (1, "stats 1 is not a sequence of names; say ('lse',)"),
+        ("lse", "stats 'lse' is not a sequence of names; write ('lse',)"),
+        (1, "stats 1 is not a sequence of names; write ('lse',)"),
         (("lse", "mean"), "stats 'mean' is none of lse, max"),
         (("max", "max"), "stats ('max', 'max') name one statistic twice"),
     ],
@@ -241,7 +241,7 @@ def test_a_cotangent_for_it_is_refused(simple: bool) -> None:
     graph = ag.attention(X, X, X, stats=("lse", "max"))
     graph = simplify(graph) if simple else graph
     for cotangents in (("max",), ("o", "max")):
-        with pytest.raises(ag.GraphError, match="max is a statistic that is not differentiated"):
+        with pytest.raises(ag.GraphError, match="max is a statistic without a gradient"):
             ag.vjp(graph, cotangents=cotangents)
     for op in (Attention(stats=("lse", "max")), ops.MaxScores()):
         grads = [object() if name == "max" else None for name in op.names]
