@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "to plan for a GPU of another machine, write its name: a100",
     ),
     "target": (lambda: plan_for("A100-SXM"), "'A100-SXM' is not known; known are cpu, cuda, a100"),
-    "seed": (lambda: attend(dropout=0.5, seed=2**63, offset=0), "is not a number of 64 bits"),
+    "seed": (lambda: attend(dropout=0.5, seed=2**63, offset=0), "is not a 64-bit integer"),
     "pool": (
         lambda: ag.attention(SPEC, POOL, POOL, pages=TABLE, kv_lengths=LENGTHS),
         "if it is [pages, heads, rows, D], pass k.transpose(1, 2)",

@@ -1,4 +1,4 @@
-"""Attention as PyTorch's users call it: with tensors, no spec and no plan to keep."""
+"""Attention for PyTorch's users: calls on tensors, without specs and plans."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ __all__ = ["Attention", "MultiheadAttention", "functional", "ops", "varlen_attn"
 
 
 def __getattr__(name: str) -> object:
-    """One of MODULES. Raises AttributeError for any other name."""
+    """Import one of MODULES. Raises AttributeError for any other name."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.modules"), name)

@@ -23,7 +23,7 @@ Dims = Sequence[int | None]  # for each tensor the axis along which it is mapped
 class Mapped:
     """The tensors of a call under vmap, the inputs first.
 
-    size: of the mapped axis. names: of the inputs beside q, k and v.
+    size: of the mapped axis. names: of the inputs after q, k and v.
     """
 
     size: int
@@ -41,16 +41,15 @@ class Mapped:
 
     @property
     def batch(self) -> int:
-        """B, of one call."""
         return self.shapes[0][0]
 
     def has_batch(self, n: int) -> bool:
-        """Whether the first axis of tensor n is the batch, full or 1."""
+        """True if the first axis of tensor n is the batch, full or 1."""
         name = dict(enumerate(self.names, 3)).get(n)
         return name not in HEADWISE and not (name == "alibi" and len(self.shapes[n]) == 1)
 
     def folds(self, needs: Sequence[bool]) -> bool:
-        """Whether one call with a longer batch computes all. needs: inputs that need gradients."""
+        """True if one call with a longer batch computes all. needs: inputs that need gradients."""
         shapes, batch = self.shapes, self.batch
         mapped = [n for n, d in enumerate(self.dims) if d is not None]
         wanted = [n for n, need in enumerate(needs) if need]
@@ -58,14 +57,12 @@ class Mapped:
         return each_its_own and all(map(self.has_batch, mapped))
 
     def folded(self) -> list[Tensor]:
-        """The tensors with the mapped axis in the batch."""
         return [
             self.fold(t, d) if self.has_batch(n) else t
             for n, (t, d) in enumerate(zip(self.tensors, self.dims, strict=True))
         ]
 
     def fold(self, t: Tensor, d: int | None) -> Tensor:
-        """One of them."""
         if d is None:
             if t.ndim == 4 and t.shape[0] == 1 != self.batch:  # broadcasts, as it did
                 return t
@@ -74,13 +71,12 @@ class Mapped:
         return front.expand(self.size, self.batch, *front.shape[2:]).flatten(0, 1)
 
     def unfold(self, x: Tensor) -> Tensor:
-        """A result with the mapped axis in front again; its batch is said, since of no elements it
-        can't be worked out."""
+        """A result with the mapped axis in front; B is explicit, for results without elements."""
         each = x.shape[0] // self.size if self.size else self.batch
         return x.reshape(self.size, each, *x.shape[1:])
 
     def slices(self) -> list[list[Tensor]]:
-        """The tensors of each call; where there is none, zeros for one, which has its shapes."""
+        """The tensors of each call; without any call, zeros for one, which gives the shapes."""
         pairs = [*zip(self.tensors, self.dims, strict=True)]
         if not self.size:
             shapes = zip(pairs, self.shapes, strict=True)
@@ -95,7 +91,7 @@ def map_call(
     needs: Sequence[bool],
     *more: Any,  # Any: of the op
 ) -> tuple[list[Tensor], list[int]]:
-    """The results for all, and the axis along which each is mapped: the first."""
+    """The results for all, and for each the axis along which it is mapped: the first."""
     if is_foldable(content) and mapped.folds(needs):
         results = op(mapped.folded(), *more)
         return [mapped.unfold(x) for x in results], [0] * len(results)
@@ -105,10 +101,10 @@ def map_call(
 
 
 def is_foldable(content: Content) -> bool:
-    """Whether a longer batch computes for each entry what it would alone.
+    """True if a longer batch computes each entry as alone.
 
-    Not so for plans, whose sizes are fixed, for dropout, which counts entries, for a user's own
-    masks, which may, and for packed tensors and pages, which have no axis of the batch.
+    False for plans, whose sizes are fixed; for dropout, which counts entries; for a user's own
+    masks, which may; and for packed tensors and pages, which have no axis of the batch.
     """
     if not isinstance(content, CallContent) or PACKING & {*content.names}:
         return False

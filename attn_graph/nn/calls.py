@@ -1,4 +1,4 @@
-"""Attention on tensors by options: planned when tensors look like none before, then remembered."""
+"""Attention on tensors by options: planned for tensors of a new kind, then remembered."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ USUAL_CHOICE = (None, (), False, None, "ignore", None, False)
 SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself
 SEGMENTS = ("q_segments", "kv_segments")  # inputs that a graph takes as a pair
 NUMBERS = ("scale", "soft_cap", "dropout")  # options that are floats
-MOST_SEED = 2**62  # numbers that are drawn for SEED are below it
+MOST_SEED = 2**62  # bound of the numbers drawn for SEED
 
 Outputs = Tensor | tuple[Tensor, ...]
-Named = Mapping[str, Tensor]  # tensors beside q, k and v by name, in the order of the inputs
-Options = tuple[Any, ...]  # Any: a value for each of OPTIONS; without those of CHOICE, the usual
+Named = Mapping[str, Tensor]  # tensors after q, k and v by name, in the order of the inputs
+Options = tuple[Any, ...]  # Any: a value for each of OPTIONS; without those of CHOICE, the default
 Anew = Callable[[Tensor, Tensor, Tensor, Named, Options, Key | None], Outputs]
 
 
 def attend_anew(
     q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, key: Key | None
 ) -> Outputs:
-    """Attention on tensors that look like none before. It is remembered, unless `key` is None."""
+    """Attention on tensors of a new kind. It is remembered, unless `key` is None."""
     tensors = {"q": q, "k": k, "v": v, **named}
     if not is_dynamo_compiling() and (unknown := unknown_arguments(named, options[0])):
         raise GraphError(*unknown)
@@ -80,7 +80,7 @@ def attend_anew(
 
 
 def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
-    """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
+    """Attention by an operator of PyTorch, for tracing and transforms."""
     if not is_dynamo_compiling():
         teach_counters()
     mask, scale, align, soft_cap, alibi, dropout, stats, most, *choice = options
@@ -96,17 +96,17 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
 
 
 def attend_distributed(tensors: Named, options: Options) -> Outputs:
-    """The same on DTensors. Raises TensorError for dropout, whose places are those of the whole."""
+    """Attention on DTensors. Raises TensorError for dropout: it depends on the whole."""
     given = named_options(options)
     if packed := PACKING & tensors.keys():
         raise TensorError(
-            f"attention: {min(packed)} is given, and packed tensors and pages are not divided "
+            f"attention: {min(packed)} is given, but packed tensors and pages can't be divided "
             "among processes; pass local tensors"
         )
     if given["dropout"]:
         raise TensorError(
-            "attention: dropout of DTensors is not computed: what drops is decided by the place in "
-            "the whole batch; drop elements of the output instead, or pass local tensors"
+            "attention: dropout does not support DTensors: it depends on the place in the whole "
+            "batch; drop elements of the output instead, or pass local tensors"
         )
     whole = {"h": "slopes are those of all heads; pass alibi= as a DTensor [H]"}
     whole = whole if given["alibi"] else {}
@@ -119,19 +119,21 @@ def attend_distributed(tensors: Named, options: Options) -> Outputs:
 
 
 def named_options(options: Options) -> dict[str, Any]:  # Any: the values of OPTIONS
-    """Options by name, the usual ones for those that are left out."""
+    """Options by name, with defaults for the missing ones."""
     whole = options if len(options) == len(OPTIONS) else (*options, *USUAL_CHOICE)
     return dict(zip(OPTIONS, whole, strict=True))
 
 
 def exact(name: str, number: float | None) -> str | None:
-    """A float as the text that has all its bits: as such torch.compile takes it for a constant."""
+    """A float as a hexadecimal text with all its bits, which torch.compile treats as a constant."""
     return None if number is None else read_number(name, number).hex()
 
 
 def read_number(name: str, number: object) -> float:
-    """An option as a float. Raises GraphError for a tensor that is differentiated, and for what is
-    no number. name: of the field that it becomes."""
+    """An option as a float. Raises GraphError for a differentiated tensor or another type.
+
+    name: of the field it becomes.
+    """
     require_constant(name, number)
     value = to_number(number)
     if not isinstance(value, float):
@@ -140,7 +142,7 @@ def read_number(name: str, number: object) -> float:
 
 
 def content_of_call(names: tuple[str, ...], *options: object) -> str:
-    """The text of a call. options: as Options, floats as `exact` gives them."""
+    """The text of a call. options: as Options, floats as from `exact`."""
     from attn_graph.planner.content import write_call
 
     given = named_options(options)
@@ -151,7 +153,6 @@ content_of_call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 def number_of(text: object) -> float | None:
-    """The float of a text that `exact` gave."""
     return None if text is None else float.fromhex(str(text))
 
 
@@ -160,7 +161,7 @@ def attend_as(
 ) -> Outputs:
     """Attention with these options.
 
-    anew: what computes it, and checks the tensors, where they look like none before.
+    anew: checks the tensors and computes it, if they are of a new kind.
     """
     if (
         is_dynamo_compiling()
@@ -205,8 +206,10 @@ def attend_by_value(
     key: Key | None,
     anew: Anew,
 ) -> Outputs:
-    """The same by options that are remembered by their value: a list is as good as a tuple, and a
-    tensor of one number, which may be written later, as that number."""
+    """Attention with options remembered by value.
+
+    A list equals a tuple, and a tensor of one number, which may change later, equals its number.
+    """
     plain = tuple(map(plain_option, options))
     if any(map(operator.is_not, plain, options)):
         return attend_as(q, k, v, named, plain, anew)
@@ -214,7 +217,7 @@ def attend_by_value(
 
 
 def plain_option(option: object) -> object:
-    """An option as a value: lists as tuples, tensors as numbers unless they are differentiated."""
+    """An option as a value: lists as tuples, tensors as numbers unless differentiated."""
     if isinstance(option, list | tuple):
         parts = tuple(map(plain_option, option))
         same = type(option) is tuple and all(map(operator.is_, parts, option))
@@ -223,7 +226,7 @@ def plain_option(option: object) -> object:
 
 
 def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Plan:
-    """The plan for tensors that look like these. Raises GraphError and NoBackendError."""
+    """The plan for tensors of this kind. Raises GraphError and NoBackendError."""
     tensors = {"q": q, "k": k, "v": v, **named}
     given = named_options(options)
     specs = {name: TensorSpec.like(t) for name, t in tensors.items()}
@@ -238,7 +241,9 @@ def make_graph(
     caches: bool = False,
 ) -> Graph:
     """The graph of a call. specs: of all its tensors. options: by name. caches: see `name_sizes`.
-    Raises GraphError."""
+
+    Raises GraphError.
+    """
     free = SEED if options["dropout"] else ()  # the graph has these by itself
     given: dict[str, Any] = {name: options[name] for name in GRAPH_OPTIONS}
     given |= {name: spec for name, spec in name_sizes(specs, caches).items() if name not in free}
@@ -248,14 +253,13 @@ def make_graph(
 
 
 def require_tensors(tensors: Named) -> None:
-    """Raise TensorError for anything that is not a tensor, or has no strides."""
     problems = [(name, tensor_problem(t)) for name, t in tensors.items()]
     if texts := [f"attention: {name} {problem}" for name, problem in problems if problem]:
         raise TensorError(*texts)
 
 
 def tensor_problem(t: object) -> str:
-    """Why this is not a tensor that attention reads; "" for one that is."""
+    """Why attention can't read this; "" for a strided tensor."""
     return layout_problem(t) if isinstance(t, Tensor) else f"is a {type(t).__name__}, not a tensor"
 
 
@@ -268,14 +272,14 @@ def draw_seed(device: torch.device) -> dict[str, Tensor]:
 def cast_inputs(
     q: Tensor, k: Tensor, v: Tensor, named: Named
 ) -> tuple[Tensor, Tensor, Tensor, Named]:
-    """q, k, v and the bias as autocast casts them for PyTorch's own attention."""
+    """q, k, v and the bias, cast as autocast does for PyTorch's own attention."""
     if "bias" in named:
         named = {**named, "bias": cast_input(named["bias"])}
     return cast_input(q), cast_input(k), cast_input(v), named
 
 
 def cast_input(x: Tensor) -> Tensor:
-    """A tensor in the dtype of autocast, if that is on for its device; float64 stays."""
+    """A tensor in the dtype of autocast, if it is on for its device; float64 stays."""
     kind = x.device.type
     if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
         return x

@@ -1,4 +1,4 @@
-"""Modes of the forward in what `torch.utils.checkpoint` computes again: PyTorch drops them."""
+"""Modes of the forward in the recomputation of `torch.utils.checkpoint`, which drops them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 from attn_graph.errors import TensorError
 
-# The hook that a checkpoint packs tensors by; its variable `frame` has what is computed again.
+# A checkpoint's hook that packs tensors; its variable `frame` has the recomputation.
 PACK = f"{_checkpoint_hook.__init__.__qualname__}.<locals>.pack_hook"
 REENTRANT = CheckpointFunction.forward.__code__
 
 
 class Recomputable(Protocol):
-    """A checkpoint, as far as it is read and written here."""
+    """The attribute of a checkpoint that is used here."""
 
-    recompute_fn: Any  # Any: takes what the checkpointed function takes
+    recompute_fn: Any  # Any: with the arguments of the checkpointed function
 
 
 @final
 @frozen(eq=False)
 class Recomputation:
-    """What a checkpoint computes again, within a mode."""
+    """The recomputation of a checkpoint, within a mode."""
 
     function: Any  # Any: as above
     mode: TorchFunctionMode
@@ -49,12 +49,12 @@ def follow_checkpoint(mode: TorchFunctionMode, dropout: float) -> None:
     if dropout and not torch.is_grad_enabled() and is_reentrant():
         raise TensorError(
             f"attention: dropout_p {dropout} in a checkpoint with use_reentrant=True would drop "
-            "other places when it is recomputed; say use_reentrant=False"
+            "other places when it is recomputed; pass use_reentrant=False"
         )
 
 
 def surrounding_checkpoint() -> Recomputable | None:
-    """The checkpoint whose hooks pack the tensors that autograd saves now."""
+    """The checkpoint whose hooks pack the tensors saved by autograd now."""
     hooks = _top_saved_tensors_default_hooks(True)
     if hooks is None or getattr(hooks[0], "__qualname__", "") != PACK:
         return None
@@ -65,7 +65,7 @@ def surrounding_checkpoint() -> Recomputable | None:
 
 
 def is_reentrant() -> bool:
-    """Whether this runs in the forward of a reentrant checkpoint."""
+    """True inside the forward of a reentrant checkpoint."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code is not REENTRANT:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The derivatives of a call as texts of plans, which the operators run."""
+"""The derivatives of a call as texts of plans, for the operators to run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = Sequence[Tensor]
 
 
 def with_residuals(graph: Graph) -> Graph:
-    """The graph, which also returns what its backward reads."""
+    """The graph, with the residuals of its backward as further outputs."""
     more = tuple(i for i in residuals(graph) if i not in graph.outputs)
     return Graph(graph.inputs, graph.eqns, graph.outputs + more)
 
@@ -25,7 +25,7 @@ def with_residuals(graph: Graph) -> Graph:
 def write_gradient(
     plan: Plan, tensors: Tensors, needs: Sequence[bool], given: Sequence[bool]
 ) -> str:
-    """The text of a plan's gradient. tensors: as `attention_backward` takes them."""
+    """The text of a plan's gradient. tensors: those of `attention_backward`."""
     count = len(needs)
     cotangents = iter(tensors[count + len(residuals(plan.graph)) :])
     specs = [TensorSpec.like(next(cotangents)) if each else None for each in given]
@@ -35,13 +35,13 @@ def write_gradient(
 
 
 def write_tangents(plan: Plan, tangents: Mapping[int, Tensor], saves: bool) -> str:
-    """The text of a plan's forward mode. saves: whether what the backward reads is returned."""
+    """The text of a plan's forward mode. saves: also return the backward's residuals."""
     graph = with_residuals(plan.graph) if saves else plan.graph
     specs = [TensorSpec.like(t) for t in tangents.values()]
     return write_like(plan, push_graph(graph, [*tangents], specs))
 
 
 def write_like(plan: Plan, graph: Graph) -> str:
-    """The text of a graph's plan with the target and options of another."""
+    """The text of a graph's plan with the target and options of another plan."""
     _, *rest = plan.recipe[1]
     return write_plan(graph, *rest)

@@ -24,16 +24,16 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def register_flash_attention() -> None:
-    """Make plans known to PyTorch's registry of flash kernels, as "attn_graph".
+    """Add plans to PyTorch's registry of flash kernels, as "attn_graph".
 
-    After it `torch.nn.attention.activate_flash_attention_impl("attn_graph")` lets plans compute, in
-    the whole process, what `scaled_dot_product_attention` sends to its flash kernel for GPUs, until
-    `restore_flash_attention_impl()`. What is sent there PyTorch decides before: half precision
-    without a mask. `attn_graph.replace_sdpa` replaces the rest as well, in a block.
+    After `torch.nn.attention.activate_flash_attention_impl("attn_graph")` plans compute, in the
+    whole process, the calls of `scaled_dot_product_attention` that PyTorch sends to its flash
+    kernel for GPUs: half precision without a mask. `restore_flash_attention_impl()` ends this.
+    `attn_graph.replace_sdpa` replaces all other calls as well, in a block.
 
-    A call that no backend takes raises NoBackendError, for the registry knows no way back; one of
-    the backends, `torch_flash`, is that kernel, and refuses meanwhile. On CPUs plans are built of
-    PyTorch's flash kernel: where there is no GPU, activating raises PlanTargetError.
+    A call without a supporting backend raises NoBackendError, since the registry has no way back.
+    The backend `torch_flash` is that kernel and can't run meanwhile. On CPUs plans use PyTorch's
+    flash kernel: without a GPU, activating raises PlanTargetError.
     """
     register_flash_attention_impl(NAME, register_fn=override_flash)
 
@@ -46,7 +46,6 @@ class Override:
     library: Library
 
     def remove(self) -> None:
-        """Let PyTorch's own kernels run again."""
         self.library._destroy()
 
 
@@ -81,9 +80,9 @@ def forward_flash(
     *,
     scale: float | None = None,
 ) -> Forward:
-    """o and lse, and what PyTorch hands to the backward; seed and offset of dropout among it."""
+    """o, lse and PyTorch's operands of the backward, including dropout's seed and offset."""
     if return_debug_mask:
-        raise GraphError("attention: plans return no debug mask; say return_debug_mask=False")
+        raise GraphError("attention: plans have no debug mask; pass return_debug_mask=False")
     seed = draw_seed(q.device) if dropout_p else {}
     text = text_of((*seed,), is_causal, scale, dropout_p)
     o, lse = run_attention((q, k, v, *seed.values()), text)
@@ -110,7 +109,6 @@ def backward_flash(
     *,
     scale: float | None = None,
 ) -> Gradients:
-    """dq, dk and dv."""
     seed = {"seed": philox_seed, "offset": philox_offset} if dropout_p else {}
     text = text_of((*seed,), is_causal, scale, dropout_p)
     return pull_gradients((q, k, v, *seed.values()), text, o, lse, do)
@@ -119,7 +117,7 @@ def backward_flash(
 def pull_gradients(
     inputs: Sequence[Tensor], text: str, o: Tensor, lse: Tensor, do: Tensor
 ) -> Gradients:
-    """dq, dk and dv of a call whose inputs these were."""
+    """dq, dk and dv of a call with these inputs."""
     needs = [n < 3 for n in range(len(inputs))]
     dq, dk, dv = run_gradient((*inputs, o, lse, do), text, needs, (True, False))
     return dq, dk, dv

@@ -1,4 +1,4 @@
-"""Flops of our operators, as `torch.utils.flop_counter.FlopCounterMode` asks for them."""
+"""Flops of our operators, for `torch.utils.flop_counter.FlopCounterMode`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_PLANS = 256
 
 @lru_cache(MOST_PLANS)
 def count_flops(plan: Plan) -> int:
-    """The flops of a plan: those that its masks leave; masks that tensors decide leave all."""
+    """The flops of a plan, without masked places; masks decided by tensors count as full."""
     return plan.cost().forward.flops
 
 

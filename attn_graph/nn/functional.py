@@ -1,4 +1,4 @@
-"""Attention as functions of tensors: no spec to write, no plan to keep."""
+"""Attention as functions of tensors, without specs and plans."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = ["attention", "scaled_dot_product_attention"]
 TOP_LEFT: Mask = Causal("top_left")
 NOTHING = Prefix(0)  # keeps no key
 NAMELESS: Named = {}
-Kept = tuple[Mask | None, Named]  # what is not masked: by position, and by tensors
+Kept = tuple[Mask | None, Named]  # a mask by position, and one by tensors
 ROLES = ("query", "key", "value")
 FITTED = ("keep", "bias")  # tensors that broadcast to the scores
 DROPOUT = GRAPH_OPTIONS.index("dropout")
@@ -87,26 +87,25 @@ def attention(
     batch_invariant: bool = False,
     **data: Tensor,
 ) -> Outputs:
-    """q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], and the statistics that `stats` names.
+    """q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], and the statistics of `stats`.
 
-    Options as those of `attn_graph.attention`, with tensors where that takes specs, and those of
-    `attn_graph.compile` that say who may run it. `prefer`, `avoid` and PyTorch's switches count as
-    they do there. Plans are remembered by the looks of tensors: a call like an earlier one costs a
-    few microseconds more than `plan(q, k, v)`.
+    Options are those of `attn_graph.attention`, with tensors in place of specs, and those of
+    `attn_graph.compile` that choose the backend. `prefer`, `avoid` and PyTorch's switches apply as
+    there. Plans are remembered by shape, dtype, strides and options: a repeated call costs a few
+    microseconds more than `plan(q, k, v)`.
 
-    With q_starts q, and o, are packed [T,H,D], and with pages k and v are pools [n,P,G,D]. Plans
-    are then made for sizes by name, unless other data come along: batches, tables and numbers of
-    rows that were not there before run the plans of others, up to the next power of two.
+    With q_starts, q and o are packed [T,H,D]; with pages, k and v are pools [n,P,G,D]. Plans then
+    have named sizes, unless `data` has other tensors: new batches, tables and numbers of rows share
+    a plan up to the next power of two.
 
-    seed, offset: whole numbers, or int64 tensors of one on q's device, that decide what `dropout`
-    drops. Where neither is
-    passed, both are drawn from that device's default generator, once a call. dropout=0 leaves them
-    unread.
+    seed, offset: integers, or int64 tensors of one element on q's device, for `dropout`. Without
+    either, both are drawn from that device's default generator, once a call. dropout=0 ignores
+    them.
 
-    Under autocast q, k, v and bias are cast as PyTorch casts them for its own attention; slopes and
-    sinks stay as they are. Differentiable, once, by each floating tensor. Raises GraphError where
-    tensors and options make no sense together, PlanMismatchError for tensors on several devices or
-    a seed that is not an int64 number, NoBackendError where no backend takes them.
+    Under autocast q, k, v and bias are cast as for PyTorch's own attention; slopes and sinks are
+    not. Differentiable, once, by each floating tensor. Raises GraphError if tensors and options
+    make no sense together, PlanMismatchError for tensors on several devices or a seed of another
+    dtype, and NoBackendError if no backend supports the call.
     """
     options = (
         mask, scale, align, soft_cap, alibi is True, dropout, stats, most,
@@ -130,16 +129,16 @@ def attention(
 
 
 def number_on(device: torch.device, x: Tensor | int | None) -> Tensor | None:
-    """A seed on a device; a tensor as it is. Raises GraphError for a number beyond int64."""
+    """A seed on a device; a tensor unchanged. Raises GraphError for a number beyond int64."""
     if not isinstance(x, int):
         return x
     if not -(2**63) <= x < 2**63:
-        raise GraphError(f"attention: the seed {x} is not a number of 64 bits")
+        raise GraphError(f"attention: the seed {x} is not a 64-bit integer")
     return torch.full((), x, dtype=torch.int64, device=device)
 
 
 def reads_seed(mask: object) -> bool:
-    """True of a user's mask that reads a tensor of the name of a seed. Traced code can't tell."""
+    """True for a user's mask with a tensor named like a seed. Traced code can't check this."""
     if is_dynamo_compiling() or not isinstance(mask, Mask):
         return False
     return not mask.needs.keys().isdisjoint(SEED)
@@ -156,17 +155,17 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """In place of `torch.nn.functional.scaled_dot_product_attention`: its arguments, its meaning.
+    """A replacement for `torch.nn.functional.scaled_dot_product_attention`.
 
     query [...,M,D], key [...,N,D], value [...,N,E] -> [...,M,E], two axes or more, the leading ones
-    broadcast. attn_mask broadcasts to [...,M,N]: booleans, True for what may attend, or numbers
-    that are added to the scores, of query's dtype or float32. is_causal keeps j <= i, from the top
-    left, together with attn_mask where both are there. enable_gqa: key and value have fewer heads
-    (axis -3), each a divisor of query's. Seeds of dropout come from the default generator of the
-    device, so that `torch.manual_seed` decides them; what drops is not what PyTorch would drop.
+    broadcast. attn_mask broadcasts to [...,M,N]: booleans, True for places that may attend, or
+    numbers to add to the scores, in query's dtype or float32. is_causal keeps j <= i, from the top
+    left, in addition to attn_mask. enable_gqa: key and value have fewer heads (axis -3), a divisor
+    of query's. Dropout takes its seeds from the default generator of the device, so
+    `torch.manual_seed` fixes them; it drops other places than PyTorch.
 
-    Raises TensorError, a RuntimeError as PyTorch's are, where the tensors make no sense together;
-    so it does for keys and values of different lengths, which PyTorch lets through on CPUs.
+    Raises TensorError, a RuntimeError like PyTorch's, if the tensors make no sense together. This
+    includes keys and values of different lengths, which PyTorch accepts on CPUs.
     """
     kept = read_mask(attn_mask, is_causal)
     return attend_like_torch(query, key, value, kept, dropout_p, scale, enable_gqa, ())
@@ -184,8 +183,8 @@ def attend_like_torch(
 ) -> Tensor:
     """PyTorch's function by one of several backends.
 
-    kept: what `read_mask` gives, or lengths in place of a mask. choice: values for
-    `calls.CHOICE`, or () for the usual ones.
+    kept: from `read_mask`, or lengths in place of a mask. choice: values for `calls.CHOICE`, or ()
+    for the defaults.
     """
     named, options = read_options(kept, dropout_p, scale, choice)
     if options[DROPOUT]:
@@ -212,7 +211,7 @@ def plan_like_torch(
     enable_gqa: bool,
     choice: Options,
 ) -> Plan:
-    """The plan that `attend_like_torch` runs. Raises what that raises before it computes."""
+    """The plan run by `attend_like_torch`. Raises its errors from before the computation."""
     named, options = read_options(kept, dropout_p, scale, choice)
     query, key, value, named = cast_inputs(query, key, value, named)
     four, more, _ = bring_to_four(enable_gqa, query, key, value, named)
@@ -220,7 +219,7 @@ def plan_like_torch(
 
 
 def read_mask(attn_mask: Tensor | None, is_causal: bool) -> Kept:
-    """The mask of positions, and the tensors beside q, k and v, that PyTorch's arguments mean."""
+    """PyTorch's mask arguments as a mask by position and tensors by name."""
     mask = TOP_LEFT if is_causal else None
     if attn_mask is None:
         return mask, NAMELESS
@@ -242,13 +241,11 @@ def read_options(
 
 
 def read_rate(rate: float) -> float:
-    """A rate of dropout as a float. Raises TensorError for anything that is not a probability."""
+    """A dropout rate as a float. Raises TensorError unless it is a probability."""
     number = to_number(rate)
     if isinstance(number, float) and 0 <= number <= 1:
         return number
-    raise TensorError(
-        f"attention: dropout_p has to be a number between 0 and 1, and is {show(rate)}"
-    )
+    raise TensorError(f"attention: dropout_p has to be a number between 0 and 1, got {show(rate)}")
 
 
 def attend_shaped(
@@ -260,9 +257,9 @@ def attend_shaped(
     options: Options,
     key: Key | None,
 ) -> Outputs:
-    """Attention on tensors as PyTorch takes them, brought to four axes; remembered if they are so.
+    """Attention on PyTorch's tensors, brought to four axes; remembered if they have four.
 
-    grouped: whether k and v have heads of their own.
+    grouped: k and v have their own number of heads.
     """
     four, more, shape = bring_to_four(grouped, q, k, v, named)
     D, E = q.shape[-1], v.shape[-1]
@@ -278,7 +275,7 @@ def attend_shaped(
 def bring_to_four(
     grouped: bool, q: Tensor, k: Tensor, v: Tensor, named: Named
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor], tuple[int, ...]]:
-    """q, k and v with four axes; the named tensors that fit them; the scores' shape before that.
+    """q, k and v with four axes; the named tensors to fit; the original shape of the scores.
 
     Raises TensorError for tensors that PyTorch refuses, or should.
     """
@@ -296,14 +293,14 @@ def bring_to_four(
 def attend_plain(
     q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, key: Key | None
 ) -> Outputs:
-    """The same, k and v having q's heads."""
+    """`attend_shaped` for k and v with q's heads."""
     return attend_shaped(False, q, k, v, named, options, key)
 
 
 def attend_grouped(
     q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, key: Key | None
 ) -> Outputs:
-    """The same, k and v having heads of their own."""
+    """`attend_shaped` for k and v with their own number of heads."""
     return attend_shaped(True, q, k, v, named, options, key)
 
 
@@ -328,7 +325,6 @@ def require_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
 
 
 def is_known(dtype: torch.dtype) -> bool:
-    """Whether attention is computed on tensors of this floating dtype."""
     return dtype in FLOATS
 
 
@@ -336,7 +332,7 @@ is_known._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assu
 
 
 def equal_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with as many heads as each other: where they differ, some are repeated in a copy."""
+    """k and v with equal heads; if they differ, some are repeated in a copy."""
     H, a, b = (x.shape[-3] for x in (q, k, v))
     if a == b == H:
         return k, v
@@ -347,12 +343,11 @@ def equal_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repeat_heads(x: Tensor, times: int) -> Tensor:
-    """Each head so many times."""
     return x if times == 1 else x.repeat_interleave(times, -3)
 
 
 def common_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[int, ...]:
-    """The axes before the heads that all broadcast to, then H and G."""
+    """The broadcast axes before the heads, then H and G."""
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
     try:
         outer = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
@@ -366,7 +361,7 @@ def common_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[int, ..
 
 
 def as_four(x: Tensor, outer: Sequence[int], heads: int) -> Tensor:
-    """x [...,M,D] as [B,heads,M,D], where B is all of `outer`: itself if it has these axes."""
+    """x [...,M,D] as [B,heads,M,D], with B the product of `outer`; x itself if it fits."""
     shape = (*outer, heads, *x.shape[-2:])
     if len(outer) == 1 and x.shape == shape:
         return x
@@ -394,7 +389,7 @@ def fit_mask(mask: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
 
 
 def pad_empty(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with a head size of 1, of zeros, in place of 0."""
+    """q, k and v with a head size of 1, filled with zeros, in place of 0."""
     if not q.shape[-1]:
         q, k = (F.pad(x, (0, 1)) for x in (q, k))
     return q, k, v if v.shape[-1] else F.pad(v, (0, 1))

@@ -1,4 +1,4 @@
-"""What operators of the library answer to tensors without strides."""
+"""Errors of the library's operators for tensors without strides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from attn_graph.errors import PlanMismatchError
 from attn_graph.spec import layout_problem
 
-KEYS = (  # PyTorch's, of such tensors
+KEYS = (  # PyTorch's dispatch keys of such tensors
     "NestedTensorCPU", "NestedTensorCUDA", "SparseCPU", "SparseCUDA", "SparseCsrCPU",
     "SparseCsrCUDA", "MkldnnCPU",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention as modules of PyTorch's."""
+"""Attention as PyTorch modules."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ PADDED = (
 
 @final
 class Attention(torch.nn.Module):
-    """`attn_graph.nn.functional.attention` with options that stay; it has no parameters.
+    """`attn_graph.nn.functional.attention` with fixed options; it has no parameters.
 
-    Options as there. `forward(q, k, v, **tensors)` takes the tensors that it takes: bias, keep,
-    lengths, segments, sinks, slopes and whatever the mask reads. dropout counts in training alone.
+    `forward(q, k, v, **tensors)` takes that function's tensors: bias, keep, lengths, segments,
+    sinks, slopes and the tensors of the mask. dropout applies in training only.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class Attention(torch.nn.Module):
         return attention(q, k, v, **(options | tensors))
 
     def extra_repr(self) -> str:
-        """The options that are not their defaults."""
+        """The options that differ from their defaults."""
         usual = (None, False, 0.0, (), "ignore")
         return ", ".join(f"{n}={show_value(x)}" for n, x in self.options.items() if x not in usual)
 
 
 @final
 class MultiheadAttention(torch.nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention`, parameter for parameter; attention is computed by plans.
+    """`torch.nn.MultiheadAttention`, parameter for parameter, with attention by plans.
 
-    State dicts of PyTorch's module load, and its arguments mean the same. With need_weights=True,
-    the default as in PyTorch, the call is PyTorch's own, for no fused kernel holds the weights
-    [B,H,M,N]; ask for need_weights=False. Dropout drops other places than PyTorch's, by seeds from
-    the default generator. PyTorch's Transformer layers go past the module where they fuse a whole
-    layer, in eval mode without gradient; `attn_graph.replace_sdpa` covers those.
+    It loads state dicts of PyTorch's module, and its arguments mean the same. Pass
+    need_weights=False: with need_weights=True, PyTorch's default, the call stays PyTorch's own,
+    since no fused kernel has the weights [B,H,M,N]. Dropout drops other places than PyTorch, by
+    seeds from the default generator. In eval mode without gradient PyTorch's Transformer layers
+    fuse a whole layer and bypass the module; `attn_graph.replace_sdpa` covers those.
     """
 
     def forward(
@@ -94,10 +94,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output as query is laid out, and the weights or None. Arguments as PyTorch's.
+        """The output, laid out like query, and the weights or None. Arguments as PyTorch's.
 
         Raises AssertionError, RuntimeError and TensorError as PyTorch's module and function do, and
-        TensorError for sparse and jagged tensors, which PyTorch's module takes nowhere.
+        TensorError for sparse and jagged tensors, which PyTorch's module does not support either.
         """
         nested = any(x.is_nested and x.layout == torch.strided for x in (query, key, value))
         if not nested:  # those are for PyTorch, which takes them where it fuses the layer
@@ -139,7 +139,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 def require_dense(**tensors: Tensor | None) -> None:
-    """Raise TensorError for tensors without strides."""
     for name, x in tensors.items():
         if isinstance(x, Tensor) and (problem := layout_problem(x)):
             told = PADDED if x.is_nested else problem
@@ -147,7 +146,7 @@ def require_dense(**tensors: Tensor | None) -> None:
 
 
 def transpose_alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three with their first axes swapped; what was one tensor stays one."""
+    """The three with their first axes swapped; one tensor stays one tensor."""
     q = query.transpose(0, 1)
     k = q if key is query else key.transpose(0, 1)
     return q, k, k if value is key else value.transpose(0, 1)

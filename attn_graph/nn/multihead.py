@@ -43,11 +43,11 @@ def multi_head_attention(
     """`torch.nn.functional.multi_head_attention_forward` without weights, by `attend`.
 
     query [M,B,H*D], key and value [N,B,...], or without B -> [M,B,H*D]. Arguments as PyTorch's.
-    attend: of q, k and v [B,H,...], a mask or None, the rate of dropout, and whether the attention
-    is causal besides. Masks stay as small as they are: padding is [B,1,1,N], not one for each head
-    and query. Raises AssertionError and RuntimeError where PyTorch does.
+    attend: a function of q, k and v [B,H,...], a mask or None, the dropout rate, and is_causal.
+    Masks stay small: padding is [B,1,1,N], not one for each head and query. Raises AssertionError
+    and RuntimeError like PyTorch.
     """
-    assert not need_weights  # whoever calls this leaves those calls to PyTorch
+    assert not need_weights  # callers leave these to PyTorch
     batched: bool = F._mha_shape_check(  # type: ignore[attr-defined]  # of torch.nn.functional
         query, key, value, key_padding_mask, attn_mask, num_heads
     )
@@ -123,7 +123,7 @@ def project(
     weights: Tensor | tuple[Tensor | None, ...] | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the layer's inputs: in one product where these are one tensor."""
+    """q, k and v of the layer's inputs: in one product if these are one tensor."""
     if isinstance(weights, Tensor) and query is key and key is value:
         q, k, v = F.linear(query, weights, bias).chunk(3, -1)
         return q, k, v
@@ -137,7 +137,7 @@ def project(
 
 
 def append_bias(k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None) -> Pair:
-    """k and v [N,B,...] with one more key, the same in every entry, where there is one."""
+    """k and v [N,B,...] with one more key if given, equal in every entry."""
     if (bias_k is None) != (bias_v is None):
         raise AssertionError("bias_k and bias_v have to be set both, or neither")
     if bias_k is None or bias_v is None:
@@ -153,7 +153,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def replace_static(k: Tensor, v: Tensor, static_k: Tensor | None, static_v: Tensor | None) -> Pair:
-    """k and v [B,H,N,D], or what the caller computed before in their place, [B*H,N,D]."""
+    """k and v [B,H,N,D], or the caller's precomputed ones, [B*H,N,D]."""
     B, H, _, D = k.shape
     for x in (static_k, static_v):
         if x is not None and (x.shape[0] != B * H or x.shape[2] != D):
@@ -171,9 +171,9 @@ def merge_masks(
     sizes: tuple[int, int],
     more: int,
 ) -> Tensor | None:
-    """Both masks as one for scores [B,H,M,N]: as booleans, True for what may attend, or numbers.
+    """Both masks as one for scores [B,H,M,N]: booleans, True for may attend, or numbers.
 
-    sizes: B and H. more: keys behind the last that no mask hides.
+    sizes: B and H. more: further keys at the end that no mask hides.
     """
     if mask is not None and mask.ndim == 3:
         mask = mask.unflatten(0, sizes)
@@ -196,7 +196,7 @@ def append_places(mask: Tensor, more: int) -> Tensor:
 
 
 def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask of PyTorch's layer adds to the scores: -inf where its booleans are True."""
+    """A mask of PyTorch's layer as numbers to add to the scores: -inf for True."""
     if mask.dtype == torch.bool:
         numbers = torch.zeros_like(mask, dtype=dtype)
         numbers.masked_fill_(mask, -torch.inf)

@@ -1,8 +1,8 @@
-"""torch.ops.attn_graph: attention as operators of PyTorch, for code that is traced or transformed.
+"""torch.ops.attn_graph: attention as operators of PyTorch, for traced or transformed code.
 
-`attention` takes tensors and the text of a plan, or of a call without one, and plans by what the
-tensors look like when it runs; `attention_backward` takes what that saved, and cotangents. What
-PyTorch wants of an operator is here: results for fake tensors, derivatives, batching.
+`attention` takes tensors and the text of a plan or of an unplanned call, and plans at run time by
+the kind of tensors; `attention_backward` takes its saved tensors, and cotangents. This module has
+all that PyTorch needs of an operator: results for fake tensors, derivatives, batching.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from attn_graph.spec.dims import bind
 NAME = "attn_graph"
 KINDS = ("cpu", "cuda")  # of devices
 
-Context = Any  # autograd's own, on which torch puts what it likes
+Context = Any  # autograd's own, with torch's attributes
 Tensors = Sequence[Tensor]
 
 
 def find_plan(tensors: Tensors, text: str) -> Plan:
-    """The plan of a text for tensors that look like these; checked in full where they are new."""
+    """The plan of a text for tensors of this kind; checked in full if it is new."""
     count = len(tensors)
     switches = switches_that_count(count > 0 and tensors[0].is_cpu)
     key: Key = (text, count, switches, preferred.get(), avoided.get())
@@ -86,7 +86,7 @@ def find_plan(tensors: Tensors, text: str) -> Plan:
 
 
 def plan_anew(tensors: Tensors, text: str) -> Plan:
-    """The plan of a text for these tensors. Raises as `compile` and calls of plans do."""
+    """The plan of a text for these tensors. Raises the errors of `compile` and of calls."""
     content = read_content(text)
     require_count(text, len(tensors))
     if isinstance(content, CallContent):
@@ -102,21 +102,21 @@ def plan_anew(tensors: Tensors, text: str) -> Plan:
 
 
 def bind_to_sizes(plan: Plan, tensors: Tensors) -> Plan:
-    """A plan for the sizes of these tensors: another one where sizes have names."""
+    """A plan for the sizes of these tensors: another one if sizes have names."""
     return plan if plan.sized is None else plan.at(**plan.sizes_of(tensors))
 
 
 def require_target(content: PlanContent, here: Target) -> None:
     """Raise PlanTargetError unless the plan is for this machine."""
     if content.target != here.name:
-        raise PlanTargetError(f"the plan is for {content.target}, and the tensors are on {here}")
+        raise PlanTargetError(f"the plan is for {content.target}, but the tensors are on {here}")
 
 
 # The computation
 
 
 def run_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
-    """What a call returns; with `saves` what the backward reads as well."""
+    """The results of a call; with `saves` also the residuals of its backward."""
     plan = find_plan(tensors, text)
     with plan.named_in_profiles("forward"):  # autograd records nothing here: see record_attention
         if not saves:
@@ -136,7 +136,7 @@ def run_gradient(
 ) -> list[Tensor]:
     """The gradients of the inputs marked in `needs`, each dense in the order of its input.
 
-    tensors: the inputs, what `attention` saved, the cotangents that are marked in `given`.
+    tensors: the inputs, the saved results of `attention`, the cotangents marked in `given`.
     """
     count, known = len(needs), len(needs) + len(results_of(text).saved)
     inputs, cotangents = tensors[:count], iter(tensors[known:])
@@ -154,7 +154,7 @@ known_strides = lru_cache(MOST_TEXTS)(strides_like)  # for numbers; symbols have
 
 
 def lay(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A tensor with these dense strides: a copy where it has others."""
+    """A tensor with these dense strides: a copy if it has others."""
     if x.stride() == strides:
         return x
     if normalise_strides(x.shape, x.stride()) == normalise_strides(x.shape, strides):
@@ -174,7 +174,7 @@ def result_layouts(graph: Graph) -> tuple[tuple[ValueType, tuple[int, ...]], ...
 
 
 def fake_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
-    """Empty results. Raises what calls raise, for sizes that may be symbolic."""
+    """Empty results. Raises the errors of calls, for sizes that may be symbolic."""
     content, results = read_content(text), results_of(text)
     require_count(text, len(tensors))
     require_one_device(tensors)
@@ -202,14 +202,13 @@ def fake_results(content: CallContent, tensors: Tensors) -> Iterator[Tensor]:
 
 
 def require_one_device(tensors: Tensors) -> None:
-    """Raise PlanMismatchError for tensors on several devices."""
     devices = dict.fromkeys(str(t.device) for t in tensors)
     if len(devices) > 1:
         raise PlanMismatchError(f"expected tensors on one device, got {', '.join(devices)}")
 
 
 def require_specs(graph: Graph, tensors: Tensors) -> None:
-    """Raise PlanMismatchError for tensors other than a graph declares."""
+    """Raise PlanMismatchError for tensors that differ from the graph's inputs."""
     differences = [
         f"{i.name}: expected {i.spec}, got {t.dtype} {[*t.shape]} with strides {[*t.stride()]}"
         for i, t in zip(graph.inputs, tensors, strict=True)
@@ -221,7 +220,7 @@ def require_specs(graph: Graph, tensors: Tensors) -> None:
 
 
 def require_fit(content: CallContent, tensors: Tensors) -> None:
-    """Raise GraphError for tensors that make no sense together; symbolic sizes by their example."""
+    """Raise GraphError for tensors that make no sense together, by example sizes of symbols."""
     names = ("q", "k", "v", *content.names)
     specs = [example_spec(t) for t in tensors]
     known = {name: spec for name, spec in zip(names, specs, strict=True) if spec is not None}
@@ -230,7 +229,7 @@ def require_fit(content: CallContent, tensors: Tensors) -> None:
 
 
 def example_spec(t: Tensor) -> TensorSpec | None:
-    """A tensor's spec, by examples where sizes are symbols; None where a symbol has none."""
+    """A tensor's spec, with examples for symbolic sizes; None if a symbol has none."""
     sizes = [example_of(n) for n in (*t.shape, *t.stride())]
     numbers = [n for n in sizes if n is not None]
     if len(numbers) < len(sizes):
@@ -239,7 +238,7 @@ def example_spec(t: Tensor) -> TensorSpec | None:
 
 
 def example_of(size: int | torch.SymInt) -> int | None:
-    """A size, or the one that a symbol stands for while it is traced; None where it has none."""
+    """A size, or the example of a symbol while traced; None if it has none."""
     if isinstance(size, torch.SymInt):
         return size.node.hint if size.node.has_hint() else None
     return size
@@ -248,21 +247,20 @@ def example_of(size: int | torch.SymInt) -> int | None:
 def fake_backward(
     tensors: Tensors, text: str, needs: Sequence[bool], given: Sequence[bool]
 ) -> list[Tensor]:
-    """Empty gradients."""
     wanted = [t for t, need in zip(tensors, needs, strict=False) if need]
     lies = (strides_like(t.shape, t.shape, t.stride()) for t in wanted)
     return [t.new_empty_strided(t.shape, s) for t, s in zip(wanted, lies, strict=True)]
 
 
-# Derivatives. Functions of one level of torch.func's, as PyTorch's own operators are: they see the
-# tensors of that level alone, and what they call is recorded by the levels around it.
+# Derivatives. Functions of one level of torch.func, like PyTorch's own operators: they see only the
+# tensors of that level, and the levels around it record their calls.
 
 
 @contextmanager
 def below_autograd() -> Iterator[None]:
-    """A context for what a Function calls: levels of torch.func's around this one record it.
+    """A context in which the calls of a Function are recorded by levels of torch.func around it.
 
-    A Function turns recording and forward mode off, for those as well.
+    A Function turns recording and forward mode off, for those levels as well.
     """
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), _AutoDispatchBelowAutograd():
         yield
@@ -273,7 +271,7 @@ class OpCall(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Context, text: str, saves: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """What the op returns; inputs, o and lse are saved."""
+        """The results of the op; inputs, o and lse are saved."""
         with below_autograd():
             every = OP(tensors, text, True)
         results = results_of(text)
@@ -285,8 +283,7 @@ class OpCall(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradient of each input that needs one."""
-        used = grads[: ctx.count]  # o and lse beyond are read by gradients, with which they move
+        used = grads[: ctx.count]  # o and lse after these move with the gradients that read them
         fixed = restore_graph(ctx.text)[1].carried if is_plan(ctx.text) else ()
         needs = [need and n not in fixed for n, need in enumerate(ctx.needs_input_grad[2:])]
         tensors = [*ctx.saved_tensors, *(g for g in used if g is not None)]
@@ -296,13 +293,12 @@ class OpCall(_SingleLevelFunction):
 
 
 class OpBackwardCall(_SingleLevelFunction):
-    """A call of `attention_backward` that autograd records; its own gradient is that of a plan."""
+    """A call of `attention_backward` that autograd records; its own gradient is a plan's."""
 
     @staticmethod
     def forward(
         ctx: Context, text: str, needs: Sequence[bool], given: Sequence[bool], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """The gradients."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.call = text, needs, given
@@ -327,8 +323,8 @@ def push_op(tensors: Tensors, text: str, saves: bool) -> list[Tensor]:
     """`attention` on tensors with tangents: a call of the plan of forward mode."""
     if records(tensors):
         raise GraphError(
-            "within a dispatch mode, tensors that require grad and have tangents at once are not "
-            "differentiated by both: leave the mode, or nest transforms of torch.func"
+            "within a dispatch mode, tensors can't both require grad and have tangents: "
+            "leave the mode, or nest transforms of torch.func"
         )
     primals, tangents = split_tangents(tensors)
     plan = bind_to_sizes(plan_anew(primals, text), primals)
@@ -344,12 +340,12 @@ def push_op(tensors: Tensors, text: str, saves: bool) -> list[Tensor]:
 
 
 def records(tensors: Tensors) -> bool:
-    """Whether autograd records a call on these tensors."""
+    """True if autograd records a call on these tensors."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def is_bare(tensors: Tensors) -> bool:
-    """Whether nothing stands between autograd and the computation: then it needs no dispatch."""
+    """True if nothing stands between autograd and the computation: no dispatch is needed."""
     return not is_traced() and all(
         type(t) in OWN_CLASSES and t.device.type in KINDS and not t.is_neg() for t in tensors
     )
@@ -395,7 +391,6 @@ def batch_attention(
     text: str,
     saves: bool = False,
 ) -> tuple[list[Tensor], list[int]]:
-    """`attention` under vmap."""
     mapped = Mapped(info.batch_size, tensors, dims[0], names_of_call(text))
     return map_call(OP, read_content(text), mapped, (), text, saves)
 
@@ -408,7 +403,6 @@ def batch_backward(
     needs: Sequence[bool],
     given: Sequence[bool],
 ) -> tuple[list[Tensor], list[int]]:
-    """`attention_backward` under vmap."""
     mapped = Mapped(info.batch_size, tensors, dims[0], names_of_call(text))
     return map_call(OP_BACKWARD, read_content(text), mapped, needs, text, needs, given)
 
@@ -420,7 +414,7 @@ def map_older(name: str, tensors: Tensors, *more: Any) -> list[Tensor | None]:  
 
 
 def names_of_call(text: str) -> tuple[str, ...]:
-    """The tensors beside q, k and v; of a plan none, since it is not folded."""
+    """The tensors after q, k and v; none for a plan, since it is not folded."""
     content = read_content(text)
     return content.names if isinstance(content, CallContent) else ()
 
@@ -431,7 +425,6 @@ def names_of_call(text: str) -> tuple[str, ...]:
 def forward_flops(
     tensors: Tensors, text: str, saves: bool = False, *, out_val: object = None
 ) -> int:
-    """The flops of `attention`, for PyTorch's counter."""
     return count_flops(bind_to_sizes(find_plan(tensors, text), tensors))
 
 
@@ -443,12 +436,11 @@ def backward_flops(
     *,
     out_val: object = None,
 ) -> int:
-    """The flops of `attention_backward`."""
     inputs = tensors[: len(needs)]
     return count_gradient_flops(bind_to_sizes(find_plan(inputs, text), inputs), tuple(needs))
 
 
-# What PyTorch is told
+# Registration
 
 
 def define_op(
@@ -459,7 +451,6 @@ def define_op(
     fake: Callable[..., object],
     batch: Callable[..., object],
 ) -> None:
-    """Define an operator of the library."""
     LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
     for kind in KINDS:
         LIBRARY.impl(name, run, kind.upper())

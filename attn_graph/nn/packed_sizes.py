@@ -1,4 +1,4 @@
-"""Sizes by name for calls on packed tensors, pages and growing caches: lengths share a plan."""
+"""Named sizes for calls on packed tensors, pages and growing caches: lengths share a plan."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import Dim
 
 STARTS = ("q_starts", "kv_starts")  # [B+1]
-PACKING = frozenset((*STARTS, "pages"))  # with one of these a call is on packed tensors or pages
+PACKING = frozenset((*STARTS, "pages"))  # inputs of calls on packed tensors or pages
 FIXED = frozenset(("q_lengths", "kv_lengths", "alibi", "sinks", "seed", "offset"))
 LETTERS = dict.fromkeys((*STARTS, "q_lengths", "kv_lengths"), "B") | {"pages": "BC"}
-OTHERS = ("sinks", "seed", "offset")  # whose axes are none of those that change
-MOST_KNOWN = 2**10  # sizes of which the largest is kept
+OTHERS = ("sinks", "seed", "offset")  # their axes never change
+MOST_KNOWN = 2**10  # cached results of `largest_size`
 MOST_KEYS = 2**16  # of a cache that grows under one plan; from there on up to the next power of two
 
 Specs = Mapping[str, TensorSpec]
-Letters = Mapping[str, str]  # by tensor: the names of its axes, - for one that is a number
+Letters = Mapping[str, str]  # by tensor: the names of its axes, - for a number
 
 
 def round_size(size: int) -> int:
     """The least power of two of at least `size`.
 
-    By comparisons alone: where torch.compile has a symbol for a size, it compiles once for each
-    power of two.
+    By comparisons alone: torch.compile, with a symbol for the size, compiles once for each power.
     """
     room = 1
     while room < size:
@@ -37,22 +36,22 @@ def round_size(size: int) -> int:
 
 
 def largest_size(letter: str, size: int) -> int:
-    """`most` of the Dim that a size gets: a power of two; of B two less, as Triton's limit is."""
+    """`most` of the Dim for a size: a power of two; for B two less, Triton's limit."""
     if letter == "N":
         return max(MOST_KEYS, round_size(size))
     return max(1, round_size(size + 2) - 2) if letter == "B" else round_size(size)
 
 
-known_largest = lru_cache(MOST_KNOWN)(largest_size)  # of numbers alone: torch.compile has others
+known_largest = lru_cache(MOST_KNOWN)(largest_size)  # for numbers: symbols have no hash
 
 
 def name_sizes(specs: Specs, caches: bool = False) -> Specs:
     """The specs of a call, with Dims for the sizes that change from call to call.
 
     B is the number of sequences, T and S the rows of packed queries and keys, n the pages of a
-    pool, C those of a sequence; N the keys that one query of each sequence reads, as tokens are
-    generated, if `caches`. As they are elsewhere, where a tensor is there whose axes may mean
-    anything, and where sizes disagree.
+    pool, C those of a sequence. With `caches`, N is the number of keys of calls with one query for
+    each sequence, as in token generation. The specs stay unchanged if a tensor has axes of unknown
+    meaning, or if sizes disagree.
     """
     packed = bool(PACKING & specs.keys())
     if not packed and not (caches and reads_cache(specs)):
@@ -66,13 +65,13 @@ def name_sizes(specs: Specs, caches: bool = False) -> Specs:
 
 
 def reads_cache(specs: Specs) -> bool:
-    """Whether a call has one query of each sequence, and more keys."""
+    """True for a call with one query of each sequence, and more keys."""
     shapes = [specs[name].shape for name in "qkv"]
     return [*map(len, shapes)] == [4, 4, 4] and shapes[0][2] == 1 < shapes[1][2]
 
 
 def cache_letters(specs: Specs) -> dict[str, str]:
-    """The letters of all tensors that have a known meaning, of a call that reads a cache."""
+    """The letters of all tensors of known meaning, for a call that reads a cache."""
     letters = {"q": "----", "k": "--N-", "v": "--N-"}
     letters |= {name: "-" * len(specs[name].shape) for name in FIXED & specs.keys()}
     for name in {"keep", "bias"} & specs.keys():  # [B,H,M,N], each axis full or 1
@@ -81,7 +80,7 @@ def cache_letters(specs: Specs) -> dict[str, str]:
 
 
 def axis_letters(specs: Specs) -> dict[str, str]:
-    """The letters of all tensors that have a known meaning."""
+    """The letters of all tensors of known meaning."""
     rows = "T--" if "q_starts" in specs else "B---"
     keys = "n---" if "pages" in specs else "S--" if "kv_starts" in specs else rows
     known = {"q": rows, "k": keys, "v": keys} | LETTERS
@@ -92,7 +91,7 @@ def axis_letters(specs: Specs) -> dict[str, str]:
 
 
 def agree_on_sizes(specs: Specs, letters: Letters) -> dict[str, int] | None:
-    """What the letters stand for; None where tensors don't agree, or one has no letters."""
+    """The sizes by letter; None if tensors disagree, or one has no letters."""
     if any(name not in letters or len(letters[name]) != len(x.shape) for name, x in specs.items()):
         return None
     pairs = [
@@ -109,7 +108,6 @@ def agree_on_sizes(specs: Specs, letters: Letters) -> dict[str, int] | None:
 def name_spec(
     name: str, spec: TensorSpec, letters: str, dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> TensorSpec:
-    """One spec with Dims."""
     shape = [
         n if letter == "-" else dims[letter] + (name in STARTS)
         for letter, n in zip(letters, spec.shape, strict=True)
@@ -118,7 +116,7 @@ def name_spec(
 
 
 def serves_sizes(plan: Plan, tensors: Sequence[Tensor]) -> bool:
-    """Whether a plan made for tensors of other sizes is the one that these would get."""
+    """True if a plan made for tensors of other sizes is right for these."""
     if plan.sized is None or not plan.memo.unsized[0](*tensors):
         return False
     fit = plan.sized.fit

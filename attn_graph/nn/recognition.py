@@ -1,4 +1,4 @@
-"""Dense masks that say what a mask of ours says: a band, a prefix, a padding at the end."""
+"""Recognises dense masks that equal a band, a prefix or a padding at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_HELD = 4  # masks: a model passes one, or one for each kind of its layers
 @final
 @frozen(eq=False)
 class Recognition:
-    """What a dense mask [B,1,M,N] keeps: places of `mask`, before the ends `kv_lengths` [B].
+    """The equivalent of a dense mask [B,1,M,N]: `mask`, before the ends `kv_lengths` [B].
 
     None: all places, all keys.
     """
@@ -36,14 +36,16 @@ class Recognition:
 @final
 @define(eq=False)
 class Readings:
-    """What the last masks said, with a copy of each: one that has other numbers is read again."""
+    """The last masks read, with a copy of each: one with other values is read again."""
 
     held: dict[object, tuple[Tensor, Recognition | None]] = field(factory=dict)
     lock: threading.Lock = field(factory=threading.Lock)
 
     def recognize(self, mask: Tensor) -> Recognition | None:
-        """The same as `recognize`. A mask that is held is compared with its copy, in one operation;
-        whatever writes it, by NumPy or in another thread, is seen so."""
+        """`recognize`, cached. A held mask is compared with its copy, in one operation.
+
+        So a write by NumPy or in another thread is noticed.
+        """
         if not may_say_data(mask):
             return None
         key, own = (mask.data_ptr(), look_at(mask)), without_repeats(mask)
@@ -59,26 +61,25 @@ class Readings:
 
 
 def recognize(mask: Tensor) -> Recognition | None:
-    """What a mask [...,M,N] of 2 to 4 axes says as data; None where it says something else.
+    """A mask [...,M,N] of 2 to 4 axes as data; None if it is neither band, prefix nor padding.
 
-    It holds booleans, or numbers of which each is 0 or -inf. All of it is read, for which the host
-    waits.
+    Its values are booleans, or numbers 0 and -inf. All of it is read, and the host waits.
     """
     return Readings().recognize(mask)
 
 
 def may_say_data(mask: Tensor) -> bool:
-    """Whether a mask may say what data say: it has axes for queries and keys, and no gradient."""
+    """True if a mask has axes for queries and keys, and no gradient."""
     return not mask.requires_grad and 2 <= mask.ndim <= 4 and mask.numel() > 0
 
 
 def without_repeats(mask: Tensor) -> Tensor:
-    """A view of size 1 along each axis along which a mask is expanded."""
+    """A view of size 1 along each expanded axis of a mask."""
     return mask[tuple(slice(None if step else 1) for step in mask.stride())]
 
 
 def read_places(mask: Tensor) -> Recognition | None:
-    """The same of a mask that is readable."""
+    """`recognize` for a mask of a fitting shape."""
     keep = as_booleans(mask)
     if keep is None:
         return None
@@ -100,7 +101,7 @@ def read_places(mask: Tensor) -> Recognition | None:
 
 
 def as_booleans(mask: Tensor) -> Tensor | None:
-    """True for what is kept; None for numbers other than 0 and -inf."""
+    """True for kept places; None for numbers other than 0 and -inf."""
     if mask.dtype == torch.bool:
         return mask
     keep = mask == 0
@@ -108,7 +109,7 @@ def as_booleans(mask: Tensor) -> Tensor | None:
 
 
 def with_ends(leaf: Mask | None, ends: Tensor) -> Recognition:
-    """A mask of positions, up to the same key or to one for each entry of the batch."""
+    """A mask of positions, up to one key for all or one for each entry of the batch."""
     first = int(ends[0])
     if bool((ends != first).any()):
         return Recognition(leaf, ends.to(torch.int32))
@@ -116,9 +117,9 @@ def with_ends(leaf: Mask | None, ends: Tensor) -> Recognition:
 
 
 def list_candidates(keep: Tensor, end: int) -> Iterator[tuple[Mask | None, Tensor]]:
-    """Masks of positions that keep [M,N] may be, with all places that each keeps.
+    """Masks of positions that keep [M,N] may equal, with the kept places of each.
 
-    end: the key before which `keep` is to be looked at; behind it all may be padding.
+    end: only keys before it are compared; after it all may be padding.
     """
     M, N = keep.shape
     i, j = (torch.arange(n, device=keep.device) for n in (M, N))

@@ -54,27 +54,26 @@ def replace_sdpa(
     recognize_masks: bool = False,
     report: bool = False,
 ) -> Iterator[Report | None]:
-    """Within this block, in this thread, PyTorch's attention is computed by plans.
+    """Within this block, in this thread, plans compute PyTorch's attention.
 
-    That is `torch.nn.functional.scaled_dot_product_attention`, by whatever name it was imported,
-    and `multi_head_attention_forward`, which `torch.nn.MultiheadAttention` and the Transformer
-    layers call; compiled regions that run in the block too. torch.utils.checkpoint recomputes as
-    in the forward, in the block or after it; with use_reentrant=True by PyTorch's attention, so
-    that dropout there raises TensorError. It is a decorator as well.
+    This replaces `torch.nn.functional.scaled_dot_product_attention`, under any imported name, and
+    `multi_head_attention_forward`, the function behind `torch.nn.MultiheadAttention` and the
+    Transformer layers, also in compiled regions that run in the block. torch.utils.checkpoint
+    recomputes by plans, in the block or after it; with use_reentrant=True by PyTorch's attention,
+    so dropout there raises TensorError. It also works as a decorator.
 
-    Options as those of `attn_graph.compile`. What PyTorch computes itself as before: calls that no
-    backend takes, nested tensors, wrapper subclasses such as DTensor, devices other than "cpu" and
-    "cuda", and layers whose weights are to be returned (need_weights=True). on_fallback says what
-    happens there, as where only `math` takes a call: "ignore" it; "warn"; or "raise", TensorError
-    or NoBackendError.
+    Options are those of `attn_graph.compile`. PyTorch still computes calls that no backend
+    supports, nested tensors, wrapper subclasses such as DTensor, devices other than "cpu" and
+    "cuda", and layers that return weights (need_weights=True). on_fallback applies to these, and to
+    calls that only `math` supports: "ignore"; "warn"; or "raise", TensorError or NoBackendError.
 
-    recognize_masks: dense masks that are a band, a prefix or a padding at the end are read, and run
-    as masks of positions and lengths; not in compiled regions. The host waits for each mask. Copies
-    of the last few are kept in the block: a mask that is as its copy is not read again. report:
-    `as` gives a `Report`, a table of the calls; compiled regions are not in it.
+    recognize_masks: read dense masks, and run a band, a prefix or a padding at the end as masks of
+    positions and lengths; not in compiled regions. The host waits for each mask. The block keeps
+    copies of the last few; a mask equal to its copy is not read again. report: `as` gives a
+    `Report`, a table of the calls outside compiled regions.
 
-    Fused Transformer layers of PyTorch's, which would pass it by, are off in the whole process
-    meanwhile. Raises what `scaled_dot_product_attention` of `attn_graph.nn.functional` raises.
+    Meanwhile PyTorch's fused Transformer layers, which would bypass this, are off in the whole
+    process. Raises the errors of `attn_graph.nn.functional.scaled_dot_product_attention`.
     """
     # In the order of CHOICE.
     choice = (
@@ -87,8 +86,7 @@ def replace_sdpa(
 
 
 def as_key(backends: Sequence[str | Backend] | None) -> Sequence[str | Backend] | None:
-    """Several backends as a value with a hash; anything that is not a list is refused where it is
-    used."""
+    """Several backends as a hashable value; anything but a list is checked later."""
     return tuple(backends) if isinstance(backends, list) else backends
 
 
@@ -103,7 +101,7 @@ class FusedLayers:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """A context in which they are off. The last of several to end sets the switch back."""
+        """A context in which they are off. The last of several to end restores the switch."""
         switch = torch.backends.mha
         with self.lock:
             if not self.blocks:
@@ -154,7 +152,7 @@ class Replacement(TorchFunctionMode):
         args: tuple[Any, ...] = (),  # Any: and take
         kwargs: dict[str, Any] | None = None,  # Any: as above
     ) -> Any:  # Any: as above
-        """The two functions by plans, and every other one as it is."""
+        """The two functions by plans, and every other one unchanged."""
         named = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self.attend("scaled_dot_product_attention", Arguments(*args, **named))
@@ -167,7 +165,7 @@ class Replacement(TorchFunctionMode):
         args: tuple[Any, ...],  # Any: what PyTorch's function takes by position
         named: dict[str, Any],  # Any: and by name
     ) -> tuple[Tensor, Tensor | None]:
-        """`F.multi_head_attention_forward`, whose attention is replaced."""
+        """`F.multi_head_attention_forward` with its attention replaced."""
         name, query = "multi_head_attention_forward", args[0] if args else named["query"]
         more = args[NEED_WEIGHTS:]
         needs = more[0] if more else named.get("need_weights", True)
@@ -190,13 +188,12 @@ class Replacement(TorchFunctionMode):
         v: Tensor,
         *more: Any,  # Any: a mask or None, the rate of dropout, and whether it is causal
     ) -> Tensor:
-        """The attention of a layer with heads."""
         return self.attend(name, Arguments(q, k, v, *more))
 
     def attend(self, name: str, a: Arguments) -> Tensor:
-        """Attention by a plan, or by PyTorch; reported, if that is wanted.
+        """Attention by a plan, or by PyTorch; added to the report, if any.
 
-        name: of PyTorch's function that was called.
+        name: of PyTorch's function in the call.
         """
         if not torch.compiler.is_compiling():
             follow_checkpoint(self, a.dropout_p)
@@ -213,7 +210,7 @@ class Replacement(TorchFunctionMode):
         return self.report.time(usage, a.query.device, run)
 
     def compute(self, name: str, a: Arguments, kept: Kept, reason: str | None) -> Tensor:
-        """Attention by a plan, or by PyTorch where there is a reason, or no plan takes it."""
+        """Attention by a plan, or by PyTorch for a reason or if no backend supports it."""
         if reason is None:
             try:
                 return attend_like_torch(*self.planned_arguments(a, kept))
@@ -225,18 +222,17 @@ class Replacement(TorchFunctionMode):
         return F.scaled_dot_product_attention(*a[:6], scale=a.scale, enable_gqa=a.enable_gqa)
 
     def plan_of(self, a: Arguments, kept: Kept) -> tuple[Plan | None, tuple[str, ...]]:
-        """The plan of a call; or None, and the reasons why there is none."""
+        """The plan of a call; or None, and the reasons."""
         try:
             return plan_like_torch(*self.planned_arguments(a, kept)), ()
         except NoBackendError as error:
             return None, tuple(f"{name} {each}" for name, all_ in error.refusals for each in all_)
 
     def planned_arguments(self, a: Arguments, kept: Kept) -> tuple[Any, ...]:  # Any: one of each
-        """The arguments of `attend_like_torch`."""
         return *a[:3], kept, a.dropout_p, a.scale, a.enable_gqa, self.choice
 
     def leave(self, name: str, reason: str) -> None:
-        """Say that PyTorch computes a call itself, as `on_fallback` wants."""
+        """Warn or raise that PyTorch computes a call itself, by `on_fallback`."""
         text = f"{name} stays PyTorch's: {reason}"
         if self.choice[ON_FALLBACK] == "raise":
             raise TensorError(f'{text}; and on_fallback is "raise"')
@@ -245,12 +241,12 @@ class Replacement(TorchFunctionMode):
 
 
 def is_symbolic() -> bool:
-    """Whether this call is traced or compiled: what it computes is then no number to look at."""
+    """True in a traced or compiled call: its tensors have no values to read."""
     return torch.compiler.is_compiling() or is_traced()
 
 
 def why_left(*tensors: Tensor) -> str | None:
-    """Why PyTorch computes attention on these tensors itself; None: it need not."""
+    """Why PyTorch computes attention on these tensors itself; None if plans do."""
     for t in tensors:
         if t.is_nested:
             return "nested tensors"
@@ -262,7 +258,7 @@ def why_left(*tensors: Tensor) -> str | None:
 
 
 def recognize_for(a: Arguments, readings: Readings) -> Recognition | None:
-    """What the dense mask of a call says as data; None too where batches differ."""
+    """The dense mask of a call as data; None if it is not, or if batches differ."""
     q, k, v, mask = a[:4]
     assert mask is not None
     if not q.ndim == k.ndim == v.ndim == 4 or not len(q) == len(k) == len(v):
@@ -286,7 +282,7 @@ def as_kept(recognition: Recognition, a: Arguments) -> Kept:
 
 
 def describe_mask(a: Arguments, recognition: Recognition | None) -> str:
-    """The mask of a call in words, and what stands for it."""
+    """The mask of a call in words, and its recognised equivalent."""
     parts = ["is_causal"] if a.is_causal else []
     if a.attn_mask is not None:
         dense = f"{'keep' if a.attn_mask.dtype == torch.bool else 'bias'} {[*a.attn_mask.shape]}"

@@ -1,4 +1,4 @@
-"""What ran a model's attention: a table of call sites, as text, HTML and data."""
+"""A table of a model's attention calls and their backends, as text, HTML and data."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Time = Callable[[], float]  # seconds, once they are known
 @final
 @frozen
 class Usage:
-    """One kind of call: where, of which function, on what, and who runs it.
+    """One kind of call: its site, function, tensors and backend.
 
-    query, key, value: dtype and shape. backend, backward: who runs each pass; None: PyTorch itself,
-    and no gradient. reasons: why PyTorch runs it.
+    query, key, value: dtype and shape. backend: None for PyTorch itself. backward: None without a
+    gradient. reasons: why PyTorch runs it.
     """
 
     site: str
@@ -56,7 +56,7 @@ class Usage:
         plan: Plan | None,
         reasons: tuple[str, ...],
     ) -> Usage:
-        """Of a call with these tensors, at the nearest line outside PyTorch and this package."""
+        """The kind of this call, at the nearest line outside PyTorch and this package."""
         file, line = call_site()
         tensors = query, key, value
         q, k, v = map(describe_tensor, tensors)
@@ -75,7 +75,7 @@ class Usage:
 
     @property
     def who(self) -> str:
-        """Who runs it, in a cell of a table."""
+        """The backend, as a cell of a table."""
         if self.backend is None:
             return "PyTorch"
         same = self.backward in (None, self.backend)
@@ -96,14 +96,12 @@ class Row:
     first: float | None
 
     def cells(self) -> tuple[str, ...]:
-        """As HEAD has them."""
         u = self.usage
         name = f"{shorten(u.site)} {u.function}"
         times = (format_milliseconds(x) for x in (self.seconds, self.first))
         return name, str(self.calls), u.query, u.key, u.value, u.mask, u.who, *times
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
-        """Plain numbers, texts and lists."""
         names = ("site", "function", "query", "key", "value", "mask", "backend", "backward")
         texts = {name: getattr(self.usage, name) for name in names}
         figures = {"calls": self.calls, "seconds": self.seconds, "first": self.first}
@@ -113,7 +111,7 @@ class Row:
 @final
 @define(eq=False)
 class Tally:
-    """How many calls there were, and how long the first of them took."""
+    """The number of calls, and the times of the first of them."""
 
     calls: int = 0
     times: list[Time] = field(factory=list)
@@ -122,17 +120,17 @@ class Tally:
 @final
 @define(eq=False)
 class Report:
-    """The attention of a model that ran under `replace_sdpa(report=True)`, call site by call site.
+    """The attention of a model under `replace_sdpa(report=True)`, call site by call site.
 
-    Prints as text, shows as HTML in a notebook, and gives `to_dict()`. It grows while the block
-    runs; times of GPUs are waited for when it is read.
+    Prints as text, shows as HTML in a notebook, and exports by `to_dict()`. It grows while the
+    block runs; reading it waits for the times of GPUs.
     """
 
     tallies: dict[Usage, Tally] = field(factory=dict, init=False)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """One for each kind of call, in the order in which they came first."""
+        """A row for each kind of call, in the order of first use."""
         return tuple(summarize(usage, tally) for usage, tally in [*self.tallies.items()])
 
     def time(self, usage: Usage, device: torch.device, job: Callable[[], Result]) -> Result:
@@ -147,7 +145,7 @@ class Report:
         return result
 
     def lines(self) -> Iterator[str]:
-        """A summary, the table, and the reasons for what was left to PyTorch."""
+        """A summary, the table, and the reasons for the calls left to PyTorch."""
         rows = self.rows
         left = [row for row in rows if row.usage.backend is None]
         yield f"{count_calls(rows)} calls of attention, {count_calls(left)} left to PyTorch"
@@ -165,7 +163,7 @@ class Report:
         return {"rows": [row.to_dict() for row in self.rows]}
 
     def _repr_html_(self) -> str:
-        """For notebooks: the same table."""
+        """For notebooks: the table as HTML."""
         from attn_graph.printing import html
 
         rows = [
@@ -178,12 +176,11 @@ class Report:
 
 
 def shorten(site: str) -> str:
-    """A site without all folders but the last."""
+    """A site with only the last folder."""
     return "/".join(Path(site).parts[-2:])
 
 
 def count_calls(rows: Sequence[Row]) -> int:
-    """The calls of some rows together."""
     return sum(row.calls for row in rows)
 
 
@@ -219,7 +216,6 @@ def run_timed(job: Callable[[], Result], device: torch.device) -> tuple[Result, 
 
 
 def backward_backend(plan: Plan) -> str | None:
-    """Who runs the gradient of a training step."""
     if not plan.has_gradient:
         return None
     try:
@@ -235,7 +231,6 @@ def describe_tensor(x: Tensor) -> str:
 
 
 def format_milliseconds(seconds: float | None) -> str:
-    """Seconds as milliseconds, three digits behind the point."""
     return "" if seconds is None else f"{1e3 * seconds:.3f}"
 
 

@@ -1,4 +1,4 @@
-"""What the operators return for a text."""
+"""The results of the operators, from a text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from attn_graph.planner.content import MOST_TEXTS, CallContent, PlanContent, rea
 @final
 @frozen
 class Results:
-    """What `attention` returns: what a call does, then what the backward reads beside that.
+    """The results of `attention`: those of a call, then further residuals of the backward.
 
-    count: how many a call returns. saved: the places of all that the backward reads. constants:
-    the places of those that have no gradient.
+    count: the results of a call. saved: the places of the residuals. constants: the places of
+    results without a gradient.
     """
 
     count: int
@@ -30,7 +30,6 @@ class Results:
 
     @classmethod
     def of_graph(cls, graph: Graph) -> Results:
-        """Of a plan's graph."""
         known, outputs = graph.differentiable_outputs, graph.outputs
         kept = residuals(graph)
         every = outputs + tuple(i for i in kept if i not in outputs)
@@ -39,7 +38,6 @@ class Results:
 
     @classmethod
     def of_call(cls, content: CallContent) -> Results:
-        """Of a call without a plan."""
         names = ("o", *statistic_names(content.stats))
         every = names if "lse" in names else (*names, "lse")
         constants = tuple(place for place, name in enumerate(names) if name not in SAVED)
@@ -48,7 +46,6 @@ class Results:
 
 @lru_cache(MOST_TEXTS)
 def restore_graph(text: str) -> tuple[PlanContent, Graph]:
-    """A plan's text as a value, and its graph."""
     content = read_content(text)
     assert isinstance(content, PlanContent)
     return content, content.restore()[0]
@@ -56,7 +53,6 @@ def restore_graph(text: str) -> tuple[PlanContent, Graph]:
 
 @lru_cache(MOST_TEXTS)
 def results_of(text: str) -> Results:
-    """What the op returns for a text."""
     content = read_content(text)
     if isinstance(content, CallContent):
         return Results.of_call(content)
@@ -65,7 +61,6 @@ def results_of(text: str) -> Results:
 
 @lru_cache(MOST_TEXTS)
 def names_of_inputs(text: str) -> tuple[str, ...]:
-    """The names of the tensors that a text is run on."""
     content = read_content(text)
     if isinstance(content, CallContent):
         return ("q", "k", "v", *content.names)
@@ -73,12 +68,12 @@ def names_of_inputs(text: str) -> tuple[str, ...]:
 
 
 def require_count(text: str, count: int) -> None:
-    """Raise GraphError where a text is run on another number of tensors than it names."""
+    """Raise GraphError for a number of tensors that differs from the text's."""
     names = names_of_inputs(text)
     if count != len(names):
         raise GraphError(f"the text reads {len(names)} tensors, {', '.join(names)}; got {count}")
 
 
 def is_plan(text: str) -> bool:
-    """Whether a text is that of a plan, not of a call without one."""
+    """True for the text of a plan, False for that of a call without one."""
     return isinstance(read_content(text), PlanContent)

@@ -15,8 +15,8 @@ from attn_graph.masks import LEAVES, Join, Mask, needs_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-PARTS = {"b": "the batch", "h": "the heads"}  # axes whose parts have nothing to do with each other
-AXES = {  # of the tensors that calls take, by the letters of docs/semantics.md
+PARTS = {"b": "the batch", "h": "the heads"}  # axes with independent parts
+AXES = {  # of the tensors of calls, by the letters of docs/semantics.md
     name: tuple(letters)
     for name, letters in {
         "q": "bhid", "k": "bhjd", "v": "bhje", "bias": "bhij", "keep": "bhij", "sinks": "h",
@@ -26,7 +26,7 @@ AXES = {  # of the tensors that calls take, by the letters of docs/semantics.md
 RESULT = ("b", "h", "i", "e")
 
 Axes = tuple[str, ...]
-Letters = tuple[str | None, ...]  # for each axis of the mesh that of the tensors which it divides
+Letters = tuple[str | None, ...]  # for each axis of the mesh: the axis of the tensors it divides
 Local = Callable[[Mapping[str, Tensor]], Tensor | tuple[Tensor, ...]]
 
 
@@ -36,7 +36,7 @@ def attend_in_parts(
     whole: Mapping[str, str],
     attend: Local,
 ) -> Tensor | tuple[Tensor, ...]:
-    """What `attend` computes of each process's parts, as DTensors. Nothing is communicated.
+    """The results of `attend` on each process's parts, as DTensors, without communication.
 
     mask: that of the call. whole: axes that can't be divided, and why. Raises TensorError for
     these, and for placements with which a process would need numbers of others.
@@ -59,16 +59,15 @@ def attend_in_parts(
 
 
 def require_one_mesh(tensors: Mapping[str, Any]) -> None:  # Any: DTensors, or not
-    """Raise TensorError unless all tensors are DTensors of one mesh."""
     mesh = next(t.device_mesh for t in tensors.values() if is_distributed(t))
     for name, t in tensors.items():
         if not is_distributed(t):
             raise TensorError(
-                f"attention: {name} is a plain tensor beside DTensors; say "
+                f"attention: {name} is a plain tensor among DTensors; write "
                 f"distribute_tensor({name}, device_mesh, placements)"
             )
         if t.device_mesh != mesh:
-            raise TensorError(f"attention: {name} is on {t.device_mesh}, and others on {mesh}")
+            raise TensorError(f"attention: {name} is on {t.device_mesh}, but others on {mesh}")
 
 
 def axes_of(name: str, t: Tensor, mask: Mask | None) -> Axes:
@@ -84,7 +83,7 @@ def axes_of(name: str, t: Tensor, mask: Mask | None) -> Axes:
 
 
 def divided_axis(n: int, tensors: Mapping[str, DTensor], axes: Mapping[str, Axes]) -> str | None:
-    """The letter of the axis that axis n of the mesh divides. Raises TensorError for several."""
+    """The letter of the axis divided by axis n of the mesh. Raises TensorError for several."""
     places = {name: t.placements[n] for name, t in tensors.items()}
     divided = {name: p for name, p in places.items() if not p.is_replicate()}
     letters = {read_placement(p, axes[name]) for name, p in divided.items()}
@@ -94,21 +93,20 @@ def divided_axis(n: int, tensors: Mapping[str, DTensor], axes: Mapping[str, Axes
         raise TensorError(
             f"attention: {', '.join(f'{name} is {p}' for name, p in places.items())} along axis "
             f"{n} of {tensors['q'].device_mesh}; each process computes a part of {PARTS['b']} "
-            f"(axis 0 of q, k, v) or of {PARTS['h']} (axis 1): redistribute those that differ"
+            f"(axis 0 of q, k, v) or of {PARTS['h']} (axis 1): redistribute the others"
         )
     return letters.pop()
 
 
 def read_placement(place: Any, axes: Axes) -> str:  # Any: PyTorch's placements
-    """The letter of the axis that a placement divides; the placement where it is not a plain
-    shard."""
+    """The letter of the axis divided by a plain shard; any other placement as text."""
     return axes[place.dim] if place.is_shard() else str(place)
 
 
 def require_equal_parts(
     letter: str, letters: Letters, tensors: Mapping[str, DTensor], axes: Mapping[str, Axes]
 ) -> None:
-    """Raise TensorError where processes would have more and less of an axis, or nothing."""
+    """Raise TensorError unless all processes get equal, non-empty parts of an axis."""
     mesh = tensors["q"].device_mesh
     parts = math.prod([mesh.size(n) for n, x in enumerate(letters) if x == letter])
     for name, t in tensors.items():
@@ -120,7 +118,7 @@ def require_equal_parts(
 
 
 def own_leaf(mask: Mask | None) -> str | None:
-    """Why a mask needs to know which part it is in: a user's own may read the entry or the head."""
+    """Why a mask depends on its part: a user's own leaf may read the entry or the head."""
     if isinstance(mask, Join):
         return next(filter(None, map(own_leaf, mask.parts)), None)
     if mask is None or isinstance(mask, LEAVES):
@@ -129,16 +127,16 @@ def own_leaf(mask: Mask | None) -> str | None:
 
 
 def placements(axes: Axes, letters: Letters) -> tuple[Placement, ...]:
-    """Where a tensor with these axes is divided, and whole elsewhere."""
+    """Shards for the divided axes of a tensor, replicas for the others."""
     from torch.distributed.tensor import Replicate, Shard
 
     return tuple(Shard(axes.index(x)) if x and x in axes else Replicate() for x in letters)
 
 
 def local_part(t: DTensor, axes: Axes, letters: Letters) -> Tensor:
-    """This process's part of a tensor; one that is replicated is cut.
+    """This process's part of a tensor; a replicated one is cut.
 
-    What all processes read has a gradient that is the sum of theirs.
+    The gradient of a tensor read by all processes is the sum of theirs.
     """
     from torch.distributed.tensor import Partial
 

@@ -1,6 +1,6 @@
-"""Strides of results whose sizes torch.compile and torch.export know as symbols.
+"""Strides of results for sizes that are symbols of torch.compile and torch.export.
 
-A symbol may be known at run time alone, as the rows of `x[mask]` are: nothing is asked of it.
+A symbol may be known only at run time, such as the rows of `x[mask]`: it is never evaluated.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def strides_like(
     """Dense strides of a shape in the memory order of other sizes and strides."""
     if not any(isinstance(n, torch.SymInt) for n in (*sizes, *strides)):
         return dense_strides(shape, order_axes(sizes, strides))
-    # As PyTorch has strides of unknown sizes. Any: it says that sym_max may be a float.
+    # Like PyTorch's strides of unknown sizes. Any: by its types sym_max may be a float.
     least: list[Any] = [torch.sym_max(n, 1) for n in shape]
     return dense_strides(least, order_symbols(sizes, strides))
 
 
 def order_symbols(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """As `order_axes` for sizes that are neither 0 nor 1 unless that is known while tracing."""
+    """`order_axes` for sizes assumed to be neither 0 nor 1 unless tracing knows."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false as surely  # where it is loaded
 
     def reaches(a: int, b: int) -> bool:

@@ -1,4 +1,4 @@
-"""What torch.compile makes of masks and plans: constants of the code that it traces."""
+"""Masks and plans as constants of code traced by torch.compile."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch._library import opaque_object
 
 from attn_graph.masks import Mask
 
-# Whether it takes masks, of any class, and plans for constants: from torch 2.12 on.
+# From torch 2.12 on it treats masks, of any class, and plans as constants.
 KEEPS_CONSTANTS = hasattr(opaque_object, "_resolve_opaque_type_info")
-# Of masks, that compiled code may call:
+# Methods of masks for compiled code:
 METHODS: tuple[str, ...] = ("__and__", "__or__", "__invert__", "aligned")
 UNTRACED = ("attn_graph", "attn_graph.lowering", "attn_graph.kernels")  # each a folder of its own
 MAKER = "torch._dynamo.variables.script_object"  # the module that makes masks while it traces
 
 
 def register_masks() -> None:
-    """Let masks be written inside of compiled code: they are made while it is traced.
+    """Let compiled code contain masks: they are made while it is traced.
 
-    Where torch.compile can't, it leaves out the library, and compiles the code around calls.
+    If torch.compile can't do so, it leaves out the library, and compiles the code around calls.
     """
     if KEEPS_CONSTANTS:
         register, kind = registration()
@@ -39,15 +39,17 @@ def register_masks() -> None:
 
 
 def registration() -> tuple[Callable[..., None], str]:
-    """PyTorch's function that registers a class, and its word for constants. In 2.15 both have
-    other names than before, and those of before are deprecated."""
+    """PyTorch's function that registers a class, and its word for constants.
+
+    Both have new names in 2.15; the old ones are deprecated.
+    """
     if register := getattr(opaque_object, "register_custom_class", None):
         return register, "constant"
     return opaque_object.register_opaque_type, "value"
 
 
 def leave_untraced() -> None:
-    """Let torch.compile run the library's functions as they are, between what it compiles."""
+    """Let torch.compile run the library's functions as they are, between compiled parts."""
     from torch._dynamo import trace_rules
 
     for package in UNTRACED:
@@ -58,7 +60,7 @@ def leave_untraced() -> None:
 
 
 def fix(option: Any) -> Any:  # Any: an option of a call
-    """An option with numbers in place of symbols, which are constants of the code from then on.
+    """An option with numbers in place of symbols, which become constants of the code.
 
     Eager code gets the option itself.
     """
@@ -70,9 +72,9 @@ def fix(option: Any) -> Any:  # Any: an option of a call
 
 
 def take_symbols(maker: ModuleType) -> None:
-    """Let masks be made of symbols, as `Window(k.shape[2] // 2)` is: of the numbers they stand for.
+    """Let masks such as `Window(k.shape[2] // 2)` be made of symbols, by their numbers.
 
-    PyTorch makes an instance of a class that it keeps as a constant of constants alone.
+    PyTorch makes an instance of a class kept as a constant from constants alone.
     """
     variable = getattr(maker, "OpaqueObjectClassVariable", None)
     if variable is None:  # a version with another name for it
@@ -85,7 +87,6 @@ def take_symbols(maker: ModuleType) -> None:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The variable of the instance."""
         if issubclass(self.value, Mask):
             args, kwargs = (
                 [*map(fix_variable, args)],
@@ -97,7 +98,7 @@ def take_symbols(maker: ModuleType) -> None:
 
 
 def fix_variable(variable: Any) -> Any:  # Any: of torch.compile's tracer
-    """What the tracer has for an argument: for a symbol, also within a tuple, its number."""
+    """The tracer's variable of an argument, with numbers for symbols, also within a tuple."""
     from torch._dynamo.utils import specialize_symnode
     from torch._dynamo.variables.lists import ListVariable, TupleVariable
 
@@ -108,9 +109,9 @@ def fix_variable(variable: Any) -> Any:  # Any: of torch.compile's tracer
 
 
 def call_after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call a function with a module: now, or when something imports it.
+    """Call a function with a module: now, or once it is imported.
 
-    PyTorch's compiler takes seconds to import, and who does not compile does without it.
+    PyTorch's compiler takes seconds to import, and is not needed without compilation.
     """
     if module := sys.modules.get(name):
         then(module)
@@ -120,7 +121,7 @@ def call_after_import(name: str, then: Callable[[ModuleType], None]) -> None:
 
 @define(eq=False)
 class ImportWatch(MetaPathFinder):
-    """A finder of no module. It sees one being imported, and calls a function with it then."""
+    """A finder that only notices the import of one module, and then calls a function with it."""
 
     name: str
     then: Callable[[ModuleType], None]
@@ -128,7 +129,7 @@ class ImportWatch(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None, but for the one module: what the finders after this one know of it."""
+        """None, except for the module: its spec by the finders after this one."""
         if name != self.name:
             return None
         sys.meta_path.remove(self)
@@ -140,17 +141,16 @@ class ImportWatch(MetaPathFinder):
 
 @define(eq=False)
 class LoaderThen(Loader):
-    """A module's loader, and a function to call with the module after that."""
+    """A module's loader, and a function to call with the loaded module."""
 
     loader: Loader
     then: Callable[[ModuleType], None]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """The module, without its content."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module, and call the function; afterwards the module's loader is its own."""
+        """Fill the module, restore its own loader, and call the function."""
         self.loader.exec_module(module)
         module.__loader__ = self.loader
         if module.__spec__ is not None:

@@ -1,4 +1,4 @@
-"""PyTorch's attention of sequences that lie one after another, in PyTorch's words."""
+"""PyTorch's `varlen_attn`, attention of packed sequences, by plans."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ def varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Outputs:
-    """In place of `torch.nn.attention.varlen.varlen_attn`: its arguments, on CPUs and GPUs.
+    """A replacement for `torch.nn.attention.varlen.varlen_attn`, on CPUs and GPUs.
 
     query [T,H,D], key [S,G,D], value [S,G,E] -> [T,H,E]: sequence b is the rows from cu_seq_q[b] to
-    cu_seq_q[b + 1], its keys those from cu_seq_k[b] on, to cu_seq_k[b + 1] or as many as
-    seqused_k[b] says. max_q, max_k: no sequence is longer; on CPUs a longer one is refused, unless
-    it is no longer than the next power of two. window_size: (left, right), -1 for no bound,
-    aligned bottom right in each sequence: (-1, 0) is causal. enable_gqa: key and value have fewer
-    heads. return_aux=AuxRequest(lse=True) returns lse [H,T] too, heads first as PyTorch's operator
-    gives it.
+    cu_seq_q[b + 1]; its keys begin at cu_seq_k[b] and end at cu_seq_k[b + 1], or after seqused_k[b]
+    keys. max_q, max_k: the length of the longest sequence; on CPUs a sequence longer than the next
+    power of two is an error. window_size: (left, right), -1 for no bound, aligned bottom right in
+    each sequence: (-1, 0) is causal. enable_gqa: key and value have fewer heads.
+    return_aux=AuxRequest(lse=True) also returns lse [H,T], with heads first like PyTorch's
+    operator.
 
     block_table [B,count]: key and value are pools of pages [n,P,G,D], P of any size, and seqused_k
-    says how many keys count; then cu_seq_k is not read, and may be None. num_splits=1: no bit of a
-    sequence depends on its neighbours, as compile(batch_invariant=True), which CPUs refuse; any
-    other number is refused.
+    counts the keys; cu_seq_k is then not read, and may be None. num_splits=1: no bit of a sequence
+    depends on its neighbours, as with compile(batch_invariant=True), which CPUs do not support; any
+    other number is an error.
 
     Beyond PyTorch: any dtype, value of another head size, gradients with seqused_k and block_table
-    and through lse. Rows of no sequence are not read, and 0 in results; a row without a key has an
-    lse of -inf. Plans are made for sizes by name, so that new lengths, batches and tables run those
-    of before, and again when a size passes a power of two.
+    and through lse. Rows outside sequences are not read, and are 0 in results; a row without a key
+    has an lse of -inf. Plans have named sizes: new lengths, batches and tables share a plan until a
+    size passes a power of two.
 
     Raises TensorError, a RuntimeError and a ValueError, for arguments that make no sense together;
-    NoBackendError where no backend takes them.
+    NoBackendError if no backend supports them.
     """
     paged = block_table is not None
     require_layout(query, key, value, paged)
@@ -119,37 +119,37 @@ def require_layout(query: Tensor, key: Tensor, value: Tensor, paged: bool) -> No
     if key.shape[:-1] != value.shape[:-1]:
         raise TensorError(
             f"varlen_attn: key {[*key.shape]} and value {[*value.shape]} disagree; all but their "
-            "last sizes are equal"
+            "last sizes must be equal"
         )
 
 
 def require_heads(H: int, G: int, grouped: bool) -> None:
-    """Raise TensorError for numbers of heads that do not go together."""
+    """Raise TensorError for numbers of heads that do not fit."""
     if H != G and not grouped:
         raise TensorError(
-            f"varlen_attn: query has {H} heads and key {G}; say enable_gqa=True to share heads"
+            f"varlen_attn: query has {H} heads and key {G}; pass enable_gqa=True to share heads"
         )
     if grouped and (not G or H % G):
         raise TensorError(
-            f"varlen_attn: query has {H} heads, which is not a multiple of key's {G}; repeat key's "
+            f"varlen_attn: query has {H} heads, not a multiple of key's {G}; repeat key's "
             "and value's heads"
         )
 
 
 def require_keys(cu_seq_k: Tensor | None, seqused_k: Tensor | None, paged: bool) -> None:
-    """Raise TensorError where nothing says which keys a sequence has."""
+    """Raise TensorError without the bounds of each sequence's keys."""
     if cu_seq_k is None and not paged:
         raise TensorError(
-            "varlen_attn: cu_seq_k is None, and there is no block_table; say where keys begin"
+            "varlen_attn: cu_seq_k is None without block_table; pass the starts of keys"
         )
     if paged and seqused_k is None:
         raise TensorError(
-            "varlen_attn: block_table is given, and seqused_k is None; say how many keys count"
+            "varlen_attn: block_table needs seqused_k; pass the number of keys of each sequence"
         )
 
 
 def require_counts(cu_seq_q: Tensor, **others: Tensor | None) -> None:
-    """Raise TensorError for what is not of as many sequences as cu_seq_q, or no integer."""
+    """Raise TensorError for counts of another batch than cu_seq_q, or not of integers."""
     for name, t in {"cu_seq_q": cu_seq_q, **others}.items():
         if t is None and name != STARTS[0]:
             continue
@@ -171,17 +171,16 @@ def require_counts(cu_seq_q: Tensor, **others: Tensor | None) -> None:
 
 
 def round_longest(name: str, longest: int) -> int:
-    """The most rows of a sequence, rounded up. Raises TensorError for anything that is not a
-    size."""
+    """The most rows of a sequence, rounded up. Raises TensorError unless it is a size."""
     if not isinstance(longest, int | torch.SymInt) or longest < 0:
         raise TensorError(
-            f"varlen_attn: {name} is {show(longest)}; say the rows of the longest sequence"
+            f"varlen_attn: {name} is {show(longest)}; pass the length of the longest sequence"
         )
     return round_size(longest)
 
 
 def make_window(window: tuple[int, int]) -> Mask | None:
-    """The mask of window_size. Raises TensorError for anything that is not a pair of bounds."""
+    """The mask of window_size. Raises TensorError unless it is a pair of bounds."""
     match window:
         case (-1, -1):
             return None
@@ -197,26 +196,26 @@ def make_window(window: tuple[int, int]) -> Mask | None:
 
 
 def wants_lse(aux: AuxRequest | None) -> bool:
-    """Whether lse is returned. Raises TensorError where another result is wanted."""
+    """True if lse is returned. Raises TensorError for other requested results."""
     if aux is not None and not isinstance(getattr(aux, "_fields", None), tuple):
         raise TensorError(
-            f"varlen_attn: return_aux is a {type(aux).__name__}; say AuxRequest(lse=True), of "
+            f"varlen_attn: return_aux is a {type(aux).__name__}; pass AuxRequest(lse=True), of "
             "torch.nn.attention.varlen"
         )
     wanted = [] if aux is None else [name for name in aux._fields if getattr(aux, name)]
     if more := [name for name in wanted if name != "lse"]:
         raise TensorError(
-            f"varlen_attn: return_aux wants {more[0]}, and there is lse; say stats={(*wanted,)} in "
+            f"varlen_attn: return_aux supports lse, not {more[0]}; pass stats={(*wanted,)} to "
             "attn_graph.nn.functional.attention"
         )
     return bool(wanted)
 
 
 def is_whole(splits: int | None) -> bool:
-    """Whether no sequence's bits may depend on others. Raises TensorError for other numbers."""
+    """True if no sequence's bits may depend on others. Raises TensorError for other numbers."""
     if splits is not None and to_index(splits) != 1:
         raise TensorError(
-            f"varlen_attn: num_splits is {show(splits)}, and the plan decides how keys are "
-            "divided; say None, or 1 for bits that do not depend on the batch"
+            f"varlen_attn: num_splits is {show(splits)}, but the plan decides how keys are "
+            "divided; pass None, or 1 for bits that do not depend on the batch"
         )
     return splits == 1

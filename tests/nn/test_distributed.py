@@ -224,7 +224,7 @@ def refuse_parts(tensors: dict[str, Any]) -> None:
         r"q is P\(sum\)": lambda: attention(*sums),
         r"q is S\(1\), k is S\(0\), v is S\(0\)": lambda: attention(heads[0], *batch[1:]),
         "bias is a plain tensor": lambda: attention(*heads, bias=tensors["bias"]),
-        "dropout of DTensors": lambda: attention(*heads, dropout=0.5),
+        "dropout does not support DTensors": lambda: attention(*heads, dropout=0.5),
         "slopes are those of all heads": lambda: attention(*heads, alibi=True),
         "Odd may keep others": lambda: attention(*batch, mask=Odd()),
         "can't be divided into 2 equal parts": lambda: attention(*three),

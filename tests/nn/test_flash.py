@@ -70,7 +70,7 @@ def test_dropout_goes_back_by_the_numbers_that_went_forth() -> None:
 
 def test_what_it_has_not_raises() -> None:
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(ag.GraphError, match="return no debug mask"):
+    with pytest.raises(ag.GraphError, match="have no debug mask"):
         flash.forward_flash(q, q, q, 0.0, False, True)
 
 

@@ -307,7 +307,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "no table": ((Q, POOL, POOL, C, C, 4, 4), {}, r"key .* without block_table it is \[S,G,D\]"),
     "no pool": ((Q, Q, Q, C, None, 4, 4), {"block_table": TABLE}, r"with block_table it is a pool"),
     "no tensor": ((Q, [1], Q, C, C, 4, 4), {}, "key is a list"),
-    "heads": ((Q, K, K, C, C, 4, 4), {}, "query has 4 heads and key 2; say enable_gqa=True"),
+    "heads": ((Q, K, K, C, C, 4, 4), {}, "query has 4 heads and key 2; pass enable_gqa=True"),
     "groups": ((Q[:, :3], K, K, C, C, 4, 4), {"enable_gqa": True}, "not a multiple of key's 2"),
     "rows": ((Q, Q, Q[:5], C, C, 4, 4), {}, r"key \[6, 4, 8\] and value \[5, 4, 8\] disagree"),
     "sequences": ((Q, Q, Q, C, C[:2], 4, 4), {}, r"of 2 sequences, and cu_seq_k is \[2\]"),
@@ -315,7 +315,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "kind": ((Q, Q, Q, C.float(), C, 4, 4), {}, "cu_seq_q is torch.float32; it has to be"),
     "dtypes": ((Q, Q, Q.double(), C, C, 4, 4), {}, "disagree in dtype"),
     "where keys begin": ((Q, Q, Q, C, None, 4, 4), {}, "cu_seq_k is None"),
-    "how many": ((Q, POOL, POOL, C, None, 4, 4), {"block_table": TABLE}, "seqused_k is None"),
+    "how many": ((Q, POOL, POOL, C, None, 4, 4), {"block_table": TABLE}, "needs seqused_k"),
     "window": ((Q, Q, Q, C, C, 4, 4), {"window_size": (-2, 0)}, r"window_size \(-2, 0\)"),
     "splits": ((Q, Q, Q, C, C, 4, 4), {"num_splits": 3}, "num_splits is 3"),
     "longest": ((Q, Q, Q, C, C, 4.0, 4), {}, "max_q is 4.0"),
@@ -335,7 +335,7 @@ def test_statistics_that_it_has_not_are_named() -> None:
     from torch.nn.attention.flex_attention import AuxRequest as Wanted
 
     wanted: Any = Wanted(lse=True, max_scores=True)
-    with pytest.raises(ag.TensorError, match="return_aux wants max_scores"):
+    with pytest.raises(ag.TensorError, match="return_aux supports lse, not max_scores"):
         self_attention(3, 2, return_aux=wanted)
 
 
