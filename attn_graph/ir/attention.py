@@ -68,7 +68,7 @@ class Attention(Op):
     modifiers: tuple[Modifier, ...] = field(default=(), converter=in_order)
     mask: masks.Mask | None = None
     sinks: bool = field(default=False, converter=bool)
-    dropout: float = field(default=0.0, converter=to_number, validator=ops.share)
+    dropout: float = field(default=0.0, converter=to_number, validator=ops.require_rate)
     stats: tuple[str, ...] = field(default=("lse",), converter=sort_statistics)
     origin: tuple[int, ...] = field(default=(), converter=ops.to_origin)
     part: bool = False

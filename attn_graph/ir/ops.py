@@ -282,7 +282,7 @@ def beside(s: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     return torch.cat([s, column], -1)
 
 
-def share(_: object, attribute: object, rate: float) -> None:
+def require_rate(_: object, attribute: object, rate: float) -> None:
     """A validator. Raises GraphError for a rate outside [0, 1)."""
     require_constant("rate", rate)
     if not (isinstance(rate, float) and 0 <= rate < 1):
@@ -312,7 +312,7 @@ class Dropout(Op):
     of it draw alike.
     """
 
-    rate: float = field(converter=to_number, validator=share)
+    rate: float = field(converter=to_number, validator=require_rate)
     origin: tuple[int, ...] = field(default=(), converter=to_origin)
 
     @property
