@@ -13,7 +13,7 @@ from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.lowering.cudnn.sequences import SIDES, CudnnSequences
 from attn_graph.lowering.fa4.dialect import CuteCode, as_read, trace_problem
 from attn_graph.lowering.fa4.lists import TileLists, backward_tile, forward_tile, make_lists
-from attn_graph.lowering.problem import Problem, read_specs
+from attn_graph.lowering.problem import Problem, is_misaligned, read_specs
 from attn_graph.masks import Band, Mask
 from attn_graph.masks.places import Place
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
@@ -91,13 +91,21 @@ def read_strip(problem: Problem) -> Bounds | None:
     return left, None if strip.high is None else strip.high - corner
 
 
-def copied_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[str, ...]:
-    """The operands whose absent rows kernels multiply by 0, where NaN would stay NaN, so that a
-    call reads copies with 0 there: v, and in a gradient all three. Of pages kernels read the rows
-    within a length alone."""
+def cleaned_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[str, ...]:
+    """The operands whose absent rows kernels multiply by 0, where NaN would stay NaN: v, and in a
+    gradient all three. A call reads copies with 0 there. Kernels read no such row of a page."""
     names, ends = "v" if problem.grad is None else "qkv", end_names(problem)
     found = (name for name in names if LENGTHS[SIDES[name]] in ends)
     return tuple(name for name in found if name not in sequences.pools)
+
+
+def copied_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[str, ...]:
+    """The operands of which a call reads copies: cleaned ones, and those with rows off 16 bytes,
+    unless they are pages."""
+    given = dict(zip("qkv", problem.specs, strict=False)) | dict(sequences.specs)
+    cleaned = cleaned_names(problem, sequences)
+    off = {name for name, x in given.items() if is_misaligned(x) and name not in sequences.pools}
+    return tuple(name for name in "qkv" if name in cleaned or name in off)
 
 
 @final

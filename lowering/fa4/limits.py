@@ -137,13 +137,14 @@ def limit_reasons(case: Fa4Case) -> Iterator[Reason]:
         yield from rule.reasons(case)
 
 
-def operands_to_copy(case: Fa4Case) -> Iterator[Reason]:
-    """Operands that the package would copy at each call."""
+def other_strides(case: Fa4Case) -> Iterator[Reason]:
+    """Operands whose rows have gaps, and pages off 16 bytes: kernels would need a copy of the whole
+    pool."""
     operands = dict(zip("qkv", case.problem.specs, strict=False))
     operands |= dict(case.sequences.specs) if case.sequences else {}
-    cleaned = copied_names(case.problem, case.sequences or DENSE)
+    copied = copied_names(case.problem, case.sequences or DENSE)
     for name, given in operands.items():
-        spec = new_like(given) if name in cleaned else given
+        spec = new_like(given) if name in copied else given
         if not spec.unit_last:
             limit = "needs stride 1 along the last axis"
             yield Reason(f"stride.{name}", limit, f"{name} is {spec}")
@@ -378,5 +379,5 @@ LIMITS = (
         "reads sinks in float16, bfloat16 and float32",
         f"{INTERFACE}: learnable_sink must be float16, bfloat16, or float32",
     ),
-    Limit("strides", operands_to_copy, "", "cute_dsl_utils.py: maybe_contiguous", says="unasked"),
+    Limit("strides", other_strides, "", "cute_dsl_utils.py: maybe_contiguous", says="unasked"),
 )

@@ -19,6 +19,7 @@ from attn_graph.lowering.fa4.call import (
     SEQUSED,
     Fa4Call,
     call_package,
+    cleaned_names,
     copied_names,
     end_names,
 )
@@ -179,14 +180,15 @@ class Fa4Run:
         return (place >= lengths[:, None])[:, None, :, None]
 
     def clean(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """q, k and v, with copies of those whose absent rows kernels would see."""
+        """q, k and v, with copies of those that kernels can't read as they are."""
         named = dict(zip("qkv", own, strict=False))
         for name, spec in zip("qkv", self.call.problem.specs, strict=False):
-            if name in copied_names(self.call.problem, self.call.sequences):
-                lies, absent = self.call.given_spec(name, spec), self.absent(SIDES[name], own)
-                assert absent is not None  # as it is copied
-                copy = new_tensor(lies, own[0].device)
-                named[name] = copy.copy_(named[name]).masked_fill_(absent, 0.0)
+            if name in self.copies:
+                copy = new_tensor(self.call.given_spec(name, spec), own[0].device)
+                absent = self.absent(SIDES[name], own) if name in self.cleaned else None
+                named[name] = copy.copy_(named[name])
+                if absent is not None:
+                    copy.masked_fill_(absent, 0.0)
         return named
 
     def cotangent(
@@ -226,7 +228,12 @@ class Fa4Run:
         order = 12 * p.H * (rows // 64 + keys // 32) if self.call.deterministic else 0
         return own + sums + shared + unwanted + order + specs["dout"].type.bytes * p.grad.with_do
 
-    @property
+    @cached_property
+    def cleaned(self) -> tuple[str, ...]:
+        """The operands with 0 in absent rows."""
+        return cleaned_names(self.call.problem, self.call.sequences)
+
+    @cached_property
     def copies(self) -> dict[str, int]:
         """Bytes of the operands that are copied at each call, by name."""
         specs = self.call.tensors()
@@ -246,8 +253,9 @@ class Fa4Run:
         elif native is None:
             yield "the mask is a function of each place; no tile is skipped"
         for name, count in self.copies.items():
-            where = "of no sequence" if packed else "past their length"
-            yield f"{name} is copied, {format_bytes(count)}, with 0 in rows {where}"
+            absent = f"with 0 in rows {'of no sequence' if packed else 'past their length'}"
+            how = absent if name in self.cleaned else f"to rows at multiples of {ALIGNED} bytes"
+            yield f"{name} is copied, {format_bytes(count)}, {how}"
         if p.grad is not None and packed:
             size = format_bytes(self.call.tensors()["dout"].type.bytes)
             yield f"do is copied, {size}, with 0 in rows that see nothing"

@@ -66,6 +66,12 @@ def keys_of(graph: ag.Graph, target: ag.Target, options: Options | None = None) 
     return {r.key for r in BACKEND.reasons(graph, target, options or Options())}
 
 
+def apart(shape: tuple[int, ...], layout: str, gap: int) -> ag.TensorSpec:
+    """A tensor with unused elements behind each row."""
+    wide = ag.TensorSpec((*shape[:-1], shape[-1] + gap), BF16, layout=layout)
+    return ag.TensorSpec(shape, BF16, wide.strides)
+
+
 @st.composite
 def near(draw: st.DrawFn) -> ag.Graph:
     """Graphs that the package takes, or nearly."""
@@ -74,7 +80,9 @@ def near(draw: st.DrawFn) -> ag.Graph:
     M, N = (draw(st.one_of(st.integers(1, 40), st.integers(129, 300))) for _ in "MN")
     size = drawn.Shape(draw(st.integers(1, 2)), G * draw(st.integers(1, 2)), G, M, N, D, D)
     layout = draw(st.sampled_from(("bhsd", "bshd", "sbhd")))
-    q, k, v = (ag.TensorSpec(x, BF16, layout=layout) for x in (size.q, size.k, size.v))
+    q, k, v = (
+        apart(x, layout, draw(st.sampled_from((0, 0, 3, 8)))) for x in (size.q, size.k, size.v)
+    )
     options = draw(drawn.mask_options(size)) | draw(drawn.score_options(size, BF16))
     options |= {"scale": None, "dropout": 0.0}
     return ag.attention(q, k, v, **options, stats=draw(st.booleans()))
@@ -203,6 +211,20 @@ def test_pages_as_large_as_a_tile_are_refused_and_so_are_gradients_over_any() ->
             found = keys_of(simplify(graph), H200)
             assert found == ({"page_size"} if tile == P else set())
             assert keys_of(simplify(ag.vjp(graph)[1]), H200) == {"pages_gradient"}
+
+
+def test_rows_off_16_bytes_are_copied_and_told() -> None:
+    """A row of 67 elements; of 72 it is read where it lies."""
+    copies = []
+    for gap in (3, 8):
+        x = apart((2, 4, 300, 64), "bhsd", gap)
+        forward = simplify(ag.attention(x, x, x))
+        for graph in (forward, simplify(ag.vjp(forward)[1])):
+            made = BACKEND.lower(graph, H200, Options())
+            told = [x for x in made.notes if "copied, 300 KiB, to rows at multiples of 16" in x]
+            copies.append(len(told))
+            assert made.temporary >= 2 * 4 * 300 * 64 * 2 * len(told)
+    assert copies == [3, 3, 0, 0]
 
 
 def test_lse_is_the_sink_where_it_is_far_above_all_scores(modelled: ag.Target) -> None:

@@ -56,7 +56,6 @@ def test_graphs_in_half_precision_and_why_some_are_refused(
     golden("\n".join([", ".join(counts), *lines]))
 
 
-@pytest.mark.xfail(strict=True, reason="59 of 70: gradients of bias, slopes and over pages")
 @pytest.mark.parametrize("name", ["h200", "b200"])
 def test_most_graphs_in_half_precision_are_supported(name: str) -> None:
     supported = [not against for *_, against in refuse(name)]

@@ -67,7 +67,9 @@ def draw(n: Numbers, **options: Any) -> ag.Graph:  # Any: of many types
 KINDS: dict[str, Callable[[Numbers], ag.Graph]] = {
     "full, head dim 96": lambda n: draw(n, D=96),
     "causal, groups, float16": lambda n: draw(n, G=1, mask=CAUSAL, dtype=torch.float16),
-    "window": lambda n: draw(n, mask=CAUSAL & ag.Window(n.width, 0, "bottom_right")),
+    "window, rows off 16 bytes": lambda n: draw(
+        n, lay={"gap": 3}, mask=CAUSAL & ag.Window(n.width, 0, "bottom_right")
+    ),
     "function": lambda n: draw(n, mask=n.joined),
     "dead rows": lambda n: draw(n, G=1, mask=TOP & ~ag.Prefix(n.width)),
     "segments": lambda n: draw(
