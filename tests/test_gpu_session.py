@@ -271,7 +271,9 @@ def test_the_command_itself_needs_nothing_but_python(tmp_path: Path) -> None:
 
 def test_needs_are_fixed_by_the_constraints() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    assert {*wheels.list_needs()} <= {line.partition("==")[0] for line in lines}
+    needs = {*wheels.list_needs()}
+    assert needs <= {line.partition("==")[0] for line in lines}
+    assert wheels.OPTIONAL.keys() < needs
 
 
 def test_the_page_for_contributors_downloads_what_the_hint_names() -> None:

@@ -15,10 +15,16 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGES = ROOT / ".gpu"  # what was installed; the machine's own packages stay as they are
+FLASH = (  # FlashAttention 4 and its compiler
+    *("flash-attn-4", "apache-tvm-ffi", "einops", "protobuf", "quack-kernels"),
+    *("torch-c-dlpack-ext", "cuda-bindings", "cuda-pathfinder", "nvidia-cutlass-dsl"),
+    *(f"nvidia-cutlass-dsl-libs-{name}" for name in ("base", "core", "cu13")),
+)
 OPTIONAL = {  # what is lost without it
     "execnet": "tests run one after another",
     "nvidia-cudnn-frontend": "nothing of cuDNN runs",
     "pytest-xdist": "tests run one after another",
+    **dict.fromkeys(FLASH, "nothing of FlashAttention 4 runs"),
 }
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")  # of wheels
 DOWNLOAD = (  # for a machine with Python 3.12; pip takes a wheel only if its very tag is named
