@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import requires
 
 import pytest
 
@@ -36,6 +37,14 @@ except Warning:
 import attn_graph
 assert "numpy" not in sys.modules
 """
+
+
+def test_importing_the_library_warns_of_nothing() -> None:
+    """PyTorch's own import warns without NumPy, so the library depends on it."""
+    code = [sys.executable, "-W", "error", "-c", "import attn_graph"]
+    done = subprocess.run(code, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert any(need.startswith("numpy") for need in requires("attn-graph") or ())
 
 
 def test_the_library_is_imported_without_a_warning_where_numpy_is_absent() -> None:

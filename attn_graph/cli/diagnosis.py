@@ -293,7 +293,5 @@ def useful_notes(machine: Surroundings) -> Iterator[str]:
         )
     if machine.cpu.interprets:
         yield "TRITON_INTERPRET is set: Triton's kernels run on the CPU, slowly, and on no GPU"
-    usual = Switches()._asdict()
-    for name, now in machine.switches._asdict().items():
-        if now != usual[name]:
-            yield f"PyTorch's switch {name} is {now}: docs/torch-controls.md"
+    for name, now in machine.switches.changed():
+        yield f"PyTorch's switch {name} is {now}: docs/torch-controls.md"

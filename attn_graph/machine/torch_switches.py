@@ -94,6 +94,16 @@ class Switches(NamedTuple):
         own = (tuple(k for k in each if k in ranked) for each in usual)
         return () if kind == "cpu" or ranked in own else ranked
 
+    def changed(self) -> Iterator[tuple[str, object]]:
+        """Each switch that differs from PyTorch's default, with its value.
+
+        The order of kernels counts as unchanged if it is one that PyTorch sets itself on any GPU.
+        """
+        usual = Switches(priority=self.priority)
+        yield from ((n, x) for n, x in self._asdict().items() if x != getattr(usual, n))
+        if order := self.order("cuda", PUTS_CUDNN_FIRST.start):
+            yield "priority", ", ".join(order)
+
 
 def read_switches() -> Switches:
     """The switches as they are now."""

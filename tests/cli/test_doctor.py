@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,6 +182,34 @@ def test_what_is_set_is_told() -> None:
     assert takers(found, "cpu") == {"triton", "math"}
     no_compiler = render_text(*doctor_screen(diagnose(evolve(machine, driver=False), EMPTY)))
     assert "not without a C compiler: cc, gcc, clang" in no_compiler
+
+
+ORDERS = {  # of PyTorch's kernels by number; 4 and above are kernels of other devices
+    (1, 2, 0, 3): "",
+    (1, 2, 0, 3, 4): "",
+    (3, 1, 2, 0, 4): "",
+    (4, 3, 1, 2, 0): "",
+    (2, 1, 0, 3, 4): "efficient, flash, math, cudnn",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_an_order_of_kernels_is_told_if_pytorch_does_not_set_it_itself(
+    order: tuple[int, ...],
+) -> None:
+    machine = evolve(MACHINES["cudnn"], switches=Switches(priority=order))
+    told = [note for note in diagnose(machine, EMPTY).notes if "priority" in note]
+    expected = f"PyTorch's switch priority is {ORDERS[order]}: docs/torch-controls.md"
+    assert told == ([expected] if ORDERS[order] else [])
+
+
+def test_nothing_is_told_of_the_switches_of_an_untouched_pytorch() -> None:
+    code = (
+        "from attn_graph.machine.torch_switches import read_switches\n"
+        "print(*read_switches().changed())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
 
 
 def takes(name: str, graph: ag.Graph, target: str) -> bool:
