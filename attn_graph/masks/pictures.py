@@ -29,6 +29,7 @@ MOST_MARKS = 64  # characters across a picture, unless tiles are asked for
 MOST_TILES = 2**22  # of a picture: a screen, or a page, has no more dots
 MOST_POSITIONS = 2**20  # queries and keys of a mask's picture in a notebook
 SIDE = 128  # queries and keys of a tile in a file, unless tiles are asked for
+TALLEST = 6  # inches of all bars
 DOTS = 200  # per inch of a PNG
 LIGHT = ("#ffffff", "#90caf9", "#1565c0")  # a tile's colour: empty, mixed, full
 DARK = ("#1e2129", "#3f6ea8", "#90caf9")
@@ -234,23 +235,30 @@ def draw_bars(
     *,
     unit: str = "ms",
     title: str = "",
+    line: float | None = None,
     dark: bool = False,
 ) -> None:
-    """Write a bar chart: a group of bars for each row, a bar for each name in it, first on top.
+    """Write a bar chart: a group of bars for each row, a bar for each name in it, at most as high
+    as a screen.
 
-    rows: labels, and a figure in `unit` by name; a name may be absent. dark: for dark pages. Raises
-    ImportError without matplotlib.
+    rows: each job with a figure in `unit` for each name; one may be absent. line: bars begin at
+    this figure, on a logarithmic axis. dark: for dark pages. Raises ImportError without matplotlib.
     """
-    sheet, axes = figure(7, 1 + 0.5 * max(1, len(rows)), dark)
+    sheet, axes = figure(7, 1 + min(0.5 * max(1, len(rows)), TALLEST), dark)
     names = list(dict.fromkeys(name for _, figures in rows for name in figures))
     height = 0.8 / max(1, len(names))
     for n, name in enumerate(names):
         places = [i + n * height for i, (_, figures) in enumerate(rows) if name in figures]
-        axes.barh(
-            places, [figures[name] for _, figures in rows if name in figures], height, label=name
-        )
-    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(rows))], [job for job, _ in rows])
-    axes.invert_yaxis()
+        ends = [figures[name] - (line or 0) for _, figures in rows if name in figures]
+        axes.barh(places, ends, height, left=line or 0, label=name)
+    middles = [i + 0.4 - height / 2 for i in range(len(rows))]
+    axes.set_yticks(middles, [job for job, _ in rows], fontsize=8)
+    axes.set_ylim(len(rows), -height)
+    if line is not None:
+        axes.set_xscale("log", subs=[2, 5])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.axvline(line, color=INK if dark else "black", linewidth=1)
     axes.set_xlabel(unit)
     axes.set_title(title)
     if len(names) > 1:

@@ -20,5 +20,5 @@ def draw(folder: Path = FOLDER) -> list[Path]:
     for shade, dark in SHADES.items():
         paths += [folder / f"mask-{shade}.svg", folder / f"speed-{shade}.svg"]
         draw_mask(paths[-2], MASK, 4096, 4096, dark=dark)
-        draw_bars(paths[-1], gains(), unit="times as fast as PyTorch", dark=dark)
+        draw_bars(paths[-1], gains(), unit="times as fast as PyTorch", line=1, dark=dark)
     return paths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,16 @@ DRAWN: dict[str, Callable[[Path], None]] = {
     ),
     "empty roofline": lambda path: pictures.draw_roofline(path, {}, peak=1e12, bandwidth=1e11),
     "bars": lambda path: pictures.draw_bars(path, ROWS, title="forward"),
+    "bars from a line": lambda path: pictures.draw_bars(path, ROWS, line=1.0, dark=True),
     "no bars": lambda path: pictures.draw_bars(path, ()),
 }
+
+
+def test_many_bars_fit_on_a_screen(tmp_path: Path) -> None:
+    path = tmp_path / "bars.svg"
+    pictures.draw_bars(path, [(f"job {n}", {"ours": 1.0 + n}) for n in range(100)], line=1.0)
+    (height,) = re.findall(r'height="([\d.]+)pt"', path.read_text(encoding="utf-8"))
+    assert float(height) <= 72 * (pictures.TALLEST + 1)
 
 
 def test_a_small_mask_is_drawn_place_by_place() -> None:
