@@ -46,7 +46,7 @@ $(BIN)/python:
 	touch $@ .venv/demo
 
 .venv/demo: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '$(INSTALL)' -e '.[examples]'
+	$(subst -q ,,$(PIP)) -e '$(INSTALL)' -e '.[examples]'
 	touch $@
 
 demo: .venv/demo

@@ -1,6 +1,8 @@
 """The examples run as they are, say what they promise, and stay small."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -162,9 +164,28 @@ def test_the_models_agree_while_they_train(
     example("train_gpt").main(steps=3)
     told = capsys.readouterr().out
     assert "validation loss" in told
-    assert told.startswith("step 1 of 3: loss ")  # no terminal, so lines in place of the bar
+    first = " ".join(told.split("step 1 of 3: ")[0].split())
+    assert "one computes attention with attn_graph, one with PyTorch's" in first
+    assert "minutes on two CPU cores" in first
+    (line,) = re.findall("^step 1 of 3: .*$", told, re.MULTILINE)  # no terminal: lines, no bar
+    assert re.fullmatch(
+        r".*attn_graph loss [\d.]+, [\d,]+ tokens/s; PyTorch loss .* tokens/s", line
+    )
+    assert told.index("train_gpt.png") < told.index("validation loss")
     assert "plans built after the first step: 0" in told
     assert (tmp_path / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_ends_the_demo_in_one_line(tmp_path: Path) -> None:
+    code = [sys.executable, "-u", str(HERE / "train_gpt.py")]
+    with subprocess.Popen(
+        code, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        assert demo.stdout is not None
+        demo.stdout.readline()
+        demo.send_signal(signal.SIGINT)
+        _, errors = demo.communicate(timeout=120)
+    assert (demo.returncode, errors) == (1, "stopped\n")
 
 
 @pytest.mark.slow
