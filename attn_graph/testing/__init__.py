@@ -1,12 +1,12 @@
-"""Checks for masks, modifiers and backends of your own: the ones that the library's own pass.
+"""Checks for your own masks, modifiers and backends; the library's own pass them.
 
 `check_mask`, `check_modifier` and `check_backend` draw sizes, tensors and graphs by hypothesis and
 compare with the formula of docs/semantics.md in float64, by its accuracy rule. They raise
-AssertionError with what is wrong, both values, and the smallest example that shows it.
+AssertionError with the fault, both values, and the smallest example.
 """
 
 try:
-    import hypothesis  # noqa: F401  # asked here, so that the error can say what to install
+    import hypothesis  # noqa: F401  # for an error that names the package to install
 except ModuleNotFoundError as error:
     raise ImportError(
         "attn_graph.testing needs hypothesis, which is not installed; "

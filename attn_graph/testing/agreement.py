@@ -1,4 +1,4 @@
-"""Whether a plan gives what the formula says, forward and backward."""
+"""Compares a plan with the formula, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ Tensors = Sequence[torch.Tensor]
 def search(
     check: Callable[..., None], fewer: int = 1, **strategies: SearchStrategy[object]
 ) -> None:
-    """Call `check` with drawn arguments, and raise what it raises, at the smallest that hypothesis
-    finds. How many are drawn, and from which seed, is what hypothesis' profile says; `fewer` times
-    as few, and then none is made smaller."""
+    """Call `check` with drawn arguments; raise its error for the smallest failing example.
+
+    The hypothesis profile sets the number of examples and the seed. fewer: draw this many times
+    fewer examples and, above 1, do not shrink.
+    """
     slow = settings(
         max_examples=-(-settings().max_examples // fewer),
         deadline=None,
@@ -36,20 +38,19 @@ def search(
 
 
 def run_plan(plan: Plan, tensors: Tensors, **named: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The outputs of a plan, as a tuple where there is one output too."""
     outputs = plan(*tensors, **named)
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def as_leaves(tensors: Tensors) -> tuple[torch.Tensor, ...]:
-    """The same tensors, strides and all, floating ones requiring grad."""
+    """These tensors, strides included, as leaves; floating ones require grad."""
     return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors)
 
 
 def run_gradients(
     plan: Plan, tensors: Tensors, cotangents: Sequence[torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """What autograd gives for each floating input, by name; a cotangent of None is not given."""
+    """The gradient of each floating input by autograd, by name; a None cotangent is left out."""
     leaves = as_leaves(tensors)
     outputs = run_plan(plan, leaves)
     pairs = [(o, d) for o, d in zip(outputs, cotangents, strict=True) if d is not None]
@@ -61,8 +62,11 @@ def run_gradients(
 
 
 def check_outputs(plan: Plan, graph: Graph, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-    """What a call gives. Raises AssertionError unless that is what the formula says, in new and
-    dense memory, and inputs stay as they are."""
+    """The outputs of a call, compared with the formula.
+
+    Raises AssertionError if they differ, if they are not dense or not new memory, or if the call
+    changes an input.
+    """
     before, who = [t.clone() for t in tensors], f"{plan.backend}: "
     dues = expect_outputs(graph, tensors)
     outputs = run_plan(plan, tensors)
@@ -82,10 +86,10 @@ def check_outputs(plan: Plan, graph: Graph, tensors: Tensors) -> tuple[torch.Ten
 def check_gradients(
     plan: Plan, graph: Graph, tensors: Tensors, seed: int, *, skip: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """The gradients that a plan gives. Raises AssertionError where they are not the formula's.
+    """The gradients of a plan, compared with the formula. Raises AssertionError.
 
-    In rows that see nothing cotangents are NaN or infinite, and count 0. skip: of two outputs
-    that have a gradient, the one that none comes from.
+    In rows that see nothing, cotangents are NaN or infinite, and must count as 0. skip: of two
+    differentiable outputs, the one without a cotangent.
     """
     drawn = cotangents_for(plan.graph, seed, str(tensors[0].device))
     cotangents, poisoned = [*drawn], [*poison_blind_rows(graph, tensors, drawn, seed)]

@@ -1,4 +1,4 @@
-"""check_backend: whether a backend gives what the formula says for every graph that it takes."""
+"""check_backend: compares a backend with the formula on every graph it supports."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from attn_graph.testing.tensors import tensors_for
 def check_backend(
     backend: Backend, target: Target | str = "cpu", *, graphs: SearchStrategy[Graph] | None = None
 ) -> None:
-    """Raise AssertionError unless a backend does what it says, for every graph that it takes.
+    """Raise AssertionError unless a backend is right about every graph that it supports.
 
-    A graph is refused with reasons, the same when asked again; else it is lowered, and its outputs
-    and gradients are what the formula says: given do, dlse, or both, with NaN in the gaps of
-    tensors and in cotangents of rows that see nothing. A gradient that it refuses is computed by
-    `math`, from what its forward pass saves. Where the target is not this machine, graphs are
-    planned and nothing runs.
+    It refuses a graph with reasons, equal ones each time; or it lowers the graph, and outputs and
+    gradients agree with the formula: given do, dlse, or both, with NaN in the gaps of tensors and
+    in cotangents of rows that see nothing. If it refuses the gradient, `math` computes it from the
+    saved results of its forward pass. For a target other than this machine, graphs are planned but
+    not run.
 
-    graphs: what is drawn, by default any graph and, as often, ones that most kernels take. It is
-    an AssertionError too if none is taken: then draw nearer to what the backend computes.
+    graphs: a strategy; by default any graph and, as often, graphs that most kernels support. It is
+    an AssertionError if the backend supports no drawn graph: pass a strategy closer to the backend.
     """
     machine = Target.of(target) if isinstance(target, str) else target
     runs, taken = is_here(machine), list[Graph]()
@@ -45,23 +45,24 @@ def check_backend(
 
     drawn = st.one_of(simple_graphs(), any_graph()) if graphs is None else graphs
     search(check, graph=drawn, seed=seeds, skip=st.sampled_from((None, 0, 1)))
-    assert taken, f"{backend.name} took no graph that was drawn; give graphs= it is nearer to"
+    assert taken, f"{backend.name} supports none of the drawn graphs; pass graphs= that fit it"
 
 
 def is_here(target: Target) -> bool:
-    """Whether plans for a target run on this machine."""
+    """True if plans for a target run on this machine."""
     if target.tensors_on == "cpu":
         return True
     return torch.cuda.is_available() and target == Target.here()
 
 
 def plan_graph(backend: Backend, graph: Graph, target: Target) -> Plan | None:
-    """The backend's plan, whose gradient `math` computes where the backend refuses it; None where
-    it refuses the graph. Raises AssertionError for a refusal without reasons, or with others the
-    second time."""
+    """The backend's plan, its gradient by `math` if refused; None if the graph is refused.
+
+    Raises AssertionError for a refusal without reasons, or with different ones the second time.
+    """
     simple = simplify(graph)
     once, again = ([*map(str, backend.why_not(simple, target, Options()))] for _ in range(2))
-    assert once == again, f"{backend.name} has the reasons {once}, and when asked again {again}"
+    assert once == again, f"{backend.name} gives the reasons {once}, the next time {again}"
     names = (backend,) if backend.name == "math" else (backend, "math")
     plan = compile(graph, target=target, backends=names)
     if plan.backend == backend.name:
@@ -69,14 +70,14 @@ def plan_graph(backend: Backend, graph: Graph, target: Target) -> Plan | None:
     ((_, reasons),) = plan.refusals
     texts = [*map(str, reasons)]
     assert all(text.strip() for text in texts or [""]), (
-        f"{backend.name} refuses a graph, and its reasons are {texts}; each is a clause that "
+        f"{backend.name} refuses a graph with the reasons {texts}; each must be a clause that "
         f'follows "can\'t: "\n{graph}'
     )
     return None
 
 
 def check_runs(plan: Plan, graph: Graph, seed: int, skip: int | None, target: Target) -> None:
-    """Raise AssertionError unless a plan gives the formula's outputs and gradients."""
+    """Raise AssertionError unless a plan's outputs and gradients agree with the formula."""
     tensors = tensors_for(graph, seed, target.tensors_on)
     check_outputs(plan, graph, tensors)
     if graph.has_gradient:

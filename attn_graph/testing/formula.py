@@ -1,8 +1,8 @@
-"""What docs/semantics.md says, in plain PyTorch and whole arrays: the formula of one attention.
+"""The formula of docs/semantics.md for one attention, in plain PyTorch on whole arrays.
 
-Written from that page and from nothing else: of the library it reads the graph, not one op's code.
-Everything is out of place, so `torch.autograd` gives the gradients. A modifier of your own has no
-formula beside its definition: it gives its `change`, and PyTorch differentiates that.
+Written from that page alone: it reads the library's graphs, but none of its ops' code. Everything
+is out of place, so `torch.autograd` gives the gradients. Your own modifier has no formula besides
+its definition: its `change` is used, and PyTorch differentiates it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Tensor = torch.Tensor
 DENSE = torch.contiguous_format
 
 
-# What a graph says is to be computed.
+# The attention in a graph.
 
 
 @frozen
 class Chain:
-    """One attention: its tensors by role, and what is done to the scores."""
+    """One attention: its tensors by role, and the steps on its scores."""
 
     q: Tensor
     k: Tensor
@@ -56,7 +56,7 @@ class Chain:
 
 
 def read_chain(graph: Graph, tensors: Sequence[Tensor]) -> Chain:
-    """The attention that a graph is, whether in single steps or as one op."""
+    """The attention of a graph, in single steps or as one op."""
     values: dict[int, Tensor] = dict(enumerate(tensors))
     fields: dict[str, Any] = {  # Any: those of a Chain
         "modifiers": (),
@@ -77,7 +77,10 @@ def read_step(
     given: list[Tensor],
     before: dict[str, Any],  # Any: fields of a Chain
 ) -> dict[str, Any]:  # Any: as above
-    """What one equation adds to a chain. Operands that are not inputs of the graph are not read."""
+    """The fields that one equation adds to a chain.
+
+    Operands that are not inputs of the graph are not read.
+    """
     match op:
         case ops.Scores(scale):
             return {"q": given[0], "k": given[1], "scale": scale}
@@ -103,7 +106,7 @@ def read_step(
 
 
 def read_attention(op: Attention, given: list[Tensor]) -> dict[str, Any]:  # Any: as above
-    """All of a chain: q, k, v, then what modifiers, mask, sinks and dropout read, in that order."""
+    """All fields of a chain, from the operands q, k, v, modifiers', mask's, sinks, dropout's."""
     q, k, v, *rest = given
     more = iter(rest)
     modifiers = tuple((m, {name: next(more) for name in m.needs}) for m in op.modifiers)
@@ -124,7 +127,7 @@ def read_attention(op: Attention, given: list[Tensor]) -> dict[str, Any]:  # Any
 
 
 def output_roles(graph: Graph) -> list[str]:
-    """What each output of a graph is: "p", "lse", "max", "pz" (p with dropout) or "o"."""
+    """The role of each output: "p", "lse", "max", "pz" (p with dropout) or "o"."""
     names: dict[int, str] = {}
     for eqn, outs in graph.numbered:
         match eqn.op:
@@ -170,7 +173,6 @@ STEPS: dict[type[Modifier], Callable[[Any, Tensor, Places], Tensor]] = {
 
 
 def apply_modifier(op: Modifier, s: Tensor, at: Places) -> Tensor:
-    """s -> s'."""
     if type(op) in STEPS:
         return STEPS[type(op)](op, s, at)
     changed: Tensor = OwnStep.apply(op, tuple(at.data), s, *at.data.values())  # type: ignore[no-untyped-call]  # of PyTorch
@@ -178,24 +180,22 @@ def apply_modifier(op: Modifier, s: Tensor, at: Places) -> Tensor:
 
 
 class OwnStep(torch.autograd.Function):
-    """The step of a modifier of your own, whose gradient follows from `change` alone."""
+    """The step of your own modifier, with a gradient by `change` alone."""
 
     @staticmethod
     def forward(
-        ctx: Any,  # Any: PyTorch's, which keeps what backward reads
+        ctx: Any,  # Any: PyTorch's, with the tensors saved for backward
         op: Modifier,
         names: tuple[str, ...],
         s: Tensor,
         *tensors: Tensor,
     ) -> Tensor:
-        """`change`, on every place at once."""
         ctx.op, ctx.names = op, names
         ctx.save_for_backward(s, *tensors)
         return op.change(s.clone(), every_place(s, dict(zip(names, tensors, strict=True)))).to(s)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # Any: PyTorch's; None or gradients
-        """The gradients of s and of every floating tensor that is read."""
         s, *tensors = ctx.saved_tensors
         data = dict(zip(ctx.names, tensors, strict=True))
         ds, more = differentiate(ctx.op, s, data, grads[0])
@@ -205,7 +205,7 @@ class OwnStep(torch.autograd.Function):
 def differentiate(
     op: Modifier, s: Tensor, data: Data, ds: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The gradients of s and of each floating tensor that a step reads, given that of s'.
+    """The gradients of s and of each floating operand of a step, given that of s'.
 
     They follow from `change` alone, which may work in place.
     """
@@ -246,8 +246,8 @@ def draw_dropout(
 ) -> Tensor:
     """z [B,H,M,N] in {0, 1}: place (b,h,i,j) draws word j % 4 at (j // 4, i, b H + h, offset).
 
-    origin: of a part, b, h, i, j of its first place in the whole, the whole's H, and after how
-    many batch entries draws repeat, if they do.
+    origin: of a part, b, h, i, j of its first place in the whole, the whole's H, and perhaps the
+    number of batch entries after which draws repeat.
     """
     B, H, M, N = sizes
     b0, h0, i0, j0, heads, *more = origin or (0, 0, 0, 0, H)
@@ -270,7 +270,7 @@ def draw_dropout(
 
 @frozen
 class Evaluation:
-    """Every value of one attention that a graph may return, and those its gradient is made of."""
+    """Every value of one attention that a graph may return or its gradient needs."""
 
     steps: tuple[Tensor, ...]  # scores, then the result of each modifier
     p: Tensor
@@ -282,7 +282,7 @@ class Evaluation:
 
     @property
     def finite_steps(self) -> tuple[Tensor, ...]:
-        """The steps, with 0 at places of -inf, where p is 0 however large the terms are."""
+        """The steps with 0 at places of -inf, where p is 0 however large the terms are."""
         return tuple(s.masked_fill(self.steps[-1] == -INF, 0.0) for s in self.steps)
 
     def __getitem__(self, role: str) -> Tensor:
@@ -297,12 +297,12 @@ def per_head(x: Tensor, heads: int) -> Tensor:
 
 
 def attend(c: Chain) -> Evaluation:
-    """The page's seven steps. Rows that see nothing, and no sink, have o = 0 and lse = -inf."""
+    """The page's seven steps. Rows that see neither a key nor a sink have o = 0 and lse = -inf."""
     B, H, M, N = c.sizes
     s = c.scale * torch.einsum("bhid,bhjd->bhij", c.q, per_head(c.k, H))
     steps = [s]
     for op, data in c.modifiers:
-        hidden = s == -INF  # and stays so
+        hidden = s == -INF  # stays hidden
         s = apply_modifier(op, torch.where(hidden, 0.0, s), Places(c.sizes, data))
         s = torch.where(hidden, -INF, s)
         steps.append(s)
@@ -324,7 +324,7 @@ def attend(c: Chain) -> Evaluation:
 
 
 def softmax(s: Tensor, keep: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """p and lse. Nothing is ever divided by 0 or taken the log of, so no gradient is NaN."""
+    """p and lse. It never divides by 0 or takes the log of 0, so no gradient is NaN."""
     shown = torch.where(keep, s, -INF)
     columns = torch.cat([shown, sinks.expand(*s.shape[:3], 1)], -1) if sinks is not None else shown
     blind = (columns == -INF).all(-1, keepdim=True)
@@ -336,7 +336,7 @@ def softmax(s: Tensor, keep: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tens
 
 
 def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Inputs as the formula takes them: floats in `dtype`, and leaves of a new autograd graph."""
+    """Inputs of the formula: floats in `dtype`, as leaves of a new autograd graph."""
     return [
         x.detach().to("cpu", dtype).clone() if x.is_floating_point() else x.detach().cpu()
         for x in tensors

@@ -1,4 +1,4 @@
-"""Whether attention with a mask or a modifier is what the formula says, on a GPU too."""
+"""Compares attention with a mask or a modifier with the formula, also on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_graph.testing.gpu import virtual_gpu
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
 
-FEWER = 5  # times as few graphs on a virtual GPU: each takes seconds, most of them Triton's
+FEWER = 5  # times fewer graphs on a virtual GPU: each takes seconds, mostly Triton's
 
 
 def check_graphs(
@@ -25,10 +25,10 @@ def check_graphs(
     gpu: Target | str | None,
     trained: bool = True,
 ) -> None:
-    """Raise AssertionError unless drawn graphs are read back from their text, and a backend gives
-    what the formula says of them; with `gpu` Triton's compiled kernels too.
+    """Raise AssertionError unless drawn graphs survive printing and parsing and run correctly.
 
-    known: a class that the text names. trained: whether the backward is to be checked.
+    A backend computes them, and with `gpu` Triton's compiled kernels too. known: a class named in
+    the text. trained: check the backward too.
     """
 
     def check_text(graph: Graph) -> None:
@@ -56,5 +56,5 @@ def check_graphs(
 
 
 def has_scores(graph: Graph) -> bool:
-    """Whether there is anything to compute, which kernels ask for."""
+    """True without empty inputs: kernels need something to compute."""
     return all(0 not in each.spec.shape for each in graph.inputs)

@@ -1,4 +1,4 @@
-"""check_mask: whether a mask holds what it says of itself, at any sizes."""
+"""check_mask: checks the definitions of a mask against one another, at any sizes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from attn_graph.testing.mask_formula import Places, evaluate_mask, evaluate_plac
 from attn_graph.testing.strategies import Shape, data_specs, seeds, shapes
 from attn_graph.testing.tensors import filler, lay_out
 
-MOST = 10  # queries and keys, where each place is evaluated alone
+MOST = 10  # queries and keys, since each place is evaluated alone
 
 
 @frozen(eq=False)
 class MaskCase:
-    """A mask, the sizes it is evaluated for, and the tensors it reads."""
+    """A mask, the sizes to evaluate it for, and its tensors."""
 
     mask: m.Mask
     shape: Shape
@@ -44,21 +44,20 @@ class MaskCase:
 
     @property
     def resolved(self) -> m.Mask:
-        """The mask with its alignments turned into offsets."""
         return self.mask.resolved(self.shape.M, self.shape.N, m.ragged_in(self.mask.needs))
 
     @cached_property
     def kept(self) -> torch.Tensor:
-        """Which places the mask keeps, [B,H,M,N], by the page; one of your own by its `keep`."""
+        """The kept places [B,H,M,N] by docs/semantics.md; of your own mask by its `keep`."""
         return evaluate_mask(self.mask, Places(self.sizes, self.data)).expand(self.sizes)
 
     def block(self, batch: range, heads: range, rows: range, *, data: bool = True) -> Block:
-        """Some of the queries, with the tensors that are read or before they are known."""
+        """Some of the queries; without `data` as before the tensors are known."""
         x = self.shape
         return Block(batch, heads, rows, x.H, x.M, x.N, self.data if data else None)
 
     def evaluate_singly(self, mask: m.Mask) -> torch.Tensor:
-        """Which places another mask keeps, by `keep` on integers."""
+        """The kept places of another mask, by `keep` on integers."""
         return evaluate_place_by_place(mask, self.sizes, self.data)
 
 
@@ -69,16 +68,19 @@ def check_mask(
     target: Target | str = "cpu",
     gpu: Target | str | None = None,
 ) -> None:
-    """Raise AssertionError unless a mask holds what it says of itself, at any sizes.
+    """Raise AssertionError unless the definitions of a mask agree, at any sizes.
 
-    `keep` gives the same for tensors as for integers; `span` of any block of queries lacks no key
-    that is kept, and `surely` has none that is not; `strip` and `relative` are true; the text of a
-    graph is parsed back; and attention under the mask, alone and in joins, is what the formula
-    says, in both passes of a backend. Tensors that the mask reads hold any value of their dtype
-    that is not negative, integers up to the number of positions.
+    `keep` gives equal results for tensors and integers; `span` of any block of queries has every
+    kept key, and `surely` only kept ones; `strip` and `relative` are true; the text of a graph is
+    parsed back; and attention under the mask, alone and in joins, agrees with the formula in both
+    passes of a backend. The mask's tensors have any non-negative values of their dtype, integers up
+    to the number of positions.
 
-    gpu: "h100" say; its code for Triton, compiled for that GPU, is executed on a virtual one too,
-    with fewer graphs. Raises Fault where a GPU defines no result, RuntimeError as `virtual_gpu`.
+    >>> check_mask(Causal() & Window(64))
+
+    gpu: for example "h100": also compile Triton's kernels for that GPU and run them on a virtual
+    one, with fewer graphs. Raises Fault if a GPU's result is undefined, RuntimeError as
+    `virtual_gpu`.
     """
 
     def check_definition(case: MaskCase, data: bool) -> None:
@@ -96,7 +98,7 @@ Choose = Callable[[Shape], SearchStrategy[m.Mask]]
 
 @st.composite
 def mask_cases(draw: DrawFn, choose: Choose = strategies.masks) -> MaskCase:
-    """A mask at sizes that it takes, and the tensors that it reads; by default any expression."""
+    """A mask, sizes that it supports, and its tensors; by default any expression."""
     shape = draw(shapes(MOST))
     mask = draw(choose(shape))
     shape = sizes_for(mask, shape)
@@ -111,7 +113,7 @@ def mask_cases(draw: DrawFn, choose: Choose = strategies.masks) -> MaskCase:
 
 
 def sizes_for(mask: m.Mask, shape: Shape) -> Shape:
-    """These sizes, with N = M where the mask is refused at others: its alignment is not said."""
+    """These sizes, with N = M if the mask needs it for lack of an alignment."""
     try:
         mask.resolved(shape.M, shape.N, m.ragged_in(mask.needs))
     except GraphError:
@@ -121,7 +123,7 @@ def sizes_for(mask: m.Mask, shape: Shape) -> Shape:
 
 @st.composite
 def ranges(draw: DrawFn, size: int) -> range:
-    """Some of so many, or all of them."""
+    """Some of the numbers below `size`, or all."""
     if draw(st.booleans()):
         return range(size)
     start = draw(st.integers(0, max(0, size - 1)))
@@ -130,7 +132,7 @@ def ranges(draw: DrawFn, size: int) -> range:
 
 @st.composite
 def blocks(draw: DrawFn, cases: SearchStrategy[MaskCase]) -> tuple[MaskCase, Block]:
-    """A mask and some queries, none only where there are none at all."""
+    """A mask and some queries, empty only if there are none."""
     case = draw(cases)
     B, H, M, _ = case.sizes
     data = draw(st.booleans())
@@ -163,7 +165,7 @@ def graphs_under(draw: DrawFn, mask: m.Mask) -> Graph:
 
 
 def check_keep(case: MaskCase) -> None:
-    """Raise AssertionError unless `keep` gives the same for tensors as for integers."""
+    """Raise AssertionError unless `keep` gives equal results for tensors and integers."""
     everywhere = case.block(*map(range, case.sizes[:3]))
     together = case.mask.keep(Place.of(everywhere, range(case.shape.N)))
     together = torch.as_tensor(together).expand(case.sizes)
@@ -177,8 +179,11 @@ def check_keep(case: MaskCase) -> None:
 
 
 def check_block(mask: m.Mask, case: MaskCase, block: Block) -> None:
-    """Raise AssertionError unless `span` of a block of queries holds every key that one of them
-    keeps, and `surely` only keys that all of them keep. `mask` keeps what the case's mask does."""
+    """Raise AssertionError for a block of queries with a wrong `span` or `surely`.
+
+    `span` must have every key kept by some query, `surely` only keys kept by all. `mask` keeps the
+    places of the case's mask.
+    """
     here = case.kept[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop]
     here = here[:, :, block.rows.start : block.rows.stop]
     span, surely = mask.span(block), mask.surely(block)
@@ -197,7 +202,6 @@ def check_block(mask: m.Mask, case: MaskCase, block: Block) -> None:
 
 
 def describe_block(block: Block) -> str:
-    """Which queries, in words."""
     rows = f"queries {block.rows.start} to {block.rows.stop - 1} of {block.M}"
     when = "" if block.data is not None else ", before tensors are known"
     return f"{rows}, {block.N} keys{when}"

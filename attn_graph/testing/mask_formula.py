@@ -1,4 +1,4 @@
-"""Masks in plain PyTorch: which places are kept, leaf by leaf, on whole arrays."""
+"""Masks in plain PyTorch: the kept places, leaf by leaf, on whole arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Data = Mapping[str, Tensor]
 
 @frozen
 class Places:
-    """Every place of [B,H,M,N], and the tensors that say something about it."""
+    """Every place of [B,H,M,N], and the tensors of the mask."""
 
     sizes: tuple[int, int, int, int]
     data: Data
@@ -30,11 +30,11 @@ class Places:
         return torch.arange(self.sizes[place]).reshape([-1] + [1] * (3 - place))
 
     def lengths(self, name: str) -> Tensor:
-        """Lengths of each batch entry."""
+        """Lengths [B,1,1,1]."""
         return self.data[name].reshape(-1, 1, 1, 1)
 
     def aligned_rows(self, align: str | None, lengths: Sequence[str]) -> Tensor:
-        """i', the key that query i meets, given which lengths say where sequences end."""
+        """i', the key aligned with query i. lengths: those that end sequences."""
         i, (_, _, M, N) = self.axis("i"), self.sizes
         if align != "bottom_right":
             return i
@@ -66,7 +66,7 @@ def band(mask: masks.Band, at: Places) -> Tensor:
 
 
 def same_segment(mask: masks.SameSegment, at: Places) -> Tensor:
-    """The numbers of query and key are the same."""
+    """Query and key have equal numbers."""
     q, k = at.data["q_segments"], at.data["kv_segments"]
     return q[:, None, :, None] == k[:, None, None, :]
 
@@ -84,7 +84,7 @@ LEAVES: dict[type[masks.Mask], Callable[[Any, Places], Tensor]] = {
 
 
 def evaluate_mask(mask: masks.Mask, at: Places) -> Tensor:
-    """True where the mask keeps, [B,H,M,N] or what broadcasts to it."""
+    """True for kept places, [B,H,M,N] or broadcast to it."""
     match mask:
         case masks.And(a, b):
             return evaluate_mask(a, at) & evaluate_mask(b, at)
@@ -101,7 +101,7 @@ def evaluate_mask(mask: masks.Mask, at: Places) -> Tensor:
 def evaluate_place_by_place(
     mask: masks.Mask, sizes: tuple[int, int, int, int], data: Data
 ) -> Tensor:
-    """The mask asked at every single place, in integers: slow, and what `keep` means."""
+    """`keep` at every single place, in integers: slow, and the meaning of the mask."""
     _, H, M, N = sizes
     places = (Place(b, h, i, j, H, M, N, data) for b, h, i, j in product(*map(range, sizes)))
     answers = [bool(mask.keep(place)) for place in places]

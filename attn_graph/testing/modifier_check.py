@@ -1,4 +1,4 @@
-"""check_modifier: whether a step on the scores has the derivative that it says."""
+"""check_modifier: checks the derivatives and promises of a step on the scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST, HEADS = 6, 6  # queries and keys, heads of all batch entries: derivatives 
 
 @frozen(eq=False)
 class ModifierCase:
-    """A modifier, scores [B,H,M,N] in float64, a gradient of the result, and what is read."""
+    """A modifier, scores [B,H,M,N] in float64, a gradient of the result, and its tensors."""
 
     op: Modifier
     s: torch.Tensor
@@ -38,18 +38,15 @@ class ModifierCase:
     data: dict[str, torch.Tensor]
 
     def at(self, batch: range, heads: range, rows: range, keys: range) -> Place:
-        """The places of a block."""
         _, H, M, N = self.s.shape
         return Place.of(Block(batch, heads, rows, H, M, N, self.data), keys)
 
     @property
     def everywhere(self) -> Place:
-        """Every place."""
         B, H, M, N = map(range, self.s.shape)
         return self.at(B, H, M, N)
 
     def change(self) -> torch.Tensor:
-        """s' at every place."""
         return self.op.change(self.s.clone(), self.everywhere)
 
 
@@ -60,14 +57,13 @@ def check_modifier(
     target: Target | str = "cpu",
     gpu: Target | str | None = None,
 ) -> None:
-    """Raise AssertionError unless a modifier holds what it says of itself, at any sizes.
+    """Raise AssertionError unless the definitions of a modifier agree, at any sizes.
 
-    `change` and `back` give the same in blocks as on the whole; `back` is the derivative of
-    `change`, and `collect` that by each tensor of `trains`, added to what is there; only one that
-    `hides` gives -inf; the text of a graph is parsed back; and attention with the step is what the
-    formula says, in both passes of a backend. Without `back` the forward pass alone is checked.
-    `spread` and `bend`, where a class defines them, are held to `collect` and to `back`. gpu: as of
-    `check_mask`.
+    `change` and `back` give equal results in blocks and on the whole; `back` is the derivative of
+    `change`, and `collect` adds that by each tensor of `trains`; only a step with `hides` gives
+    -inf; the text of a graph is parsed back; and attention with the step agrees with the formula in
+    both passes of a backend. Without `back` only the forward pass is checked. `spread` and `bend`,
+    if defined, must agree with `collect` and `back`. gpu: as of `check_mask`.
     """
     trained = not [*op.gradient_problems()]
 
@@ -83,7 +79,7 @@ def check_modifier(
 
 
 def sizes_for(op: Modifier, shape: Shape) -> Shape:
-    """These sizes, with N = M where the step is refused at others: its alignment is not said."""
+    """These sizes, with N = M if the step needs it for lack of an alignment."""
     try:
         op.resolved(shape.M, shape.N)
     except GraphError:
@@ -114,7 +110,7 @@ def graphs_with(draw: DrawFn, op: Modifier) -> Graph:
     shape = sizes_for(op, draw(shapes(MOST, HEADS)))
     mask = draw(maybe(any_mask(shape, depth=1)))
     read = draw(data_specs(op.needs | needs_of(mask), shape))
-    wide = any(spec.dtype == torch.float64 for spec in read.values())  # as exact as what is read
+    wide = any(spec.dtype == torch.float64 for spec in read.values())  # as exact as its tensors
     dtype = torch.float64 if wide else torch.float32
     specs = {name: TensorSpec(getattr(shape, name), dtype) for name in "qkv"}
 
@@ -132,36 +128,35 @@ def graphs_with(draw: DrawFn, op: Modifier) -> Graph:
 
 
 def part_of(x: torch.Tensor, parts: tuple[range, ...]) -> torch.Tensor:
-    """The block of a tensor [B,H,M,N]."""
     return x[tuple(slice(part.start, part.stop) for part in parts)]
 
 
 def compare(what: str, x: torch.Tensor, due_name: str, due: torch.Tensor) -> None:
-    """Raise AssertionError, with both values, unless two tensors are equal but for rounding."""
+    """Raise AssertionError, with both values, unless two tensors are equal up to rounding."""
     assert x.shape == due.shape, f"{what} is {list(x.shape)}, and {due_name} {list(due.shape)}"
     near = torch.isclose(x, due, rtol=CLOSE, atol=CLOSE, equal_nan=True)
     for place in (~near).nonzero()[:1].tolist():
         at = tuple(place)
         raise AssertionError(
-            f"{what} is {float(x[at]):.9g} at {list(at)}, and {due_name} is {float(due[at]):.9g}"
+            f"{what} is {float(x[at]):.9g} at {list(at)}, but {due_name} is {float(due[at]):.9g}"
         )
 
 
 def check_change(case: ModifierCase, parts: tuple[range, ...]) -> None:
-    """Raise AssertionError unless a block's step is that part of the whole; `hides` is true."""
+    """Raise AssertionError unless a block's step is a part of the whole's; `hides` is true."""
     whole, read = case.change(), {n: t.clone() for n, t in case.data.items()}
     block = case.op.change(part_of(case.s, parts).clone(), case.at(*parts))
     compare(f"{case.op}.change of {parts}", block, "that part of the whole", part_of(whole, parts))
     for name, old in read.items():
         assert torch.equal(case.data[name], old), f"{case.op}.change writes to {name}"
     hidden = bool((whole == -INF).any())
-    assert case.op.hides or not hidden, f"{case.op} says hides = False, and change gives -inf"
+    assert case.op.hides or not hidden, f"{case.op} declares hides = False, but change gives -inf"
 
 
 def check_back(case: ModifierCase, parts: tuple[range, ...]) -> None:
     """Raise AssertionError unless `back` is the derivative of `change`, in blocks too.
 
-    Places at which s' is -inf do not count: their gradient is 0 whatever `back` gives.
+    Places with s' = -inf do not count: their gradient is 0 for any `back`.
     """
     after = case.change()
     hidden, who = after == -INF, f"{case.op}.back"
@@ -174,13 +169,12 @@ def check_back(case: ModifierCase, parts: tuple[range, ...]) -> None:
 
 
 def describe(case: ModifierCase) -> str:
-    """The sizes, in words."""
     B, H, M, N = case.s.shape
     return f"{B} x {H} heads, {M} queries, {N} keys"
 
 
 def check_tangents(case: ModifierCase) -> None:
-    """Raise AssertionError unless the class's own forward mode is that of its reverse mode."""
+    """Raise AssertionError unless the class's own forward mode fits its reverse mode."""
     kind, (B, H, M, N) = type(case.op), case.s.shape
     own = kind.spread is not Modifier.spread or kind.bend is not Modifier.bend
     if own and (problems := [*derivative_problems(case.op, (B, H, M, N))]):

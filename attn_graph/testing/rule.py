@@ -1,7 +1,7 @@
-"""How far a result may be from the formula: the accuracy rule of docs/semantics.md.
+"""The accuracy rule of docs/semantics.md: the allowed distance of a result from the formula.
 
-`expect_outputs` and `expect_gradients` say what a lowering should give; `check` of each raises
-AssertionError with the error and what is allowed.
+`expect_outputs` and `expect_gradients` give the right results; `check` of each raises
+AssertionError with the error and the allowance.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from attn_graph.testing.mask_formula import Data, Places
 
 NOTHING = torch.zeros(1, dtype=torch.float64)
 HALF = (torch.float16, torch.bfloat16)
-UNIT = {  # the most that one rounding is off
+UNIT = {  # the largest relative error of one rounding
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
     torch.float32: 2.0**-24,
     torch.float64: 2.0**-53,
 }
-EXP_ERROR = 2.0**-13  # of PyTorch's fused CPU kernel in half precision, as docs/semantics.md has it
+EXP_ERROR = 2.0**-13  # of PyTorch's fused CPU kernel in half precision: see docs/semantics.md
 
 
 def distance(x: Tensor, ref: Tensor) -> float:
-    """max|x - ref|, equal infinities being no distance; inf where only one is NaN or infinite."""
+    """max|x - ref|: equal infinities have distance 0, one NaN or infinity has distance inf."""
     a, b = x.detach().to("cpu", torch.float64), ref.to(torch.float64)
     apart = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=INF, posinf=INF)
     return float(apart.max()) if apart.numel() else 0.0
 
 
 def allowance(ref: Tensor, low: Tensor, dtype: torch.dtype, *, gradient: bool = False) -> float:
-    """How far a result of `dtype` may be from `ref`: 2 max|low - ref| + 2 max|ref's rounding|.
+    """The allowed distance of a result of `dtype`: 2 max|low - ref| + 2 max|ref's rounding|.
 
-    Rounding is what adding and subtracting 0.3 in `dtype` does; gradients in half precision have 3
-    for the first 2. For float64, where the page's `low` would be `ref` itself, `low` is float32's
+    Rounding is the change by adding and subtracting 0.3 in `dtype`. Gradients in half precision
+    have 3 for the first 2. For float64, with the page's `low` equal to `ref`, `low` is float32's
     and counts 2^-29: rounding errors are, to first order, linear in the unit roundoff.
     """
     shrink = 2.0**-29 if dtype == torch.float64 else 1.0
@@ -63,12 +63,12 @@ def allowance(ref: Tensor, low: Tensor, dtype: torch.dtype, *, gradient: bool = 
 
 @frozen
 class Expectation:
-    """What a result should be, and `terms`: the size of the terms that add up to it.
+    """The right result, and `terms`: the size of the terms that add up to it.
 
-    `low` may come out exact by luck, or where terms cancel to 0 that another order of operations
-    leaves at rounding size: a row that sees one key has ds = p (dp - delta) = 0. So max|low - ref|
-    is never taken to be less than the first term of the a-priori bound of any sum of rounded
-    terms, u * sum|terms|, u being the unit roundoff that sums are accumulated in.
+    `low` may be exact by luck, or if terms cancel to 0 while another order of operations leaves a
+    rounding error: a row that sees one key has ds = p (dp - delta) = 0. So max|low - ref| counts as
+    at least the first term of the a-priori bound of any sum of rounded terms, u * sum|terms|, with
+    u the unit roundoff of accumulated sums.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Expectation:
     gradient: bool = False
 
     def allowance(self, dtype: torch.dtype) -> float:
-        """How far a result of `dtype` may be from `ref`."""
+        """The allowed distance of a result of `dtype` from `ref`."""
         rule = allowance(self.ref, self.low, dtype, gradient=self.gradient)
         if rule == INF and self.ref.isfinite().all():
             rule = 0.0  # in half precision the formula overflowed: then only the bound counts
@@ -87,26 +87,26 @@ class Expectation:
         return max(rule, 2 * luck + 2 * distance((self.ref.to(dtype) + 0.3) - 0.3, self.ref))
 
     def check(self, x: Tensor, who: str = "") -> None:
-        """Raise AssertionError unless x is near enough, with the error and what is allowed.
+        """Raise AssertionError unless x is close enough, with the error and the allowance.
 
-        who: what the message begins with.
+        who: a prefix for the message.
         """
         name = f"{who}{self.name}"
         assert x.shape == self.ref.shape, f"{name}: {x.shape} is not {self.ref.shape}"
         most, error = self.allowance(x.dtype), distance(x, self.ref)
-        assert most < INF, f"{name}: the rule can't judge, low is {self.low}"
+        assert most < INF, f"{name}: the rule does not apply, low is {self.low}"
         message = f"{name}: error {error:.3g}, allowed {most:.3g}\n{x}\nis not\n{self.ref}"
         assert error <= most, message
 
 
 def low_dtype(graph: Graph) -> torch.dtype:
-    """The dtype that `low` is computed in: q's, or float32 where `ref` has q's."""
+    """The dtype of `low`: q's, or float32 if q's is `ref`'s."""
     dtype = graph.inputs[0].spec.dtype
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 def expect_outputs(graph: Graph, tensors: Sequence[Tensor]) -> tuple[Expectation, ...]:
-    """What each output of a graph of one attention should be, within the accuracy rule."""
+    """The right outputs of a graph of one attention, within the accuracy rule."""
     refs, lows = evaluate(graph, tensors), evaluate(graph, tensors, low_dtype(graph))
     c = read_chain(graph, cast(tensors, torch.float64))
     sizes = forward_terms(c, attend(c))
@@ -121,7 +121,7 @@ def expect_outputs(graph: Graph, tensors: Sequence[Tensor]) -> tuple[Expectation
 def expect_gradients(
     graph: Graph, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]
 ) -> dict[str, Expectation]:
-    """What the gradient of each floating input should be, by the input's name.
+    """The right gradient of each floating input, by the input's name.
 
     A cotangent of None is zero.
     """
@@ -132,7 +132,7 @@ def expect_gradients(
     do, dlse = (
         torch.zeros(()) if x is None else x.detach().cpu() for x in map(given.get, ("o", "lse"))
     )
-    rounding = UNIT[low_dtype(graph)] / UNIT[torch.float32]  # of o, which the gradient reads
+    rounding = UNIT[low_dtype(graph)] / UNIT[torch.float32]  # of o, an operand of the gradient
     sizes = gradient_terms(c, attend(c), do.double().abs(), dlse.double().abs(), rounding)
     return {
         i.name: Expectation(
@@ -158,7 +158,7 @@ def score_sizes(c: Chain, f: Evaluation) -> Tensor:
 
 
 def add_exp_error(c: Chain, f: Evaluation, weights: Tensor) -> Tensor:
-    """Weights made of p, with the error that p = exp(s - lse) brings.
+    """Weights computed from p, with the error of p = exp(s - lse).
 
     s is known to u * sum|terms|, lse, a rounded number, to u |lse|, and their difference is rounded
     too: to first order p is off by 2 u (sum|terms| + |lse|) of itself.
@@ -189,10 +189,10 @@ def slope(op: Modifier, data: Data, before: Tensor, after: Tensor) -> Tensor:
 def gradient_terms(
     c: Chain, f: Evaluation, do: Tensor, dlse: Tensor, rounding: float
 ) -> dict[int, Tensor]:
-    """sum|terms| of each tensor's gradient, by its id; do and dlse are given without their signs.
+    """sum|terms| of each tensor's gradient, by its id; do and dlse without their signs.
 
-    delta = sum_e do o is made of an o that was rounded to q's dtype, `rounding` times as coarse
-    as what sums are accumulated in: by so much that one term counts more.
+    delta = sum_e do o uses an o rounded to q's dtype, `rounding` times as coarse as accumulated
+    sums; that one term counts more by this factor.
     """
     H = c.sizes[1]
     do, dlse = do.expand(f.o.shape), dlse.expand(f.lse.shape)
@@ -215,7 +215,7 @@ def gradient_terms(
     add(c.q, abs(c.scale) * torch.einsum("bhij,bhjd->bhid", ds, k))
     add(c.k, abs(c.scale) * sum_groups(torch.einsum("bhij,bhid->bhjd", ds, c.q.abs()), c.k))
     if c.sinks is not None:
-        off = forward_terms(c, f)["lse"] + c.sinks.abs()[:, None]  # as `add_exp_error` has it
+        off = forward_terms(c, f)["lse"] + c.sinks.abs()[:, None]  # as in `add_exp_error`
         share = torch.exp(c.sinks[:, None] - f.lse) * (1 + 2 * off)
         share = torch.where(c.sinks[:, None] == -INF, 0.0, share)
         add(c.sinks, (share * surplus).sum((0, 2)))
@@ -225,7 +225,7 @@ def gradient_terms(
 def operand_terms(
     c: Chain, op: Modifier, data: Data, before: Tensor, name: str, ds: Tensor
 ) -> Tensor:
-    """sum|terms| of the gradient of a tensor that a modifier reads."""
+    """sum|terms| of the gradient of a modifier's tensor."""
     x = data[name]
     if isinstance(op, Bias):
         return ds.sum_to_size(x.shape)

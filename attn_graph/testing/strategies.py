@@ -1,7 +1,7 @@
-"""What hypothesis draws: shapes, specs in any strides, masks, modifiers and graphs.
+"""Hypothesis strategies: shapes, specs in any strides, masks, modifiers and graphs.
 
 The elements of tensors are not drawn: `tensors_for` takes them from a seeded `torch.Generator`,
-which is faster by far and no worse at finding bugs.
+which is far faster and finds as many bugs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Shape:
 
 
 def positions(most: int) -> SearchStrategy[int]:
-    """How many queries or keys: mostly few, sometimes more than a block."""
+    """Numbers of queries or keys: mostly few, sometimes more than a block."""
     few = st.integers(1, min(12, most))
     return st.one_of(few, few, few, st.integers(1, most), st.just(1))
 
@@ -74,7 +74,7 @@ widths: SearchStrategy[int] = st.sampled_from([4, 1, 2, 3, 5, 8, 16])
 def shapes(draw: DrawFn, most: int = 40, heads: int = 36) -> Shape:
     """Any sizes with M and N up to `most`: 0 and 1, M != N, grouped heads, E != D.
 
-    `heads`: up to so many of all batch entries together.
+    `heads`: the largest B * H.
     """
     M, D = draw(positions(most)), draw(widths)
     B, G, r = draw(
@@ -164,7 +164,7 @@ def windows(draw: DrawFn, aligned: Aligned) -> m.Mask:
     return m.Window(left, right, draw(aligned))
 
 
-# Each leaf that the library has; a test fails where one is declared and not drawn.
+# Every leaf of the library; a test fails if one is missing.
 LEAVES: dict[type[m.Mask], Callable[[Aligned], SearchStrategy[m.Mask]]] = {
     m.Causal: lambda aligned: st.builds(m.Causal, aligned),
     m.Window: windows,
@@ -178,7 +178,7 @@ LEAVES: dict[type[m.Mask], Callable[[Aligned], SearchStrategy[m.Mask]]] = {
 
 
 def alignments(shape: Shape, align: m.Align | None) -> Aligned:
-    """What a leaf may say for itself, where `align` is said for the whole graph."""
+    """The alignments of a leaf, if `align` applies to the whole graph."""
     return aligns if align is None and shape.M != shape.N else st.one_of(aligns, st.none())
 
 
@@ -198,7 +198,7 @@ def masks(draw: DrawFn, shape: Shape, align: m.Align | None = None, depth: int =
 
 @st.composite
 def data_specs(draw: DrawFn, needs: dict[str, m.Data], shape: Shape) -> dict[str, TensorSpec]:
-    """A spec for each tensor that a mask or a modifier reads."""
+    """A spec for each tensor of a mask or a modifier."""
     given = {}
     for name, data in needs.items():
         full = shape.full(data.axes)
@@ -215,7 +215,7 @@ rates: SearchStrategy[float] = st.sampled_from([0.1, 0.5, 0.9])
 
 
 def maybe(strategy: SearchStrategy[T]) -> SearchStrategy[T | None]:
-    """Absent twice as often as not, so that a graph of many options stays readable."""
+    """None twice as often as a value, so that a graph of many options stays readable."""
     return st.one_of(st.none(), st.none(), strategy)
 
 
@@ -243,7 +243,7 @@ def sink_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
 
 @st.composite
 def modifiers(draw: DrawFn, shape: Shape) -> Modifier:
-    """Any one modifier, with an alignment where it needs one."""
+    """Any one modifier, with an alignment if it needs one."""
     align = draw(alignments(shape, None))
     lengths = st.sets(st.sampled_from(m.LENGTHS)).map(m.ragged_in)
     alibi = st.builds(Alibi, st.booleans(), st.just(align), lengths, st.booleans())
@@ -267,7 +267,7 @@ def graphs(
     dtype: SearchStrategy[torch.dtype] | None = None,
     stats: bool | tuple[str, ...] | None = None,
 ) -> Graph:
-    """`attention` over all that it takes. Not simplified: that is what its users do first."""
+    """`attention` with any of its options, not simplified, as users write it."""
     size = draw(shapes() if shape is None else shape)
     kind = draw(dtypes if dtype is None else dtype)
     q, k, v = (draw(specs(x, kind)) for x in (size.q, size.k, size.v))
@@ -282,7 +282,7 @@ def simple_graphs(
     shape: SearchStrategy[Shape] | None = None,
     dtype: SearchStrategy[torch.dtype] | None = None,
 ) -> Graph:
-    """Near what one fused kernel takes: one head size, no mask or a causal one, perhaps a bias."""
+    """Close to a fused kernel: one head size, no mask or a causal one, perhaps a bias."""
     x = draw((shapes() if shape is None else shape).filter(lambda x: 0 not in (x.B, x.H, x.M, x.N)))
     size = evolve(x, E=x.D)
     kind = draw(dtypes if dtype is None else dtype)
@@ -300,7 +300,7 @@ def simple_graphs(
 
 @st.composite
 def mask_options(draw: DrawFn, shape: Shape) -> dict[str, Any]:  # Any: options of `attention`
-    """mask=, align= and all that the mask reads; lengths, segments, keep= beside it or alone."""
+    """mask=, align= and the mask's tensors; lengths, segments, keep= with it or alone."""
     align = draw(st.one_of(aligns, st.none()))
     mask = draw(maybe(masks(shape, align)) if draw(st.booleans()) else masks(shape, align))
     beside = draw(maybe(st.sampled_from([m.Keep(), m.KeyLengths(), m.SameSegment()])))
@@ -315,7 +315,7 @@ def mask_options(draw: DrawFn, shape: Shape) -> dict[str, Any]:  # Any: options 
 def score_options(
     draw: DrawFn, shape: Shape, dtype: torch.dtype
 ) -> dict[str, Any]:  # Any: options of `attention`
-    """scale=, soft_cap=, bias=, alibi=, sinks=, dropout=; align= where ALiBi needs one."""
+    """scale=, soft_cap=, bias=, alibi=, sinks=, dropout=; align= if ALiBi needs one."""
     alibi = draw(maybe(st.one_of(st.just(True), slope_specs(shape, dtype))))
     align = draw(aligns) if alibi is not None and shape.M != shape.N else None
     return {
@@ -330,7 +330,7 @@ def score_options(
 
 @st.composite
 def shuffled_graphs(draw: DrawFn, dtype: torch.dtype = torch.float32) -> Graph:
-    """Modifiers and masks in any order and number, which only single steps can say."""
+    """Modifiers and masks in any order and number, possible only in single steps."""
     size = draw(shapes(12))
     inputs = {"q": size.q, "k": size.k, "v": size.v}
     given = {name: TensorSpec(shape, dtype) for name, shape in inputs.items()}

@@ -1,4 +1,4 @@
-"""What forward mode should give: PyTorch's derivatives of the formula, by the accuracy rule."""
+"""The right tangents: PyTorch's derivatives of the formula, by the accuracy rule."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Directions:
     tdlse: Tensor
 
     def to(self, dtype: torch.dtype) -> Directions:
-        """The same in another dtype."""
         tangents = {name: x.to(dtype) for name, x in self.tangents.items()}
         rest = (x.to(dtype) for x in (self.do, self.dlse, self.tdo, self.tdlse))
         return Directions(tangents, *rest)
@@ -46,7 +45,7 @@ class Directions:
 
 def formula_at(graph: Graph, tensors: Sequence[Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """(o, lse) of the formula, as a function of the floating inputs by name."""
-    attend(read_chain(graph, tensors))  # draws dropout, which is remembered, outside of transforms
+    attend(read_chain(graph, tensors))  # draws dropout, which is cached, outside of transforms
 
     def call(moving: Named) -> tuple[Tensor, Tensor]:
         given = [moving.get(i.name, x) for i, x in zip(graph.inputs, tensors, strict=True)]
@@ -58,7 +57,6 @@ def formula_at(graph: Graph, tensors: Sequence[Tensor]) -> Callable[..., tuple[T
 
 
 def floating_inputs(graph: Graph, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The floating inputs, by name."""
     pairs = zip(graph.inputs, tensors, strict=True)
     return {i.name: x for i, x in pairs if x.is_floating_point()}
 
@@ -79,7 +77,7 @@ def push_formula(
 def push_gradient_formula(
     graph: Graph, tensors: Sequence[Tensor], along: Directions, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tangent of the gradient of each floating input: forward over reverse, in `dtype`."""
+    """The tangent of each floating input's gradient: forward over reverse, in `dtype`."""
     given, along = cast(tensors, dtype), along.to(dtype)
     known, call = floating_inputs(graph, given), formula_at(graph, given)
     zeros = {n: torch.zeros_like(x) for n, x in known.items()}
@@ -97,7 +95,7 @@ def push_gradient_formula(
 def expect_tangents(
     graph: Graph, tensors: Sequence[Tensor], tangents: Named
 ) -> tuple[Expectation, ...]:
-    """What the tangents of o and lse should be, within the accuracy rule."""
+    """The right tangents of o and lse, within the accuracy rule."""
     refs = push_formula(graph, tensors, tangents, torch.float64)[2:]
     lows = push_formula(graph, tensors, tangents, low_dtype(graph))[2:]
     sizes = Sizes.of(graph, tensors, tangents)
@@ -108,7 +106,7 @@ def expect_tangents(
 def expect_gradient_tangents(
     graph: Graph, tensors: Sequence[Tensor], along: Directions
 ) -> dict[str, Expectation]:
-    """What the tangent of each floating input's gradient should be, within the accuracy rule."""
+    """The right tangent of each floating input's gradient, within the accuracy rule."""
     refs = push_gradient_formula(graph, tensors, along, torch.float64)
     lows = push_gradient_formula(graph, tensors, along, low_dtype(graph))
     sizes = Sizes.of(graph, tensors, along.tangents)
@@ -134,14 +132,12 @@ class Sizes:
 
     @classmethod
     def of(cls, graph: Graph, tensors: Sequence[Tensor], tangents: Named) -> Sizes:
-        """Of a graph of one attention."""
         exact = cast(tensors, torch.float64)
         c = read_chain(graph, exact)
         names = {id(x): i.name for i, x in zip(graph.inputs, exact, strict=True)}
         return cls(c, attend(c), names, {n: x.double().abs() for n, x in tangents.items()})
 
     def move(self, x: Tensor) -> Tensor:
-        """The size of a tensor's tangent."""
         return self.moves.get(self.names[id(x)], torch.zeros_like(x))
 
     def scores(self) -> list[Tensor]:
@@ -180,7 +176,7 @@ class Sizes:
         return to + tlse[..., None] * torch.einsum(weigh, z, per_head(c.v.abs(), H)), tlse
 
     def pulled(self, along: Directions, rounding: float) -> dict[str, Tensor]:
-        """Of the tangents of gradients, by input. rounding: of o and to, which are read."""
+        """Of the tangents of gradients, by input. rounding: of o and to."""
         c, f, H = self.c, self.f, self.c.sizes[1]
         do, dlse, tdo, tdlse = (x.abs() for x in (along.do, along.dlse, along.tdo, along.tdlse))
         ts, (to, tlse) = self.scores(), self.pushed()

@@ -1,4 +1,4 @@
-"""Tensors for a graph: any strides, values that make sense there, NaN in the gaps between them."""
+"""Tensors for a graph: any strides, sensible values, NaN in the gaps between them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
 from attn_graph.spec import TensorSpec, ValueType, dense_strides
 
-BETWEEN = 77  # integers that nobody is to read
-EXTREME = 1e4  # scores this far from 0, where exp(s) is 0 or inf in any dtype
+BETWEEN = 77  # integers in gaps, never to be read
+EXTREME = 1e4  # scores this far from 0: exp(s) is 0 or inf in any dtype
 
 
 def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
-    """A tensor for each input: its shape, dtype and strides, and values that make sense there.
+    """A tensor for each input: its shape, dtype and strides, and sensible values.
 
-    What lies in the gaps between floating elements, before the first and after the last, is NaN.
-    One seed in eight gives scores near -1e4, one in eight near +1e4. Biases and sinks have -inf at
-    some places, and biases for whole queries.
+    The gaps between floating elements, before the first and after the last, are NaN. One seed in
+    eight gives scores near -1e4, one in eight near +1e4. Biases and sinks have -inf at some places,
+    and biases for whole queries.
     """
     random = torch.Generator().manual_seed(seed)
     shift = {6: EXTREME, 7: -EXTREME}.get(seed % 8, 0.0)
@@ -67,7 +67,7 @@ def centres(graph: Graph, shift: float) -> dict[str, float]:
 def filler(
     type_: ValueType, random: torch.Generator, most: int, mean: float, spread: float
 ) -> Callable[[int], torch.Tensor]:
-    """How many elements -> that many: normal, or lengths and segments up to `most`, or flags."""
+    """A function of a count: normal numbers, or lengths and segments up to `most`, or flags."""
     kind = type_.dtype
 
     def numbers(count: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ def lay_out(
     random: torch.Generator,
     device: str = "cpu",
 ) -> torch.Tensor:
-    """A tensor that meets the spec, anywhere in a storage; strides that mean nothing are odd."""
+    """A tensor of this spec, anywhere in a storage; meaningless strides are odd numbers."""
     start, odd = (int(x) for x in torch.randint(0, 6, (2,), generator=random))
     last = sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))
     empty = 0 in spec.shape
@@ -104,10 +104,10 @@ def lay_out(
 
 
 def lay_anyhow(x: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """The same numbers as a slice with gaps, the axes along which they do not change perhaps
-    expanded: as a column of a table of metadata lies, or one length for all.
+    """These numbers as a slice with gaps; axes of equal numbers may become expanded.
 
-    Between integers lies one that is not a start, length or page.
+    So lie columns of a table of metadata, or one length for all. The integers in gaps are not valid
+    starts, lengths or pages.
     """
     steps = torch.randint(1, 4, (max(1, x.ndim),), generator=random).tolist()
     narrow = x
@@ -124,7 +124,7 @@ def lay_anyhow(x: torch.Tensor, random: torch.Generator) -> torch.Tensor:
 def fill_gaps(
     storage: torch.Tensor, shape: Sequence[int], strides: Sequence[int], start: int
 ) -> torch.Tensor:
-    """The storage of a floating tensor, and three elements more, NaN where no element of it is."""
+    """The storage of a floating tensor, plus three elements, with NaN in its gaps."""
     if not storage.is_floating_point():
         return storage
     gaps = torch.ones(len(storage) + 3, dtype=torch.bool)
@@ -135,7 +135,7 @@ def fill_gaps(
 def cotangents_for(
     graph: Graph, seed: int, device: str = "cpu"
 ) -> tuple[Any, ...]:  # Any: tensors, and None for an output that has no gradient
-    """A dense cotangent for each output, of its shape and dtype; None where it has no gradient."""
+    """A dense cotangent for each output, of its shape and dtype; None without a gradient."""
     random = torch.Generator().manual_seed(seed)
     return tuple(
         torch.randn(t.shape, generator=random, dtype=torch.float64).to(device, t.dtype)
