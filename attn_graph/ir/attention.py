@@ -19,7 +19,7 @@ from attn_graph.ir.modifiers import Bias, Modifier, every_place, find_restores
 from attn_graph.spec import ValueType, to_number
 
 T = TypeVar("T")
-SAVED = ("o", "lse")  # the results of an attention that its gradient reads
+SAVED = ("o", "lse")  # results of an attention read by its gradient
 
 
 def sort_statistics(names: Iterable[str]) -> tuple[str, ...]:
@@ -394,7 +394,7 @@ def compute_gradients(
     if given.sinks is not None:
         tail += [sink_gradient(given.sinks, lse, surplus / total)]
     tail += [None, None] if node.dropout else []
-    return [dq, dk, dv, *extra, *tail]  # type: ignore[list-item]  # None only where none is wanted
+    return [dq, dk, dv, *extra, *tail]  # type: ignore[list-item]  # None only for unwanted ones
 
 
 def dropout_factor(node: Attention, given: Operands[torch.Tensor], s: torch.Tensor) -> torch.Tensor:

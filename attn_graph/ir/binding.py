@@ -102,7 +102,7 @@ def split_sizes(
 def complete_sizes(
     graph: Graph,
     who: str,
-    given: Mapping[str, Any],  # Any: what a user gives as sizes
+    given: Mapping[str, Any],  # Any: sizes from a user
 ) -> dict[str, int]:
     """All sizes of a graph, the largest unless given. Raises GraphError for wrong ones.
 
@@ -114,7 +114,7 @@ def complete_sizes(
         raise GraphError(f"{who}: {', '.join(unknown)} is not a size of the graph; {names}")
     if wrong := [n for n, size in given.items() if type(size) is not int or size < 0]:
         raise GraphError(
-            f"{who}: {wrong[0]} = {show(given[wrong[0]])} is not a size, which is at least 0"
+            f"{who}: {wrong[0]} = {show(given[wrong[0]])} is not a whole number of at least 0"
         )
     problems = [x for s in graph.symbols if s.name in given for x in s.problems(given[s.name])]
     if problems:

@@ -376,7 +376,7 @@ def attention(
     if whole is not None:
         s = s.mask(whole, **{name: x[name] for name in whole.needs if name in x})
     unread = data.keys() - masks.needs_of(whole).keys()
-    b.problem(*(f"attention: {name} is given, and nothing reads it" for name in sorted(unread)))
+    b.problem(*(f"attention: {name} is given, but nothing reads it" for name in sorted(unread)))
     p, lse = s.softmax(x.get("sinks"))
     if rate:
         p = p.dropout(rate, x["seed"], x["offset"])

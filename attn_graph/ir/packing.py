@@ -26,7 +26,7 @@ def to_size(value: object) -> int:
     """A number of rows. Raises GraphError for anything but a whole number of at least 0."""
     size = to_integer(value)
     if size is None or size < 0:
-        raise GraphError(f"pack: {show(value)} is not a number of rows, which is at least 0")
+        raise GraphError(f"pack: {show(value)} is not a whole number of at least 0")
     return size
 
 
@@ -77,7 +77,7 @@ def list_sequences(
             limit = f"{stop - start} rows before the next one, of at most {most}"
             raise PlanMismatchError(
                 f"{who}lengths: sequence {b} has {count}, and {limit}",
-                way_out="give each as many rows as it has, or say more by most=",
+                way_out="pass the true lengths, or a larger most=",
             )
     return [*zip(given, counts, strict=False)]
 

@@ -159,7 +159,7 @@ class Parser:
             raise GraphError(f"{name} has {len(outs)} results, and {len(names)} are named")
         return dict(zip(names, outs, strict=True))
 
-    def value(self, node: ast.expr) -> Any:  # Any: what a field of some class holds
+    def value(self, node: ast.expr) -> Any:  # Any: the value of some field
         """The value of an expression: a mask, a tuple, a call of a known class, or a literal."""
         match node:
             case ast.BinOp(op=ast.BitAnd()):

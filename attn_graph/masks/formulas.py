@@ -46,7 +46,7 @@ METHODS = ("cos", "exp", "exp2", "log", "log2", "rsqrt", "sigmoid", "sin", "sqrt
 RESERVED = (*AXES, "abs", "real", *METHODS)
 
 
-def as_elements(values: Any) -> Elements:  # Any: pairs, of which a parser makes tuples
+def as_elements(values: Any) -> Elements:  # Any: pairs
     """Pairs of names and axes as tuples, which compare by value. Raises GraphError for others."""
     try:
         pairs = tuple((name, axes) for name, axes in values)

@@ -31,7 +31,7 @@ from attn_graph.masks.regions import (
 LEAST_DOCUMENT = 16  # queries or keys, on average; smaller documents are not cut out one by one
 Bound = tuple[int | None, ...]  # of one strip: low, high, keys and rows
 Document = tuple[range, range]  # queries, and the keys that carry their number
-Kept = tuple[range, tuple[Layer, ...]]  # neighbouring batch entries, and what each of them keeps
+Kept = tuple[range, tuple[Layer, ...]]  # neighbouring batch entries, and the layers of each
 
 
 def is_layered(mask: Mask, block: Block) -> bool:

@@ -15,7 +15,7 @@ from attn_graph.spec import to_integer
 from attn_graph.spec.dims import are_numbers
 
 FARTHEST = 2**63 - 1  # positions: the largest integer of a tensor
-LENGTHS = ("kv_lengths", "q_lengths")  # the names that say where each sequence of a batch ends
+LENGTHS = ("kv_lengths", "q_lengths")  # the names of the lengths of sequences
 
 
 def as_names(values: Iterable[str]) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ class Diagonal(Mask):
 
     def span(self, block: Block) -> Keys:
         if block.data is None and self.align == "bottom_right":
-            return block.all  # lengths that are not known yet may move the diagonal
+            return block.all  # unknown lengths may move the diagonal
         return self.resolved(block.M, block.N, ragged_in(block.data or ())).span(block)
 
     def surely(self, block: Block) -> Keys:

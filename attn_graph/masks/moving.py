@@ -27,7 +27,7 @@ from attn_graph.masks.leaves import (
     SameSegment,
 )
 
-WHOLE = "whole_"  # before the name of lengths that a box reads as they are, counted from the start
+WHOLE = "whole_"  # prefix of lengths that a box reads unchanged, counted from the start
 
 
 @final
@@ -130,7 +130,7 @@ class Shift(ast.NodeTransformer):
 
 def move_text(text: str, box: Box) -> str:
     """A formula of b, h, i and j, rewritten for positions in a box."""
-    fresh = ast.parse(text, mode="eval").body  # others share the syntax that `read_formula` gives
+    fresh = ast.parse(text, mode="eval").body  # the syntax tree of `read_formula` is shared
     return ast.unparse(ast.fix_missing_locations(Shift(box).visit(fresh)))
 
 

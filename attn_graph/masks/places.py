@@ -11,7 +11,7 @@ from attrs import field, frozen
 from attn_graph.errors import GraphError
 from attn_graph.spec.formulas import is_one
 
-Term = Any  # an integer, a tensor, or a symbol of generated code: what Python's operators take
+Term = Any  # an operand of Python's operators: an integer, a tensor, or a symbol of generated code
 
 
 class Untraceable(TypeError):

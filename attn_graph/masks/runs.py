@@ -23,8 +23,8 @@ MOST_OPEN = 2**22  # runs of one block, if splitting it would leave as many keys
 MOST_EDGES = 512  # of data along the keys; with more, blocks of queries are bounded
 MOST_EVALUATED = 20_000_000  # runs of one count, plus twice the elements of data: about a second
 FEW_LEAVES = 4  # evaluating this many takes about as long as sorting the edges
-PER_BLOCK = 2**10  # runs that take as long as the `span` and `surely` of a block
-PER_KEY = 2**-2  # runs that take as long as one key of a block, one tile, or one count
+PER_BLOCK = 2**10  # the cost of `span` and `surely` of a block, in runs
+PER_KEY = 2**-2  # the cost of one key of a block, one tile, or one count, in runs
 
 
 class OverBudget(Exception):
@@ -199,7 +199,7 @@ def runs_of_blocks(
             yield evaluate_runs(mask, at, part.rows, slice(number, number + 1), positions)
 
 
-OpenBlock = tuple[Block, list[torch.Tensor]]  # queries, and the keys that leaves leave open there
+OpenBlock = tuple[Block, list[torch.Tensor]]  # queries, and their undecided keys by leaf
 
 
 def split_until_small(

@@ -111,7 +111,7 @@ def tiles(
     return Tiles(block, empty, total - empty - full, full, exact, estimated)
 
 
-Pair = tuple[list[Region], list[Region]]  # what may be kept, and what surely is
+Pair = tuple[list[Region], list[Region]]  # upper and lower bound of the kept places
 
 
 def find_both(most: Mask, least: Mask, block: Block) -> Pair | None:

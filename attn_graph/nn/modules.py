@@ -100,7 +100,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         TensorError for sparse and jagged tensors, which PyTorch's module does not support either.
         """
         nested = any(x.is_nested and x.layout == torch.strided for x in (query, key, value))
-        if not nested:  # those are for PyTorch, which takes them where it fuses the layer
+        if not nested:  # PyTorch supports those if it fuses the layer
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             require_dense(query=query, key=key, value=value, **masks)
         if need_weights or nested:

@@ -36,7 +36,7 @@ from attn_graph.nn.report import Report, Usage, call_site
 from attn_graph.plan import Plan
 
 NEED_WEIGHTS = 15  # its place among the arguments of F.multi_head_attention_forward
-WEIGHTS = "need_weights=True returns the weights, which fused kernels never hold"
+WEIGHTS = "need_weights=True returns the weights, but fused kernels never store them"
 DEVICES = ("cpu", "cuda")
 ON_FALLBACK = CHOICE.index("on_fallback")
 
@@ -162,7 +162,7 @@ class Replacement(TorchFunctionMode):
 
     def attend_by_heads(
         self,
-        args: tuple[Any, ...],  # Any: what PyTorch's function takes by position
+        args: tuple[Any, ...],  # Any: positional arguments of PyTorch's function
         named: dict[str, Any],  # Any: and by name
     ) -> tuple[Tensor, Tensor | None]:
         """`F.multi_head_attention_forward` with its attention replaced."""

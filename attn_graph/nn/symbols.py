@@ -27,7 +27,7 @@ def strides_like(
 
 def order_symbols(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """`order_axes` for sizes assumed to be neither 0 nor 1 unless tracing knows."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_false as surely  # where it is loaded
+    from torch.fx.experimental.symbolic_shapes import guard_or_false as surely  # slow to load
 
     def reaches(a: int, b: int) -> bool:
         return surely(a >= b) or (isinstance(a, torch.SymInt) and surely(a % b == 0))

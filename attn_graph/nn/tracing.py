@@ -56,7 +56,7 @@ def leave_untraced() -> None:
         trace_rules.add(package)
 
 
-# Sizes and arguments that torch.compile has made symbols
+# Symbols of torch.compile in sizes and arguments
 
 
 def fix(option: Any) -> Any:  # Any: an option of a call
@@ -67,7 +67,7 @@ def fix(option: Any) -> Any:  # Any: an option of a call
     if isinstance(option, tuple | list):
         return tuple([fix(part) for part in option])
     if isinstance(option, bool | torch.SymBool):
-        return bool(operator.index(option))  # type: ignore[arg-type]  # which a SymBool has
+        return bool(operator.index(option))  # type: ignore[arg-type]  # a SymBool has it
     return operator.index(option) if isinstance(option, int | torch.SymInt) else option
 
 

@@ -31,7 +31,7 @@ INF = float("inf")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 LAYOUTS = tuple("".join(letters) for letters in permutations("bhsd"))
-MOST = 2**63 - 1  # of one size or stride: what an integer of PyTorch holds
+MOST = 2**63 - 1  # of one size or stride: PyTorch's largest integer
 
 
 def to_integer(value: object) -> int | None:
@@ -204,11 +204,11 @@ def as_integers(name: str, values: object) -> tuple[int, ...]:
             f"spec: {name} {show(values)} is not a sequence of sizes such as (2, 8, 512, 64)"
         )
     given = tuple(values)
-    if {*map(type, given)} == {int}:  # as those of tensors are
+    if {*map(type, given)} == {int}:  # as of tensors
         return given
     sizes = tuple([n for n in map(to_integer, given) if n is not None])
     if len(sizes) < len(given):
-        raise GraphError(f"spec: {name} {given} has something that is not a whole number")
+        raise GraphError(f"spec: {name} must be whole numbers, got {show(given)}")
     return sizes
 
 

@@ -16,7 +16,7 @@ from attrs import frozen
 from attn_graph.errors import GraphError, show
 from attn_graph.spec.nested import nested_values, replace_nested
 
-Sizes = Mapping[str, int]  # what Dims stand for, by name
+Sizes = Mapping[str, int]  # values of Dims, by name
 
 
 def to_index(value: object) -> int | None:

@@ -23,7 +23,7 @@ from attn_graph.spec.nested import nested_values, replace_nested
 NAME = re.compile(r"\b[sxf]\d+\b")  # of sizes, of results of lines, and of functions
 R = TypeVar("R")
 T = TypeVar("T")
-Number = Any  # an integer, or a formula that stands for one; what a deferred function gives
+Number = Any  # an integer, or a formula in place of one
 Values = Sequence[Any]  # of the formulas in a value, in their order
 
 
@@ -94,7 +94,7 @@ class Recording:
             body = f"    {line}\n{body}"
         made: dict[str, Any] = {**self.constants}
         exec(f"def plan({', '.join(self.sizes)}):\n{body}    return {result!r}\n", made)
-        return made["plan"]  # type: ignore[no-any-return]  # what was just defined
+        return made["plan"]  # type: ignore[no-any-return]  # defined by exec
 
 
 @final
@@ -380,7 +380,7 @@ def follows_sizes(value: object) -> bool:
     return next(nested_values(value, SizeFormula), None) is not None
 
 
-def defer(function: Callable[[T], Any], value: T) -> Any:  # Any: what the function gives
+def defer(function: Callable[[T], Any], value: T) -> Any:  # Any: its result
     """function(value), as a formula if `value` contains formulas; it is called with numbers."""
     inside = [*{x.name: x for x in nested_values(value, SizeFormula)}.values()]
     if not inside:
@@ -397,7 +397,7 @@ def defer(function: Callable[[T], Any], value: T) -> Any:  # Any: what the funct
 
 def decide(function: Callable[[T], R], value: T) -> R:
     """function(value), recorded as a decision if `value` contains formulas."""
-    result: Any = defer(function, value)  # Any: a formula, or what the function gives
+    result: Any = defer(function, value)  # Any: a formula, or its result
     if isinstance(result, SizeFormula):
         due = result.recording.add_constant(result.value)
         result.recording.decide(f"({result} == {due})", True)

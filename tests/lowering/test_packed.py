@@ -417,7 +417,10 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an alignment is missing": (lambda: make_small(mask=ag.Causal()), "need an alignment"),
     "no pair": (lambda: make_small(most=7), "most 7 is not a pair"),
-    "a size below 0": (lambda: make_small(most=(-1, None)), "-1 is not a number of rows"),
+    "a size below 0": (
+        lambda: make_small(most=(-1, None)),
+        "-1 is not a whole number of at least 0",
+    ),
 }
 
 
