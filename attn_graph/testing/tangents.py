@@ -11,7 +11,16 @@ from torch.func import jvp, vjp
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.spec import INF
-from attn_graph.testing.formula import Chain, Evaluation, Tensor, attend, cast, per_head, read_chain
+from attn_graph.testing.formula import (
+    Chain,
+    Evaluation,
+    Tensor,
+    alibi_penalty,
+    attend,
+    cast,
+    per_head,
+    read_chain,
+)
 from attn_graph.testing.mask_formula import Places
 from attn_graph.testing.rule import (
     NOTHING,
@@ -155,7 +164,7 @@ class Sizes:
             if isinstance(op, Alibi) and not op.default:
                 slopes = self.move(data["alibi"])[..., None, None]
                 ones = Places(c.sizes, {**data, "alibi": torch.ones(1, 1, dtype=torch.float64)})
-                moved = moved + slopes * penalty(op, after, ones)
+                moved = moved + slopes * alibi_penalty(op, after, ones)
             ts.append(moved.masked_fill(f.steps[-1] == -INF, 0.0))
         return ts
 
@@ -215,7 +224,7 @@ class Sizes:
                 add(data["bias"], tds.sum_to_size(data["bias"].shape))
             if isinstance(op, Alibi) and not op.default:
                 ones = Places(c.sizes, {**data, "alibi": torch.ones(1, 1, dtype=torch.float64)})
-                far = (tds * penalty(op, after, ones)).sum((2, 3))
+                far = (tds * alibi_penalty(op, after, ones)).sum((2, 3))
                 add(data["alibi"], far.sum_to_size(data["alibi"].shape))
             bent = 2 * ds * after.abs() / op.cap**2 * t if isinstance(op, SoftCap) else 0.0
             tds = tds * slope(op, data, before, after) + bent
@@ -227,10 +236,3 @@ class Sizes:
         add(c.q, abs(c.scale) * tdq)
         add(c.k, abs(c.scale) * sum_groups(tdk, c.k))
         return sizes
-
-
-def penalty(op: Alibi, s: Tensor, at: Places) -> Tensor:
-    """|i' - j| at every place."""
-    from attn_graph.testing.formula import alibi_penalty
-
-    return alibi_penalty(op, s, at)
