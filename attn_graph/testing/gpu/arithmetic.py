@@ -1,4 +1,4 @@
-"""Instructions whose results follow from their operands alone.
+"""Instructions whose results depend on their operands alone.
 
 Operands and results are arrays with one element for each thread. Sections of the PTX ISA: 9.7.1 to
 9.7.4 arithmetic, 9.7.6 comparison, 9.7.8 logic and shifts, 9.7.9 conversion.
@@ -64,7 +64,7 @@ def multiply_add_wide(a: Array, b: Array, c: Array) -> Array:
 
 @value("div.T", T=WHOLE)
 def divide(a: Array, b: Array) -> Array:
-    """d = a / b, rounded towards zero. Of b = 0 it is not defined, and all bits are set."""
+    """d = a / b, rounded towards zero. For b = 0 it is undefined; here all bits are set."""
     safe = np.where(b == 0, b.dtype.type(1), b)
     down = a // safe
     up = (a % safe != 0) & ((a < 0) != (b < 0))
@@ -106,13 +106,13 @@ def maximum(a: Array, b: Array) -> Array:
 
 @value("min.relu.s32", "s32 <- s32 s32")
 def minimum_relu(a: Array, b: Array) -> Array:
-    """d = the smaller one, or 0 if that is negative."""
+    """d = the smaller one, or 0 if it is negative."""
     return np.maximum(np.minimum(a, b), np.int32(0))
 
 
 @value("max.relu.s32", "s32 <- s32 s32")
 def maximum_relu(a: Array, b: Array) -> Array:
-    """d = the larger one, or 0 if that is negative."""
+    """d = the larger one, or 0 if it is negative."""
     return np.maximum(np.maximum(a, b), np.int32(0))
 
 
@@ -142,31 +142,31 @@ def fuse(a: Array, b: Array, c: Array) -> Array:
 
 @value("fma.rn.ftz.f32", "f32 <- f32 f32 f32")
 def fuse_flushing(a: Array, b: Array, c: Array) -> Array:
-    """d = a * b + c, where numbers below 2^-126 count as 0."""
+    """d = a * b + c, with numbers below 2^-126 as 0."""
     return flush(fuse(flush(a), flush(b), flush(c)))
 
 
 @value("fma.rn.f32.f16", "f32 <- f16 f16 f32")
 def fuse_halves(a: Array, b: Array, c: Array) -> Array:
-    """d = a * b + c, of factors in float16."""
+    """d = a * b + c, with factors in float16."""
     return fuse(a, b, c)
 
 
 @value("fma.rn.f32.bf16", "f32 <- bf16 bf16 f32")
 def fuse_bfloats(a: Array, b: Array, c: Array) -> Array:
-    """d = a * b + c, of factors in bfloat16."""
+    """d = a * b + c, with factors in bfloat16."""
     return fuse(widen_bfloat(a), widen_bfloat(b), c)
 
 
 @value("add.f32.f16 add.rn.f32.f16", "f32 <- f16 f32")
 def add_half(a: Array, b: Array) -> Array:
-    """d = a + b, of a in float16."""
+    """d = a + b, with a in float16."""
     return a.astype(F32) + b
 
 
 @value("add.f32.bf16 add.rn.f32.bf16", "f32 <- bf16 f32")
 def add_bfloat(a: Array, b: Array) -> Array:
-    """d = a + b, of a in bfloat16."""
+    """d = a + b, with a in bfloat16."""
     return widen_bfloat(a) + b
 
 
@@ -212,7 +212,7 @@ def logarithm(a: Array) -> Array:
 
 @value("lg2.approx.ftz.f32", "f32 <- f32")
 def logarithm_flushing(a: Array) -> Array:
-    """d = log2(a), where numbers below 2^-126 count as 0."""
+    """d = log2(a), with numbers below 2^-126 as 0."""
     return np.log2(flush(a))
 
 
@@ -230,25 +230,25 @@ def copy_sign(a: Array, b: Array) -> Array:
 
 @value("add.f32x2 add.rn.f32x2", "f32x2 <- f32x2 f32x2")
 def add_pairs(a: Array, b: Array) -> Array:
-    """d = a + b, of two numbers in each."""
+    """d = a + b, for two numbers in each."""
     return join(parts(a) + parts(b))
 
 
 @value("sub.f32x2 sub.rn.f32x2", "f32x2 <- f32x2 f32x2")
 def subtract_pairs(a: Array, b: Array) -> Array:
-    """d = a - b, of two numbers in each."""
+    """d = a - b, for two numbers in each."""
     return join(parts(a) - parts(b))
 
 
 @value("mul.f32x2 mul.rn.f32x2", "f32x2 <- f32x2 f32x2")
 def multiply_pairs(a: Array, b: Array) -> Array:
-    """d = a * b, of two numbers in each."""
+    """d = a * b, for two numbers in each."""
     return join(parts(a) * parts(b))
 
 
 @value("fma.rn.f32x2", "f32x2 <- f32x2 f32x2 f32x2")
 def fuse_pairs(a: Array, b: Array, c: Array) -> Array:
-    """d = a * b + c, of two numbers in each."""
+    """d = a * b + c, for two numbers in each."""
     return join(fuse(parts(a), parts(b), parts(c)))
 
 
@@ -292,7 +292,7 @@ def shift_left(a: Array, b: Array) -> Array:
 
 @value("shr.T", "T <- T u32", T=f"{WHOLE} {BITS}")
 def shift_right(a: Array, b: Array) -> Array:
-    """d = a >> b; a negative one is filled with ones. All are shifted out if b is large."""
+    """d = a >> b, filled with the sign bit. A large b shifts all bits out."""
     last = U32(8 * a.itemsize - 1)
     moved: Array = np.right_shift(a, np.minimum(b, last).astype(a.dtype))
     return moved if a.dtype.kind == "i" else np.where(b <= last, moved, a.dtype.type(0))
@@ -300,14 +300,14 @@ def shift_right(a: Array, b: Array) -> Array:
 
 @value("bfe.u32", "u32 <- u32 u32 u32")
 def extract(a: Array, start: Array, count: Array) -> Array:
-    """d = `count` bits of a from bit `start` on; bits behind the last one are 0."""
+    """d = `count` bits of a from bit `start` on; bits after the last one are 0."""
     start, count = start & U32(255), count & U32(255)
     return shift_right(a, start) & (shift_left(np.ones_like(a), count) - U32(1))
 
 
 @value("bfe.s32", "s32 <- s32 u32 u32")
 def extract_signed(a: Array, start: Array, count: Array) -> Array:
-    """d = `count` bits of a from bit `start` on, the last one repeated to the left."""
+    """d = `count` bits of a from bit `start` on, extended by the sign bit."""
     first = np.minimum(start & U32(255), U32(31)).astype(np.int64)
     wide = a.astype(np.int64) >> first
     room = np.int64(64) - np.minimum(count & U32(255), U32(32)).astype(np.int64)
@@ -317,7 +317,7 @@ def extract_signed(a: Array, start: Array, count: Array) -> Array:
 
 @value("prmt.b32", "b32 <- b32 b32 b32")
 def permute_bytes(a: Array, b: Array, c: Array) -> Array:
-    """Each byte of d is one of the eight of a and b, by four bits of c; bit 3: its sign only."""
+    """Each byte of d is one of the eight of a and b, by four bits of c; bit 3: only its sign."""
     whole = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
     out = np.zeros_like(a)
     for n in range(4):
@@ -330,32 +330,31 @@ def permute_bytes(a: Array, b: Array, c: Array) -> Array:
 
 @value("setp.eq.T", "pred <- T T", T=f"{WHOLE} {BITS} f16 f32")
 def equal(a: Array, b: Array) -> Array:
-    """d = a == b; of NaN false."""
+    """d = a == b; false for NaN."""
     return np.equal(a, b)
 
 
 @value("setp.eq.bf16", "pred <- bf16 bf16")
 def equal_bfloat(a: Array, b: Array) -> Array:
-    """d = a == b; of NaN false."""
+    """d = a == b; false for NaN."""
     return np.equal(widen_bfloat(a), widen_bfloat(b))
 
 
 @value("setp.eq.f16x2", "pred|pred <- b32 b32")
 def equal_halves(a: Array, b: Array) -> tuple[Array, Array]:
-    """d, e = a == b, of the lower halves in float16, and of the upper ones."""
+    """d, e = a == b, for the lower halves in float16, and for the upper ones."""
     low, high = (np.equal(*(half_of(x, at).view(np.float16) for x in (a, b))) for at in (0, 16))
     return low, high
 
 
 @value("setp.eq.bf16x2", "pred|pred <- b32 b32")
 def equal_bfloats(a: Array, b: Array) -> tuple[Array, Array]:
-    """d, e = a == b, of the lower halves in bfloat16, and of the upper ones."""
+    """d, e = a == b, for the lower halves in bfloat16, and for the upper ones."""
     low, high = (equal_bfloat(half_of(a, at), half_of(b, at)) for at in (0, 16))
     return low, high
 
 
 def half_of(a: Array, at: int) -> Array:
-    """16 of 32 bits."""
     half: Array = (a >> U32(at)).astype(U16)
     return half
 
@@ -368,37 +367,37 @@ def unequal(a: Array, b: Array) -> Array:
 
 @value("setp.lt.T", "pred <- T T", T=f"{WHOLE} f16 f32")
 def less(a: Array, b: Array) -> Array:
-    """d = a < b; of NaN false."""
+    """d = a < b; false for NaN."""
     return a < b
 
 
 @value("setp.le.T", "pred <- T T", T=f"{WHOLE} f16 f32")
 def at_most(a: Array, b: Array) -> Array:
-    """d = a <= b; of NaN false."""
+    """d = a <= b; false for NaN."""
     return a <= b
 
 
 @value("setp.gt.T", "pred <- T T", T=f"{WHOLE} f16 f32")
 def greater(a: Array, b: Array) -> Array:
-    """d = a > b; of NaN false."""
+    """d = a > b; false for NaN."""
     return a > b
 
 
 @value("setp.ge.T", "pred <- T T", T=f"{WHOLE} f16 f32")
 def at_least(a: Array, b: Array) -> Array:
-    """d = a >= b; of NaN false."""
+    """d = a >= b; false for NaN."""
     return a >= b
 
 
 @value("setp.ne.T", "pred <- T T", T="f16 f32")
 def unequal_ordered(a: Array, b: Array) -> Array:
-    """d = a != b; of NaN false."""
+    """d = a != b; false for NaN."""
     return (a < b) | (a > b)
 
 
 @value("setp.neu.T", "pred <- T T", T="f16 f32")
 def unequal_unordered(a: Array, b: Array) -> Array:
-    """d = a != b; of NaN true."""
+    """d = a != b; true for NaN."""
     return np.not_equal(a, b)
 
 
@@ -422,7 +421,7 @@ def select(a: Array, b: Array, c: Array) -> Array:
 
 @value("cvta.param.u64", "u64 <- u64")
 def generic_address(a: Array) -> Array:
-    """d = the generic address of one among the parameters."""
+    """d = the generic address of a parameter."""
     return a + np.uint64(PARAMETERS)
 
 
@@ -431,13 +430,13 @@ def generic_address(a: Array) -> Array:
 @value("cvt.D.S", "D <- S", D="s8", S="s32")
 @value("cvt.rn.D.S", "D <- S", D="f32 f32 f32 f32", S="s32 u32 s64 u64")
 def convert(a: Array, to: DType) -> Array:
-    """d = a in another type: its lowest bits, or zeros or its sign before them, or rounded."""
+    """d = a in another type: its lowest bits, or extended by zeros or its sign, or rounded."""
     return a.astype(to)
 
 
 @value("cvt.rzi.D.S", "D <- S", D="s32 u32", S="f32 f32")
 def truncate(a: Array, to: DType) -> Array:
-    """d = a towards zero, no further than the type reaches; of NaN 0."""
+    """d = a towards zero, within the range of the type; NaN becomes 0."""
     limits = np.iinfo(to)
     return np.nan_to_num(np.trunc(a).astype(F64)).clip(limits.min, limits.max).astype(to)
 
@@ -450,7 +449,7 @@ def widen_half(a: Array) -> Array:
 
 @value("cvt.f32.bf16", "f32 <- bf16")
 def widen_bfloat(a: Array) -> Array:
-    """d = a in float32, whose first bits are those of bfloat16."""
+    """d = a in float32, with the bits of bfloat16 first."""
     return (a.astype(U32) << U32(16)).view(F32)
 
 
@@ -486,7 +485,7 @@ def stack(high: Array, low: Array) -> Array:
 
 
 def flush(a: Array) -> Array:
-    """Numbers below 2^-126 as zeros of the same sign."""
+    """Numbers below 2^-126 as zeros with their sign."""
     return np.where(np.abs(a) < LEAST_NORMAL, a * F32(0), a)
 
 

@@ -1,6 +1,6 @@
 """Barriers of a program, mbarriers, and fences. PTX ISA 9.7.13.
 
-Waiting holds a warp back until what it waits for has happened; nothing spins.
+A waiting warp is held back until its event has happened; nothing spins.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from attn_graph.testing.gpu.shared import MBARRIER, Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
 REGISTERS = 65536  # of a multiprocessor
-ZEROS = np.zeros((1, MBARRIER), np.uint8)  # what an mbarrier's own bytes hold here
+ZEROS = np.zeros((1, MBARRIER), np.uint8)  # the bytes of an mbarrier
 
 
 @final
 @define(eq=False)
 class Barrier:
-    """A barrier at which warps have arrived. held: those of them that wait."""
+    """The warps that arrived at a barrier. held: the waiting ones."""
 
     threads: int
     line: int
@@ -37,10 +37,10 @@ class Barrier:
 @final
 @define(eq=False)
 class MBarrier:
-    """An mbarrier. agent: copies that arrive at it. passed: phases of others that lay here.
+    """An mbarrier. agent: copies that arrive at it. passed: phases of earlier ones at this place.
 
-    known, fenced: times of the threads that have arrived. done: the same of phases that are over.
-    announced: whether copies may use it, after fence.mbarrier_init.
+    known, fenced: times of the threads that have arrived. done: those of completed phases.
+    announced: True once copies may use it, after fence.mbarrier_init.
     """
 
     offset: int
@@ -60,16 +60,16 @@ class MBarrier:
 
     @property
     def time(self) -> int:
-        """The time of writes that this phase counts."""
+        """The time of writes counted by this phase."""
         return self.passed + self.phase + 1
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody has arrived in this phase."""
+        """True if nobody has arrived in this phase."""
         return self.pending == self.count and not self.bytes
 
     def arrive(self, m: Program, arrivals: int, more_bytes: int = 0) -> None:
-        """Arrivals, and bytes that are awaited, or fewer where they have come. Raises Fault."""
+        """Count arrivals, and expected bytes, negative for arrived ones. Raises Fault."""
         self.pending -= arrivals
         self.bytes += more_bytes
         if self.pending < 0:
@@ -88,7 +88,7 @@ class MBarrier:
 @final
 @define(eq=False)
 class Barriers:
-    """The barriers of a program, by number, and what is known of its mbarriers, by offset."""
+    """The barriers of a program, by number, and its mbarriers, by offset."""
 
     named: dict[int, Barrier] = field(factory=dict[int, Barrier])
     agents: dict[int, int] = field(factory=dict[int, int])
@@ -97,13 +97,12 @@ class Barriers:
 
     @classmethod
     def of(cls, m: Program) -> Barriers:
-        """None in use."""
         made = cls()
         m.at_end.append(made.end)
         return made
 
     def arrive(self, m: Program, warp: int, number: int, threads: int, waits: bool) -> None:
-        """A warp arrives at a barrier; the last one lets all go on."""
+        """A warp arrives at a barrier; the last one releases all."""
         size = m.clocks.known.shape[1]
         fresh = Barrier(threads, m.line, np.zeros(size, np.int32), np.zeros(size, np.int32))
         barrier = self.named.setdefault(number, fresh)
@@ -126,7 +125,7 @@ class Barriers:
             del self.named[number]
 
     def use(self, m: Program, warp: int, offset: int, proxy: bool = False) -> MBarrier:
-        """An mbarrier that a warp uses. Raises Fault if there is none, or the warp can't know."""
+        """An mbarrier used by a warp. Raises Fault if it does not exist or the warp can't know."""
         found = m.part(Shared).occupants.get(offset)
         if not isinstance(found, MBarrier):
             m.fault(f"no mbarrier is at byte {offset} of shared memory")
@@ -142,14 +141,16 @@ class Barriers:
         return found
 
     def wake(self, m: Program, mbarrier: MBarrier) -> None:
-        """Warps that wait for a phase look again."""
+        """Let warps waiting for a phase check again."""
         for warp in [w for w, x in self.sleeping.items() if x is mbarrier]:
             del self.sleeping[warp]
             m.release(warp)
 
     def end(self, m: Program) -> None:
-        """The program ends: report arrivals, and bytes to come, for which nobody waits, as those at
-        the end of a pipeline. (Copies on their way are a fault of their own.)"""
+        """The program ends: report arrivals and bytes to come that nobody waits for.
+
+        They occur at the end of a pipeline. Copies on their way are a fault of their own.
+        """
         for x in m.part(Shared).occupants.values():
             if isinstance(x, MBarrier) and not x.is_idle:
                 m.report(
@@ -164,7 +165,7 @@ class Barriers:
 
 @action(r"(?:bar|barrier)\.sync(?:\.aligned)?", "<- u32 u32?", waits=True)
 def wait_at_barrier(m: Program, g: Threads, number: Array, threads: Array | None = None) -> None:
-    """Each warp waits until as many threads have arrived; all, if their number is left out."""
+    """Each warp waits until this many threads have arrived; without a number, all."""
     arrive_warps(m, g, number, threads, waits=True)
 
 
@@ -175,7 +176,7 @@ def arrive_at_barrier(m: Program, g: Threads, number: Array, threads: Array) -> 
 
 
 def arrive_warps(m: Program, g: Threads, number: Array, threads: Array | None, waits: bool) -> None:
-    """Warps arrive one by one. The barrier's number is the same for all lanes of a warp."""
+    """Warps arrive one by one. All lanes of a warp have one barrier number."""
     warps, block = m.together(g), m.block + 1
     m.jump(g, block)
     for warp in warps.tolist():
@@ -192,13 +193,13 @@ def meet_in_warp(m: Program, g: Threads, lanes: Array) -> None:
 
 @action(r"fence\.proxy\.async(?:\.shared::cta)?", "<-")
 def fence_proxy(m: Program, g: Threads) -> None:
-    """What a thread knows to be written may be read by copies and products, and written again."""
+    """Copies and products may read and overwrite the writes known to a thread."""
     m.clocks.fence(g.warps)
 
 
 @action(r"fence\.mbarrier_init\.release\.cluster", "<-")
 def fence_init(m: Program, g: Threads) -> None:
-    """Copies and other programs may use the mbarriers that a warp has initialised."""
+    """Copies and other programs may use the mbarriers initialised by a warp."""
     shared = m.part(Shared)
     for at, mbarrier in shared.occupants.items():
         cells = shared.cells(np.array([at]), MBARRIER)
@@ -208,7 +209,7 @@ def fence_init(m: Program, g: Threads) -> None:
 
 @action(r"griddepcontrol\.(?:wait|launch_dependents)", "<-")
 def depend_on_launches(m: Program, g: Threads) -> None:
-    """Orders launches one of which may begin before another ends; here they follow each other."""
+    """Orders overlapping launches; here they follow each other."""
 
 
 @action(r"mapa\.shared::cluster\.u32", "u32 <- u32 u32")
@@ -224,7 +225,7 @@ MB = r"\.shared(?:::cta)?\.b64"
 
 @action("mbarrier.init" + MB, "<- @ u32")
 def init_mbarrier(m: Program, g: Threads, address: Array, count: Array) -> None:
-    """An mbarrier that counts so many arrivals in each phase."""
+    """An mbarrier that counts `count` arrivals in each phase."""
     counts = g.take(np.broadcast_to(count, g.count)).tolist()
     for warp, offset, each in zip(g.owners.tolist(), places(m, g, address), counts, strict=True):
         shared, barriers = m.part(Shared), m.part(Barriers)
@@ -243,7 +244,7 @@ def init_mbarrier(m: Program, g: Threads, address: Array, count: Array) -> None:
 
 @action("mbarrier.inval" + MB, "<- @")
 def invalidate_mbarrier(m: Program, g: Threads, address: Array) -> None:
-    """The bytes of an mbarrier may serve for something else."""
+    """Free the bytes of an mbarrier for other uses."""
     for warp, offset in zip(g.owners.tolist(), places(m, g, address), strict=True):
         found = m.part(Barriers).use(m, warp, offset)
         if not found.is_idle:
@@ -258,7 +259,7 @@ def invalidate_mbarrier(m: Program, g: Threads, address: Array) -> None:
 def arrive_at_mbarrier(
     m: Program, g: Threads, address: Array, number: Array | None = None, expect: str | None = None
 ) -> Array:
-    """Each thread arrives once, or so many times; `expect_tx`: once, and copies so many bytes.
+    """Each thread arrives once or `number` times; `expect_tx`: once, plus bytes of copies.
 
     d: the state of the mbarrier, for instructions that the virtual GPU does not have.
     """
@@ -274,7 +275,7 @@ def arrive_at_mbarrier(
 
 @action(r"mbarrier\.try_wait\.parity\.acquire\.cta" + MB, "pred <- @ u32")
 def look_at_phase(m: Program, g: Threads, address: Array, parity: Array) -> Array:
-    """d: the phase of this parity is over. It doesn't wait: a GPU does for a time of its own."""
+    """d: the phase of this parity is over. It does not wait; a GPU waits for a time of its own."""
     parities = g.take(np.broadcast_to(parity, g.count)).tolist()
     passed = np.zeros(len(parities), bool)
     for k, (warp, offset) in enumerate(zip(g.owners.tolist(), places(m, g, address), strict=True)):
@@ -291,7 +292,7 @@ def wait_for_phase(
 ) -> Threads | None:
     """d = true, as soon as the phase of this parity is over; the first one has parity 0.
 
-    limit: of a time, after which it is false; those that give one ask again.
+    limit: a time after which d is false; callers with a limit try again.
     """
     parities = g.take(np.broadcast_to(parity, g.count))
     offsets, passed = np.array(places(m, g, address)), np.zeros(len(parities), bool)
@@ -313,7 +314,7 @@ def wait_for_phase(
 
 
 def places(m: Program, g: Threads, address: Array) -> list[int]:
-    """The offset that each thread names."""
+    """The offset given by each thread."""
     found: list[int] = m.part(Shared).offsets(m, "an mbarrier", g.take(address), MBARRIER).tolist()
     return found
 
@@ -321,7 +322,7 @@ def places(m: Program, g: Threads, address: Array) -> list[int]:
 @final
 @define(eq=False)
 class RegisterPool:
-    """Registers of each warp, and those that no warp has."""
+    """Registers of each warp, and free ones."""
 
     of_warp: Array
     free: int
@@ -329,14 +330,14 @@ class RegisterPool:
 
     @classmethod
     def of(cls, m: Program) -> RegisterPool:
-        """Warps begin with as many for a thread as the kernel says."""
+        """Warps begin with the kernel's registers for each thread."""
         each = m.launch.code.kernel.most_registers or REGISTERS // m.launch.threads // 8 * 8
         return cls(np.full(m.warps, each), REGISTERS - m.launch.threads * each)
 
 
 @action(r"setmaxnreg\.(?P<way>inc|dec)\.sync\.aligned\.u32", "<- #", waits=True)
 def set_registers(m: Program, g: Threads, count: int, way: str) -> None:
-    """Each thread has so many registers from now on; `inc` waits until they are free."""
+    """Set the registers of each thread; `inc` waits until they are free."""
     pool, block = m.part(RegisterPool), m.block
     for warp in m.together(g).tolist():
         more = (count - int(pool.of_warp[warp])) * WARP

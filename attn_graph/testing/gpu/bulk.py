@@ -1,6 +1,6 @@
-"""Bulk copies and bulk sums between shared and global memory. PTX ISA 9.7.9.25.4 and 9.7.9.25.5.
+"""Bulk copies and bulk sums between shared and global memory. PTX ISA 9.7.9.25.4, 9.7.9.25.5.
 
-A store, or sum, reads shared memory until the thread that began it has waited for its group.
+A store, or sum, reads shared memory until its thread has waited for its group.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ PIECE = 16  # bytes: sizes and places of bulk copies are multiples of it
 @final
 @define(eq=False)
 class BulkGroups:
-    """Groups of bulk stores. group: of each warp, the number of the one that is open. owners: the
-    threads of a warp that store. begun: the last group of each warp with a store; waited: the last
-    one that it has waited for."""
+    """Groups of bulk stores, by warp. group: the number of the open one. owners: storing threads.
+
+    begun: the last group with a store. waited: the last group waited for.
+    """
 
     group: Array
     begun: Array
@@ -38,14 +39,13 @@ class BulkGroups:
 
     @classmethod
     def of(cls, m: Program) -> BulkGroups:
-        """None yet."""
         zeros = np.zeros(m.warps, np.int32)
         made = cls(zeros + 1, zeros, zeros.copy())
         m.at_end.append(made.end)
         return made
 
     def end(self, m: Program) -> None:
-        """The program ends: report whether its shared memory is still to be read."""
+        """The program ends: report shared memory that is still to be read."""
         if (self.begun > self.waited).any():
             m.report(Omission.BULK_STORES, "it ends before the wait for a bulk store")
 
@@ -55,7 +55,7 @@ class BulkGroups:
         return np.array([w for w, own in self.owners.items() if own <= threads], np.intp)
 
     def read(self, m: Program, warp: int, threads: frozenset[int], offsets: Array) -> Array:
-        """Threads begin a store: what it reads, pieces of shared memory, [pieces, bytes]."""
+        """Threads begin a store. Gives the pieces of shared memory to read, [pieces, bytes]."""
         if self.owners.setdefault(warp, threads) != threads:
             m.fault(
                 "now these, now other threads of a warp begin bulk stores, which the virtual "
@@ -73,14 +73,14 @@ class BulkGroups:
 
 @action(r"cp\.async\.bulk\.commit_group", "<-")
 def commit_stores(m: Program, g: Threads) -> None:
-    """The bulk stores of a thread since its last commit are a group."""
+    """The bulk stores of a thread since its last commit become a group."""
     groups = m.part(BulkGroups)
     groups.group[groups.storing(g)] += 1
 
 
 @action(r"cp\.async\.bulk\.wait_group(?:\.read)?", "<- #")
 def wait_for_stores(m: Program, g: Threads, pending: int) -> None:
-    """Wait until at most so many groups, the last ones, still read shared memory."""
+    """Wait until only the last `pending` groups still read shared memory."""
     groups = m.part(BulkGroups)
     for warp in groups.storing(g).tolist():
         done = max(int(groups.waited[warp]), int(groups.group[warp]) - 1 - pending)
@@ -100,7 +100,7 @@ def load_bytes(
     barrier: Array,
     hint: Array | None = None,
 ) -> None:
-    """The copy engine fetches bytes that lie side by side, and lets an mbarrier know."""
+    """The copy engine fetches contiguous bytes, and signals an mbarrier."""
     given = [g.take(np.broadcast_to(x, g.count)) for x in (target, source, size, barrier)]
     for warp, to, at, count, bar in zip(g.owners.tolist(), *given, strict=True):
         offsets = pieces(m, "a bulk copy", to, int(count), PIECE)
@@ -114,7 +114,7 @@ def load_bytes(
 
 
 def begin_copy(m: Program, warp: int, copy: TileCopy) -> None:
-    """A copy of the engine begins: what it overwrites was used before."""
+    """A copy of the engine begins: all uses of its target must come before it."""
     shared, mbarrier = m.part(Shared), copy.mbarrier
     cells, ledger = np.unique(shared.cells(copy.offsets, PIECE))[None], shared.ledger
     ledger.check_free(m, "a copy of the copy engine", np.array([warp]), cells, proxy=True)
@@ -123,7 +123,7 @@ def begin_copy(m: Program, warp: int, copy: TileCopy) -> None:
 
 
 def pieces(m: Program, text: str, address: Array, size: int, align: int) -> Array:
-    """Offsets of the pieces of so many bytes of shared memory. Raises Fault if they lie askew."""
+    """Offsets of the pieces of `size` bytes of shared memory. Raises Fault if misaligned."""
     if size <= 0 or size % PIECE:
         m.fault(f"{text} of {size} bytes, which is not a multiple of {PIECE}")
     start = m.part(Shared).offsets(m, text, np.array([address]), size, align)
@@ -144,7 +144,7 @@ def store_bytes(
     hint: Array | None = None,
     add: str | None = None,
 ) -> None:
-    """Bytes that lie side by side go to global memory, or are added to what is there."""
+    """Contiguous bytes go to global memory, or are added there."""
     for warp, threads, (to, at, count) in stores(m, g, (target, source, size), bool(add)):
         offsets = pieces(m, "a bulk store", at, int(count), PIECE)
         data = m.part(BulkGroups).read(m, warp, threads, offsets)
@@ -157,7 +157,7 @@ def store_bytes(
 def stores(
     m: Program, g: Threads, operands: Sequence[Array], add: bool
 ) -> Iterator[tuple[int, frozenset[int], Any]]:  # Any: numbers of NumPy's
-    """Each warp, its threads that store, and their operands. All may store the same bytes."""
+    """Each warp, its storing threads, and their operands. All may store equal bytes."""
     taken = np.array([g.take(np.broadcast_to(x, g.count)).astype(np.uint64) for x in operands])
     threads, warps = np.array(threads_of(g)), g.owners
     for warp in g.warps.tolist():
@@ -170,7 +170,7 @@ def stores(
 
 
 def threads_of(g: Threads) -> list[int]:
-    """The numbers of the threads that take part."""
+    """The numbers of the active threads."""
     numbers: list[int] = g.take(np.arange(g.span.start, g.span.stop)).tolist()
     return numbers
 
@@ -187,7 +187,7 @@ def store_tile(
     source: Array,
     hint: Array | None = None,
 ) -> None:
-    """A box goes to a tensor; what lies outside of the tensor is dropped."""
+    """A box goes to a tensor; its part outside the tensor is dropped."""
     for warp, threads, (at, place, *corner) in stores(m, g, (source, tensor, *first), False):
         tile = TensorMap.read(m.parameter_at(int(place)))
         corner = [int(x.astype(np.int64)) for x in corner]

@@ -1,14 +1,13 @@
-"""Who has seen what: vector clocks.
+"""Vector clocks: the accesses known to each warp.
 
-An agent is whatever reads or writes by itself: a warp, the products of a warp group, asynchronous
-copies. Each has a time. A warp knows a time of every agent, up to which it comes after what that
-agent did; barriers and waits pass this on. An access that does not come after another to the same
-cell, of which one is a write, is a race, whatever the order in which they happened to be executed.
+An agent reads or writes by itself: a warp, the products of a warp group, asynchronous copies. Each
+has a time. A warp knows, for every agent, a time up to which it comes after that agent's accesses;
+barriers and waits pass this on. Two accesses to a cell, one of them a write, are a race unless one
+comes after the other, whatever their order of execution here.
 
-Copies of the copy engine and products read and write by another proxy: a write of threads has to be
-followed by fence.proxy.async before they may touch its cell. `fenced` holds the times up to which a
-warp knows that of every agent. Whether cp.async needs the fence too is not clear from the ISA; a
-missing one is noted.
+Copies of the copy engine and products read and write by another proxy: a write of threads needs
+fence.proxy.async before they may touch its cell. `fenced` holds the times up to which a warp knows
+this of every agent. The ISA leaves open if cp.async needs the fence too; a missing one is noted.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ AGENTS = (  # those of each warp
 @final
 @define(eq=False)
 class Clocks:
-    """The times that each warp knows, [warps, agents]."""
+    """The times known to each warp, [warps, agents]."""
 
     warps: int
     known: Array = field(init=False)
@@ -80,31 +79,30 @@ class Clocks:
         return AGENTS[kind].format(warp)
 
     def is_generic(self, agents: Array) -> Array:
-        """Whether agents write by the proxy of threads: warps, and their asynchronous copies."""
+        """True for agents that use the proxy of threads: warps, and their asynchronous copies."""
         first, last = self.copy(0), self.copy(self.warps)
         return (agents >= 0) & ((agents < self.warps) | (agents >= first) & (agents < last))
 
     # What warps learn
 
     def now(self, warps: Array) -> Array:
-        """The times of warps."""
         return self.known[warps, warps]
 
     def tick(self, warps: Array) -> None:
-        """What these warps do from now on is later than what others learn of them now."""
+        """Later accesses of these warps come after anything others learn of them now."""
         self.known[warps, warps] += 1
 
     def join(self, warps: Array) -> None:
-        """Warps meet: each comes after all that the others did."""
+        """Warps meet: each comes after all accesses of the others."""
         self.known[warps] = self.known[warps].max(0)
         self.fenced[warps] = self.fenced[warps].max(0)
         self.tick(warps)
 
     def learn(self, warp: int, known: Array, fenced: Array) -> None:
-        """A warp comes after what these times cover."""
+        """A warp comes after these times."""
         np.maximum(self.known[warp], known, out=self.known[warp])
         np.maximum(self.fenced[warp], fenced, out=self.fenced[warp])
 
     def fence(self, warps: Array) -> None:
-        """fence.proxy.async: what warps know may be touched by the other proxy."""
+        """fence.proxy.async: the other proxy may touch anything known to these warps."""
         self.fenced[warps] = np.maximum(self.fenced[warps], self.known[warps])

@@ -1,6 +1,6 @@
 """Copies that run beside a program: cp.async of threads, and the copy engine. PTX ISA 9.7.9.25.
 
-Both take effect as late as they may: when a thread waits for them, or when nobody can go on.
+Both take effect as late as possible: at a wait of a thread, or when nobody can go on.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ class ThreadCopies:
     line: int
 
     def select(self, some: Array) -> ThreadCopies:
-        """Some of them."""
         warps, groups, offsets = self.warps[some], self.groups[some], self.offsets[some]
         return ThreadCopies(warps, groups, offsets, self.data[some], self.line)
 
     def land(self, memory: Array) -> None:
-        """Write them."""
         size = self.data.shape[1]
         memory.reshape(-1, size)[self.offsets // size] = self.data
 
@@ -57,7 +55,7 @@ class TileCopy:
     line: int
 
     def land(self, m: Program) -> None:
-        """Write it, and let the mbarrier know. Raises Fault if its phase is over."""
+        """Write it, and signal the mbarrier. Raises Fault if its phase is over."""
         m.line = self.line
         if self.mbarrier.phase != self.phase:
             m.fault("a copy lands in a later phase of its mbarrier than that in which it began")
@@ -68,7 +66,7 @@ class TileCopy:
 @final
 @frozen(eq=False)
 class Tracking:
-    """Arrivals of a warp at an mbarrier that wait for its copies up to a group."""
+    """Arrivals of a warp at an mbarrier after its copies up to a group."""
 
     mbarrier: MBarrier
     warp: int
@@ -88,8 +86,10 @@ class Tracking:
 @final
 @define(eq=False)
 class Copies:
-    """Copies that have not landed. group: of each warp the number of its group that is open; a
-    commit ends one, and so does an mbarrier that waits for it. commits: those that commits ended.
+    """Copies that have not landed. group: of each warp the number of its open group.
+
+    A commit ends a group, and so does an mbarrier that waits for it. commits: the groups ended by
+    commits.
     """
 
     group: Array
@@ -99,22 +99,20 @@ class Copies:
 
     @classmethod
     def of(cls, m: Program) -> Copies:
-        """None yet."""
         made = cls(np.ones(m.warps, np.int32))
         m.on_idle.append(made.advance)
         m.at_end.append(made.end)
         return made
 
     def advance(self, m: Program) -> bool:
-        """Let one copy of the engine land, or those of a warp that an mbarrier waits for, if there
-        is one."""
+        """Let one engine copy land, or those of a warp awaited by an mbarrier; True if any."""
         if not self.tiles:
             return False
         self.tiles.pop(m.random.randrange(len(self.tiles)) if m.random else 0).land(m)
         return True
 
     def land_groups(self, m: Program, warps: Array, groups: Array) -> None:
-        """Let copies of these warps land: those of groups up to these."""
+        """Let copies of these warps land, up to these groups."""
         waiting, done = list[ThreadCopies](), np.full(m.warps, -1, np.int32)
         done[warps] = groups
         for copies in self.threads:
@@ -157,7 +155,7 @@ def copy_async(
 
 @action(r"cp\.async\.commit_group", "<-")
 def commit_copies(m: Program, g: Threads) -> None:
-    """The copies since the last commit are a group."""
+    """The copies since the last commit become a group."""
     copies, warps = m.part(Copies), m.together(g)
     for warp in warps.tolist():
         copies.commits.setdefault(warp, []).append(int(copies.group[warp]))
@@ -166,7 +164,7 @@ def commit_copies(m: Program, g: Threads) -> None:
 
 @action(r"cp\.async\.mbarrier\.arrive\.noinc\.shared(?:::cta)?\.b64", "<- @")
 def arrive_after_copies(m: Program, g: Threads, address: Array) -> None:
-    """Each thread arrives at an mbarrier as soon as all its copies of before have landed."""
+    """Each thread arrives at an mbarrier as soon as its earlier copies have landed."""
     copies, lanes = m.part(Copies), g.owners
     offsets = np.array(places(m, g, address))
     for warp in m.together(g).tolist():
@@ -180,7 +178,7 @@ def arrive_after_copies(m: Program, g: Threads, address: Array) -> None:
 
 @action(r"cp\.async\.wait_group", "<- #")
 def wait_for_copies(m: Program, g: Threads, pending: int) -> None:
-    """Wait until at most so many groups of each thread, the last ones, are on their way."""
+    """Wait until only the last `pending` groups of each thread are on their way."""
     copies, warps = m.part(Copies), m.together(g)
     ended = [copies.commits.get(warp, []) for warp in warps.tolist()]
     over = [x[-1 - pending] if len(x) > pending else -1 for x in ended]
@@ -205,14 +203,14 @@ class TensorMap:
 
     @classmethod
     def read(cls, contents: bytes) -> TensorMap:
-        """From the bytes that driver.c writes."""
+        """From the bytes written by driver.c."""
         address, *rest = MAP.unpack_from(contents)
         rank, item, mode, nan = rest[14:]
         shape, strides, box = rest[:rank], rest[5 : 4 + rank], rest[9 : 9 + rank]
         return cls(address, (*shape,), (*strides,), (*box,), item, SPANS[mode], bool(nan))
 
     def rows(self, first: tuple[int, ...]) -> tuple[Array, Array]:
-        """Addresses of the rows of a box that begins somewhere, and which are in the tensor."""
+        """Addresses of the rows of a box at `first`; and which of them are in the tensor."""
         places = np.indices(self.box[:0:-1]).reshape(len(self.box) - 1, -1)[::-1].astype(np.int64)
         places += np.array(first[1:], np.int64)[:, None]
         inside = ((places >= 0) & (places < np.array(self.shape[1:])[:, None])).all(axis=0)
@@ -220,7 +218,7 @@ class TensorMap:
         return np.asarray(addresses), np.asarray(inside)
 
     def fetch(self, m: Program, warp: int, first: tuple[int, ...]) -> Array:
-        """A warp has the bytes of a box fetched, [rows, bytes]; zeros outside of the tensor."""
+        """A warp fetches the bytes of a box, [rows, bytes]; zeros outside of the tensor."""
         addresses, inside = self.rows(first)
         data = np.zeros((len(addresses), self.box[0] * self.item), np.uint8)
         columns = first[0] + np.arange(self.box[0])
@@ -236,7 +234,7 @@ class TensorMap:
         return data
 
     def store(self, m: Program, warp: int, first: tuple[int, ...], data: Array) -> None:
-        """A warp has the bytes of a box written, [rows, bytes], where it lies in the tensor."""
+        """A warp writes the bytes of a box, [rows, bytes], inside of the tensor."""
         addresses, inside = self.rows(first)
         columns = first[0] + np.arange(self.box[0])
         (kept,) = np.nonzero((columns >= 0) & (columns < self.shape[0]))
@@ -252,12 +250,12 @@ TILE = r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(?:cta|cluster)\.global(?:\.ti
 
 @action(r"prefetch\.tensormap", "<- @")
 def prefetch_map(m: Program, g: Threads, address: Array) -> None:
-    """A tensor map is brought to a cache."""
+    """Prefetch a tensor map; only its address is checked."""
     for each in g.take(address).tolist():
         m.parameter_at(each)
 
 
-HINT = r"(?:\.L2::cache_hint)?"  # of a cache, which changes no result
+HINT = r"(?:\.L2::cache_hint)?"  # of a cache: changes no result
 
 
 @action(TILE + r"\.mbarrier::complete_tx::bytes" + HINT, "<- @ @map @ u64?")
@@ -270,7 +268,7 @@ def copy_tile(
     barrier: Array,
     hint: Array | None = None,
 ) -> None:
-    """The copy engine fetches a box of a tensor, and lets an mbarrier know its bytes."""
+    """The copy engine fetches a box of a tensor, and signals its bytes to an mbarrier."""
     bars = m.part(Shared).offsets(m, "an mbarrier", g.take(barrier), 8)
     for k, warp in enumerate(g.owners.tolist()):
         tile = TensorMap.read(m.parameter_at(int(g.take(tensor)[k])))

@@ -1,4 +1,4 @@
-"""A GPU that is not there: Triton's own launcher, on a stand-in for the driver."""
+"""The virtual GPU: Triton's own launcher, on a stand-in for the driver."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HIDDEN = 9  # arguments of a launcher before those of the kernel
 
 
 class LaunchRecord(ctypes.Structure):
-    """A launch, as driver.c has it."""
+    """A launch, in the form of driver.c."""
 
     _fields_ = (
         ("function", ctypes.c_void_p),
@@ -46,7 +46,7 @@ class LaunchRecord(ctypes.Structure):
 
 @cache
 def load_driver() -> ctypes.CDLL:
-    """Build the stand-in, and load it where Triton looks for the driver. Raises RuntimeError."""
+    """Build the stand-in, and load it in place of the driver. Raises RuntimeError."""
     import triton
 
     if torch.cuda.is_available():
@@ -70,14 +70,14 @@ def load_launcher() -> Any:  # Any: a class of Triton's
         knobs.nvidia.libcuda_path = before
 
 
-LOADED: dict[int, str] = {}  # the PTX of each function that Triton has loaded
+LOADED: dict[int, str] = {}  # the PTX of each loaded function
 
 
 @final
 class Launcher:
-    """Makes launches of one kernel: by Triton's launcher, and then by the virtual GPU.
+    """Launches one kernel: by Triton's launcher, then by the virtual GPU.
 
-    Triton keeps it as long as the kernel, longer than a GPU may live.
+    Triton keeps it as long as the kernel, perhaps longer than the GPU.
     """
 
     def __init__(self, src: Any, metadata: Any) -> None:  # Any: Triton's
@@ -90,21 +90,21 @@ class Launcher:
         from triton.runtime import driver
 
         self.launch(*arguments)
-        active: Any = driver.active  # Any: a Driver, of which Triton's annotation knows nothing
+        active: Any = driver.active  # Any: a Driver, unknown to Triton's annotation
         gpu = active.gpu
         tensors = dict(named_tensors(zip(self.names, arguments[HIDDEN:], strict=True)))
         gpu.execute(tensors)
 
 
 def part_of(contents: bytes, ends: Sequence[int], n: int, size: int) -> bytes:
-    """Parameter number n, of those that end somewhere in these bytes."""
+    """Parameter number n. ends: of all parameters in these bytes."""
     return contents[ends[n] - size : ends[n]]
 
 
 def omissions_of(triton: str) -> frozenset[Omission]:
-    """What a version of Triton leaves out of the code that it compiles.
+    """The steps that a version of Triton omits from its compiled code.
 
-    From 3.9 on LLVM may move what reads the registers of tcgen05.ld before the wait for them.
+    From 3.9 on LLVM may move readers of the registers of tcgen05.ld before the wait for them.
     """
     late = tuple(map(int, triton.split(".")[:2])) >= (3, 9)
     return frozenset({Omission.TENSOR_LOADS} if late else ())
@@ -126,9 +126,9 @@ def named_tensors(arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any:
 class VirtualGpu:
     """A GPU whose code the CPU executes.
 
-    target: the GPU. seed: draws the order of warps and copies; None: those furthest behind first.
-    notes: what its kernels leave out of what the PTX ISA asks for, though GPUs are known to bear
-    it. kernels: how many programs of each have been executed, by name.
+    target: the GPU. seed: for the order of warps and copies; None: those furthest behind first.
+    notes: steps required by the PTX ISA but omitted by its kernels, harmlessly on known GPUs.
+    kernels: the number of executed programs of each, by name.
     """
 
     target: Target
@@ -139,11 +139,11 @@ class VirtualGpu:
 
     @property
     def programs(self) -> int:
-        """How many have been executed."""
+        """The number of executed programs."""
         return self.kernels.total()
 
     def execute(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Execute the launch that the driver was given last. Raises Fault."""
+        """Execute the launch last given to the driver. Raises Fault."""
         record = LaunchRecord()
         if not load_driver().take_launch(ctypes.byref(record)):
             return  # of no program
@@ -161,9 +161,11 @@ class VirtualGpu:
         tensors: Mapping[str, torch.Tensor],
         omits: frozenset[Omission] = frozenset(),
     ) -> None:
-        """Execute a launch: the kernel's PTX; grid, block and bytes of shared memory; parameter
-        number n, of some bytes; tensors that it may touch; what it is known to leave out. Raises
-        Fault."""
+        """Execute a launch of PTX `text`. Raises Fault.
+
+        sizes: grid, block and bytes of shared memory. parameters: the bytes of parameter number n.
+        tensors: those it may touch. omits: its known omissions.
+        """
         code = translate(text)
         (x, y, z), (threads, *others), shared = sizes
         if others != [1, 1]:
@@ -180,7 +182,7 @@ class VirtualGpu:
 
 @final
 class Driver:
-    """The driver that Triton asks for a device, while a virtual GPU is in use."""
+    """Triton's driver of a device, while a virtual GPU is in use."""
 
     def __init__(self, gpu: VirtualGpu) -> None:
         from triton.backends.compiler import GPUTarget
@@ -195,25 +197,23 @@ class Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        """A number that no GPU has: by it Triton keeps kernels apart."""
+        """A number that no GPU has, by which Triton keeps kernels apart."""
         return 1000 + self.gpu.target.sm
 
     def get_current_stream(self, device: object) -> int:
-        """The one stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where tensors are."""
         return torch.device("cpu")
 
     def note_text(self, *given: Any) -> None:  # Any: as Triton's hook is called
-        """Triton is about to load a kernel: keep its PTX."""
+        """Keep the PTX of a kernel that Triton is about to load."""
         _, _, name, group, _ = given
         (path,) = (Path(path) for file, path in group.items() if file.endswith(".ptx"))
         self.texts[name] = path.read_text()
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
-        """Load a kernel; the driver is told the sizes of its parameters."""
+        """Load a kernel, and give the driver the sizes of its parameters."""
         loaded: tuple[int, ...] = load_launcher().load_binary(name, kernel, shared, device)
         text = LOADED[loaded[1]] = self.texts.pop(name)
         sizes = [*parameter_sizes(text)]
@@ -230,13 +230,13 @@ def parameter_sizes(text: str) -> Iterator[int]:
 
 @contextmanager
 def virtual_gpu(name: str | Target, *, seed: int | None = None) -> Iterator[VirtualGpu]:
-    """Within this block Triton's kernels run on the CPU as a GPU would run them.
+    """Within this block Triton's kernels run on the CPU as on a GPU.
 
-    Plans for the device's `target` take tensors of the CPU then. Kernels are compiled for the GPU
-    by name, launched by Triton's own launcher, and the compiled code is executed: instruction by
-    instruction, asynchronous ones as late as they may be, every access to memory checked. What a
-    GPU does not define raises Fault. Slow: a tile of 64 x 64 scores takes some hundredths of a
-    second. Other threads may not use Triton. Raises RuntimeError where PyTorch can use a GPU, or
+    Plans for the device's `target` then take tensors of the CPU. Kernels are compiled for the GPU
+    `name`, launched by Triton's own launcher, and the compiled code is executed: instruction by
+    instruction, asynchronous ones as late as possible, with every access to memory checked.
+    Undefined behaviour raises Fault. It is slow: a tile of 64 x 64 scores takes some hundredths of
+    a second. Other threads may not use Triton. Raises RuntimeError if PyTorch can use a GPU, or if
     Triton interprets.
     """
     from triton import knobs
@@ -266,12 +266,12 @@ def virtual_gpu(name: str | Target, *, seed: int | None = None) -> Iterator[Virt
 
 
 def watch(make: Any, unset: Unset) -> Any:  # Any: a function of PyTorch's
-    """A function that makes tensors without contents, which are noted."""
+    """A function that makes tensors without contents, and adds them to `unset`."""
 
     def made(*arguments: Any, **options: Any) -> torch.Tensor:
         tensor: torch.Tensor = make(*arguments, **options)
         plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
-        if plain and not _are_functorch_transforms_active():  # whose tensors have no memory
+        if plain and not _are_functorch_transforms_active():  # its tensors have no memory
             unset.add(tensor)
         return tensor
 

@@ -1,7 +1,7 @@
 """FlashAttention 4 on a virtual GPU: its own host code, on a stand-in for its DSL's runtime.
 
 The package's functions take tensors of the CPU while a virtual GPU is in use. They compile kernels
-for it as on a machine that has it, and the compiled host code launches them: its launches go to
+as on a machine with that GPU. The compiled host code launches them, through
 `VirtualGpu.launch_kernel`.
 """
 
@@ -36,7 +36,7 @@ from attn_graph.testing.gpu.instructions import translate
 SOURCE = Path(__file__).with_name("dsl.c")
 NAME = "libcute_dsl_runtime.so"  # of the runtime: the DSL looks for it
 INTERFACE = "flash_attn.cute.interface"
-ENTRIES = ("_flash_attn_fwd", "_flash_attn_bwd")  # through which all calls of the package go
+ENTRIES = ("_flash_attn_fwd", "_flash_attn_bwd")  # all calls of the package go through these
 OMITTED = {  # what the package's kernels for a major compute capability leave out; virtual GPUs
     # have the instructions of those for these alone
     9: frozenset({Omission.ARRIVALS, Omission.EQUAL_STORES}),
@@ -46,7 +46,7 @@ PLAIN = {2: [0], 4: [1, 1, 1], 6: []}  # attributes of a launch that change noth
 # clusters of one program, and programs that may begin before those of the launch before end
 GPU = 2  # a kind of device, as DLPack numbers them
 DEVICE = 8  # bytes before the kind of device in a DLTensor
-MAP_BYTES, MAP_USED = 128, 64  # of a tensor map: its size, and how many of them say something
+MAP_BYTES, MAP_USED = 128, 64  # of a tensor map: its size, and the used ones
 MAP_RANK = 5  # the most axes
 MAP_KIND = 0x40002  # its kind, but for bits
 MAP_VARIES = 0x2067F0  # that hold the rank, the type, the swizzling, and if it is 128 KiB or more
@@ -54,7 +54,7 @@ MAP_ITEMS = {6: 2, 7: 4, 10: 2}  # bytes of an element, by the number of its typ
 
 
 class Config(ctypes.Structure):
-    """A launch, as dsl.c has it."""
+    """A launch, in the form of dsl.c."""
 
     _fields_ = (
         ("grid", ctypes.c_uint32 * 3),
@@ -89,12 +89,10 @@ def build_runtime() -> Path:
 
 
 class Gpu(Protocol):
-    """What executes launches."""
+    """An executor of launches."""
 
     @property
-    def target(self) -> Target:
-        """The GPU."""
-        ...
+    def target(self) -> Target: ...
 
     def execute_kernel(
         self,
@@ -104,25 +102,26 @@ class Gpu(Protocol):
         tensors: Mapping[str, torch.Tensor],
         omits: frozenset[Omission],
     ) -> None:
-        """Execute a launch: the kernel's PTX; grid, block and bytes of shared memory; parameter
-        number n, of some bytes; tensors that it may touch; what it is known to leave out."""
+        """As `VirtualGpu.execute_kernel`."""
         ...
 
 
 @final
 @define
 class Call:
-    """A call of a compiled function: its kernel's PTX, bytes of its parameters, and its launches:
-    name, sizes, attributes and parameters of each."""
+    """A call of a compiled function: its kernel's PTX, bytes of its parameters, and its launches.
+
+    A launch has a name, sizes, attributes and parameters.
+    """
 
     text: str
     sizes: list[int]
     launches: list[tuple[str, Any, Any, list[bytes]]] = field(factory=list[Any])
 
 
-RUNNING: list[Call] = []  # the call that is being made, if there is one
-GPUS: list[Gpu] = []  # the virtual GPU that is in use, if it serves the package
-COMPILED: dict[tuple[str, int], Compiled] = {}  # what was compiled, by function and GPU
+RUNNING: list[Call] = []  # the current call, if any
+GPUS: list[Gpu] = []  # the virtual GPU in use, if it serves the package
+COMPILED: dict[tuple[str, int], Compiled] = {}  # by function and GPU
 
 
 @final
@@ -134,7 +133,7 @@ class Compiled(dict[Any, Any]):  # Any: keys and functions of the package
 
 
 def call_compiled(function: Any, text: str, *arguments: Any) -> None:  # Any: the DSL's
-    """Call a compiled function; its launches are executed before it returns. Raises Fault."""
+    """Call a compiled function and execute its launches. Raises Fault."""
     tensors = dict(named_tensors("argument", arguments))
     call = Call(text, [*translate(text).kernel.parameters.values()])
     RUNNING.append(call)
@@ -152,12 +151,12 @@ def call_compiled(function: Any, text: str, *arguments: Any) -> None:  # Any: th
 
 
 def pick(contents: list[bytes], n: int, size: int) -> bytes:
-    """A parameter, of which the size is that of its contents."""
+    """A parameter; its own length is its size."""
     return contents[n]
 
 
 def named_tensors(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any: an argument
-    """The tensors in an argument, with its place as their names."""
+    """The tensors in an argument, named by their places."""
     if isinstance(x, torch.Tensor):
         yield name, x
     elif isinstance(x, tuple | list):
@@ -166,7 +165,7 @@ def named_tensors(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:  # A
 
 
 def to_gpu(x: Any) -> Any:  # Any: an argument
-    """An argument whose tensors say that they are on a GPU, where they are."""
+    """An argument whose tensors claim to be on a GPU."""
     import tvm_ffi
 
     if isinstance(x, torch.Tensor):
@@ -179,13 +178,13 @@ def to_gpu(x: Any) -> Any:  # Any: an argument
 
 @final
 class OnGpu:
-    """A tensor of the CPU that says it is on a GPU, in DLPack's terms."""
+    """A tensor of the CPU that claims to be on a GPU, in DLPack's terms."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
 
     def __dlpack__(self, **options: object) -> object:
-        """The tensor, of which the kind of its device is another one."""
+        """The tensor, with another kind of device."""
         capsule: object = torch._C._to_dlpack(self.tensor)
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
@@ -198,8 +197,10 @@ class OnGpu:
 
 
 def note_launch(name: bytes, config: Any, parameters: Any) -> int:  # Any: pointers of ctypes
-    """The runtime launches a kernel: it is executed when the DSL's host code is through, which has
-    no way to hand an error on."""
+    """The runtime launches a kernel. It is executed after the DSL's host code has returned.
+
+    That code has no way to hand an error on.
+    """
     call, given = RUNNING[-1], config.contents
     pointer = ctypes.cast(given.attributes, ctypes.POINTER(Attribute))
     attributes = [(x.kind, [*x.value]) for x in pointer[: given.count]]
@@ -213,7 +214,7 @@ SERVER = SERVE(note_launch)
 
 
 def check_launch(text: str, name: str, attributes: list[tuple[int, list[int]]]) -> None:
-    """Raise UnknownInstructionError for a launch that virtual GPUs don't make."""
+    """Raise UnknownInstructionError for a launch that virtual GPUs do not support."""
     if f".entry {name}(" not in text:
         raise UnknownInstructionError(f"{name} is not the kernel that was compiled for this call")
     for kind, value in attributes:
@@ -226,11 +227,11 @@ def check_launch(text: str, name: str, attributes: list[tuple[int, list[int]]]) 
 
 
 def translate_map(contents: bytes) -> bytes:
-    """A parameter as it is; a tensor map, which the DSL's host code writes in the form of the
-    hardware, in that of driver.c. Raises UnknownInstructionError for one with anything else.
+    """A parameter; a tensor map is converted from the hardware's form to that of driver.c.
 
-    Read off maps of known tensors: the rank, type and swizzling are in the third word of 32 bits;
-    strides are in units of 16 bytes; of sizes and boxes one less is stored. What lies between is 0.
+    Raises UnknownInstructionError for other contents. The form was read off maps of known tensors:
+    the rank, type and swizzling are in the third word of 32 bits; strides are in units of 16 bytes;
+    sizes and boxes are stored less one. All else is 0.
     """
     if len(contents) != MAP_BYTES:
         return contents
@@ -256,12 +257,12 @@ def translate_map(contents: bytes) -> bytes:
 
 
 def is_served(target: Target) -> bool:
-    """Whether the package is here, and has kernels for a GPU that virtual GPUs can execute."""
+    """True if the package is installed and has kernels for a GPU with a virtual counterpart."""
     return target.sm // 10 in OMITTED and find_package() is not None
 
 
 def find_package() -> object:
-    """Where the package is, without importing it; None: nowhere."""
+    """The package's module spec, without importing it; None if it is missing."""
     home = find_spec("flash_attn")
     places = (home and home.submodule_search_locations) or ()
     return next((p for p in places if (Path(p) / "cute" / "interface.py").is_file()), None)
@@ -287,7 +288,7 @@ def serve_package(gpu: Gpu) -> Iterator[None]:
 
 
 def environment(target: Target) -> dict[str, str]:
-    """What the package and its DSL read when they are imported."""
+    """Environment variables read by the package and its DSL on import."""
     arch = f"sm_{target.sm}a"
     runtime = build_runtime()
     return {
@@ -303,7 +304,7 @@ def environment(target: Target) -> dict[str, str]:
 @final
 @define(eq=False)
 class OnImport(MetaPathFinder):
-    """Has the package's interface changed as soon as it is imported."""
+    """Changes the package's interface as soon as it is imported."""
 
     change: Callable[[ModuleType], object]
     searching: bool = field(default=False, init=False)
@@ -314,7 +315,7 @@ class OnImport(MetaPathFinder):
         path: object = None,
         target: object = None,
     ) -> ModuleSpec | None:
-        """The module as others find it, with a step behind its execution."""
+        """The module's spec by other finders, with a step after its execution."""
         if name != INTERFACE or self.searching:
             return None
         self.searching = True
@@ -327,7 +328,7 @@ class OnImport(MetaPathFinder):
         return spec
 
     def then_change(self, loader: Loader) -> Callable[[ModuleType], None]:
-        """What executes the module, and then changes it."""
+        """A function that executes the module, and then changes it."""
         execute = loader.exec_module
 
         def both(module: ModuleType) -> None:
@@ -384,7 +385,7 @@ def check_runtime(libraries: str) -> None:
 
 
 def as_fake(convert: Callable[..., Any]) -> Callable[..., Any]:  # Any: the DSL's
-    """A function that describes tensors to the compiler, of which each is on a GPU."""
+    """A function that describes tensors to the compiler, each as on a GPU."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     def described(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -399,12 +400,12 @@ def as_fake(convert: Callable[..., Any]) -> Callable[..., Any]:  # Any: the DSL'
 
 
 def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:  # Any: the package's
-    """A function of the package, while which all tensors say that they are on a GPU."""
+    """A function of the package; during its calls all tensors claim to be on a GPU."""
 
     @wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
         with patch.object(torch.Tensor, "is_cuda", True), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what it gives its own compiler
+            warnings.simplefilter("ignore")  # about its arguments to its own compiler
             return function(*arguments, **options)
 
     return called

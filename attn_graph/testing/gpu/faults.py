@@ -1,4 +1,4 @@
-"""What a virtual GPU raises."""
+"""Errors of a virtual GPU."""
 
 from enum import Enum, auto
 from typing import final
@@ -6,7 +6,7 @@ from typing import final
 
 @final
 class Fault(AssertionError):
-    """A compiled kernel does what a GPU does not define, or another GPU might do otherwise.
+    """A compiled kernel has undefined behaviour, or another GPU might behave differently.
 
     The message names the kernel, the program, the line of the PTX and the line of the source.
     """
@@ -14,8 +14,11 @@ class Fault(AssertionError):
 
 @final
 class Omission(Enum):
-    """Something that the PTX ISA asks for. A kernel without it is at fault, unless its launch says
-    that its authors leave it out, on GPUs that are known to bear it: then it is noted."""
+    """A step required by the PTX ISA. A kernel without it is at fault, with one exception.
+
+    If its launch declares the omission, because GPUs are known to work without it, it is only
+    noted.
+    """
 
     ARRIVALS = auto()  # nobody waits for the last ones at an mbarrier or a barrier
     COMMITS = auto()  # nor for a commit of products
@@ -26,4 +29,4 @@ class Omission(Enum):
 
 @final
 class UnknownInstructionError(NotImplementedError):
-    """A kernel has an instruction, a modifier or a directive that the virtual GPU does not have."""
+    """A kernel has an instruction, modifier or directive unknown to the virtual GPU."""

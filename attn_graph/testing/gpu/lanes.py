@@ -28,9 +28,9 @@ def rows(g: Threads, values: Array) -> Array:
 def shuffle(
     m: Program, g: Threads, a: Array, b: Array, limits: Array, lanes: Array, way: str
 ) -> Array:
-    """d = a of another lane: lane ^ b, b, lane - b or lane + b; its own, where that is too far.
+    """d = a of another lane: lane ^ b, b, lane - b or lane + b; its own beyond the limits.
 
-    limits: bits 8 to 12 cut a warp in segments, and the others say how far a segment reaches.
+    limits: bits 8 to 12 cut a warp in segments, and the others limit the reach within a segment.
     """
     m.together(g)
     step, limit = rows(g, b).astype(np.int64), rows(g, limits).astype(np.int64)
@@ -63,7 +63,7 @@ def reduce_floats(m: Program, g: Threads, a: Array, lanes: Array, way: str) -> A
 
 @action(r"elect\.sync", "u32|pred <- u32")
 def elect(m: Program, g: Threads, lanes: Array) -> tuple[Array, Array]:
-    """d = one lane of the warp, p: this is it. It is lane 0 here; another on some GPU, perhaps."""
+    """d = one lane of the warp, p: this is it. It is lane 0 here; other GPUs may choose another."""
     m.together(g)
     return np.zeros(g.count, np.uint32), np.tile(LANES == 0, g.count // WARP)
 
@@ -77,7 +77,7 @@ def vote(m: Program, g: Threads, a: Array, lanes: Array, way: str) -> Array:
 
 @action(r"vote\.sync\.ballot\.b32", "b32 <- pred u32")
 def ballot(m: Program, g: Threads, a: Array, lanes: Array) -> Array:
-    """d = a bit for each lane: whether a is true there."""
+    """d = a bit for each lane: its a is true."""
     m.together(g)
     bits = (rows(g, a).astype(np.int64) << LANES).sum(1)
     return np.repeat(bits.astype(np.uint32), WARP)

@@ -1,4 +1,4 @@
-"""The last write and the last reads of each cell of a memory: who must have seen which."""
+"""The last write and the last reads of each cell of a memory, to find races."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_graph.testing.gpu.rules import Array
 class Ledger:
     """The last write and the last reads of each cell. readers: the agents that may read here.
 
-    invalidations: lines of PTX that end an mbarrier; whether they write is not said.
+    invalidations: lines of PTX that end an mbarrier; the ISA leaves open if they write.
     """
 
     clocks: Clocks
@@ -58,7 +58,7 @@ class Ledger:
         """Raise Fault unless a warp in each row of cells comes after the last writes there.
 
         proxy: the access is by the other proxy. own: an agent whose writes come in order.
-        may_be_unset: where nothing was written, that is noted.
+        may_be_unset: only note a read of unwritten cells.
         """
         writers, times, row = self.writer[cells], self.time[cells], warps[:, None]
         unset = writers < 0
@@ -102,7 +102,7 @@ class Ledger:
     ) -> None:
         """Raise Fault unless a write in each row comes after all reads and writes there.
 
-        same: the rows that hold already what is written.
+        same: the rows that already hold the written values.
         """
         writers, times, row = self.writer[cells], self.time[cells], warps[:, None]
         unseen = (writers >= 0) & (self.clocks.known[row, writers] < times) & (writers != own)
@@ -126,7 +126,7 @@ class Ledger:
             )
 
     def blame(self, m: Program, text: str, fault: str, cells: Array, wrong: Array) -> None:
-        """Raise Fault with the write that an access should have come after."""
+        """Raise Fault with the write that an access does not come after."""
         cell = int(cells[wrong].flat[0])
         who = self.clocks.name(int(self.writer[cell]))
         m.fault(f"{text} {self.describe(cell)} {fault} {who} in PTX line {self.line[cell]}")

@@ -1,4 +1,4 @@
-"""Where the elements of matrices lie: fragments in registers, and tiles in shared memory.
+"""Places of the elements of matrices: fragments in registers, and tiles in shared memory.
 
 PTX ISA 9.7.14 (mma), 9.7.15.5 (layouts and descriptors of wgmma), 9.7.16.4 (those of tcgen05).
 """
@@ -14,11 +14,11 @@ from attrs import frozen
 from attn_graph.testing.gpu.program import SHARED
 from attn_graph.testing.gpu.rules import Array
 
-SPANS = (16, 32, 64, 128)  # bytes that are swizzled together, by a tensor map's mode; 16: none
+SPANS = (16, 32, 64, 128)  # bytes swizzled together, by a tensor map's mode; 16: none
 
 
 def swizzle(addresses: Array, span: int) -> Array:
-    """Where bytes of a tile lie: bits 4 to 6 of an address are changed by bits 7 to 9."""
+    """Addresses of the bytes of a tile: bits 4 to 6 are changed by bits 7 to 9."""
     moved = addresses >> 7 & (span // 16 - 1)
     return np.asarray(addresses ^ moved << 4)
 
@@ -26,7 +26,7 @@ def swizzle(addresses: Array, span: int) -> Array:
 @final
 @frozen
 class Tile:
-    """An operand [rows, k] in shared memory, where k elements of `size` bytes have 32 bytes.
+    """An operand [rows, k] in shared memory; k elements of `size` bytes have 32 bytes.
 
     It lies in cores of 8 rows of `span` bytes. Not turned, k is contiguous, and cores are `stride`
     bytes apart along the rows; without swizzling, `lead` bytes along k. Turned, rows are
@@ -63,7 +63,7 @@ class Tile:
 
 @lru_cache(maxsize=4096)
 def places_of(tile: Tile, grain: int, parts: int) -> tuple[Array, Array]:
-    """Offsets of elements, and the cells of each part; some cells twice, where parts have fewer."""
+    """Offsets of elements, and the cells of each part; smaller parts repeat cells."""
     offsets = tile.addresses - SHARED
     cells = [np.unique(part // grain) for part in np.split(offsets, parts)]
     most = max(map(len, cells))
@@ -93,6 +93,6 @@ def sum_fragment(numbers: Array) -> Array:
 
 
 def spread_sums(sums: Array) -> Array:
-    """[n / 2, 32 w] from C [w, 16, n], the reverse of sum_fragment."""
+    """[n / 2, 32 w] from C [w, 16, n], the inverse of sum_fragment."""
     x = sums.reshape(len(sums), 2, 8, -1, 4, 2)
     return x.transpose(3, 1, 5, 0, 2, 4).reshape(-1, 32 * len(sums))

@@ -1,8 +1,8 @@
-"""Global memory of a launch: the tensors' own, and which of its bytes programs may touch.
+"""Global memory of a launch: the tensors' own, and the bytes that programs may touch.
 
-A program may touch the bytes of elements of the tensors that a launch is given, not those between
-them. It may not read what nothing was written to, nor what another program of the launch writes.
-Two warps of one program order their stores to one place, or store equal bytes.
+A program may touch the bytes of elements of the launch's tensors, not the gaps between them. It may
+not read unwritten bytes, nor bytes written by another program of the launch. Two warps of one
+program order their stores to one place, or store equal bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from attn_graph.testing.gpu.rules import DTYPES, Array, action
 from attn_graph.testing.gpu.threads import Threads
 
 ADDED = -1  # in the place of a program's number: programs add there, in any order
-UNSET = 0xFB  # a byte to which nothing was written; NaN in every type
-PAGE = 1 << 16  # bytes of a storage that are looked at together; no element lies in two
+UNSET = 0xFB  # an unwritten byte; NaN in every type
+PAGE = 1 << 16  # bytes of a storage examined together; no element lies in two
 
 
 def bytes_of(tensor: torch.Tensor) -> Array:
@@ -33,9 +33,9 @@ def bytes_of(tensor: torch.Tensor) -> Array:
 @final
 @define(eq=False)
 class Unset:
-    """Bytes of new tensors that nothing was written to, by the first address of their storage.
+    """Unwritten bytes of new tensors, by the first address of their storage.
 
-    The tensors' storages are kept: else another tensor might come to lie at the same address.
+    The tensors' storages are kept: else another tensor might reuse the address.
     """
 
     written: dict[int, Array] = field(factory=dict[int, Array])
@@ -50,7 +50,7 @@ class Unset:
             self.kept.append(storage)
 
     def written_of(self, start: int, unit: int) -> Array | None:
-        """Bytes of a storage that hold something, by unit; None: all."""
+        """Flags of written bytes of a storage, by unit; None: all are."""
         if start not in self.written:
             return None
         written = self.written[start]
@@ -62,10 +62,10 @@ class Unset:
 class Region:
     """The storage of tensors of a launch, in units of the smallest element.
 
-    met: pages that the launch has touched; of others nothing is known, and no memory is taken.
-    valid: whether a unit of those belongs to an element. written: bytes that hold something.
-    writer, reader: the program that wrote, and read, a unit, from 1 on; 0: none; ADDED: those that
-    add to it. warp, time, line: of the last store: its warp, that warp's time, the line of the PTX.
+    met: pages touched by the launch; other pages take no memory. valid: flags of units of elements
+    in these. written: bytes that hold something. writer, reader: the program that wrote, and read,
+    a unit, from 1 on; 0: none; ADDED: several that add to it. warp, time, line: of the last store:
+    its warp, that warp's time, the line of the PTX.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -110,15 +110,15 @@ class Region:
 
     @property
     def stop(self) -> int:
-        """The address behind its last byte."""
+        """The address after its last byte."""
         return self.start + len(self.data)
 
     def words(self, size: int) -> Array:
-        """The memory as numbers of so many bytes."""
+        """The memory as numbers of `size` bytes."""
         return self.data[: len(self.data) // size * size].view(f"u{size}")
 
     def are_valid(self, units: Array) -> bool:
-        """Whether all of these units belong to elements."""
+        """True if all of these units belong to elements."""
         if self.valid[units].all():
             return True
         for page in np.unique(units // (PAGE // self.unit)).tolist():
@@ -127,8 +127,7 @@ class Region:
         return bool(self.valid[units].all())
 
     def meet(self, page: int) -> None:
-        """Look at a page: where its elements are, and what the CPU has written since it was new,
-        which does not look as new bytes do."""
+        """Prepare a page: find its elements, and the writes of the CPU since it was new."""
         self.met[page] = True
         first, last = page * PAGE, min((page + 1) * PAGE, self.valid.size * self.unit)
         for tensor in self.tensors.values():
@@ -150,8 +149,8 @@ class Region:
     ) -> None:
         """Check an access of warps to `size` bytes from each offset on, and note it. Raises Fault.
 
-        add: a sum, which others may add to as well, and nobody else may touch. same: of a store,
-        where that was there before.
+        add: a sum; others may add there too, but not access it otherwise. same: places that already
+        held the stored values.
         """
         units = (offsets // self.unit)[:, None] + np.arange(max(1, size // self.unit))
         me = ADDED if add else m.number
@@ -181,8 +180,10 @@ class Region:
         me: int,
         same: Callable[[], Array] | None,
     ) -> None:
-        """Raise Fault where others have stored, unless a warp comes after those of its program, or
-        stores the same."""
+        """Raise Fault for stores to places with a store by others.
+
+        A warp may store again after the stores of its own program, or store equal values.
+        """
         writers = self.writer[units]
         if not writers.any():
             return
@@ -205,12 +206,12 @@ class Region:
 
 
 def holds(words: Array, places: Array, values: Array) -> Array:
-    """Which columns of places in a memory hold these values."""
+    """The columns of places in a memory that hold these values."""
     return np.asarray((words[places] == values).all(axis=0))
 
 
 def mark_elements(valid: Array, unit: int, tensor: torch.Tensor, first: int, last: int) -> None:
-    """Mark the units of a tensor's elements that lie at bytes `first` to `last` of its storage."""
+    """Mark the units of a tensor's elements at bytes `first` to `last` of its storage."""
     size = tensor.itemsize
     reach = [(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
     begin = tensor.storage_offset() * size
@@ -235,14 +236,14 @@ class Memory:
 
     @classmethod
     def of(cls, m: Program) -> Memory:
-        """The one of a program's launch."""
+        """That of a program's launch."""
         memory = m.launch.memory
         assert isinstance(memory, Memory)
         return memory
 
     @classmethod
     def around(cls, tensors: Mapping[str, torch.Tensor], unset: Unset) -> Memory:
-        """Of the tensors that a launch is given, by name."""
+        """Of the tensors of a launch, by name."""
         storages: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             if tensor.untyped_storage().nbytes():
@@ -258,7 +259,7 @@ class Memory:
 
     def split(
         self, m: Program, text: str, addresses: Array, size: int, align: int = 0
-    ) -> Iterator[tuple[Region, Any, Array]]:  # Any: what indexes an array
+    ) -> Iterator[tuple[Region, Any, Array]]:  # Any: an index of arrays
         """The regions of accesses to `size` bytes, the indices of those in each, and offsets."""
         if (addresses % np.uint64(align or size)).any():
             m.fault(f"{text} {size} bytes of global memory at no multiple of {align or size}")
@@ -320,7 +321,7 @@ class Memory:
 def load_parameter(
     m: Program, g: Threads, name: str, offset: int, many: str | None, type: str
 ) -> Array:
-    """d = a part of a parameter of the kernel, or several side by side."""
+    """d = a part of a parameter of the kernel, or several contiguous parts."""
     contents, dtype, count = m.launch.parameters[name], DTYPES[type], int((many or ".v1")[2:])
     size = dtype.itemsize * count
     if offset + size > len(contents):
@@ -333,7 +334,7 @@ def load_parameter(
 def load_global(
     m: Program, g: Threads, address: Array, many: str | None, type: str, used: int | None = None
 ) -> Array:
-    """d = the number at an address, or several side by side."""
+    """d = the number at an address, or several contiguous ones."""
     dtype, count = DTYPES[type], int((many or ".v1")[2:])
     at = g.take(address)
     words = m.part(Memory).load(m, "a load of", g.owners, at, dtype.itemsize, count)
@@ -344,7 +345,7 @@ def load_global(
 def store_global(
     m: Program, g: Threads, address: Array, values: tuple[Array, ...], type: str
 ) -> None:
-    """Store a number at an address, or several side by side."""
+    """Store a number at an address, or several contiguous ones."""
     size = DTYPES[type].itemsize
     rows = np.stack([np.broadcast_to(x, g.count).view(f"u{size}") for x in values])
     m.part(Memory).store(m, g.owners, g.take(address), g.take(rows))

@@ -1,6 +1,6 @@
-"""Products of matrices: of a warp (mma), and of a warp group while it goes on (wgmma).
+"""Products of matrices: synchronous ones of a warp (mma), asynchronous ones of a group (wgmma).
 
-PTX ISA 9.7.14 and 9.7.15. Sums are in float32; a tensor core's own rounding is not known.
+PTX ISA 9.7.14 and 9.7.15. Sums are in float32; a tensor core's own rounding is unknown.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from attn_graph.testing.gpu.threads import WARP, Threads
 
 GROUP = 4  # warps
 F32 = np.float32
-SPANS = (16, 128, 64, 32)  # bytes that are swizzled together, by a descriptor's mode
-ON_THEIR_WAY = 0x7FBADBAD  # what registers of a product hold before its wait
+SPANS = (16, 128, 64, 32)  # bytes swizzled together, by a descriptor's mode
+ON_THEIR_WAY = 0x7FBADBAD  # in registers of a product before its wait
 
 
 @action(
@@ -52,7 +52,7 @@ def multiply_fragments(
 def multiply_tf32_fragments(
     m: Program, g: Threads, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
 ) -> Array:
-    """D = A B + C: [16,8] [8,8], of which the first 19 bits of each number count."""
+    """D = A B + C: [16,8] [8,8], by the first 19 bits of each number."""
     m.together(g)
     left, right = (cut_to_tf32(stack_registers(g, x)) for x in (a, b))
     left = left.reshape(2, 2, -1, 8, 4).transpose(2, 1, 3, 0, 4).reshape(-1, 16, 8)
@@ -61,7 +61,7 @@ def multiply_tf32_fragments(
 
 
 def cut_to_tf32(x: Array) -> Array:
-    """Numbers without the bits that TF32 does not have."""
+    """Numbers without the bits that TF32 lacks."""
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
@@ -79,12 +79,12 @@ def as_halves(g: Threads, values: tuple[Array, ...], kind: str) -> Array:
 @final
 @define(eq=False)
 class Products:
-    """Products of warp groups that are on their way.
+    """Products of warp groups on their way.
 
-    Each warp computes its own 16 rows. group: of each warp the number of its group that is open;
-    done: the last group that it has waited for. row: of each register of products. Of these, by
-    row: registers, what they hold; results, what they will hold; sums, factors: of each warp the
-    group that sets it, or reads it; fenced: whether it was set before the last wgmma.fence.
+    Each warp computes its own 16 rows. group: the number of each warp's open group; done: the last
+    group it has waited for. row: of each register of products. By row: registers, their contents;
+    results, their future contents; sums, factors: of each warp the group that sets it, or reads it;
+    fenced: True if set before the last wgmma.fence.
     """
 
     group: Array
@@ -99,7 +99,6 @@ class Products:
 
     @classmethod
     def of(cls, m: Program) -> Products:
-        """None yet."""
         row = m.launch.code.row
         zeros = np.zeros((len(row), m.warps), np.int32)
         made = cls(
@@ -116,14 +115,14 @@ class Products:
         return made
 
     def check_read(self, m: Program, register: int, g: Threads) -> None:
-        """Raise Fault if a product that sets the register is on its way."""
+        """Raise Fault if a product on its way sets the register."""
         warps = g.warp_index
         if self.is_busy and (self.sums[self.row[register], warps] > self.done[warps]).any():
             name = m.name_of(register)
             m.fault(f"{name} is read before the wait for the product that sets it")
 
     def check_write(self, m: Program, register: int, g: Threads) -> None:
-        """Raise Fault if a product that sets or reads the register is on its way."""
+        """Raise Fault if a product on its way sets or reads the register."""
         warps, row = g.warp_index, self.row[register]
         self.fenced[row, warps] = False
         for use, users in (("sets", self.sums), ("reads", self.factors)) if self.is_busy else ():
@@ -132,13 +131,13 @@ class Products:
                 m.fault(f"{name} is set before the wait for a product that {use} it")
 
     def check_fence(self, m: Program, rows: Array, warps: Array) -> None:
-        """Note registers that were set after the last wgmma.fence."""
+        """Note registers set after the last wgmma.fence."""
         at = np.ix_(rows, warps)
         if (~self.fenced[at] & (self.sums[at] == 0)).any():
             m.note("no wgmma.fence after a register of a product is set; ptxas adds one (C7519)")
 
     def so_far(self, rows: Array, span: slice, warps: Array) -> Array:
-        """What products add to: registers, or results of products before, [rows, threads]."""
+        """The sums to add to: registers, or results of earlier products, [rows, threads]."""
         pending = np.repeat(self.sums[np.ix_(rows, warps)] > 0, WARP, axis=1)
         return np.where(pending, self.results[rows, span], self.registers[rows, span].view(F32))
 
@@ -150,7 +149,7 @@ class Products:
         self.is_busy = True
 
     def finish(self, m: Program, warp: int, done: int) -> None:
-        """A warp has waited for its groups up to this one: their registers are set."""
+        """A warp has waited for its groups up to `done`: their registers are set."""
         self.done[warp] = max(done, int(self.done[warp]))
         m.clocks.known[warp, m.clocks.product(warp)] = self.done[warp]
         span, groups = slice(warp * WARP, (warp + 1) * WARP), self.sums[:, warp]
@@ -179,19 +178,19 @@ def write_register(m: Program, g: Threads, register: int) -> None:
 
 @action(r"wgmma\.fence\.sync\.aligned", "<-")
 def fence_products(m: Program, g: Threads) -> None:
-    """Products after it come after what sets their registers before it."""
+    """Later products come after earlier writes of their registers."""
     m.part(Products).fenced[:, m.together(g)] = True
 
 
 @action(r"wgmma\.commit_group\.sync\.aligned", "<-")
 def commit_products(m: Program, g: Threads) -> None:
-    """The products since the last commit are a group."""
+    """The products since the last commit become a group."""
     m.part(Products).group[m.together(g)] += 1
 
 
 @action(r"wgmma\.wait_group\.sync\.aligned", "<- #")
 def wait_for_products(m: Program, g: Threads, pending: int) -> None:
-    """Wait until at most so many groups, the last ones, are on their way."""
+    """Wait until only the last `pending` groups are on their way."""
     for warp in m.together(g).tolist():
         m.part(Products).finish(m, warp, int(m.part(Products).group[warp]) - 1 - pending)
 
@@ -211,9 +210,9 @@ def multiply_tiles(
     n: str,
     kind: str,
 ) -> None:
-    """D = A B + D, or A B: [64,16] [16,n] of four warps, beside what they do until they wait.
+    """D = A B + D, or A B: [64,16] [16,n] of four warps, asynchronous until they wait.
 
-    A is in registers, or in shared memory as B is; the flags negate A and B, and turn them.
+    A is in registers, or in shared memory like B; the flags negate A and B, and turn them.
     """
     signs, turns, x = flags[:2], flags[2:], m.part(Products)
     if signs != (1, 1) or len(turns) != 2 - isinstance(a, tuple) or len(d) != int(n) // 2:
@@ -239,7 +238,7 @@ def multiply_tiles(
 
 
 def one_value(m: Program, g: Threads, values: Array, lanes: slice) -> int:
-    """The value that some lanes share."""
+    """The value shared by some lanes."""
     each = np.broadcast_to(values, g.count)[lanes]
     if (each != each[0]).any():
         m.fault("lanes of a warp group have different operands of a product")
@@ -271,7 +270,7 @@ def read_operand(
 def load_tile(
     m: Program, warps: Array, agents: Array, times: Array, tile: Tile, kind: str, parts: int = 1
 ) -> Array:
-    """An operand in shared memory [rows, k], read by agents that warps have set to it."""
+    """An operand in shared memory [rows, k], read by agents on behalf of warps."""
     offsets, cells = tile.places(m.part(Shared).grain, parts)
     m.part(Shared).check_range(m, "an operand", int(offsets.min()), int(offsets.max()) + tile.size)
     own, ledger = cells[warps % parts], m.part(Shared).ledger
@@ -281,5 +280,5 @@ def load_tile(
 
 
 def as_factors(bits: Array, kind: str) -> Array:
-    """Elements of an operand as the numbers that are multiplied, in float32."""
+    """Elements of an operand as float32 factors."""
     return cut_to_tf32(bits) if kind == "tf32" else halves_as_numbers(bits, kind)

@@ -1,4 +1,4 @@
-"""One program of a launch: its threads, which of them go on, and the memories that they share."""
+"""One program of a launch: its threads, the choice of the next ones, and shared memories."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from attn_graph.testing.gpu.rules import Array, DType
 from attn_graph.testing.gpu.threads import WARP, Threads
 from attn_graph.testing.gpu.translate import Translation
 
-SHARED = 1024  # the first address of shared memory; what lies below is the system's
+SHARED = 1024  # the first address of shared memory; the system has those below
 PARAMETERS = 1 << 60  # their first generic address; a tensor is never there
 PAGE = 1 << 12  # between two of them
-POISON = 0x7FBADBAD7FBADBAD  # in registers that nobody has set: NaN
+POISON = 0x7FBADBAD7FBADBAD  # in unset registers: NaN
 NOBODY = np.int32(2**30)
 
 
@@ -29,7 +29,7 @@ class Part(Protocol):
 
     @classmethod
     def of(cls, m: Program) -> Self:
-        """The one of a program, as it begins."""
+        """That of a program, at its start."""
         ...
 
 
@@ -42,8 +42,8 @@ class Launch:
     """A launch of a kernel.
 
     grid: programs along each axis. shared: bytes of a program's shared memory. parameters: their
-    bytes by name. memory: the part of programs that they share. seed: draws who goes on; None:
-    those who are furthest behind. omits: what the kernel is known to leave out.
+    bytes by name. memory: shared by all programs. seed: chooses the next threads; None: those
+    furthest behind. omits: known omissions of the kernel.
     """
 
     code: Translation
@@ -70,10 +70,10 @@ class Launch:
 class Program:
     """One program.
 
-    at: the block of each thread. line: of the instruction that is executed. block: its number.
-    waiting: of each warp that is held back, the reason. registers: those of products lie in
-    `watched`. parts: memories and units, by class, made when an instruction first needs one.
-    on_idle: what may let somebody go on where nobody can. at_end: checks.
+    at: the block of each thread. line: of the current instruction. block: its number. waiting: the
+    reason of each warp that is held back. registers: those of products lie in `watched`. parts:
+    memories and units, by class, made when an instruction first needs one. on_idle: actions that
+    may let a warp go on if none can. at_end: checks.
     """
 
     launch: Launch
@@ -104,7 +104,6 @@ class Program:
 
     @property
     def warps(self) -> int:
-        """How many there are."""
         return self.launch.threads // WARP
 
     def part(self, kind: type[Made]) -> Made:
@@ -117,7 +116,7 @@ class Program:
 
     @property
     def number(self) -> int:
-        """Of the program, from 1 on."""
+        """The program's number, from 1 on."""
         x, y, z = self.place
         return 1 + x + self.launch.grid[0] * (y + self.launch.grid[1] * z)
 
@@ -159,11 +158,11 @@ class Program:
         raise Fault(self.describe(text))
 
     def note(self, text: str) -> None:
-        """Something that the PTX ISA asks for, and GPUs are known to do without."""
+        """Note a missing step of the PTX ISA that GPUs are known to do without."""
         self.launch.notes.add(self.describe(text, program=False))
 
     def report(self, omission: Omission, text: str) -> None:
-        """Something is left out. Raises Fault unless the launch says that the kernel does so."""
+        """Raise Fault for an omission, or note it if the launch declares it."""
         if omission not in self.launch.omits:
             self.fault(text)
         self.note(text)
@@ -179,13 +178,13 @@ class Program:
         return f"{kernel.name}{f', program {self.place}' if program else ''}: {text}{where}"
 
     def cite(self, line: int) -> str:
-        """A line of the PTX, and that of the source."""
+        """A line of the PTX, and of the source."""
         return f"PTX line {line}, {sources(self.launch.code).get(line, '')}".rstrip(", ")
 
     # Values that a program has
 
     def special(self, name: str, threads: Threads) -> Array:
-        """A register that the hardware sets."""
+        """A register set by the hardware."""
         span = threads.span
         number = np.arange(span.start, span.stop, dtype=np.uint32)
         if name in ("tid.x", "laneid"):
@@ -203,7 +202,7 @@ class Program:
         return np.full(threads.count, value, np.uint32)
 
     def address_of(self, name: str) -> int:
-        """Where a name lies: a parameter among these, or shared memory."""
+        """The address of a name: a parameter or shared memory."""
         if name in self.launch.parameters:
             return [*self.launch.parameters].index(name) * PAGE
         if name not in self.launch.code.kernel.dynamic:
@@ -211,7 +210,6 @@ class Program:
         return SHARED
 
     def parameter_at(self, address: int) -> bytes:
-        """The parameter at an address."""
         number, rest = divmod(address - PARAMETERS, PAGE)
         if rest or not 0 <= number < len(self.launch.parameters):
             self.fault(f"{address:#x} is not the address of a parameter")
@@ -228,7 +226,7 @@ class Program:
         threads.put(self.at, np.where(condition, np.int32(yes), np.int32(no)))
 
     def leave(self, threads: Threads, condition: Array | None, other: int) -> None:
-        """The threads end; those for which the condition is false go on with the next block."""
+        """The threads end if the condition is true; others go on with the next block."""
         self.jump(threads, other)
         some = threads if condition is None else threads.where(condition)
         some.put(self.gone, np.ones(threads.count, bool))
@@ -239,7 +237,7 @@ class Program:
         self.explain(warp, reason)
 
     def explain(self, warp: int, reason: str) -> None:
-        """Keep why a warp does not go on."""
+        """Store the reason why a warp does not go on."""
         self.waiting[warp] = f"{reason} ({self.cite(self.line)})"
 
     def release(self, warp: int) -> None:
@@ -261,7 +259,7 @@ def sources(code: Translation) -> dict[int, str]:
 
 
 def new_registers(code: Translation, threads: int) -> tuple[list[Array], Array]:
-    """Registers that nobody has set, and the memory of those of products."""
+    """Unset registers, and the memory of those of products."""
     watched = np.full((len(code.row), threads), POISON & (2**32 - 1), np.uint32)
     made = {d: iter(poison(count, threads, d)) for d, count in Counter(code.held).items()}
     registers = [next(made[dtype]) for dtype in code.held]
@@ -271,6 +269,6 @@ def new_registers(code: Translation, threads: int) -> tuple[list[Array], Array]:
 
 
 def poison(count: int, threads: int, dtype: DType) -> Array:
-    """What registers hold that nobody has set."""
+    """The contents of unset registers."""
     bits = 0 if dtype.kind == "b" else POISON & ((1 << 8 * dtype.itemsize) - 1)
     return np.full((count, threads), bits, dtype)

@@ -41,7 +41,7 @@ class Register:
 @final
 @frozen
 class Special:
-    """A register that the hardware sets: `tid.x`."""
+    """A register set by the hardware: `tid.x`."""
 
     name: str
 
@@ -49,7 +49,7 @@ class Special:
 @final
 @frozen
 class Immediate:
-    """A number in the text; of a floating-point number its bits."""
+    """A number in the text; the bits of a floating-point number."""
 
     value: int
 
@@ -65,7 +65,7 @@ class Symbol:
 @final
 @frozen
 class Ignored:
-    """`_`, a result that nobody wants."""
+    """`_`, an unused result."""
 
 
 @final
@@ -102,8 +102,8 @@ Operand = Register | Special | Immediate | Symbol | Ignored | Vector | Pair | Ad
 class Instruction:
     """One instruction.
 
-    line: of the PTX text. source: "file:line" of the kernel. guard: a predicate, and the value with
-    which a thread executes it. used: of a load, the bytes that the compiler needs, one bit each.
+    line: of the PTX text. source: "file:line" of the kernel. guard: a predicate, and its value for
+    threads that execute it. used: of a load, the bytes that the compiler needs, one bit each.
     """
 
     line: int
@@ -126,8 +126,8 @@ class Kernel:
     """A kernel.
 
     parameters: bytes of each, by name. registers: the type of each. labels: numbers of blocks.
-    threads: of a program. most_registers: of a thread.
-    dynamic: names of the shared memory of which a launch says the size.
+    threads: of a program. most_registers: of a thread. dynamic: names of the shared memory sized by
+    the launch.
     """
 
     name: str
@@ -141,7 +141,6 @@ class Kernel:
 
 
 def registers_of(operand: Operand) -> Iterator[str]:
-    """Names of the registers in an operand."""
     match operand:
         case Register(name):
             yield name
@@ -158,7 +157,7 @@ def registers_of(operand: Operand) -> Iterator[str]:
 @final
 @define
 class Scope:
-    """Names that are declared between two braces, and the number that makes them unique."""
+    """Names declared between two braces, and the number that makes them unique."""
 
     number: int = 0
     names: set[str] = field(factory=set[str])
@@ -167,7 +166,7 @@ class Scope:
 @final
 @define
 class Reader:
-    """The state of reading a kernel's body. goals: the labels that something jumps to."""
+    """The state of reading a kernel's body. goals: the targets of jumps."""
 
     goals: frozenset[str]
     registers: dict[str, str] = field(factory=dict[str, str])
@@ -179,25 +178,25 @@ class Reader:
     used: int | None = None
 
     def enter(self, rest: str) -> None:
-        """A brace opens: its labels may be used before they stand there."""
+        """A brace opens: its labels may be used before their definition."""
         self.count += 1
         inner = rest[: closing_brace(rest)]
         self.scopes.append(Scope(self.count, set(re.findall(r"(?m)^\s*([\w$]+):(?!:)", inner))))
 
     def unique(self, name: str) -> str:
-        """A name, with the number of the scope that declares it."""
+        """A name, with the number of its declaring scope."""
         inner = next((s for s in reversed(self.scopes) if name in s.names), None)
         return f"{name}@{inner.number}" if inner else name
 
     def label(self, name: str) -> None:
-        """The next instruction begins a block, if something jumps there."""
+        """The next instruction begins a block, if it is the target of a jump."""
         label = self.unique(name)
         if self.blocks[-1] and name in self.goals:
             self.blocks.append([])
         self.labels[label] = len(self.blocks) - 1
 
     def directive(self, text: str) -> None:
-        """Declarations of registers, and the pragma on loads; other directives say nothing."""
+        """Declarations of registers, and the pragma on loads; others are ignored."""
         word, _, rest = text.partition(" ")
         if word == ".reg":
             kind, _, names = rest.strip(" .").partition(" ")
@@ -231,7 +230,7 @@ class Reader:
             self.blocks.append([])
 
     def operand(self, text: str) -> Operand:
-        """What stands between two commas."""
+        """The text between two commas."""
         if text[0] in "{[":
             return (self.address if text[0] == "[" else self.vector)(text[1:-1].strip())
         if "|" in text:
@@ -246,11 +245,11 @@ class Reader:
         return Special(text[1:]) if text.startswith("%") else Symbol(name)
 
     def vector(self, text: str) -> Vector:
-        """What stands between braces."""
+        """The text between braces."""
         return Vector(tuple(map(self.operand, parts_of(text))))
 
     def address(self, text: str) -> Address:
-        """What stands between brackets."""
+        """The text between brackets."""
         base, *rest = parts_of(text)
         if rest:
             coordinates = self.operand(rest[0])
@@ -265,7 +264,7 @@ class Reader:
 
 
 def closing_brace(text: str) -> int:
-    """Where the brace closes that was opened before a text, which has pairs of its own."""
+    """The place of the brace that closes the one before `text`; inner ones are paired."""
     depth = 1
     for brace in re.finditer("[{}]", text):
         depth += 1 if brace[0] == "{" else -1
@@ -275,13 +274,13 @@ def closing_brace(text: str) -> int:
 
 
 def parts_of(text: str) -> list[str]:
-    """The parts between commas, not those within braces or brackets."""
+    """The parts between commas outside of braces and brackets."""
     parts = re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,{\[])+", text)
     return [part.strip() for part in parts if part.strip()]
 
 
 def parse(text: str) -> Kernel:
-    """The kernel of a PTX module that has one. Raises UnknownInstructionError if it has several."""
+    """The kernel of a PTX module. Raises UnknownInstructionError for several."""
     plain = re.sub(r"//[^\n]*", "", text)
     entries = [*re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{", plain)]
     if len(entries) != 1 or ".func" in plain:

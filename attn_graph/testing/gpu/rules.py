@@ -1,8 +1,8 @@
-"""The table of instructions: each is a function, and a form that says what its operands are.
+"""The table of instructions: each is a function, and a form with the kinds of its operands.
 
-A form reads `results <- operands`. A kind of operand is a type of PTX's (`u32`, `f32`, `pred`), of
-a vector `u32*`; `@` is an address in memory, `@map` a tensor map with coordinates, `#` a number in
-the text, `param` a place among the parameters. A `?` after it: it may be left out.
+A form reads `results <- operands`. A kind of operand is a PTX type (`u32`, `f32`, `pred`), or
+`u32*` for a vector; `@` is an address in memory, `@map` a tensor map with coordinates, `#` a number
+in the text, `param` a place among the parameters. A `?` after it marks it as optional.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ DTYPES: dict[str, DType] = {
 class Rule:
     """How an instruction is executed.
 
-    call: a function of the values of its operands; if `machine`, of the program and the threads
-    before these. waits: whether it may hold threads back; then it gives the threads that go on.
+    call: a function of the values of its operands; with `machine`, of the program and the threads
+    before these. waits: it may hold threads back, and returns those that go on.
     """
 
     call: Callable[..., Any]
@@ -59,10 +59,10 @@ def read_form(form: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def value(opcodes: str, form: str = "", **types: str) -> Callable[[Function], Function]:
-    """Define instructions whose results follow from their operands alone.
+    """Define instructions whose results depend on their operands alone.
 
     `value("add.T", T="u32 f32")` defines two. Without a form all operands are of type T. Several
-    lists of types go in step. A function with a parameter `to` is given the dtype of its result.
+    lists of types go in step. A function with a parameter `to` gets the dtype of its result.
     """
 
     def define(function: Function) -> Function:
@@ -109,7 +109,7 @@ def find_rule(opcode: str) -> Rule | None:
 
 
 def bind(rule: Rule, groups: dict[str, str | None]) -> Rule:
-    """A rule with what its opcode says."""
+    """A rule with the groups of its opcode filled in."""
     return evolve(
         rule,
         call=partial(rule.call, **groups) if groups else rule.call,

@@ -1,4 +1,4 @@
-"""Shared memory: its bytes, and who wrote and read them. PTX ISA 9.7.9.8 and 9.7.14.5."""
+"""Shared memory: its bytes, their writers and readers. PTX ISA 9.7.9.8 and 9.7.14.5."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MBARRIER = 8  # bytes
 
 
 class Occupant(Protocol):
-    """Something that lies in shared memory and is not for plain stores."""
+    """An object in shared memory that plain stores must not touch."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be overwritten."""
+        """True if it may be overwritten."""
         ...
 
 
@@ -40,7 +40,7 @@ class Shared:
 
     @classmethod
     def of(cls, m: Program) -> Shared:
-        """What the launch asks for."""
+        """With the launch's size."""
         return cls(m.launch.shared, m.launch.code.grain, m.clocks)
 
     def __attrs_post_init__(self) -> None:
@@ -51,11 +51,11 @@ class Shared:
         self.ledger = Ledger(self.clocks, cells, readers, "shared memory", self.grain)
 
     def words(self, bytes: int) -> Array:
-        """The memory as numbers of so many bytes."""
+        """The memory as numbers of `bytes` bytes."""
         return self.bytes.view(f"u{bytes}")
 
     def offsets(self, m: Program, text: str, addresses: Array, size: int, align: int = 0) -> Array:
-        """Addresses from the first byte on. Raises Fault if they lie outside, or askew."""
+        """Addresses from the first byte on. Raises Fault outside of it or if misaligned."""
         offsets = addresses.astype(np.int64) - SHARED
         if not offsets.size:
             return offsets
@@ -70,7 +70,7 @@ class Shared:
             m.fault(f"{text} at bytes {first} to {last} of {self.size} bytes of shared memory")
 
     def cells(self, offsets: Array, size: int) -> Array:
-        """The cells of so many bytes from each offset on, a row for each."""
+        """The cells of `size` bytes from each offset on, a row for each."""
         many = max(1, size // self.grain)
         return (offsets // self.grain)[:, None] + np.arange(many)
 
@@ -81,7 +81,7 @@ class Shared:
         self.ledger.note_read(m, warps, self.clocks.now(warps), cells)
 
     def store(self, m: Program, text: str, warps: Array, offsets: Array, data: Array) -> None:
-        """Warps store rows of bytes, checked and noted. Several may store the same bytes."""
+        """Warps store rows of bytes, checked and noted. Several may store equal bytes."""
         size = data.shape[1]
         rows, at, cells = self.bytes.reshape(-1, size), offsets // size, self.cells(offsets, size)
         self.forget(m, offsets, size)
@@ -104,7 +104,7 @@ class Shared:
 def load_shared(
     m: Program, g: Threads, address: Array, many: str | None, type: str, used: int | None = None
 ) -> Array:
-    """d = the number at an address, or two or four side by side."""
+    """d = the number at an address, or two or four contiguous ones."""
     dtype, count = DTYPES[type], int((many or ".v1")[2:])
     size, owners = dtype.itemsize * count, g.owners
     offsets = m.part(Shared).offsets(m, "a load", g.take(address), size)
@@ -121,7 +121,7 @@ def load_shared(
 def store_shared(
     m: Program, g: Threads, address: Array, values: tuple[Array, ...], type: str
 ) -> None:
-    """Store a number at an address, or two or four side by side."""
+    """Store a number at an address, or two or four contiguous ones."""
     unsigned = DTYPES[f"b{8 * DTYPES[type].itemsize}"]
     rows = np.stack([np.broadcast_to(x, g.count).view(unsigned) for x in values])
     data = np.ascontiguousarray(g.take(rows).T).view(np.uint8)
@@ -138,7 +138,7 @@ MATRIX = (
 def load_matrices(m: Program, g: Threads, address: Array, count: str, turned: str | None) -> Array:
     """Each warp loads matrices of 8 x 8 halves; lane 8 k + i names row i of matrix k.
 
-    A lane gets two numbers side by side of row lane / 4; of column lane / 4 if turned.
+    A lane gets two contiguous numbers of row lane / 4; of column lane / 4 if turned.
     """
     offsets, warps = rows_of_matrices(m, "ldmatrix", g, address, int(count))
     m.part(Shared).load(m, "ldmatrix", np.repeat(warps, 8 * int(count)), offsets.reshape(-1), 16)
@@ -170,7 +170,7 @@ def store_matrices(
 def rows_of_matrices(
     m: Program, text: str, g: Threads, address: Array, count: int
 ) -> tuple[Array, Array]:
-    """Offsets of rows that lanes name, [warp, matrix, 8], and the warps."""
+    """Offsets of rows named by lanes, [warp, matrix, 8], and the warps."""
     warps = m.together(g)
     named = g.take(address).reshape(-1, WARP)[:, : 8 * count]
     return m.part(Shared).offsets(m, text, named, 16).reshape(-1, count, 8), warps

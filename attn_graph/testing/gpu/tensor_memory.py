@@ -21,17 +21,17 @@ from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
 LANES, COLUMNS = 128, 512
-QUARTER = 32  # lanes that a warp has access to
-SPANS = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes that are swizzled together, by a descriptor's mode
+QUARTER = 32  # lanes accessible to a warp
+SPANS = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes swizzled together, by a descriptor's mode
 # What an instruction's kind and the number in its descriptor make of an operand.
 KINDS = {("f16", 0): "f16", ("f16", 1): "bf16", ("tf32", 2): "tf32"}
-UNSET = 0x7FBADBAD  # what columns hold that nothing was written to: NaN
+UNSET = 0x7FBADBAD  # in unwritten columns: NaN
 
 
 @final
 @frozen(eq=False)
 class Commit:
-    """An arrival at an mbarrier when products up to a time are done, and what these came after."""
+    """An arrival at an mbarrier after products up to a time, and the times known to these."""
 
     mbarrier: MBarrier
     time: int
@@ -43,10 +43,10 @@ class Commit:
 @final
 @define(eq=False)
 class TensorMemory:
-    """The tensor memory of a program, of which some columns are allocated.
+    """The tensor memory of a program, with some columns allocated.
 
     loads, stores: the time of each warp's. time: of products. commits: those that have not arrived
-    at their mbarrier. before: what the products of each warp come after.
+    at their mbarrier. before: the times known to the products of each warp.
     """
 
     ledger: Ledger
@@ -60,7 +60,6 @@ class TensorMemory:
 
     @classmethod
     def of(cls, m: Program) -> TensorMemory:
-        """With nothing allocated."""
         clocks, ones = m.clocks, np.ones(m.warps, np.int32)
         readers = np.r_[clocks.load(0) : clocks.load(m.warps), clocks.tensor]
         ledger = Ledger(clocks, LANES * COLUMNS, readers, "tensor memory", 0)
@@ -70,7 +69,7 @@ class TensorMemory:
         return made
 
     def advance(self, m: Program) -> bool:
-        """Let one commit arrive at its mbarrier, if there is one."""
+        """Let one commit arrive at its mbarrier; True if there is one."""
         if not self.commits:
             return False
         commit = self.commits.pop(0)
@@ -82,15 +81,17 @@ class TensorMemory:
         return True
 
     def end(self, m: Program) -> None:
-        """The program ends. Raises Fault if it has not given everything back; reports commits for
-        which nobody waits."""
+        """The program ends. Raises Fault unless all columns are given back.
+
+        Reports commits that nobody waits for.
+        """
         if self.columns:
             m.fault(f"it ends with {self.columns} columns of tensor memory")
         if self.commits:
             m.report(Omission.COMMITS, "it ends before a commit of products arrives")
 
     def cells(self, m: Program, rows: Array, columns: Array) -> Array:
-        """Cells of lanes and columns. Raises Fault for those that are not there."""
+        """Cells of lanes and columns. Raises Fault for missing ones."""
         if rows.max() >= LANES or columns.max() >= self.columns:
             m.fault(
                 f"lane {rows.max()}, column {columns.max()} of tensor memory, of which "
@@ -101,8 +102,10 @@ class TensorMemory:
     def cells_of_warp(
         self, m: Program, warp: int, addresses: Array, count: int, split: int | None
     ) -> Array:
-        """What each thread of a warp names, [count, threads]: a lane each; or 16 lanes twice, the
-        second time `split` columns on."""
+        """Cells of each thread of a warp, [count, threads]: a lane each, or 16 lanes twice.
+
+        The second time is `split` columns on.
+        """
         lane, column = int(addresses[0]) >> 16, int(addresses[0]) & 0xFFFF
         if lane // QUARTER != warp % 4 or (addresses != addresses[0]).any():
             m.fault(f"warp {warp} has no access to lane {lane} of tensor memory, or names several")
@@ -118,7 +121,7 @@ ONE = r"\.cta_group::1"
 
 @action(T5 + "alloc" + ONE + r"\.sync\.aligned\.shared::cta\.b32", "<- @ u32")
 def allocate(m: Program, g: Threads, target: Array, number: Array) -> None:
-    """Take columns of tensor memory, and store the address of the first."""
+    """Allocate columns of tensor memory, and store the address of the first."""
     tensor = m.part(TensorMemory)
     for warp in m.together(g).tolist():
         columns = number_of_warp(g, warp, number)
@@ -147,26 +150,26 @@ def deallocate(m: Program, g: Threads, address: Array, number: Array) -> None:
 
 
 def number_of_warp(g: Threads, warp: int, values: Array) -> int:
-    """The number that the lanes of a warp give."""
+    """The number given by the lanes of a warp."""
     return int(np.broadcast_to(values, g.count)[warp * WARP - g.span.start])
 
 
 @action(T5 + "relinquish_alloc_permit" + ONE + r"\.sync\.aligned", "<-")
 def relinquish(m: Program, g: Threads) -> None:
-    """No more columns will be taken."""
+    """No more columns will be allocated."""
     m.together(g)
 
 
 @action(T5 + r"fence::(?:before|after)_thread_sync", "<-")
 def fence_tensor(m: Program, g: Threads) -> None:
-    """Orders what a barrier orders for other instructions; that needs nothing more here."""
+    """Extends a barrier's order to other instructions; nothing more is needed here."""
 
 
 @action(T5 + r"ld\.sync\.aligned\.(?:32x32b|16x32bx2)\.x(?P<count>\d+)\.b32", "b32* <- @ #?")
 def load_tensor(
     m: Program, g: Threads, address: Array, split: int | None = None, *, count: str
 ) -> Array:
-    """d = columns of the lanes of each warp; the registers are set when it has waited."""
+    """d = columns of the lanes of each warp; the registers are set after its wait."""
     tensor = m.part(TensorMemory)
     loaded = np.zeros((int(count), g.count), np.uint32)
     for warp in m.together(g).tolist():
@@ -182,7 +185,7 @@ def load_tensor(
 
 @action(T5 + r"st\.sync\.aligned\.32x32b\.x\d+\.b32", "<- @ b32*")
 def store_tensor(m: Program, g: Threads, address: Array, values: tuple[Array, ...]) -> None:
-    """Columns of the lanes of each warp are set."""
+    """Set columns of the lanes of each warp."""
     store_columns(m, g, address, values, None)
 
 
@@ -190,14 +193,14 @@ def store_tensor(m: Program, g: Threads, address: Array, values: tuple[Array, ..
 def store_tensor_twice(
     m: Program, g: Threads, address: Array, split: int, values: tuple[Array, ...]
 ) -> None:
-    """Columns of 16 lanes of each warp are set, and others `split` columns on."""
+    """Set columns of 16 lanes of each warp, and others `split` columns on."""
     store_columns(m, g, address, values, split)
 
 
 def store_columns(
     m: Program, g: Threads, address: Array, values: tuple[Array, ...], split: int | None
 ) -> None:
-    """Set what the threads name."""
+    """Set the cells named by the threads."""
     tensor, rows = m.part(TensorMemory), np.stack([np.broadcast_to(x, g.count) for x in values])
     for warp in m.together(g).tolist():
         threads = slice(warp * WARP - g.span.start, (warp + 1) * WARP - g.span.start)
@@ -234,7 +237,7 @@ def multiply_in_lanes(
     add: Array,
     kind: str,
 ) -> None:
-    """The same, with a bit for each lane of D that stays as it is: here no lane does."""
+    """`multiply_in_tensor_memory` with a mask of unchanged lanes of D, empty here."""
     if any(g.take(np.broadcast_to(x, g.count)).any() for x in left_out):
         m.fault("tcgen05.mma that leaves lanes out, which the virtual GPU does not do")
     multiply_in_tensor_memory(m, g, d, a, b, description, add, kind)
@@ -251,9 +254,11 @@ def multiply_in_tensor_memory(
     add: Array,
     kind: str,
 ) -> None:
-    """D = A B + D, or A B: [rows,k] [k,n], k 16 or, of tf32, 8; D in tensor memory. A lies there
-    or, as B, in shared memory. Products of a program follow each other; a commit lets others
-    know."""
+    """D = A B + D, or A B: [rows,k] [k,n], k 16 or, for tf32, 8.
+
+    D is in tensor memory; A is there or, like B, in shared memory. Products of a program follow
+    each other; a commit signals their end.
+    """
     start = a[0] if isinstance(a, tuple) else a
     given = [g.take(np.broadcast_to(x, g.count)) for x in (d, start, b, description, add)]
     for warp, *each in zip(g.owners.tolist(), *(x.tolist() for x in given), strict=True):
@@ -270,7 +275,7 @@ def multiply_in_tensor_memory(
 @final
 @frozen
 class Factor:
-    """An operand: its kind, its rows, and whether these are contiguous in shared memory."""
+    """An operand: its kind, its rows, and the flag that these are contiguous in shared memory."""
 
     kind: str
     rows: int
@@ -285,14 +290,14 @@ class Factor:
 @final
 @frozen
 class Product:
-    """What an instruction descriptor says."""
+    """A decoded instruction descriptor."""
 
     left: Factor
     right: Factor
 
     @classmethod
     def of(cls, m: Program, kind: str, bits: int) -> Product:
-        """Raises Fault for what the virtual GPU does not have."""
+        """Raises Fault for combinations that the virtual GPU does not have."""
         kinds = [KINDS.get((kind, bits >> at & 7)) for at in (7, 10)]
         columns, rows = (bits >> 17 & 63) * 8, (bits >> 24 & 31) * 16
         left, right = kinds
@@ -319,7 +324,7 @@ def read_cells(m: Program, warp: int, address: int, factor: Factor) -> Array:
 
 
 def multiply_once(m: Program, warp: int, cells: Array, sums: Array, adds: bool) -> None:
-    """Store one product, which a thread of a warp begins, or add it to what is there."""
+    """Store one product, begun by a thread of a warp, or add it to the sums there."""
     tensor, one, core = m.part(TensorMemory), np.array([warp]), m.clocks.tensor
     tensor.before[warp] = m.clocks.known[warp].copy(), m.clocks.fenced[warp].copy()
     flat = cells.reshape(1, -1)
@@ -355,7 +360,7 @@ COMMIT = r"\.mbarrier::arrive::one(?P<space>\.shared::(?:cta|cluster))?\.b64"
 
 @action(T5 + "commit" + ONE + COMMIT, "<- @")
 def commit_tensor(m: Program, g: Threads, address: Array, space: str | None) -> None:
-    """An mbarrier counts an arrival when all products up to now are done."""
+    """An mbarrier counts an arrival after all products up to now."""
     tensor = m.part(TensorMemory)
     if space is None:
         m.note("a commit of products takes an address of shared memory for a generic one")

@@ -1,4 +1,4 @@
-"""Threads that execute an instruction together: warps side by side, or some of their lanes."""
+"""Threads that execute an instruction together: consecutive warps, or some of their lanes."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class Threads:
 
     @property
     def count(self) -> int:
-        """How many threads the span has; values have an element for each."""
+        """The number of threads in the span; values have an element for each."""
         return int(self.span.stop - self.span.start)
 
     def where(self, condition: Array) -> Threads:
-        """Those for which a condition is true."""
+        """The active threads with a true condition."""
         both = condition if self.active is None else condition & self.active
         return Threads(self.span, None if both.all() else both)
 
     def take(self, values: Array) -> Array:
-        """The values of those that take part, in the last axis."""
+        """The values of active threads, in the last axis."""
         taken: Array = values if self.active is None else values[..., self.active]
         return taken
 
     def put(self, target: Array, values: Array) -> None:
-        """Set elements of an array that has one for each thread of the program."""
+        """Set the active elements of an array with one for each thread of the program."""
         if self.active is None:
             target[self.span] = values
         else:
             np.copyto(target[self.span], values, where=self.active)
 
     def spread(self, values: Array) -> Array:
-        """Values of those that take part, with zeros for the others."""
+        """Values of active threads, with zeros for the others."""
         if self.active is None:
             return values
         whole = np.zeros((*values.shape[:-1], self.count), values.dtype)
@@ -56,12 +56,12 @@ class Threads:
 
     @property
     def owners(self) -> Array:
-        """The warp of each thread that takes part."""
+        """The warp of each active thread."""
         return self.take(warps_of(self.span.start, self.span.stop))
 
     @property
     def is_whole(self) -> bool:
-        """Whether all or none of the threads of each warp take part."""
+        """True if all or none of the threads of each warp are active."""
         if self.active is None:
             return True
         lanes = self.active.reshape(-1, WARP)
@@ -69,7 +69,7 @@ class Threads:
 
     @property
     def warps(self) -> Array:
-        """Warps of which a thread takes part."""
+        """Warps with an active thread."""
         first = self.span.start // WARP
         if self.active is None:
             return np.arange(first, self.span.stop // WARP)
@@ -78,7 +78,7 @@ class Threads:
 
     @property
     def warp_index(self) -> slice | Array:
-        """The same, as an index of arrays that have an element for each warp."""
+        """`warps` as an index of arrays with an element for each warp."""
         if self.active is None:
             return slice(self.span.start // WARP, self.span.stop // WARP)
         return self.warps
@@ -86,5 +86,5 @@ class Threads:
 
 @cache
 def warps_of(start: int, stop: int) -> Array:
-    """The warp of each thread from one to another."""
+    """The warp of each thread from `start` to `stop`."""
     return np.arange(start, stop) // WARP

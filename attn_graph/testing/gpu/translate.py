@@ -1,8 +1,8 @@
 """Translates each basic block into one Python function over arrays with an element a thread.
 
-`block(m, R, g)` executes a block in program m for the threads g, which stand at it. R holds an
-array for each register. Inside the function registers are local variables; those that other blocks
-read too are written back at its end.
+`block(m, R, g)` executes a block in program m for the threads g at it. R holds an array for each
+register. Inside the function registers are local variables; those read by other blocks too are
+written back at its end.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ LATE = "tcgen05.ld without tcgen05.wait::ld before its registers are used, or th
 class Translation:
     """A kernel, and a function for each of its blocks.
 
-    held: how each register is held. row: the registers that products of warp groups read or write
-    while other instructions run, numbered. grain: bytes of the smallest store to shared memory.
+    held: the dtype of each register. row: numbers of the registers that products of warp groups use
+    while other instructions run. grain: bytes of the smallest store to shared memory.
     """
 
     kernel: Kernel
@@ -61,7 +61,6 @@ class Translation:
 
 
 def translate_kernel(kernel: Kernel) -> Translation:
-    """Translate a kernel."""
     shape = Shape.of(kernel)
     return Translation(
         kernel,
@@ -73,7 +72,7 @@ def translate_kernel(kernel: Kernel) -> Translation:
 
 
 def dtype_of(kind: str) -> str:
-    """How a register of some type is held."""
+    """The dtype of registers of some type."""
     return HELD.get(kind, "u8")
 
 
@@ -84,7 +83,7 @@ def steps_of(kernel: Kernel) -> Iterator[Instruction]:
 
 
 def store_bytes(step: Instruction) -> int:
-    """Bytes that a store to shared memory writes at once."""
+    """Bytes written at once by a store to shared memory."""
     if not step.opcode.startswith("st.shared"):
         return 4
     stored = step.operands[1]
@@ -92,7 +91,7 @@ def store_bytes(step: Instruction) -> int:
 
 
 def items(operand: Operand) -> tuple[Operand, ...]:
-    """What a vector holds, or the operand itself."""
+    """The operands in a vector, or the operand itself."""
     return operand.items if isinstance(operand, Vector | Pair) else (operand,)
 
 
@@ -105,21 +104,21 @@ def rule_of(step: Instruction) -> Rule:
 
 
 def rule_named(opcode: str) -> Rule:
-    """The rule of an instruction that there is."""
+    """The rule of a known instruction."""
     rule = find_rule(opcode)
     assert rule is not None
     return rule
 
 
 def is_product(step: Instruction) -> bool:
-    """Whether registers of an instruction are used after it."""
+    """True if registers of an instruction are used after it."""
     return step.opcode.startswith("wgmma.mma_async")
 
 
 @final
 @frozen(eq=False)
 class Shape:
-    """Facts about a kernel that all of its blocks need. kept: registers that outlive a block."""
+    """Facts about a kernel for all of its blocks. kept: registers that outlive a block."""
 
     kernel: Kernel
     number: dict[str, int]
@@ -128,7 +127,6 @@ class Shape:
 
     @classmethod
     def of(cls, kernel: Kernel) -> Shape:
-        """Of a kernel."""
         number = {name: n for n, name in enumerate(kernel.registers)}
         products = [step for step in steps_of(kernel) if is_product(step)]
         used = (x for step in products for o in step.operands[:2] for x in registers_of(o))
@@ -137,7 +135,7 @@ class Shape:
 
 
 def lasting_registers(blocks: Iterable[Block]) -> Iterator[str]:
-    """Registers in more than one block, and those that a block may read before it sets them."""
+    """Registers in more than one block, or read before they are set."""
     seen = Counter[str]()
     for block in blocks:
         written = set[str]()
@@ -155,7 +153,7 @@ def lasting_registers(blocks: Iterable[Block]) -> Iterator[str]:
 
 
 def stores_nothing(step: Instruction) -> bool:
-    """Whether an instruction sets no register. One of a product reads those that it sets."""
+    """True if an instruction sets no register. Products also read their registers."""
     if step.opcode in JUMPS or is_product(step):
         return True
     return not step.opcode.startswith("mov") and not rule_of(step).results
@@ -177,8 +175,8 @@ def compile_block(shape: Shape, at: int) -> Callable[..., None]:
 class BlockWriter:
     """Writes the text of one function.
 
-    names: what the text refers to. values: of each register the variables that hold it, by dtype.
-    changed: registers to be written back. arriving: those that an instruction fills later.
+    names: the objects used in the text. values: of each register the variables that hold it, by
+    dtype. changed: registers to be written back. arriving: those that an instruction fills later.
     """
 
     shape: Shape
@@ -219,7 +217,7 @@ class BlockWriter:
         return name
 
     def give(self, thing: object) -> str:
-        """A name by which the text refers to an object."""
+        """A name for an object in the text."""
         name = f"x{len(self.names)}"
         self.names[name] = thing
         return name
@@ -231,7 +229,7 @@ class BlockWriter:
     # Operands
 
     def read(self, operand: Operand, kind: str) -> str:
-        """The value of an operand, in a type of PTX's."""
+        """The value of an operand, in a PTX type."""
         dtype = DTYPES[kind]
         match operand:
             case Register(name):
@@ -283,7 +281,7 @@ class BlockWriter:
         return self.read(operand, "u64" if kind == "&" else kind)
 
     def address(self, operand: Address, kind: str) -> str:
-        """An address in memory; of a parameter its name and offset; of a map also coordinates."""
+        """An address in memory; for a parameter its name and offset; for a map also coordinates."""
         base, offset = operand.base, operand.offset
         if kind == "param":
             assert isinstance(base, Symbol)
@@ -302,7 +300,7 @@ class BlockWriter:
     # Results
 
     def set(self, target: Operand, kind: str, expression: str) -> None:
-        """Set a register to a value of some type; where the guard is false it stays."""
+        """Set a register to a value of some type, for threads with a true guard."""
         if isinstance(target, Ignored):
             return
         if not isinstance(target, Register):
@@ -322,7 +320,7 @@ class BlockWriter:
         self.changed.add(target.name)
 
     def guard(self) -> str:
-        """Where the guard lets the instruction be executed."""
+        """The condition for the instruction to be executed."""
         assert self.step.guard is not None
         register, wanted = self.step.guard
         value = self.read_register(register.name, DTYPES["pred"])
@@ -406,7 +404,7 @@ class BlockWriter:
             self.set(place, kind, f"{made}[{n}]")
 
     def follow(self, targets: tuple[Operand, ...]) -> None:
-        """Registers that tcgen05.ld fills are ready after its wait."""
+        """Registers filled by tcgen05.ld are ready after its wait."""
         load = self.step.opcode.startswith("tcgen05.ld")
         filled = frozenset(x for target in targets for x in registers_of(target))
         if load and not self.is_awaited(filled):
@@ -418,8 +416,10 @@ class BlockWriter:
             self.arriving.clear()
 
     def is_awaited(self, filled: frozenset[str]) -> bool:
-        """Whether a wait for tcgen05.ld follows the instruction, before the next jump and before
-        one uses the registers that it fills; copies of them are only noted."""
+        """True if a wait for tcgen05.ld comes before the next jump and the use of its registers.
+
+        Copies of these registers are only noted.
+        """
         block = self.shape.kernel.blocks[self.at]
         for step in block[block.index(self.step) + 1 :]:
             if step.opcode == WAIT_FOR_LOADS:
@@ -469,7 +469,7 @@ class BlockWriter:
 
 
 def constant(number: int, dtype: DType) -> Any:  # Any: a scalar of NumPy's
-    """A number in the text, of which a type takes the lowest bits."""
+    """A number in the text, by the lowest bits that its type holds."""
     if dtype.kind == "b":
         return np.bool_(number)
     bits = number & ((1 << 8 * dtype.itemsize) - 1)
