@@ -128,7 +128,6 @@ def degree(node: ast.expr, name: str) -> float:
 
 
 def functions_for(dtype: torch.dtype) -> dict[str, Apply]:
-    """The functions of an `Addend`, for scores of a dtype."""
     return {
         "abs": abs,
         "real": lambda x: float(x) if isinstance(x, int | float) else x.to(dtype),

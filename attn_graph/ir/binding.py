@@ -29,7 +29,6 @@ def bind_graph(graph: Graph, sizes: Sizes) -> Graph:
 
 
 def replace_sizes(graph: Graph, sizes: Sizes) -> Graph:
-    """The graph with these sizes for its Dims."""
     if not graph.symbols:
         return graph
     b = Builder(True)
@@ -129,7 +128,6 @@ def require_readable(graph: Graph) -> None:
 
 
 def dim_problems(graph: Graph) -> Iterator[str]:
-    """Why named sizes can't be read from the shapes of tensors."""
     readable = {x.name for i in graph.inputs for n in i.spec.shape for x in read_off(n)}
     for symbol in graph.symbols:
         if symbol.name not in readable:

@@ -427,7 +427,6 @@ def two_segments(segments: object, kind: type[T]) -> tuple[T, T]:
 
 
 def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> Iterator[str]:
-    """Dtypes that differ from q's. Single steps can't check this: scores are float32."""
     if v.dtype != q.dtype:
         yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
     for name, x in more.items():
@@ -437,7 +436,6 @@ def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> I
 
 
 def pool_problems(q: TensorSpec, k: TensorSpec, pages: TensorSpec | None) -> Iterator[str]:
-    """A pool whose second and third axes are probably swapped."""
     if pages is None or len(k.shape) != 4 or len(q.shape) not in (3, 4):
         return
     heads, rows, own = q.shape[1], k.shape[1], k.shape[2]

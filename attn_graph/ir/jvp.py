@@ -38,7 +38,6 @@ def jvp(graph: Graph, tangents: Sequence[str] | None = None) -> Graph:
 
 
 def moving_inputs(graph: Graph, names: Sequence[str] | None) -> tuple[int, ...]:
-    """The numbers of the inputs that have a tangent, in order."""
     floating = {i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS}
     if names is None:
         return tuple(n for n in floating.values() if n not in graph.carried)

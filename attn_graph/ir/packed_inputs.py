@@ -84,7 +84,6 @@ def size_of(x: Value) -> int:
 
 
 def packed_problems(x: dict[str, Value]) -> Iterator[str]:
-    """Packed tensors without starts, and starts without a packed tensor."""
     ranks = {name: len(x[name].type.shape) for name in "qkv"}
     if "q_starts" in x and ranks["q"] != 3:
         yield f"attention: q {x['q'].type} has {ranks['q']} axes; with q_starts it is [T,H,D]"

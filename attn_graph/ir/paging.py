@@ -21,7 +21,6 @@ from attn_graph.spec import ValueType
 
 
 def table_problems(who: str, table: ValueType, *lengths: ValueType) -> Iterator[str]:
-    """A table, or lengths, of other dtypes or of another batch."""
     given = zip(("table", "lengths"), (table, *lengths), strict=False)
     yield from integer_problems(who, **dict(given))
     for n in lengths:

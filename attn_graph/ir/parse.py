@@ -103,7 +103,6 @@ class Parser:
 
     @property
     def calls(self) -> dict[str, type[Op]]:
-        """The ops, by their names in equations."""
         return {op_name(cls): cls for cls in self.classes.values() if issubclass(cls, Op)}
 
     def whole_mask(self, text: str) -> Mask:
@@ -262,7 +261,6 @@ def flatten_operator(node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
 
 @contextmanager
 def errors_at_line(number: int) -> Iterator[None]:
-    """Add a line number to GraphErrors raised within."""
     try:
         yield
     except GraphError as error:

@@ -102,7 +102,6 @@ def read_before(graph: Graph, values: Iterable[int], end: int) -> bool:
 
 
 def row_statistics(graph: Graph) -> Statistics:
-    """The statistics of the scores read by each softmax."""
     taken: Statistics = {e.args[0]: {} for e in graph.eqns if isinstance(e.op, ops.Softmax)}
     for eqn, outs in graph.numbered:
         for name, kind in ops.STATISTICS.items():
@@ -144,7 +143,6 @@ class Climb:
         return Link(eqn.op, eqn.args)
 
     def steps(self, kind: type[Kind]) -> list[Link[Kind]]:
-        """All consecutive equations of this kind, in order."""
         links: list[Link[Kind]] = []
         while link := self.step(kind):
             links.insert(0, link)
@@ -183,7 +181,6 @@ def chain_of(weigh: Eqn, climb: Climb, taken: Statistics) -> Chain | None:
 
 
 def replace_chains(graph: Graph, chains: Mapping[int, Chain]) -> Graph:
-    """The graph with each chain's results computed by its Attention."""
     copy, live = Copy(graph), values_read(graph, chains)
     for eqn, outs in graph.numbered:
         if outs[0] in chains:

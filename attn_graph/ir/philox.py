@@ -38,7 +38,6 @@ def place_in_whole(
 
 
 def period_of(origin: Sequence[int]) -> int:
-    """The number of batch entries after which draws repeat."""
     return origin[5] if len(origin) > 5 else ALWAYS
 
 
@@ -86,7 +85,6 @@ def random_words(
 
 
 def round_keys(seed: int) -> list[tuple[int, int]]:
-    """The two words of the key in each round."""
     low, high = seed & WORD, (seed >> 32) & WORD
     return [((low + n * STEPS[0]) & WORD, (high + n * STEPS[1]) & WORD) for n in range(ROUNDS)]
 

@@ -110,7 +110,6 @@ def attempt(who: str, run: Callable[[], Any]) -> tuple[Any, list[str]]:  # Any: 
 
 
 def problems_of_leaf(mask: Mask, sizes: Sizes) -> Iterator[str]:
-    """The promises that a resolved leaf breaks on a block of these sizes."""
     B, H, M, N = sizes
     who, data = type(mask).__name__, invent_tensors(mask.needs, sizes)
     everywhere = Block(range(B), range(min(H, 2)), range(M), H, M, N, data)
@@ -178,7 +177,6 @@ def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
 
 
 def problems_of_strip(mask: Mask, block: Block, kept: torch.Tensor) -> Iterator[str]:
-    """The first place at which `strip` differs from the block's kept places."""
     at = Place.of(block, range(block.N), torch.device("cpu"))
     strip = mask.strip(at)
     if strip is None:
@@ -210,7 +208,6 @@ class Trial:
 
     @classmethod
     def of(cls, modifier: Modifier, sizes: Sizes) -> Trial:
-        """A trial on a block of these sizes, with random tensors."""
         B, H, M, N = sizes
         heads = range(min(H, 2))
         block = Block(range(B), heads, range(M), H, M, N, invent_tensors(modifier.needs, sizes))
@@ -225,7 +222,6 @@ class Trial:
         return self.modifier.back(ds.clone(), s.clone(), self.at)
 
     def lost_gradients(self, ds: torch.Tensor, s: torch.Tensor) -> list[str]:
-        """The trained tensors that affect the step but get no gradient."""
         totals, before = self.collected(ds), self.change(s)
         return [
             name
@@ -268,7 +264,6 @@ class Trial:
 
 
 def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    """The promises that a modifier breaks on a block of these sizes."""
     trial, who = Trial.of(modifier, sizes), type(modifier).__name__
     random = torch.Generator("cpu").manual_seed(0)
     one, two = torch.randn(2, *trial.shape, generator=random, dtype=torch.float64).unbind()
@@ -290,7 +285,6 @@ def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
 
 
 def tangent_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    """Why tangents of a user's own modifier, perhaps traced, would be wrong."""
     from attn_graph.ir.modifiers import MODIFIERS
 
     if type(modifier) not in MODIFIERS and 0 not in sizes:
@@ -299,7 +293,6 @@ def tangent_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
 
 
 def derivative_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    """Why a modifier's own `spread` or `bend` is not a derivative."""
     if 0 not in sizes:
         checks = problems_of_spread, problems_of_bend
         yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs), checks)
@@ -348,7 +341,6 @@ def problems_of_sums(trial: Trial) -> list[str]:
 
 
 def problems_of_bend(trial: Trial) -> list[str]:
-    """Why `bend` differs from the derivative of `back` by differences."""
     random, modifier = torch.Generator("cpu").manual_seed(2), trial.modifier
     s, ds, t = torch.randn(3, *trial.shape, generator=random, dtype=torch.float64).unbind()
     s = trial.change(s)

@@ -53,7 +53,6 @@ def replay(graph: Graph, rule: Rule) -> Graph:
 
 
 def prune(graph: Graph) -> Graph:
-    """Rebuild `graph` without the equations that no output needs."""
     live, needed = set(graph.outputs), True
     for eqn, outs in reversed(graph.numbered):
         if live.isdisjoint(outs):

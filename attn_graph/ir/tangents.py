@@ -85,7 +85,6 @@ def spread_flags(flags: Iterable[bool], tangents: Iterable[T]) -> tuple[T | None
 
 
 def promise_problems(node: Attention, types: Sequence[ValueType]) -> Iterator[str]:
-    """The broken promises of the tangents of a user's own modifiers."""
     (B, H, M, _), N = types[0].shape, types[1].shape[2]
     for modifier in node.modifiers:
         yield from tangent_promise_problems(modifier, (B, H, M, N))
@@ -94,7 +93,6 @@ def promise_problems(node: Attention, types: Sequence[ValueType]) -> Iterator[st
 def misfits(
     who: str, names: Sequence[str], types: Sequence[ValueType | None], due: Sequence[ValueType]
 ) -> Iterator[str]:
-    """Tangents whose types differ from those of their values."""
     for name, type_, own in zip(names, types, due, strict=True):
         if type_ is not None and type_ != own:
             yield f"{who}: {name} {type_} should be {own}"

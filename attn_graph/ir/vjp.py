@@ -120,7 +120,6 @@ def main_outputs(graph: Graph) -> tuple[int, ...]:
 
 
 def statistics(graph: Graph) -> frozenset[int]:
-    """The values that are statistics of rows, including lse."""
     return graph.named_results(lambda op: op.statistics)
 
 
@@ -131,7 +130,6 @@ def training_gradient(graph: Graph, wants: Sequence[str] | None = None) -> Graph
 
 
 def cotangent_specs(graph: Graph, given: Container[int]) -> list[TensorSpec | None]:
-    """The spec of each output's cotangent, or None without one."""
     return [result_spec(graph, i) if i in given else None for i in graph.outputs]
 
 
@@ -190,7 +188,6 @@ def saved_specs(graph: Graph) -> dict[str, TensorSpec]:
 
 
 def saved_statistics(graph: Graph) -> list[str]:
-    """The names of the statistics read by a simplified graph's backward."""
     names, known = value_names(graph), statistics(graph)
     return [names[i] for i in residuals(graph) if i in known]
 

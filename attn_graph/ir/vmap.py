@@ -98,7 +98,6 @@ ROW, STATISTIC = "bhie", "bhi"  # the axes of o, and of lse
 
 
 def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
-    """The number of each mapped input and the place of its axis."""
     by_name = {i.name: n for n, i in enumerate(graph.inputs)}
     ranks = {i.name: len(i.spec.shape) for i in graph.inputs}
     if isinstance(in_axes, int):
@@ -160,7 +159,6 @@ def mapped_spec(own: Input, place: int, size: int) -> TensorSpec:
 
 
 def general_problems(graph: Graph) -> Iterator[str]:
-    """Why the graph can't be mapped in any way."""
     read = {i for eqn in graph.eqns for i in eqn.args}
     for eqn, outs in graph.numbered:
         node = attention_in(eqn.op)
@@ -176,7 +174,6 @@ def general_problems(graph: Graph) -> Iterator[str]:
 
 
 def node_problems(node: Attention) -> Iterator[str]:
-    """Why entries of a mapped attention would differ from separate ones."""
     if node.origin:
         yield f"vmap: dropout has the origin {node.origin} of a part; map the whole"
     own = [m for m in node.modifiers if type(m) not in MODIFIERS]
@@ -215,7 +212,6 @@ def operand_letters(op: Op) -> tuple[str, ...]:
 
 
 def result_letters(op: Op) -> tuple[str, ...]:
-    """The axes of each result of an attention or its derivative."""
     match op:
         case AttentionGradJvp(grad=grad):
             return result_letters(grad)
@@ -292,7 +288,6 @@ class MappedGraph:
                 yield from self.equation_problems(eqn, node, way)
 
     def input_problems(self, n: int, own: Input, way: Way) -> Iterator[str]:
-        """Why an input is not a view of the mapped operand."""
         letter, name = way.letter_in(self.letters[n]), own.name
         if letter is None:
             yield f"{name} {own.spec} is mapped, and has no axis of {NOUNS[way.letter]}"
@@ -320,7 +315,6 @@ class MappedGraph:
             )
 
     def equation_problems(self, eqn: Eqn, node: Attention, way: Way) -> Iterator[str]:
-        """Why the result of an equation would differ from a loop."""
         if node.dropout and way != WAYS[0]:
             yield "dropout draws by batch entry and head, alike only in outer parts of the batch"
         if way.letter == "h":

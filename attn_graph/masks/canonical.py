@@ -96,7 +96,6 @@ def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:
 
 
 def simplified_parts(mask: Mask, join: type[Join], M: int, N: int) -> list[Mask]:
-    """The simplified parts of nested joins of one kind."""
     if isinstance(mask, join):
         return [leaf for part in mask.parts for leaf in simplified_parts(part, join, M, N)]
     simple = simplify_mask(mask, M, N)

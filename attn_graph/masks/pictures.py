@@ -67,7 +67,6 @@ def kinds(
 
 
 def sizes_of_data(mask: Mask | None, data: Tensors, B: int, H: int) -> tuple[int, int]:
-    """The batch entries and heads of the tensors, at least B and H."""
     needs = needs_of(mask)
     sizes = {"b": B, "h": H}
     for name, tensor in data.items():
@@ -196,7 +195,6 @@ def draw_mask(
 
 
 def to_rgb(colours: list[list[str]]) -> list[list[tuple[int, ...]]]:
-    """Red, green and blue from 0 to 255 of each "#rrggbb"."""
     return [[tuple(bytes.fromhex(colour[1:])) for colour in line] for line in colours]
 
 

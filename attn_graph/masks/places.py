@@ -19,14 +19,12 @@ class Untraceable(TypeError):
 
 
 def maximum(a: Term, b: Term) -> Term:
-    """The larger of two terms, one of which may be an integer."""
     if isinstance(a, int):
         return max(a, b) if isinstance(b, int) else maximum(b, a)
     return a.clamp(min=b) if isinstance(a, torch.Tensor) else a.maximum(b)
 
 
 def minimum(a: Term, b: Term) -> Term:
-    """The smaller of two terms, one of which may be an integer."""
     if isinstance(a, int):
         return min(a, b) if isinstance(b, int) else minimum(b, a)
     return a.clamp(max=b) if isinstance(a, torch.Tensor) else a.minimum(b)

@@ -62,14 +62,12 @@ class Region:
 
     @property
     def pairs(self) -> int:
-        """How many pairs of query and key are kept."""
         return self.count * sum(
             count_places(layer.rows, run) for layer in self.layers for run in layer.runs
         )
 
     @property
     def queries(self) -> int:
-        """How many queries keep a key."""
         return self.count * sum(len(layer.rows) for layer in self.layers if layer.runs)
 
     @property
@@ -107,7 +105,6 @@ class Region:
         return Keys(join_intervals(sorted(intervals), gap=0))
 
     def outside(self, N: int) -> Region:
-        """The places that are not kept, of N keys."""
         return evolve(self, layers=tuple(complement_layer(layer, N) for layer in self.layers))
 
 
@@ -154,7 +151,6 @@ def count_layer_tiles(layer: Layer, lines: range, block: tuple[int, int]) -> int
 
 
 def count_between(first: Edge, last: Edge, lines: range, block: tuple[int, int]) -> int:
-    """How many tiles lie from the first to the last, over all lines."""
     return sum_tiles(last, lines, block) - sum_tiles(first, lines, block) + len(lines)
 
 
@@ -174,7 +170,6 @@ def find_shared_lines(first: Edge, last: Edge, lines: range, block: tuple[int, i
 
 
 def sum_tiles(edge: Edge, lines: range, block: tuple[int, int]) -> int:
-    """The sum over lines of the number of the tile at an edge."""
     rows, keys = block
     if not edge.moves:
         return len(lines) * (edge.at // keys)
@@ -264,7 +259,6 @@ def bounds_of(strip: Strip) -> tuple[Term | None, ...]:
 
 
 def bound_entries(strips: Sequence[Strip], entries: int) -> list[Bounds]:
-    """The bounds of the strips as numbers, for each batch entry."""
     columns = [[list_bounds(term, entries) for term in bounds_of(strip)] for strip in strips]
     return [tuple(tuple(term[b] for term in strip) for strip in columns) for b in range(entries)]
 

@@ -262,7 +262,6 @@ def four_axes(x: torch.Tensor) -> torch.Tensor:
 
 
 def place_of(block: Block, entries: range, heads: range, rows: range) -> Place:
-    """The place of some rows, for any keys: loads gather there."""
     part = evolve(block, batch=entries, heads=heads, rows=rows)
     return evolve(Place.of(part, range(1), torch.device("cpu")), ranges=None)
 

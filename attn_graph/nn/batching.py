@@ -33,7 +33,6 @@ class Mapped:
 
     @property
     def shapes(self) -> list[list[int]]:
-        """The shapes without the mapped axis."""
         return [
             [n for axis, n in enumerate(t.shape) if axis != d]
             for t, d in zip(self.tensors, self.dims, strict=True)

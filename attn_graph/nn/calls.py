@@ -80,7 +80,6 @@ def attend_anew(
 
 
 def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
-    """Attention by an operator of PyTorch, for tracing and transforms."""
     if not is_dynamo_compiling():
         teach_counters()
     mask, scale, align, soft_cap, alibi, dropout, stats, most, *choice = options
@@ -119,7 +118,6 @@ def attend_distributed(tensors: Named, options: Options) -> Outputs:
 
 
 def named_options(options: Options) -> dict[str, Any]:  # Any: the values of OPTIONS
-    """Options by name, with defaults for the missing ones."""
     whole = options if len(options) == len(OPTIONS) else (*options, *USUAL_CHOICE)
     return dict(zip(OPTIONS, whole, strict=True))
 

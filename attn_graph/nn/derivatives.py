@@ -17,7 +17,6 @@ Tensors = Sequence[Tensor]
 
 
 def with_residuals(graph: Graph) -> Graph:
-    """The graph, with the residuals of its backward as further outputs."""
     more = tuple(i for i in residuals(graph) if i not in graph.outputs)
     return Graph(graph.inputs, graph.eqns, graph.outputs + more)
 

@@ -117,7 +117,6 @@ def backward_flash(
 def pull_gradients(
     inputs: Sequence[Tensor], text: str, o: Tensor, lse: Tensor, do: Tensor
 ) -> Gradients:
-    """dq, dk and dv of a call with these inputs."""
     needs = [n < 3 for n in range(len(inputs))]
     dq, dk, dv = run_gradient((*inputs, o, lse, do), text, needs, (True, False))
     return dq, dk, dv

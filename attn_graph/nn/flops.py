@@ -17,5 +17,4 @@ def count_flops(plan: Plan) -> int:
 
 @lru_cache(MOST_PLANS)
 def count_gradient_flops(plan: Plan, needs: tuple[bool, ...]) -> int:
-    """The flops of the gradients of the inputs marked in `needs`."""
     return plan.backward([n for n, need in enumerate(needs) if need]).cost().forward.flops

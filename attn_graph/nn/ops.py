@@ -164,7 +164,6 @@ def lay(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 @lru_cache(MOST_TEXTS)
 def result_layouts(graph: Graph) -> tuple[tuple[ValueType, tuple[int, ...]], ...]:
-    """Type and strides of each result of the op for a plan's graph."""
     every = (*graph.outputs, *(i for i in residuals(graph) if i not in graph.outputs))
     specs = [result_spec(graph, i) for i in every]
     return tuple((s.type, dense_strides(s.shape, memory_order(s))) for s in specs)

@@ -56,5 +56,4 @@ def check_graphs(
 
 
 def has_scores(graph: Graph) -> bool:
-    """True without empty inputs: kernels need something to compute."""
     return all(0 not in each.spec.shape for each in graph.inputs)

@@ -106,7 +106,6 @@ def modifier_cases(draw: DrawFn, op: Modifier) -> tuple[ModifierCase, tuple[rang
 
 @st.composite
 def graphs_with(draw: DrawFn, op: Modifier) -> Graph:
-    """Attention with a step on its scores, under any mask or none."""
     shape = sizes_for(op, draw(shapes(MOST, HEADS)))
     mask = draw(maybe(any_mask(shape, depth=1)))
     read = draw(data_specs(op.needs | needs_of(mask), shape))

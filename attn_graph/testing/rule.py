@@ -178,7 +178,6 @@ def forward_terms(c: Chain, f: Evaluation) -> dict[str, Tensor]:
 
 
 def slope(op: Modifier, data: Data, before: Tensor, after: Tensor) -> Tensor:
-    """The size of the derivative of a step."""
     if isinstance(op, SoftCap):
         return 1 - (after / op.cap) ** 2
     if op.additive:

@@ -150,7 +150,6 @@ aligns: Aligned = st.sampled_from(["top_left", "bottom_right"])
 
 
 def bands(aligned: Aligned) -> SearchStrategy[m.Mask]:
-    """Bands with any bounds, near and far."""
     lengths = st.sets(st.sampled_from(m.LENGTHS)).map(m.ragged_in)
     return st.builds(m.Band, bounds, bounds, lengths)
 
@@ -198,7 +197,6 @@ def masks(draw: DrawFn, shape: Shape, align: m.Align | None = None, depth: int =
 
 @st.composite
 def data_specs(draw: DrawFn, needs: dict[str, m.Data], shape: Shape) -> dict[str, TensorSpec]:
-    """A spec for each tensor of a mask or a modifier."""
     given = {}
     for name, data in needs.items():
         full = shape.full(data.axes)

@@ -55,7 +55,6 @@ SPREADS = {"alibi": 0.3, "sinks": 2.0}
 
 
 def centres(graph: Graph, shift: float) -> dict[str, float]:
-    """Means of q and k that make the mean score `shift`."""
     scale = next((e.op.scale for e in graph.eqns if isinstance(e.op, (ops.Scores, Attention))), 0.0)
     if not shift or not scale:
         return {}

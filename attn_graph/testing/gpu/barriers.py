@@ -141,7 +141,6 @@ class Barriers:
         return found
 
     def wake(self, m: Program, mbarrier: MBarrier) -> None:
-        """Let warps waiting for a phase check again."""
         for warp in [w for w, x in self.sleeping.items() if x is mbarrier]:
             del self.sleeping[warp]
             m.release(warp)
@@ -330,7 +329,6 @@ class RegisterPool:
 
     @classmethod
     def of(cls, m: Program) -> RegisterPool:
-        """Warps begin with the kernel's registers for each thread."""
         each = m.launch.code.kernel.most_registers or REGISTERS // m.launch.threads // 8 * 8
         return cls(np.full(m.warps, each), REGISTERS - m.launch.threads * each)
 

@@ -50,7 +50,6 @@ class BulkGroups:
             m.report(Omission.BULK_STORES, "it ends before the wait for a bulk store")
 
     def storing(self, g: Threads) -> Array:
-        """Warps whose storing threads take part."""
         threads = set(threads_of(g))
         return np.array([w for w, own in self.owners.items() if own <= threads], np.intp)
 
@@ -170,7 +169,6 @@ def stores(
 
 
 def threads_of(g: Threads) -> list[int]:
-    """The numbers of the active threads."""
     numbers: list[int] = g.take(np.arange(g.span.start, g.span.stop)).tolist()
     return numbers
 

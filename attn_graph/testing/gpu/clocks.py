@@ -47,7 +47,6 @@ class Clocks:
         return self.warps + warp
 
     def copy(self, warp: Array | int) -> Array | int:
-        """Asynchronous copies of a warp."""
         return 2 * self.warps + warp
 
     def load(self, warp: Array | int) -> Array | int:
@@ -72,7 +71,6 @@ class Clocks:
         return self.tensor + 1 + number
 
     def name(self, agent: int) -> str:
-        """An agent in words."""
         if agent >= self.tensor:
             return "a tensor core" if agent == self.tensor else "a copy of the copy engine"
         kind, warp = divmod(agent, self.warps)

@@ -75,7 +75,6 @@ class Tracking:
     line: int
 
     def land(self, m: Program) -> None:
-        """Let the copies land, and the threads arrive."""
         m.line, agent = self.line, m.clocks.copy(self.warp)
         m.part(Copies).land_groups(m, np.array([self.warp]), np.array([self.group], np.int32))
         known = self.mbarrier.known
@@ -112,7 +111,6 @@ class Copies:
         return True
 
     def land_groups(self, m: Program, warps: Array, groups: Array) -> None:
-        """Let copies of these warps land, up to these groups."""
         waiting, done = list[ThreadCopies](), np.full(m.warps, -1, np.int32)
         done[warps] = groups
         for copies in self.threads:

@@ -193,7 +193,6 @@ class Driver:
         self.launcher_cls = Launcher
 
     def get_current_target(self) -> Any:  # Any: Triton's
-        """The GPU to compile for."""
         return self.target
 
     def get_current_device(self) -> int:
@@ -213,7 +212,6 @@ class Driver:
         self.texts[name] = path.read_text()
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
-        """Load a kernel, and give the driver the sizes of its parameters."""
         loaded: tuple[int, ...] = load_launcher().load_binary(name, kernel, shared, device)
         text = LOADED[loaded[1]] = self.texts.pop(name)
         sizes = [*parameter_sizes(text)]
@@ -224,7 +222,6 @@ class Driver:
 
 
 def parameter_sizes(text: str) -> Iterator[int]:
-    """Bytes of each parameter of a kernel."""
     yield from translate(text).kernel.parameters.values()
 
 

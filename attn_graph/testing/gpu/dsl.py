@@ -156,7 +156,6 @@ def pick(contents: list[bytes], n: int, size: int) -> bytes:
 
 
 def named_tensors(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any: an argument
-    """The tensors in an argument, named by their places."""
     if isinstance(x, torch.Tensor):
         yield name, x
     elif isinstance(x, tuple | list):
@@ -192,7 +191,6 @@ class OnGpu:
         return capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """The first GPU."""
         return GPU, 0
 
 
@@ -288,7 +286,6 @@ def serve_package(gpu: Gpu) -> Iterator[None]:
 
 
 def environment(target: Target) -> dict[str, str]:
-    """Environment variables read by the package and its DSL on import."""
     arch = f"sm_{target.sm}a"
     runtime = build_runtime()
     return {
@@ -371,7 +368,6 @@ def patch_package(interface: Any, target: Target) -> Iterator[None]:  # Any: the
 
 @cache
 def load_runtime() -> ctypes.CDLL:
-    """The stand-in, which serves launches."""
     return ctypes.CDLL(str(build_runtime()))
 
 

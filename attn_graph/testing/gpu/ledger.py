@@ -42,7 +42,6 @@ class Ledger:
         self.row[self.readers] = np.arange(len(self.readers))
 
     def describe(self, cell: int) -> str:
-        """A cell in words."""
         return f"{self.memory}, {'byte' if self.grain else 'cell'} {cell * (self.grain or 1)}"
 
     def check_seen(
@@ -132,11 +131,9 @@ class Ledger:
         m.fault(f"{text} {self.describe(cell)} {fault} {who} in PTX line {self.line[cell]}")
 
     def note_read(self, m: Program, agents: Array, times: Array, cells: Array) -> None:
-        """Agents read cells, a row for each agent."""
         self.reads[self.row[agents][:, None], cells] = times[:, None]
         self.read_line[cells] = m.line
 
     def note_write(self, m: Program, agents: Array, times: Array, cells: Array) -> None:
-        """Agents write cells, a row for each agent."""
         self.writer[cells], self.time[cells] = agents[:, None], times[:, None]
         self.line[cells] = m.line

@@ -43,7 +43,6 @@ class Tile:
 
     @property
     def addresses(self) -> Array:
-        """Of its elements."""
         i, j = np.ogrid[: self.rows, : 32 // self.size]
         lead, stride, span = self.lead, self.stride, self.span
         if not self.turned:

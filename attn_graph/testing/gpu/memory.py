@@ -42,7 +42,6 @@ class Unset:
     kept: list[torch.UntypedStorage] = field(factory=list[torch.UntypedStorage])
 
     def add(self, tensor: torch.Tensor) -> None:
-        """A new tensor without contents."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
             bytes_of(tensor)[:] = UNSET
@@ -83,7 +82,6 @@ class Region:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], unset: Unset) -> Region:
-        """Of tensors in one storage, by name."""
         first = next(iter(tensors.values()))
         start, data = first.untyped_storage().data_ptr(), bytes_of(first)
         unit = min(t.itemsize for t in tensors.values())
@@ -105,7 +103,6 @@ class Region:
 
     @property
     def name(self) -> str:
-        """The names of its tensors."""
         return ", ".join(self.tensors)
 
     @property

@@ -238,7 +238,6 @@ def multiply_tiles(
 
 
 def one_value(m: Program, g: Threads, values: Array, lanes: slice) -> int:
-    """The value shared by some lanes."""
     each = np.broadcast_to(values, g.count)[lanes]
     if (each != each[0]).any():
         m.fault("lanes of a warp group have different operands of a product")

@@ -28,9 +28,7 @@ class Part(Protocol):
     """A memory or a unit of a program."""
 
     @classmethod
-    def of(cls, m: Program) -> Self:
-        """That of a program, at its start."""
-        ...
+    def of(cls, m: Program) -> Self: ...
 
 
 Made = TypeVar("Made", bound=Part)
@@ -107,7 +105,6 @@ class Program:
         return self.launch.threads // WARP
 
     def part(self, kind: type[Made]) -> Made:
-        """A memory or a unit of the program."""
         found = self.parts.get(kind)
         if found is None:
             found = self.parts[kind] = kind.of(self)
@@ -168,7 +165,6 @@ class Program:
         self.note(text)
 
     def name_of(self, register: int) -> str:
-        """A register's name."""
         return [*self.launch.code.kernel.registers][register]
 
     def describe(self, text: str, program: bool = True) -> str:
@@ -202,7 +198,6 @@ class Program:
         return np.full(threads.count, value, np.uint32)
 
     def address_of(self, name: str) -> int:
-        """The address of a name: a parameter or shared memory."""
         if name in self.launch.parameters:
             return [*self.launch.parameters].index(name) * PAGE
         if name not in self.launch.code.kernel.dynamic:
@@ -218,11 +213,9 @@ class Program:
     # Control flow
 
     def jump(self, threads: Threads, block: int) -> None:
-        """The threads go on with a block."""
         threads.put(self.at, np.full(threads.count, block, np.int32))
 
     def branch(self, threads: Threads, condition: Array, yes: int, no: int) -> None:
-        """The threads go on with one of two blocks."""
         threads.put(self.at, np.where(condition, np.int32(yes), np.int32(no)))
 
     def leave(self, threads: Threads, condition: Array | None, other: int) -> None:
@@ -232,16 +225,13 @@ class Program:
         some.put(self.gone, np.ones(threads.count, bool))
 
     def hold(self, warp: int, reason: str) -> None:
-        """Hold a warp back."""
         self.blocked[warp * WARP : (warp + 1) * WARP] = True
         self.explain(warp, reason)
 
     def explain(self, warp: int, reason: str) -> None:
-        """Store the reason why a warp does not go on."""
         self.waiting[warp] = f"{reason} ({self.cite(self.line)})"
 
     def release(self, warp: int) -> None:
-        """Let a warp go on."""
         self.blocked[warp * WARP : (warp + 1) * WARP] = False
         self.waiting.pop(warp, None)
 
@@ -254,7 +244,6 @@ class Program:
 
 @cache
 def sources(code: Translation) -> dict[int, str]:
-    """The line of the source for each line of the PTX."""
     return {step.line: step.source for block in code.kernel.blocks for step in block}
 
 

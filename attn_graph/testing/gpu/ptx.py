@@ -206,7 +206,6 @@ class Reader:
             self.used = int(mask[1], 16)
 
     def declare(self, name: str, kind: str) -> None:
-        """One register, or `name<count>` for many."""
         many = re.fullmatch(r"([%\w$]+)<(\d+)>", name)
         names = [f"{many[1]}{n}" for n in range(int(many[2]))] if many else [name]
         if len(self.scopes) > 1:
@@ -302,7 +301,6 @@ def parse(text: str) -> Kernel:
 
 
 def read_parameter(text: str) -> tuple[str, int]:
-    """A parameter's name, and its bytes."""
     match = PARAMETER.search(text)
     if match is None:
         raise UnknownInstructionError(f"the parameter {text!r}")
@@ -310,7 +308,6 @@ def read_parameter(text: str) -> tuple[str, int]:
 
 
 def read_body(text: str, at: int) -> Reader:
-    """Read statement by statement, to the brace that closes the kernel."""
     files = {
         n: path.rpartition("/")[2] for n, path in re.findall(r'\.file\s+(\d+)\s+"([^"]+)"', text)
     }

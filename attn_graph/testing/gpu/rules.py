@@ -99,7 +99,6 @@ def action(opcode: str, form: str = "", *, waits: bool = False) -> Callable[[Fun
 
 @cache
 def find_rule(opcode: str) -> Rule | None:
-    """The rule of an instruction, if there is one."""
     if opcode in VALUES:
         return VALUES[opcode]
     for pattern, rule in ACTIONS:

@@ -21,9 +21,7 @@ class Occupant(Protocol):
     """An object in shared memory that plain stores must not touch."""
 
     @property
-    def is_idle(self) -> bool:
-        """True if it may be overwritten."""
-        ...
+    def is_idle(self) -> bool: ...
 
 
 @final
@@ -40,7 +38,6 @@ class Shared:
 
     @classmethod
     def of(cls, m: Program) -> Shared:
-        """With the launch's size."""
         return cls(m.launch.shared, m.launch.code.grain, m.clocks)
 
     def __attrs_post_init__(self) -> None:

@@ -150,7 +150,6 @@ def deallocate(m: Program, g: Threads, address: Array, number: Array) -> None:
 
 
 def number_of_warp(g: Threads, warp: int, values: Array) -> int:
-    """The number given by the lanes of a warp."""
     return int(np.broadcast_to(values, g.count)[warp * WARP - g.span.start])
 
 
@@ -200,7 +199,6 @@ def store_tensor_twice(
 def store_columns(
     m: Program, g: Threads, address: Array, values: tuple[Array, ...], split: int | None
 ) -> None:
-    """Set the cells named by the threads."""
     tensor, rows = m.part(TensorMemory), np.stack([np.broadcast_to(x, g.count) for x in values])
     for warp in m.together(g).tolist():
         threads = slice(warp * WARP - g.span.start, (warp + 1) * WARP - g.span.start)
@@ -283,7 +281,6 @@ class Factor:
 
     @property
     def size(self) -> int:
-        """Bytes of an element."""
         return 4 if self.kind == "tf32" else 2
 
 
@@ -308,7 +305,6 @@ class Product:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of D."""
         return self.left.rows, self.right.rows
 
 

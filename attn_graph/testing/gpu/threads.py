@@ -30,7 +30,6 @@ class Threads:
         return int(self.span.stop - self.span.start)
 
     def where(self, condition: Array) -> Threads:
-        """The active threads with a true condition."""
         both = condition if self.active is None else condition & self.active
         return Threads(self.span, None if both.all() else both)
 
@@ -56,7 +55,6 @@ class Threads:
 
     @property
     def owners(self) -> Array:
-        """The warp of each active thread."""
         return self.take(warps_of(self.span.start, self.span.stop))
 
     @property
@@ -69,7 +67,6 @@ class Threads:
 
     @property
     def warps(self) -> Array:
-        """Warps with an active thread."""
         first = self.span.start // WARP
         if self.active is None:
             return np.arange(first, self.span.stop // WARP)
@@ -86,5 +83,4 @@ class Threads:
 
 @cache
 def warps_of(start: int, stop: int) -> Array:
-    """The warp of each thread from `start` to `stop`."""
     return np.arange(start, stop) // WARP

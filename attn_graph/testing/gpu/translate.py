@@ -72,18 +72,15 @@ def translate_kernel(kernel: Kernel) -> Translation:
 
 
 def dtype_of(kind: str) -> str:
-    """The dtype of registers of some type."""
     return HELD.get(kind, "u8")
 
 
 def steps_of(kernel: Kernel) -> Iterator[Instruction]:
-    """All instructions."""
     for block in kernel.blocks:
         yield from block
 
 
 def store_bytes(step: Instruction) -> int:
-    """Bytes written at once by a store to shared memory."""
     if not step.opcode.startswith("st.shared"):
         return 4
     stored = step.operands[1]
@@ -104,7 +101,6 @@ def rule_of(step: Instruction) -> Rule:
 
 
 def rule_named(opcode: str) -> Rule:
-    """The rule of a known instruction."""
     rule = find_rule(opcode)
     assert rule is not None
     return rule
@@ -160,7 +156,6 @@ def stores_nothing(step: Instruction) -> bool:
 
 
 def compile_block(shape: Shape, at: int) -> Callable[..., None]:
-    """The function of one block."""
     writer = BlockWriter(shape, at)
     writer.write()
     name = f"block_{at}"
@@ -211,7 +206,6 @@ class BlockWriter:
         self.lines.append(text)
 
     def assign(self, expression: str) -> str:
-        """A new variable with this value."""
         name = f"v{len(self.lines)}"
         self.put(f"{name} = {expression}")
         return name
@@ -245,7 +239,6 @@ class BlockWriter:
         return ""
 
     def read_register(self, name: str, dtype: DType) -> str:
-        """A register, as some dtype."""
         kept, want = dtype_of(self.shape.kernel.registers[name]), dtype.str[1:]
         views = self.values.setdefault(name, {})
         if name in self.arriving:
@@ -327,11 +320,9 @@ class BlockWriter:
         return value if wanted else f"~{value}"
 
     def threads(self) -> str:
-        """The threads that execute the instruction."""
         return self.assign(f"g.where({self.guard()})") if self.step.guard else "g"
 
     def flush(self, names: Iterable[str]) -> None:
-        """Write registers back."""
         pairs = [
             (
                 self.shape.number[x],
@@ -349,7 +340,6 @@ class BlockWriter:
     # Instructions
 
     def call(self, rule: Rule) -> None:
-        """An instruction by its rule."""
         step = self.step
         targets = step.operands[: len(rule.results)]
         given = step.operands[len(rule.results) :]
