@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib.metadata import version
-from itertools import accumulate
+from itertools import accumulate, chain, starmap
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from torch._C import _are_functorch_transforms_active
 
 from attn_graph.lowering.cudnn.offline import compile_stand_in
 from attn_graph.machine.target import VIRTUAL, Target
-from attn_graph.testing.gpu.dsl import serve_package
+from attn_graph.testing.gpu.dsl import named_tensors, serve_package
 from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
 from attn_graph.testing.gpu.instructions import translate
 from attn_graph.testing.gpu.memory import Memory, Unset
@@ -92,8 +92,8 @@ class Launcher:
         self.launch(*arguments)
         active: Any = driver.active  # Any: a Driver, unknown to Triton's annotation
         gpu = active.gpu
-        tensors = dict(named_tensors(zip(self.names, arguments[HIDDEN:], strict=True)))
-        gpu.execute(tensors)
+        each = starmap(named_tensors, zip(self.names, arguments[HIDDEN:], strict=True))
+        gpu.execute(dict(chain.from_iterable(each)))
 
 
 def part_of(contents: bytes, ends: Sequence[int], n: int, size: int) -> bytes:
@@ -108,17 +108,6 @@ def omissions_of(triton: str) -> frozenset[Omission]:
     """
     late = tuple(map(int, triton.split(".")[:2])) >= (3, 9)
     return frozenset({Omission.TENSOR_LOADS} if late else ())
-
-
-def named_tensors(arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any: pairs with a name
-    """Tensors among arguments, also in tuples and in descriptors of tensors."""
-    for name, x in arguments:
-        if isinstance(x, torch.Tensor):
-            yield name, x
-        elif isinstance(x, tuple):
-            yield from named_tensors((f"{name}[{n}]", each) for n, each in enumerate(x))
-        elif isinstance(base := getattr(x, "base", None), torch.Tensor):
-            yield name, base
 
 
 @final

@@ -18,6 +18,7 @@ from functools import cache, partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from types import ModuleType
@@ -134,7 +135,8 @@ class Compiled(dict[Any, Any]):  # Any: keys and functions of the package
 
 def call_compiled(function: Any, text: str, *arguments: Any) -> None:  # Any: the DSL's
     """Call a compiled function and execute its launches. Raises Fault."""
-    tensors = dict(named_tensors("argument", arguments))
+    each = (named_tensors(f"argument {n}", x) for n, x in enumerate(arguments))
+    tensors = dict(chain.from_iterable(each))
     call = Call(text, [*translate(text).kernel.parameters.values()])
     RUNNING.append(call)
     try:
@@ -156,11 +158,14 @@ def pick(contents: list[bytes], n: int, size: int) -> bytes:
 
 
 def named_tensors(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any: an argument
+    """Tensors in an argument, also in sequences and in Triton's descriptors of tensors."""
     if isinstance(x, torch.Tensor):
         yield name, x
     elif isinstance(x, tuple | list):
         for n, each in enumerate(x):
-            yield from named_tensors(f"{name} {n}", each)
+            yield from named_tensors(f"{name}[{n}]", each)
+    elif isinstance(base := getattr(x, "base", None), torch.Tensor):
+        yield name, base
 
 
 def to_gpu(x: Any) -> Any:  # Any: an argument
