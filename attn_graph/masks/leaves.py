@@ -196,7 +196,11 @@ def ragged_in(names: Iterable[str]) -> tuple[str, ...]:
 @final
 @frozen
 class Causal(Diagonal):
-    """Key j is at or before query i': j <= i'."""
+    """Key j is at or before query i': j <= i'.
+
+    align: "top_left" (i' = i) or "bottom_right" (i' = i + N - M, or by lengths if there are any);
+    needed if M and N differ.
+    """
 
     align: Align | None = field(default=None, validator=require_alignment)
 
@@ -209,7 +213,9 @@ class Causal(Diagonal):
 class Window(Diagonal):
     """Key j is at most `left` before and `right` after query i', both ends included.
 
-    None means no bound. A bound may be negative as long as left + right >= 0.
+    None means no bound: `Window(64)` keeps 65 keys, `Window(None, 2)` all up to two ahead. A bound
+    may be negative as long as left + right >= 0. align: as of `Causal`. Raises GraphError for a
+    window without keys.
     """
 
     left: int | None = field(converter=to_reachable)
@@ -233,7 +239,7 @@ class Window(Diagonal):
 @final
 @frozen
 class Prefix(Mask):
-    """Key j is among the first `length`, for every query."""
+    """Key j is among the first `length`, for every query. Raises GraphError if it is negative."""
 
     length: int = field(converter=to_length)
 

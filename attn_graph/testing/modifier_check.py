@@ -64,6 +64,8 @@ def check_modifier(
     -inf; the text of a graph is parsed back; and attention with the step agrees with the formula in
     both passes of a backend. Without `back` only the forward pass is checked. `spread` and `bend`,
     if defined, must agree with `collect` and `back`. gpu: as of `check_mask`.
+
+    >>> check_modifier(SoftCap(30.0))
     """
     trained = not [*op.gradient_problems()]
 
