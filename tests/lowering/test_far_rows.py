@@ -40,7 +40,7 @@ MASKS: tuple[ag.Mask | None, ...] = (
 )
 EXAMPLES = settings().max_examples
 FEW = max(1, EXAMPLES // 5) if CPU.interprets else EXAMPLES  # each is interpreted for seconds
-LENGTHS = st.sampled_from([1, 17, 70, 150]) if CPU.interprets else st.integers(1, 200)
+LENGTHS = st.sampled_from([1, 17, 70]) if CPU.interprets else st.integers(1, 200)
 
 
 @final
@@ -141,6 +141,7 @@ def check_lse(due: Expectation, lse: torch.Tensor, offset: float) -> None:
 
 @pytest.mark.parametrize("backend", NAMES)
 @given(data=st.data(), seed=seeds, by_lse=st.booleans())
+@settings(max_examples=FEW)
 def test_an_offset_of_all_scores_changes_nothing(
     backend: str, data: st.DataObject, seed: int, by_lse: bool
 ) -> None:
@@ -164,9 +165,9 @@ def test_long_rows_are_joined_of_parts_as_without_their_offset(
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("bare", [True, False])
 def test_few_queries_are_joined_of_parts_as_without_their_offset(offset: float, bare: bool) -> None:
-    q, k = (SPEC((1, 4, n, 16), torch.float32) for n in (1, 700))
-    more: dict[str, Any] = {} if bare else {"sinks": SPEC((4,), torch.float32)}
-    bias = SPEC((1, 1, 1, 700), torch.float32)
+    q, k = (SPEC((1, 1, n, 16), torch.float32) for n in (1, 300))
+    more: dict[str, Any] = {} if bare else {"sinks": SPEC((1,), torch.float32)}
+    bias = SPEC((1, 1, 1, 300), torch.float32)
     graph = ag.attention(q, k, k, bias=bias, scale=step_of(offset), stats=True, **more)
     check_far(Far(offset, graph, ("q", "k", "v", *more)), BACKEND, 0, True)
 

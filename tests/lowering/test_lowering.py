@@ -42,7 +42,7 @@ INF = float("inf")
 
 
 EXAMPLES = settings().max_examples
-FEW = 3 * EXAMPLES // 5 if CPU.interprets else EXAMPLES  # gradients are interpreted for seconds
+FEW = 2 * EXAMPLES // 5 if CPU.interprets else EXAMPLES  # gradients are interpreted for seconds
 DRAWN = {
     "torch_sdpa": simple_graphs(),
     "math": graphs(),
@@ -308,7 +308,7 @@ def test_weights_made_of_a_large_lse_are_within_the_bound(backend: str) -> None:
     assert gradients_agree(planned(graph, backend), graph, 0).keys() == {"q", "k", "v"}
 
 
-@pytest.mark.parametrize("rows", [20, 150])
+@pytest.mark.parametrize("rows", [20] if CPU.interprets else [20, 150])  # two ways of the CPU
 @pytest.mark.parametrize("scale", [None, 1e5])
 @pytest.mark.parametrize("cap", [2.0**-126, 1e-37, 2.0**126])
 def test_soft_caps_at_the_ends_of_what_is_taken_are_right(
@@ -443,13 +443,11 @@ def test_a_nan_stays_in_the_tiles_that_read_it(seed: int, dtype: torch.dtype) ->
         assert torch.equal(a[:, :, ~reading], b[:, :, ~reading])
 
 
+@pytest.mark.skipif(CPU.interprets, reason="all graphs drawn there are of several tiles a side")
 @given(data=st.data())
-@settings(max_examples=EXAMPLES // (4 if CPU.interprets else 1))
 def test_larger_shapes_agree_too(data: st.DataObject) -> None:
     """Several tiles a side, so that folding, merging and overlapping windows are seen."""
     large = [(1, 2, 1, 300, 300), (2, 4, 2, 130, 290), (1, 2, 2, 290, 130)]
-    if CPU.interprets:
-        large = [(1, 2, 1, 100, 100), (2, 1, 1, 33, 130), (1, 2, 2, 130, 33)]
     B, H, G, M, N = data.draw(st.sampled_from(large))
     sizes = st.just(Shape(B, H, G, M, N, 8, data.draw(st.sampled_from((8, 4)))))
     graph = data.draw(graphs(sizes, st.sampled_from((torch.float32, torch.float16))))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels import sequences
-from attn_graph.kernels.tilings import INTERPRETED
 from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash
@@ -33,16 +32,7 @@ I32 = torch.int32
 HALF = (torch.float32, torch.float16, torch.bfloat16)
 FEW = 1 if settings().max_examples < 100 else settings().max_examples // 10  # each is interpreted
 LONG = Batch((40, 1), (70, 9), ((35, 40), (0, 2)), True)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"mask": ag.Causal("bottom_right")},
-    "window": {"mask": ag.Window(20, 3, "bottom_right"), "soft_cap": 2.0},
-    "top left": {"mask": ag.Causal("top_left") & ag.Window(9, 0, "top_left")},
-    "lists": {"mask": ag.Causal("top_left") | ag.Prefix(2)},
-    "alibi": {"mask": ag.Causal("bottom_right"), "alibi": True, "align": "bottom_right"},
-    "sinks": {"sinks": SPEC((4,), torch.float32)},
-    "dropout": {"dropout": 0.3},
-}
+CAUSAL = {"mask": ag.Causal("bottom_right")}
 interpreted = pytest.mark.skipif(
     not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
 )
@@ -96,17 +86,6 @@ def test_gradients_of_packed_are_those_of_padded(case: test_packed.Case, seed: i
 
 
 @interpreted
-@pytest.mark.parametrize("name", OPTIONS)
-def test_sequences_of_several_tiles(name: str) -> None:
-    """Longer than a tile, with gaps longer than one; grouped heads; NaN in rows of no sequence."""
-    assert LONG.most[0] > INTERPRETED.block_m
-    dtype = HALF[list(OPTIONS).index(name) % 3]
-    case = test_packed.sequences(LONG, OPTIONS[name], dtype)
-    check_forward(LONG, case.packed, case.padded, (case.packed_tensors, case.padded_tensors))
-    check_gradients(case, 7)
-
-
-@interpreted
 @given(
     case=st.sampled_from(HALF).flatmap(lambda kind: test_paged.cases(dtype=kind)),
     invariant=st.booleans(),
@@ -117,28 +96,14 @@ def test_pages_are_keys_in_one_piece(case: test_paged.Case, invariant: bool) -> 
     test_paged.check_case(case, plan)
 
 
-@interpreted
-@pytest.mark.parametrize("page", [1, 5, 16, 32, 64])
-@pytest.mark.parametrize("packed", [False, True])
-def test_pages_of_every_size(page: int, packed: bool) -> None:
-    """Some tiles in a page, some pages in a tile; entries past the lengths hold anything."""
-    batch = Batch((2, 2, 2) if not packed else (2, 40, 0), (70, 1, 33), ((0, 0),) * 3, False)
-    pages = -(-70 // page)
-    layout = test_paged.Layout(page, heads_first=page == 5, ended=True, packed=packed)
-    shape = Shape(3, 4, 2, 40 if packed else 2, pages * page, 8, 8)
-    options = {"mask": ag.Causal("bottom_right"), "stats": True}
-    case = test_paged.make_case(batch, layout, shape, torch.float16, options, 3)
-    check_forward(case, case.graph, case.padded, (case.inputs, case.padded_inputs))
-
-
 # Bits
 
 
 @interpreted
 def test_sequences_that_come_after_change_no_bit() -> None:
-    whole = test_packed.sequences(LONG, OPTIONS["causal"], torch.float32)
+    whole = test_packed.sequences(LONG, CAUSAL, torch.float32)
     cut = evolve(LONG, rows=LONG.rows[:1], keys=LONG.keys[:1], unused=LONG.unused[:1])
-    alone = test_packed.sequences(cut, OPTIONS["causal"], torch.float32)
+    alone = test_packed.sequences(cut, CAUSAL, torch.float32)
     tensors = {n: whole.tensors[n][: len(x)] for n, x in alone.tensors.items()}
     few = run_plan(
         ag.compile(alone.packed, backends=("triton",), batch_invariant=True),
@@ -185,7 +150,7 @@ def test_nothing_is_read_or_written_outside_whatever_the_starts_are(
 ) -> None:
     """Results are undefined then, and finite: NaN surrounds every tensor. Around results there is
     a number, which stays."""
-    case = test_packed.sequences(LONG, OPTIONS["causal"], torch.float32, anyhow=False)
+    case = test_packed.sequences(LONG, CAUSAL, torch.float32, anyhow=False)
     tensors = {n: x.nan_to_num() for n, x in case.tensors.items()}
     for name in ("q_starts", "kv_starts"):
         tensors[name] = torch.tensor(starts, dtype=I32)

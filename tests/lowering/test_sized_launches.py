@@ -96,7 +96,7 @@ COSTLY = {  # of which fewer sizes: lists of tiles, and programs, are counted fo
 }
 LISTED = ("segments", "no strip")
 COUNT = 8 * settings().max_examples // 5  # sizes
-STEPS = settings().max_examples // 5  # each is interpreted
+STEPS = settings().max_examples // 8  # each is interpreted
 EACH = 10  # steps, after which results are compared
 MOST_KERNELS = 6  # of one kernel: `delta`, by what the strides of the gradient of lse are
 
