@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -179,33 +180,47 @@ def results_of(model: Model, logits: Tensor) -> dict[str, Tensor]:
     return {"logits": logits.detach(), **used}
 
 
-def roundings(name: str, arrange: Arrange, inputs: list[Inputs]) -> Iterator[dict[str, Tensor]]:
-    """Results in float32, each as right as another: of eager attention in both arrangements, and
-    with p and weights that are off as far as they are known, as if rounded the other way."""
-    for each in (alone, arrange):
-        model = model_of(name, "eager")
-        yield results_of(model, each(model, inputs))
-    for seed in range(ROUNDINGS):
-        model = model_of(name, ROUGH)
-        torch.manual_seed(seed)
-        for x in model.parameters():
-            x.data *= 1 + torch.randint(-1, 2, x.shape) * torch.finfo(x.dtype).eps
-        yield results_of(model, alone(model, inputs))
+def farther(ref: Tensor, *lows: Tensor) -> Tensor:
+    return max(lows, key=lambda low: distance(low, ref))
 
 
-def check_model(name: str, arrange: Arrange, inputs: list[Inputs]) -> None:
+@cache
+def results_alone(name: str, lengths: tuple[int, ...], derives: bool) -> tuple[Inputs, Inputs]:
+    """Eager attention's results on each sequence alone: in float64, and the farthest of float32.
+
+    Of several in float32, each as right as another: p and weights are off as far as they are known,
+    as if rounded the other way. derives: with gradients.
+    """
+    inputs = draw_inputs(name, lengths)
+    with torch.set_grad_enabled(derives):
+        exact, eager = model_of(name, "eager", torch.float64), model_of(name, "eager")
+        refs, lows = (results_of(model, alone(model, inputs)) for model in (exact, eager))
+        for seed in range(ROUNDINGS):
+            model = model_of(name, ROUGH)
+            torch.manual_seed(seed)
+            for x in model.parameters():
+                x.data *= 1 + torch.randint(-1, 2, x.shape) * torch.finfo(x.dtype).eps
+            rough = results_of(model, alone(model, inputs))
+            lows = {n: farther(ref, lows[n], rough[n]) for n, ref in refs.items()}
+    return refs, lows
+
+
+def check_model(name: str, arrange: Arrange, lengths: tuple[int, ...] = LENGTHS) -> None:
     """Logits and gradients, arranged so, are those of eager attention on each sequence alone.
 
     By the rule of docs/semantics.md, with `ref` from eager attention in float64. A model has tens
-    of results, and in some a single `low` is near by luck: here it is the farthest of several.
+    of results, and in some a single `low` is near by luck: here it is the farthest of several, one
+    of which is arranged so too.
     """
-    exact, model = model_of(name, "eager", torch.float64), model_of(name, "attn_graph")
-    refs = results_of(exact, alone(exact, inputs))
-    results = results_of(model, arrange(model, inputs))
-    lows = [*roundings(name, arrange, inputs)]
+    refs, lows = results_alone(name, lengths, torch.is_grad_enabled())
+    inputs = draw_inputs(name, lengths)
+    arranged, results = (
+        results_of(model, arrange(model, inputs))
+        for model in (model_of(name, "eager"), model_of(name, "attn_graph"))
+    )
     assert results.keys() == refs.keys()
     for n, ref in refs.items():
-        low = max((each[n] for each in lows), key=lambda low: distance(low, ref))
+        low = farther(ref, lows[n], arranged[n])
         assert n != "logits" or distance(low, ref) < 1e-4 * ref.abs().max(), "eager is another"
         due = Expectation(n, ref, low, NOTHING, gradient=n != "logits")
         due.check(results[n], f"{name}, {arrange.__name__}: ")
