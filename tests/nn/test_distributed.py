@@ -105,22 +105,20 @@ def leave(rank: int, path: str) -> None:
     Path(f"{path}.{rank}").touch()
 
 
-def spawn(work: Callable[..., None], path: Path, *more: Any) -> list[str]:  # Any: what `work` takes
-    """Run RANKS processes to their end. The names of those that left a file."""
-    start: Any = multiprocessing.spawn  # type: ignore[attr-defined]  # PyTorch lists it nowhere
-    start(work, (str(path / "store"), *more), nprocs=RANKS)
-    return sorted(file.name for file in path.glob("store.*"))
+def work(rank: int, path: str) -> None:
+    """One process. Having compared all gradients and parts, it leaves a file.
 
-
-def work(rank: int, path: str, wrap: Callable[[Block], torch.nn.Module]) -> None:
-    """One process. Having compared all gradients, it leaves a file.
-
-    The model goes before the group does: the reducer of DistributedDataParallel, if it is the last
+    Models go before the group does: the reducer of DistributedDataParallel, if it is the last
     that holds a group, waits for the group's thread, which may wait for the GIL that it holds.
     """
     join(rank, path)
-    compare_gradients(rank, wrap)
-    gc.collect()
+    for wrap in (replicate, replicate_compiled, shard):
+        compare_gradients(rank, wrap)
+        gc.collect()
+    due = compute(draw(), attend)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        compare_parts([placement], due)
+    refuse_parts(draw())
     leave(rank, path)
 
 
@@ -133,14 +131,7 @@ def compare_gradients(rank: int, wrap: Callable[[Block], torch.nn.Module]) -> No
     loss(wrapped, batch.chunk(RANKS)[rank]).backward()
     for (name, p), due in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert p.grad is not None
-        torch.testing.assert_close(whole(p.grad), due.grad, msg=f"the gradient of {name}")
-
-
-@pytest.mark.parametrize("wrap", [replicate, replicate_compiled, shard])
-def test_gradients_are_those_of_one_process(
-    wrap: Callable[[Block], torch.nn.Module], tmp_path: Path
-) -> None:
-    assert spawn(work, tmp_path, wrap) == ALL
+        torch.testing.assert_close(whole(p.grad), due.grad, msg=f"{wrap.__name__}, {name}")
 
 
 # DTensors
@@ -240,15 +231,8 @@ def refuse_parts(tensors: dict[str, Any]) -> None:
     assert attention(*whole, mask=Odd()).placements == (Replicate(),)  # type: ignore[union-attr]  # a DTensor
 
 
-def work_in_parts(rank: int, path: str) -> None:
-    """One process."""
-    join(rank, path)
-    due = compute(draw(), attend)
-    for placement in (Shard(0), Shard(1), Replicate()):
-        compare_parts([placement], due)
-    refuse_parts(draw())
-    leave(rank, path)
-
-
-def test_parts_of_the_batch_and_of_heads_need_no_other_process(tmp_path: Path) -> None:
-    assert spawn(work_in_parts, tmp_path) == ALL
+def test_gradients_are_those_of_one_process_and_parts_need_no_other(tmp_path: Path) -> None:
+    """In one group, whose start takes longer than what is asked of it."""
+    start: Any = multiprocessing.spawn  # type: ignore[attr-defined]  # PyTorch lists it nowhere
+    start(work, (str(tmp_path / "store"),), nprocs=RANKS)
+    assert sorted(file.name for file in tmp_path.glob("store.*")) == ALL
