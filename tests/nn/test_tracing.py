@@ -124,8 +124,10 @@ SIZED: dict[str, Sized] = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", SIZED)
+@pytest.mark.parametrize(
+    ("kind", "dynamic"),  # symbols when they change, or from the first call on
+    [*((kind, None) for kind in SIZED), ("window", True), ("own", True), ("numbers", True)],
+)
 @traces
 def test_numbers_of_options_may_be_symbols(kind: str, dynamic: bool | None) -> None:
     """They are constants of the code, and another number compiles anew."""
