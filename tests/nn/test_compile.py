@@ -36,7 +36,7 @@ pytestmark = [  # and warnings of torch's own, while it compiles
     pytest.mark.filterwarnings("ignore:.*does not support code generation for complex:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
-BACKENDS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
+BACKENDS = ("eager", "aot_eager")
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def cases_of(form: int) -> list[Any]:  # Any: parameters of pytest
     """Each kind by each backend: by Inductor, which is slow, in one form; all at once in both."""
     by_inductor = [kind for n, kind in enumerate(KINDS) if n % 2 == form or kind == "all"]
     return [
-        *product(KINDS, ("eager", "aot_eager")),
+        *product(KINDS, BACKENDS),
         *(pytest.param(kind, "inductor", marks=pytest.mark.slow) for kind in by_inductor),
     ]
 
@@ -306,8 +306,10 @@ def gradients(model: nn.Module, run: Attend, tokens: Tensor) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "backend"),
+    [*product(FORMS, BACKENDS), pytest.param("call", "inductor", marks=pytest.mark.slow)],
+)
 def test_a_llama_trains_as_it_does_eagerly(form: str, backend: str) -> None:
     model, tokens = Llama(FORMS[form]()), torch.randint(50, (2, 24))
     due = gradients(model, model, tokens)
@@ -370,8 +372,13 @@ def demo_loss(form: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     return model, loss
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", ["plan", "call"])
+@pytest.mark.parametrize(
+    ("form", "backend"),
+    [
+        *product(("plan", "call"), BACKENDS),
+        pytest.param("plan", "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_the_demo_s_gpt_compiles(form: str, backend: str) -> None:
     model, loss = demo_loss(form)
     text = torch.randint(30, (1, 65))
