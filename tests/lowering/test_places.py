@@ -25,7 +25,7 @@ VARIANTS = (
     *("half the queries and warps", "half the keys and warps"),
     *("half the queries", "twice the keys and warps"),
 )
-SHARE = max(1, 50 // settings().max_examples)  # `make deep` takes all
+SHARE = max(1, 100 // settings().max_examples)  # `make deep` takes all
 
 
 def kernels_of(
