@@ -94,12 +94,13 @@ def versions(python: str = sys.executable) -> tuple[Version, Version]:
     return ask_cudnn((), describe_target(Target.of("h200")), 90, python=python)[0]
 
 
-def questions(sm: int, libraries: tuple[Version, Version]) -> list[Question]:
+@cache
+def questions(sm: int, libraries: tuple[Version, Version]) -> tuple[Question, ...]:
     """The whole grid, asked at one place."""
-    return [
+    return tuple(
         Question(name, Case(problem, sm, *libraries, deterministic, sequences))
         for ((problem, sequences), deterministic), name in problems().items()
-    ]
+    )
 
 
 def answers(
