@@ -56,7 +56,7 @@ def sides(found: Explanation) -> Iterator[tuple[str, Explanation]]:
     most=st.sampled_from([None, 0, 2**16]),
     avoid=st.sampled_from([(), ("triton",), ("cudnn", "math")]),
 )
-@settings(max_examples=6 * settings().max_examples)
+@settings(max_examples=3 * settings().max_examples)
 def test_refusals_have_reasons_takers_lower_and_ways_out_work(
     target: Target, graph: ag.Graph, deterministic: bool, most: int | None, avoid: tuple[str, ...]
 ) -> None:
