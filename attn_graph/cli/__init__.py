@@ -1,1 +1,1 @@
-"""The command line `attn-graph`: what the library tells, for terminals and scripts."""
+"""The command line `attn-graph`, for terminals and scripts."""

@@ -42,14 +42,14 @@ Plot = Literal["roofline", "bars"]
 
 
 def rate(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    """A click callback that reads a rate. Raises BadParameter unless it is above 0 and finite."""
+    """A click callback for a rate. Raises BadParameter unless it is above 0 and finite."""
     if value is not None and not 0 < value < math.inf:
         raise click.BadParameter(f"{value} is not a rate: it must be above 0 and finite")
     return value
 
 
 def check_memory(graph: ag.Graph) -> None:
-    """Raise UsageError where the inputs alone need more memory than the machine has."""
+    """Raise UsageError if the inputs alone exceed the machine's memory."""
     need = sum(i.spec.type.bytes for i in graph.inputs)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > there:
@@ -67,25 +67,25 @@ def check_memory(graph: ag.Graph) -> None:
 @graph_flags
 @names
 @deterministic
-@click.option("--cpu", is_flag=True, help="On the CPU though there is a GPU.")
+@click.option("--cpu", is_flag=True, help="Use the CPU even if there is a GPU.")
 @click.option("--forward-only", is_flag=True, help="Without the gradient.")
 @click.option(
     "--seconds", type=click.FloatRange(0), default=2.0, show_default=True,
-    help="About how long to measure, all runs together, warm-up not counted.",
+    help="Seconds to measure, all runs together, without warm-up.",
 )  # fmt: skip
 @click.option(
-    "--peak", type=float, callback=rate, help="flop/s of this machine, where they are not known."
+    "--peak", type=float, callback=rate, help="flop/s of this machine, if unknown to the library."
 )
 @click.option(
     "--bandwidth",
     type=float,
     callback=rate,
-    help="bytes/s of its memory, where they are not known.",
+    help="bytes/s of its memory, if unknown to the library.",
 )
 @out
 @click.option(
     "--plot", type=click.Choice(["roofline", "bars"]),
-    help="What to draw; by default the roofline, and bars where the machine's rates are unknown.",
+    help="The plot; by default the roofline, or bars if the machine's rates are unknown.",
 )  # fmt: skip
 @as_json
 @as_usage_errors
@@ -103,13 +103,13 @@ def bench(
     plain: bool,
     **flags: Any,  # Any: what click makes of each flag
 ) -> None:
-    """How long a graph takes on this machine by each backend, forward and backward, on random
-    tensors: medians of runs that take turns. Beside them what the graph's least flops make of
-    that, and which fraction of the least time the machine allows, its roofline.
+    """Time a graph on this machine by each backend, forward and backward, on random tensors:
+    medians of interleaved runs. Each time stands with its rate, by the graph's least flops, and
+    with its fraction of the roofline.
 
-    The graph is said as explain takes it. Where data decide what a mask keeps, lengths are full,
-    all is one segment, and half of all flags are set. Exits with 1 where no backend takes it.
-    Ctrl-C shows what was measured until then.
+    Describe the graph as for explain. If data decide the mask, lengths are full, all is one
+    segment, and half of all flags are set. Exits with 1 if no backend supports the graph. Ctrl-C
+    shows the figures so far.
     """
     graph = graph_of(file, flags)
     check_memory(graph)
@@ -158,7 +158,7 @@ def with_rates(
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None] | None]:
-    """A context with a function that shows what goes on; None where there is no terminal."""
+    """A context with a function to show progress; None without a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -168,7 +168,6 @@ def progress() -> Iterator[Callable[[str], None] | None]:
 
 
 def bench_screen(results: Bench) -> Iterator[RenderableType]:
-    """What `bench` prints: the graph, a table of figures, refusals."""
     yield Text(str(results.graph))
     yield Text(f"target: {results.target}, {torch.get_num_threads()} threads")
     if results.figures:
@@ -200,7 +199,7 @@ def figure_row(figure: Figure, times: float) -> tuple[str, ...]:
 
 
 def draw_figures(path: Path, results: Bench, dtype: str, *, bars: bool) -> Callable[[], None]:
-    """A function that draws the figures to a path: a roofline, or bars without known rates."""
+    """A function to draw the figures to a path: a roofline, or bars without known rates."""
     title, peak, bandwidth = (
         str(results.target),
         results.target.peak(dtype),

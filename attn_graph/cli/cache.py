@@ -1,4 +1,4 @@
-"""`attn-graph cache`: lists, clears, verifies and builds what is stored on disk."""
+"""`attn-graph cache`: lists, clears, verifies and builds the files on disk."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 folder = click.option(
     "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Where plans are kept, by default the user's cache folder.",
+    help="The folder of plans, by default the user's cache folder.",
 )  # fmt: skip
 
 
 def read_driver(_: click.Context, __: click.Parameter, value: str) -> int:
-    """A click callback that reads "13.0" as 13000."""
+    """A click callback: "13.0" -> 13000."""
     parts = re.fullmatch(r"(\d+)\.(\d)", value)
     if parts is None:
         raise click.BadParameter(f"{value!r} is not a version of CUDA such as 13.0")
@@ -63,12 +63,11 @@ def folder_of(store: ag.extend.Store) -> dict[str, Any]:  # Any: JSON
 
 
 @click.group(
-    short_help="List, clear, verify, build what is kept on disk.",
+    short_help="List, clear, verify, build the files on disk.",
     epilog=CODES + "\n\n" + example("attn-graph cache list", "attn-graph cache verify --json"),
 )
 def cache() -> None:
-    """What took long to make, and is kept on disk: plans that cuDNN built, measured choices, and
-    the outcomes of self-checks."""
+    """Files on disk: plans built by cuDNN, measured choices, and outcomes of self-checks."""
 
 
 @cache.command(
@@ -81,14 +80,14 @@ def cache() -> None:
     "--target",
     required=True,
     metavar="NAME",
-    help=f"The GPU that they are for, one of {', '.join(devices())}.",
+    help=f"The GPU to build for, one of {', '.join(devices())}.",
 )
 @click.option(
     "-o",
     "--folder",
     required=True,
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where to keep them.",
+    help="The folder to write to.",
 )
 @click.option(
     "--driver",
@@ -96,7 +95,7 @@ def cache() -> None:
     default="13.0",
     show_default=True,
     callback=read_driver,
-    help="The CUDA that the driver there knows, as nvidia-smi tells it: plans are for one alone.",
+    help="The CUDA version of the driver there, as nvidia-smi shows it: plans are for one version.",
 )
 @deterministic
 @click.option("--inference", is_flag=True, help="Nothing is trained: no backward.")
@@ -111,13 +110,12 @@ def build_command(
     inference: bool,
     plain: bool,
 ) -> None:
-    """Build cuDNN's plans of graphs ahead of time, and compile Triton's kernels, for a GPU that
-    need not be here.
+    """Build cuDNN's plans of graphs ahead of time, and compile Triton's kernels, for any GPU.
 
-    FILE holds graphs, one after another, as the library prints them (- is stdin). There the folder
-    is used by compile(..., store=Store(folder)), or is the user's cache folder. Kernels go to
-    Triton's cache, which TRITON_CACHE_DIR names here and there. cuDNN, its frontend and Triton have
-    to be there in the versions that are here.
+    FILE holds graphs, one after another, as the library prints them (- is stdin). On the GPU's
+    machine the folder is used by compile(..., store=Store(folder)), or is the user's cache folder.
+    Kernels go to Triton's cache, the folder TRITON_CACHE_DIR on both machines. Both machines need
+    equal versions of cuDNN, its frontend and Triton.
     """
     store, place = ag.extend.Store(folder), evolve(ag.Target.of(target), driver=driver)
     passes: list[list[str]] = []
@@ -138,7 +136,7 @@ def build_command(
 
 
 def read_graphs(file: TextIO) -> list[ag.Graph]:
-    """The graphs of a file. Raises GraphError for a wrong one, UsageError where there is none."""
+    """The graphs of a file. Raises GraphError for a wrong graph, UsageError for an empty file."""
     try:
         texts = [text for text in re.split(r"(?m)^(?=def graph\()", file.read()) if text.strip()]
     except UnicodeDecodeError as error:
@@ -151,7 +149,7 @@ def read_graphs(file: TextIO) -> list[ag.Graph]:
 def prepare(
     graph: ag.Graph, target: ag.Target, store: ag.extend.Store, deterministic: bool, inference: bool
 ) -> Iterator[str]:
-    """Build all plans that calls will need; yield which backend runs which pass."""
+    """Build all plans of a graph's calls; yield the backend of each pass."""
     plan = ag.compile(graph, target=target, deterministic=deterministic, store=store)
     plan.executable.prepare()
     is_gradient = not plan.has_gradient
@@ -166,7 +164,7 @@ def prepare(
 @folder
 @as_json
 def list_(folder: Path | None, plain: bool) -> None:
-    """Every file: its kind, its size, how long ago it was used, and what it is."""
+    """Every file: its kind, size, content, and the time since its last use."""
     store = open_store(folder)
     entries = sorted(store.entries(), key=lambda entry: -entry.used)
     if plain:
@@ -188,7 +186,7 @@ def list_(folder: Path | None, plain: bool) -> None:
 @folder
 @as_json
 def clear(folder: Path | None, plain: bool) -> None:
-    """Delete every file. What is needed again is built again."""
+    """Delete every file. Files are built again when needed."""
     store = open_store(folder)
     place, deleted = describe_folder(store), store.clear()
     if plain:
@@ -201,8 +199,8 @@ def clear(folder: Path | None, plain: bool) -> None:
 @folder
 @as_json
 def verify(folder: Path | None, plain: bool) -> None:
-    """Read every file and check its checksum. Exits with 1 where one is damaged: such files are
-    never used, and are replaced when they are needed.
+    """Read every file and check its checksum. Exits with 1 if one is damaged: damaged files are
+    never used, and are replaced when needed.
     """
     store = open_store(folder)
     entries = [*store.entries()]
@@ -226,7 +224,6 @@ def files_text(files: int) -> str:
 
 
 def entry_row(entry: Entry) -> tuple[str, str, str, str]:
-    """An entry as `list` shows it: kind, size, age, and what it is."""
     kind, what = describe_entry(entry)
     return kind, format_bytes(entry.bytes), format_age(time.time() - entry.used), what
 
@@ -244,7 +241,7 @@ def entry_dict(entry: Entry) -> dict[str, Any]:  # Any: JSON
 
 
 def describe_entry(entry: Entry) -> tuple[str, str]:
-    """The kind of a file, the first word of its key, and what it is."""
+    """The kind of a file, the first word of its key, and its content."""
     if entry.key is None:
         return "damaged", f"{entry.path.name}: {entry.unfit}"
     kind, _, rest = entry.key.partition(" ")
@@ -255,7 +252,7 @@ def describe_entry(entry: Entry) -> tuple[str, str]:
 
 
 def describe_cudnn(rest: str) -> str:
-    """A stored plan of cuDNN's as text: its call and the machine that it is for."""
+    """A stored plan of cuDNN's as text: its call and its machine."""
     key = json.loads(rest)
     call = key["call"]
     tensors = [f"{x['argument']} {x['shape']}" for x in call["inputs"][:3]]
@@ -266,7 +263,7 @@ def describe_cudnn(rest: str) -> str:
 
 
 def describe_tune(rest: str) -> str:
-    """Stored figures as text: the graph's inputs and the machine that was measured."""
+    """Stored figures as text: the graph's inputs and the measured machine."""
     key = json.loads(rest)
     inputs = [f"{x.name} {x.spec}" for x in ag.parse(key["graph"]).inputs[:3]]
     return f"{', '.join(inputs)}, on {key['target']}, {key['threads']} threads"

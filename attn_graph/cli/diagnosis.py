@@ -1,4 +1,4 @@
-"""Diagnoses a machine: what it has, what runs there, and what is wrong. `doctor` prints it."""
+"""Diagnoses a machine: its devices and libraries, its backends, its faults. `doctor` prints it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ NEED = re.compile(r"([\w.-]+)\s*(==|>=)\s*([\d.]+)")
 @final
 @frozen
 class Surroundings:
-    """What a diagnosis depends on.
+    """The inputs of a diagnosis.
 
-    target: where graphs run by default. others: GPUs of other kinds beside it. cuda: the CUDA that
-    PyTorch is built for, if any. driver: whether NVIDIA's driver is there. needs: a library and a
-    requirement of it, such as ("torch", "triton==3.7.1"). lost: installed libraries without their
-    modules. compiler: of C. variables: those of the environment that are set. gpus: as text.
-    threads: how many PyTorch uses on the CPU, and how many processors the process may use.
+    target: the default device. others: GPUs of other kinds in this machine. cuda: the CUDA version
+    of PyTorch's build, if any. driver: True if NVIDIA's driver is there. needs: a library and one
+    of its requirements, such as ("torch", "triton==3.7.1"). lost: installed libraries without their
+    modules. compiler: of C. variables: set variables of the environment. gpus: as text. threads:
+    PyTorch's threads on the CPU, and the processors available to the process.
     """
 
     target: ag.Target
@@ -66,7 +66,6 @@ class Surroundings:
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Those of this machine and process."""
         target, cpu = ag.Target.here(), ag.Target.of("cpu")
         return cls(
             target,
@@ -88,7 +87,7 @@ class Surroundings:
 
     @property
     def targets(self) -> list[ag.Target]:
-        """This machine's targets, then all of gpus.toml; each with the libraries that work here."""
+        """This machine's targets, then all of gpus.toml, each with the libraries working here."""
         own = [self.target, *self.others] if self.target.kind == "cuda" else []
         targets = [*own, self.cpu, *map(ag.Target.of, devices())]
         works = tuple(x for x in self.cpu.libraries if x[0] not in self.lost)
@@ -123,7 +122,7 @@ def list_gpus() -> Iterator[str]:
 
 
 def list_needs() -> Iterator[tuple[str, str]]:
-    """The requirements of PyTorch and of this library that name libraries of backends."""
+    """The requirements of PyTorch and of this library on libraries of backends."""
     for who in ("torch", "attn-graph"):
         try:
             texts = requires(who) or []
@@ -136,17 +135,13 @@ def list_needs() -> Iterator[tuple[str, str]]:
 
 
 def lacks_module(library: str) -> bool:
-    """Whether the module of an installed library is missing."""
     return library in MODULES and find_spec(MODULES[library]) is None
 
 
 @final
 @frozen
 class Verdict:
-    """Whether a backend takes a plain attention on a target, both passes; if not, every reason.
-
-    keys: of the reasons.
-    """
+    """A backend's reasons against a plain attention on a target, both passes, with their keys."""
 
     backend: str
     target: str
@@ -175,8 +170,8 @@ class StoreState:
 @final
 @frozen
 class Diagnosis:
-    """What `doctor` prints. checks: each stored self-check and its outcome, as texts. problems:
-    what is broken, and what helps; notes: what to know.
+    """The content of `doctor`. checks: each stored self-check and its outcome, as texts. problems:
+    faults with their repair. notes: useful facts.
     """
 
     machine: Surroundings
@@ -201,7 +196,7 @@ class Diagnosis:
 
 
 def diagnose(machine: Surroundings, store: ag.extend.Store) -> Diagnosis:
-    """Ask every backend for its reasons on every target, and look for what is broken."""
+    """Collect every backend's reasons on every target, and all problems."""
     entries = [*store.entries()]
     damaged = sum(entry.key is None for entry in entries)
     state = StoreState(str(store.folder), len(entries), sum(e.bytes for e in entries), damaged)
@@ -219,7 +214,7 @@ def diagnose(machine: Surroundings, store: ag.extend.Store) -> Diagnosis:
 
 
 def plain_request(target: ag.Target, options: Options) -> Request:
-    """A plain attention of the dtype that a target is used for."""
+    """A plain attention of the target's usual dtype."""
     x = ag.TensorSpec((1, 1, 128, 64), DTYPES["f16" if target.kind == "cuda" else "f32"])
     return Request.of(ag.attention(x, x, x), options)
 
@@ -239,7 +234,6 @@ def reasons_on_target(
 
 
 def find_problems(machine: Surroundings) -> Iterator[str]:
-    """What is broken."""
     libraries = dict(machine.cpu.libraries)
     for text in dict.fromkeys(version_reasons(machine.cpu)):
         yield f"cuDNN {text}; pip install -U 'attn-graph[cuda]'"
@@ -255,7 +249,6 @@ def find_problems(machine: Surroundings) -> Iterator[str]:
 
 
 def store_problems(state: StoreState) -> Iterator[str]:
-    """What is broken in the store."""
     if state.damaged:
         yield (
             f"{state.damaged} of {state.files} stored files are damaged, and are not used; "
@@ -264,7 +257,7 @@ def store_problems(state: StoreState) -> Iterator[str]:
 
 
 def version_reasons(target: ag.Target) -> Iterator[ag.extend.Reason]:
-    """What is known against these versions of cuDNN and its frontend, whatever the graph is."""
+    """Reasons against these versions of cuDNN and its frontend, for any graph."""
     backend, frontend = versions(target)
     if backend is None or frontend is None:
         return
@@ -276,7 +269,7 @@ def version_reasons(target: ag.Target) -> Iterator[ag.extend.Reason]:
 
 
 def satisfies(version: str, sign: str, wanted: str) -> bool:
-    """Whether a version is the wanted one, or, for ">=", no older."""
+    """True if a version is the wanted one or, for ">=", not older."""
     numbers, needed = (
         tuple(map(int, re.findall(r"\d+", x))) for x in (version.split("+")[0], wanted)
     )
@@ -284,12 +277,11 @@ def satisfies(version: str, sign: str, wanted: str) -> bool:
 
 
 def useful_notes(machine: Surroundings) -> Iterator[str]:
-    """What is worth knowing and not broken."""
     if machine.cuda is None:
         driver = "NVIDIA's driver is here, and " if machine.driver else ""
         yield (
-            f"{driver}PyTorch is built without CUDA: what is said of GPUs holds for planning, and "
-            "for machines whose PyTorch has it"
+            f"{driver}PyTorch is built without CUDA: answers for GPUs are for planning, and for "
+            "machines with a CUDA build"
         )
     if machine.cpu.interprets:
         yield "TRITON_INTERPRET is set: Triton's kernels run on the CPU, slowly, and on no GPU"

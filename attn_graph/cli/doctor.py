@@ -1,4 +1,4 @@
-"""`attn-graph doctor`: what a machine has, what runs on it, why others do not, what is broken."""
+"""`attn-graph doctor`: a machine's devices, libraries, backends and faults."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ A_GPU = "a GPU"  # any of the table's, where they are alike
 
 
 @click.command(
-    short_help="What is here, what runs, what is broken.",
+    short_help="Show devices, libraries, backends, faults.",
     epilog=CODES + "\n\n" + example("attn-graph doctor", "attn-graph doctor --json"),
 )
 @as_json
 def doctor(plain: bool) -> None:
-    """Devices, libraries and versions; which backends work here and would on the GPUs that the
-    library knows, with the reasons of those that do not; what is kept on disk, with the outcomes of
-    self-checks; what is set; and what is broken: libraries that are known not to work together, or
-    that are lost, and damaged files. Exits with 1 where something is broken.
+    """Show devices, libraries and versions; the backends for this machine and for known GPUs, with
+    the reasons against the others; files on disk, with outcomes of self-checks; set variables and
+    switches; and faults: incompatible or missing libraries, and damaged files. Exits with 1 if
+    anything is broken.
     """
     diagnosis = diagnose(Surroundings.here(), ag.extend.default_store())
     if plain:
@@ -49,7 +49,7 @@ def doctor(plain: bool) -> None:
 
 
 def doctor_screen(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    """All sections of a diagnosis, the worst last, where a terminal ends."""
+    """All sections of a diagnosis, the worst last, next to the prompt."""
     machine = diagnosis.machine
     yield Text(f"attn_graph {ag.__version__}, Python {machine.python}, {machine.system}")
     yield from section("Devices", pair_grid(device_rows(machine)))
@@ -92,7 +92,7 @@ def device_rows(machine: Surroundings) -> Iterator[tuple[str, str]]:
     """The GPUs and the CPU."""
     built = f"built for CUDA {machine.cuda}" if machine.cuda else "built without CUDA"
     if not machine.gpus:
-        yield "GPU", f"none that PyTorch can use, which is {built}"
+        yield "GPU", f"none for this PyTorch, {built}"
     yield from (("GPU", gpu) for gpu in machine.gpus)
     threads, processors = machine.threads
     native = " and ".join(machine.cpu.native) or "none"
@@ -115,7 +115,7 @@ def library_rows(machine: Surroundings) -> Iterator[tuple[str, str]]:
 
 
 def backends_table(diagnosis: Diagnosis) -> Table:
-    """Which backend runs on which target; targets with the same answers share a column."""
+    """The backends of each target; targets with equal answers share a column."""
     own = [target.name for target in diagnosis.machine.targets]
     columns: dict[tuple[bool, ...], list[str]] = {}
     for name in own:
@@ -133,7 +133,7 @@ def mark(takes: bool) -> Text:
 
 
 def refusal_items(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    """Every backend's reasons, once for all targets that share them."""
+    """Every backend's reasons, once for all targets with equal reasons."""
     targets_of: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     full = {target.name: str(target) for target in diagnosis.machine.targets}
     for verdict in diagnosis.verdicts:
@@ -147,22 +147,21 @@ def refusal_items(diagnosis: Diagnosis) -> Iterator[RenderableType]:
 
 
 def reasons_of_any_gpu(verdict: Verdict, full: dict[str, str]) -> tuple[str, ...]:
-    """The reasons, in which any GPU's name is "a GPU", so that they are equal for all GPUs."""
+    """The reasons, with "a GPU" for the name of any GPU, so that they are equal for all."""
     if verdict.target == "cpu":
         return verdict.reasons
     return tuple(why.replace(full[verdict.target], A_GPU) for why in verdict.reasons)
 
 
 def plan_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
-    """How cuDNN's plans for other machines are built, what is stored, which variables are set."""
     machine, store = diagnosis.machine, diagnosis.kept
-    what = "cuDNN's, for GPUs that are not here"
+    what = "cuDNN's, for other GPUs"
     if machine.driver:
-        yield what, "beside NVIDIA's driver, which is here"
+        yield what, "by NVIDIA's driver here"
     elif machine.compiler:
-        yield what, f"beside a stand-in for the driver, by {machine.compiler}"
+        yield what, f"by a stand-in for the driver, compiled by {machine.compiler}"
     else:
-        yield what, f"not without a C compiler: {', '.join(COMPILERS)}"
+        yield what, f"need a C compiler: {', '.join(COMPILERS)}"
     yield (
         "kept on disk",
         f"{files_text(store.files)}, {format_bytes(store.bytes)}, in {store.folder}",

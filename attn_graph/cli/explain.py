@@ -1,4 +1,4 @@
-"""`attn-graph explain`: which backend would run a graph, why, and at what cost."""
+"""`attn-graph explain`: the backend of a graph, its reason, and its cost."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ STYLES = {
 }
 names = click.option(
     "--backends", metavar="NAME,...",
-    help=f"These alone, in this order, of {', '.join(b.name for b in ag.extend.BACKENDS)}.",
+    help=f"Only these backends, in this order, of {', '.join(b.name for b in ag.extend.BACKENDS)}.",
 )  # fmt: skip
-deterministic = click.option("--deterministic", is_flag=True, help="The same bits every run.")
+deterministic = click.option("--deterministic", is_flag=True, help="Equal bits in every run.")
 precision = click.option(
-    "--precision", type=click.Choice(get_args(Precision)), help="Of products of float32 tensors."
+    "--precision", type=click.Choice(get_args(Precision)), help="Precision of float32 products."
 )
 
 
@@ -45,7 +45,7 @@ def split_names(text: str | None) -> tuple[str, ...] | None:
 
 
 @click.command(
-    short_help="Who runs a graph, why, at what cost.",
+    short_help="Show a graph's backend, reason and cost.",
     epilog=CODES
     + "\n\n"
     + example(
@@ -59,11 +59,11 @@ def split_names(text: str | None) -> tuple[str, ...] | None:
     help=f"cpu or one of {', '.join(devices())}; by default this machine. May be repeated.",
 )  # fmt: skip
 @names
-@click.option("--avoid", metavar="NAME,...", help="These never.")
+@click.option("--avoid", metavar="NAME,...", help="Never these backends.")
 @deterministic
 @precision
 @click.option("--inference", is_flag=True, help="Nothing is trained: no backward.")
-@click.option("--max-workspace", metavar="SIZE", help="Bytes, or 1GiB say, of either pass.")
+@click.option("--max-workspace", metavar="SIZE", help="Limit for each pass: bytes, or 1GiB.")
 @as_json
 @as_usage_errors
 def explain_command(
@@ -78,11 +78,11 @@ def explain_command(
     plain: bool,
     **flags: Any,  # Any: what click makes of each flag
 ) -> None:
-    """Who would run a graph on a machine, and its gradient; why; why the others would not, and
-    what would change that; which tiles of the mask are computed; memory; cost.
+    """Show which backend would run a graph and its gradient on a machine, and why; why the others
+    can't, and how to change that; the tiles of the mask; memory; cost.
 
-    Nothing is built or run. The graph is said by flags, --q first, or by FILE, its text as the
-    library prints it (- is stdin). Exits with 1 where no backend takes the graph.
+    Nothing is built or run. Describe the graph by flags, --q first, or by FILE, its text as the
+    library prints it (- is stdin). Exits with 1 if no backend supports the graph.
     """
     graph = graph_of(file, flags)
     explanations = [

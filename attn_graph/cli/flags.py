@@ -37,7 +37,7 @@ def parse_sizes(text: str) -> Sizes:
 
 
 def reads_sizes(count: int, meaning: str) -> Read:
-    """A click callback that reads `count` sizes of `meaning`."""
+    """A click callback for `count` sizes of `meaning`."""
 
     def read(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
         numbers = None if value is None else parse_sizes(value)
@@ -49,7 +49,7 @@ def reads_sizes(count: int, meaning: str) -> Read:
 
 
 def read_window(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
-    """A click callback that reads one bound or two."""
+    """A click callback for one bound or two."""
     numbers = None if value is None else parse_sizes(value)
     if numbers is not None and len(numbers) > 2:
         raise click.BadParameter(f"{value} has {len(numbers)} bounds: left, or left and right")
@@ -57,7 +57,7 @@ def read_window(_: click.Context, __: click.Parameter, value: str | None) -> Siz
 
 
 def read_block(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
-    """A click callback that reads two sides, or one for both."""
+    """A click callback for two sides, or one for both."""
     numbers = None if value is None else parse_sizes(value)
     if numbers is not None and len(numbers) > 2:
         raise click.BadParameter(
@@ -75,14 +75,13 @@ def parse_dtype(text: str) -> str:
 
 
 def read_dtype(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
-    """A click callback that reads a floating dtype."""
     return None if value is None else parse_dtype(value)
 
 
 def read_bias(
     _: click.Context, __: click.Parameter, value: str | None
 ) -> tuple[Sizes, str | None] | None:
-    """A click callback that reads sizes and, after a colon, a dtype; None is q's."""
+    """A click callback for sizes and, after a colon, a dtype; None is q's."""
     if value is None:
         return None
     shape, colon, dtype = value.partition(":")
@@ -94,54 +93,54 @@ MASK = (
     click.option("--causal", is_flag=True, help="Keys up to the query's own place."),
     click.option(
         "--window", metavar="LEFT[,RIGHT]", callback=read_window,
-        help="Keys at most so far before and after the query; RIGHT is 0 unless given.",
+        help="Sliding window: LEFT keys before and RIGHT after the query (default 0).",
     ),
     click.option(
         "--prefix", type=click.IntRange(0),
-        help="The first so many keys too, whatever --causal and --window say.",
+        help="Also keep the first keys, regardless of --causal and --window.",
     ),
-    click.option("--lengths", is_flag=True, help="Keys up to each sequence's length alone."),
-    click.option("--q-lengths", is_flag=True, help="Queries up to each sequence's length alone."),
-    click.option("--segments", is_flag=True, help="Keys of the query's own segment alone."),
+    click.option("--lengths", is_flag=True, help="Only keys up to each sequence's length."),
+    click.option("--q-lengths", is_flag=True, help="Only queries up to each sequence's length."),
+    click.option("--segments", is_flag=True, help="Only keys of the query's own segment."),
     click.option(
         "--align", type=click.Choice(["top_left", "bottom_right"]),
-        help="From which corner positions count where there are more keys than queries, or fewer.",
+        help="The corner to count positions from if M and N differ.",
     ),
 )  # fmt: skip
 GRAPH = (
-    click.option("--q", metavar="B,H,M,D", callback=AXES, help="Sizes of q; so the graph begins."),
+    click.option("--q", metavar="B,H,M,D", callback=AXES, help="Sizes of q; instead of FILE."),
     click.option("--k", metavar="B,G,N,D", callback=AXES, help="Sizes of k, by default q's."),
     click.option("--v", metavar="B,G,N,E", callback=AXES, help="Sizes of v, by default k's."),
     click.option(
         "--dtype", metavar="|".join(FLOAT_NAMES), callback=read_dtype,
-        help="Of q, k and v; f32 by default. float16 and fp16 are f16, and so on.",
+        help="Dtype of q, k and v; f32 by default. float16 and fp16 are f16, and so on.",
     ),
     click.option(
         "--layout", help="Memory order of q, k and v: bhsd, the default, bshd, sbhd, ..."
     ),
-    click.option("--scale", type=float, help="Of the scores, by default 1 / sqrt(D)."),
+    click.option("--scale", type=float, help="Scale of the scores, by default 1 / sqrt(D)."),
     *MASK,
-    click.option("--mask", metavar="TEXT", help="As the library prints masks; and the flags'."),
+    click.option("--mask", metavar="TEXT", help="A mask as printed; flags join it."),
     click.option("--soft-cap", type=float, help="Scores s become c tanh(s / c)."),
     click.option("--alibi", is_flag=True, help="ALiBi, with the paper's slopes."),
     click.option(
         "--bias", metavar="B,H,M,N[:DTYPE]", callback=read_bias,
-        help="Sizes of a bias, each full or 1; of q's dtype unless said.",
+        help="Sizes of a bias, each full or 1; dtype q's by default.",
     ),
     click.option("--sinks", is_flag=True, help="A learned logit a head in the softmax."),
-    click.option("--dropout", type=float, help="The rate at which weights are dropped."),
+    click.option("--dropout", type=float, help="Share of the weights to drop."),
     click.option("--stats", is_flag=True, help="lse as a second output."),
 )  # fmt: skip
 FILE = click.argument("file", type=click.File(encoding="utf-8"), required=False)
 
 
 def graph_flags(command: Command) -> Command:
-    """The command with FILE and all flags that describe a graph; `graph_of` reads them."""
+    """The command with FILE and all flags of a graph, for `graph_of`."""
     return add_options(FILE(command), GRAPH)
 
 
 def mask_flags(command: Command) -> Command:
-    """The command with the flags that describe a mask; `mask_of` reads them."""
+    """The command with the flags of a mask, for `mask_of`."""
     return add_options(command, MASK)
 
 
@@ -167,7 +166,7 @@ def graph_of(file: TextIO | None, flags: Flags) -> ag.Graph:
 
 
 def graph_text(text: str) -> str:
-    """The graph in a text: all of it, or the first graph that `explain` printed."""
+    """The graph in a text: all of it, or the first graph printed by `explain`."""
     plain = click.unstyle(text)
     told = re.search(
         r"^\w.* on .*?^(def graph\(.*?^    return [^\n]*)", plain, re.DOTALL | re.MULTILINE
@@ -201,7 +200,7 @@ def graph_of_flags(flags: Flags) -> ag.Graph:
 
 
 def data_of(mask: Mask | None, full: tuple[int, int, int, int]) -> dict[str, ag.TensorSpec]:
-    """A spec for each tensor that a mask reads, by the sizes of all axes, "bhij"."""
+    """A spec for each tensor of a mask, by the sizes of all axes, "bhij"."""
     axes = dict(zip("bhij", full, strict=True))
     return {
         name: ag.TensorSpec(data.shape(axes), data.dtypes[-1])
@@ -210,13 +209,13 @@ def data_of(mask: Mask | None, full: tuple[int, int, int, int]) -> dict[str, ag.
 
 
 def mask_of(flags: Flags, text: str | None = None) -> Mask | None:
-    """The mask of all flags and a text, joined with &; None where there are none."""
+    """The mask of all flags and a text, joined with &; None without any."""
     parts = [*conjuncts_of(flags, text if text is not None else flags.get("mask"))]
     return reduce(lambda one, other: one & other, parts) if parts else None
 
 
 def conjuncts_of(flags: Flags, text: str | None) -> Iterator[Mask]:
-    """The masks, of flags and of a text, that have to keep a place all together."""
+    """The masks of flags and of a text, to be joined by &."""
     bands: list[Mask] = [ag.Causal()] if flags["causal"] else []
     bands += [ag.Window(*flags["window"])] if flags["window"] else []
     band = reduce(lambda one, other: one & other, bands) if bands else None

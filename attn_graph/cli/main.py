@@ -30,7 +30,7 @@ class Commands(click.Group):
     """The commands. An argument with a null byte is wrong usage of any of them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments. Raises UsageError for a null byte, which no text or path has."""
+        """Parse arguments. Raises UsageError for a null byte."""
         if holding := [arg for arg in args if "\0" in arg]:
             raise click.UsageError(f"{holding[0]!r} holds a null byte")
         return super().parse_args(ctx, args)
@@ -50,7 +50,7 @@ commands = click.version_option(ag.__version__, prog_name="attn-graph")(
 
 
 def main() -> None:
-    """Run the command that the process was called with, and exit."""
+    """Run the process's command, and exit."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # letters that the terminal does not have
     sys.exit(exit_code())

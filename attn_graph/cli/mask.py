@@ -40,7 +40,7 @@ BLOCK = (128, 128)
 @mask_flags
 @click.option(
     "--block", metavar="QUERIESxKEYS", callback=read_block,
-    help="Of a tile, by default 128x128, one number for both; if given, also of each mark.",
+    help="Size of a tile, by default 128x128; one number for both sides. Marks follow it.",
 )  # fmt: skip
 @out
 @as_json
@@ -54,12 +54,12 @@ def mask(
     plain: bool,
     **flags: Any,  # Any: what click makes of each flag
 ) -> None:
-    """A picture of a mask of M queries and N keys, and how many of its tiles are empty, mixed and
-    full: kernels skip the empty ones, and need no mask in the full ones.
+    """A picture of a mask of M queries and N keys, with the numbers of its empty, mixed and full
+    tiles: kernels skip empty tiles, and need no mask in full ones.
 
-    MASK is as the library prints masks, and as one writes them: Causal(), Window(64), Prefix(4),
-    KeyLengths(), QueryLengths(), SameSegment(), Keep(), joined with &, | and ~. Flags are joined
-    to it with &. What lengths and segments decide is shown as mixed.
+    MASK is a mask as you write it in Python: Causal(), Window(64), Prefix(4), KeyLengths(),
+    QueryLengths(), SameSegment(), Keep(), joined with &, | and ~. Flags are joined to it with &.
+    Places decided by lengths and segments are shown as mixed.
     """
     joined = mask_of(flags, expression)
     whole = None if joined is None else joined.aligned(flags["align"])
@@ -76,7 +76,7 @@ def mask(
 
 
 def computed_share(tiles: ag.types.Tiles) -> float:
-    """The share of the score matrix that is left to compute."""
+    """The computed share of the score matrix."""
     return (tiles.mixed + tiles.full) / tiles.total if tiles.total else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What commands print: text, tables, JSON, errors, and pictures to files."""
+"""Output of commands: text, tables, JSON, errors, and pictures in files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def example(*lines: str) -> str:
 
 
 def as_usage_errors(run: Callable[P, None]) -> Callable[P, None]:
-    """A command that reports a GraphError as wrong usage, by the error's own text."""
+    """A command with each GraphError reported as wrong usage, by the error's own text."""
 
     @wraps(run)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -58,12 +58,12 @@ def exit_no_if(answer_is_no: bool) -> None:
 
 
 def show_text(*parts: RenderableType, wraps: bool = True) -> None:
-    """Print, in colours on a terminal. wraps: at its width, or only where the text breaks."""
+    """Print, in colours on a terminal. wraps: at its width, or only at line breaks of the text."""
     print(render_text(*parts, wraps=wraps), flush=True)
 
 
 def render_text(*parts: RenderableType, wraps: bool = True) -> str:
-    """What `show_text` prints."""
+    """The output of `show_text`."""
     wide = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(width=None if wide else PIPED, highlight=False, markup=False)
     with console.capture() as captured:
@@ -80,7 +80,7 @@ def show_json(answer: object) -> None:
 def make_table(
     columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], numbers: Sequence[str] = ()
 ) -> Table:
-    """A table. numbers: names of columns that are aligned at the right. Nothing is cut off."""
+    """A table. numbers: names of right-aligned columns. Nothing is cut off."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
@@ -90,7 +90,7 @@ def make_table(
 
 
 def picture_path(_: click.Context, __: click.Parameter, value: Path | None) -> Path | None:
-    """A path to draw to. Raises BadParameter for one that cannot be drawn to, before any work."""
+    """A path to draw to. Raises BadParameter, before any work, if drawing there is impossible."""
     if value is not None and value.suffix.lower() not in PICTURES:
         raise click.BadParameter(f"{value} ends in none of {', '.join(PICTURES)}")
     if value is not None and not value.parent.is_dir():

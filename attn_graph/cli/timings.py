@@ -1,4 +1,4 @@
-"""Times a graph by every backend that takes it on this machine."""
+"""Times a graph by every backend able to run it on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensors = Sequence[torch.Tensor]
 @final
 @frozen
 class Figure:
-    """The seconds that a pass took by a backend, and the least work of that pass."""
+    """The seconds of a pass by a backend, and the least work of the pass."""
 
     backend: str
     pass_: Pass
@@ -32,12 +32,12 @@ class Figure:
 
     @property
     def rate(self) -> float:
-        """flop/s, of the flops that the mask leaves."""
+        """flop/s, of the flops left by the mask."""
         return self.work.flops / self.seconds
 
     @property
     def achieved(self) -> float | None:
-        """The fraction of what the machine's rates allow; None where they are not known."""
+        """The fraction of the machine's rates; None if they are unknown."""
         return self.work.achieved(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
@@ -55,7 +55,7 @@ class Figure:
 @final
 @frozen
 class Refused:
-    """A backend that does not take a pass, with every reason and its key."""
+    """A backend unable to run a pass, with every reason and its key."""
 
     backend: str
     pass_: Pass
@@ -71,9 +71,9 @@ class Refused:
 @final
 @frozen
 class Bench:
-    """Figures of every backend that took the graph, and the others' reasons.
+    """Figures of every backend able to run the graph, and the others' reasons.
 
-    interrupted: whether Ctrl-C ended it; then the figures are of the runs until then.
+    interrupted: True after Ctrl-C; the figures are then of the runs before it.
     """
 
     graph: ag.Graph
@@ -106,9 +106,9 @@ def measure_graph(
     seconds: float = 0.5,
     progress: Callable[[str], None] | None = None,
 ) -> Bench:
-    """Time a graph by each backend that takes it, all passes of all of them in turn.
+    """Time a graph by each backend able to run it, all passes of all of them in turn.
 
-    target: this machine. rates: the same with other rates, for the fractions of the roofline.
+    target: this machine. rates: the target with other rates, for the fractions of the roofline.
     """
     device = target.device
     assert device is not None  # it is this machine's
@@ -137,7 +137,7 @@ def measure_graph(
 def collect_until_interrupt(
     runs: Iterable[tuple[str, float]],
 ) -> tuple[dict[str, list[float]], bool]:
-    """The seconds of all runs by name, until Ctrl-C; and whether that came."""
+    """The seconds of all runs by name, until Ctrl-C; and True if it came."""
     taken: dict[str, list[float]] = {}
     try:
         for name, seconds in runs:
@@ -150,7 +150,7 @@ def collect_until_interrupt(
 def collect_figures(
     jobs: Mapping[tuple[str, Pass], Job], taken: Mapping[str, Sequence[float]], cost: ag.types.Cost
 ) -> Iterator[Figure]:
-    """A figure for each pass that was measured: its median."""
+    """The median of each measured pass."""
     works = {"forward": cost.forward, "backward": cost.backward}
     for name, pass_ in jobs:
         seconds = taken.get(f"{name} {pass_}")
@@ -159,7 +159,7 @@ def collect_figures(
 
 
 def count_costs(plan: Plan, rates: ag.Target, tensors: Tensors) -> ag.types.Cost:
-    """What the graph costs with these very tensors."""
+    """The cost of the graph with these very tensors."""
     read = {i for eqn in plan.graph.eqns for i in masks_inputs(plan.graph, eqn).values()}
     data = {plan.graph.inputs[i].name: tensors[i] for i in read}
     return cost(plan.graph, rates, data)

@@ -181,7 +181,7 @@ def test_what_is_set_is_told() -> None:
         assert part in told
     assert takers(found, "cpu") == {"triton", "math"}
     no_compiler = render_text(*doctor_screen(diagnose(evolve(machine, driver=False), EMPTY)))
-    assert "not without a C compiler: cc, gcc, clang" in no_compiler
+    assert "need a C compiler: cc, gcc, clang" in no_compiler
 
 
 ORDERS = {  # of PyTorch's kernels by number; 4 and above are kernels of other devices
