@@ -1,7 +1,7 @@
-"""Comparisons of integers that are affine in positions, as bounds of j - i or of j.
+"""Comparisons of integers affine in positions, as bounds of j - i or of j.
 
-What reads FlexAttention's mods and what reads mask functions of transformers share it. The latter
-read while torch.compile traces, which can trace all of it.
+The readers of FlexAttention's mods and of transformers' mask functions share it. The latter run
+under torch.compile, which can trace all of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 
 class Bounds(NamedTuple):
-    """Places where j - i, of a band, or j, of keys, is from `low` to `high`, both included.
+    """Places with j - i, of a band, or j, of keys, from `low` to `high`, both included.
 
     None means no bound. outside: the other places. Kind "all" is all places, or none if `outside`.
     """
@@ -47,10 +47,11 @@ def add_affine(a: Affine, b: Affine, times: int = 1) -> Affine:
 
 
 def bound_difference(name: str, difference: Affine) -> Bounds | None:
-    """Where an affine integer compares so to 0; None where that selects some of the queries.
+    """The places at which an affine integer compares to 0 as `name` says; None if they depend on i
+    alone.
 
-    name: of a comparison, as the module `operator` has it. Sums of i and j other than their
-    difference, and b and h, give None as well.
+    name: of a comparison in the module `operator`. None also for sums of i and j other than their
+    difference, and for b and h.
     """
     place = locate(difference)
     if place is None:
@@ -67,7 +68,7 @@ def bound_difference(name: str, difference: Affine) -> Bounds | None:
 
 
 def bound_distance(name: str, inner: Affine, reach: int) -> Bounds | None:
-    """Where the absolute value of an affine integer compares so to a number; None: as above.
+    """The places at which an affine integer's absolute value compares to a number; None: as above.
 
     None for == and != as well.
     """
@@ -84,7 +85,7 @@ def bound_distance(name: str, inner: Affine, reach: int) -> Bounds | None:
 
 
 def locate(affine: Affine) -> tuple[Shape, int, int] | None:
-    """The shape of an affine integer, the sign before that, and what is added to it."""
+    """The shape of an affine integer, its sign, and the number added to it."""
     axes = {x: c for x, c in affine.items() if x and c}
     sign = axes.get("j") or axes.get("i") or 1
     signed = {x: sign * c for x, c in axes.items()}
@@ -95,7 +96,9 @@ def locate(affine: Affine) -> tuple[Shape, int, int] | None:
 
 
 def interval(name: str, t: int) -> tuple[int | None, int | None]:
-    """The least and the greatest integer that compares so to t; for `ne`, that does not."""
+    """The least and the greatest integer comparing to t as `name` says; for `ne`, the
+    complement's.
+    """
     match name:
         case "le" | "lt":
             return None, t - (name == "lt")

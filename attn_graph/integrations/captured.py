@@ -1,4 +1,4 @@
-"""Tensors that a mod captures, as the data of masks and modifiers."""
+"""Tensors captured by a mod, as the data of masks and modifiers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = {"i": ("q_lengths", QueryLengths()), "j": ("kv_lengths", KeyLengths())
 class Captured:
     """The tensors of one mod by the names of our data.
 
-    sizes: those of b, h, i and j that are known. sources: the element that each name stands for.
+    sizes: the known ones of b, h, i and j. sources: the element behind each name.
     """
 
     sizes: Mapping[str, int]
@@ -44,7 +44,7 @@ class Captured:
         return evolve(element, axes=axes)
 
     def resolve(self, element: Element) -> Any:  # Any: an Index, a Real or a Mask
-        """What an element is: an integer, a real number or a boolean. Raises Unread for others."""
+        """An element as an integer, a real number or a boolean. Raises Unread for others."""
         tensor, axes = element.tensor, element.axes
         if not axes or len(axes) != tensor.dim():
             raise Unread(
@@ -62,12 +62,12 @@ class Captured:
         return Index(name, ((name, sort_axes(axes)),), element=element)
 
     def name(self, name: str, element: Element, full: str = "") -> str:
-        """A name for an element's tensor: this, or this with a number where it is taken."""
+        """A name for an element's tensor: `name`, or with a number if it is taken."""
         names = (name if n == 1 else f"{name}_{n}" for n in count(1))
         return next(free for free in names if self.claim(free, element, full))
 
     def claim(self, name: str, element: Element, full: str = "") -> bool:
-        """Whether a name stands for an element's tensor from now on; false where it is taken."""
+        """Reserve a name for an element's tensor; False if it is taken."""
         known = self.sources.setdefault(name, element)
         if known.tensor is not element.tensor or known.axes != element.axes:
             return False
@@ -75,14 +75,14 @@ class Captured:
         return True
 
     def arrange(self, element: Element, axes: str) -> torch.Tensor:
-        """The tensor with these axes in this order, 1 where it has none, cut to the known sizes."""
+        """The tensor with these axes in this order, 1 for a missing one, cut to the known sizes."""
         own = element.axes
         tensor = element.tensor.permute([own.index(x) for x in axes if x in own])
         cuts = (slice(self.sizes.get(x)) if x in own else None for x in axes)
         return tensor[tuple(cuts)]
 
     def compare(self, name: str, a: Index, b: Index) -> Mask | None:
-        """The leaf for a comparison of elements; None where there is no such leaf."""
+        """The leaf for a comparison of elements; None without such a leaf."""
         if name in ("eq", "ne") and a.element and b.element:
             same = self.segments(*sorted((a.element, b.element), key=lambda x: "j" in x.axes))
             return same if same is None or name == "eq" else ~same
@@ -106,7 +106,7 @@ class Captured:
         return SameSegment()
 
     def is_segments(self, element: Element, letter: str) -> bool:
-        """Whether it is one number a batch entry and position, or can be repeated to be that."""
+        """True for one number a batch entry and position, or a tensor repeatable to that."""
         return {*element.axes} == {"b", letter} or (element.axes == letter and "b" in self.sizes)
 
 

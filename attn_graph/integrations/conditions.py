@@ -1,6 +1,6 @@
-"""Conditions of transformers' mask functions: what keeps a place, joined by `&`, `|` and `~`.
+"""Conditions of transformers' mask functions: kept places, joined by `&`, `|` and `~`.
 
-A join is exact, or it is unreadable and raises. All of it can be traced by torch.compile.
+A join is exact, or it is unreadable and raises. torch.compile can trace all of it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ Kind = tuple[Tensor, Tensor]  # numbers of queries [B,M] and keys [B,N], which a
 
 
 class UnreadableMaskError(Exception):
-    """A mask function does what no mask of the library says. The text is what it does."""
+    """A mask function has no equivalent here. The text names the obstacle."""
 
 
 class MaskSymbol:
-    """Abstract: what a mask function is called on, or computes. It has no value to branch on."""
+    """Abstract: an argument of a mask function, or an intermediate value, without a value to branch
+    on.
+    """
 
     __slots__ = ()
     device = torch.device("cpu")  # nothing need be moved to where it lies
@@ -32,9 +34,9 @@ class MaskSymbol:
         raise UnreadableMaskError("branches on a position")
 
     def compare(self, name: str, other: object) -> Condition:
-        """Where it compares so, by the name of a function of `operator`.
+        """The comparison by a function of `operator`, given by name.
 
-        Raises UnreadableMaskError where no mask says that.
+        Raises UnreadableMaskError if no mask expresses it.
         """
         raise UnreadableMaskError("compares something that is not a position")
 
@@ -65,7 +67,7 @@ class MaskSymbol:
 
 @define(eq=False)
 class Nowhere(MaskSymbol):
-    """False everywhere, to which transformers joins conditions by |."""
+    """False everywhere, the start of transformers' joins by |."""
 
     def __or__(self, other: object) -> Condition:
         return as_condition(other)
@@ -73,13 +75,13 @@ class Nowhere(MaskSymbol):
 
 @define(eq=False)
 class Condition(MaskSymbol):
-    """Places that a mask keeps, None being all, where query and key have one number of each kind.
+    """Places kept by a mask, None for all, at which query and key have one number of each kind.
 
-    segments: the numbers that `SameSegment` compares in the mask. lengths: whether the mask reads
-    kv_lengths, which are those of the frame. within: tables whose numbers count positions in a
-    sequence: the places are right where query and key lie in one, and elsewhere they may be wrong.
-    separates: tables that have one number for the query and the key of every place. ends: whether
-    it is known to hide all keys after the last query's token.
+    segments: the numbers compared by the mask's `SameSegment`. lengths: True if the mask reads
+    kv_lengths, the frame's. within: tables of positions in a sequence: the places are right if
+    query and key lie in one sequence, and may be wrong elsewhere. separates: tables with equal
+    numbers for the query and the key of every place. ends: True if it hides all keys after the last
+    query's token.
     """
 
     mask: Mask | None = None
@@ -96,20 +98,19 @@ class Condition(MaskSymbol):
 
     @property
     def is_everywhere(self) -> bool:
-        """Whether it holds at all places."""
         return self.mask is None and len(self.kinds) == len(self.within) == 0
 
     def ending(self) -> Condition:
-        """The same, beside what hides all keys after the last query's token."""
+        """This condition, with all keys after the last query's token hidden."""
         return Condition(
             *(self.mask, self.kinds, self.segments, self.lengths, self.within, self.separates),
             ends=True,
         )
 
     def closed(self) -> Condition:
-        """The same without kinds: the mask compares their numbers, as those of one kind.
+        """This condition without kinds: the mask compares their numbers, as those of one kind.
 
-        Raises UnreadableMaskError where the mask compares others already.
+        Raises UnreadableMaskError if the mask compares others already.
         """
         if not self.kinds:
             return self
@@ -164,7 +165,7 @@ def as_condition(value: object) -> Condition:
 
 
 def within_beside(within: tuple[Tensor, ...], separates: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`within` of a condition that separates: the tables whose sequences are not separated."""
+    """`within` of a separating condition: the tables of sequences it does not separate."""
     return tuple(
         positions
         for positions in within
@@ -173,10 +174,10 @@ def within_beside(within: tuple[Tensor, ...], separates: tuple[Tensor, ...]) -> 
 
 
 def count_within(positions: Tensor, segments: Tensor) -> bool:
-    """Whether numbers [B,N] count the positions within each segment, which is one run of tokens.
+    """True if numbers [B,N] count the positions within each segment, one run of tokens.
 
-    Where tensors can't be read on the host they are believed to, unless they are the segments:
-    transformers makes one of the other.
+    Unreadable tensors are believed to, unless they are the segments: transformers makes one of the
+    other.
     """
     if not is_readable_now(segments, segments.shape[1]):
         return positions is not segments
@@ -189,14 +190,14 @@ def count_within(positions: Tensor, segments: Tensor) -> bool:
 
 
 def is_readable_now(tensor: Tensor, M: int) -> bool:
-    """Whether to read a tensor on the host, M tokens being computed."""
+    """True if the host may read a tensor now, for a call of M tokens."""
     if torch.compiler.is_compiling() or is_traced():
         return False
     return tensor.device.type == "cpu" or (M > 1 and not torch.cuda.is_current_stream_capturing())
 
 
 def one_kind(a: Kind | None, b: Kind | None) -> Kind | None:
-    """The one of two kinds that there is. Raises UnreadableMaskError for two, and not of one."""
+    """The existing one of two kinds. Raises UnreadableMaskError for two, and for `not` of one."""
     if a is None or b is None:
         return b if a is None else a
     if a[0] is not b[0] or a[1] is not b[1]:
@@ -205,7 +206,7 @@ def one_kind(a: Kind | None, b: Kind | None) -> Kind | None:
 
 
 def pair_kinds(kinds: Sequence[Kind]) -> Kind:
-    """Numbers that are equal where those of every kind are."""
+    """Numbers equal only if those of every kind are equal."""
     q, kv = kinds[0]
     for more in kinds[1:]:
         (a, b), (c, d) = rank_numbers(q, kv), rank_numbers(*more)
@@ -215,9 +216,10 @@ def pair_kinds(kinds: Sequence[Kind]) -> Kind:
 
 
 def rank_numbers(q: Tensor, kv: Tensor) -> Kind:
-    """Numbers from 0, fewer than M + N, equal where these [B,M] and [B,N] are: how many are less.
+    """Numbers from 0, fewer than M + N, with the equalities of these [B,M] and [B,N]: counts of
+    lesser numbers.
 
-    A product of two such fits into int64, whatever the numbers were.
+    A product of two fits into int64.
     """
     both = torch.cat((q.long(), kv.long()), 1)
     ranks = torch.searchsorted(both.sort(1).values, both)

@@ -1,8 +1,8 @@
 """FlexAttention's mods in this library's terms: `from_flex` and `from_flex_score`.
 
-PyTorch's own tracer records what a mod computes. Masks and modifiers of ours take over what they
-have a name for, `Formula` and `Addend` the rest of the arithmetic of positions, and tensors that
-the mod captures become data. What cannot be read is made dense only where the caller says so.
+PyTorch's own tracer records a mod's computation. Masks and modifiers with a name come first,
+`Formula` and `Addend` cover other arithmetic of positions, and captured tensors become data.
+Unreadable parts are made dense only with `dense=True`.
 """
 
 from __future__ import annotations
@@ -76,18 +76,17 @@ WAY_OUT = "say dense=True and sizes=(B, H, M, N), which makes a tensor of that p
 def from_flex(
     mask_mod: Mod, *, sizes: Sizes | None = None, dense: bool = False
 ) -> tuple[Mask, Tensors]:
-    """A mask that keeps what `mask_mod(b, h, q_idx, kv_idx)` keeps, and the tensors that it reads.
+    """Translate a FlexAttention `mask_mod(b, h, q_idx, kv_idx)`: a mask, and its tensors by name.
 
-    Comparisons of positions become `Causal`, `Window` and `Prefix`, and a `Formula` where these
-    have no name for it; equal numbers of documents `SameSegment`, captured lengths `KeyLengths` and
-    `QueryLengths`, captured booleans `Keep`. Captured tensors are returned by the names that the
-    graph declares and the plan takes, as views where their dtype allows; captured numbers are read
-    now, once.
+    Comparisons of positions become `Causal`, `Window`, `Prefix` or a `Formula`; equal numbers of
+    documents `SameSegment`, captured lengths `KeyLengths` and `QueryLengths`, captured booleans
+    `Keep`. Captured tensors are returned under the names of the graph's and the plan's arguments,
+    as views if their dtype allows; captured numbers are read now, once.
 
-    sizes: B, H, M, N, where the mask is for these alone. B or H may be None where the mod does not
-    depend on it. Captured tensors that are longer are cut, and documents without a batch axis are
-    repeated. dense: what cannot be read becomes a boolean tensor [B,H,M,N]. Raises GraphError for
-    it otherwise, and says what it is.
+    sizes: B, H, M, N, for a mask of these sizes only. B or H may be None if the mod does not depend
+    on it. Longer captured tensors are cut, and documents without a batch axis are repeated. dense:
+    an unreadable mod becomes a boolean tensor [B,H,M,N]. Raises GraphError for it otherwise, naming
+    the obstacle.
     """
     reader = Reader(Captured(check_sizes(sizes, dense)), dense)
     try:
@@ -103,16 +102,16 @@ def from_flex(
 def from_flex_score(
     score_mod: Mod, *, sizes: Sizes | None = None, dense: bool = False
 ) -> tuple[tuple[Modifier, ...], Tensors]:
-    """Modifiers that do what `score_mod(s, b, h, q_idx, kv_idx)` does, and the tensors they read.
+    """Translate a FlexAttention `score_mod(s, b, h, q_idx, kv_idx)`: modifiers, and their tensors.
 
-    A tanh between a factor and its inverse is a `SoftCap`; a captured tensor's element that is
-    added is a `Bias`, with its gradient; slopes times |q_idx - kv_idx| that are subtracted are an
-    `Alibi`; any other arithmetic of positions and captured tensors that is added is an `Addend`.
-    The tensors are returned by the names in the modifiers' `needs`.
+    A tanh between a factor and its inverse is a `SoftCap`; an added element of a captured tensor is
+    a `Bias`, with its gradient; subtracted slopes times |q_idx - kv_idx| are an `Alibi`; other
+    added arithmetic of positions and captured tensors is an `Addend`. The tensors are returned by
+    the names in the modifiers' `needs`.
 
-    sizes: as of `from_flex`. dense: an added term that cannot be read, or whose tensors have a
-    gradient, becomes a `Bias` [B,H,M,N]. Raises GraphError for it otherwise, and for steps that do
-    not add: what hides keys, such as -inf, belongs into a mask_mod.
+    sizes: as of `from_flex`. dense: an unreadable added term, or one with trained tensors, becomes
+    a `Bias` [B,H,M,N]. Raises GraphError for it otherwise, and for steps other than additions:
+    express hidden keys, such as -inf, by a mask_mod.
     """
     reader = Reader(Captured(check_sizes(sizes, dense)), dense)
     names = [Score(), *map(Index.axis, AXES)]
@@ -129,7 +128,7 @@ def from_flex_score(
 
 
 def check_sizes(sizes: Sizes | None, dense: bool) -> dict[str, int]:
-    """The given sizes by axis. Raises GraphError where they are not four, or M or N is missing."""
+    """The given sizes by axis. Raises GraphError unless they are four, with M and N."""
     if sizes is None and not dense:
         return {}
     if not isinstance(sizes, Sequence | None):
@@ -144,7 +143,7 @@ def check_sizes(sizes: Sizes | None, dense: bool) -> dict[str, int]:
 
 
 def require_boolean(result: Term) -> Mask:
-    """What a mask_mod returned as a mask. Raises GraphError for anything that is not a boolean."""
+    """A mask_mod's result as a mask. Raises GraphError for others than booleans."""
     if not isinstance(result, Mask | bool):
         raise GraphError(
             f"from_flex: the mod returns {describe_term(result)}, and has to say true or false"
@@ -153,7 +152,7 @@ def require_boolean(result: Term) -> Mask:
 
 
 def require_scores(result: Term) -> Score:
-    """What a score_mod returned. Raises Unread for anything that is not a score."""
+    """A score_mod's result. Raises Unread for others than scores."""
     if not isinstance(result, Score):
         raise Unread(f"it returns {describe_term(result)} and no score")
     return result
@@ -170,23 +169,23 @@ def describe_term(term: Term) -> str:
 
 
 class Inliner(fx.Tracer):
-    """Records what a mod computes, through the modules and the parameters that it captures."""
+    """Records a mod's computation, through captured modules and parameters."""
 
     def create_arg(self, a: Any) -> Any:  # Any: as of its base
-        """As of its base, which takes no parameter from outside of a module."""
+        """As the base, which accepts no parameter from outside a module."""
         if isinstance(a, torch.nn.Parameter) and not any(a is p for p in self.root.parameters()):
             self.root.register_parameter(self.get_fresh_qualname("_parameter"), a)
         return super().create_arg(a)
 
     def call_module(self, m: Any, forward: Any, args: Any, kwargs: Any) -> Any:  # Any: as above
-        """What the module computes, in place of the module."""
+        """The module's computation in place of the module."""
         return forward(*args, **kwargs)
 
 
 @final
 @define(eq=False)
 class Reader:
-    """Reads one mod, step by step. A step that cannot be read has its `Unread` for a value."""
+    """Reads one mod, step by step. The value of an unreadable step is its `Unread`."""
 
     captured: Captured
     dense: bool
@@ -194,7 +193,7 @@ class Reader:
     values: dict[fx.Node, Term] = field(factory=dict)
 
     def walk(self, mod: Mod, arguments: Sequence[Term]) -> Term:
-        """What a mod returns for these arguments. Raises Unread where that cannot be read."""
+        """A mod's result for these arguments. Raises Unread if it is unreadable."""
         try:
             graph = self.tracer.trace(mod)
         except (TraceError, TypeError, RuntimeError) as error:  # `if`; range(), len() of a position
@@ -211,7 +210,6 @@ class Reader:
         return result
 
     def value(self, node: fx.Node) -> Term:
-        """What a step computes."""
         name = operation_name(node)
         if node.op == "get_attr":
             return Element(attrgetter(str(node.target))(self.tracer.root))
@@ -228,7 +226,7 @@ class Reader:
             return self.apply(name, [*self.dense_operands(name, node.args, error)])
 
     def terms(self, argument: object) -> Iterator[Term]:
-        """The values of one argument, which may be several. Raises Unread for one that has none."""
+        """The values of one argument, possibly several. Raises Unread for one without a value."""
         for x in argument if isinstance(argument, tuple | list) else (argument,):
             value = self.values[x] if isinstance(x, fx.Node) else x
             if isinstance(value, Unread):
@@ -236,7 +234,7 @@ class Reader:
             yield value
 
     def operand(self, x: object) -> Term:
-        """The value of an operand. Raises Unread for one that has none."""
+        """The value of an operand. Raises Unread without one."""
         if isinstance(x, tuple | list):
             raise Unread("it joins several terms into one")
         (value,) = self.terms(x)
@@ -245,9 +243,9 @@ class Reader:
     def dense_operands(
         self, name: str, arguments: Sequence[object], error: Unread
     ) -> Iterator[Term]:
-        """The operands of a join, or of a sum with scores, as tensors where they have no value.
+        """The operands of a join, or of a sum with scores, as tensors if they have no value.
 
-        Raises the error where that is not allowed, and for what depends on the scores.
+        Raises the error if dense tensors are not allowed, and for operands depending on the scores.
         """
         values = [self.values.get(x) for x in arguments if isinstance(x, fx.Node)]
         adds = name in SUMS and any(isinstance(value, Score) for value in values)
@@ -265,20 +263,19 @@ class Reader:
                 yield self.keep(self.evaluate(self.submodule(x)), error)
 
     def dense_term(self, name: str, tensor: torch.Tensor) -> Term:
-        """What is added or subtracted: less its negative, so that either way it is a bias."""
+        """An added term, or the negative of a subtracted one: a bias either way."""
         if name == "add":
             return self.captured.resolve(Element(tensor, AXES))
         return self.captured.resolve(Element(-tensor, AXES)).negative()
 
     def reads_scores(self, node: fx.Node) -> bool:
-        """Whether a step depends on the scores."""
         inputs = node.all_input_nodes
         return (
             any(map(self.reads_scores, inputs)) if inputs else isinstance(self.values[node], Score)
         )
 
     def submodule(self, node: fx.Node) -> Mod:
-        """The mod that returns what a step computes, of b, h, q_idx and kv_idx."""
+        """The mod returning a step's value, of b, h, q_idx and kv_idx."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for each in node.graph.nodes:
             copies[each] = graph.node_copy(each, copies.__getitem__)
@@ -295,25 +292,25 @@ class Reader:
 
     @property
     def device(self) -> torch.device:
-        """Where the captured tensors are; PyTorch's default without any."""
+        """The captured tensors' device; PyTorch's default without any."""
         captured = iter(self.tracer.tensor_attrs)
         return next(
             (x.device for x in captured if isinstance(x, torch.Tensor)), torch.get_default_device()
         )
 
     def evaluate(self, mod: Mod) -> torch.Tensor:
-        """What a mod gives at every place, [B,H,M,N], by PyTorch's own evaluation."""
+        """A mod's values at every place, [B,H,M,N], by PyTorch's own evaluation."""
         B, H, M, N = (self.captured.sizes.get(x, 1) for x in AXES)
         return create_mask(lambda b, h, i, j: mod(b, h, i, j), B, H, M, N, device=self.device)
 
     def keep(self, tensor: torch.Tensor, error: Unread) -> Mask:
-        """A dense mask. Raises an error where it is not one of booleans."""
+        """A dense mask. Raises an error for others than booleans."""
         if tensor.dtype != torch.bool:
             raise error
         return as_mask(self.captured.resolve(Element(tensor, AXES)))
 
     def apply(self, name: str, operands: list[Term]) -> Term:
-        """The result of an operation. Raises Unread for an operation that is not known."""
+        """The result of an operation. Raises Unread for an unknown one."""
         match name, operands:
             case "output", [x]:
                 return x
@@ -380,7 +377,7 @@ class Reader:
 
 
 def apply_to_numbers(name: str, operands: list[Term]) -> Real:
-    """The result of an operation on real numbers. Raises Unread for one that is not known."""
+    """The result of an operation on real numbers. Raises Unread for an unknown one."""
     if all(map(is_number, operands)):
         match name, operands:
             case (("add" | "sub" | "mul" | "truediv"), [a, b]):
@@ -393,17 +390,17 @@ def apply_to_numbers(name: str, operands: list[Term]) -> Real:
 
 
 def is_integer(x: Term) -> bool:
-    """Whether a term is an integer at a place, or one for all places."""
+    """True for an integer term, at a place or constant."""
     return isinstance(x, Index | int) and not isinstance(x, bool)
 
 
 def is_number(x: Term) -> bool:
-    """Whether a term is a number at a place, or one for all places."""
+    """True for a number term, at a place or constant."""
     return isinstance(x, Index | Real | int | float) and not isinstance(x, bool)
 
 
 def operation_name(node: fx.Node) -> str:
-    """The name of what a step does, one for functions, methods and operators that do the same."""
+    """The name of a step, one for equivalent functions, methods and operators."""
     target = node.op if node.op == "output" else node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     if node.op == "call_method" and name.endswith("_") and not name.startswith("__"):

@@ -1,7 +1,7 @@
 """Mask functions `f(b, h, i, j) -> bool` of transformers, read as masks by calling them on symbols.
 
-The symbols know comparisons of positions, distances, chunks, and tensors indexed by positions;
-a function that does anything else is unreadable. All of it can be traced by torch.compile.
+The symbols support comparisons of positions, distances, chunks, and tensors indexed by positions;
+other functions are unreadable. torch.compile can trace all of it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ FOREIGN = TypeError, AttributeError, IndexError, ValueError, RuntimeError
 
 @define(eq=False)
 class Frame:
-    """Where a call's positions lie: query i of M is token i + q_offset, key j of N j + kv_offset.
+    """The tokens of a call's positions: query i of M is token i + q_offset, key j of N j +
+    kv_offset.
 
-    q_offset: an integer, or a tensor on the device that no one reads. trusts: whether numbers of
-    one tensor that are put in order count positions within a segment; else they are unreadable.
+    q_offset: an integer, or a tensor on the device, never read. trusts: True if ordered numbers of
+    one tensor count positions within a segment; else they are unreadable.
     """
 
     B: int
@@ -61,7 +62,7 @@ class Frame:
         return self.q_offset - self.kv_offset
 
     def extent(self, axis: str) -> tuple[int, int | Tensor]:
-        """How many queries, "i", or keys, "j", there are, and which token the first of them is."""
+        """The number of queries, "i", or keys, "j", and the token of the first."""
         return (self.M, self.q_offset) if axis == "i" else (self.N, self.kv_offset)
 
     def tokens(self, axis: str) -> Tensor:
@@ -70,7 +71,7 @@ class Frame:
         return torch.arange(count, device=self.device) + first
 
     def lengths(self) -> Tensor:
-        """How many keys [B] there are up to the last query's token, that one included."""
+        """The number of keys [B] up to and including the last query's token."""
         count = self.shift + self.M
         if isinstance(count, Tensor):
             return count.expand(self.B)
@@ -78,20 +79,22 @@ class Frame:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether masks are made on a CPU."""
         return torch.device(self.device).type == "cpu"
 
     @property
     def keys_so_far(self) -> Frame:
-        """The same with the keys up to the last query's token alone; itself where that is not
-        known, or plans would be made for each such number: of several queries after other keys."""
+        """This frame with only the keys up to the last query's token.
+
+        Unchanged if the token is unknown, or if plans would be made for each such number: for
+        several queries after other keys.
+        """
         shift = self.shift
         if not isinstance(shift, int) or (self.M > 1 and shift != 0):
             return self
         return evolve(self, N=shift + self.M) if 0 < shift + self.M < self.N else self
 
     def condition(self, bounds: Bounds) -> Condition:
-        """The places whose tokens are within bounds."""
+        """The places with tokens within bounds."""
         condition = Condition()
         if bounds.kind == "band":
             condition = self.band(bounds.low, bounds.high)
@@ -102,7 +105,7 @@ class Frame:
         return ~condition if bounds.outside else condition
 
     def band(self, low: int | None, high: int | None) -> Condition:
-        """The keys whose token is from `low` to `high` after the query's; None means no bound."""
+        """The keys with tokens from `low` to `high` after the query's; None means no bound."""
         shift = self.shift
         if isinstance(shift, Tensor):
             return self.band_by_lengths(low, high)
@@ -122,13 +125,13 @@ class Frame:
         return Condition(Band(low, high))
 
     def band_by_lengths(self, low: int | None, high: int | None) -> Condition:
-        """The same band; the last query's token is that of the last key that kv_lengths count."""
+        """A band, its diagonal through the last query and the last key by kv_lengths."""
         band = Band(low, high, ("kv_lengths",))
         none_later = high is not None and high <= 0
         return Condition(band & KeyLengths() if none_later else band, lengths=True)
 
     def keys(self, low: int | None, high: int | None) -> Condition:
-        """The keys whose token is from `low` to `high`; None means no bound."""
+        """The keys with tokens from `low` to `high`; None means no bound."""
         condition = Condition()
         if high is not None:
             condition = Condition(Prefix(max(0, high + 1 - self.kv_offset)))
@@ -139,7 +142,7 @@ class Frame:
 
 @define(eq=False)
 class Axis(MaskSymbol):
-    """The batch entry, "b", by which tensors are indexed, or the head, "h". B: batch entries."""
+    """The batch entry, "b", an index of tensors, or the head, "h". B: batch entries."""
 
     letter: str
     B: int
@@ -154,10 +157,10 @@ class BatchValue(MaskSymbol):
 
 @define(eq=False)
 class Position(MaskSymbol):
-    """The token of a query or a key, or what a table has for it.
+    """The token of a query or a key, or its entry of a table.
 
-    axis: "i" of a query, "j" of a key. shift: what is added to the token. table: a tensor that was
-    read at the token. own: the numbers [B or 1, M or N] where they are not the tokens.
+    axis: "i" of a query, "j" of a key. shift: added to the token. table: the tensor read at the
+    token. own: the numbers [B or 1, M or N], if they are not the tokens.
     """
 
     frame: Frame
@@ -167,11 +170,11 @@ class Position(MaskSymbol):
     own: Tensor | None = None
 
     def new_ones(self, *_: object, **__: object) -> Condition:
-        """True, with which transformers begins `and`."""
+        """True, the start of transformers' `and`."""
         return Condition()
 
     def new_zeros(self, *_: object, **__: object) -> Nowhere:
-        """False, with which transformers begins `or`."""
+        """False, the start of transformers' `or`."""
         return Nowhere()
 
     def values(self) -> Tensor:
@@ -179,13 +182,14 @@ class Position(MaskSymbol):
         return self.frame.tokens(self.axis)[None] + self.shift if self.own is None else self.own
 
     def with_numbers(self, own: Tensor) -> Position:
-        """Other numbers at the same positions, which no other position compares to by order."""
+        """Other numbers at these positions, not comparable by order to other positions."""
         return Position(self.frame, self.axis, 0, own, own)
 
     def read(self, table: Tensor) -> Position | Condition:
-        """The entry of table [B, tokens] at the token; of a table of booleans where it is true.
+        """The entry of table [B, tokens] at the token; for a table of booleans, the places with
+        True.
 
-        Raises UnreadableMaskError for other tables, and where there is no such entry.
+        Raises UnreadableMaskError for other tables, and for tokens outside.
         """
         if self.own is not None:
             raise UnreadableMaskError("indexes by something that is not a position")
@@ -206,16 +210,16 @@ class Position(MaskSymbol):
         return rows[:, start : start + count]
 
     def selection(self, flags: Tensor) -> Condition:
-        """Where the query or the key has a flag: its number is then that of all others."""
+        """The places with a flagged query or key: the others get one number."""
         own = (~flags).long()
         count, _ = self.frame.extent("j" if self.axis == "i" else "i")
         others = own.new_zeros(1, count)
         return self.equal(own, others) if self.axis == "i" else self.equal(others, own)
 
     def equal(self, q: Tensor, kv: Tensor, *tables: Tensor) -> Condition:
-        """Where the number [B or 1, M] of the query is that [B or 1, N] of the key.
+        """The places with equal numbers, [B or 1, M] of the query and [B or 1, N] of the key.
 
-        tables: the one that both were read from.
+        tables: the common source of both.
         """
         B = self.frame.B
         return Condition(kinds=((q.expand(B, -1), kv.expand(B, -1)),), separates=tables)
@@ -236,7 +240,7 @@ class Position(MaskSymbol):
         return self + -other if isinstance(other, int) else NotImplemented
 
     def minus(self, other: Position) -> Difference:
-        """How far it is after another one. Raises UnreadableMaskError where numbers differ."""
+        """The distance after another position. Raises UnreadableMaskError if numbers differ."""
         if self.table is not other.table or not (self.table is None or self.frame.trusts):
             raise UnreadableMaskError(ORDER)
         ends = add_affine({self.axis: 1}, {other.axis: 1}, -1)
@@ -266,11 +270,11 @@ class Position(MaskSymbol):
         return self.selection(getattr(operator, name)(self.values(), other))
 
     def has_numbers(self, other: Position) -> bool:
-        """Whether this one or another one has other numbers than the tokens."""
+        """True if this or another position has numbers other than the tokens."""
         return self.own is not None or other.own is not None
 
     def table_beside(self, other: Position) -> tuple[Tensor, ...]:
-        """The table that this and another one were read from, if nothing is added to either."""
+        """The common table of this and another position, if nothing is added to either."""
         if self.table is None or self.table is not other.table or self.shift or other.shift:
             return ()
         return (self.table,)
@@ -278,9 +282,9 @@ class Position(MaskSymbol):
 
 @define(eq=False)
 class Difference(MaskSymbol):
-    """How far a token is after another one: affine in the tokens i and j.
+    """The distance of a token after another one: affine in the tokens i and j.
 
-    within: as that of `Condition`.
+    within: as of `Condition`.
     """
 
     frame: Frame
@@ -305,7 +309,7 @@ class Difference(MaskSymbol):
         return self.held(bound_difference(name, add_affine(self.affine, {"": -other})))
 
     def held(self, bounds: Bounds | None) -> Condition:
-        """Where it is within bounds. Raises UnreadableMaskError where there are none."""
+        """The places within bounds. Raises UnreadableMaskError without bounds."""
         if bounds is None:
             raise UnreadableMaskError("compares a distance with something that is not a bound")
         made = self.frame.condition(bounds)
@@ -357,14 +361,14 @@ def read_table(table: Tensor, where: Sequence[object]) -> BatchValue | Position 
 
 
 def rows_of_batch(table: Tensor, B: int) -> Tensor:
-    """The rows of a tensor for B batch entries. Raises UnreadableMaskError where it has fewer."""
+    """The rows of a tensor for B batch entries. Raises UnreadableMaskError for fewer rows."""
     if table.shape[0] < B:
         raise UnreadableMaskError("indexes a tensor where it has no element")
     return table[:B]
 
 
 def require_integers(table: Tensor) -> None:
-    """Raise UnreadableMaskError for numbers that segments can't be, or that wrap early."""
+    """Raise UnreadableMaskError for numbers impossible as segments, or wrapping early."""
     if table.dtype not in INTEGERS:
         raise UnreadableMaskError(f"reads a tensor of {table.dtype}")
 
@@ -373,9 +377,9 @@ MaskFunction = Callable[..., Any]  # of b, h, i and j, which are tensors of indi
 
 
 def read_mask_function(function: MaskFunction, frame: Frame) -> Condition:
-    """The mask that a function of (b, h, i, j) computes, as a condition without kinds.
+    """The mask of a function of (b, h, i, j), as a condition without kinds.
 
-    Raises UnreadableMaskError, whose text says what the function does that no mask says.
+    Raises UnreadableMaskError, naming the part without an equivalent here.
     """
     b, h = Axis("b", frame.B), Axis("h", frame.B)
     i, j = Position(frame, "i"), Position(frame, "j")

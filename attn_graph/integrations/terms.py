@@ -1,7 +1,7 @@
-"""What a mod of FlexAttention computes with: integers, real numbers and scores at a place.
+"""The values in a mod of FlexAttention: integers, real numbers and scores at a place.
 
-An integer that is affine in the positions compares to a mask of ours in closed form; any other
-keeps its text, of which a `Formula` is made. Booleans are masks from the start.
+An integer affine in the positions compares to a mask of ours in closed form; others keep their
+text, for a `Formula`. Booleans are masks from the start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLOSE = 1e-12  # relative: 1 / cap times cap, in float64
 
 
 class Unread(Exception):
-    """Part of a mod has no translation; the text is a clause that says what and why."""
+    """Part of a mod has no translation; the text is a clause with the part and the reason."""
 
 
 @final
@@ -55,8 +55,8 @@ class Element:
 class Index:
     """An integer at a place.
 
-    affine: None where it is not affine in b, h, i and j. inside: what it is the absolute value of.
-    element: the element of a tensor that it is.
+    affine: None if it is not affine in b, h, i and j. inside: the integer under its absolute value.
+    element: its element of a tensor.
     """
 
     text: str
@@ -76,25 +76,23 @@ class Index:
         return cls(letter, affine={letter: 1})
 
     def is_axis(self, letter: str) -> bool:
-        """Whether it is this axis, and nothing is added to it."""
         return self.affine is not None and coefficients(self.affine) == {letter: 1}
 
     @property
     def number(self) -> int | None:
-        """The constant that it is, if it is one."""
+        """Its constant value, if it has one."""
         if self.affine is None or any(c for x, c in self.affine.items() if x):
             return None
         return self.affine.get("", 0)
 
     @property
     def is_distance(self) -> bool:
-        """Whether it is |i - j|."""
         inner = self.inside and self.inside.affine
         return bool(inner) and coefficients(inner or {}) in ({"i": 1, "j": -1}, {"i": -1, "j": 1})
 
 
 def combine_indices(name: str, x: Index | int, y: Index | int) -> Index:
-    """x + y, x - y, x * y, x // y or x % y. Raises Unread for a divisor that is not positive."""
+    """x + y, x - y, x * y, x // y or x % y. Raises Unread for a divisor below 1."""
     a, b = Index.of(x), Index.of(y)
     affine: Affine | None = None
     match name:
@@ -109,7 +107,7 @@ def combine_indices(name: str, x: Index | int, y: Index | int) -> Index:
 
 
 def combine_affine(a: Index, b: Index, times: int) -> Affine | None:
-    """a + times * b; None where one of them is not affine."""
+    """a + times * b; None if one of them is not affine."""
     if a.affine is None or b.affine is None:
         return None
     return add_affine(a.affine, b.affine, times)
@@ -143,7 +141,7 @@ def compare_indices(name: str, a: Index, b: Index) -> Mask:
 
 
 def closed_form(name: str, a: Index, b: Index) -> Mask | None:
-    """The comparison as bounds of j - i or of j; None where it is neither."""
+    """The comparison as bounds of j - i or of j; None if it is neither."""
     if b.inside is not None and a.number is not None:
         return closed_form(MIRRORED[name], b, a)
     bounds = None
@@ -169,7 +167,7 @@ def mask_of_bounds(bounds: Bounds) -> Mask:
 
 
 def negate(mask: Mask) -> Mask:
-    """Where a mask does not keep it: past the bound of a mask with one bound, as one of those."""
+    """The complement of a mask: for a mask with one bound, again a mask with one bound."""
     match mask:
         case Causal():
             return diagonal_mask(1, None, "top_left")
@@ -181,7 +179,7 @@ def negate(mask: Mask) -> Mask:
 
 
 def join(kind: type[And] | type[Or], a: Mask, b: Mask) -> Mask:
-    """a & b or a | b, without parts that decide nothing or everything."""
+    """a & b or a | b, without parts deciding nothing or everything."""
     neutral, absorbing = (EVERYTHING, NOTHING) if kind is And else (NOTHING, EVERYTHING)
     if absorbing in (a, b):
         return absorbing
@@ -191,7 +189,7 @@ def join(kind: type[And] | type[Or], a: Mask, b: Mask) -> Mask:
 
 
 def combine_masks(name: str, x: Mask | bool, y: Mask | bool) -> Mask:
-    """x & y, x | y, or where one of them keeps it and not both."""
+    """x & y, x | y, or x ^ y."""
     a, b = as_mask(x), as_mask(y)
     if name == "xor":
         return join(Or, join(And, a, negate(b)), join(And, negate(a), b))
@@ -211,8 +209,8 @@ def as_mask(x: Mask | bool) -> Mask:
 class Real:
     """A real number at a place.
 
-    It is `sign` times the element of a tensor, if `element` says so, times |i - j| if `distance`
-    does. integers: the tensors of integers among those that it reads.
+    It is `sign` times the `element` of a tensor, if any, times |i - j| with `distance`. integers:
+    its tensors of integers.
     """
 
     text: str

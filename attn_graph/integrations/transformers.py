@@ -1,9 +1,9 @@
-"""attn_graph as an attention implementation of transformers: import this module, and say so.
+"""attn_graph as an attention implementation of transformers: import this module, then select it.
 
 >>> import attn_graph.integrations.transformers
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attn_graph")
 
-or `model.set_attn_implementation("attn_graph")` of a model that there is.
+or, for a loaded model, `model.set_attn_implementation("attn_graph")`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ layer_graphs = ContextVar("layer_graphs", default=None)
 
 @define(eq=False)
 class MaskDescription:
-    """What a layer masks: a mask, or none, and the tensors it reads, by the options they are.
+    """A layer's mask, or none, and its tensors by the names of attention's options.
 
-    It stands where transformers has a boolean tensor [B,1,M,N], and becomes that tensor, which the
-    log says, for a model that computes with it. arguments: what `sdpa_mask` makes the tensor of.
-    keys: how many there are up to the last query's token, where a layer need read no others.
+    It stands for transformers' boolean tensor [B,1,M,N], and becomes the tensor, with a line in the
+    log, if the model computes with it. arguments: `sdpa_mask`'s. keys: the number up to the last
+    query's token, if a layer need read no others.
     """
 
     mask: Mask | None
@@ -78,12 +78,11 @@ class MaskDescription:
         return self
 
     def dense(self) -> Tensor:
-        """The boolean tensor [B,1,M,N] that transformers would make for SDPA."""
         say_once("a model computes with the mask of a layer itself")
         return dense_mask(self.arguments)
 
     def to(self, device: torch.device | str | int, **_: object) -> MaskDescription:
-        """Its tensors on a device, where a model is spread over several."""
+        """The description with its tensors on a device, for a model spread over several."""
         moved = {
             name: x.to(device) if isinstance(x, Tensor) else tuple(each.to(device) for each in x)
             for name, x in self.tensors.items()
@@ -122,10 +121,10 @@ def decode_mask(
     device: torch.device | str = "cpu",
     **others: object,
 ) -> MaskDescription | Tensor:
-    """The mask interface: what a mask function and padding [B, tokens] mask, as data.
+    """The mask interface: a mask function and padding [B, tokens] as data.
 
-    A mask function that can't be read, which the log says once, gives a boolean tensor [B,1,M,N].
-    use_vmap: transformers says so where a function is not its own alone.
+    An unreadable mask function becomes a boolean tensor [B,1,M,N], with one line in the log.
+    use_vmap: set by transformers for functions of others.
     """
     if isinstance(attention_mask, MaskDescription):
         return attention_mask  # `generate` makes masks before the model does
@@ -155,15 +154,15 @@ def decode_mask(
 
 
 def read_offset(q_offset: int | Tensor) -> int | Tensor:
-    """The token of the first query, as a number where the host need not wait for it."""
+    """The token of the first query, as a number if the host need not wait for it."""
     if isinstance(q_offset, Tensor) and is_readable_now(q_offset, 1):
         return int(q_offset)
     return q_offset
 
 
 def read_keys_so_far(mask_function: MaskFunction, frame: Frame) -> tuple[Condition, Frame]:
-    """What a mask function keeps, and of which keys. On CPUs, whose plans are for any number of
-    keys, the room of a cache behind the last token is left out, as it is hidden from all queries.
+    """A mask function's condition, with its keys. On CPUs one plan serves any number of keys, so
+    the room of a cache behind the last token, hidden from all queries, is left out.
 
     Raises UnreadableMaskError.
     """
@@ -176,10 +175,10 @@ def read_keys_so_far(mask_function: MaskFunction, frame: Frame) -> tuple[Conditi
 
 
 def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
-    """The keys that are not padding: all, or the first of each batch entry, or flags [B,1,1,N].
+    """The keys without padding: all, or the first of each batch entry, or flags [B,1,1,N].
 
-    Which one is read from the tensor, except while a token is decoded on a GPU, where that would
-    wait for the device, and where calls are traced or captured: then they are flags.
+    The tensor decides; but while decoding on a GPU, where reading waits for the device, and in
+    traced or captured calls, they are flags.
     """
     flags = attention_mask[:, frame.kv_offset : frame.kv_offset + frame.N]
     if (missing := frame.N - flags.shape[1]) > 0:
@@ -196,7 +195,7 @@ def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
 
 
 def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transformers
-    """The boolean tensor [B,1,M,N] that transformers makes for SDPA."""
+    """The boolean tensor [B,1,M,N] of transformers for SDPA."""
     mask: Tensor | None = sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert mask is not None  # as where it may be skipped
     return mask
@@ -207,7 +206,7 @@ log_once = lru_cache(256)(logger.warning)
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of torch
 def say_once(what: str) -> None:
-    """Log what makes a mask dense: once, however often it comes."""
+    """Log the reason for a dense mask, once."""
     log_once("a mask is a boolean tensor [B,1,M,N], not data, since %s", what)
 
 
@@ -231,8 +230,8 @@ def attend_layer(
     """The attention interface: query [B,H,M,D], key and value [B,G,N,D] -> [B,M,H,D], and None.
 
     s_aux: sinks [H]. position_bias: [1 or B,H,M,N], differentiable. cu_seq_lens_q, cu_seq_lens_k:
-    where documents in a row begin and end, [documents + 1]. Raises GraphError where the weights are
-    wanted, which are never made, and for documents in a row whose keys are not its queries'.
+    starts and ends of documents in a row, [documents + 1]. Raises GraphError if weights are wanted,
+    since they are never made, and for documents with different queries and keys.
     """
     if output_attentions:
         raise GraphError(
@@ -276,10 +275,10 @@ def name_tensors(tensors: Tensors) -> Named:
 
 
 def layer_mask(attention_mask: Tensor | None, *, causal: bool) -> tuple[Mask | None, Tensors]:
-    """The mask of a layer whose mask is a tensor, and the tensor that it reads or, of a floating
-    one, adds.
+    """The mask of a layer given as a tensor, and the boolean tensor to read or the floating one to
+    add.
 
-    causal: what holds where the model says nothing.
+    causal: the default without a mask.
     """
     if attention_mask is None:
         return (TOP_LEFT if causal else None), {}
@@ -289,7 +288,7 @@ def layer_mask(attention_mask: Tensor | None, *, causal: bool) -> tuple[Mask | N
 def number_documents(query: Tensor, key: Tensor, q_ends: Tensor, kv_ends: Tensor) -> Kind:
     """The document of each query [B,M] and key [B,N], by cumulative lengths over all rows.
 
-    Raises GraphError where M and N differ: the place of a query in its document is not known then.
+    Raises GraphError if M and N differ: the place of a query in its document is unknown then.
     """
     (B, _, M, _), N = query.shape, key.shape[2]
     if M != N:
@@ -305,7 +304,7 @@ def number_documents(query: Tensor, key: Tensor, q_ends: Tensor, kv_ends: Tensor
 def separate_documents(
     mask: Mask | None, tensors: Tensors, documents: Kind
 ) -> tuple[Mask | None, Tensors]:
-    """A mask and its tensors, and beside what they keep that query and key lie in one document."""
+    """A mask and its tensors, with query and key restricted to one document."""
     if "segments" not in tensors:
         whole = SameSegment() if mask is None else mask & SameSegment()
         return whole, tensors | {"segments": documents}
@@ -318,7 +317,7 @@ def separate_documents(
 
 
 def keeps_segments_apart(mask: Mask | None) -> bool:
-    """Whether a mask is `&` of `SameSegment` and of parts that read no segments."""
+    """True for `&` of `SameSegment` and of parts without segments."""
     parts = [] if mask is None else flatten_join(And, mask)
     return [part for part in parts if "q_segments" in part.needs] == [SameSegment()]
 
@@ -344,11 +343,11 @@ def explain_layers(
     target: Target | str | None = None,
     **inputs: Any,  # Any: what the model takes
 ) -> dict[str, Explanation]:
-    """Who runs the attention of each layer, by the layer's name, and why: see `attn_graph.explain`.
+    """The explanation of each layer's attention, by the layer's name: see `attn_graph.explain`.
 
-    The model is called with `inputs` once, without gradients, where it is. target: where else the
-    layers might run, by default there too. Layers without attention of ours are left out. Raises
-    GraphError where that leaves none.
+    The model is called with `inputs` once, without gradients, on its device. target: another
+    machine to explain for; the model's by default. Layers without attention of ours are left out.
+    Raises GraphError if none is left.
     """
     token = layer_graphs.set({})
     try:
@@ -368,7 +367,7 @@ def explain_layers(
 
 
 def no_layers(model: torch.nn.Module) -> str:
-    """Why there is no layer to explain, and what to do."""
+    """The error for a model without layers to explain, with its fix."""
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return (
         f"explain_layers: no layer of {type(model).__name__} calls {NAME}; its attention is "

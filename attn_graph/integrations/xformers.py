@@ -1,6 +1,6 @@
 """xformers' attn_bias in this library's terms: `from_xformers`.
 
-The classes are known by their names, so that xformers need not be there.
+Classes are recognised by name, so xformers need not be installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bias = Any  # a tensor, or a value of one of xformers' classes
 @final
 @frozen
 class Reach:
-    """How far a query of a block sees, as of `Window`, and where the block's diagonal begins."""
+    """The reach of a block's queries, as of `Window`, and the start of the block's diagonal."""
 
     left: int | None
     right: int | None
@@ -32,13 +32,12 @@ class Reach:
 
 
 def from_xformers(attn_bias: Bias) -> tuple[Mask | None, Tensors]:
-    """The mask of an attn_bias of xformers, and the tensors that it reads, by their names here.
+    """Translate an attn_bias of xformers: a mask, and its tensors by their names here.
 
-    A tensor is a bias, without a mask. Blocks become documents in one row, numbered by
-    `q_segments` and `kv_segments` [1,T]; positions that no block has see nothing. Where blocks
-    lie on different diagonals, `diagonal` [T] says for each query where its own one is. Lengths
-    are read from the lists on the host. Raises GraphError for paged keys and for classes that are
-    not known.
+    A tensor is a bias, without a mask. Blocks become documents in one row, numbered by `q_segments`
+    and `kv_segments` [1,T]; positions outside all blocks see nothing. If blocks lie on different
+    diagonals, `diagonal` [T] gives each query its own. Lengths are read from the lists on the host.
+    Raises GraphError for paged keys and for unknown classes.
     """
     name = type(attn_bias).__name__
     if isinstance(attn_bias, torch.Tensor):
@@ -71,7 +70,7 @@ def causal_to_the_end(bias: Bias) -> Reach:
 
 
 def local(bias: Bias) -> Reach:
-    """So many keys to the left and to the right of a diagonal to the bottom right corner."""
+    """A window to the left and to the right of a diagonal to the bottom right corner."""
     return Reach(bias.window_left, bias.window_right, "bottom_right")
 
 
@@ -120,13 +119,13 @@ def join_blocks(bias: Bias, reach: Reach) -> tuple[Mask, Tensors]:
 
 
 def place_reach(reach: Reach, align: Align, offset: int = 0) -> Mask:
-    """The reach on a diagonal that lies `offset` to the right of the one that `align` names."""
+    """The reach on a diagonal `offset` to the right of the one named by `align`."""
     low = None if reach.left is None else offset - reach.left
     return diagonal_mask(low, None if reach.right is None else offset + reach.right, align)
 
 
 def join_bounds(mask: Mask, reach: Reach) -> Mask:
-    """The mask, and the reach on diagonals that data say."""
+    """The mask, and the reach on diagonals given by data."""
     where = (("diagonal", "i"),)
     if reach.right is not None:
         mask &= Formula(f"j <= diagonal + {reach.right}", where)
@@ -134,14 +133,16 @@ def join_bounds(mask: Mask, reach: Reach) -> Mask:
 
 
 def intervals(info: Any) -> Iterator[tuple[int, int]]:  # Any: xformers' description of lengths
-    """Where each sequence begins and ends; with padding and gaps it ends before the next begins."""
+    """The start and the end of each sequence; with padding and gaps it ends before the next
+    begins.
+    """
     lengths = getattr(info, "seqlen_py", None)
     for n, (start, stop) in enumerate(pairwise(info.seqstart_py)):
         yield start, start + lengths[n] if lengths is not None else stop
 
 
 def number_blocks(blocks: list[tuple[int, int]], total: int, device: torch.device) -> torch.Tensor:
-    """The number of the block that each of `total` positions is in, int32 [1,T]; -1 in none."""
+    """The block number of each of `total` positions, int32 [1,T]; -1 in none."""
     numbers = [-1] * total
     for n, (start, stop) in enumerate(blocks):
         numbers[start:stop] = [n] * (stop - start)
