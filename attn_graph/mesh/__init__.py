@@ -1,1 +1,1 @@
-"""Attention over several devices: who has what, who sends what to whom, and how it runs."""
+"""Attention over several devices: the parts of each rank, their messages, and running them."""

@@ -1,4 +1,4 @@
-"""Where no keys travel, each rank has whole sequences or heads: one ordinary plan for its part."""
+"""Sharding without messages: each rank has whole sequences or heads, and one ordinary plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOPES = "own_slopes"  # the paper's slopes of ALiBi of a rank's heads
 @final
 @frozen(eq=False)
 class OwnPart:
-    """A rank's part of a graph whose sequences, or heads, are whole on each rank."""
+    """A rank's part of a graph, with whole sequences or heads on each rank."""
 
     site: Site
 
@@ -52,7 +52,7 @@ class OwnPart:
         return b.graph(*(values[i] for i in sharded.graph.outputs))
 
     def operands(self, values: Sequence[Value], slopes: Sequence[Value]) -> list[Value]:
-        """What the rank's op reads, in its order."""
+        """The operands of the rank's op, in its order."""
         sharded = self.site.sharded
         feeds = [
             slopes[0] if feed.source is None else values[feed.source] for feed in self.piece.feeds
@@ -63,19 +63,19 @@ class OwnPart:
         return [*(values[i] for i in sharded.eqn.args[:3]), *feeds, *(values[i] for i in starts)]
 
     def slopes(self, device: torch.device) -> list[torch.Tensor]:
-        """The paper's slopes of ALiBi of the rank's heads; none where nothing needs them."""
+        """The paper's slopes of ALiBi of the rank's heads, if needed."""
         feeds = [feed for feed in self.piece.feeds if feed.source is None][:1]
         beside = [torch.empty(0, device=device)]
         return [cut_feed(feed, self.piece.box, beside, self.piece.box) for feed in feeds]
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
-        """The outputs, and what the backward reads of the forward."""
+        """The outputs, and the tensors saved for the backward."""
         return self.plan.run(*inputs, *self.slopes(inputs[0].device))
 
     def backward(
         self, inputs: Tensors, saved: Tensors, grads: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
-        """The gradients of all inputs that have one, by number."""
+        """The gradients of all trained inputs, by number."""
         trained, slopes = self.site.sharded.trained, self.slopes(inputs[0].device)
         needs = *(n in trained for n in range(len(inputs))), *(False for _ in slopes)
         gradients = self.plan.pull(needs, (*inputs, *slopes, *saved), grads)

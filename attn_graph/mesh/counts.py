@@ -1,4 +1,4 @@
-"""What the mask keeps of some queries: how many pairs, and which keys."""
+"""Counts of the mask's pairs for some queries, and their visible keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ MOST_COUNTS = 4096  # ranges of queries of which it is counted
 
 @lru_cache(HELD)
 def bound_mask(sharded: Sharded) -> tuple[Mask, Block]:
-    """A mask that keeps no less than the graph's and reads only what is known; and all places."""
+    """A mask from known tensors only, with at least the graph's places; and the box of all
+    places.
+    """
     B, H, M, N = sharded.sizes
     data = check_tensors(sharded.node.mask, sharded.sizes, sharded.mask_data())
     block = Block(range(B), range(H), range(M), H, M, N, data)
@@ -30,7 +32,7 @@ def bound_mask(sharded: Sharded) -> tuple[Mask, Block]:
 
 @lru_cache(HELD)
 def kept_layers(sharded: Sharded) -> tuple[Kept, ...] | None:
-    """What it keeps as layers of queries; None where only counting shows."""
+    """The kept places as layers of queries; None if they can only be counted."""
     mask, block = bound_mask(sharded)
     if 0 in sharded.sizes:
         return ()
@@ -39,7 +41,6 @@ def kept_layers(sharded: Sharded) -> tuple[Kept, ...] | None:
 
 
 def clip_layers(layers: tuple[Layer, ...], rows: range) -> Iterator[Layer]:
-    """What layers keep of some queries."""
     for layer in layers:
         own = range(max(layer.rows.start, rows.start), min(layer.rows.stop, rows.stop))
         if own and layer.runs:
@@ -48,14 +49,15 @@ def clip_layers(layers: tuple[Layer, ...], rows: range) -> Iterator[Layer]:
 
 @lru_cache(MOST_COUNTS)
 def count_seen(sharded: Sharded, rows: range) -> int:
-    """The pairs that some queries see, of all batch entries and heads; at most, unless all is
-    known."""
+    """The pairs of some queries, over all batch entries and heads; an upper bound unless all is
+    known.
+    """
     B, H, _, N = sharded.sizes
     return count_box(sharded, Box(range(B), range(H), rows, range(N), sharded.sizes))
 
 
 def count_box(sharded: Sharded, box: Box) -> int:
-    """The pairs that are kept of a box of places; at most, unless all is known."""
+    """The kept pairs of a box of places; an upper bound unless all is known."""
     kept = kept_layers(sharded)
     if kept is None:
         return count_moved(sharded, box)
@@ -75,7 +77,7 @@ def sum_below(run: Run, rows: range, key: int) -> int:
 
 
 def sum_least(edge: Edge, rows: range, key: int) -> int:
-    """The sum, over queries, of where an edge lies, or of a key where that comes first."""
+    """The sum, over queries, of the lesser of an edge's place and a key."""
     if not edge.moves:
         return len(rows) * min(edge.at, key)
     before = max(0, min(len(rows), key - edge.of(rows.start)))
@@ -83,7 +85,7 @@ def sum_least(edge: Edge, rows: range, key: int) -> int:
 
 
 def count_moved(sharded: Sharded, box: Box) -> int:
-    """The same by the mask that is moved there."""
+    """The kept pairs of a box by the mask moved there."""
     piece, data = sharded.piece(box), sharded.mask_data()
     mask = piece.node.mask
     needs = {} if mask is None else {n: x.axes for n, x in mask.needs.items()}
@@ -93,7 +95,7 @@ def count_moved(sharded: Sharded, box: Box) -> int:
 
 
 def find_seen(sharded: Sharded, rows: range) -> Keys:
-    """The keys that any of some queries may see."""
+    """The keys possibly visible to any of some queries."""
     mask, block = bound_mask(sharded)
     kept = kept_layers(sharded)
     if kept is None:

@@ -54,10 +54,10 @@ class Wrapping:
 
 
 def unwrap(site: Site, given: Tensors) -> tuple[Tensors, Wrapping | None]:
-    """The rank's parts of DTensors, and how its results become such; plain tensors as they are.
+    """The rank's parts of DTensors, and a function to wrap results; plain tensors as they are.
 
-    Raises PlanMismatchError, with both placements, for DTensors that are divided otherwise, and
-    where some are DTensors and others are not.
+    Raises PlanMismatchError, with both placements, for DTensors with other placements, and for a
+    mixture of DTensors and plain tensors.
     """
     if not any(map(is_distributed, given.values())):
         return given, None
@@ -69,7 +69,7 @@ def unwrap(site: Site, given: Tensors) -> tuple[Tensors, Wrapping | None]:
 
 
 def placement_problems(site: Site, name: str, t: torch.Tensor | DTensor) -> Iterator[str]:
-    """Where a DTensor differs from what the plan takes."""
+    """The differences between a DTensor and the plan's placement."""
     from torch.distributed import get_process_group_ranks
     from torch.distributed.tensor import DTensor
 
@@ -96,7 +96,7 @@ def placement_problems(site: Site, name: str, t: torch.Tensor | DTensor) -> Iter
 def cut_problems(
     sharded: Sharded, name: str, shape: Sequence[int], axes: str, axis: int
 ) -> Iterator[str]:
-    """Where a rank has other places of a divided axis than DTensors give it: all ranks say so."""
+    """The divided axes with other cuts in DTensors than in the plan, the same on all ranks."""
     size, ranks = shape[axis], sharded.mesh.ranks
     for rank, due in enumerate(chunk(size, ranks)):
         own = sharded.parts(rank, shape, axes)[axis]
@@ -110,7 +110,7 @@ def cut_problems(
 
 
 def expected_placement(sharded: Sharded, shape: Sequence[int], axes: str) -> Placement:
-    """Which axis of a tensor the ranks divide, as DTensors say it."""
+    """The DTensor placement of a tensor: its divided axis."""
     from torch.distributed.tensor import Replicate, Shard
 
     axis = sharded.divided_axis(shape, axes)

@@ -1,4 +1,4 @@
-"""Messages between ranks: flat bytes, posted ahead and waited for; all that travels goes here."""
+"""Messages between ranks: flat bytes, posted ahead and waited for. All traffic goes here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Shape = Sequence[int]
 @final
 @frozen(eq=False)
 class Transfer:
-    """Messages under way. incoming: what each rank sends here, by its number, flat.
+    """Messages under way. incoming: the message of each rank, by its number, flat.
 
-    outgoing: kept until they have left.
+    outgoing: kept until sent.
     """
 
     works: Sequence[Any]  # Any: of torch.distributed
@@ -33,7 +33,7 @@ class Transfer:
     outgoing: Mapping[int, torch.Tensor]
 
     def wait(self) -> Mapping[int, torch.Tensor]:
-        """What came in, once all messages have arrived."""
+        """The incoming messages, once all have arrived."""
         with named_in_profiles("mesh wait"):
             for work in self.works:
                 work.wait()
@@ -43,9 +43,9 @@ class Transfer:
 @final
 @frozen(eq=False)
 class Line:
-    """How a plan reaches the other ranks of its group. tag: of all its messages, as `tag_of` says.
+    """A plan's connection to the other ranks of its group. tag: of all its messages, by `tag_of`.
 
-    Groups that read tags, as gloo does, keep messages of different plans apart.
+    Groups with tags, such as gloo, keep messages of different plans apart.
     """
 
     group: ProcessGroup
@@ -53,7 +53,7 @@ class Line:
 
 
 def tag_of(text: str) -> int:
-    """A number below 2^31 that tells what a text describes from almost all else."""
+    """A number below 2^31, almost unique to a text."""
     return int.from_bytes(sha256(text.encode()).digest()[:4], "big") >> 1
 
 
@@ -97,7 +97,7 @@ def pack(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> t
 
 
 def unpack(flat: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-    """The tensors that `pack` made flat."""
+    """The tensors flattened by `pack`."""
     ends = [*accumulate(map(prod, shapes), initial=0)]
     return [flat[a:b].view(*x) for (a, b), x in zip(pairwise(ends), shapes, strict=True)]
 
@@ -105,10 +105,11 @@ def unpack(flat: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
 def compare_texts(
     group: ProcessGroup, text: str, device: torch.device, fault: Exception | None = None
 ) -> None:
-    """Raise GraphError, in every rank, unless all ranks have the same text and none has a fault.
+    """Raise GraphError, in every rank, unless all ranks have one text and no fault.
 
-    fault: why this rank does not compute; it returns then, for its caller to raise that. Each rank
-    sends 32 bytes; where they differ, each sends its text and its fault, and the error quotes them.
+    fault: this rank's reason not to compute; the function then returns for its caller to raise it.
+    Each rank sends 32 bytes; if they differ, each sends its text and its fault, and the error
+    quotes them.
     """
     from torch import distributed as dist
 
@@ -125,7 +126,7 @@ def compare_texts(
 
 
 def raise_difference(said: Sequence[tuple[str, str | None]]) -> NoReturn:
-    """Raise GraphError for texts that differ, or for faults. said: both of each rank."""
+    """Raise GraphError for different texts, or for faults. said: both of each rank."""
     for rank, (_, problem) in enumerate(said):
         if problem:
             raise GraphError(f"rank {rank} refused its call, so no rank computes: {problem}")

@@ -1,4 +1,4 @@
-"""What ranks compute and send, and how long it takes, before anything runs and without a mesh."""
+"""Work, messages and times of all ranks, before anything runs and without a mesh."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def link_speed(link: str | float | None, target: Target) -> float | None:
 
 
 def explain_mesh(sharded: Sharded, target: Target, link: str | float | None) -> Outlook:
-    """What each rank computes and sends, how balanced, and how long, beside other methods.
+    """The work and messages of each rank, their balance and time, with other methods to compare.
 
-    link: what each rank sends by, by its name or as bytes a second each way; None leaves times out.
-    Raises GraphError for a name that is not known.
+    link: of each rank, by its name or as bytes a second each way; None leaves times out. Raises
+    GraphError for an unknown name.
     """
     speed = link_speed(link, target)
     names: Sequence[Method] = get_args(Method) if sharded.placement in SEQUENCES else ()
@@ -80,7 +80,7 @@ def picture_owners(sharded: Sharded) -> tuple[tuple[int, ...], ...]:
 
 
 def list_owners(sharded: Sharded, rows: range, side: int) -> Iterator[int]:
-    """Those of a line of tiles."""
+    """The ranks of a line of tiles."""
     rank, seen = owner_of(sharded, rows[len(rows) // 2]), find_seen(sharded, rows)
     N = sharded.sizes[3]
     for first in range(0, N, side):
@@ -89,7 +89,7 @@ def list_owners(sharded: Sharded, rows: range, side: int) -> Iterator[int]:
 
 
 def owner_of(sharded: Sharded, query: int) -> int:
-    """The rank that has a query."""
+    """The rank of a query."""
     holdings = enumerate(sharded.holdings)
     return next(n for n, own in holdings if any(query in rows for rows in own.rows))
 
@@ -114,7 +114,7 @@ def list_figures(sharded: Sharded, target: Target, link: float | None) -> Iterat
 
 
 def list_hops(sharded: Sharded, rank: int) -> Iterator[Hop]:
-    """What a rank does, step by step; its own keys come first."""
+    """A rank's steps in order; its own keys come first."""
     ranks = sharded.mesh.ranks
     visits = {visit.step: visit for visit in visits_of(sharded, rank) if sharded.method}
     for step in range(ranks):
@@ -132,7 +132,7 @@ def list_hops(sharded: Sharded, rank: int) -> Iterator[Hop]:
 
 
 def hop_flows(sharded: Sharded, rank: int, to: int, source: int) -> tuple[Flow, Flow]:
-    """What a rank sends and receives at a step: gradients go against the way of the keys."""
+    """The bytes sent and received by a rank at a step: gradients travel against the keys."""
     there, here = flow_between(sharded, rank, to), flow_between(sharded, source, rank)
     if sharded.method not in ("ring", "gather"):
         return there, here
@@ -143,7 +143,7 @@ def hop_flows(sharded: Sharded, rank: int, to: int, source: int) -> tuple[Flow, 
 
 
 def heads_pairs(sharded: Sharded, rank: int) -> int:
-    """The pairs of the heads that a rank computes."""
+    """The pairs of a rank's heads."""
     B, H, M, N = sharded.sizes
     G = sharded.graph.types[sharded.eqn.args[1]].shape[1]
     heads, _ = divide_heads(H, G, sharded.mesh.ranks)[rank]
@@ -151,9 +151,9 @@ def heads_pairs(sharded: Sharded, rank: int) -> int:
 
 
 def hop_buffers(sharded: Sharded, hops: Sequence[Hop]) -> int:
-    """Bytes of messages that a rank holds at once in the forward, at most.
+    """The largest bytes of messages held by a rank at once in the forward.
 
-    Under "ring" those of one hop, and what came in the one before; else all.
+    Under "ring" those of one hop and of the hop before; else all.
     """
     if sharded.method != "ring":
         return sum(hop.sent.forward + hop.received.forward for hop in hops)
@@ -176,10 +176,10 @@ def add_times(
 
 
 def overlap(method: Method | None, compute: Sequence[float], moved: Sequence[float]) -> float:
-    """Seconds of hops of which the next is under way while one is computed.
+    """Seconds of hops, each overlapped with the computation before it.
 
-    Under "gather" all are under way while the rank's own keys are computed; where heads are
-    exchanged nothing is computed meanwhile, nor while gradients are added up at the end.
+    Under "gather" all are under way while the rank computes with its own keys. Exchanges of heads,
+    and sums of gradients at the end, overlap with nothing.
     """
     if method == "ring":
         return sum(max(a, b) for a, b in zip(compute, (*moved[1:], 0.0), strict=True))

@@ -21,7 +21,7 @@ Kinds = str  # a letter for each tensor that is exchanged: q has query heads, k 
 
 
 def heads_of(site: Site, rank: int) -> dict[str, range]:
-    """The heads that a rank computes, of queries and of keys."""
+    """A rank's heads, of queries and of keys."""
     sharded = site.sharded
     G = sharded.graph.types[sharded.eqn.args[1]].shape[1]
     heads, groups = divide_heads(sharded.sizes[1], G, sharded.mesh.ranks)[rank]
@@ -29,7 +29,7 @@ def heads_of(site: Site, rank: int) -> dict[str, range]:
 
 
 def chunks_of(site: Site, rank: int) -> dict[str, Ranges]:
-    """The places of the sequence that a rank has, of queries and of keys."""
+    """A rank's places of the sequence, of queries and of keys."""
     own = site.sharded.holdings[rank]
     return {"q": own.rows, "k": own.keys}
 
@@ -69,7 +69,7 @@ def pack_heads(heads: Mapping[str, range], kinds: Kinds, tensors: Tensors) -> to
 
 
 def to_sequence(site: Site, kinds: Kinds, tensors: Tensors) -> dict[int, list[torch.Tensor]]:
-    """The way back: by rank, of the heads that it computes, this rank's part of the sequence."""
+    """The way back: by rank, this rank's part of the sequence, of the other's heads."""
     ranks = range(site.sharded.mesh.ranks)
     outgoing = {
         r: pack(
@@ -90,7 +90,7 @@ def to_sequence(site: Site, kinds: Kinds, tensors: Tensors) -> dict[int, list[to
 
 
 def spread(whole: torch.Tensor, chunks: Ranges, part: torch.Tensor) -> None:
-    """Write places of the sequence, which lie one after the other in `part`, to where they are."""
+    """Write contiguous places of the sequence in `part` to their chunks in `whole`."""
     start = 0
     for chunk in chunks:
         whole[:, :, chunk.start : chunk.stop] = part[:, :, start : start + len(chunk)]
@@ -107,7 +107,7 @@ def swap(
     outgoing: Mapping[int, torch.Tensor],
     shapes: Mapping[int, Sequence[tuple[int, ...]]],
 ) -> dict[int, list[torch.Tensor]]:
-    """Send each rank its flat tensor; what each sends, its own part among them."""
+    """Send each rank its flat tensor; return all ranks' tensors, the own one included."""
     others = {r: x for r, x in outgoing.items() if r != site.rank}
     sizes = {r: sum(map(torch.Size.numel, map(torch.Size, shapes[r]))) for r in others}
     came = post(site.line, others, sizes, outgoing[site.rank]).wait()
@@ -132,7 +132,7 @@ def prepare_heads(site: Site) -> None:
 
 
 def head_shapes(site: Site) -> list[tuple[int, ...]]:
-    """The shapes of what `forward_heads` keeps."""
+    """The shapes of the tensors saved by `forward_heads`."""
     sharded, own = site.sharded, heads_of(site, site.rank)
     q, k, v = (sharded.graph.types[n].shape for n in sharded.eqn.args[:3])
     rows = q[0], len(own["q"]), q[2]
@@ -163,7 +163,7 @@ def forward_heads(site: Site, inputs: Tensors) -> tuple[RowResults, Tensors]:
 
 
 def backward_heads(site: Site, inputs: Tensors, saved: Tensors, cotangents: Cotangents) -> Totals:
-    """Gradients of the rank's inputs but sinks. saved: what `forward_heads` keeps."""
+    """Gradients of the rank's inputs except sinks. saved: from `forward_heads`."""
     totals, (*qkv, o, lse) = Totals.zeros(site, inputs), saved
     do = torch.zeros_like(cotangents.o) if cotangents.do is None else cotangents.do
     grads: list[torch.Tensor | None] = [*to_heads(site, "q", [do]), None]

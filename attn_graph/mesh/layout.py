@@ -1,4 +1,4 @@
-"""Who has what: how ranks divide the batch, the heads, or the queries and keys."""
+"""Layouts: the division of the batch, the heads, or the queries and keys among ranks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def to_ranks(value: object) -> int:
 @final
 @frozen
 class Mesh:
-    """`ranks` equal devices, each linked to each: what planning needs to know of them.
+    """`ranks` equal devices, each linked to each, for planning.
 
-    A plan runs on a process group of that many ranks; a mesh has none.
+    A plan runs on a process group of as many ranks; the mesh itself has none.
     """
 
     ranks: int = field(converter=to_ranks)
@@ -49,9 +49,9 @@ class Mesh:
 @final
 @frozen
 class Holding:
-    """What one rank has: of the batch, of the query and key/value heads, of queries and of keys.
+    """One rank's part: of the batch, of the query and key/value heads, of queries and of keys.
 
-    rows and keys are chunks in their order, which a rank's tensors have one after the other.
+    rows and keys are chunks in their order, contiguous in the rank's tensors.
     """
 
     batch: range
@@ -62,7 +62,7 @@ class Holding:
 
 
 def divide(size: int, parts: int, grain: int = 1) -> list[range]:
-    """`size` positions in `parts` neighbouring ranges, whose lengths differ by at most one grain.
+    """`size` positions in `parts` neighbouring ranges, with lengths differing by at most one grain.
 
     Each begins at a multiple of `grain`.
     """
@@ -72,16 +72,16 @@ def divide(size: int, parts: int, grain: int = 1) -> list[range]:
 
 
 def chunk(size: int, parts: int, grain: int = 1) -> list[range]:
-    """The same as PyTorch's chunk, and so its DTensors, divide: all but the last are equally long.
+    """Ranges as of PyTorch's chunk, and so of its DTensors: all but the last have one length.
 
-    Ranges are empty where those before have everything.
+    The last ones may be empty.
     """
     each = max(1, -(-size // (parts * grain))) * grain
     return [range(min(size, n * each), min(size, (n + 1) * each)) for n in range(parts)]
 
 
 def chunk_by_weight(weights: Sequence[int], parts: int) -> list[range]:
-    """Neighbours in parts of nearly the same weight: each belongs where its middle lies."""
+    """Neighbours in parts of nearly equal weight: the middle of each decides its part."""
     whole, ends = max(1, sum(weights)), [*accumulate(weights, initial=0)]
     owners = [(a + b) * parts // (2 * whole) for a, b in pairwise(ends)]
     firsts = [bisect_left(owners, n) for n in range(parts)]
@@ -89,7 +89,7 @@ def chunk_by_weight(weights: Sequence[int], parts: int) -> list[range]:
 
 
 def join_touching(chunks: Iterable[range]) -> Ranges:
-    """Chunks in their order, without empty ones; those that touch are one."""
+    """Chunks in their order, without empty ones, with touching ones joined."""
     out: list[range] = []
     for own in sorted((c for c in chunks if c), key=lambda c: c.start):
         if out and out[-1].stop == own.start:
@@ -100,10 +100,10 @@ def join_touching(chunks: Iterable[range]) -> Ranges:
 
 
 def divide_heads(H: int, G: int, ranks: int) -> list[tuple[range, range]]:
-    """Each rank's query heads and the key/value heads that these read.
+    """Each rank's query heads and their key/value heads.
 
-    Whole groups while there are enough for all ranks. Else ranks share groups: each has some query
-    heads of one, whose key/value head all of them have.
+    Whole groups if there are enough for all ranks. Else ranks share groups: each has some query
+    heads of one, and all of them its key/value head.
     """
     each = H // max(1, G)
     if ranks <= G or not G:
@@ -127,15 +127,15 @@ def contiguous(size: int, ranks: int, grain: int = 1) -> list[Ranges]:
 
 
 def balance(work: Sequence[int]) -> float:
-    """The slowest rank over the mean; 1 where nobody has work."""
+    """The slowest rank over the mean; 1 without any work."""
     return max(work) * len(work) / sum(work) if sum(work) else 1.0
 
 
 def balance_chunks(size: int, ranks: int, weigh: Weigh, grain: int = 1) -> list[Ranges]:
-    """Chunks of queries for each rank, as many queries for all, and nearly the same pairs.
+    """Chunks of queries for each rank, of equal numbers of queries and nearly equal pairs.
 
-    Of the contiguous layout, of zigzag and of ever smaller chunks that are dealt by their counts,
-    the first whose slowest rank is within EVEN of the mean; the best one where none is.
+    The first within EVEN of the mean among the contiguous layout, zigzag, and ever smaller chunks
+    dealt by their counts; else the best one.
     """
     tries: list[tuple[float, list[Ranges]]] = []
     for layout in (contiguous, zigzag):
@@ -170,7 +170,7 @@ def deal(chunks: Sequence[range], ranks: int, weigh: Weigh) -> list[Ranges]:
 
 
 def swap_chunks(hands: list[list[int]], weights: Sequence[int]) -> None:
-    """Exchange chunks between the rank with most work and the others while that evens them."""
+    """Exchange chunks between the busiest rank and the others while it improves the balance."""
     for _ in range(SWAPS):
         loads = [sum(weights[n] for n in hand) for hand in hands]
         most = max(range(len(hands)), key=lambda r: loads[r])
@@ -184,9 +184,10 @@ def swap_chunks(hands: list[list[int]], weights: Sequence[int]) -> None:
 def best_swap(
     hands: list[list[int]], weights: Sequence[int], loads: Sequence[int], most: int
 ) -> tuple[int, int, int] | None:
-    """The exchange after which the heavier of two ranks has least: the other rank, and which two.
+    """The exchange with the least load of the heavier of two ranks: the other rank, and both
+    chunks.
 
-    None where none helps.
+    None if no exchange helps.
     """
     best, least = None, loads[most]
     for other, hand in enumerate(hands):

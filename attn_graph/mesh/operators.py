@@ -1,7 +1,7 @@
-"""torch.ops.attn_graph.mesh: a rank's plan as an operator, for code that torch.compile traces.
+"""torch.ops.attn_graph.mesh: a rank's plan as an operator, for torch.compile.
 
-Traced code knows a plan by its name in this process. The operator returns what a call does, then
-what the backward reads beside that; `mesh_backward` takes all of it, and cotangents.
+Traced code knows a plan by its name in this process. The operator returns a call's results, then
+the other tensors saved for the backward; `mesh_backward` takes all of them, and cotangents.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Context = Any  # autograd's own, on which torch puts what it likes
 
 
 class RankCalls(Protocol):
-    """What the operators ask of a rank's plan."""
+    """The interface of a rank's plan to the operators."""
 
     site: Site
 
     def start(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        """The outputs, and what the backward reads, of tensors that are checked first."""
+        """The outputs, and the tensors saved for the backward, after a check of the inputs."""
         ...
 
     def pull(
@@ -43,7 +43,7 @@ numbers = count()
 
 
 def enter_plan(plan: RankCalls) -> str:
-    """A name by which traced code calls a plan, as long as it is there."""
+    """A name for a plan in traced code, valid during the plan's life."""
     name = f"rank's plan {next(numbers)}"
     plans[name] = plan
     return name
@@ -53,7 +53,7 @@ def enter_plan(plan: RankCalls) -> str:
     "attn_graph::mesh", mutates_args=(), schema="(Tensor[] tensors, str plan) -> Tensor[]"
 )
 def call_plan(tensors: Tensors, plan: str) -> list[torch.Tensor]:
-    """What a call returns, then what the backward reads beside that."""
+    """A call's results, then the other tensors saved for the backward."""
     with torch.no_grad():
         outputs, (o, lse, *more) = plans[plan].start(tensors)
     site = plans[plan].site
@@ -91,7 +91,7 @@ def describe_result(site: Site, name: str, q: torch.Tensor) -> torch.Tensor:
     schema="(Tensor[] tensors, str plan, bool[] given) -> Tensor[]",
 )
 def pull_plan(tensors: Tensors, plan: str, given: Sequence[bool]) -> list[torch.Tensor]:
-    """The gradients of the inputs that have one. tensors: inputs, results, cotangents `given`."""
+    """The gradients of the trained inputs. tensors: inputs, results, cotangents `given`."""
     site, count = plans[plan].site, len(tensors) - sum(given)
     inputs = len(site.sharded.open_inputs)
     results, cotangents = tensors[inputs:count], iter(tensors[count:])
@@ -104,13 +104,12 @@ def pull_plan(tensors: Tensors, plan: str, given: Sequence[bool]) -> list[torch.
 
 
 def result_names(site: Site) -> tuple[str, ...]:
-    """The outputs of a call, then those of o and lse that it does not return."""
+    """The outputs of a call, then o and lse if they are not outputs."""
     shown = site.sharded.output_names
     return *shown, *(name for name in SAVED if name not in shown)
 
 
 def trained_inputs(site: Site) -> tuple[bool, ...]:
-    """Which inputs of a call have a gradient."""
     return tuple(n in site.sharded.trained for n in site.sharded.open_inputs)
 
 
@@ -128,7 +127,6 @@ def describe_spec(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def remember_call(ctx: Context, inputs: tuple[Tensors, str], output: Tensors) -> None:
-    """What the backward needs."""
     tensors, ctx.plan = inputs
     names = plans[ctx.plan].site.sharded.output_names
     ctx.mark_non_differentiable(*(x for x, n in zip(output, names, strict=False) if n not in SAVED))

@@ -1,4 +1,4 @@
-"""Reads the text of sharded graphs: a graph, and the call of `shard` that divides it."""
+"""Reads the text of sharded graphs: a graph, and its call of `shard`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_graph.mesh.sharding import shard
 
 
 def parse_sharded(text: str, known: Iterable[type[Any]]) -> Sharded:  # Any: masks, modifiers, ops
-    """The sharded graph of a text. Raises GraphError with the line that is wrong."""
+    """The sharded graph of a text. Raises GraphError with the wrong line."""
     parser = graph_parser(text, (Mesh, *known))
     match read_syntax(text).body:
         case [*graph, ast.Expr(ast.Call(ast.Name("shard"), [ast.Name(), *args], keywords) as call)]:
@@ -32,7 +32,7 @@ def parse_sharded(text: str, known: Iterable[type[Any]]) -> Sharded:  # Any: mas
 
 
 def read_option(node: ast.expr) -> Any:  # Any: a tensor, or the name of a method
-    """What a keyword of `shard` is given. Raises GraphError."""
+    """The value of a keyword of `shard`. Raises GraphError."""
     return read_tensor(node) if isinstance(node, ast.Call) else literal_value(node)
 
 
@@ -46,7 +46,7 @@ def read_tensor(node: ast.Call) -> torch.Tensor:
 
 
 def is_run(run: object) -> bool:
-    """Whether this is an integer or a boolean, and how often it comes."""
+    """True for an integer or a boolean with its number of repetitions."""
     match run:
         case (int(value), int(count)):
             return -(2**63) <= value < 2**63 and count > 0

@@ -25,8 +25,7 @@ from attn_graph.mesh.sharded import STARTS, Sharded
 
 
 def place_ranks(whole: Sharded) -> Iterator[Holding]:
-    """What each rank has. Raises GraphError for packed sequences of which it is not known where
-    they begin."""
+    """Each rank's part. Raises GraphError for packed sequences with unknown starts."""
     (B, H, _, _), ranks, sizes = whole.sizes, whole.mesh.ranks, whole.axis_sizes
     all_ = Holding(
         range(B), range(H), range(sizes["g"]), (range(sizes["i"]),), (range(sizes["j"]),)
@@ -44,7 +43,7 @@ def place_ranks(whole: Sharded) -> Iterator[Holding]:
 
 
 def place_sequences(whole: Sharded, all_: Holding) -> Iterator[Holding]:
-    """Some packed sequences for each rank, one after another, with nearly the same rows.
+    """Some packed sequences for each rank, contiguous, with nearly equal rows.
 
     Rows of no sequence go along with those before them.
     """
@@ -68,7 +67,7 @@ def ranges_between(places: Sequence[int], size: int) -> list[range]:
 
 
 def known_starts(whole: Sharded, letter: str) -> list[int]:
-    """Where sequences begin. Raises GraphError where that is not known, or can't be."""
+    """The starts of sequences. Raises GraphError if they are unknown or impossible."""
     number = whole.starts[letter]
     name, known = whole.graph.inputs[number].name, whole.constants
     if number not in known:

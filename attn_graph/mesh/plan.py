@@ -66,7 +66,6 @@ class RankPlan(ShardedPlan):
 
     @property
     def sharded(self) -> Sharded:
-        """What it runs."""
         return self.site.sharded
 
     @property
@@ -79,12 +78,10 @@ class RankPlan(ShardedPlan):
 
     @cached_property
     def own(self) -> OwnPart | None:
-        """The rank's part, where nothing of the forward is exchanged."""
         return OwnPart(self.site) if self.sharded.method is None else None
 
     @property
     def constants(self) -> tuple[int, ...]:
-        """Places of the outputs that have no gradient."""
         return self.sharded.graph.constant_places
 
     def __call__(
@@ -107,7 +104,7 @@ class RankPlan(ShardedPlan):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def trace(self, tensors: Tensors) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The call as an operator in code that torch.compile traces. Raises GraphError."""
+        """The call as an operator in code under torch.compile. Raises GraphError."""
         if any(map(is_distributed, tensors)):
             raise GraphError(
                 "shard: compiled code calls a rank's plan with plain tensors; pass x.to_local(), "
@@ -117,12 +114,12 @@ class RankPlan(ShardedPlan):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def call_op(self, tensors: Tensors) -> Tensors:
-        """The outputs by an operator of PyTorch's, for what watches or traces calls."""
+        """The outputs by a PyTorch operator, visible to traces and dispatch modes."""
         results: Tensors = torch.ops.attn_graph.mesh([*tensors], self.name)
         return results[: self.width]
 
     def start(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        """`run`, of tensors that the operator is given."""
+        """`run` for the operator's tensors."""
         given, _ = self.read(tensors, {})
         self.agree(given)
         return self.run(*given)
@@ -139,9 +136,10 @@ class RankPlan(ShardedPlan):
         return [*parts.values()], wrapping
 
     def agree(self, given: Sequence[object], fault: Exception | None = None) -> None:
-        """Compare with the other ranks, until all computed once. fault: why this one does not.
+        """Compare with the other ranks, until all computed once. fault: this rank's reason not to
+        compute.
 
-        Raises GraphError where they compute other things, and where another has a fault.
+        Raises GraphError for different graphs, and for another rank's fault.
         """
         if self.site.memory.agrees:
             return
@@ -154,7 +152,7 @@ class RankPlan(ShardedPlan):
         self.site.memory.agrees = fault is None
 
     def prepare(self) -> None:
-        """Plan its first box, so that what no backend takes is refused before anything is sent.
+        """Plan the first box, so that a graph without a backend is refused before anything is sent.
 
         Raises NoBackendError.
         """
@@ -178,13 +176,13 @@ class RankPlan(ShardedPlan):
         )
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """The outputs, and what the backward reads beside the inputs."""
+        """The outputs, and the other tensors saved for the backward."""
         with without_autocast(), named_in_profiles("mesh forward"):
             inputs = self.site.all_inputs(tensors)
             return self.own.forward(inputs) if self.own else self.run_together(inputs)
 
     def run_together(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
-        """The same where keys, or heads, are exchanged; saved are o, lse, and more."""
+        """`run` with exchanged keys or heads; saved are o, lse, and more."""
         sharded, site = self.sharded, self.site
         saved: Tensors = ()
         if sharded.method == "heads":
@@ -200,9 +198,9 @@ class RankPlan(ShardedPlan):
     def pull(
         self, needs: tuple[bool, ...], saved: Tensors, grads: Sequence[torch.Tensor | None]
     ) -> Tensors:
-        """The gradients of the inputs marked in `needs`, from what the forward saved.
+        """The gradients of the inputs marked in `needs`, from the forward's saved tensors.
 
-        All are computed, since other ranks may need what this one does not. Raises GraphError where
+        All are computed, since other ranks may need more than this one. Raises GraphError if
         autograd records this too.
         """
         if torch.is_grad_enabled():
@@ -225,7 +223,7 @@ class RankPlan(ShardedPlan):
     def pull_together(
         self, inputs: Tensors, saved: Tensors, grads: Sequence[torch.Tensor | None]
     ) -> Totals:
-        """The gradients of the rank's inputs where keys, or heads, are exchanged."""
+        """The gradients of the rank's inputs with exchanged keys or heads."""
         site, (o, lse, *more) = self.site.behind, saved
         cotangents = self.read_cotangents(o, lse, grads)
         if self.sharded.method == "heads":
@@ -244,7 +242,7 @@ class RankPlan(ShardedPlan):
     def read_cotangents(
         self, o: torch.Tensor, lse: torch.Tensor, grads: Sequence[torch.Tensor | None]
     ) -> Cotangents:
-        """o, lse and their cotangents by the order of the outputs; what blind rows hold is 0."""
+        """o, lse and their cotangents by the order of the outputs; 0 in blind rows."""
         named = dict(zip(self.sharded.output_names, grads, strict=True))
         do, dlse = (
             None if x is None else clear_blind_rows(x, lse)
@@ -253,7 +251,7 @@ class RankPlan(ShardedPlan):
         return Cotangents(o, lse, do, dlse)
 
     def add_shared(self, totals: Totals) -> None:
-        """Add up gradients over the ranks that have the same part of an input, in their order."""
+        """Add up gradients over the ranks with one part of an input, in their order."""
         site = self.site.behind
         others = [r for r in range(self.sharded.mesh.ranks) if r != site.rank]
         shared = {r: shared_inputs(self.sharded, site.rank, r) for r in others}
@@ -273,10 +271,10 @@ class RankPlan(ShardedPlan):
 
 
 def plan_rank(sharded: Sharded, recipe: Recipe, group: ProcessGroup | None) -> RankPlan:
-    """The plan of this process, one of as many ranks as the mesh has.
+    """The plan of this process, one for each rank of the mesh.
 
-    group: the ranks' process group, by default that of all processes. Raises GraphError for one of
-    another size, and where there is none.
+    group: the ranks' process group, by default the group of all processes. Raises GraphError for
+    one of another size, and without any.
     """
     from torch import distributed as dist
 

@@ -1,4 +1,4 @@
-"""What `compile` and `explain` give of a sharded graph."""
+"""Results of `compile` and `explain` for a sharded graph."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ COLUMNS = (
 
 
 class ShardedPlan(ABC):
-    """How one rank runs its part of a sharded graph. Made by `compile`.
+    """One rank's plan for its part of a sharded graph. Made by `compile`.
 
-    Every rank of the group calls its own, in the same order; each gives the rank's part of the
-    graph's outputs. Where an input requires grad the results are differentiable, once, and every
-    rank has to go backward too. At the first call ranks compare what they compute, and raise
-    GraphError where they disagree, or where one refuses its tensors. Of DTensors, divided as the
-    placement says, it gives DTensors.
+    Every rank of the group calls its own, in the same order, for the rank's part of the graph's
+    outputs. If an input requires grad the results are differentiable, once, and every rank has to
+    go backward too. At the first call ranks compare their graphs, and raise GraphError if they
+    disagree, or if one refuses its tensors. DTensors with the plan's placement give DTensors.
     Raises PlanMismatchError for shards other than `split` makes.
     """
 
@@ -47,7 +46,7 @@ class ShardedPlan(ABC):
     @property
     @abstractmethod
     def target(self) -> Target:
-        """The kind of device that it runs on."""
+        """The kind of device of each rank."""
 
 
 @final
@@ -65,7 +64,7 @@ class Flow:
 @final
 @frozen
 class Hop:
-    """One step of a rank: pairs of query and key that it computes, and what comes and goes."""
+    """One step of a rank: its pairs of query and key, and its messages."""
 
     pairs: int
     sent: Flow
@@ -81,8 +80,9 @@ class Hop:
 @final
 @frozen
 class RankFigures:
-    """What one rank does. seconds: of both passes, None where a rate is not known; compute and
-    transfer are those of each alone, `seconds` with one behind the other where they overlap."""
+    """One rank's work. seconds: of both passes, None without a rate; compute and transfer are those
+    of each alone, `seconds` with overlap.
+    """
 
     queries: int
     hops: tuple[Hop, ...]
@@ -99,24 +99,24 @@ class RankFigures:
 
     @property
     def sent(self) -> Flow:
-        """Bytes that it sends."""
+        """Bytes sent by the rank."""
         return sum((hop.sent for hop in self.hops), Flow())
 
     @property
     def received(self) -> Flow:
-        """Bytes that it receives."""
+        """Bytes received by the rank."""
         return sum((hop.received for hop in self.hops), Flow())
 
 
 @final
 @frozen
 class Outlook:
-    """What `explain` gives of a sharded graph: figures of each rank, and those of other methods.
+    """The result of `explain` for a sharded graph: figures of each rank and of other methods.
 
-    balance: pairs of the slowest rank over the mean. Bytes are exact; seconds are those of the
-    target's peak and of the link, which nothing beats. owners: of each tile of the mask, queries
-    down and keys across, the rank that has its queries, or -1 where no batch entry keeps any; none
-    where the sequence is whole on each rank.
+    balance: pairs of the slowest rank over the mean. Bytes are exact; seconds are lower bounds by
+    the target's peak and the link. owners: for each tile of the mask, queries down and keys across,
+    the rank of its queries, or -1 if no batch entry keeps any; none if the sequence is whole on
+    each rank.
     """
 
     mesh: Mesh
@@ -141,16 +141,16 @@ class Outlook:
 
     @property
     def sent(self) -> Flow:
-        """Bytes that all ranks send."""
+        """Bytes sent by all ranks."""
         return sum((rank.sent for rank in self.ranks), Flow())
 
     def __str__(self) -> str:
         return "\n".join([self.title(), *self.rows(), *self.comparison()])
 
     def picture(self) -> str:
-        """The mask as text, a mark a tile: the rank that has its queries, - where nothing is kept.
+        """The mask as text, a mark a tile: the rank of its queries, - for an empty tile.
 
-        Ranks of two digits are their last one.
+        Ranks of two digits show the last one.
         """
         return "\n".join(
             "".join("-" if rank < 0 else str(rank % 10) for rank in line) for line in self.owners
@@ -170,7 +170,7 @@ class Outlook:
         return html.page(*parts)
 
     def title(self) -> str:
-        """What is explained, in a line."""
+        """The first line of the text."""
         link = "no link known" if self.link is None else f"{format_scaled(self.link, 'B/s')} a way"
         method = f", {self.method}" if self.method else ""
         head = f"{show_call(self.mesh)}, {self.placement}{method}; {self.target}, {link}"

@@ -1,4 +1,4 @@
-"""Keys and values visit the ranks whose queries see them: one hop ahead, or all at once."""
+"""Keys and values visit the ranks with queries for them: one hop ahead, or all at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensors = Sequence[torch.Tensor]
 @final
 @frozen(eq=False)
 class Guest:
-    """A visit, with the keys and values that came."""
+    """A visit, with its keys and values."""
 
     visit: Visit
     k: torch.Tensor
@@ -31,7 +31,7 @@ class Guest:
 
 
 def forward_ring(site: Site, inputs: Tensors) -> RowResults:
-    """What the rank's queries have of all keys; sinks are not joined yet."""
+    """The results of the rank's queries over all keys, without sinks."""
     q, k, v = (inputs[i] for i in site.sharded.eqn.args[:3])
     results = RowResults.empty(site, q, v.shape[3])
 
@@ -56,7 +56,7 @@ def prepare_ring(site: Site) -> None:
 
 
 def runs_of(site: Site, guest: Guest, q: torch.Tensor, inputs: Tensors) -> Iterator[BoxCall]:
-    """What is computed during a visit."""
+    """The calls of a visit."""
     for job in guest.visit.jobs:
         keys = (x[:, :, job.at.start : job.at.stop] for x in (guest.k, guest.v))
         queries = q[:, :, job.here.start : job.here.stop]
@@ -66,9 +66,9 @@ def runs_of(site: Site, guest: Guest, q: torch.Tensor, inputs: Tensors) -> Itera
 def travel(site: Site, k: torch.Tensor, v: torch.Tensor, use: Callable[[Guest], None]) -> None:
     """Use the keys and values of each visit, the rank's own first, while the next are under way.
 
-    Under "gather" all are under way from the start. A guest is gone before the one after the next
-    is sent for: so no more than two hops are held. Where `use` fails, what is under way is waited
-    for, so that no message is left.
+    Under "gather" all are under way from the start. A visit's tensors are freed before the one
+    after the next is requested, so at most two hops are held. If `use` fails, pending messages are
+    waited for, so none is left.
     """
     own, *visits = visits_of(site.sharded, site.rank)
     waiting, under_way = deque(visits), deque[tuple[Visit, Transfer]]()
@@ -115,7 +115,7 @@ def post_keys(site: Site, visit: Visit, k: torch.Tensor, v: torch.Tensor) -> Tra
 
 
 def own_places(site: Site, keys: Ranges) -> list[range]:
-    """Where keys that a rank has lie in its own tensors."""
+    """The places of a rank's keys in its own tensors."""
     places, start = [], 0
     for chunk in site.holding.keys:
         inside = (x for x in keys if chunk.start <= x.start < chunk.stop)
@@ -135,7 +135,7 @@ def copy_keys(x: torch.Tensor, places: Sequence[range], room: torch.Tensor) -> N
 
 
 def backward_ring(site: Site, inputs: Tensors, cotangents: Cotangents) -> Totals:
-    """Gradients of the rank's inputs but sinks: those of its keys come back from all visits."""
+    """Gradients of the rank's inputs except sinks: those of its keys come back from all visits."""
     nq, nk, nv = site.sharded.eqn.args[:3]
     q, k, v = inputs[nq], inputs[nk], inputs[nv]
     totals = Totals.zeros(site, inputs)
@@ -172,7 +172,7 @@ def zeros_like(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 def add_run(
     site: Site, totals: Totals, run: BoxCall, cotangents: Cotangents, shares: Tensors
 ) -> None:
-    """Add the gradients of a box. shares: those of the keys that it was computed with."""
+    """Add the gradients of a box. shares: those of its keys."""
     rows = run.here.rows
     gradients = run.backward(*cotangents.of(rows))
     nq = site.sharded.eqn.args[0]
@@ -183,7 +183,7 @@ def add_run(
 
 
 def post_gradients(site: Site, guest: Guest, shares: Tensors) -> Transfer:
-    """Send a visit's gradients home, and be sent those of the keys that this rank sent."""
+    """Send a visit's gradients home, and receive those of this rank's keys."""
     visit, k, v = guest.visit, guest.k, guest.v
     flat = pack(shares, k.dtype)
     size = sum(map(prod, key_shapes(k, v, visit.sends)))
@@ -191,7 +191,7 @@ def post_gradients(site: Site, guest: Guest, shares: Tensors) -> Transfer:
 
 
 def collect(site: Site, visit: Visit, transfer: Transfer, own: Tensors) -> None:
-    """Add the gradients of the keys that this rank sent, when they are back."""
+    """Add the returned gradients of this rank's keys."""
     flat = transfer.wait()[visit.to]
     places, start = own_places(site, visit.sends), 0
     dk, dv = own

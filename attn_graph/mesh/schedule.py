@@ -1,4 +1,4 @@
-"""Who sends which keys to whom, and who computes what: known before anything runs."""
+"""The messages and the jobs of all ranks, known before anything runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from attn_graph.mesh.sharded import Sharded
 @final
 @frozen
 class Job:
-    """Queries against keys by one plan. here: the queries in the rank's own; at: the keys in what
-    the rank has or was sent."""
+    """Queries against keys by one plan. here: the queries in the rank's own; at: the keys among its
+    own or received ones.
+    """
 
     box: Box
     here: range
@@ -29,10 +30,10 @@ class Job:
 @final
 @frozen
 class Visit:
-    """What a rank sends to the rank `step` further on and is sent by the one `step` before.
+    """Messages of a rank to the one `step` further on and from the one `step` before.
 
-    Keys and values, or queries where heads are exchanged, by their places in the whole. jobs: what
-    it computes with what it is sent; where step is 0, with its own.
+    Keys and values, or queries if heads are exchanged, by their places in the whole. jobs: the
+    computations with the received tensors; at step 0, with its own.
     """
 
     step: int
@@ -45,12 +46,12 @@ class Visit:
 
 @lru_cache(HELD)
 def seen_keys(sharded: Sharded) -> tuple[tuple[Keys, ...], ...]:
-    """For each rank and chunk of its queries the keys that any of them may see."""
+    """For each rank and chunk of its queries the keys possibly visible to them."""
     return tuple(tuple(find_seen(sharded, rows) for rows in own.rows) for own in sharded.holdings)
 
 
 def hull_within(keys: Keys, chunk: range, grain: int) -> range:
-    """From the first key of a set that lies in a chunk to the last one; empty where none does.
+    """From the first to the last key of a set within a chunk; empty without any.
 
     It begins at a multiple of `grain`, as chunks do.
     """
@@ -65,9 +66,9 @@ def join_sets(sets: Sequence[Keys]) -> Keys:
 
 @lru_cache(HELD * HELD)
 def needed_keys(sharded: Sharded, rank: int, source: int) -> Ranges:
-    """Of each chunk of keys that `source` has, those from the first to the last that `rank` needs.
+    """Of each chunk of `source`'s keys, those from the first to the last needed by `rank`.
 
-    Chunks of which it needs none are left out.
+    Chunks without needed keys are left out.
     """
     seen = join_sets(seen_keys(sharded)[rank])
     hulls = (hull_within(seen, chunk, sharded.grain) for chunk in sharded.holdings[source].keys)
@@ -75,7 +76,7 @@ def needed_keys(sharded: Sharded, rank: int, source: int) -> Ranges:
 
 
 def list_jobs(sharded: Sharded, rank: int, chunks: Ranges) -> Iterator[Job]:
-    """What a rank computes with some chunks of keys, which lie one after the other."""
+    """A rank's computations with some chunks of keys, contiguous in memory."""
     own, start = sharded.holdings[rank], 0
     for chunk in chunks:
         here = 0
@@ -91,10 +92,10 @@ def list_jobs(sharded: Sharded, rank: int, chunks: Ranges) -> Iterator[Job]:
 
 @lru_cache(HELD * HELD)
 def visits_of(sharded: Sharded, rank: int) -> tuple[Visit, ...]:
-    """What a rank does under "ring" and "gather", in its order; own keys come first.
+    """A rank's steps under "ring" and "gather", in order; own keys come first.
 
-    Every rank has a visit for each step, also where nothing is sent: keys and gradients between
-    two ranks then go in one order on both sides, by which messages are told apart.
+    Every rank has a visit for each step, even without messages: keys and gradients between two
+    ranks then go in one order on both sides, and the order tells messages apart.
     """
     ranks = sharded.mesh.ranks
     own = Visit(0, rank, rank, (), (), tuple(list_jobs(sharded, rank, sharded.holdings[rank].keys)))

@@ -1,4 +1,4 @@
-"""A graph over several devices: a value that says who has what, and by which method it runs."""
+"""A graph over several devices: a value with the layout and the method."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ AXES = {
 @final
 @frozen
 class Known:
-    """A tensor that is known when a graph is sharded, by its content.
+    """A tensor known when a graph is sharded, by its content.
 
-    As text its runs of equal elements in C order, each with its length.
+    Its text has runs of equal elements in C order, each with its length.
     """
 
     name: str
@@ -73,11 +73,10 @@ class Known:
 @final
 @frozen(cache_hash=True, repr=False)
 class Sharded(Compilable[ShardedPlan, Outlook]):
-    """An attention that the ranks of a mesh compute together. Made by `shard`.
+    """An attention computed by the ranks of a mesh together. Made by `shard`.
 
-    Immutable and compared by content: `Sharded.parse(str(x)) == x`. `holdings` is what each rank
-    has. Its inputs are those of the graph less what is `known`; `split` makes them of whole
-    tensors.
+    Immutable and compared by content: `Sharded.parse(str(x)) == x`. `holdings` is each rank's part.
+    Its inputs are the graph's without the `known` ones; `split` makes them from whole tensors.
     """
 
     graph: Graph
@@ -94,7 +93,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         return plan_rank(self, recipe, group)
 
     def explain(self, target: Target, link: str | float | None) -> Outlook:
-        """What ranks compute and send, as `attn_graph.explain` gives it."""
+        """The ranks' work and messages: see `attn_graph.explain`."""
         from attn_graph.mesh.explanation import explain_mesh  # which imports this module
 
         return explain_mesh(self, target, link)
@@ -106,7 +105,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
 
     @cached_property
     def eqn(self) -> Eqn:
-        """The attention on tensors that are not packed, and what it reads."""
+        """The attention on unpacked tensors, with its operands."""
         eqn, _ = self.whole
         node = fused_attention(fused_op(eqn.op))
         return evolve(eqn, op=node, args=eqn.args[: len(node.ranks)])
@@ -119,7 +118,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
 
     @property
     def packs_rows(self) -> bool:
-        """Whether q is packed."""
+        """True if q is packed."""
         return self.packed is not None and self.packed.rows is not None
 
     @property
@@ -129,7 +128,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
-        """B, H, M and N; where sequences are packed or in pages, the most M and N of one."""
+        """B, H, M and N; for sequences packed or in pages, the most M and N of one."""
         types = [self.graph.types[i] for i in self.whole[0].args]
         q, k, *_ = types if self.packed is None else self.packed.padded(types)
         return q.shape[0], q.shape[1], q.shape[2], k.shape[2]
@@ -139,9 +138,8 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         """The letters of each input's axes, by number: of q, k and v bhid, bgjd and bgje, packed
         ihd, jgd and jge, as pools npgd and npge.
 
-        All others have all keys on every rank: there the letter of keys is n, and so is that of
-        queries beside packed ones. So they are of an input that nothing reads. Starts
-        have the letters of STARTS.
+        Every rank has all keys of other inputs: their letter of keys is n, and so is their letter
+        of queries with packed ones. Unused inputs have n too. Starts have the letters of STARTS.
         """
         letters: dict[int, str] = dict(zip(self.eqn.args, self.main_axes, strict=False))
         hidden = str.maketrans(dict.fromkeys("ijxy" if self.packs_rows else "jxy", "n"))
@@ -180,40 +178,40 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
 
     @property
     def grain(self) -> int:
-        """Chunks begin at multiples of so many positions: dropout draws bits for four keys."""
+        """Chunks begin at its multiples: dropout draws bits for four keys."""
         return WORDS if self.node.dropout else 1
 
     @property
     def trained(self) -> frozenset[int]:
-        """The numbers of the inputs that have a gradient."""
+        """The numbers of the trained inputs."""
         pairs = zip(self.eqn.args, self.node.trains, strict=True)
         return frozenset(number for number, trains in pairs if trains)
 
     @property
     def sinks(self) -> int | None:
-        """The number of the input that has sinks."""
+        """The number of the input of sinks."""
         return self.node.split(self.eqn.args).sinks
 
     @property
     def has_lse(self) -> bool:
-        """Whether lse is an output, and may have a cotangent."""
+        """True if lse is an output, and may have a cotangent."""
         return "lse" in self.output_names
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """What each output of the graph is: o, or the name of a statistic."""
+        """The meaning of each output of the graph: o, or the name of a statistic."""
         _, results = self.whole
         return tuple(self.node.names[i - results.start] for i in self.graph.outputs)
 
     @property
     def constants(self) -> dict[int, torch.Tensor]:
-        """What is known, by the number of the input."""
+        """The known tensors, by the number of the input."""
         numbers = {i.name: n for n, i in enumerate(self.graph.inputs)}
         return {numbers[x.name]: x.tensor for x in self.known}
 
     @property
     def open_inputs(self) -> tuple[int, ...]:
-        """The numbers of the inputs that a call brings."""
+        """The numbers of the inputs of a call."""
         known = {x.name for x in self.known}
         return tuple(n for n, i in enumerate(self.graph.inputs) if i.name not in known)
 
@@ -222,32 +220,32 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         return move_attention(self.eqn, box)
 
     def own_box(self, rank: int) -> Box:
-        """The places of a rank that has all queries and keys of its sequences and heads."""
+        """The places of a rank with all queries and keys of its sequences and heads."""
         own, (_, _, M, N) = self.holdings[rank], self.sizes
         return Box(own.batch, own.heads, range(M), range(N), self.sizes)
 
     def mask_data(self) -> dict[str, torch.Tensor]:
-        """What is known of the tensors that the mask reads, by the mask's names."""
+        """The known tensors of the mask, by the mask's names."""
         inputs, values = self.node.split(self.eqn.args).mask, self.constants
         made = [(eqn.args[0], out) for eqn, (out, *_) in self.graph.numbered[:-1]]
         values |= {out: values[n].diff() for n, out in made if n in values}
         return {name: values[n] for name, n in inputs.items() if n in values}
 
     def divided_axis(self, shape: Sequence[int], axes: str) -> int | None:
-        """Which axis of a tensor ranks divide; None: each has all of it. axes: as of `parts`."""
+        """The divided axis of a tensor; None: each rank has all of it. axes: as of `parts`."""
         places = enumerate(zip(axes, shape, strict=True))
         hits = (n for n, (x, size) in places if x in self.divided and self.axis_sizes[x] == size)
         return next(hits, None)
 
     @cached_property
     def divided(self) -> frozenset[str]:
-        """The letters of the axes of which some rank has not all."""
+        """The letters of the divided axes."""
         each = [(x, n, r) for x, n in self.axis_sizes.items() for r in range(self.mesh.ranks)]
         return frozenset(x for x, n, r in each if self.parts(r, [n], x) != [(range(n),)])
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
-        """The sizes of the axes that ranks may divide, by letter."""
+        """The sizes of the divisible axes, by letter."""
         shapes = (self.graph.types[i].shape for i in self.eqn.args[:2])
         pairs = [
             x for own in zip(self.main_axes, shapes, strict=False) for x in zip(*own, strict=True)
@@ -257,9 +255,9 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         return sizes | {x: n for x, n in pairs if x in "gij"}
 
     def parts(self, rank: int, shape: Sequence[int], axes: str) -> list[Ranges]:
-        """Of each axis what a rank has. axes: letters as those of `split`.
+        """A rank's part of each axis. axes: letters as those of `split`.
 
-        Raises GraphError for a size that is neither the graph's nor 1.
+        Raises GraphError for a size other than the graph's or 1.
         """
         own, sizes = self.holdings[rank], self.axis_sizes
         starts = (range(own.batch.start, own.batch.stop + 1),)
@@ -279,32 +277,32 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         ]
 
     def split(self, x: torch.Tensor, axes: str) -> list[torch.Tensor]:
-        """What each rank has of a tensor: new dense ones, where it has not all of it.
+        """Each rank's part of a tensor: new dense ones, unless it is the whole.
 
-        axes: the name of an input; or a letter for each axis, for tensors of your own: b batch,
-        h query heads, g key/value heads, i queries, j keys, any other for an axis that is not
-        divided: "bhie" of o, "bi" of tokens or positions. Chunks of a rank lie one after the other.
-        Raises GraphError for another number of letters than axes, and for axes by these letters
-        that have neither the graph's size nor 1; an axis of size 1 is not divided.
+        axes: the name of an input; or a letter for each axis, for tensors of your own: b batch, h
+        query heads, g key/value heads, i queries, j keys, any other for an undivided axis: "bhie"
+        of o, "bi" of tokens or positions. Chunks of a rank are contiguous. Raises GraphError for
+        another number of letters than axes, and for axes by these letters with sizes other than the
+        graph's or 1; an axis of size 1 is not divided.
         """
         letters = self.letters_for(x, axes)
         return [self.part(rank, x, letters) for rank in range(self.mesh.ranks)]
 
     def part(self, rank: int, x: torch.Tensor, letters: str) -> torch.Tensor:
-        """What a rank has of a tensor. Starts count from its first row."""
+        """A rank's part of a tensor. Starts count from its first row."""
         own, first = take(x, self.parts(rank, x.shape, letters)), self.first_row(rank, letters)
         return own - first if first else own
 
     def first_row(self, rank: int, letters: str) -> int:
-        """The row from which the starts of a rank count; 0 for other tensors."""
+        """The row from which a rank's starts count; 0 for other tensors."""
         own = {STARTS["rows"]: self.holdings[rank].rows, STARTS["keys"]: self.holdings[rank].keys}
         return own[letters][0].start if letters in own else 0
 
     def join(self, shards: Sequence[torch.Tensor], axes: str) -> torch.Tensor:
-        """The tensor whose `split` is `shards`, one of each rank.
+        """The tensor with `shards` as its `split`, one of each rank.
 
         axes: as those of `split`. Raises GraphError for another number of shards than ranks, and
-        for one of another shape.
+        for a shard of another shape.
         """
         if len(shards) != self.mesh.ranks:
             raise GraphError(f"shard: {len(shards)} shards of {self.mesh.ranks} ranks; give each")
@@ -331,7 +329,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
 
     @staticmethod
     def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Sharded:  # Any: masks, ops
-        """The sharded graph that a text, printed by `str`, describes.
+        """The sharded graph of a text printed by `str`.
 
         Arguments and errors as those of `attn_graph.parse`.
         """
@@ -349,14 +347,14 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
 
 
 def starts_of(eqn: Eqn) -> dict[str, int]:
-    """The numbers of the starts that an attention reads, by letter."""
+    """The numbers of an attention's starts, by letter."""
     sides = eqn.op.sides if isinstance(eqn.op, Packed) else ()
     given = eqn.args[len(fused_attention(fused_op(eqn.op)).ranks) :]
     return dict(zip((STARTS[side] for side in sides), given, strict=False))
 
 
 def show_holding(holding: Holding) -> str:
-    """What a rank has, as text: `queries 0:8 24:32, keys 0:8 24:32`."""
+    """A rank's part as text: `queries 0:8 24:32, keys 0:8 24:32`."""
     chunks = {
         "batch": [holding.batch],
         "heads": [holding.heads],
@@ -381,7 +379,7 @@ def take(x: torch.Tensor, parts: Sequence[Ranges]) -> torch.Tensor:
 
 
 def write_parts(whole: torch.Tensor, parts: Sequence[Ranges], shard: torch.Tensor) -> None:
-    """Write a shard to where `take` has it from. Raises GraphError where its sizes differ."""
+    """Write a shard to its places, as `take` reads them. Raises GraphError for other sizes."""
     sizes = [sum(map(len, chunks)) for chunks in parts]
     if [*shard.shape] != sizes:
         raise GraphError(f"shard: a shard is {[*shard.shape]}, and that rank has {sizes}")

@@ -34,22 +34,24 @@ def shard(
 ) -> Sharded:
     """One attention, divided over the ranks of a mesh. Nothing runs, and no process is needed.
 
-    placements: what ranks divide. "batch" and "heads" need no messages. Of the sequence, queries
-    and keys alike: "contiguous", rank r has the r-th part; "zigzag", of twice as many parts the
-    r-th and the r-th from the end; "balanced", chunks by the pairs that the mask keeps of each, so
-    that all ranks have the same work. Where sizes don't divide, "batch", "heads" and "contiguous"
-    leave less to the last rank, as PyTorch's chunk and DTensors do, and parts of others differ by
-    one; under dropout, whose bits are those of one device, chunks begin at multiples of four.
-    method: "ring": ranks send keys and values to those whose queries see them, one neighbour after
-    the other; "gather": to all at once; "heads": the sequence is exchanged for heads and back. By
-    default the one that sends the fewest bytes, in this order.
-    known: tensors that the mask reads, by name, whole: documents, lengths, starts. The plan has
-    them then, and doesn't take them; what they empty is never sent.
+    placements: the division. "batch" and "heads" need no messages. The others divide the sequence,
+    queries and keys alike: "contiguous", rank r has the r-th part; "zigzag", of twice as many parts
+    the r-th and the r-th from the end; "balanced", chunks by their kept pairs, so that all ranks
+    have equal work. If sizes don't divide, "batch", "heads" and "contiguous" leave less to the last
+    rank, as PyTorch's chunk and DTensors do, and parts of others differ by one; under dropout, with
+    the bits of one device, chunks begin at multiples of four.
+
+    method: "ring": ranks send keys and values to the ranks with queries for them, one neighbour
+    after the other; "gather": to all at once; "heads": the sequence is exchanged for heads and
+    back. The default sends the fewest bytes, the first of equal ones.
+
+    known: tensors of the mask, by name, whole: documents, lengths, starts. The plan holds them,
+    calls don't pass them, and keys they hide are never sent.
 
     Packed sequences, and keys in pages, are divided by "heads", or by "batch": each rank then has
-    whole sequences, of nearly as many rows as others, and their starts have to be known.
+    whole sequences, of nearly equal rows, and their starts must be known.
 
-    Raises GraphError for a graph that is not one attention, and for what can't be divided so.
+    Raises GraphError for anything but one attention, and for impossible divisions.
     """
     check_graph(graph, "shard")
     require_numbers(graph, "shard")
@@ -68,9 +70,9 @@ def shard(
 
 
 def choose_method(placed: Sharded, method: Method | None) -> Method | None:
-    """The method that is wanted, or the one that sends least; None where nothing is sent.
+    """The given method, or the one with the fewest bytes; None without messages.
 
-    Raises GraphError for one that can't be.
+    Raises GraphError for an impossible one.
     """
     if placed.placement not in SEQUENCES:
         if method is not None:
@@ -91,13 +93,13 @@ def choose_method(placed: Sharded, method: Method | None) -> Method | None:
 
 
 def check_choice(name: str, value: object, known: Sequence[str]) -> None:
-    """Raise GraphError for what is none of the known."""
+    """Raise GraphError for an unknown value."""
     if value not in known:
         raise GraphError(f"shard: {name} {show(value)} is none of {', '.join(known)}")
 
 
 def check_attention(graph: Graph, placement: Placement) -> None:
-    """Raise GraphError unless a simplified graph is one attention, which can be divided so."""
+    """Raise GraphError unless a simplified graph is one attention, divisible by the placement."""
     ops = [eqn.op for eqn in graph.eqns if not isinstance(eqn.op, Lengths)]
     node = fused_op(ops[0]) if len(ops) == 1 else None
     if not isinstance(node, Attention):
@@ -120,10 +122,9 @@ def check_attention(graph: Graph, placement: Placement) -> None:
 
 
 def check_given(graph: Graph, known: Mapping[str, torch.Tensor]) -> None:
-    """Raise GraphError for anything that is not a tensor with numbers, and for inputs that no mask
-    reads.
+    """Raise GraphError for anything but tensors with numbers, and for inputs without use in a mask.
 
-    Starts of packed sequences are read too.
+    Starts of packed sequences have a use too.
     """
     eqn = graph.eqns[-1]
     node = fused_attention(fused_op(eqn.op))
@@ -146,7 +147,7 @@ def check_given(graph: Graph, known: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_known(whole: Sharded) -> None:
-    """Raise GraphError for tensors that don't fit the graph."""
+    """Raise GraphError for misfit tensors."""
     for x in whole.known:
         spec = next(i.spec for i in whole.graph.inputs if i.name == x.name)
         if spec.type != x.spec.type:

@@ -1,4 +1,4 @@
-"""What one rank computes: boxes of places by ordinary plans, in the rank's own tensors."""
+"""One rank's computations: boxes of places by ordinary plans, in the rank's own tensors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Tensors = Sequence[torch.Tensor]
 @final
 @define(eq=False)
 class Remembered:
-    """What a rank remembers: its boxes, their plans, constants by device, that all ranks agree.
+    """A rank's memory: its boxes, their plans, constants by device, and the agreement of all ranks.
 
-    plans: by the box and what its tensors look like.
+    plans: by the box and the looks of its tensors.
     """
 
     pieces: dict[Box, Piece] = field(factory=dict)
@@ -47,7 +47,7 @@ class Remembered:
 class Site:
     """One rank of a process group, and its part of a sharded graph.
 
-    recipe: how each box is planned. side: the pass whose messages it sends.
+    recipe: of each box's plan. side: the pass of its messages.
     """
 
     sharded: Sharded
@@ -65,12 +65,11 @@ class Site:
 
     @cached_property
     def behind(self) -> Site:
-        """The same in the backward."""
+        """This site in the backward."""
         return evolve(self, side="backward")
 
     @property
     def holding(self) -> Holding:
-        """What the rank has."""
         return self.sharded.holdings[self.rank]
 
     @cached_property
@@ -89,7 +88,7 @@ class Site:
         return TensorSpec(shape, whole.dtype, dense_strides(shape, memory_order(whole)))
 
     def all_inputs(self, given: Tensors) -> list[torch.Tensor]:
-        """The rank's inputs by number: those of a call, and its part of what is known."""
+        """The rank's inputs by number: those of a call, and its part of the known ones."""
         device = given[0].device
         if device not in self.memory.constants:
             self.memory.constants[device] = {
@@ -100,7 +99,7 @@ class Site:
         return [numbered[n] for n in range(len(numbered))]
 
     def empty_inputs(self) -> list[torch.Tensor]:
-        """The rank's inputs by number, without numbers: what plans are made for."""
+        """The rank's inputs by number, without numbers, for planning."""
         meta, known = torch.device("meta"), self.sharded.constants
         inputs = enumerate(zip(self.sharded.graph.inputs, self.sharded.axes, strict=True))
         specs = {n: self.local_spec(i.spec, axes) for n, (i, axes) in inputs}
@@ -112,13 +111,13 @@ class Site:
         return [*(empty | parts).values()]
 
     def local_constant(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """The rank's part of what is known: all where heads are exchanged for the sequence."""
+        """The rank's part of a known tensor: all of it if heads are exchanged for the sequence."""
         if self.sharded.method == "heads":
             return x
         return self.sharded.part(self.rank, x, self.sharded.axes[number])
 
     def here(self, box: Box, rows: range) -> Box:
-        """Where a box lies in the rank's tensors. rows: its queries in the rank's own."""
+        """A box's places in the rank's tensors. rows: its queries in the rank's own."""
         if self.sharded.method == "heads":
             return box  # what it reads beside q, k and v is whole
         own = self.holding
@@ -158,7 +157,7 @@ class Site:
 class BoxCall:
     """The attention of a box, with its plan and tensors.
 
-    here: where it lies in the rank's own tensors. at: its keys in those it is computed with.
+    here: its places in the rank's own tensors. at: its keys in the tensors of the visit.
     """
 
     piece: Piece
@@ -183,7 +182,7 @@ class BoxCall:
         return Gradients(dq, dk, dv, [*more])
 
     def trained(self) -> list[bool]:
-        """Which of the feeds have a gradient: the paper's slopes have none."""
+        """The trained feeds; the paper's slopes have no gradient."""
         trains = self.piece.node.trains[3:]
         return [w and f.source is not None for f, w in zip(self.piece.feeds, trains, strict=True)]
 
@@ -191,7 +190,7 @@ class BoxCall:
 @final
 @frozen(eq=False)
 class Gradients:
-    """Gradients of a box; more: of what it reads beside q, k and v."""
+    """Gradients of a box; more: of its inputs besides q, k and v."""
 
     dq: torch.Tensor
     dk: torch.Tensor

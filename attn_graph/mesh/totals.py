@@ -1,4 +1,4 @@
-"""What a rank adds up: results over sets of keys by their lse, gradients over boxes."""
+"""A rank's sums: results over sets of keys by their lse, gradients over boxes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tensors = Sequence[torch.Tensor]
 class RowResults:
     """o [B,H,M,E], lse and further statistics [B,H,M] of a rank's queries, in float32 or wider.
 
-    seen: the ranges of queries that have any results yet.
+    seen: the ranges of queries with results.
     """
 
     o: torch.Tensor
@@ -33,7 +33,7 @@ class RowResults:
 
     @classmethod
     def empty(cls, site: Site, q: torch.Tensor, width: int) -> RowResults:
-        """Of queries that have seen nothing yet. width: E."""
+        """Results of queries before any keys. width: E."""
         wide = accumulator(q.dtype)
         o = q.new_zeros((*q.shape[:3], width), dtype=wide)
         rows = {"lse": q.new_full(q.shape[:3], -INF, dtype=wide)}
@@ -42,7 +42,7 @@ class RowResults:
         return cls(o, rows | {name: STATISTICS[name]().run(s)[0] for name in more})
 
     def add(self, rows: range, o: torch.Tensor, *stats: torch.Tensor) -> None:
-        """Join what some of the queries have of further keys."""
+        """Join the results of some queries over further keys."""
         at = slice(rows.start, rows.stop)
         own = {name: x[:, :, at] for name, x in self.rows.items()}
         given = dict(zip(own, stats, strict=True))
@@ -65,7 +65,7 @@ class RowResults:
 
 
 def lay_out_as(x: torch.Tensor, dtype: torch.dtype, spec: TensorSpec) -> torch.Tensor:
-    """A dense tensor in a dtype and in the memory order of a spec: itself where it lies so."""
+    """A dense tensor in a dtype and in a spec's memory order: itself if it is so already."""
     own = TensorSpec(x.shape, dtype, dense_strides(x.shape, memory_order(spec)))
     if TensorSpec.like(x) == own:
         return x
@@ -75,7 +75,7 @@ def lay_out_as(x: torch.Tensor, dtype: torch.dtype, spec: TensorSpec) -> torch.T
 @final
 @frozen(eq=False)
 class Cotangents:
-    """What a backward reads of a rank's queries: o, lse, and their cotangents, None for zero."""
+    """The backward's inputs for a rank's queries: o, lse, and their cotangents, None for zero."""
 
     o: torch.Tensor
     lse: torch.Tensor
@@ -91,7 +91,7 @@ class Cotangents:
         return cut[:2], cut[2:]  # type: ignore[return-value]  # o and lse are there
 
     def sink_gradient(self, sinks: torch.Tensor) -> torch.Tensor:
-        """That of sinks [H]: of the rank's queries."""
+        """The gradient of sinks [H] by the rank's queries."""
         surplus = torch.zeros_like(self.lse)
         if self.dlse is not None:
             surplus = surplus + self.dlse
@@ -104,7 +104,7 @@ class Cotangents:
 @final
 @frozen(eq=False)
 class Totals:
-    """Gradients of a rank's inputs, by number; None for what has none.
+    """Gradients of a rank's inputs, by number; None without one.
 
     In float32 or wider, until they are complete.
     """
@@ -125,7 +125,7 @@ class Totals:
 
     @classmethod
     def given(cls, site: Site, gradients: Mapping[int, torch.Tensor]) -> Totals:
-        """Gradients that are complete on this rank, by number; wide where ranks add them up."""
+        """Complete gradients of this rank, by number; wide if ranks add them up."""
         sharded, ranks = site.sharded, range(site.sharded.mesh.ranks)
         shared = {n for r in ranks if r != site.rank for n in shared_inputs(sharded, site.rank, r)}
         wide = accumulator(gradients[sharded.eqn.args[0]].dtype)
@@ -133,18 +133,18 @@ class Totals:
         return cls([of.get(n) for n in range(len(sharded.graph.inputs))])
 
     def own(self, number: int) -> torch.Tensor:
-        """The total of an input that has one."""
+        """The total of a trained input."""
         total = self.of[number]
         assert total is not None
         return total
 
     def get(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """The total of an input; zeros where nothing reads it."""
+        """The total of an input; zeros for an unused one."""
         total = self.of[number]
         return torch.zeros_like(like) if total is None else total
 
     def add_more(self, here: Box, gradients: Gradients) -> None:
-        """Add what a box has of inputs beside q, k and v."""
+        """Add a box's gradients of inputs besides q, k and v."""
         for feed, gradient in gradients.more:
             assert feed.source is not None
             here.cut(self.own(feed.source), feed.axes).add_(gradient)

@@ -34,7 +34,7 @@ def count(chunks: Ranges) -> int:
 
 @lru_cache(HELD * HELD)
 def flow_between(sharded: Sharded, a: int, b: int) -> Flow:
-    """What rank `a` sends to rank `b`, another one."""
+    """The bytes from rank `a` to another rank `b`."""
     sums = Flow(0, sum(gradient_bytes(sharded, n, a) for n in shared_inputs(sharded, a, b)))
     if sharded.method is None:
         return sums
@@ -47,9 +47,9 @@ def flow_between(sharded: Sharded, a: int, b: int) -> Flow:
 
 
 def heads_flow(sharded: Sharded, a: int, b: int) -> Flow:
-    """The same where the sequence is exchanged for heads.
+    """The bytes from rank `a` to rank `b` if the sequence is exchanged for heads.
 
-    There: q, k and v; then o and the statistics back. Backward: do there, and dlse where lse is an
+    There: q, k and v; then o and the statistics back. Backward: do there, and dlse if lse is an
     output; then dq, dk and dv back.
     """
     q, k, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
@@ -72,7 +72,7 @@ def heads_flow(sharded: Sharded, a: int, b: int) -> Flow:
 
 
 def shared_inputs(sharded: Sharded, a: int, b: int) -> tuple[int, ...]:
-    """The numbers of the inputs that have a gradient, of which two ranks have the same part.
+    """The numbers of the trained inputs with one part on two ranks.
 
     Their gradients are added up over these ranks.
     """
@@ -88,18 +88,18 @@ def shared_inputs(sharded: Sharded, a: int, b: int) -> tuple[int, ...]:
 
 @lru_cache(HELD * HELD)
 def input_parts(sharded: Sharded, n: int, rank: int) -> list[Ranges]:
-    """What a rank has of an input, along each axis."""
+    """A rank's part of an input, along each axis."""
     return sharded.parts(rank, sharded.graph.types[n].shape, sharded.axes[n])
 
 
 def gradient_bytes(sharded: Sharded, n: int, rank: int) -> int:
-    """Bytes of the gradient of what a rank has of an input."""
+    """Bytes of the gradient of a rank's part of an input."""
     size = prod(count(chunks) for chunks in input_parts(sharded, n, rank))
     return size * accumulator(sharded.graph.types[sharded.eqn.args[0]].dtype).itemsize
 
 
 def sum_bytes(sharded: Sharded) -> int:
-    """All that is sent in both passes."""
+    """All bytes of both passes."""
     ranks = range(sharded.mesh.ranks)
     flows = (flow_between(sharded, a, b) for a in ranks for b in ranks if a != b)
     return sum(flow.forward + flow.backward for flow in flows)
