@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import attn_graph as ag
-from tests.support.sources import HOMES, ROOT, source_files
+from tests.support.sources import HOMES, ROOT, load_file, source_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -74,6 +75,31 @@ def test_the_demo_installs_only_the_library_and_what_examples_need() -> None:
     ).stdout
     (install,) = re.findall(r"pip install -c constraints.txt (-e.*)", commands)  # with its progress
     assert install == "-e '.' -e '.[examples]'"
+
+
+def test_a_release_moves_every_fragment_into_the_changelog(tmp_path: Path) -> None:
+    release = load_file(ROOT / "docs" / "generate" / "release.py")
+    (tmp_path / "changelog.d").mkdir()
+    (tmp_path / "attn_graph").mkdir()
+    for name in ("CHANGELOG.md", *release.VERSIONS):
+        shutil.copy(ROOT / name, tmp_path / name)
+    fragments = {
+        "0001-a.md": "### Added\n\n- One.\n  More.\n\n### Fixed\n\n- Two.\n",
+        "0002-b.md": "### Added\n\n- Three.\n",
+    }
+    for name, text in fragments.items():
+        (tmp_path / "changelog.d" / name).write_text(text)
+    before = (tmp_path / "CHANGELOG.md").read_text()
+    release.cut(tmp_path, "9.8.7", "2030-01-02")
+    after = (tmp_path / "CHANGELOG.md").read_text()
+    section = (
+        "## 9.8.7 (2030-01-02)\n\n### Added\n\n- One.\n  More.\n- Three.\n\n### Fixed\n\n- Two.\n\n"
+    )
+    assert after == before.replace("## ", section + "## ", 1)
+    assert not [*(tmp_path / "changelog.d").iterdir()]
+    assert '\n__version__ = "9.8.7"\n' in (tmp_path / "attn_graph/__init__.py").read_text()
+    assert 'version: 9.8.7\ndate-released: "2030-01-02"' in (tmp_path / "CITATION.cff").read_text()
+    assert tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["version"] == "9.8.7"
 
 
 def test_changes_since_the_release_are_listed_by_kind() -> None:

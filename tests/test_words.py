@@ -6,6 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from inspect import getdoc, isclass, isroutine
+from pathlib import Path
+
+import pytest
 
 from tests.support.sources import ROOT, source_files, tree_of
 
@@ -137,3 +140,35 @@ def test_sentences_say_what_a_thing_is_not() -> None:
         for match in NO_NOUN.findall(path.read_text(encoding="utf-8"))
     }
     assert not found
+
+
+RELATIVE = re.compile(r"\b(that|which|whose|what|those|such|so many|where)\b", re.IGNORECASE)
+OPENINGS = ("The same", "Whether")
+# Goals: 2.5 relative words in 100 and 20 such openings. A bound above its goal is today's number.
+MOST_RELATIVE_IN_DOCSTRINGS, MOST_RELATIVE_IN_PAGES = 5.2, 2.5
+MOST_OPENINGS = 350
+
+
+def docstrings() -> Iterator[str]:
+    for path in MODULES.values():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Module | ast.ClassDef | Function) and (
+                text := ast.get_docstring(node)
+            ):
+                yield text
+
+
+def relative_share(text: str) -> float:
+    """Relative words in 100."""
+    return 100 * len(RELATIVE.findall(text)) / len(text.split())
+
+
+def test_docstrings_have_few_relative_words() -> None:
+    texts = list(docstrings())
+    assert relative_share(" ".join(texts)) <= MOST_RELATIVE_IN_DOCSTRINGS
+    assert sum(text.startswith(OPENINGS) for text in texts) <= MOST_OPENINGS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_have_few_relative_words(page: Path) -> None:
+    assert relative_share(page.read_text(encoding="utf-8")) <= MOST_RELATIVE_IN_PAGES

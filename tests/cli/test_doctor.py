@@ -172,7 +172,7 @@ def test_what_is_set_is_told() -> None:
     found = diagnose(machine, EMPTY)
     told = render_text(*doctor_screen(found))
     for part in (
-        "TRITON_INTERPRET                     1",
+        "TRITON_INTERPRET         1",
         "TRITON_INTERPRET is set",
         "NVIDIA's driver is here, and PyTorch is built without CUDA",
         "PyTorch's switch flash is False",
