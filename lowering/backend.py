@@ -150,7 +150,8 @@ class Executable:
     run: the inputs, in their order -> the outputs, and what the backward reads: o and lse of each
     attention in the graph, in the order of its equations (nothing in a backward graph). The
     outputs are new tensors, o in the memory order of q, all others but gradients in C order;
-    gradients are dense; what is saved may lie in any order.
+    gradients are dense; what is saved may lie in any order. in_c_order: True if all of these but o
+    lie in C order.
     infer: as `run`, for calls after which no gradient can be asked for: nothing need be saved. By
     default it is `run` itself. prepare: builds what first calls else build.
     workspace: bytes leased while either runs. temporary: bytes that kernels allocate on their own,
@@ -170,6 +171,7 @@ class Executable:
     )
     prepare: Callable[[], object] = field(default=tuple, kw_only=True)
     launches: Callable[[], tuple[str, ...]] = field(default=tuple, kw_only=True)
+    in_c_order: bool = field(default=False, kw_only=True)
 
     @property
     def foreseen(self) -> Foreseen:

@@ -52,6 +52,17 @@ class Folding:
         q, shape = self.graph.inputs[at].name, self.inputs[at]
         return f"heads that share keys are rows of one: {q} is {[*shape]}"
 
+    @property
+    def copied(self) -> int:
+        """Bytes of results copied after a run: o lies as q, and one head is a view in any order."""
+        graph = self.graph
+        ((eqn, outs),) = graph.numbered
+        if graph.types[eqn.args[1]].shape[1] == 1:
+            return 0
+        given = {graph.outputs[n] for n in self.outputs} | {residuals(graph)[n] for n in self.saved}
+        named = zip(eqn.op.names, outs, strict=True)
+        return sum(graph.types[i].bytes for name, i in named if i in given and name != "o")
+
     def run(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """Run the folded graph on tensors of the graph before, and give what that gives."""
         outputs, saved = run(*shape_each(tensors, self.inputs))
@@ -121,12 +132,12 @@ def folds_one_row(graph: Graph) -> bool:
 
 def unfold(executable: Executable, folding: Folding) -> Executable:
     """What runs a folded graph, for the graph before."""
-    copied = sum(folding.graph.output_types[n].bytes for n in folding.outputs)
+    copied = 0 if executable.in_c_order else folding.copied
     return evolve(
         executable,
         run=partial(folding.run, executable.run),
         infer=partial(folding.infer, executable.infer),
-        temporary=executable.temporary + copied,
+        temporary=max(executable.temporary, copied),
         notes=(*executable.notes, folding.note),
     )
 

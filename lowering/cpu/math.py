@@ -236,13 +236,14 @@ def fuses(problem: Problem) -> bool:
 @final
 @frozen
 class Step:
-    """One equation, ready to run. infer: the same where its first result alone is wanted."""
+    """One equation, ready to run. infer: as `call`, for the first result alone."""
 
     call: Work
     scratch: Scratch = NOTHING
     temporary: int = 0
     note: str | None = None
     infer: Work | None = None
+    in_c_order: bool = False
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
@@ -313,6 +314,7 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
         max((step.temporary for step in steps), default=0) + plan.bytes_between,
         tuple(step.note for step in steps if step.note),
         infer=infer,
+        in_c_order=all(step.in_c_order for step in steps),
     )
 
 
@@ -338,7 +340,8 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
     call, infer = ready_tiles(tiles, ends, options)
     temporary = count_temporary(tiles) + (ends.bytes if ends else 0)
     note = "; ".join([tiles.summary(), *([ends.note] if ends else [])])
-    return Step(call, tiles.scratch, temporary, note, infer)
+    by_products = isinstance(tiles, EntryTiles | RowTiles | ProductTiles)
+    return Step(call, tiles.scratch, temporary, note, infer, in_c_order=by_products)
 
 
 def count_temporary(tiles: Tiles) -> int:

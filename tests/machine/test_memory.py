@@ -357,6 +357,12 @@ def test_no_call_allocates_more_than_is_said(
     )
 
 
+SHARED, PAIRS = (
+    {"q": ag.TensorSpec((4, 4 * G, 400, 64), torch.float32)}
+    | dict.fromkeys("kv", ag.TensorSpec((4, G, 64, 64), torch.float32))
+    for G in (1, 2)
+)
+FEWER = {**PAIRS, "kv_lengths": ag.TensorSpec((4,), torch.int64)}
 LARGE = 2**20  # bytes: of less, a row of positions or a few numbers of each row are a fifth
 
 
@@ -387,6 +393,9 @@ def told_at_most(plan: ag.Plan, specs: dict[str, Any], mask: ag.Mask | None) -> 
     backends=st.sampled_from((("math",), None)),
     seed=seeds,
 )
+@example(("dense", SHARED), None, {"soft_cap"}, ("math",), 0)  # o is a view, and so is dq
+@example(("dense", FEWER), None, {"soft_cap"}, None, 0)  # of two key/value heads too
+@example(("dense", PAIRS), None, set[str](), ("torch_sdpa",), 0)  # dq is not, of this kernel
 @settings(max_examples=max(20, settings().max_examples // 4))
 def test_a_large_call_takes_about_what_is_said(
     drawn: tuple[str, dict[str, Any]],
