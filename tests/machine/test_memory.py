@@ -301,6 +301,15 @@ ONE, MORE = (ag.TensorSpec((4, 1, n, 32), torch.float32) for n in (400, 256))
 MOVED = {"q": ONE, "k": MORE, "v": MORE, "keep": ag.TensorSpec((4, 1, 400, 256), torch.bool)}
 MOVED["kv_lengths"] = ENDED["kv_lengths"]
 BIASED = {**NARROW, "bias": ag.TensorSpec((4, 1, 64, 256), torch.bfloat16)}
+CORNER = {
+    name: ag.TensorSpec(shape, torch.float32)
+    for name, shape in {"q": (4, 8, 400, 64), "k": (4, 1, 256, 64), "v": (4, 1, 256, 64)}.items()
+}
+TALL = {
+    name: ag.TensorSpec(shape, torch.bfloat16)
+    for name, shape in {"q": (4, 8, 400, 64), "k": (4, 1, 64, 64), "v": (4, 1, 64, 64)}.items()
+}
+TALL["bias"] = ag.TensorSpec((4, 1, 400, 64), torch.bfloat16)
 
 
 @given(
@@ -315,6 +324,8 @@ BIASED = {**NARROW, "bias": ag.TensorSpec((4, 1, 64, 256), torch.bfloat16)}
 @example(("dense", MOVED), None, {"alibi"}, None, True, 0)  # distances of each batch entry
 @example(("dense", ENDED), None, set[str](), None, True, 0)  # do as one number, by a definition
 @example(("dense", BIASED), None, {"sinks"}, None, False, 0)  # sums of a bias beside those of sinks
+@example(("dense", CORNER), BOTTOM, set[str](), ("math",), False, 0)  # o of a tile at a time
+@example(("dense", TALL), None, {"sinks"}, ("math",), False, 0)  # no sums any more beside sinks'
 @settings(max_examples=max(20, settings().max_examples // 4))
 def test_no_call_allocates_more_than_is_said(
     drawn: tuple[str, dict[str, Any]],
