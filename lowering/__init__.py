@@ -1,4 +1,4 @@
-"""Lowerings: what a backend is, and each of them."""
+"""Backends: their form, and each of them."""
 
 if __name__ != "attn_graph.lowering":
     raise ImportError("import attn_graph.lowering, not lowering")

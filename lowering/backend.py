@@ -1,4 +1,4 @@
-"""What a backend is: a name, its refusals, and how it turns a graph into something to call."""
+"""A backend: a name, its refusals, and a function that makes a graph callable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ WORDS: dict[KernelName, str] = {  # for the kernels that PyTorch's switches turn
 
 
 class RefusedError(Exception):
-    """Raised by a backend's `lower` where only trying tells: the planner then asks the next one.
+    """A backend's `lower` raises it if only trying shows that it can't. The planner then asks the
+    next backend.
 
     Its arguments are reasons, as `why_not` yields them.
     """
@@ -47,12 +48,12 @@ class RefusedError(Exception):
 class Options:
     """The arguments of `compile` besides the graph and the target.
 
-    batch_invariant: whether the bits of a batch entry may not depend on the others.
-    precision: of products of float32 tensors: "ieee", or "tf32", which permits less and commands
-    nothing. avoid: names of backends that are not to run. on_fallback: what happens where `math`
-    runs because every other backend refused. switches: PyTorch's own, as they stood. tune: whether
-    the choice is by measurement; variant: which of its ways a backend is to lower, None being its
-    own choice. resized: whether the graph is of a plan for many sizes.
+    batch_invariant: True if the bits of a batch entry may not depend on the others. precision: of
+    products of float32 tensors: "ieee", or "tf32", which permits less and commands nothing. avoid:
+    names of backends not to run. on_fallback: the action if `math` runs because every other backend
+    refused. switches: PyTorch's own, at the time of planning. tune: True if measurements choose.
+    variant: which of its ways a backend takes; None leaves it the choice. resized: True for a graph
+    of a plan for many sizes.
     """
 
     deterministic: bool = False
@@ -69,7 +70,7 @@ class Options:
     resized: bool = False
 
     def over_workspace(self, need: int) -> Iterator[Reason]:
-        """The reason against a lowering that needs so many bytes, if they are too many."""
+        """The reason against a lowering with too large a workspace, in bytes."""
         most = self.max_workspace
         if most is not None and need > most:
             yield Reason(
@@ -80,7 +81,7 @@ class Options:
             )
 
     def avoided(self, name: str) -> Iterator[Reason]:
-        """The reason against a backend that is not to run."""
+        """The reason against a backend named in `avoid`."""
         if name in self.avoid:
             actual = "avoid names it, at the call or around it"
             yield Reason("avoided", "is not to run", actual, "{limit}: {actual}")
@@ -103,11 +104,11 @@ class Options:
             yield Reason("rounded", "has PyTorch's float32 products", actual)
 
     def exact(self, graph: Graph) -> bool:
-        """Whether float32 products must not be rounded. Half precision loses nothing by it."""
+        """True if float32 products must not be rounded. Half precision loses nothing by it."""
         return self.precision == "ieee" and any(i.spec.dtype == torch.float32 for i in graph.inputs)
 
     def notes(self, graph: Graph, target: Target) -> Iterator[str]:
-        """What `explain` adds about how the options bear on a graph, PyTorch's switches first."""
+        """Lines for `explain` about options and a graph, PyTorch's switches first."""
         if self.switches.deterministic:
             yield "deterministic, as torch.use_deterministic_algorithms asks of this process"
         if order := self.switches.order(target.kind, target.sm):
@@ -120,16 +121,15 @@ class Options:
 
 
 def switch_name(kind: str) -> str:
-    """Where PyTorch says how float32 products are rounded, as a clause."""
     return f"torch.backends.{LIBRARIES[kind]}.matmul.fp32_precision lets them round"
 
 
 @final
 @frozen
 class Foreseen:
-    """What running a graph would need, known before it is lowered. None: only when it is.
+    """The needs of a graph, known before lowering. None: known only after it.
 
-    Fields as those of `Executable`.
+    Fields as in `Executable`.
     """
 
     workspace: int | None = None
@@ -147,17 +147,17 @@ class Foreseen:
 class Executable:
     """A lowered graph.
 
-    run: the inputs, in their order -> the outputs, and what the backward reads: o and lse of each
-    attention in the graph, in the order of its equations (nothing in a backward graph). The
-    outputs are new tensors, o in the memory order of q, all others but gradients in C order;
-    gradients are dense; what is saved may lie in any order. in_c_order: True if all of these but o
-    lie in C order.
-    infer: as `run`, for calls after which no gradient can be asked for: nothing need be saved. By
-    default it is `run` itself. prepare: builds what first calls else build.
-    workspace: bytes leased while either runs. temporary: bytes that kernels allocate on their own,
-    estimated from above. notes: what `explain` adds about how it runs; `launches` more of that,
-    where it takes simulating, `inspect` more, and `text` what was generated, where that takes
-    compiling: these are called only when asked for.
+    run: takes the inputs in order. It returns the outputs, and the tensors for the backward: o and
+    lse of each attention, in the order of the equations; none in a backward graph. Outputs are new
+    tensors: o in the memory order of q, others but gradients in C order. Gradients are dense. Saved
+    tensors may lie in any order. in_c_order: True if all of these but o lie in C order.
+
+    infer: as `run`, for calls without a gradient afterwards. It saves nothing, and is `run` by
+    default. prepare: builds in advance for the first calls.
+
+    workspace: bytes leased while either runs. temporary: bytes that kernels allocate, estimated
+    from above. notes: lines for `explain`. These are called only on request: `launches` gives more
+    lines, by simulation; `inspect` still more, and `text` the generated code, by compiling.
     """
 
     run: Run
@@ -175,30 +175,30 @@ class Executable:
 
     @property
     def foreseen(self) -> Foreseen:
-        """The needs of the lowered graph, which are exact."""
+        """The needs of the lowered graph. They are exact."""
         return Foreseen(self.workspace, self.temporary, self.notes)
 
 
 def no_any(graph: Graph, target: Target, options: Options) -> Executable | None:
-    """A backend that lowers each size by itself."""
+    """Each size is lowered by itself."""
     return None
 
 
 def no_variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
-    """A backend that has one way to lower each graph."""
+    """Each graph is lowered in one way."""
     return ()
 
 
 @final
 @frozen
 class DeviceTest:
-    """What has to come out right on a device before a kernel is used there.
+    """A test of a kernel on a device, to pass before the kernel is used there.
 
-    For kernels that no test can run without their device. home: where a new process finds the
-    backend, "module:NAME". variant: the kernel's, with all that its machine code depends on beside
-    device, libraries and its source. graphs: small ones that the variant runs, in the form in which
-    backends see them, of ops of this library's. seconds: all of it may take, compiling too. way:
-    the option `variant` that they are lowered with.
+    It is for kernels without a test run on their device. home: the place of the backend for a new
+    process, "module:NAME". variant: the kernel's, with everything its machine code depends on
+    beside device, libraries and its source. graphs: small ones for the variant, in the form
+    backends see, of ops of this library. seconds: the most for all of it, compiling too. way: their
+    option `variant` in lowering.
     """
 
     home: str
@@ -209,24 +209,24 @@ class DeviceTest:
 
 
 def no_device_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
-    """A backend that tests have run."""
+    """Tests have run the backend."""
     return None
 
 
 @final
 @frozen
 class Backend:
-    """One way to run graphs: some functions and the name they answer to.
+    """One way to run graphs: some functions, and a name.
 
-    why_not: every reason against a graph on a target, each a Reason, or a plain text that completes
-    "can't: " and is its own key; none means that it supports the graph. lower: makes it run; called
-    only where there is no reason, and raises RefusedError for one that shows only then. foresees:
-    what it would need, if lowering takes long; else it is lowered to see. variants: names of other
-    ways to lower it, which tuning measures. device_test: what has to pass on a device of this
-    machine before the backend runs the graph there; None: nothing. All see the graph after all
-    passes. lower_any: what runs tensors of whatever sizes of at least 1, of a graph whose sizes are
-    Dims; None where each size is lowered by itself, when a call first has it. All others see sizes
-    as numbers. one_size: building takes so long that no plan is to meet many sizes.
+    All functions but `lower_any` see sizes as numbers, and the graph after all passes. why_not:
+    every reason against a graph on a target. Each is a Reason, or a plain text that completes
+    "can't: " and is its own key; without one, the backend takes the graph. lower: makes the graph
+    run. It is called only without a reason, and raises RefusedError for one that shows only then.
+    foresees: the needs, for backends slow to lower; the planner lowers for others. variants: names
+    of other ways to lower, for tuning to measure. device_test: a test to pass on this machine's
+    device before the backend runs the graph there, or None. lower_any: runs tensors of any sizes of
+    at least 1, for a graph with Dims as sizes; None if each size is lowered by itself, at its first
+    call. one_size: True if building is too slow for a plan of many sizes.
     """
 
     name: str
@@ -239,18 +239,18 @@ class Backend:
     one_size: bool = False
 
     def reasons(self, graph: Graph, target: Target, options: Options) -> tuple[Reason, ...]:
-        """Every reason against a graph, those of the options among them; none: it takes it."""
+        """Every reason against a graph, from the options too. Without one, it takes the graph."""
         against = self.why_not(graph, target, options)
         return (*options.avoided(self.name), *self.fixed(options), *map(Reason.of, against))
 
     def fixed(self, options: Options) -> Iterator[Reason]:
-        """The reason against sizes by name of a backend whose plans are for one size."""
+        """The reason against sizes by name, for a backend with plans of one size."""
         if self.one_size and options.resized:
             actual = "Dims without classes stand for any"
             yield Reason("one_size", "plans for one size", actual)
 
     def foreseen(self, graph: Graph, target: Target, options: Options) -> Foreseen:
-        """What running a graph that it takes would need."""
+        """The needs of a graph it takes."""
         if self.foresees is not None:
             return self.foresees(graph, target, options)
         lowered = self.lower(graph, target, options)

@@ -1,7 +1,7 @@
-"""Query heads that share a key/value head, as rows of one head, which is then read once for all.
+"""Query heads with one key/value head as rows of one head, so that keys are read once for all.
 
-q [B,H,M,D] is viewed as [B,G,rM,D], r = H/G heads one below the other, where no mask and no
-modifier tells these rows apart: in a decoding step, say, which has one query and grouped heads.
+q [B,H,M,D] is viewed as [B,G,rM,D], r = H/G heads one below the other, if no mask and no modifier
+tells these rows apart: in a decoding step, say, with one query and grouped heads.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Shapes = Mapping[int, Shape]  # by place: of tensors whose heads are folded, or 
 class Folding:
     """A graph with its heads folded.
 
-    inputs: of those that it reads in another shape. outputs, saved: of what the graph before
-    returns and saves in another shape.
+    By number, shapes that change: inputs: of this graph's inputs. outputs, saved: of results, in
+    the graph before.
     """
 
     graph: Graph
@@ -47,7 +47,6 @@ class Folding:
 
     @property
     def note(self) -> str:
-        """What is done, for `explain`."""
         at = self.graph.eqns[0].args[0]
         q, shape = self.graph.inputs[at].name, self.inputs[at]
         return f"heads that share keys are rows of one: {q} is {[*shape]}"
@@ -64,7 +63,8 @@ class Folding:
         return sum(graph.types[i].bytes for name, i in named if i in given and name != "o")
 
     def run(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """Run the folded graph on tensors of the graph before, and give what that gives."""
+        """Run the folded graph on tensors of the graph before, and shape its results as that graph
+        does."""
         outputs, saved = run(*shape_each(tensors, self.inputs))
         views = shape_each(outputs, self.outputs)
         same = {id(x): view for x, view in zip(outputs, views, strict=True)}
@@ -72,14 +72,14 @@ class Folding:
         return views, [same.get(id(x), view) for x, view in zip(saved, kept, strict=True)]
 
     def infer(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """The same where nothing need be saved."""
+        """As `run`, and save nothing."""
         outputs, _ = run(*shape_each(tensors, self.inputs))
         return shape_each(outputs, self.outputs), ()
 
 
 def shape_each(tensors: Sequence[torch.Tensor], shapes: Shapes) -> list[torch.Tensor]:
-    """Tensors with heads folded, or no longer so. Statistics and dq are copied where no view will
-    do. shapes: [B,H,M,...], -1 where a size is not known."""
+    """Tensors with heads folded or unfolded. Statistics and dq are copied unless a view will do.
+    shapes: [B,H,M,...], with -1 for an unknown size."""
     views = [*tensors]
     for n, shape in shapes.items():
         views[n] = views[n].reshape((len(views[n]), *shape[1:]) if shape[0] < 0 else shape)
@@ -87,17 +87,16 @@ def shape_each(tensors: Sequence[torch.Tensor], shapes: Shapes) -> list[torch.Te
 
 
 def new_shapes(before: Graph, after: Graph, values: Iterable[int]) -> Shapes:
-    """The shapes after, of those values that have another number of heads then; -1 for B and M
-    that are Dims."""
+    """The shapes after, of values with another number of heads then; -1 for B and M as Dims."""
     pairs = enumerate((before.types[i].shape, after.types[i].shape) for i in values)
     changed = {n: new for n, (old, new) in pairs if old[1:2] != new[1:2]}
     return {n: tuple([i if are_numbers(i) else -1 for i in s]) for n, s in changed.items()}
 
 
 def folds_heads(backend: Backend, kind: str) -> Backend:
-    """The same backend, which on devices of a kind gets graphs with their heads folded.
+    """A backend that gets graphs with their heads folded on devices of a kind.
 
-    For backends without `foresees` and `variants`, which would see the graph as it was.
+    For backends without `foresees` and `variants`, since these see the graph as it was.
     """
 
     def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason | str]:
@@ -121,7 +120,7 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
 
 
 def folds_one_row(graph: Graph) -> bool:
-    """Whether heads would be folded where queries whose number is a Dim are one."""
+    """True if heads are folded for one query, while the number of queries is a Dim."""
     problem = sole(graph)
     if problem is None or not isinstance(problem.M, Dim):
         return False
@@ -131,7 +130,6 @@ def folds_one_row(graph: Graph) -> bool:
 
 
 def unfold(executable: Executable, folding: Folding) -> Executable:
-    """What runs a folded graph, for the graph before."""
     copied = 0 if executable.in_c_order else folding.copied
     return evolve(
         executable,
@@ -144,7 +142,7 @@ def unfold(executable: Executable, folding: Folding) -> Executable:
 
 @lru_cache(64)  # backends ask for it, and again when one lowers the graph
 def fold_heads(graph: Graph) -> Folding | None:
-    """A graph of one attention, or one gradient, with heads folded; None where it can't be."""
+    """A graph of one attention, or one gradient, with heads folded, or None."""
     problem = sole(graph)
     folded = None if problem is None or shares_rows(graph) else fold_problem(problem)
     if folded is None:
@@ -162,7 +160,7 @@ def fold_heads(graph: Graph) -> Folding | None:
 
 
 def shares_rows(graph: Graph) -> bool:
-    """Whether the equation of a graph reads one value as queries and as keys, or as data."""
+    """True if the one equation reads a value as queries and also as keys or as data."""
     (eqn,), problem = graph.eqns, sole(graph)
     assert problem is not None
     own = len(problem.node.ranks)
@@ -170,7 +168,7 @@ def shares_rows(graph: Graph) -> bool:
 
 
 def fold_problem(problem: Problem) -> Problem | None:
-    """A problem with heads folded; None where it can't be."""
+    """A problem with heads folded, or None."""
     if problem.is_empty or problem.H == problem.G or tells_rows_apart(problem):
         return None
     own, specs = len(problem.node.ranks), list[TensorSpec]()
@@ -184,7 +182,7 @@ def fold_problem(problem: Problem) -> Problem | None:
 
 
 def tells_rows_apart(problem: Problem) -> bool:
-    """Whether a step of an attention depends on the query or on its head."""
+    """True if a step of an attention depends on the query or on its head."""
     node = problem.node
     if node.sinks or node.dropout or not all(isinstance(m, SoftCap) for m in node.modifiers):
         return True
@@ -194,14 +192,13 @@ def tells_rows_apart(problem: Problem) -> bool:
 
 
 def reads_rows(leaf: Mask, data: Mapping[str, TensorSpec]) -> bool:
-    """Whether a leaf of a mask may depend on the query or on its head."""
     if isinstance(leaf, Keep):
         return data[leaf.name].shape[1:3] != (1, 1)
     return not isinstance(leaf, (KeyLengths, Prefix))
 
 
 def fold_spec(spec: TensorSpec, problem: Problem) -> TensorSpec | None:
-    """How x [B,H,M,...] lies as [B,G,rM,...]; None where that is not a view of it."""
+    """The strides of x [B,H,M,...] as [B,G,rM,...]; None if no view gives it."""
     B, H, M, *last = spec.shape
     step, head, row, *inner = spec.strides
     if M > 1 and head != M * row:
@@ -212,7 +209,7 @@ def fold_spec(spec: TensorSpec, problem: Problem) -> TensorSpec | None:
 
 
 def keeps_order(problem: Problem, folded: Problem) -> bool:
-    """Whether o, which lies in the memory order of q as that is folded, lies in q's own as well."""
+    """True if o in the memory order of the folded q is a view in the order of q."""
     shape, lies = folded.layout_of_o
     own, strides = problem.layout_of_o
     due = fold_spec(TensorSpec(own, problem.dtype, strides), problem)

@@ -1,4 +1,4 @@
-"""How the lengths of packed sequences are known: from their starts, or each by itself."""
+"""Lengths of packed sequences: differences of their starts, or tensors of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gapless_sides(graph: Graph) -> tuple[str, ...]:
 
 
 def shares_lengths(graph: Graph) -> bool:
-    """Whether q and k, both packed, have the same lengths. graph: ends in Packed."""
+    """True if packed q and k have equal lengths. graph: ends in Packed."""
     last = graph.eqns[-1]
     assert isinstance(last.op, Packed)
     _, where = last.op.split(last.args)
@@ -27,7 +27,8 @@ def shares_lengths(graph: Graph) -> bool:
 
 
 def sequence_rows(starts: torch.Tensor, lengths: torch.Tensor | None, T: int) -> torch.Tensor:
-    """Which of T packed rows belong to a sequence: [T] of bool. lengths: None without gaps."""
+    """Marks each of T packed rows that belongs to a sequence: [T] of bool. lengths: None without
+    gaps."""
     row = torch.arange(T, dtype=starts.dtype, device=starts.device)
     if lengths is None:
         return (row >= starts[0]) & (row < starts[-1])

@@ -31,11 +31,11 @@ MOST_BLOCKS = 64  # of queries, in which `sees_everywhere` looks for one that se
 @final
 @frozen(cache_hash=True)
 class Problem:
-    """One attention or its gradient, with the specs of its operands: what most backends compute.
+    """One attention or its gradient, with the specs of its operands, as most backends compute it.
 
-    node: scale, modifiers, mask, sinks and dropout. specs: of q, k and v, then of what else is
-    read, by `node.roles`; of a gradient also o, lse and the cotangents that are given. grad: what
-    the gradient is wanted of; None for the forward pass.
+    node: scale, modifiers, mask, sinks and dropout. specs: of q, k and v, then of other operands by
+    `node.roles`; of a gradient also o, lse and the given cotangents. grad: the wanted gradients;
+    None for the forward pass.
     """
 
     node: Attention
@@ -44,7 +44,7 @@ class Problem:
 
     @classmethod
     def of(cls, op: Attention | AttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
-        """specs: those of the operands, in their order."""
+        """specs: of the operands, in their order."""
         if isinstance(op, AttentionGrad):
             return cls(op.attention, tuple(specs), op)
         return cls(op, tuple(specs))
@@ -106,23 +106,23 @@ class Problem:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of scores and statistics, in which kernels accumulate."""
+        """The dtype of scores and statistics. Kernels accumulate in it."""
         return accumulator(self.dtype)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is softmax(scale q k^T) v and no more: no mask, modifier, sink or dropout."""
+        """True for softmax(scale q k^T) v alone: no mask, modifier, sink or dropout."""
         return self.node.is_bare and self.node.mask is None
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute: no query or no key."""
+        """True without a query or without a key: nothing to compute."""
         return 0 in self.sizes
 
     @property
     def low_scale(self) -> str:
         """The scale as text if it is 0 or less, or below the least normal number of the dtype of
-        scores, which kernels may take for 0; "" for any larger scale."""
+        scores, since kernels may take it for 0; "" for any larger scale."""
         scale = self.node.scale
         if scale >= torch.finfo(self.wide).tiny:
             return ""
@@ -130,13 +130,13 @@ class Problem:
 
     @property
     def folds_scale(self) -> bool:
-        """Whether kernels take maxima of products before they scale them: the same with a scale
-        above 0 and without modifiers."""
+        """True if kernels may scale maxima instead of products: with a scale above 0 and no
+        modifiers."""
         return not self.low_scale and not self.node.modifiers
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether the gradient of a tensor is wanted that modifiers read alike for all keys."""
+        """True if the gradient is wanted of a tensor that modifiers read alike for all keys."""
         if self.grad is None or self.node.part:
             return False
         axes = (data.axes for m in self.node.modifiers for data in m.needs.values())
@@ -147,19 +147,19 @@ class Problem:
 
     @property
     def drops_rounded(self) -> bool:
-        """Whether dropout scales an o that is rounded: ds of a row that sees one key is not 0 then
-        where delta is the sum of do o. A part of the keys has no other sum."""
+        """True if dropout scales an o that is rounded. With delta as the sum of do o, ds of a row
+        with one key is not 0 then. A part of the keys has no other sum."""
         return self.node.dropout > 0 and self.dtype != self.wide and not self.node.part
 
     @cached_property
     def has_blind_rows(self) -> bool:
-        """Whether a query may see no key, as far as is known before a call. Its lse is -inf."""
+        """True if a query may see no key, as far as is known before a call. Its lse is -inf."""
         return any(m.hides for m in self.node.modifiers) or self.mask_has_blind_rows
 
     @cached_property
     def mask_has_blind_rows(self) -> bool:
-        """Whether the mask alone may leave a query no key. One that reads tensors is taken
-        to, where only a call tells the sizes."""
+        """True if the mask alone may leave a query no key. A mask with tensors may, if only a call
+        tells the sizes."""
         mask = self.node.mask
         if mask is None or mask.needs:
             return mask is not None and (
@@ -189,7 +189,7 @@ def new_gradient(spec: TensorSpec) -> torch.Tensor:
 
 
 def sees_everywhere(problem: Problem) -> bool:
-    """Whether the mask surely leaves every query a key; false also if finding out takes long."""
+    """True if the mask surely leaves every query a key. False also if the answer takes long."""
     B, H, M, N = range(problem.B), range(problem.H), problem.M, problem.N
     mask, rows = problem.node.mask, [range(M)]
     assert mask is not None
@@ -207,7 +207,6 @@ def sees_everywhere(problem: Problem) -> bool:
 
 
 def strip_sees_everywhere(strip: Strip, M: int, N: int) -> bool:
-    """Whether a strip of known bounds leaves the first and the last query a key, and so all."""
     for i in (0, M - 1):
         starts = [0, *(i + x for x in (strip.low,) if x is not None)]
         ends = [N, *(i + 1 + x for x in (strip.high,) if x is not None)]
@@ -241,7 +240,7 @@ def sole(graph: Graph) -> Problem | None:
 
 @lru_cache(64)  # every backend asks for it, and again when it lowers the graph
 def sole_problem(graph: Graph) -> Problem | None:
-    """The same of what is a graph."""
+    """`sole` of a checked graph."""
     problems = problems_in(graph)
     return problems[0] if len(problems) == len(graph.eqns) == 1 else None
 
@@ -267,32 +266,30 @@ def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
 
 
 def returns_lse(graph: Graph) -> bool:
-    """Whether a graph of one attention returns its lse."""
     return "lse" in graph.result_names
 
 
 def is_misaligned(spec: TensorSpec) -> bool:
-    """Whether some row, head or batch entry does not begin at a multiple of 16 bytes."""
+    """True if some row, head or batch entry does not begin at a multiple of 16 bytes."""
     return any(s * spec.dtype.itemsize % ALIGNED for s in spec.strides[:-1])
 
 
 def is_broadcast(spec: TensorSpec) -> bool:
-    """Whether elements share a place."""
     return any(s == 0 and not is_one(n) for n, s in zip(spec.shape, spec.strides, strict=True))
 
 
 def has_flash_order(q: TensorSpec) -> bool:
-    """Whether o from PyTorch's flash kernels has the memory order of q.
+    """True if o from PyTorch's flash kernels has the memory order of q.
 
-    It is made by `empty_like`, gaps or not; axes of one stride, and broadcast ones, come in an
-    order of their own.
+    `empty_like` makes it, gaps or not; axes of one stride, and broadcast ones, get an order of
+    their own.
     """
     strides = [s for n, s in zip(q.shape, q.strides, strict=True) if not is_one(n)]
     return q.is_dense or (0 not in strides and len({*strides}) == len(strides))
 
 
 def is_readable(x: TensorSpec, *, like: bool = False) -> bool:
-    """Whether the fused CPU kernel reads x [B,H,L,D] where it lies.
+    """True if the fused CPU kernel reads x [B,H,L,D] without a copy.
 
     BLAS needs contiguous, non-overlapping rows of D elements. Batch entries and heads may be
     broadcast (stride 0), except in q (`like`): the kernel gives o the layout of q, and with a
@@ -315,14 +312,14 @@ def cotangent_bytes(problem: Problem) -> int:
 
 
 def cotangent_note(problem: Problem, cases: str) -> Iterator[str]:
-    """For `explain`: in which cases do is copied; always, where rows may see no key."""
+    """For `explain`: the cases in which do is copied; always, if rows may see no key."""
     if count := cotangent_bytes(problem):
         where = "with 0 in rows that see nothing" if problem.has_blind_rows else f"where it {cases}"
         yield f"do is copied, {format_bytes(count)}, {where}"
 
 
 def find_misplaced(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """What is wrong with tensors that do not begin on 16 bytes, as kernels take them to do."""
+    """The fault of tensors that do not begin at multiples of 16 bytes, as kernels assume."""
     return [
         f"{name}: expected an address that is a multiple of {ALIGNED} bytes, got one "
         f"{x.data_ptr() % ALIGNED} bytes past; clone() it, or compile with other backends="
@@ -332,7 +329,7 @@ def find_misplaced(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def tidy_strides(x: torch.Tensor) -> torch.Tensor:
-    """x with strides that fit the kernels where its own mean nothing: along axes of size 1."""
+    """x with strides that suit the kernels along axes of size 1, in which strides mean nothing."""
     if 1 not in x.shape or not x.ndim:
         return x
     row = -(-x.shape[-1] // ALIGNED) * ALIGNED

@@ -22,7 +22,7 @@ Splits = Literal["always", "one_query", "few_rows", "never"]
 @final
 @frozen
 class Rate:
-    """What rates.toml says of some backends on some GPUs; it explains the fields at its top."""
+    """An entry of rates.toml: some backends on some GPUs. The top of the file has the fields."""
 
     backends: tuple[str, ...]
     sm: tuple[int, ...]
@@ -68,9 +68,9 @@ def read_rates() -> dict[str, Any]:  # Any: TOML
 def peak_of(
     target: Target, name: str, dtype: torch.dtype, width: int, *, backward: bool
 ) -> float | None:
-    """Flop/s that a backend's kernels reach at best in half precision, at a head size.
+    """Flop/s of a backend's kernels at best in half precision, at a head size.
 
-    None where no rate is known: of this backend there, in this dtype, or of the GPU itself.
+    None without a known rate of this backend, of this dtype, or of the GPU itself.
     """
     rate, peak = rates().get((name, target.sm)), target.peak(NAMES[dtype])
     if rate is None or peak is None or dtype not in HALF:
@@ -81,7 +81,7 @@ def peak_of(
 def least_seconds(
     flops: float, peak: float, moved: float, bandwidth: float, launches: int = 0
 ) -> float:
-    """The roofline: the products' time or that of moving bytes, whichever is longer, and of
+    """The roofline: the longer of the time of products and of moving bytes, and the time of
     launches that wait for others."""
     launch: float = read_rates()["launch"]
     return max(flops / peak, moved / bandwidth) + launches * launch

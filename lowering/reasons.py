@@ -23,12 +23,12 @@ DERIVED = (AttentionJvp, AttentionGradJvp)  # ops of forward mode
 
 
 def other_device(limit: str, target: Target) -> Reason:
-    """Against a target of another kind; `limit` says which one the backend is for."""
+    """Against a target of another kind. `limit` names the right one."""
     return Reason(DEVICE, limit, f"the target is {target}")
 
 
 def no_gpu(target: Target) -> Reason:
-    """Against a target that is not an NVIDIA GPU."""
+    """Against a target other than an NVIDIA GPU."""
     return other_device("needs an NVIDIA GPU", target)
 
 
@@ -46,10 +46,10 @@ def missing_library(library: str, way_out: str) -> Reason:
 
 
 def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) -> Reason:
-    """Against a graph that is not one attention, nor one attention's gradient.
+    """Against any graph but one attention or its gradient.
 
-    pushes: whether the backend computes tangents of them. packs: whether it takes one on packed
-    tensors or pages.
+    pushes: True if the backend computes their tangents. packs: True if it takes packed tensors or
+    pages.
     """
     ops = [eqn.op for eqn in graph.eqns]
     pushed = [op for op in ops if isinstance(fused_op(op), DERIVED)]
@@ -67,7 +67,7 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
 
 
 def packing_reason(ops: Sequence[Op]) -> Reason | None:
-    """Against packed tensors and pages; None where there are none of them."""
+    """Against packed tensors and pages; None without them."""
     fused = not any(isinstance(op, (*PACKING, *PAGING)) for op in ops)
     others = "{} read them" if fused else "math supports it"
     if any(isinstance(op, PAGING) or (isinstance(op, Packed) and op.paged) for op in ops):
@@ -80,18 +80,17 @@ def packing_reason(ops: Sequence[Op]) -> Reason | None:
 
 
 def without_rule(modifier: str, others: str) -> Reason:
-    """Against a modifier that the backend has no code for; `others` says which ones it has."""
+    """Against a modifier without code in the backend. `others` names those with code."""
     return Reason(f"modifier.{modifier}", others, modifier, "does not support {actual}{limit}")
 
 
 def several_biases(count: int) -> Iterator[Reason]:
-    """Against more than one bias."""
     if count > 1:
         yield Reason("biases", "adds one bias", f"the graph has {count}")
 
 
 def no_elements(problem: Problem, totals: Mapping[str, int] | None = None) -> Iterator[Reason]:
-    """Against a graph with nothing to compute. totals: the rows of each side that is packed."""
+    """Against a graph with nothing to compute. totals: the rows of each packed side."""
     sides = totals or {}
     if problem.is_empty or 0 in sides.values():
         p = problem
@@ -101,7 +100,7 @@ def no_elements(problem: Problem, totals: Mapping[str, int] | None = None) -> It
 
 
 def other_dtype(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterator[Reason]:
-    """Against a dtype of q, k and v for which there is no kernel."""
+    """Against a dtype of q, k and v without a kernel."""
     if problem.dtype not in dtypes:
         *most, last = (NAMES[dtype] for dtype in dtypes)
         limit = f"computes in {', '.join(most)} and {last}"
@@ -109,20 +108,19 @@ def other_dtype(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterator[Rea
 
 
 def wide_heads(problem: Problem, widest: int) -> Iterator[Reason]:
-    """Against head sizes above `widest`."""
     if max(problem.D, problem.E) > widest:
         yield Reason("head_widest", f"supports head sizes up to {widest}", head_sizes(problem))
 
 
 def uneven_heads(problem: Problem, step: int) -> Iterator[Reason]:
-    """Against head sizes that are not multiples of `step`."""
+    """Against head sizes other than multiples of `step`."""
     if problem.D % step or problem.E % step:
         limit = f"needs head sizes that are multiples of {step}"
         yield Reason("head_multiple", limit, head_sizes(problem))
 
 
 def different_heads(problem: Problem) -> Iterator[Reason]:
-    """Against a head size of v that is not that of q and k."""
+    """Against another head size of v than of q and k."""
     if problem.D != problem.E:
         yield Reason("head_equal", "needs one head size", head_sizes(problem))
 
@@ -143,7 +141,7 @@ def other_gradients(problem: Problem, allowed: Sequence[str] = ()) -> Iterator[R
 
 
 def other_statistics(problem: Problem, known: Sequence[str] = ("lse",)) -> Iterator[Reason]:
-    """Against statistics that the kernel does not give; `known` are those that it gives."""
+    """Against statistics beyond `known`."""
     for name in problem.node.stats:
         if name not in known:
             limit = f"gives {' and '.join(known)} and no other statistic"
@@ -151,6 +149,6 @@ def other_statistics(problem: Problem, known: Sequence[str] = ("lse",)) -> Itera
 
 
 def untraceable(error: Exception) -> Reason:
-    """Against a mask or a modifier that kernels can't be generated from."""
+    """Against a mask or a modifier that gives no kernel."""
     limit = "has to trace the mask and the modifiers into a kernel"
     return Reason("trace", limit, f"could not: {error}")

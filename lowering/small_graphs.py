@@ -64,7 +64,8 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
 
 def packed_axes(op: Packed, labels: Sequence[str]) -> Iterator[str]:
     """The axes of the operands of an attention on packed tensors or pages, by those of padded ones:
-    t are all rows, u all keys, s one more than sequences, n all pages of p rows, w those of one."""
+    t: all rows, u: all keys, s: one more than sequences, n: all pages of p rows, w: those of one
+    sequence."""
     for label, side in zip(labels, operand_sides(op.op), strict=True):
         if side == "keys" and op.paged:
             yield "np" + label[1] + label[3]

@@ -1,7 +1,7 @@
-"""Graphs run equation by equation: what goes from one to the next, and what is handed out.
+"""Graphs run equation by equation: values that pass between them, and outputs.
 
-Each function here is on the way of every call, where after a long computation even Python's own
-code has to come from memory again: so there are few.
+Every call runs each function here. After a long computation even Python's own code has to come from
+memory again: so there are few.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Work = Callable[..., Tensors]  # of the device of a call, and of operands on it
 @final
 @frozen(eq=False)
 class Steps:
-    """The equations of a graph, ready to run. calls: for each what it reads, and its work.
+    """The equations of a graph, ready to run. calls: for each its operands and its work.
 
-    leaner: work that gives an equation's first results alone, which are all that is read where
-    nothing is saved, by the number of the equation. saved, stats: the values that derivatives
-    read, and those that are statistics of rows. only: the work of the one equation there is, if
-    its first result is all that is returned; else None. place: where graphs without inputs run.
+    leaner: by number of the equation, work that gives its first results alone, for calls that save
+    nothing. saved, stats: the values that derivatives read, and the statistics of rows. only: the
+    work of the only equation, if the graph returns just its first result; else None. place: the
+    device of graphs without inputs.
     """
 
     graph: Graph
@@ -57,7 +57,7 @@ class Steps:
         return cls(graph, tuple(calls), leaner, saved, stats, only, torch.device(kind))
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """The outputs, and what is saved."""
+        """The outputs, and the saved values."""
         values, device = list(tensors), tensors[0].device if tensors else self.place
         for args, call in self.calls:
             values += call(device, *[values[i] for i in args])
@@ -79,7 +79,7 @@ class Steps:
     @property
     def bytes_between(self) -> int:
         """Bytes of the values between equations: neither inputs, nor returned, nor saved for a
-        derivative that there is."""
+        derivative."""
         saved = () if self.graph.gradient_problems else self.saved
         kept = {*range(len(self.graph.inputs)), *self.graph.outputs, *saved}
         return sum(t.bytes for i, t in enumerate(self.graph.types) if i not in kept)
@@ -99,7 +99,7 @@ def hand_out(
 def lease_rooms(
     work: Callable[[Tensors, Views], Tensors], scratch: Scratch, workspace: Workspace
 ) -> Work:
-    """Work that is given the buffers of `scratch`, in the workspace: of none it takes nothing."""
+    """Work with the buffers of `scratch` from the workspace; it takes nothing for none."""
     has_buffers = bool(scratch.buffers)
 
     def call(device: torch.device, *operands: torch.Tensor) -> Tensors:

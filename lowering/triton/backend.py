@@ -49,7 +49,7 @@ INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    """Every reason against a graph: the target, the sizes, what can't be traced."""
+    """Every reason against a graph: the target, the sizes, code beyond tracing."""
     if target.kind == "cpu" and not target.interprets:
         yield evolve(no_gpu(target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
@@ -66,7 +66,6 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 
 def target_reasons(target: Target) -> Iterator[Reason]:
-    """What a target lacks."""
     if target.kind == "cuda":
         yield from old_gpu(LEAST_SM, target.sm)
     if "triton" not in dict(target.libraries):
@@ -74,7 +73,7 @@ def target_reasons(target: Target) -> Iterator[Reason]:
 
 
 def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[Reason]:
-    """The sizes, dtypes and statistics that the kernels do not take. totals: as `no_elements`."""
+    """Against sizes, dtypes and statistics. totals: as `no_elements`."""
     yield from other_dtype(problem, DTYPES)
     yield from wide_heads(problem, WIDEST)
     yield from no_elements(problem, totals)
@@ -88,7 +87,7 @@ def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[R
 
 
 def plan_reasons(work: Work, target: Target, options: Options) -> Iterator[Reason]:
-    """What shows only when the launches are planned."""
+    """Reasons that show only with the launches planned."""
     from attn_graph.masks.places import Untraceable
 
     try:
@@ -101,7 +100,7 @@ def plan_reasons(work: Work, target: Target, options: Options) -> Iterator[Reaso
 
 
 def address_reasons(flash: Flash) -> Iterator[Reason]:
-    """Why launches do not fit what a kernel can address."""
+    """Against launches beyond a kernel's addresses."""
     from attn_graph.lowering.triton.symbols import LONG
     from attn_graph.lowering.triton.tile_lists import MOST_TILES, most_listed
 
@@ -123,7 +122,7 @@ def address_reasons(flash: Flash) -> Iterator[Reason]:
 
 
 def plan_flash(work: Work, target: Target, options: Options) -> Flash:
-    """What `why_not` and `lower` both ask for."""
+    """The plan for `why_not` and `lower` alike."""
     most, invariant = options.max_workspace, options.batch_invariant
     return plan_once(work, target, options.precision, options.variant, most, invariant)
 
@@ -140,7 +139,7 @@ def plan_once(
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    """The launches that run a graph: those of each equation, in their order."""
+    """The launches of each equation, in their order."""
     parts = split_graph(graph)
     if len(parts) == 1:
         return lower_part(parts[0], target, options)
@@ -148,7 +147,6 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 
 
 def lower_part(part: Single, target: Target, options: Options) -> Executable:
-    """The launches that run one equation."""
     flash = plan_flash(part.work, target, options)
     call = TritonCall(flash, part.graph, options)
     run = call.run
@@ -166,8 +164,8 @@ def lower_part(part: Single, target: Target, options: Options) -> Executable:
 
 
 def lower_formulas(graph: Graph, target: Target, options: Options) -> Executable | None:
-    """The launches for whatever sizes; None of derivatives of other kinds, which are planned for
-    one size, and where sizes by name make a mask or a modifier what kernels can't be made of."""
+    """The launches for any sizes. None for other derivatives, planned for one size, and if no
+    kernel follows the sizes by name in a mask or a modifier."""
     parts = split_graph(graph)
     if len(parts) != 1 or not isinstance(parts[0].work, Layout):
         return None
@@ -199,7 +197,7 @@ def join_parts(graph: Graph, parts: Sequence[Single], lowered: Sequence[Executab
 
 
 def as_step(lowered: Executable) -> Callable[..., Sequence[torch.Tensor]]:
-    """What an equation gives, as a step of a graph runs it."""
+    """The results of an equation, as a step of a graph runs it."""
     return lambda _, *operands: lowered.run(*operands)[0]
 
 
@@ -211,7 +209,7 @@ def compile_kernels(flash: Flash) -> None:
 
 
 def machines_of(flash: Flash) -> list[MachineCode]:
-    """The machine code of every launch; none where Triton interprets."""
+    """The machine code of every launch; none under the interpreter."""
     from attn_graph.lowering.triton import offline
     from attn_graph.lowering.triton.launches import is_interpreting
 
@@ -266,8 +264,8 @@ def count_of(number: int, noun: str) -> str:
 
 
 def copies_ahead(spec: TensorSpec) -> bool:
-    """Whether tiles are copied asynchronously: elements lie together along the rows or across
-    them, and all else begins on 16 bytes. Read off machine code, by test_kernels."""
+    """True if tiles are copied asynchronously: elements lie together along or across the rows, and
+    all else begins on 16 bytes. test_kernels reads it off machine code."""
     _, _, row, last = spec.strides
     others = [s for s in spec.strides if s != 1]
     return 1 in (row, last) and all(s * spec.dtype.itemsize % 16 == 0 for s in others)

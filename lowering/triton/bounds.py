@@ -38,7 +38,7 @@ class RowBounds:
         return RowBounds(first, tighter(minimum, self.last, other.last))
 
     def __or__(self, other: RowBounds) -> RowBounds | None:
-        """The positions of both; None where these may lie apart."""
+        """The positions of both; None if these may lie apart."""
         if self.first is None and other.first is None:
             return RowBounds(last=looser(maximum, self.last, other.last))
         if self.last is None and other.last is None:
@@ -46,15 +46,15 @@ class RowBounds:
         return None
 
     def in_queries(self, row: Symbol) -> RowBounds:
-        """These keys of queries where `row` is true, and none of others."""
+        """These keys for queries with `row` true, no keys for others."""
         return RowBounds(self.first, row.where(FAR if self.last is None else self.last, -1))
 
     def in_keys(self, row: Symbol) -> RowBounds:
-        """These queries of keys where `row` is true, and none of others."""
+        """These queries for keys with `row` true, no queries for others."""
         return RowBounds(row.where(0 if self.first is None else self.first, FAR), self.last)
 
     def holds(self, x: Symbol) -> Symbol:
-        """Whether positions x are among these, which have a bound."""
+        """True for positions x within these bounds."""
         if self.first is None:
             return x <= self.last
         if self.last is None:
@@ -66,14 +66,14 @@ class RowBounds:
 def looser(
     choose: Callable[[Symbol, Symbol], Symbol], a: Symbol | None, b: Symbol | None
 ) -> Symbol | None:
-    """The looser of two bounds, where None means no bound."""
+    """The looser of two bounds; None means no bound."""
     return None if a is None or b is None else choose(a, b)
 
 
 def keep_by_bounds(mask: Mask, at: Place, code: Code, by_keys: bool) -> Symbol:
-    """Whether query at.i sees key at.j and there is such a key, by few comparisons of a place.
+    """True if key at.j exists and query at.i sees it, by few comparisons of a place.
 
-    by_keys: the rows of tiles are keys. Parts of the mask without bounds are compared by `keep`.
+    by_keys: True if the rows of tiles are keys. `keep` compares parts of the mask without bounds.
     """
     bounds, kept = RowBounds(), []
     for part in flatten_join(And, mask):
@@ -89,7 +89,7 @@ def keep_by_bounds(mask: Mask, at: Place, code: Code, by_keys: bool) -> Symbol:
 
 
 def inside_keys(bounds: RowBounds, at: Place, N: Symbol, by_keys: bool) -> Symbol:
-    """Whether a place is within bounds and its key is one of N, in one comparison."""
+    """True for a place within bounds and with a key below N, in one comparison."""
     if bounds.first is None and bounds.last is None:
         inside: Symbol = at.j < N  # as loads by keys compare too
         return inside
@@ -99,7 +99,7 @@ def inside_keys(bounds: RowBounds, at: Place, N: Symbol, by_keys: bool) -> Symbo
 
 
 def row_bounds(mask: Mask, at: Place, code: Code, by_keys: bool) -> RowBounds | None:
-    """The bounds of a mask; None where it has none in closed form."""
+    """The bounds of a mask; None without a closed form."""
     strip = mask.strip(at)
     if strip is not None:
         return (strip_by_keys if by_keys else strip_by_queries)(strip, at, code)
@@ -134,15 +134,15 @@ def strip_by_keys(strip: Strip, at: Place, code: Code) -> RowBounds:
 
 
 def is_size(x: Term, name: str) -> bool:
-    """Whether a bound is the size M or N of a batch entry as kernels have it: keys past it are
-    masked anyway, and queries past it are not stored."""
+    """True if a bound is the size M or N of a batch entry in kernels: later keys are masked anyway,
+    and later queries not stored."""
     return isinstance(x, Symbol) and x.text == name
 
 
 def near(x: Term | None, at: Place, code: Code) -> Symbol | None:
-    """A bound of j - i in 32 bits, which hold every such distance between -M and N.
+    """A bound of j - i in 32 bits. They hold every distance between -M and N.
 
-    It is read at run time even where it is 0, so that square scores need no kernel of their own.
+    Kernels read it at run time, 0 included, so square scores need no kernel of their own.
     """
     if x is None:
         return None
@@ -160,5 +160,5 @@ def end(x: Term, size: int, name: str, code: Code) -> Symbol:
 
 
 def in_32_bits(x: Symbol) -> Symbol:
-    """An integer that is known to be small."""
+    """An integer known to be small."""
     return x.unary("({0}).to(tl.int32)")

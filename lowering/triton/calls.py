@@ -45,21 +45,21 @@ class TritonCall:
 
     @property
     def run(self) -> Callable[..., Results]:
-        """What runs the graph: one of the four below."""
+        """One of the four functions below."""
         gradient = self.flash.problem.grad is not None
         if self.flash.push is not None:
             return self.push_backward if gradient else self.push
         return self.backward if gradient else self.forward
 
     def forward(self, *tensors: torch.Tensor) -> Results:
-        """o and the statistics of the operands, and what is saved."""
+        """o and statistics, then the saved values."""
         results = self.attend(self.flash.launches, tensors, self.flash.problem.node.stats)
         return [results[name] for name in self.graph.result_names], [
             results[name] for name in SAVED
         ]
 
     def inference(self, *tensors: torch.Tensor) -> Results:
-        """The forward of a graph that does not return lse, without it."""
+        """The forward without lse, for a graph that does not return it."""
         stats = [name for name in self.flash.problem.node.stats if name != "lse"]
         results = self.attend(self.flash.without_lse, tensors, stats)
         return [results[name] for name in self.graph.result_names], ()
@@ -76,7 +76,7 @@ class TritonCall:
         return results
 
     def push(self, *tensors: torch.Tensor) -> Results:
-        """The results of an AttentionJvp, and those that its derivatives read."""
+        """The results of an AttentionJvp, and those its derivatives read."""
         op = self.graph.eqns[0].op
         assert isinstance(op, AttentionJvp)
         own, moved = op.split(self.operands(tensors))
@@ -105,7 +105,7 @@ class TritonCall:
     def order_pages(
         self, own: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The order in which gradients of pages are added up. own: the attention's operands."""
+        """The order of sums of page gradients. own: the attention's operands."""
         where = self.flash.layout.where(self.flash.problem.node.split(own).mask, tables)
         pool, page = own[1].shape[:2]
         return order_pages(where["pages"], where.get(LENGTHS["keys"]), page, pool)
@@ -128,7 +128,7 @@ class TritonCall:
         return self.pull(named, x.read.own, x.own, of_sinks), ()
 
     def operands(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the equation reads, of the inputs of the graph."""
+        """The equation's operands, among the inputs of the graph."""
         return read_operands(self.graph, tensors)
 
     def new_results(self, names: Iterable[str], device: torch.device) -> Named:
@@ -136,7 +136,7 @@ class TritonCall:
         return {name: self.flash.new_result(name, device) for name in names}
 
     def name_gradient(self, read: GradientOperands[torch.Tensor]) -> Named:
-        """What the kernels of a gradient read beside operands, and the gradients themselves."""
+        """Other tensors for kernels of a gradient, and the gradients themselves."""
         contributions = self.flash.code.contributions.items()
         summed = {f"grad{n}" for n, x in contributions if not set("ij") <= set(x.axes)}
         stored = (name for name in self.flash.results if name not in summed)
@@ -156,7 +156,7 @@ class TritonCall:
         of_sinks: Callable[[torch.Tensor, Scratch], torch.Tensor],
         tables: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
-        """The gradients that the graph returns, those of sinks by a function of their own."""
+        """The returned gradients. Sinks have a function of their own."""
         flash, grad = self.flash, self.flash.problem.grad
         assert grad is not None
         roles = flash.problem.node.roles
@@ -221,7 +221,7 @@ def name_tangents(flash: Flash, moved: Sequence[torch.Tensor | None]) -> Named:
 
 
 def name_directions(x: GradientTangents[torch.Tensor]) -> Named:
-    """What kernels of tangents of gradients read beside tangents of operands."""
+    """Other tensors for kernels of tangents of gradients, beside tangents of operands."""
     named: Named = {"to": x.to, "to.strides": x.to.stride(), "tlse": x.tlse.contiguous()}
     return named | {"tdo": x.tdo, "tdlse": x.tdlse}
 

@@ -87,7 +87,7 @@ def divide_keys(
 
 
 def choose_split_tiling(problem: Problem, target: Target, rows: int, variant: str | None) -> Tiling:
-    """What the table has, or a variant of that; a tile holds all queries."""
+    """The table's tiling, or a variant. A tile holds all queries."""
     p = problem
     width = padded_head_size(max(p.D, p.E))
     tile = split_tiling(target.sm, p.dtype.itemsize, width, rows)
@@ -99,9 +99,9 @@ def choose_split_tiling(problem: Problem, target: Target, rows: int, variant: st
 def split_launches(
     division: KeyDivision, layout: Layout, pointers: Pointers, fixed: Fixed, texts: dict[str, str]
 ) -> list[Launch]:
-    """The launches of the parts, and of what merges them.
+    """The launches of the parts, and of the merge.
 
-    pointers, fixed: of both, and what other forwards read besides.
+    pointers, fixed: of both, and of other forwards.
     """
     p, tile = layout.problem, division.tile
     parts: Pointers = {"parts_ptr": PARTS, "parts_lse_ptr": PARTS_LSE}
@@ -148,7 +148,7 @@ def merge_launch(
 
 
 def parts_buffers(layout: Layout, parts: int) -> dict[str, Buffer]:
-    """So many sums of each head's o, and their lse as two numbers."""
+    """Sums of o of each part and head, and their lse as two numbers."""
     B, H, M = layout.lines()
     lse = B, H * parts, M
     shapes = {PARTS: (*lse, layout.problem.E), PARTS_LSE: (*lse, 2)}

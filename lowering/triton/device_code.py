@@ -49,10 +49,10 @@ Moved = Sequence[Mapping[str, TensorSpec]]  # for each modifier, tangents of its
 @final
 @frozen
 class Contribution:
-    """What each place adds to the gradient of one tensor that a modifier reads.
+    """The share of each place in the gradient of one tensor of a modifier.
 
-    source: the text of the function that computes it. axes: those of "bhij" that the gradient has;
-    along the others contributions are summed. spec: of the tensor.
+    source: the text of the function for it. axes: the gradient's, of "bhij"; shares are summed
+    along the others. spec: of the tensor.
     """
 
     source: str
@@ -108,7 +108,7 @@ class Tracer:
     def of(
         cls, problem: Problem, moved: Moved | None = None, *, sizes: Sizes | None = None
     ) -> Tracer:
-        """A tracer whose numbers begin with the strides of all tensors read."""
+        """A tracer. Its numbers begin with the strides of all operands of masks and modifiers."""
         numbers = Numbers()
         specs = [*read_specs(problem), *moved_specs(moved)]
         axes = [*read_axes(problem), *moved_axes(problem, moved)]
@@ -119,7 +119,7 @@ class Tracer:
         return cls(problem, numbers, strides, moved, sizes or {})
 
     def trace(self) -> DeviceCode:
-        """All functions of the problem. Raises Untraceable for code that cannot be traced."""
+        """All functions of the problem. Raises Untraceable for code beyond tracing."""
         texts = {"keep": self.keep(False), "strip": self.strip(), "ends": self.ends()}
         texts["change"] = self.change()
         if self.moved is not None:
@@ -141,7 +141,7 @@ class Tracer:
         return Place(b, h, i, j, self.problem.H, self.problem.M, self.problem.N)
 
     def arrays(self, code: Code) -> tuple[list[Arrays], Arrays]:
-        """The tensors that each modifier reads, and those that the mask reads, by name."""
+        """Each modifier's tensors, and those of the mask, by name."""
         operands, node = self.problem.by_role, self.problem.node
         groups, owners = (*operands.modifiers, operands.mask), (*node.modifiers, node.mask)
         *arrays, mask = self.number_arrays(code, groups, 0, owners)
@@ -149,7 +149,7 @@ class Tracer:
         return arrays, {**mask, **{name: Size(code, x, mask[name].shape) for name, x in pairs}}
 
     def tangents(self, code: Code) -> list[Arrays]:
-        """The tangents of the tensors that each modifier reads, by name."""
+        """Tangents of each modifier's tensors, by name."""
         owners = self.problem.node.modifiers
         return self.number_arrays(code, self.moved or (), len(read_specs(self.problem)), owners)
 
@@ -205,11 +205,11 @@ class Tracer:
         return text if ended else ""
 
     def runtime(self, code: Code, x: int | Symbol) -> Symbol:
-        """An integer as a symbol that is read at run time."""
+        """An integer as a symbol, read at run time."""
         return x if isinstance(x, Symbol) else code.argument(self.numbers.add(x), axes="b")
 
     def axes(self) -> frozenset[str]:
-        """The axes, of "bhij", on which the modifiers depend beyond the scores."""
+        """Axes of "bhij" beyond the scores that modifiers depend on."""
         code = self.start()
         return self.chain(code, code.argument("s", "float"))[-1].axes - {"s"}
 
@@ -268,7 +268,7 @@ class Tracer:
     def back_through(
         self, modifier: Modifier, ds: Symbol, after: Symbol, at: Place, restores: bool
     ) -> Symbol:
-        """ds before a modifier that gave `after`."""
+        """ds before a modifier with result `after`."""
         gradient = as_symbol(modifier.back(as_tensor(ds), as_tensor(after), at))
         return (after == -INF).where(0.0, gradient) if masks_back(modifier, restores) else gradient
 
@@ -298,7 +298,7 @@ class Tracer:
         return pairs
 
     def contributions(self) -> Iterator[tuple[int, Contribution]]:
-        """For each operand of a modifier whose gradient is wanted, its number and contribution."""
+        """Number and contribution of each operand of a modifier with a wanted gradient."""
         problem, n = self.problem, 3
         for k, modifier in enumerate(problem.node.modifiers):
             for name in modifier.needs:
@@ -328,10 +328,10 @@ class Tracer:
 @final
 @frozen(eq=False)
 class Total:
-    """What a modifier's `collect` takes for the gradient of a tensor, and adds to.
+    """Stands for the gradient of a tensor in `collect` of a modifier.
 
-    sum: what was added so far, one symbol or none. axes: those of "bhij" at which it was read; "-"
-    for an axis of one element.
+    sum: the sum so far, one symbol or none. axes: its axes, of "bhij"; "-" for an axis of one
+    element.
     """
 
     shape: tuple[int, ...]
@@ -357,12 +357,12 @@ class Total:
 
 
 def masks_back(modifier: Modifier, restores: bool) -> bool:
-    """Whether a gradient has to be made 0 where a step's result is -inf."""
+    """True if a gradient has to be 0 at results of -inf of a step."""
     return restores and not modifier.additive
 
 
 def spread_symbol(modifier: Modifier, ts: Symbol, tangents: Arrays, at: Place) -> Symbol:
-    """A modifier's `spread`. Raises Untraceable where it has none of its own."""
+    """A modifier's `spread`. Raises Untraceable without one of its own."""
     if type(modifier).spread is Modifier.spread:
         moved = ", ".join(tangents)
         raise Untraceable(
@@ -374,7 +374,7 @@ def spread_symbol(modifier: Modifier, ts: Symbol, tangents: Arrays, at: Place) -
 def bend_symbol(
     modifier: Modifier, ds: Symbol, t: Symbol, after: Symbol, at: Place
 ) -> Symbol | None:
-    """A modifier's `bend`; None where it adds nothing. Raises Untraceable where it has none."""
+    """A modifier's `bend`; None if it adds nothing. Raises Untraceable without one."""
     if modifier.additive:
         return None
     if type(modifier).bend is Modifier.bend:
@@ -391,12 +391,12 @@ def scores_code(code: Code) -> Symbol:
 
 
 def as_tensor(x: Symbol) -> Any:  # Any: modifiers are written for tensors
-    """The same symbol, for definitions that are written for tensors."""
+    """A symbol for definitions written for tensors."""
     return x
 
 
 def as_symbol(x: Any) -> Symbol:  # Any: whatever a modifier returns
-    """What a definition returned, as a symbol. Raises Untraceable for anything else."""
+    """The result of a definition, as a symbol. Raises Untraceable for anything else."""
     if not isinstance(x, Symbol):
         raise Untraceable(f"a modifier returns {x!r}, which is not computed from the scores")
     return x
@@ -421,13 +421,13 @@ def moved_axes(problem: Problem, moved: Moved | None) -> list[str]:
 
 
 def size_reach(*sizes: int) -> int:
-    """The largest of sizes, which may be formulas."""
+    """The largest of sizes. They may be formulas."""
     return max(map(capacity, sizes))
 
 
 def element_reach(spec: TensorSpec, owner: Mask | Modifier | None) -> int:
-    """The most that an integer of a tensor may be: any that its dtype has where a formula or a
-    user's own class reads it; what the library's read are lengths, and numbers that it compares."""
+    """The most an integer of a tensor may be. A formula or a user's class may read any number of
+    its dtype; the library's own read lengths, and numbers to compare."""
     is_known = is_ours(owner) if isinstance(owner, Mask) else type(owner) in MODIFIERS
     if is_known or spec.dtype == torch.bool:
         return LONG // 4
@@ -441,7 +441,7 @@ def reach(spec: TensorSpec) -> int:
 
 @lru_cache(maxsize=1024)
 def compile_text(text: str) -> Any:  # Any: a function of Triton
-    """The Triton function that a text defines. Triton and tracebacks can read its source."""
+    """The Triton function in a text. Triton and tracebacks can read its source."""
     if not text:
         return None
     triton, tl = load_modules("triton"), load_modules("triton.language")

@@ -39,8 +39,8 @@ class DeviceLists:
     def plan(
         cls, name: str, problem: Problem, tiling: Tiling, by_keys: bool, data: tuple[str, ...]
     ) -> DeviceLists:
-        """name: of the lists' buffer. data: names of all tensors that kernels read beside the
-        operands, those of the mask last. Raises Untraceable for a mask that can't be followed."""
+        """name: of the lists' buffer. data: names of all tensors for kernels beside the operands,
+        the mask's last. Raises Untraceable for a mask beyond tracing."""
         code = ListCode.trace(problem, tiling)
         shape = code.shape(problem, tiling, by_keys)
         own = data[len(data) - len(code.reads) :]
@@ -86,7 +86,7 @@ class TileEnds:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the tensor has an axis of queries or of keys; else it is read itself."""
+        """True if the tensor has an axis of queries or of keys. Else kernels read it itself."""
         return bool(set(self.data.axes) & set("ijxy"))
 
     @property
@@ -129,12 +129,10 @@ class TileEnds:
         return B * H * prod(blocks(side.positions, side.tile) for side in self.sides)
 
     def buffers(self) -> Iterator[tuple[str, Buffer]]:
-        """Where they go, by name."""
         if self.is_needed:
             yield from ((name, Buffer((self.count,), torch.int64)) for name in self.names)
 
     def launches(self) -> Iterator[Launch]:
-        """What computes them."""
         if not self.is_needed:
             return
         (_, H, *_), strides = self.layout

@@ -63,11 +63,11 @@ class Division:
         return self.splits * self.parts
 
     def of_few_parts(self) -> Division:
-        """The same of at most two parts: what launches it takes, however many there are."""
+        """A division of at most two parts, with the launches of any number of them."""
         return evolve(self, parts=min(self.parts, 2))
 
     def programs(self, problem: Problem, pass_: Pass, costs: Sequence[float]) -> Programs:
-        """The programs of so many tiles of each block, of one head."""
+        """The programs of one head, for tiles of each block."""
         p, heads, each = problem, problem.H, 1
         if pass_ == "key_gradient":
             heads, each = p.G, -(-(p.H // p.G) // self.splits)
@@ -78,10 +78,10 @@ class Division:
 def may_divide(
     problem: Problem, target: Target, tile: Tiling, pass_: Pass, *, whole: bool = False
 ) -> bool:
-    """Whether there are so few programs that dividing their work may take less time; those of the
-    short tile of a narrow mask have little to do.
+    """True if programs are few enough for dividing their work to take less time. Those of the short
+    tile of a narrow mask have little to do.
 
-    whole: whether one program walks all tiles of a head.
+    whole: True if one program walks all tiles of a head.
     """
     processors, grouped = processors_of(target), problem.H > problem.G
     if processors is None or (whole and not (grouped and pass_ == "key_gradient")):
@@ -96,11 +96,10 @@ def divide_work(
     problem: Problem, target: Target, pass_: Pass, costs: Costs, room: int | None, *,
     whole: bool = False, barrier: str = "",
 ) -> Division:  # fmt: skip
-    """The division by the rule above, of those that are allowed.
+    """The division by the rule above, among the allowed ones.
 
-    costs: the tiles of each block, by tile: of the first, which parts have, and of others. room:
-    bytes that the sums may take; None: as many as they need. whole: as above. barrier: what else
-    does not allow sums.
+    costs: the tiles of each block, by tile: of the first, as parts have it, and of others. room:
+    bytes for the sums; None: no limit. whole: as above. barrier: another reason against sums.
     """
     ways = list_divisions(problem, target, pass_, costs, whole)
     possible = [
@@ -119,8 +118,8 @@ def divide_work(
 def list_divisions(
     problem: Problem, target: Target, pass_: Pass, costs: Costs, whole: bool
 ) -> list[Division]:
-    """All that are considered, those of fewer sums first: of dk and dv ever fewer query heads a
-    program, then, unless `whole`, ever fewer queries of one."""
+    """All candidates, fewer sums first: of dk and dv with ever fewer query heads a program, then,
+    unless `whole`, with ever fewer queries of one."""
     tile = next(iter(costs))
     group, useful = problem.H // problem.G, useful_parts(ceil(max(costs[tile])))
     parts: Sequence[int] = INTERPRETED[pass_] if target.interprets else useful
@@ -161,8 +160,7 @@ def pick_division(
 def seconds_of(
     way: Division, scores: float, problem: Problem, target: Target, pass_: Pass
 ) -> float | None:
-    """Seconds of all launches, at best; None where no rate is known. scores: those that each
-    multiprocessor computes."""
+    """Seconds of all launches, at best; None without a rate. scores: of each multiprocessor."""
     p, processors, bandwidth = problem, target.multiprocessors, target.bandwidth
     peak = peak_of(target, "triton", p.dtype, max(p.D, p.E), backward=pass_ != "forward")
     if peak is None or bandwidth is None or processors is None:
@@ -178,7 +176,7 @@ def seconds_of(
 def division_note(
     problem: Problem, pass_: Pass, chosen: Division, best: Division, barrier: str
 ) -> str:
-    """What `explain` says of a division: who puts sums together, and what was not allowed."""
+    """For `explain`: who joins sums, and any divisions not allowed."""
     which, fewer = (describe_share(way, problem, pass_) for way in (chosen, best))
     note = f"{pass_}: {which}, {JOINERS[pass_]}" if chosen.scratch else ""
     if best != chosen:
@@ -189,7 +187,7 @@ def division_note(
 
 
 def describe_share(way: Division, problem: Problem, pass_: Pass) -> str:
-    """What of the work of a block one program takes."""
+    """The share of one program in the work of a block."""
     if pass_ != "key_gradient":
         shared = f"{way.parts} programs share" if way.parts > 1 else "one program takes"
         return f"{shared} the keys of a block of queries"

@@ -1,4 +1,4 @@
-"""Which attention has so few queries that programs may share its keys, and how many do."""
+"""Attention of few queries, with programs that share its keys."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ MOST_PARTS = 128
 
 
 def is_decoding(problem: Problem) -> bool:
-    """Whether an attention has so few queries that programs may share its keys."""
+    """True if queries are few enough for programs to share keys."""
     p = problem
     few = p.M <= MOST_QUERIES and p.M * (p.H // p.G) <= MOST_ROWS
     return few and p.grad is None and not p.node.dropout and "max" not in p.node.stats
 
 
 def choose_parts(programs: int, places: int, tiles: int, least: int) -> int:
-    """How many programs share the tiles of keys of each of so few, so many tiles at least: those
-    that fill a GPU, where `places` programs do."""
+    """The number of programs to share `tiles` of keys, each with about `least` or more: enough to
+    fill a GPU that `places` programs fill."""
     return lowest(-(-places // programs), -(-tiles // least))
 
 
 def useful_parts(tiles: int) -> list[int]:
-    """Into how many parts so many tiles may be divided: those that spare a tile of the longest."""
+    """Numbers of parts for tiles: each spares the longest part a tile."""
     counts = range(2, min(MOST_PARTS, tiles) + 1)
     return [n for n in counts if -(-tiles // n) < -(-tiles // (n - 1))]

@@ -79,14 +79,14 @@ class LaunchList:
     lists: dict[tuple[int, int, bool], tuple[Pointers, Fixed]] = field(factory=dict)
 
     def tiling(self, pass_: Pass) -> Tiling:
-        """The tile of a pass where programs are many, or of what the pass is in a direction."""
+        """The tile of a pass with many programs, or of the same pass in a direction."""
         if self.push is None:
             options = self.variant, self.layout.op is None
             return choose_tiling(self.layout.flat, self.target, pass_, *options)
         return choose_push_tiling(self.problem, self.target, PUSHED[pass_], self.variant)
 
     def tilings(self, pass_: Pass) -> list[Tiling]:
-        """That tile, or others where programs are few; one where lists are made of its tiles."""
+        """That tile, or others for few programs; one alone with lists of its tiles."""
         usual, mask = self.tiling(pass_), self.problem.node.mask
         if self.push is not None or self.variant is not None or self.invariant:
             return [usual]
@@ -95,22 +95,19 @@ class LaunchList:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """What kernels of the gradient read."""
         return READ + MOVED if self.push else READ
 
     @property
     def tiled(self) -> tuple[str, ...]:
-        """What kernels of the gradient take descriptors of."""
         return () if self.push else TILED
 
     @property
     def prefix(self) -> str:
-        """What the names of the gradient's kernels begin with."""
         return "push_" if self.push else ""
 
     @property
     def steps_back(self) -> tuple[str, ...]:
-        """The generated functions by which gradients go back through the modifiers."""
+        """The generated functions that take gradients back through the modifiers."""
         return ("push", "bend") if self.push else ("back",)
 
     def common(self) -> Fixed:
@@ -136,18 +133,18 @@ class LaunchList:
         } | self.strides("q", "k", "v")
 
     def is_even(self) -> bool:
-        """Whether many keys of what masks and modifiers read are loaded at once."""
+        """True if many keys of operands of masks and modifiers are loaded at once."""
         placed = any({"i", "j"} <= {*axes} for axes in read_axes(self.problem))
         return placed and not self.layout.sides and self.problem.N % SPECIAL == 0
 
     @property
     def blind(self) -> int:
-        """Whether a query may see no key: 0 no, 1 by the mask alone, 2 by a modifier too."""
+        """0: every query sees a key. 1: the mask alone may leave one no key. 2: a modifier too."""
         hides = any(m.hides for m in self.problem.node.modifiers)
         return 2 if hides else int(self.problem.mask_has_blind_rows)
 
     def strides(self, *names: str) -> Fixed:
-        """The strides of operands, as the kernels take them; 0 of those that are absent."""
+        """The strides of operands for the kernels; 0 of absent ones."""
         specs, layout = self.layout.large() | (self.push.large if self.push else {}), self.layout
         return {
             f"{name}_strides": layout.strides(name, specs[name]) if name in specs else (0, 0, 0, 0)
@@ -155,14 +152,14 @@ class LaunchList:
         }
 
     def placed(self) -> tuple[Pointers, Fixed]:
-        """What kernels know of packed tensors and pages: pointers and sizes; None without them."""
+        """Pointers and sizes of packed tensors and pages; None without them."""
         pointers = self.layout.pointers()
         there: Pointers = {name: x for name, x in pointers.items() if x is not None}
         absent = {name: None for name in pointers if name not in there}
         return there, absent | self.layout.sizes() | self.layout.paging()
 
     def operands(self, *names: str) -> tuple[Pointers, Fixed]:
-        """Pointers by parameter, and None for those that this graph has not."""
+        """Pointers by parameter, and None for absent ones."""
         there = {"q", "k", "v", "delta", "dq", "dk", "dv", *self.problem.node.names}
         there |= set(self.layout.large()) | (
             {"seed", "offset"} if self.problem.node.dropout else set()
@@ -178,8 +175,7 @@ class LaunchList:
         return pointers, {f"{name}_ptr": None for name in names if name not in there}
 
     def data(self) -> tuple[str, ...]:
-        """Names of all that modifiers and the mask read, in the order of the operands, and of the
-        tangents of those that move."""
+        """Names of operands of modifiers and the mask, in order, and of the tangents among them."""
         count = len(read_specs(self.problem)) + len(tangent_specs(self.push))
         return tuple(f"data.{k}" for k in range(count))
 
@@ -192,9 +188,9 @@ class LaunchList:
     def order(
         self, tiling: Tiling, pass_: Pass, pointers: Pointers, splits: int = 1, parts: int = 1
     ) -> Fixed:
-        """How many heads are walked together, and which block comes first.
+        """How many heads are walked together, and the first block.
 
-        pointers: those of the lists, which lie in order if they were made when planning.
+        pointers: of the lists. They lie in order if planning made them.
         """
         flat, target = self.layout.flat, self.target
         sorted_ = not self.layout.sides and str(pointers.get("lists_ptr")) in self.tables
@@ -204,8 +200,8 @@ class LaunchList:
         }
 
     def listed(self, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
-        """The list that a kernel walks, which those with equal tiles share: its pointer, or None
-        where closed form does without."""
+        """The list for a kernel, shared among those with equal tiles: its pointer, or None for a
+        closed form."""
         mask, sizes = self.problem.node.mask, (tiling.block_m, tiling.block_n, by_keys)
         if mask is None or self.code.strip:
             return {}, {"lists_ptr": None, "lists_strides": (0, 0, 0), "LISTED": False}
@@ -214,7 +210,7 @@ class LaunchList:
         return self.lists[sizes]
 
     def make_lists(self, mask: Mask, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
-        """Add what makes such a list, or the list itself."""
+        """Add the list, or the launch for it."""
         name = f"lists{len(self.buffers) + len(self.tables)}"
         try:
             shape = self.ranged(name, tiling, by_keys) if mask.needs else None
@@ -230,7 +226,7 @@ class LaunchList:
         return {"lists_ptr": name}, {"lists_strides": strides, "LISTED": True}
 
     def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
-        """Add what makes the lists on the device; their shape."""
+        """Add the launches for lists on the device; their shape."""
         own = self.data()[: len(read_specs(self.problem))]
         lists = DeviceLists.plan(name, self.problem, tiling, by_keys, own)
         self.buffers |= lists.buffers

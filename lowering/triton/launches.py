@@ -48,19 +48,19 @@ def load_kernel(name: str) -> Any:  # Any: a function of Triton
 
 @cache
 def out_of_resources_error() -> Any:  # Any: a class of Triton's
-    """Triton's error for tiles that a GPU has no room for."""
+    """Triton's error for tiles too large for a GPU."""
     return load_modules("triton.runtime.errors").OutOfResources
 
 
 @cache
 def load_driver() -> Any:  # Any: Triton's, whose `active` one is that of the GPU
-    """Import what knows the device for which Triton launches."""
+    """Import the driver of Triton's device."""
     return load_modules("triton.runtime").driver
 
 
 @cache
 def is_interpreting() -> bool:
-    """Whether this process imported Triton with TRITON_INTERPRET=1."""
+    """True if this process imported Triton with TRITON_INTERPRET=1."""
     forward, jit = load_kernel("forward"), load_modules("triton.runtime.jit")
     return not isinstance(forward, jit.JITFunction)
 
@@ -148,7 +148,7 @@ class Launch:
         return {**pointers, **tiled, **self.fixed, **functions, **options}
 
     def without(self, parameter: str) -> Launch:
-        """The same launch with None for a pointer; the kernel then stores nothing there."""
+        """A launch with None for a pointer. The kernel then stores nothing there."""
         rest = {name: x for name, x in self.tensors.items() if name != parameter}
         return evolve(self, tensors=rest, fixed={**self.fixed, parameter: None})
 
@@ -173,8 +173,8 @@ class Launch:
 
 
 def distinguish(argument: Any) -> Hashable:  # Any: of a kernel
-    """By what Triton chooses the compiled kernel for an argument that may change with the call:
-    where tensors begin, which numbers there are, and what is absent."""
+    """Facts by which Triton chooses a compiled kernel for an argument of calls: alignment of
+    tensors, numbers, and absence."""
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr() % ALIGNED
     if isinstance(argument, tuple):

@@ -57,12 +57,11 @@ class Layout:
 
     @classmethod
     def dense(cls, problem: Problem) -> Layout:
-        """Of a problem whose batch entries lie by themselves."""
         return cls(problem, problem.specs)
 
     @classmethod
     def packed(cls, op: Packed, specs: list[TensorSpec]) -> Layout | None:
-        """specs: of all operands of the op. None where it is none that `Problem` knows."""
+        """specs: of all operands of the op. None for an op beyond `Problem`."""
         if not isinstance(op.op, (Attention, AttentionGrad)):
             return None
         own, where = op.split(specs)
@@ -80,7 +79,7 @@ class Layout:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The sides that are packed, of "rows" and "keys"."""
+        """The packed sides, of "rows" and "keys"."""
         return self.op.sides if self.op else ()
 
     @property
@@ -96,7 +95,7 @@ class Layout:
 
     @property
     def totals(self) -> dict[str, int]:
-        """The rows of each side that is packed."""
+        """The rows of each packed side."""
         pairs = ("rows", self.T), ("keys", self.T_keys)
         return {side: n for side, n in pairs if n is not None}
 
@@ -160,7 +159,7 @@ class Layout:
         return (p.B, p.H, p.M) if self.T is None else (p.H, self.T)
 
     def lines(self) -> tuple[int, int, int]:
-        """The same shape as [B,H,M] of a kernel that knows no sequences."""
+        """[B,H,M] for a kernel without sequences."""
         p = self.problem
         return (p.B, p.H, p.M) if self.T is None else (1, p.H, self.T)
 
@@ -179,14 +178,14 @@ class Layout:
         return (-(-self.T // block) + p.B + 2) * p.H
 
     def key_programs(self, block: int, heads: int) -> int:
-        """Programs of one for each block of keys of so many heads."""
+        """Programs for each block of keys, per head of a number of heads."""
         p = self.problem
         if self.T_keys is None:
             return -(-p.N // block) * heads * p.B
         return (-(-self.T_keys // block) + p.B + 2) * heads
 
     def pointers(self) -> dict[str, str | None]:
-        """The tensors that say where sequences lie, by parameter; None for those not there."""
+        """Tensors of the places of sequences, by parameter; None for absent ones."""
         names = (*STARTS.values(), *LENGTHS.values(), *self.names[len(self.sides) :])
         there = {*self.names, *(LENGTHS[side] for side in self.sides)}
         if self.pages is not None and LENGTHS["keys"] in self.problem.by_role.mask:
@@ -194,15 +193,15 @@ class Layout:
         return {f"{name}_ptr": name if name in there else None for name in names}
 
     def steps(self, side: str) -> tuple[int, ...]:
-        """The strides of the starts and the lengths of a side, and of the table of pages along
-        them; 0 of those that it has not."""
+        """The strides of starts and lengths of a side, and of the table of pages along them; 0 of
+        absent ones."""
         given = dict(zip(self.names, self.tables, strict=True)) | self.problem.by_role.mask
         specs = given.get(STARTS[side]), given.get(LENGTHS[side])
         step = self.pages.strides[1] if self.pages and side == "keys" else 0
         return (*(0 if x is None else x.strides[0] for x in specs), step)
 
     def known_lengths(self) -> dict[str, str]:
-        """The lengths that are M or N of a batch entry within kernels, which read them there."""
+        """The lengths that are M or N of a batch entry in kernels, and read there."""
         pointers = self.pointers()
         names = (LENGTHS["rows"], "M"), (LENGTHS["keys"], "N")
         return {name: size for name, size in names if pointers[f"{name}_ptr"] is not None}
@@ -210,12 +209,12 @@ class Layout:
     def where(
         self, mask: Mapping[str, torch.Tensor], tables: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The tensors that say where sequences lie, by name. mask: those that the mask reads."""
+        """Tensors of the places of sequences, by name. mask: those of the mask."""
         named = {n: mask[n] for n in LENGTHS.values() if n in mask}
         return named | dict(zip(self.names, tables, strict=True))
 
     def sizes(self) -> dict[str, int | tuple[int, ...] | None]:
-        """What kernels know of packed tensors, by parameter."""
+        """Facts of packed tensors for kernels, by parameter."""
         sequences = 1 << (capacity(self.problem.B) + 1).bit_length()
         return {
             "B": self.problem.B,
@@ -227,20 +226,20 @@ class Layout:
         }
 
     def paging(self) -> dict[str, str | int | None]:
-        """What kernels know of keys in pages, by parameter."""
+        """Facts of pages for kernels, by parameter."""
         if self.pages is None:
             return {"pages_ptr": None, "pages_stride": 0, "POOL": 0, "PAGE": 0}
         count, page = self.specs[1].shape[:2]
         return {"pages_stride": self.pages.strides[0], "POOL": count, "PAGE": page}
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each tensor that says where sequences lie."""
+        """The dtype of each tensor of the places of sequences."""
         mask = self.problem.by_role.mask
         dtypes = {name: x.dtype for name, x in zip(self.names, self.tables, strict=True)}
         return dtypes | {n: mask[n].dtype for n in LENGTHS.values() if n in mask}
 
     def reasons(self) -> Iterator[Reason]:
-        """What the kernels do not take of packed tensors."""
+        """Against packed tensors beyond the kernels."""
         if self.pages is not None:
             yield from self.page_reasons()
         grad, roles = self.problem.grad, self.problem.node.roles
@@ -250,7 +249,7 @@ class Layout:
                 yield Reason(f"packed_gradient.{role}", limit, f"that of {role} is wanted")
 
     def page_reasons(self) -> Iterator[Reason]:
-        """What the kernels do not take of keys in pages."""
+        """Against pages beyond the kernels."""
         for name, x in zip("kv", self.specs[1:3], strict=True):
             if (x.shape[1] - 1) * x.strides[1] > LONGEST:
                 limit = f"reads pages whose rows lie within {LONGEST} elements"

@@ -64,7 +64,7 @@ class MachineCode:
 
 @final
 class Driver:
-    """What Triton takes for a GPU's driver while it compiles; it launches nothing."""
+    """Stands for a GPU's driver while Triton compiles. It launches nothing."""
 
     def __init__(self, sm: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -77,11 +77,11 @@ class Driver:
         return self.target
 
     def get_current_device(self) -> str:
-        """What Triton takes for the number of a device."""
+        """A device's number, for Triton."""
         return f"sm_{self.sm}"  # not a device's number: Triton's cache uses this as a key
 
     def get_current_stream(self, device: object) -> int:
-        """A stream, which nothing is launched on."""
+        """A stream, for Triton. Nothing is launched on it."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
@@ -110,15 +110,16 @@ def compile_for(sm: int) -> Iterator[None]:
 
 
 def compile_launches(flash: Flash) -> list[MachineCode]:
-    """Compile every launch for the target's compute capability; what each machine code needs."""
+    """Compile every launch for the target's compute capability. Returns the needs of each machine
+    code."""
     tensors = mock_tensors(flash)
     return [inspect_launch(launch, tensors, flash.target.sm) for launch in flash.launches]
 
 
 def compile_ahead(flash: Flash) -> None:
-    """Compile all that calls for the target will launch into Triton's cache, with lse and without.
+    """Compile every launch for the target into Triton's cache, with lse and without.
 
-    Nothing where Triton interprets.
+    Nothing under the interpreter.
     """
     if is_interpreting():
         return
@@ -128,7 +129,7 @@ def compile_ahead(flash: Flash) -> None:
 
 
 def mock_tensors(flash: Flash) -> dict[str, Any]:  # Any: Triton's
-    """What stands for the tensors that launches name, while they are compiled."""
+    """Stand-ins for tensors of launches, while they are compiled."""
     from triton.runtime.jit import MockTensor
 
     tensors: dict[str, Any] = {name: MockTensor(dtype) for name, dtype in flash.dtypes().items()}
@@ -143,12 +144,12 @@ def compile_launch(launch: Launch, tensors: Tensors, sm: int) -> Any:  # Any: Tr
 
 
 def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
-    """Compile the kernel of one launch; what its machine code needs."""
+    """Compile the kernel of one launch. Returns the needs of its machine code."""
     return inspect_compiled(compile_launch(launch, tensors, sm), launch.kernel, launch.warps)
 
 
 def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # Any: Triton's
-    """What the machine code of a compiled kernel needs."""
+    """The needs of the machine code of a compiled kernel."""
     ptx: str = compiled.asm["ptx"]
     registers, spilled, waits, starts, sass = read_resources(compiled.asm["cubin"])
     counts = tuple((name, len(re.findall(form, ptx))) for name, form in INSTRUCTIONS.items())
@@ -168,7 +169,7 @@ def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # An
 
 @lru_cache(maxsize=1024)
 def read_resources(cubin: bytes) -> tuple[int, int, int, int, str]:
-    """Registers and bytes of stack of a thread, instructions that wait for products and that begin
+    """Registers and bytes of stack of a thread, instructions to wait for products and to begin
     them, and the code."""
     usage, code = disassemble(cubin)
     (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
@@ -190,5 +191,5 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
 
 
 def run_tool(*command: str) -> str:
-    """What a program prints. Raises CalledProcessError if it fails."""
+    """The output of a program. Raises CalledProcessError if it fails."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

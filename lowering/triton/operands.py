@@ -1,4 +1,4 @@
-"""The tensors that Triton's kernels work on: how they lie, and what they permit."""
+"""Operands of Triton's kernels: their layout, and the kernels it permits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ WIDE_TF32 = 163840  # bytes of shared memory that tiles 256 wide take with TF32,
 
 
 def takes_tf32(problem: Problem, sm: int) -> bool:
-    """Whether there are kernels with TF32: products of other dtypes have one precision, and wide
-    tiles need much shared memory then."""
+    """True if kernels with TF32 exist: products of other dtypes have one precision, and wide tiles
+    need much shared memory then."""
     wide = padded_head_size(max(problem.D, problem.E)) > 128
     return problem.dtype == torch.float32 and (not wide or shared_memory(sm) >= WIDE_TF32)
 
 
 def is_copied_in_tiles(spec: TensorSpec) -> bool:
-    """Whether the copy engine of Hopper GPUs (TMA) reads an operand where it lies."""
+    """True if the copy engine of Hopper GPUs (TMA) can read an operand."""
     apart = spec.unit_last and not is_misaligned(spec) and not is_broadcast(spec)
     return spec.dtype.itemsize == 2 and apart
 
 
 def copies_tiles(problem: Problem, target: Target) -> bool:
-    """Whether the copy engine brings tiles: where tilings reckon with it, and interpreted."""
+    """True if the copy engine brings tiles: tilings reckon with it, or the interpreter runs."""
     width = padded_head_size(max(problem.D, problem.E))
     return target.interprets or width in COPYING.get(table_arch(target.sm), ())

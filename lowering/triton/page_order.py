@@ -19,7 +19,6 @@ PASSING = 2 * KEPT + 16  # and while they are sorted: copies, and a table within
 
 
 def sums_pages(layout: Layout) -> bool:
-    """Whether gradients of pools are wanted."""
     grad = layout.problem.grad
     return layout.pages is not None and grad is not None and any(grad.wants[1:3])
 
@@ -27,9 +26,9 @@ def sums_pages(layout: Layout) -> bool:
 def order_pages(
     table: torch.Tensor, lengths: torch.Tensor | None, page: int, pool: int
 ) -> dict[str, torch.Tensor]:
-    """By NAMED the pages that table [B,pages] names, ascending, by ORDER which entry names each.
+    """NAMED: the pages of a table [B,pages], ascending. ORDER: the entry that names each.
 
-    page: rows of one. pool: how many there are; entries past the lengths [B] name that one.
+    page: rows of one. pool: the number of pages; it also stands for entries past the lengths [B].
     """
     named = table.clamp(0, pool - 1).to(DTYPES[NAMED])
     if lengths is not None:
@@ -40,7 +39,7 @@ def order_pages(
 
 
 def order_bytes(layout: Layout) -> int:
-    """Bytes that PyTorch allocates for `order_pages`, at most."""
+    """Bytes that `order_pages` allocates, at most."""
     if layout.pages is None or not sums_pages(layout):
         return 0
     return (KEPT + PASSING) * prod(layout.pages.shape)

@@ -1,4 +1,4 @@
-"""What Triton has to launch for one attention or its gradient, and the memory that takes."""
+"""Launches of Triton for one attention or its gradient, and their memory."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ NO_MAXIMA = "parts of the largest score are not put together"
 @final
 @frozen(eq=False)
 class Flash:
-    """Launches in order, by what name they read which tensor, and scratch buffers by name.
+    """Launches in order, the name of each tensor they read, and scratch buffers by name.
 
-    precision: of products of float32. tables: lists of tiles that were made when planning, by
-    name too. results: shape, strides and dtype of what a pass gives, by name. division_notes: what
-    `explain` says of how the work of blocks is divided. push: what moves, in forward mode.
+    precision: of products of float32. tables: lists of tiles made in planning, by name. results:
+    shape, strides and dtype of each result, by name. division_notes: lines for `explain` about
+    divided work. push: the moving operands, in forward mode.
     """
 
     problem: Problem
@@ -112,7 +112,7 @@ class Flash:
         return self.layout.large() | (self.push.large if self.push else {})
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each tensor that launches name."""
+        """The dtype of each tensor, by its name in launches."""
         p = self.problem
         wide = (*p.node.stats, "delta", "dlse", "tlse", "tdelta", "tdlse")
         dtypes = dict.fromkeys(("q", "k", "v", "o", "do", *MOVED[:4], "to"), p.dtype)
@@ -129,7 +129,7 @@ class Flash:
 
     @cached_property
     def without_lse(self) -> tuple[Launch, ...]:
-        """The launches of a forward whose lse nobody reads."""
+        """The launches of a forward with an unused lse."""
         return tuple(
             launch.without("lse_ptr")
             if launch.kernel in FORWARDS and launch.tensors.get("lse_ptr") == "lse"
@@ -138,7 +138,7 @@ class Flash:
         )
 
     def check(self) -> None:
-        """Raise RuntimeError where Triton interprets and the plan is to be compiled, or reverse."""
+        """Raise RuntimeError if Triton interprets a plan for compiled kernels, or the reverse."""
         check_interpreter(self.target.interprets)
 
     def new_result(self, name: str, device: torch.device) -> torch.Tensor:
@@ -163,13 +163,12 @@ class FlashBuilder(LaunchList):
         return self.finish()
 
     def finish(self) -> Flash:
-        """What was added so far, as a value."""
         made = tuple(self.launches), self.buffers, self.tables, dict(self.results())
         more = self.division_notes, self.layout, self.push
         return Flash(self.problem, self.target, self.code, self.precision, *made, *more)
 
     def results(self) -> Iterator[tuple[str, Lying]]:
-        """How what the pass gives lies, by name."""
+        """The layout of each result, by name."""
         p, layout = self.problem, self.layout
         if p.grad is None:
             o, shape = layout.o(), layout.statistic()
@@ -186,7 +185,7 @@ class FlashBuilder(LaunchList):
             yield f"grad{n}", (spec.shape, dense_strides(spec.shape), spec.dtype)
 
     def forward(self) -> None:
-        """Add the launch of the forward, or, of few queries, those of its parts."""
+        """Add the launch of the forward, or the launches of its parts for few queries."""
         division = divide_keys(self.layout, self.target, self.variant, self.most, self.invariant)
         if division is None:
             self.whole_forward()
@@ -194,7 +193,7 @@ class FlashBuilder(LaunchList):
             self.split_forward(division)
 
     def split_forward(self, division: KeyDivision) -> None:
-        """Add the launches of parts of the keys, and of what merges them."""
+        """Add the launches of parts of the keys, and of their merge."""
         there, sizes = self.placed()
         named, absent = self.operands("q", "k", "v", "o", "lse", "sinks")
         data = self.data() or None
@@ -207,8 +206,8 @@ class FlashBuilder(LaunchList):
         self.division_notes += [partial(describe_division, self.problem, self.target, division)]
 
     def whole_forward(self) -> None:
-        """Add the launch in which a program takes all keys of a block of queries, or those in which
-        several share them and another one joins their parts."""
+        """Add the launch with one program for a block of queries, or the launches with several for
+        one block and another to join their parts."""
         p, tiles = self.problem, self.tilings("forward")
         sinks = p.by_role.sinks
         lists, listed = self.listed(tiles[0], by_keys=False)
@@ -232,16 +231,16 @@ class FlashBuilder(LaunchList):
             self.launches.append(merge_launch(self.layout, way.parts, MERGE_ROWS, named, fixed))
 
     def whole_o(self) -> tuple[Pointers, Fixed]:
-        """What a forward stores o by: pointers and strides."""
+        """Pointers and strides by which a forward stores o."""
         return {}, {"o_strides": self.layout.strides("o", self.layout.o())}
 
     def parts_of_o(self, way: Division) -> tuple[Pointers, Fixed]:
-        """The same of its parts, which are added."""
+        """Pointers and strides for parts of o. Adds their buffers."""
         self.buffers |= parts_buffers(self.layout, way.parts)
         return {"o_ptr": PARTS, "lse_ptr": PARTS_LSE}, {"o_strides": self.parts_strides(PARTS)}
 
     def share_rows(self, pass_: Pass, way: Division, lists: Pointers) -> Fixed:
-        """In what order programs of blocks of queries begin, and which share their keys."""
+        """The order of programs of blocks of queries, and the programs that share keys."""
         order = self.order(way.tile, pass_, lists, parts=way.parts)
         return order | {"PARTS": way.parts, "PARTED": way.parts > 1}
 
@@ -283,7 +282,7 @@ class FlashBuilder(LaunchList):
             self.key_gradient()  # the last: its sums take of max_workspace what is left
 
     def delta(self) -> None:
-        """Add the launch that sums do o over each row."""
+        """Add the launch for sums of do o over each row."""
         p, rows = self.problem, DELTA.block_m
         B, H, M = self.layout.lines()
         names: tuple[str, ...] = ("o", "lse", "do", "dlse", "delta")
@@ -306,7 +305,7 @@ class FlashBuilder(LaunchList):
         self.launches.append(Launch(kernel, lines, pointers | laid, fixed, {}, *DELTA.options))
 
     def sum_weights(self) -> None:
-        """Add the launch that sums rows again where lse and o do not tell what they weigh."""
+        """Add the launch to sum rows again if lse and o do not tell their weights."""
         add_weight_sums(self)
 
     def query_gradient(self) -> None:
@@ -378,7 +377,7 @@ class FlashBuilder(LaunchList):
         return division
 
     def sums_buffer(self, n: int, heads: int) -> Buffer:
-        """Sums of the gradient of operand n, of so many heads."""
+        """A buffer for sums of the gradient of operand n, by heads."""
         B, _, length, width = self.layout.flat.specs[n].shape
         return Buffer((B, heads, length, width), torch.float32)
 
@@ -408,7 +407,7 @@ class FlashBuilder(LaunchList):
         self.launch(kernel, lines, tile, names, more, texts, pointers, self.tiled)
 
     def sum_parts(self, name: str, n: int) -> None:
-        """Add the launch that makes the gradient of operand n of its sums."""
+        """Add the launch that turns sums into the gradient of operand n."""
         B, _, N, _ = self.buffers[name].shape
         pointers, fixed = self.sums(name, n)
         lines = blocks(N, SUMS.block_n) * fixed["G"] * B
@@ -432,7 +431,7 @@ class FlashBuilder(LaunchList):
         self.launches.append(Launch("sum_pages", lines, pointers, fixed, {}, *SUMS.options))
 
     def sums(self, name: str, n: int) -> tuple[Pointers, Fixed]:
-        """What both of these kernels take: pointers, and sizes and strides."""
+        """Pointers, sizes and strides for both of these kernels."""
         G, parts = self.problem.specs[n].shape[1], self.buffers[name]
         _, heads, N, size = parts.shape
         fixed: Fixed = {

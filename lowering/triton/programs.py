@@ -1,4 +1,4 @@
-"""What the programs of a launch have to do, in what order they begin, and how they fill a GPU."""
+"""Programs of a launch: their work, their order, and how they fill a GPU."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def static_strip(problem: Problem) -> Strip | None:
 
 
 def begins_last(problem: Problem, by_keys: bool) -> bool:
-    """Whether the last block has the most to do, of queries or of keys.
+    """True if the last block has the most to do, of queries or of keys.
 
-    Under a causal mask the last queries have, and the first keys. So it is taken to be where data
-    decide; bounded below alone, it is the other way around.
+    Under a causal mask the last queries have, and the first keys. This is assumed if data decide. A
+    mask bounded below alone is the other way around.
     """
     strip = static_strip(problem)
     below = strip is not None and strip.low is not None and strip.high is None
@@ -98,7 +98,7 @@ def count_strip_tiles(
 
 
 def or_far(bound: object, far: int) -> int:
-    """A bound of a strip, or another where there is none."""
+    """A bound of a strip, or another if it has none."""
     return far if bound is None else int(bound)  # type: ignore[call-overload]
 
 
@@ -107,9 +107,9 @@ def estimate_tiles(
 ) -> list[float]:
     """The tiles of each block of queries, or of keys.
 
-    flat: with all packed sequences as one. padded: with each as long as the longest may be. lists:
-    those that a mask was listed to leave. Where data decide, all blocks are taken to have as many:
-    those of the pairs that the mask keeps at most.
+    flat: all packed sequences as one. padded: each as long as the longest may be. lists: the tiles
+    listed for a mask. If data decide, all blocks count as many tiles: those of the most pairs the
+    mask keeps.
     """
     strip = static_strip(padded)
     if flat != padded or (lists is None and strip is None):
@@ -135,7 +135,7 @@ def mean_tiles(flat: Problem, padded: Problem, tiling: Tiling, by_keys: bool) ->
 
 
 def count_programs(problem: Problem, tile: Tiling, by_keys: bool) -> int:
-    """How many there are where no block's work is divided."""
+    """The number of programs without divided work."""
     p = problem
     if by_keys:
         return p.B * p.G * -(-p.N // tile.block_n)

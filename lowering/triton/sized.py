@@ -60,8 +60,8 @@ class Recorded:
         return cls(flash, recording.compile(split_parts(flash)))
 
     def at(self, sizes: Shape) -> Flash | None:
-        """The plan for some sizes, whose launches, buffers and results are of numbers; None where
-        it would decide differently."""
+        """The plan for some sizes, with launches, buffers and results in numbers; None if planning
+        would decide differently."""
         parts = self.parts(*sizes)
         if parts is None:
             return None
@@ -77,12 +77,12 @@ class Recorded:
 
 
 def symbol_bounds(symbol: NamedSize) -> SizeBounds:
-    """What is known of a size."""
+    """Known bounds of a size."""
     return SizeBounds(min(symbol.classes, default=1), symbol.most, gcd(*symbol.classes) or 1)
 
 
 def split_parts(flash: Flash) -> Parts:
-    """What follows sizes, as tuples and dicts of formulas and numbers."""
+    """Parts that follow sizes, as tuples and dicts of formulas and numbers."""
     launches = tuple(
         (x.grid, select_sized(x.fixed), {n: (d.shape, d.strides) for n, d in x.descriptors.items()})
         for x in flash.launches
@@ -153,11 +153,10 @@ class SizedCalls:
         return self.at(self.sizes_of(tensors)).inference(*tensors)
 
     def call_at(self, sizes: Shape) -> TritonCall:
-        """What runs some sizes."""
         return TritonCall(self.plan_at(sizes), self.graph, self.options)
 
     def plan_at(self, sizes: Shape) -> Flash:
-        """The launches for some sizes: by what was recorded, or recorded now."""
+        """The launches for some sizes: by the record, or recorded now."""
         with neutral_state():
             for recorded in (*self.recorded,):
                 if (flash := recorded.at(sizes)) is not None:

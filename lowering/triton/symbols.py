@@ -30,10 +30,10 @@ LIMITS = {"i": "i < M", "j": "j < N"}  # of addresses that depend on i or j
 @final
 @frozen
 class Dialect:
-    """How a language of kernels writes what is not the same in all of them.
+    """The spelling of one language of kernels.
 
     forms: of operations, by name. functions: of PyTorch's functions, by their names there. half:
-    those that differ where scores are rounded to half precision.
+    other forms for scores rounded to half precision.
     """
 
     forms: Mapping[str, str]
@@ -77,9 +77,9 @@ TRITON = Dialect(
 class Numbers:
     """The integers that generated code reads at run time.
 
-    A literal that is added or compared is read from here, so that another length needs no other
-    kernel; one that multiplies or divides is part of the code, which a compiler turns into shifts.
-    plain: they are passed as they are, to kernels of which no value makes another one.
+    A literal to add or to compare is read from here, so another length needs no other kernel. One
+    to multiply or to divide by is part of the code: a compiler turns it into shifts. plain: True if
+    they are passed as they are, and no value makes another kernel.
     """
 
     values: list[int] = field(factory=list)
@@ -96,10 +96,10 @@ class Numbers:
         return text if self.plain else f"({text} >> 2)"
 
     def add_strides(self, strides: Sequence[int], *, kernels_apart: bool) -> tuple[str, ...]:
-        """Append the strides of a tensor but those of 1; the code of each.
+        """Append the strides of a tensor but those of 1. Returns the code of each.
 
-        kernels_apart: where all are multiples of 16 there is a kernel that knows it, and loads
-        several elements at once.
+        kernels_apart: True if multiples of 16 have a kernel of their own, for several elements a
+        load.
         """
         read = [s for s in strides if not is_one(s)]
         if kernels_apart and all(s % SPECIAL == 0 for s in read):
@@ -133,7 +133,7 @@ class Code:
         return own.forms[name] if name in own.forms else own.functions[name]
 
     def add_line(self, text: str, kind: Kind, reads: Iterable[object]) -> Symbol:
-        """Assign an expression to a name; the symbol of that name. reads: its operands."""
+        """Assign an expression to a name. Returns its symbol. reads: its operands."""
         name = self.lines.setdefault(text, f"x{len(self.lines)}")
         axes = frozenset(axis for x in reads if isinstance(x, Symbol) for axis in x.axes)
         return Symbol(self, name, kind, axes)
@@ -171,8 +171,8 @@ def code_literal(value: object) -> tuple[str, Kind]:
 @final
 @frozen(eq=False, repr=False)
 class Symbol:
-    """A value of generated code. axes: which of "b", "h", "i", "j" it depends on. reach: of an
-    integer, the most that it may be, or minus that."""
+    """A value of generated code. axes: those of "b", "h", "i", "j" it depends on. reach: of an
+    integer, the most it may be, or minus that."""
 
     code: Code
     text: str
@@ -183,7 +183,7 @@ class Symbol:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors beside it are made."""
+        """The device for tensors beside it."""
         return torch.device("cpu")
 
     def operand(self, x: Operand, at_run_time: bool) -> tuple[str, Kind]:
@@ -217,7 +217,7 @@ class Symbol:
         return evolve(symbol, reach=reach)
 
     def unary(self, form: str, kind: Kind | None = None) -> Symbol:
-        """The value of `form`, where {0} is this symbol."""
+        """The value of `form` with this symbol as {0}."""
         symbol = self.code.add_line(form.format(self.text), kind or self.kind, (self,))
         return evolve(symbol, reach=self.reach)
 
@@ -226,7 +226,7 @@ class Symbol:
         return self.unary(self.code.form(name), kind)
 
     def sum_reach(self, x: Operand) -> int:
-        """The most that a sum with another operand may be."""
+        """The most a sum with another operand may be."""
         return self.reach + limit_of(x)
 
     def __add__(self, x: Operand) -> Symbol:
@@ -321,7 +321,7 @@ class Symbol:
         return self if self.kind == "bool" else self.unary("{0} != 0", "bool")
 
     def logical_not(self) -> Symbol:
-        """Whether it is 0."""
+        """True if it is 0."""
         return ~self.truth()
 
     def maximum(self, x: Operand) -> Symbol:
@@ -333,11 +333,11 @@ class Symbol:
         return self.binary(self.code.form("minimum"), x, None, True, self.larger_reach(x))
 
     def larger_reach(self, x: Operand) -> int:
-        """The most that either of two operands may be."""
+        """The most either of two operands may be."""
         return max(self.reach, limit_of(x))
 
     def where(self, yes: Operand, no: Operand) -> Symbol:
-        """`yes` where this is true, else `no`."""
+        """`yes` if this is true, else `no`."""
         (a, kind), (b, other) = (self.operand(x, at_run_time=False) for x in (yes, no))
         wider: Kind = "float" if "float" in (kind, other) else kind
         text = self.code.form("where").format(self.text, a, b)
@@ -345,7 +345,7 @@ class Symbol:
         return evolve(symbol, reach=max(limit_of(yes), limit_of(no)))
 
     def among(self, values: Sequence[float]) -> Symbol:
-        """values[self], for a symbol that counts from 0."""
+        """values[self], for a symbol counting from 0."""
         start = self.unary(
             f"{{0}} * 0.0 + {float(values[-1])!r}" if values else "{0} * 0.0", "float"
         )
@@ -376,7 +376,7 @@ class Symbol:
     sum = sum_to_size = __getitem__ = ignore_axes
 
     def __getattr__(self, name: str) -> Callable[..., Symbol]:
-        """Methods that end in `_`, and the dialect's functions by their names in PyTorch."""
+        """Methods with a final `_`, and the dialect's functions by their names in PyTorch."""
         if name in TRITON.functions:
             return lambda: self.named(name, "float")
         if name in METHODS:
@@ -435,7 +435,7 @@ KNOWN = {
 
 
 def limit_of(x: Operand) -> int:
-    """The most that an operand may be, or minus that."""
+    """The most an operand may be, or minus that."""
     if isinstance(x, Symbol):
         return x.reach if x.kind == "int" else 1
     most: int = capacity(x) if isinstance(x, int | SizeFormula) else 1  # type: ignore[arg-type]  # it stands for one
@@ -443,14 +443,14 @@ def limit_of(x: Operand) -> int:
 
 
 def is_zero(x: object) -> bool:
-    """Whether x is the integer 0."""
+    """True for the integer 0."""
     return isinstance(x, int) and x == 0
 
 
 @final
 @frozen(eq=False)
 class Size:
-    """A tensor [B] whose element is the size `name` of the batch entry, which kernels know."""
+    """A tensor [B] of the size `name` of each batch entry, known to kernels."""
 
     code: Code
     name: str

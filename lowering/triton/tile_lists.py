@@ -108,10 +108,10 @@ def list_room(tiles: int) -> int:
 @final
 @frozen
 class ListCode:
-    """How lists are made on the device.
+    """Code that makes lists on the device.
 
-    source: the text of the function that classifies tiles. numbers: the integers that it reads.
-    axes: those of "bh" that the lists depend on. reads: each tensor of the mask.
+    source: the text of the function to classify tiles. numbers: its integers. axes: those of "bh"
+    the lists depend on. reads: spec and `Data` of each tensor of the mask.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Which tiles kernels take: the table's, variants of them, and others where programs are few."""
+"""Tiles of kernels: from the table, variants of them, and others for few programs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ROWS = 64  # of the least tile that matrix units take at full speed
 def choose_tiling(
     problem: Problem, target: Target, pass_: Pass, variant: str | None = None, dense: bool = True
 ) -> Tiling:
-    """What the table has for a pass, or a variant of that.
+    """The table's tiling for a pass, or a variant.
 
-    dense: whether operands lie neither packed nor in pages.
+    dense: True if operands are neither packed nor in pages.
     """
     p = problem
     width = padded_head_size(max(p.D, p.E))
@@ -47,7 +47,7 @@ def choose_tiling(
 def choose_push_tiling(
     problem: Problem, target: Target, pass_: PushPass, variant: str | None = None
 ) -> Tiling:
-    """The same of forward mode."""
+    """The table's tiling for forward mode, or a variant."""
     width = padded_head_size(max(problem.D, problem.E))
     usual = push_tiling(target.sm, problem.dtype.itemsize, width, pass_)
     return usual if variant is None else VARIANTS[variant](usual)

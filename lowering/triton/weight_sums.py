@@ -17,10 +17,10 @@ COTANGENTS = ("do", "seed", "offset")  # read where delta is written over
 
 
 def may_be_far(problem: Problem) -> bool:
-    """Whether rows of a gradient may have an lse that is too large: modifiers may add any number.
+    """True if rows of a gradient may have too large an lse: modifiers may add any number.
 
-    Scores that are products alone were rounded by as much as their lse, and those that a soft cap
-    holds are small. lse of a part belongs to more keys than are here.
+    Scores of products alone were rounded by as much as their lse, and a soft cap holds scores
+    small. lse of a part belongs to more keys than are here.
     """
     node, limit = problem.node, FAR_LSE[problem.dtype.itemsize]
     if not node.modifiers or node.part:
@@ -31,15 +31,15 @@ def may_be_far(problem: Problem) -> bool:
 
 
 def rows_weighed(problem: Problem, invariant: bool) -> int:
-    """0, DIAGONAL or ALL: the rows whose delta is to be sum_j p z dp. invariant: the keys that a
-    cache has room for, which tiles that are listed may follow, may not decide of it."""
+    """0, DIAGONAL or ALL: the rows with sum_j p z dp as delta. invariant: the keys a cache has room
+    for may not decide it. Listed tiles may follow them."""
     if problem.gathers or (problem.drops_rounded and invariant):
         return ALL
     return DIAGONAL if problem.drops_rounded else 0
 
 
 def add_weight_sums(plan: LaunchList) -> None:
-    """Add the launch of a gradient that needs it."""
+    """Add the launch, for a gradient in need of it."""
     p, layout, pass_ = plan.problem, plan.layout, PASS_OF["query_gradient"]
     given = "do" in layout.large() and plan.push is None
     weighed = rows_weighed(p, plan.invariant) if given else 0

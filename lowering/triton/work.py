@@ -73,12 +73,11 @@ class Push:
         return keep_given(dict(zip(("tq", "tk", "tv", "tdo", "tdlse"), given, strict=True)))
 
     def reasons(self) -> Iterator[Reason]:
-        """Against head sizes that have no tiles."""
+        """Against head sizes without tiles."""
         yield from wide_heads(self.problem, WIDEST)
 
 
 def keep_given(specs: Mapping[str, TensorSpec | None]) -> dict[str, TensorSpec]:
-    """Those that are there."""
     return {name: x for name, x in specs.items() if x is not None}
 
 
@@ -86,7 +85,7 @@ Work = Layout | Push
 
 
 def work_of(graph: Graph) -> Work | None:
-    """What a graph of one attention or derivative is; None of what there are no kernels for."""
+    """A graph of one attention or derivative as work; None without kernels for it."""
     return Layout.of(graph) or Push.of(graph)
 
 
@@ -104,8 +103,8 @@ class Single:
 def split_graph(graph: Graph) -> tuple[Single, ...]:
     """The equations of a graph of attentions and their derivatives, each by itself.
 
-    None of them, where there are no kernels for one, where nothing is a tangent, since several
-    attentions are several graphs, or where one reads a gradient of another.
+    None without kernels for one of them. None without a tangent too, since several attentions are
+    several graphs, and if one equation reads a gradient of another.
     """
     gradients = {i for eqn, outs in graph.numbered if isinstance(eqn.op, BACKWARD) for i in outs}
     read = {i for eqn in graph.eqns for i in eqn.args}
@@ -119,7 +118,7 @@ def split_graph(graph: Graph) -> tuple[Single, ...]:
 
 
 def cut_equation(graph: Graph, eqn: Eqn) -> Single:
-    """An equation by itself, which gives all its results."""
+    """An equation as a graph, with all its results."""
     args = tuple(dict.fromkeys(eqn.args))
     known = graph.inputs
     names = (known[i].name if i < len(known) else f"x{i}" for i in args)
