@@ -28,8 +28,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B,H,M,D], k and v [B,G,N,D], addend broadcasts to [B,H,M,N] -> o, lse [B,H,M].
 
-    The addend is added to the scores; where it is -inf a key is masked. `causal` keeps j <= i.
-    unseen: rows whose keys are all masked, broadcasts to [B,H,M]; None where there are none.
+    The addend is added to the scores; at -inf it masks a key. `causal` keeps j <= i. unseen: rows
+    with all keys masked, broadcasts to [B,H,M]; None without such rows.
     """
     o, lse = flash(q, k, v, 0.0, causal, attn_mask=addend, scale=scale)
     return o, lse if unseen is None else lse.masked_fill(unseen, -INF)

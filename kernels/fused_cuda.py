@@ -42,7 +42,7 @@ class Kernel:
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`Kernel.forward` by FlashAttention, which takes no bias."""
+    """`Kernel.forward` by FlashAttention, without a bias."""
     results = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
     return results[0], results[1]
 
@@ -63,8 +63,8 @@ def flash_backward(
 @final
 @frozen(eq=False)
 class SequencePlaces:
-    """Where the flash kernel finds the sequences of packed tensors, and what each row sees of its
-    own: keys from `window[0]` before the diagonal, bottom right, to `window[1]` after it, -1: all.
+    """The places of packed sequences for the flash kernel, and each row's keys: from `window[0]`
+    before the diagonal, bottom right, to `window[1]` after it; -1: all.
 
     starts: of q and of k, int32 [B+1]. most: no fewer than the rows of each, and of the keys.
     """
@@ -81,15 +81,15 @@ class SequencePlaces:
 
     @property
     def causal(self) -> bool:
-        """Whether a row sees its own key and all before it."""
+        """True if a row sees its own key and all before it."""
         return self.window == (-1, 0)
 
 
 def packed_forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: SequencePlaces, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q [T,H,D], k, v [Tk,G,D] -> o [T,H,D], lse [H,T], +inf in rows that see no key, by
-    FlashAttention. Rows of no sequence are not written."""
+    """q [T,H,D], k, v [Tk,G,D] -> o [T,H,D], lse [H,T], by FlashAttention. lse is +inf in rows
+    without keys. Rows of no sequence are not written."""
     left, right = sequences.window
     results = aten._flash_attention_forward.default(
         q, k, v, *sequences.where, 0.0, sequences.causal, False,
@@ -102,7 +102,7 @@ def packed_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sequences: SequencePlaces,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv of the same; lse as that gives it."""
+    """dq, dk and dv of packed tensors, with lse as `packed_forward` gives it."""
     left, right = sequences.window
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = aten._flash_attention_backward.default(
@@ -139,8 +139,8 @@ def efficient_backward(
 
 
 def pad_lse(lse: Tensor) -> Tensor:
-    """lse [B,H,M] as the efficient kernel reads it: rows up to a multiple of ROWS, those beyond M
-    infinite, so that they weigh nothing; finite in rows that see nothing."""
+    """lse [B,H,M] for the efficient kernel: rows up to a multiple of ROWS, infinite beyond M so
+    that they weigh nothing, and finite in rows without keys."""
     M = lse.shape[2]
     room = lse.new_full((*lse.shape[:2], -(-M // ROWS) * ROWS), INF)
     room[:, :, :M] = lse.masked_fill(lse == -INF, 0.0)
@@ -150,7 +150,7 @@ def pad_lse(lse: Tensor) -> Tensor:
 def cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`Kernel.forward` by cuDNN through PyTorch, which takes no bias."""
+    """`Kernel.forward` by cuDNN through PyTorch, without a bias."""
     results = aten._scaled_dot_product_cudnn_attention.default(
         q, k, v, None, True, 0.0, causal, scale=scale
     )
@@ -173,7 +173,7 @@ def cudnn_backward(
 
 @cache
 def has_column() -> bool:
-    """Whether this PyTorch's cuDNN attention has lse [B,H,M,1], by its shape function."""
+    """True if this PyTorch's cuDNN attention has lse [B,H,M,1], by its shape function."""
     x: Any = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="meta")  # Any: of torch.ops
     results = aten._scaled_dot_product_cudnn_attention.default(x, x, x, None, True)
     return bool(results[1].ndim == 4)

@@ -20,28 +20,30 @@ Bits = tuple[torch.Tensor, torch.Tensor]  # what scores are and-ed, and then or-
 
 
 def hiding_bits(keep: torch.Tensor, dtype: torch.dtype) -> Bits:
-    """For scores of a dtype: ones where `keep` is true, else zeros; and the bits of -inf there."""
+    """For scores of a dtype: ones if `keep` is true, else zeros; and the bits of -inf at those
+    zeros."""
     whole = WHOLE[dtype.itemsize]
     kept = keep.to(whole).neg_()
     return kept, kept.bitwise_not().bitwise_and_(INFINITY[dtype])
 
 
 def caps_of(keep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The largest that scores of a dtype may be: inf where `keep` is true, else -inf. What is
-    above becomes it by `clamp_`, but NaN, which q and k spread over their rows, stays.
+    """The largest scores of a dtype may be: inf if `keep` is true, else -inf. `clamp_` lowers
+    scores to it, but NaN stays: q and k spread it over their rows.
 
-    PyTorch converts bytes in a seventh of the time of booleans."""
+    PyTorch converts bytes in a seventh of the time of booleans.
+    """
     return keep.view(torch.uint8).to(dtype).sub_(0.5).mul_(INF)
 
 
 def fill_hidden(room: torch.Tensor, keep: torch.Tensor) -> None:
-    """room = 0 where `keep`, which broadcasts, is true, else -inf: in place, since new memory of
-    the size of scores takes longer than all else."""
+    """room = 0 at true `keep`, which broadcasts, else -inf: in place, since new memory of the size
+    of scores takes longer than all else."""
     whole = WHOLE[room.dtype.itemsize]
     room.view(whole).copy_(keep).sub_(1).bitwise_and_(INFINITY[room.dtype])
 
 
 def hide_(s: torch.Tensor, bits: Bits) -> None:
-    """s = -inf where places are dropped; elsewhere it stays."""
+    """s = -inf at dropped places; elsewhere it stays."""
     kept, hidden = bits
     s.view(WHOLE[s.dtype.itemsize]).bitwise_and_(kept).bitwise_or_(hidden)

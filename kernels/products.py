@@ -25,9 +25,9 @@ def scores_(
     s: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor], scale: float, beta: int = 0,
     room: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """s [n,L,S] = beta * s + scale * q k^T; q [n,L,D], the keys in pieces [n,Si,D], making up S.
+    """s [n,L,S] = beta * s + scale * q k^T; q [n,L,D], the keys in pieces [n,Si,D] of S in all.
 
-    room: [n,L,S] in the dtype of q, where that is not s's; beta is 0 then.
+    room: [n,L,S] in the dtype of q, if s has another; beta is 0 then.
     """
     at = 0
     for k in ks:
@@ -42,9 +42,9 @@ def scores_(
 
 
 def cap_(s: torch.Tensor, t: torch.Tensor, cap: float) -> None:
-    """t = tanh t, and s = cap * t, which may be the same memory.
+    """t = tanh t, and s = cap * t, perhaps in one memory.
 
-    Of scores over their cap, by which the products divide themselves: with s written from t, two
+    t holds scores over their cap: the products divide by it. With s written from t, this takes two
     passes fewer.
     """
     torch.mul(t.tanh_(), cap, out=s)
@@ -56,7 +56,7 @@ def cap_back_(ds: torch.Tensor, t: torch.Tensor) -> None:
 
 
 def bend_cap_(t: torch.Tensor, ds: torch.Tensor, tanh: torch.Tensor, cap: float) -> None:
-    """t -> -2 ds tanh t / cap: what ds gains as scores after a soft cap, cap * tanh, move by t."""
+    """t -> -2 ds tanh t / cap: the gain of ds as scores after a soft cap, cap * tanh, move by t."""
     t.mul_(ds).mul_(tanh).mul_(-2 / cap)
 
 
@@ -70,8 +70,8 @@ def exp_(s: torch.Tensor, top: torch.Tensor) -> None:
 
 
 def reaches_far(lse: torch.Tensor) -> bool:
-    """Whether an lse is so large that its rounding shows; rows that see nothing count as none. Of
-    tensors whose numbers can't be read: no."""
+    """True if an lse is so large that its rounding shows. Rows without keys do not count. False of
+    tensors without readable numbers."""
     if type(lse) is not torch.Tensor or not lse.is_cpu or not lse.numel() or _is_tracing():
         return False
     most: float = torch.linalg.vector_norm(lse, INF).item()
@@ -81,8 +81,7 @@ def reaches_far(lse: torch.Tensor) -> bool:
 
 
 def exp_of(sinks: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """exp(sinks - top) [n,L,1], of sinks [n,L,1]: 1 where both are one infinity but for
-    -inf, of which it is 0."""
+    """exp(sinks - top) [n,L,1], of sinks [n,L,1]: 1 if both are +inf, 0 if both are -inf."""
     apart = (sinks - top.clamp(min=torch.finfo(top.dtype).min)).nan_to_num_(0.0, INF, -INF)
     return apart.exp_()
 
@@ -92,8 +91,8 @@ def softmax_(
 ) -> torch.Tensor | None:
     """s -> exp(s - max); total [n,L,1] = their sum; lse [n,L,1] = max + log(total).
 
-    sinks [n,L,1] count in all three, and what they add to the sum is returned. A row of -inf
-    becomes zeros with lse = -inf and total = 1, so that dividing by it is safe.
+    sinks [n,L,1] count in all three. Their share of the sum is returned. A row of -inf becomes
+    zeros with lse = -inf and total = 1, so that dividing by it is safe.
     """
     torch.amax(s, -1, keepdim=True, out=lse)
     if sinks is not None:
@@ -110,7 +109,7 @@ def softmax_(
 
 
 def drop_(dp: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """dp -> 0 where p is not positive: where it is 0, or dropped; out = |p|, maybe in its place."""
+    """dp -> 0 unless p is positive: at 0, or dropped; out = |p|, maybe in its place."""
     torch.ops.aten.threshold_backward.grad_input(dp, p, 0, grad_input=dp)
     return torch.abs(p, out=out)
 
@@ -121,7 +120,7 @@ def weigh_(
 ) -> None:  # fmt: skip
     """o [n,L,E] = beta * o + scale * p v; p [n,L,S], the values in pieces [n,Si,E].
 
-    room: as many elements as o has in the dtype of p, where that is not o's.
+    room: as many elements as o in the dtype of p, if o has another.
     """
     at = 0
     for v in vs:
@@ -135,7 +134,7 @@ def add_transposed_(
 ) -> None:  # fmt: skip
     """Each total [n,Si,E] += scale * p_i^T x; p [n,L,S] in the totals' pieces, x [n,L,E].
 
-    room: as many elements as the largest total has in the dtype of p, where that is not theirs.
+    room: as many elements as the largest total in the dtype of p, if totals have another.
     """
     at = 0
     for total in totals:
@@ -158,8 +157,8 @@ def add_product_(
 def multiply_(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
-    """out = scale * a b. Of a scale that float32 takes for 0, oneDNN would leave what is there
-    times 0, NaN among it, and what need not be scaled takes up to a quarter less time."""
+    """out = scale * a b. For a scale that float32 takes for 0, oneDNN would leave 0 times the
+    memory before, NaN included. Products without a scale take up to a quarter less time."""
     if scale == 1.0:
         return torch.bmm(a, b, out=out)
     if abs(scale) < LEAST_FLOAT:

@@ -24,7 +24,7 @@ sum_bags = torch.ops.aten._embedding_bag_forward_only.default
 
 
 def sum_rows_(o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
-    """o [n,L,E] = p v; p [n,L,S], and v [n,S,E] of which `has_whole_rows` is true."""
+    """o [n,L,E] = p v; p [n,L,S], and v [n,S,E] with `has_whole_rows`."""
     if is_traced() or type(v) is not torch.Tensor:
         multiply_(o, p, v)
         return
@@ -38,7 +38,7 @@ def sum_rows_(o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def sum_heads_(o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
-    """The same of so many heads as one index has."""
+    """`sum_rows_` of as many heads as one index has."""
     (n, L, S), E = p.shape, v.shape[2]
     head, row = v.stride(0) // E, v.stride(1) // E
     table = v.as_strided(((n - 1) * head + (S - 1) * row + 1, E), (E, 1))
@@ -68,7 +68,7 @@ def sum_pieces(
 def index_rows(
     n: int, L: int, pieces: int, size: int, head: int, row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `list_rows` has them, which are held where they are not too many."""
+    """The result of `list_rows`, held for later calls unless it is too large."""
     few = n * L * pieces * size <= MOST_INDEXED
     return (list_rows if few else list_rows.__wrapped__)(n, L, pieces, size, head, row)
 
@@ -78,10 +78,10 @@ def index_rows(
 def list_rows(
     n: int, L: int, pieces: int, size: int, head: int, row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of a table that each sum is of, and where in that list each sum starts.
+    """The rows of a table in each sum, and the start of each sum in that list.
 
-    Sums are in the order of n heads, then pieces of `size` rows, then L rows of p, which read the
-    same. head, row: how far one is from the next, in rows of the table.
+    Sums are in the order of n heads, then pieces of `size` rows, then L rows of p, with equal rows
+    of the table. head, row: the distance from one to the next, in rows of the table.
     """
     first = torch.arange(n).mul_(head)[:, None] + torch.arange(pieces).mul_(size * row)
     rows = first[:, :, None, None] + torch.arange(size).mul_(row)
@@ -97,8 +97,8 @@ def find_piece(L: int, S: int, dtype: torch.dtype) -> int:
 
 
 def count_sum_bytes(n: int, L: int, S: int, E: int, dtype: torch.dtype) -> int:
-    """Bytes that PyTorch allocates for it, at most: the index and what it is made of, p again, and
-    sums of pieces."""
+    """Bytes that PyTorch allocates for it, at most: the index and its parts, p again, and sums of
+    pieces."""
     heads = min(n, max(1, MOST_INDEXED // (L * S)))
     sums = -(-S // find_piece(L, S, dtype)) + 1
     index = torch.int64.itemsize * (heads * L * (S + 2 * sums) + (heads + 1) * S)
@@ -106,7 +106,7 @@ def count_sum_bytes(n: int, L: int, S: int, E: int, dtype: torch.dtype) -> int:
 
 
 def has_whole_rows(spec: TensorSpec) -> bool:
-    """Whether x [B,G,N,E] can be such a v: where each row is whole, and a multiple of rows from
-    any other, so that all are rows of one table."""
+    """True if x [B,G,N,E] can be such a v: each row is whole, and a multiple of rows from any
+    other, so that all are rows of one table."""
     apart = (step for size, step in zip(spec.shape[:3], spec.strides, strict=False) if size > 1)
     return spec.unit_last and spec.shape[3] > 0 and all(step % spec.shape[3] == 0 for step in apart)

@@ -46,10 +46,10 @@ def tiling(
 ) -> Tiling:  # fmt: skip
     """The tiling of a kernel.
 
-    sm: compute capability, 90 for 9.0; 0 is Triton's interpreter, which is faster with few tiles.
-    itemsize: bytes of an element. width: the larger of the padded head sizes. modified: whether
-    modifiers change the scores. drops: whether there is dropout. copied: whether the copy engine
-    brings all tiles. decided: whether data decide what the mask keeps.
+    sm: compute capability, 90 for 9.0; 0 is Triton's interpreter, faster with few tiles. itemsize:
+    bytes of an element. width: the larger of the padded head sizes. modified: True if modifiers
+    change the scores. drops: True with dropout. copied: True if the copy engine brings all tiles.
+    decided: True if data decide the mask.
     """
     if sm == 0:
         return INTERPRETED
@@ -66,7 +66,7 @@ def push_tiling(sm: int, itemsize: int, width: int, pass_: PushPass) -> Tiling:
 
 
 def split_tiling(sm: int, itemsize: int, width: int, rows: int) -> Tiling:
-    """The tiling of few rows, whose keys programs share. rows: of all heads that share keys."""
+    """The tiling of few rows; programs share their keys. rows: of all heads with common keys."""
     if sm == 0:
         return INTERPRETED_SPLIT
     imprecise = itemsize == 4 and table_arch(sm) == 100
@@ -79,7 +79,7 @@ def split_tiling(sm: int, itemsize: int, width: int, rows: int) -> Tiling:
 def table_arch(sm: int) -> int:
     """The compute capability whose rows of the table serve another.
 
-    100 serves up to 119, which have its matrix units; 120 all with as little shared memory.
+    100 serves up to 119, with its matrix units; 120 all with as little shared memory.
     """
     if sm == 90 or 100 <= sm < 120:
         return min(sm, 100)
@@ -87,8 +87,8 @@ def table_arch(sm: int) -> int:
 
 
 def summed_columns(sm: int, itemsize: int) -> int:
-    """How many sums of a row a forward keeps: on sm_90 in half precision those that spare its lanes
-    an exchange, see `sum_columns`; elsewhere one, since more take registers that are short."""
+    """The number of sums of a row in a forward. On sm_90 in half precision several spare its lanes
+    an exchange, see `sum_columns`; elsewhere one, since more take scarce registers."""
     return 8 if sm in (0, 90) and itemsize == 2 else 1
 
 
@@ -98,7 +98,7 @@ def padded_head_size(size: int) -> int:
 
 
 def shared_memory(sm: int) -> int:
-    """Bytes of shared memory that one program may ask for, or the least of all if it is unknown."""
+    """Bytes of shared memory for one program, or the least of all if unknown."""
     return SHARED.get(sm, LEAST_SHARED)
 
 
