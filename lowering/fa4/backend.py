@@ -6,16 +6,21 @@ package is imported when a call runs, and in processes that compile ahead.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options
+from attn_graph.lowering.backend import (
+    Backend,
+    DeviceTest,
+    Executable,
+    Foreseen,
+    Options,
+    RefusedError,
+)
 from attn_graph.lowering.cudnn.backend import read_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
@@ -30,6 +35,7 @@ if TYPE_CHECKING:  # and imported where it is used: machines without a GPU never
 
 HOME = "attn_graph.lowering.fa4.backend:BACKEND"
 PACKAGE = "flash-attn-4"
+MOST_SPILLED = 1024  # bytes of a thread: kernels that spill more are slower than others
 SIZES = ((65, 123), (200, 251), (300, 700))  # queries and keys of self-checks
 VERSIONS = ((4, 0, 0, 36), (4, 0, 0, 36))  # b36: the first and the last whose functions are known
 VARIES = "adds up gradients of queries in the order in which programs end"
@@ -102,48 +108,61 @@ def make_fa4_call(
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    """The call of the package that runs a graph."""
-    from attn_graph.lowering.fa4.run import Fa4Run
-
-    run = Fa4Run(describe_fa4(graph, target, options), graph, options.store)
-    problem = run.call.problem
+    """The call of the package that runs a graph. Raises RefusedError where kernels spill much."""
+    run = describe_run(graph, target, options)
+    backward = run.call.problem.grad is not None
+    if target.tensors_on == target.kind and (against := [*stack_reasons(run, target, options)]):
+        raise RefusedError(*against)  # virtual GPUs execute PTX, before anything is spilled
 
     def kernels() -> list[CompiledKernel]:
         return compile_for_target(run, target, options)
 
     return Executable(
-        run.forward if problem.grad is None else run.backward,
+        run.backward if backward else run.forward,
         0,
         run.temporary,
         tuple(run.notes()),
         inspect=lambda: tuple(map(str, kernels())),
         text=lambda: "\n".join([*run.call.code.texts.values(), *(x.ptx for x in kernels())]),
-        infer=run.inference if problem.grad is None else run.backward,
+        infer=run.backward if backward else run.inference,
         prepare=kernels,
     )
+
+
+def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
+    """The needs of a call, without compiling."""
+    run = describe_run(graph, target, options)
+    return Foreseen(0, run.temporary, tuple(run.notes()))
+
+
+def describe_run(graph: Graph, target: Target, options: Options) -> Fa4Run:
+    from attn_graph.lowering.fa4.run import Fa4Run
+
+    return Fa4Run(describe_fa4(graph, target, options), graph, options.store)
+
+
+def stack_reasons(run: Fa4Run, target: Target, options: Options) -> Iterator[Reason]:
+    """Against kernels that spend their time on spilled registers. It compiles them."""
+    for kernel in compile_for_target(run, target, options):
+        if kernel.spilled > MOST_SPILLED:
+            limit = f"runs kernels that spill at most {MOST_SPILLED} bytes of a thread"
+            yield Reason("spilled", limit, f"its {kernel.kernel} kernel spills {kernel.spilled}")
 
 
 def compile_for_target(run: Fa4Run, target: Target, options: Options) -> list[CompiledKernel]:
     """The kernels, compiled for the target; of a forward those that store lse where it is read."""
     from attn_graph.lowering.fa4.offline import compile_call
 
-    return compile_call(run.call.plain(run.stores_lse), target, options.store)
+    call = run.call
+    return compile_call(call.plain(run.stores_lse), call.kernels, target, options.store)
 
 
 def small_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
-    """The attention or gradient in small sizes, off the tiles; kernels of one variant are those
-    that the package tells apart."""
+    """The attention or gradient in small sizes, off the tiles."""
     call = describe_fa4(graph, target, options)
-    plain, problem = call.plain(True), call.problem
-    told = {name: x for name, x in plain.items() if name not in ("numbers", "lists")}
-    told["reads"] = [x[2] for x in plain["reads"]]
-    told["tensors"] = {name: x[2] for name, x in plain["tensors"].items()}
-    told["options"] = {name: x is not None for name, x in plain["options"].items()}
-    digest = sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
-    named = f"{plain['tensors']['q'][2]}, D {problem.D}, E {problem.E}"
-    way = ", backward" if problem.grad is not None else ""
+    problem = call.problem
     small = tuple(shrink(graph, problem, M, N) for M, N in SIZES)
-    return DeviceTest(HOME, f"{named}{way}, {digest}", small)
+    return DeviceTest(HOME, call.variant, small)
 
 
-BACKEND = Backend("fa4", why_not, lower, device_test=small_test)
+BACKEND = Backend("fa4", why_not, lower, foresees, device_test=small_test)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from typing import Any, final
 
 import torch
@@ -199,6 +201,24 @@ class Fa4Call:
             "lists": [[*x.shape] for x in lists.tensors] if lists else [],
             "deterministic": self.deterministic,
         }
+
+    @cached_property
+    def variant(self) -> str:
+        """The kernels, which depend on no numbers and on no sizes but those of a head."""
+        plain, p = self.plain(True), self.problem
+        told = {name: x for name, x in plain.items() if name not in ("numbers", "lists")}
+        told["reads"] = [x[2] for x in plain["reads"]]
+        told["tensors"] = {name: x[2] for name, x in plain["tensors"].items()}
+        told["options"] = {name: x is not None for name, x in plain["options"].items()}
+        digest = sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+        way = ", backward" if p.grad is not None else ""
+        return f"{plain['tensors']['q'][2]}, D {p.D}, E {p.E}{way}, {digest}"
+
+    @property
+    def kernels(self) -> str:
+        """The kernels with their tile of rows and the heads of a group, which are compiled in."""
+        group = self.problem.H // self.problem.G
+        return f"{self.variant}, tile {forward_tile(self.sm, self.problem)}, group {group}"
 
     def tensors(self, with_lse: bool = True) -> dict[str, TensorSpec]:
         """The specs of operands and results as the package takes them, by its names."""

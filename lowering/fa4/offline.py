@@ -22,9 +22,10 @@ from attrs import asdict, frozen
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.machine.store import Store, Unfit
-from attn_graph.machine.target import FLASH, Target
+from attn_graph.machine.target import FLASH, Target, version_of
 
-FORM = 1  # of what is stored
+FORM = 2  # of what is stored
+JOINED = "{limit}, {actual}"
 PATIENCE = 300  # seconds; a kernel takes two to eight
 PROGRAM = "from attn_graph.lowering.fa4.builder import main; main()"
 FAMILIES = {9: "sm_{}a", 10: "sm_{}a", 11: "sm_{}a"}  # whose kernels run on one kind of GPU
@@ -47,17 +48,23 @@ class CompiledKernel:
 
 def compile_call(
     call: Mapping[str, Any],  # Any: JSON, as `Fa4Call.plain` gives it
+    name: str,
     target: Target,
     store: Store | None,
 ) -> list[CompiledKernel]:
-    """What the kernels of a call need, by `Fa4Call.plain`, compiled unless the store has them.
+    """The kernels of a call, compiled unless the store has those of its name.
 
-    Raises RefusedError where the package refuses, RuntimeError if its process fails.
+    Raises RefusedError where the package refuses or is not installed, RuntimeError if its process
+    fails.
     """
-    key = f"fa4 {json.dumps({'form': FORM, 'call': call, 'libraries': kernel_versions(target)})}"
+    about = {"form": FORM, "sm": target.sm, "lse": "lse" in call["tensors"]}
+    key = f"fa4 {name} {json.dumps(about | {'libraries': kernel_versions(target)})}"
     known = store.load(key, read_kernels) if store else None
     if known is not None:
         return known
+    if version_of(FLASH[0]) is None:
+        actual = "which is not installed here; pip install 'attn-graph[fa4]'"
+        raise RefusedError(Reason("compiler", f"is compiled by {FLASH[0]}", actual, JOINED))
     answer = run_builder(call, target, store)
     if refusal := answer.get("refusal"):
         raise RefusedError(Reason("package", "is refused by the package itself", refusal))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +21,6 @@ from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.dialect import in_place, read_axes_of
 from attn_graph.lowering.fa4.lists import FULL, MIXED, classify, make_lists
-from attn_graph.lowering.fa4.offline import keep_kernels_in, kernel_folder
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import VIRTUAL
 from attn_graph.masks import LENGTHS
@@ -220,7 +216,7 @@ def test_rows_off_16_bytes_are_copied_and_told() -> None:
         x = apart((2, 4, 300, 64), "bhsd", gap)
         forward = simplify(ag.attention(x, x, x))
         for graph in (forward, simplify(ag.vjp(forward)[1])):
-            made = BACKEND.lower(graph, H200, Options())
+            made = BACKEND.foreseen(graph, H200, Options())
             told = [x for x in made.notes if "copied, 300 KiB, to rows at multiples of 16" in x]
             copies.append(len(told))
             assert made.temporary >= 2 * 4 * 300 * 64 * 2 * len(told)
@@ -425,42 +421,6 @@ def test_older_gpus_run_the_forward_of_plain_graphs(name: str) -> None:
     assert not keys_of(graph, target)
     assert keys_of(simplify(ag.vjp(graph)[1]), target) == {"gradient"}
     assert keys_of(make(mask=JOINED, soft_cap=3.0), target) == {"mask", "modifiers"}
-
-
-# Kept kernels
-
-
-def test_kernels_are_kept_only_where_nobody_else_may_write(tmp_path: Path) -> None:
-    """What lies there is loaded and run."""
-    store = ag.extend.Store(tmp_path / "store")
-    folder = kernel_folder(store)
-    assert folder.stat().st_mode & 0o077 == 0
-    for path in (folder, store.folder):
-        path.chmod(0o777)
-        with pytest.raises(PermissionError, match="can be written to by others"):
-            kernel_folder(store)
-        path.chmod(0o700)
-    assert kernel_folder(store) == folder
-
-
-def test_the_package_is_told_where_before_it_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "flash_attn.cute", raising=False)
-    name = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-    store = ag.extend.Store(tmp_path / "store")
-    with keep_kernels_in(store):
-        assert os.environ[name] == str(kernel_folder(store))
-    assert name not in os.environ
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", sys)
-    with keep_kernels_in(store):
-        assert name not in os.environ
-
-
-def test_planning_imports_neither_the_package_nor_its_compiler() -> None:
-    told = ag.explain(make(mask=JOINED), target=H200, backends=("fa4",))
-    assert "fa4 runs this on " in str(told)
-    assert not {"cutlass", "flash_attn", "flash_attn.cute"} & sys.modules.keys()
 
 
 COMPILES = {  # D, E: whether 4.0.0b36 compiled a gradient, for sm_90 and for sm_100

@@ -1,0 +1,79 @@
+"""FlashAttention 4's compiled kernels without the package: which ones a plan runs, and where they
+are kept."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attn_graph as ag
+from attn_graph.lowering.fa4 import backend as fa4_backend
+from attn_graph.lowering.fa4.call import Fa4Call
+from attn_graph.lowering.fa4.offline import CompiledKernel, keep_kernels_in, kernel_folder
+from tests.lowering.test_fa4 import H200, JOINED, make, problem_of, spec
+
+
+@pytest.mark.parametrize(("spilled", "backend"), [(1024, "fa4"), (1025, "math")])
+def test_kernels_that_spill_much_are_refused_while_lowering(
+    spilled: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next backend runs the graph, and the plan says why; planning alone compiles nothing."""
+    kernels = [CompiledKernel("preprocess", 40, 0, ""), CompiledKernel("forward", 128, spilled, "")]
+    x = spec(1, 2, spilled, 64)  # no plan of before
+    graph = ag.attention(x, x, x)
+    options: dict[str, Any] = {"target": H200, "backends": ("fa4", "math")}
+    assert "fa4 runs this on " in str(ag.explain(graph, **options))
+    monkeypatch.setattr(fa4_backend, "compile_for_target", lambda *_: kernels)
+    plan = ag.compile(graph, **options)
+    assert plan.backend == backend
+    assert ("its forward kernel spills 1025" in str(plan.explain())) is (backend == "math")
+
+
+@pytest.mark.parametrize(("sm", "kinds"), [(90, 1), (100, 2)])
+def test_plans_of_every_size_ask_for_the_same_kernels(sm: int, kinds: int) -> None:
+    """But for the rows of a tile, of which kernels for sm_100 have two sizes."""
+
+    def kernels(M: int, N: int, H: int = 4) -> str:
+        mask = ag.Causal("top_left") | ag.Prefix(M // 2)
+        return Fa4Call.of(problem_of(make(M, N, H=H, soft_cap=3.0, mask=mask)), sm).kernels
+
+    names = {kernels(*sizes) for sizes in ((300, 300), (500, 700), (5, 300))}
+    assert len(names) == kinds
+    assert kernels(300, 300, H=2) not in names
+
+
+def test_kernels_are_kept_only_where_nobody_else_may_write(tmp_path: Path) -> None:
+    """What lies there is loaded and run."""
+    store = ag.extend.Store(tmp_path / "store")
+    folder = kernel_folder(store)
+    assert folder.stat().st_mode & 0o077 == 0
+    for path in (folder, store.folder):
+        path.chmod(0o777)
+        with pytest.raises(PermissionError, match="can be written to by others"):
+            kernel_folder(store)
+        path.chmod(0o700)
+    assert kernel_folder(store) == folder
+
+
+def test_the_package_is_told_where_before_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "flash_attn.cute", raising=False)
+    name = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+    store = ag.extend.Store(tmp_path / "store")
+    with keep_kernels_in(store):
+        assert os.environ[name] == str(kernel_folder(store))
+    assert name not in os.environ
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", sys)
+    with keep_kernels_in(store):
+        assert name not in os.environ
+
+
+def test_planning_imports_neither_the_package_nor_its_compiler() -> None:
+    told = ag.explain(make(mask=JOINED), target=H200, backends=("fa4",))
+    assert "fa4 runs this on " in str(told)
+    assert not {"cutlass", "flash_attn", "flash_attn.cute"} & sys.modules.keys()
