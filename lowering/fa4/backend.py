@@ -129,7 +129,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     )
 
 
-def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
+def foresee_call(graph: Graph, target: Target, options: Options) -> Foreseen:
     """The needs of a call, without compiling."""
     run = describe_run(graph, target, options)
     return Foreseen(0, run.temporary, tuple(run.notes()))
@@ -165,4 +165,4 @@ def small_test(graph: Graph, target: Target, options: Options) -> DeviceTest | N
     return DeviceTest(HOME, call.variant, small)
 
 
-BACKEND = Backend("fa4", why_not, lower, foresees, device_test=small_test)
+BACKEND = Backend("fa4", why_not, lower, foresee_call, device_test=small_test)

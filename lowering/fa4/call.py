@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from hashlib import sha256
 from typing import Any, final
 
@@ -93,7 +93,7 @@ def read_strip(problem: Problem) -> Bounds | None:
     return left, None if strip.high is None else strip.high - corner
 
 
-def cleaned_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[str, ...]:
+def zeroed_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[str, ...]:
     """The operands whose absent rows kernels multiply by 0, where NaN would stay NaN: v, and in a
     gradient all three. A call reads copies with 0 there. Kernels read no such row of a page."""
     names, ends = "v" if problem.grad is None else "qkv", end_names(problem)
@@ -105,7 +105,7 @@ def copied_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[s
     """The operands of which a call reads copies: cleaned ones, and those with rows off 16 bytes,
     unless they are pages."""
     given = dict(zip("qkv", problem.specs, strict=False)) | dict(sequences.specs)
-    cleaned = cleaned_names(problem, sequences)
+    cleaned = zeroed_names(problem, sequences)
     off = {name for name, x in given.items() if is_misaligned(x) and name not in sequences.pools}
     return tuple(name for name in "qkv" if name in cleaned or name in off)
 
@@ -146,7 +146,7 @@ class Fa4Call:
             lists = make_lists(problem, tile(sm, problem), exact=exact)
         return cls(problem, sm, native, code, lists, in_order, sequences)
 
-    @property
+    @cached_property
     def ends(self) -> tuple[str, ...]:
         """The lengths that kernels are told, some by starts; a mask function compares with the
         others. Past one of keys in pages there may be no page."""
@@ -154,9 +154,14 @@ class Fa4Call:
             return self.native.ends
         sides = [*self.sequences.totals, *("keys" for _ in self.sequences.pools)]
         told = dict.fromkeys(LENGTHS[side] for side in sides)
-        return tuple(name for name in told if name in end_names(self.problem))
+        return tuple(name for name in told if name in self.limited)
 
-    @property
+    @cached_property
+    def limited(self) -> tuple[str, ...]:
+        """The lengths that rows and keys have."""
+        return end_names(self.problem)
+
+    @cached_property
     def lengths(self) -> tuple[str, ...]:
         """Those that kernels are told beside starts."""
         gapless = {LENGTHS[side] for side in self.sequences.gapless}
@@ -293,24 +298,40 @@ def call_package(
 
     What a backward returns is its gradients, that of sinks last.
     """
-    from cutlass import Int32
-    from flash_attn.cute import interface
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    from attn_graph.lowering.fa4.functions import package_functions
-
+    interface, block_lists = load_package()
     options: dict[str, Any] = {  # Any: the package's
         **plain["options"],
-        **package_functions(plain["texts"], plain["shared"]),
+        **fixed_options(tuple(plain["texts"].items()), plain["shared"], tuple(plain["numbers"])),
         "aux_tensors": [*reads] or None,
-        "aux_scalars": tuple(map(Int32, plain["numbers"])) or None,
     }
     if lists:
         tile = tuple(plain["tile"])
-        options["block_sparse_tensors"] = BlockSparseTensorsTorch(*lists, block_size=tile)
+        options["block_sparse_tensors"] = block_lists(*lists, block_size=tile)
     if not plain["backward"]:
         options.pop("score_mod_bwd", None)
         return interface._flash_attn_fwd(**tensors, **options)  # type: ignore[no-any-return]
     return interface._flash_attn_bwd(  # type: ignore[no-any-return]
         **tensors, **options, deterministic=plain["deterministic"]
     )
+
+
+@cache
+def load_package() -> tuple[Any, Any]:  # Any: the package is untyped
+    """The package's functions, and its class of lists of tiles."""
+    from flash_attn.cute import interface
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    return interface, BlockSparseTensorsTorch
+
+
+@lru_cache(maxsize=1024)
+def fixed_options(
+    texts: tuple[tuple[str, str], ...], shared: int, numbers: tuple[int, ...]
+) -> dict[str, Any]:  # Any: the package is untyped
+    """The package's arguments that all calls of a plan share: its functions and their numbers."""
+    from cutlass import Int32
+
+    from attn_graph.lowering.fa4.functions import package_functions
+
+    made = package_functions(dict(texts), shared)
+    return {**made, "aux_scalars": tuple(map(Int32, numbers)) or None}

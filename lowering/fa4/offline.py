@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -173,13 +173,17 @@ def keep_objects(made: Path, folder: Path) -> None:
         os.replace(part, place)
 
 
-@contextmanager
-def keep_kernels_in(store: Store | None) -> Iterator[None]:
+def keep_kernels_in(store: Store | None) -> AbstractContextManager[object]:
     """Within this block the package, if it is first imported there, keeps kernels in the store."""
-    ours = store is not None and "flash_attn.cute" not in sys.modules
-    names = cache_variables(kernel_folder(store)) if store is not None and ours else {}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
+    if store is None or "flash_attn.cute" in sys.modules:
+        return nullcontext()
+    return environment_with(cache_variables(kernel_folder(store)))
+
+
+@contextmanager
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:

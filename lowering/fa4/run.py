@@ -19,9 +19,8 @@ from attn_graph.lowering.fa4.call import (
     SEQUSED,
     Fa4Call,
     call_package,
-    cleaned_names,
     copied_names,
-    end_names,
+    zeroed_names,
 )
 from attn_graph.lowering.fa4.offline import keep_kernels_in
 from attn_graph.lowering.lengths import sequence_rows
@@ -70,6 +69,25 @@ class Fa4Run:
         then the table of pages."""
         return [tidy_strides(x) for x in read_operands(self.graph, tensors)]
 
+    @cached_property
+    def results(self) -> dict[str, TensorSpec]:
+        """How o and lse lie."""
+        p = self.call.problem
+        given = {"o": TensorSpec(p.layout_of_o[0], p.dtype, p.layout_of_o[1])}
+        given["lse"] = TensorSpec((p.B, p.H, p.M), torch.float32)
+        return {name: self.call.own_spec("rows", x) for name, x in given.items()}
+
+    @cached_property
+    def gradients(self) -> dict[str, TensorSpec]:
+        """How the gradients of q, k and v lie."""
+        each = zip("qkv", self.call.problem.specs, strict=False)
+        return {f"d{n}": self.call.own_spec(SIDES[n], x) for n, x in each}
+
+    @cached_property
+    def is_blind(self) -> bool:
+        """True if rows may see no key."""
+        return self.call.problem.has_blind_rows
+
     def starts(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Where sequences begin, by side that is packed."""
         totals, last = self.call.sequences.totals, len(own) - bool(self.call.sequences.pools)
@@ -108,14 +126,11 @@ class Fa4Run:
     def attend(self, tensors: Sequence[torch.Tensor], *, with_lse: bool) -> dict[str, torch.Tensor]:
         """o, and lse if it is asked for."""
         own, call = self.operands(tensors), self.call
-        named, specs = self.clean(own), call.tensors()
+        named = self.clean(own)
         if texts := find_misplaced(named.items()):
             raise PlanMismatchError(*texts)
-        lay = call.problem.layout_of_o
-        due = call.own_spec("rows", TensorSpec(lay[0], call.problem.dtype, lay[1]))
-        results = {"o": new_tensor(due, own[0].device)}
-        if with_lse:
-            results["lse"] = new_tensor(specs["lse"], own[0].device)
+        names = ("o", "lse") if with_lse else ("o",)
+        results = {name: new_tensor(self.results[name], own[0].device) for name in names}
         if call.ends:  # kernels write no row past a length
             results["o"].zero_()
         if call.ends and with_lse:
@@ -150,11 +165,9 @@ class Fa4Run:
         do = self.cotangent(read.do, read.o, read.lse, self.absent("rows", own))
         named |= {"out": on_boundary(read.o), "dout": do, "lse": lse}
         if dlse is not None:
-            blind = clear_blind_rows(dlse, read.lse) if p.has_blind_rows else dlse
+            blind = clear_blind_rows(dlse, read.lse) if self.is_blind else dlse
             named["dlse"] = blind.contiguous()
-        each = zip("qkv", p.specs, strict=False)
-        lay = {f"d{n}": self.call.own_spec(SIDES[n], x) for n, x in each}
-        gradients = {name: new_tensor(x, lse.device) for name, x in lay.items()}
+        gradients = {name: new_tensor(x, lse.device) for name, x in self.gradients.items()}
         if self.call.ends:  # kernels write no row past a length
             gradients = {name: x.zero_() for name, x in gradients.items()}
         named |= gradients
@@ -169,7 +182,7 @@ class Fa4Run:
         """Which rows or keys lie past their length, [B,1,.,1], or in no sequence, [T,1,1]; None
         without such lengths."""
         p, name, sequences = self.call.problem, LENGTHS[side], self.call.sequences
-        if name not in end_names(p):
+        if name not in self.call.limited:
             return None
         lengths = p.node.split(own).mask[name]
         if side in sequences.totals:
@@ -182,13 +195,12 @@ class Fa4Run:
     def clean(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """q, k and v, with copies of those that kernels can't read as they are."""
         named = dict(zip("qkv", own, strict=False))
-        for name, spec in zip("qkv", self.call.problem.specs, strict=False):
-            if name in self.copies:
-                copy = new_tensor(self.call.given_spec(name, spec), own[0].device)
-                absent = self.absent(SIDES[name], own) if name in self.cleaned else None
-                named[name] = copy.copy_(named[name])
-                if absent is not None:
-                    copy.masked_fill_(absent, 0.0)
+        for name, spec in self.copied.items():
+            copy = new_tensor(spec, own[0].device)
+            absent = self.absent(SIDES[name], own) if name in self.cleaned else None
+            named[name] = copy.copy_(named[name])
+            if absent is not None:
+                copy.masked_fill_(absent, 0.0)
         return named
 
     def cotangent(
@@ -202,7 +214,7 @@ class Fa4Run:
         are absent or see nothing."""
         if do is None:
             return torch.zeros(o.shape, dtype=o.dtype, device=o.device)
-        if self.call.problem.has_blind_rows:
+        if self.is_blind:
             do = tidy_strides(clear_blind_rows(do, lse.mT if do.ndim == 3 else lse))
             do = do if absent is None else do.masked_fill_(absent, 0.0)
         spec = TensorSpec.like(do)
@@ -215,7 +227,7 @@ class Fa4Run:
         of grouped heads, of keys; do and lists."""
         p, lists = self.call.problem, self.call.lists
         own = sum(x.nbytes for x in lists.tensors) if lists else 0
-        own += sum(self.copies.values())
+        own += sum(spec.type.bytes for spec in self.copied.values())
         if p.grad is None:
             return own
         rows, keys = self.call.rounded("rows", 128), self.call.rounded("keys", 256)
@@ -231,16 +243,15 @@ class Fa4Run:
     @cached_property
     def cleaned(self) -> tuple[str, ...]:
         """The operands with 0 in absent rows."""
-        return cleaned_names(self.call.problem, self.call.sequences)
+        return zeroed_names(self.call.problem, self.call.sequences)
 
     @cached_property
-    def copies(self) -> dict[str, int]:
-        """Bytes of the operands that are copied at each call, by name."""
-        specs = self.call.tensors()
-        return {
-            name: specs[name].type.bytes
-            for name in copied_names(self.call.problem, self.call.sequences)
-        }
+    def copied(self) -> dict[str, TensorSpec]:
+        """How the copies lie of which a call reads in place of operands."""
+        call = self.call
+        given = dict(zip("qkv", call.problem.specs, strict=False))
+        names = copied_names(call.problem, call.sequences)
+        return {name: call.given_spec(name, given[name]) for name in names}
 
     def notes(self) -> Iterator[str]:
         """How it runs, for `explain`."""
@@ -252,10 +263,10 @@ class Fa4Run:
             yield f"lists of tiles of {tile}: {share:.0f} % are empty and skipped"
         elif native is None:
             yield "the mask is a function of each place; no tile is skipped"
-        for name, count in self.copies.items():
+        for name, spec in self.copied.items():
             absent = f"with 0 in rows {'of no sequence' if packed else 'past their length'}"
             how = absent if name in self.cleaned else f"to rows at multiples of {ALIGNED} bytes"
-            yield f"{name} is copied, {format_bytes(count)}, {how}"
+            yield f"{name} is copied, {format_bytes(spec.type.bytes)}, {how}"
         if p.grad is not None and packed:
             size = format_bytes(self.call.tensors()["dout"].type.bytes)
             yield f"do is copied, {size}, with 0 in rows that see nothing"

@@ -9,12 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.backend import Options
 from attn_graph.lowering.fa4 import backend as fa4_backend
+from attn_graph.lowering.fa4 import run as fa4_run
+from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.offline import CompiledKernel, keep_kernels_in, kernel_folder
+from attn_graph.machine.target import VIRTUAL
 from tests.lowering.test_fa4 import H200, JOINED, make, problem_of, spec
+from tests.lowering.test_python_calls import python_calls
+
+FORWARD, BACKWARD = 64, 160  # functions of Python of a call
 
 
 @pytest.mark.parametrize(("spilled", "backend"), [(1024, "fa4"), (1025, "math")])
@@ -44,6 +53,30 @@ def test_plans_of_every_size_ask_for_the_same_kernels(sm: int, kinds: int) -> No
     names = {kernels(*sizes) for sizes in ((300, 300), (500, 700), (5, 300))}
     assert len(names) == kinds
     assert kernels(300, 300, H=2) not in names
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": ag.Causal("bottom_right")},
+        {"mask": JOINED, "soft_cap": 3.0, "alibi": True},
+        {"q_lengths": spec(2, dtype=torch.int32)},
+    ],
+    ids=["causal", "function, lists", "lengths"],
+)
+def test_a_call_runs_little_python_beside_the_package(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What depends on the graph alone is worked out once."""
+    monkeypatch.setattr(fa4_run, "call_package", lambda *_: ())
+    monkeypatch.setattr(fa4_run, "find_misplaced", lambda _: [])
+    VIRTUAL.add(H200)
+    forward = make(300, 300, **options)
+    for graph, most in ((forward, FORWARD), (simplify(ag.vjp(forward)[1]), BACKWARD)):
+        made = BACKEND.lower(graph, H200, Options())
+        tensors = [torch.zeros(x.spec.shape, dtype=x.spec.dtype) for x in graph.inputs]
+        assert python_calls(made.infer, tensors) <= most
+    VIRTUAL.discard(H200)
 
 
 def test_kernels_are_kept_only_where_nobody_else_may_write(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ PER_PART = 12  # a mask of two leaves and a join, or a modifier, asked at each c
 WINDOW = ag.Causal() & ag.Window(255)
 
 
-def python_calls(plan: ag.Plan, tensors: list[torch.Tensor]) -> int:
-    """How many functions of Python a call of the plan calls, the second time."""
+def python_calls(plan: Callable[..., object], tensors: list[torch.Tensor]) -> int:
+    """How many functions of Python a call calls, the second time."""
     count = 0
 
     def profile(frame: object, event: str, argument: object) -> None:
