@@ -1,6 +1,6 @@
 """The limits of FlashAttention 4 as a table: each with where it holds, its sentence, its source.
 
-Sources are files of flash_attn/cute in flash-attn-4 4.0.0b36.
+Sources are files of flash_attn/cute in flash-attn-4 4.0.0b36; 4.0.0b35 refuses nothing else.
 """
 
 from __future__ import annotations
