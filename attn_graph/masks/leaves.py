@@ -422,8 +422,8 @@ class KeepBlocks(Mask):
     def positions(self, flags: torch.Tensor, N: int) -> Keys:
         """The keys of the blocks whose flags are not 0."""
         kept = Keys.where(flags.view(torch.bool)).intervals
-        ends = ((x * self.keys - self.start[1] for x in pair) for pair in kept)
-        return Keys.between(0, N) & Keys(tuple(map(tuple, ends)))
+        scaled = ((x * self.keys - self.start[1], y * self.keys - self.start[1]) for x, y in kept)
+        return Keys(tuple(scaled)) & Keys.between(0, N)
 
 
 LEAVES = (Causal, Window, Prefix, Keep, KeepBlocks, KeyLengths, QueryLengths, SameSegment, Band)

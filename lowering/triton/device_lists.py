@@ -106,10 +106,10 @@ class TileEnds:
         return sizes, strides
 
     @property
-    def sides(self) -> tuple[Side, Side]:
+    def sides(self) -> tuple[AxisTiles, AxisTiles]:
         """How a tile reads rows and columns."""
         rows, columns = (
-            Side.of(n, axis in self.data.axes, *each)
+            AxisTiles.of(n, axis in self.data.axes, *each)
             for n, axis, *each in zip(
                 self.layout[0][2:],
                 BLOCKS,
@@ -156,7 +156,7 @@ class TileEnds:
 
 @final
 @frozen
-class Side:
+class AxisTiles:
     """How tiles of `tile` positions read the elements of one axis.
 
     Position n reads element (start + n) // block.
@@ -170,7 +170,7 @@ class Side:
     @classmethod
     def of(
         cls, size: int, has_blocks: bool, positions: int, tile: int, block: int, start: int
-    ) -> Side:
+    ) -> AxisTiles:
         """Of an axis of this size, which has an element for each block or for each position."""
         if is_one(size):
             return cls(1, 1)
