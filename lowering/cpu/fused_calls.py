@@ -127,16 +127,13 @@ class FusedRun:
         shape, strides = self.made
         o = torch.empty_strided(shape, strides, dtype=operands[0].dtype, device="cpu")
         lse = torch.empty(shape[:3], dtype=self.wide, device="cpu")
-        fill_rooms(call, slots, o, lse if with_lse else None)
+        for slot in slots:
+            part, part_lse = call.attend(slot, with_lse=with_lse)
+            slot.rows(o).copy_(part[..., : o.shape[3]])
+            if with_lse:
+                slot.rows(lse).copy_(part_lse)
+            del part, part_lse  # else two of them would need room
         return o, lse
-
-    def fill(
-        self, operands: Sequence[torch.Tensor], scratch: Tensors,
-        o: torch.Tensor, lse: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """The same in memory that is there. lse: None where it is not wanted."""
-        call = self.call(operands, scratch)
-        fill_rooms(call, self.listed(call.given.mask)[0], o, lse)
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
@@ -149,7 +146,7 @@ class FusedRun:
         }
 
     def pull(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> Triple:
-        """The same in the dtype that is computed in and of the head size, perhaps in scratch."""
+        """The gradients in the dtype and head size of the computation, perhaps in scratch."""
         p = self.tiles.problem
         assert p.grad is not None
         read = p.grad.split(operands)
@@ -346,18 +343,6 @@ class TileCall:
         at = slot_place(self.at, slot.tile, part.part)
         node, mixed = self.node, part.part.kind == "mixed"
         return fill_addend(room, node, self.given.modifiers, self.restores, at, mixed)
-
-
-def fill_rooms(
-    call: TileCall, slots: Iterable[TileSlot], o: torch.Tensor, lse: torch.Tensor | None
-) -> None:
-    """Fill o, and lse where it is wanted, tile by tile."""
-    for slot in slots:
-        part, part_lse = call.attend(slot, with_lse=lse is not None)
-        slot.rows(o).copy_(part[..., : o.shape[3]])
-        if lse is not None:
-            slot.rows(lse).copy_(part_lse)
-        del part, part_lse  # else two of them would need room
 
 
 def fill(room: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

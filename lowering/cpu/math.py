@@ -27,11 +27,9 @@ from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
 from attn_graph.lowering.cpu.all_kept import skips_booleans
 from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.asking import POSITIONS
-from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.far_rows import or_by_products
 from attn_graph.lowering.cpu.fused_calls import FusedRun
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.cpu.head_chunks import ChunkedRun, ChunkedTiles, chunk_heads
 from attn_graph.lowering.cpu.packed import PackedRun, lease_run, plan_packed, runs_any_size
 from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
@@ -49,7 +47,7 @@ from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
-AttentionTiles = WholeTiles | FusedTiles | ChunkedTiles | EntryTiles | RowTiles | ProductTiles
+AttentionTiles = WholeTiles | FusedTiles | RowTiles | ProductTiles
 Tiles = AttentionTiles | TangentTiles
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
@@ -125,10 +123,10 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
     pays = row_choice.pays(problem, own, statistics)
     fused = fused and fuses(problem)
     if pays and row_choice.takes(problem):
-        return EntryTiles.plan(problem) or RowTiles.plan(problem)
+        return RowTiles.plan(problem)
     if pays or not fused:
         return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
-    return WholeTiles.plan(problem) or chunk_heads(FusedTiles.plan(problem))
+    return WholeTiles.plan(problem) or FusedTiles.plan(problem)
 
 
 def kept_problem(op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
@@ -363,13 +361,13 @@ def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
     def lease(work: TileWork) -> Work:
         leased = lease_rooms(work, tiles.scratch, options.workspace)
         whole = isinstance(tiles, WholeTiles) and tiles.problem.grad is not None
-        if not (whole or isinstance(tiles, FusedTiles | ChunkedTiles)):
+        if not (whole or isinstance(tiles, FusedTiles)):
             return leased
         return or_by_products(leased, tiles.problem.grad or tiles.problem.node, options)
 
     work, leaner = works_of(tiles)
     if ends is not None:
-        after = isinstance(tiles, RowTiles) and not tiles.problem.grad
+        after = isinstance(tiles, RowTiles) and not (tiles.problem.grad or tiles.spans)
         clear = partial(clear_after if after else clear_first, ends.reaching(reach_of(tiles)))
         work, leaner = partial(clear, work), None if leaner is None else partial(clear, leaner)
     call = lease(work)
@@ -378,8 +376,6 @@ def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
 
 def reach_of(tiles: Tiles) -> Reach | None:
     """How many keys a call on tiles reads, where that may be less than all."""
-    if isinstance(tiles, EntryTiles):
-        return lambda _, __: 1  # of an entry that has none; of others those that it has
     if isinstance(tiles, FusedTiles) and tiles.static is None:
         return lambda _, counts: max(counts)
     return tiles.count_keys if isinstance(tiles, RowTiles) and tiles.cuts else None
@@ -389,21 +385,12 @@ def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
     """What runs tiles, and what does where o alone is wanted, if that is another."""
     if isinstance(tiles, TangentTiles):
         return tiles.run, None
-    if isinstance(tiles, EntryTiles):
-        return tiles.forward, tiles.infer
-    run = ready_run(tiles) if isinstance(tiles, FusedTiles | ChunkedTiles) else tiles
+    run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
     if tiles.problem.grad is not None:
         return partial(run_backward, tiles.problem, run.backward), None
     if isinstance(run, ProductTiles) or (isinstance(run, RowTiles) and run.kept):
         return run.forward, None
     return run.forward, run.infer
-
-
-def ready_run(tiles: FusedTiles | ChunkedTiles) -> FusedRun | ChunkedRun:
-    """Tiles of the fused kernel, ready to run."""
-    if isinstance(tiles, ChunkedTiles):
-        return ChunkedRun(tiles, FusedRun.of(tiles.part))
-    return FusedRun.of(tiles)
 
 
 def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:

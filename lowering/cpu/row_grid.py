@@ -22,9 +22,9 @@ from attn_graph.lowering.cpu.product_slots import (
     has_few_scores,
     lies_flat,
 )
-from attn_graph.lowering.cpu.row_choice import just_reads, sums_rows
+from attn_graph.lowering.cpu.row_choice import MOST_READING, just_reads, reads_long, sums_rows
 from attn_graph.lowering.cpu.row_core import MOST_CAST, RowSteps
-from attn_graph.lowering.cpu.run_mask import caps_entries
+from attn_graph.lowering.cpu.run_mask import caps_entries, cuts_entries
 from attn_graph.lowering.problem import Problem, cotangent_bytes
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
@@ -51,10 +51,13 @@ class RowGrid(TileGrid):
     @classmethod
     def plan(cls, problem: Problem) -> Self:
         """The tiles of a problem, of sizes chosen for it alone."""
-        choose = choose_row_sizes
-        if problem.grad is None and runs_by_entries(problem):
-            choose = choose_entries
-        return cls(problem, *choose(problem), problem.has_blind_rows)
+        if cuts_entries(problem):
+            sizes = problem.M, 1, problem.G
+        elif problem.grad is None and runs_by_entries(problem):
+            sizes = choose_entries(problem)
+        else:
+            sizes = choose_row_sizes(problem)
+        return cls(problem, *sizes, problem.has_blind_rows)
 
     @classmethod
     def keep(cls, problem: Problem, rate: float = 0.0) -> Self:
@@ -87,7 +90,21 @@ class RowGrid(TileGrid):
             buffers["ds"] = Buffer((rows * keys,), dtype)
         elif self.rate:
             buffers |= needed_to_draw(rows, keys, p.dtype)  # signs, of weights as they are kept
+        if self.spans and not self.fills_o:
+            buffers["o"] = Buffer((rows * p.E,), dtype)
         return buffers if self.flat else buffers | self.needed_to_move(n, rows)
+
+    @cached_property
+    def fills_o(self) -> bool:
+        """True if products fill o of a batch entry where it lies: with gaps they would fill it head
+        by head."""
+        shape, strides = self.problem.layout_of_o
+        return TensorSpec(shape[1:], self.problem.dtype, strides[1:]).is_dense
+
+    @cached_property
+    def spans(self) -> bool:
+        """True if each tile is a batch entry, of the keys that data leave it."""
+        return not self.kept and cuts_entries(self.problem)
 
     def needed_to_cast(self, n: int, rows: int) -> dict[str, Buffer]:
         """The scratch buffers of q and of a piece of k of n heads, as scores are made of them, and
@@ -172,12 +189,14 @@ class RowGrid(TileGrid):
     @cached_property
     def sums_rows(self) -> bool:
         """Whether p v is made as sums of rows of v."""
-        return not self.rate and sums_rows(self.problem)
+        return not self.rate and sums_rows(self.problem, self.problem.B if self.spans else 1)
 
     @cached_property
     def flat(self) -> bool:
         """Whether tiles are runs of whole heads as they lie, and nothing is copied."""
         p, mask = self.problem, self.problem.node.mask
+        if self.spans:
+            return True
         if p.node.modifiers or self.rows < p.M or self.reach < p.N or not self.lies_flat:
             return False
         few = self.by_entries or (self.holds and p.M * p.N <= MOST_HELD)
@@ -186,7 +205,8 @@ class RowGrid(TileGrid):
     @cached_property
     def by_entries(self) -> bool:
         """Whether a run has whole batch entries, each with data of its own."""
-        return (self.kept or self.problem.grad is None) and runs_by_entries(self.problem)
+        runs = (self.kept or self.problem.grad is None) and runs_by_entries(self.problem)
+        return runs or self.spans
 
     @property
     def lies_flat(self) -> bool:
@@ -213,7 +233,10 @@ class RowGrid(TileGrid):
     @property
     def turns(self) -> bool:
         """Whether scores are made as k q^T."""
-        return just_reads(self.problem) and not self.kept
+        p = self.problem
+        if self.spans:
+            return p.lines <= MOST_READING and reads_long(p, p.B)
+        return just_reads(p) and not self.kept
 
     @cached_property
     def scratch(self) -> Scratch:
@@ -230,7 +253,9 @@ class RowGrid(TileGrid):
         lines = self.batch * self.groups * self.r * self.rows
         each = self.asked + WORD * (p.B + p.H + p.M + p.N) + 2 * lines * p.wide.itemsize
         each += lines * self.reach * p.wide.itemsize * len(p.node.modifiers)
-        if p.node.mask is not None and has_few_scores(p):
+        if self.spans:  # copies of what each entry keeps, one of them turned, and of the caps
+            each += p.B * p.N * (2 * torch.bool.itemsize + item)
+        elif p.node.mask is not None and has_few_scores(p):
             each += lines * self.reach * item
         if p.grad is not None:
             each += 2 * p.B * p.H * p.M * p.wide.itemsize
@@ -258,7 +283,8 @@ class RowGrid(TileGrid):
     def summary(self) -> str:
         """How it runs, for `explain`."""
         size = f"{self.count * self.r} heads x {self.rows} queries" if self.flat else self.size
-        more = ", which read the weights that the forward kept" * self.kept
+        more = ", of the keys that count" * self.spans
+        more += ", which read the weights that the forward kept" * self.kept
         more += ", and sums of rows of v" * self.sums_rows
         dtype = self.problem.wide if self.casts else self.problem.dtype
         return f"{NAMES[dtype]} products on tiles of {size}{more}"

@@ -42,7 +42,7 @@ class RowTiles(RowGrid):
     @cached_property
     def mask(self) -> RunMask | None:
         """The mask of tiles that are runs of heads."""
-        return RunMask.of(self, cuts=not self.kept and self.problem.grad is None)
+        return RunMask.of(self, not self.kept and self.problem.grad is None, self.spans)
 
     @property
     def cuts(self) -> bool:
@@ -52,7 +52,7 @@ class RowTiles(RowGrid):
     def count_keys(self, operands: Sequence[torch.Tensor], _counts: Sequence[int]) -> int:
         """How many keys such a call reads."""
         assert self.mask is not None
-        return self.mask.read(operands).reach
+        return 1 if self.spans else self.mask.read(operands).reach  # of an entry that has none
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
@@ -80,6 +80,8 @@ class RowTiles(RowGrid):
         seed: as `take_seed` has it."""
         if self.flat:
             hiding = self.mask and self.mask.read(operands)
+            if hiding is not None and self.spans:
+                return self.infer_entries(operands, scratch, saved, hiding)
             return self.infer_runs(operands, scratch, saved, hiding, seed)
         q, k, v = operands[:3]
         o = self.problem.new_o(q.device)
@@ -107,6 +109,22 @@ class RowTiles(RowGrid):
         else:
             for hide, views, heads in zip(hides, runs, self.query_heads, strict=False):
                 core.attend(hide, *views, sign=self.signer(scratch, seed, range(1), heads))
+        return (o,)
+
+    def infer_entries(
+        self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None,
+        hiding: Hiding,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """The same of one batch entry after the other, of the keys that data leave it."""
+        p, o = self.problem, self.problem.new_o(operands[0].device)
+        core, fills = Core(self.steps, scratch, hiding.blind), self.fills_o
+        each = [x.view(p.B, p.G, -1, x.shape[3]).unbind() for x in (*operands[:3], o)]
+        rooms = repeat(None) if saved is None else saved.view(p.B, p.G, -1, 1).unbind()
+        for (hide, keys), q, k, v, rows, room in zip(hiding.entries(), *each, rooms, strict=False):
+            made = rows if fills else scratch["o"].view(rows.shape)
+            core.attend(hide, q, k[:, keys], v[:, keys], made, room)
+            if not fills:
+                rows.copy_(made)
         return (o,)
 
     @property

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import repeat
 from typing import final
 
@@ -11,7 +11,6 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.kernels.hiding import caps_of
-from attn_graph.lowering.cpu.key_spans import KeySpan, find_spans
 from attn_graph.lowering.cpu.product_slots import (
     HELD,
     TileGrid,
@@ -36,6 +35,7 @@ COPIED = 4  # times as long a product takes whose operands have gaps, which oneD
 # number of k is read in the time of PER_NUMBER. Of less, one product of many entries is the faster.
 LEAST_CUT, PER_NUMBER = 2**21, 16
 Numbers = tuple[tuple[int, ...], ...]
+Span = tuple[slice, torch.Tensor | None]
 
 
 @final
@@ -43,16 +43,17 @@ Numbers = tuple[tuple[int, ...], ...]
 class Hiding:
     """Hides places of a run's scores.
 
-    caps: the largest that scores may be, which broadcast to them; as they lie, where shape is None,
-    else viewed as that. reach: how many keys count. blind: whether it may hide all of a row. spans:
-    the keys of each batch entry, where those alone are read.
+    caps: upper bounds of the scores, which broadcast; viewed as `shape` unless that is None. reach:
+    how many keys count. blind: True if a row may see none. spans: for each batch entry its keys
+    from the first that counts to the last, with bounds of their scores, None if all count; empty
+    if all keys are read.
     """
 
     caps: torch.Tensor
     shape: tuple[int, ...] | None
     reach: int
     blind: bool
-    spans: Sequence[KeySpan]
+    spans: Sequence[Span] = ()
 
     def hide(self, s: torch.Tensor) -> None:
         """Hide places of s [n,L,S]."""
@@ -62,6 +63,14 @@ class Hiding:
         """The same for runs of so many batch entries, one after the other."""
         each = self.caps.split(batch) if len(self.caps) > 1 else repeat(self.caps)
         return (evolve(self, caps=caps).hide for caps in each)
+
+    def entries(self) -> Iterable[tuple[Change | None, slice]]:
+        """What hides scores of each batch entry, and the keys that it reads."""
+        if self.spans:
+            return (
+                (caps if caps is None else partial(cap_, caps), keys) for keys, caps in self.spans
+            )
+        return zip(self.runs(1), repeat(slice(None)), strict=False)
 
 
 @final
@@ -147,8 +156,27 @@ class RunMask:
         else:
             caps = caps.view(caps.shape[-2:])
             shape = None if p.H == p.G else (-1, p.M, reach)
-        own = find_spans(keep, caps, p.B, p.N) if spans else ()
+        own = tuple(find_spans(keep, caps, p.B, p.N)) if spans else ()
         return Hiding(caps, shape, reach, blind, own)
+
+
+def cap_(caps: torch.Tensor, s: torch.Tensor) -> None:
+    """s -> min(s, caps)."""
+    s.clamp_(max=caps)
+
+
+def find_spans(keep: torch.Tensor, caps: torch.Tensor, B: int, N: int) -> Iterator[Span]:
+    """`Hiding.spans` of B batch entries; of an entry whose keys are all hidden, the first key.
+
+    keep, caps: which of N keys count, and bounds of scores; both broadcast to [B,1,1,N]."""
+    keep, caps = (x.expand(B, 1, 1, N).flatten(0, 2) for x in (keep, caps))
+    counts, first = keep.sum(-1), keep.view(torch.uint8).argmax(-1)
+    behind = N - keep.flip(-1).view(torch.uint8).argmax(-1)
+    for start, stop, count, own in zip(
+        first.tolist(), behind.tolist(), counts.tolist(), caps, strict=True
+    ):
+        keys = slice(start, stop if count else 1)
+        yield keys, None if count == keys.stop - start else own[keys]
 
 
 def reads_numbers(problem: Problem) -> bool:

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attn_graph as ag
 from attn_graph.extend import Options
 from attn_graph.lowering.cpu import product_slots, run_mask
-from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.math import plan_tiles
+from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.strategies import mask_options, seeds, shapes, specs
@@ -64,7 +64,7 @@ def padded(
 
 def plan_of(graph: ag.Graph) -> ag.Plan:
     """A plan of a graph that runs so."""
-    assert isinstance(tiles_of(graph), EntryTiles)
+    assert reads_spans(tiles_of(graph))
     return ag.compile(graph, backends=("math",))
 
 
@@ -72,6 +72,11 @@ def tiles_of(graph: ag.Graph) -> object:
     """How a graph of one attention is tiled."""
     (tiles,) = plan_tiles(ag.compile(graph, backends=("math",)).graph, CPU, Options())
     return tiles
+
+
+def reads_spans(tiles: object) -> bool:
+    """True if tiles are batch entries, each of the keys that count."""
+    return isinstance(tiles, RowTiles) and tiles.spans
 
 
 @st.composite
@@ -179,7 +184,8 @@ def test_who_watches_a_computation_sees_no_numbers(
     """All keys are read then, and data hide them."""
     graph = padded(sizes, (3, 4, N, 16), kind)
     tiles, tensors = tiles_of(graph), tensors_for(graph, 1)
-    assert isinstance(tiles, EntryTiles)
+    assert isinstance(tiles, RowTiles)
+    assert tiles.spans
     scratch = {n: torch.empty(x.shape, dtype=x.dtype) for n, x in tiles.buffers.items()}
     (due,) = tiles.infer(tensors, scratch)
     with NumbersStay():  # type: ignore[no-untyped-call]  # as above
@@ -201,7 +207,7 @@ def test_who_watches_a_computation_sees_no_numbers(
 def test_rows_that_see_other_keys_are_not_cut(options: dict[str, Any]) -> None:
     q, k = (ag.TensorSpec((3, 4, n, 16), torch.float32) for n in (70, 50))
     graph = ag.attention(q, k, k, **options)
-    assert not isinstance(tiles_of(graph), EntryTiles)
+    assert not reads_spans(tiles_of(graph))
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.kept import keeps_weights
-from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_slots import share_evenly
 from attn_graph.lowering.cpu.row_tiles import RowTiles
@@ -51,7 +50,7 @@ def test_short_rows_with_gaps_are_read_as_they_lie(
         assert not keeps_weights(plan.recorded.graph)
 
 
-def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | EntryTiles | None:
+def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | None:
     """The tiles of few queries, if rows are whole: B, H, G, M and N of heads of 64."""
     B, H, G, M, N = sizes
     q, k = (ag.TensorSpec((B, *x, 64), dtype) for x in ((H, M), (G, N)))
@@ -60,7 +59,7 @@ def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | Ent
     if plan.backend == "torch_sdpa":
         return None
     (tiles,) = plan_tiles(plan.graph, native, ag.extend.Options())
-    return tiles if isinstance(tiles, RowTiles | EntryTiles) else None
+    return tiles if isinstance(tiles, RowTiles) else None
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,9 @@ def test_few_queries_with_lengths_read_all_keys_in_half_precision_alone() -> Non
     tiles = plan_rows(torch.bfloat16, 8, 8, 8, 1, 2048, **lengths)
     assert isinstance(tiles, RowTiles)
     assert tiles.by_entries
-    assert isinstance(plan_rows(torch.float32, 8, 8, 8, 1, 2048, **lengths), EntryTiles)
+    tiles = plan_rows(torch.float32, 8, 8, 8, 1, 2048, **lengths)
+    assert isinstance(tiles, RowTiles)
+    assert tiles.spans
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,8 @@ def test_batch_entries_with_much_to_compute_or_to_read_are_cut(
     sizes: tuple[int, ...], cut: bool
 ) -> None:
     keep = ag.TensorSpec((sizes[0], 1, 1, sizes[4]), torch.bool)
-    assert isinstance(plan_rows(torch.float32, *sizes, keep=keep), EntryTiles) == cut
+    tiles = plan_rows(torch.float32, *sizes, keep=keep)
+    assert (tiles is not None and tiles.spans) == cut
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
