@@ -7,7 +7,7 @@ from math import prod
 from typing import final
 
 import torch
-from attrs import Factory, define, frozen
+from attrs import frozen
 
 from attn_graph.ir.attention import Attention, Operands
 from attn_graph.kernels import fused_cpu
@@ -32,31 +32,7 @@ from attn_graph.masks.places import Place
 from attn_graph.spec import INF, TensorSpec
 
 MOST_POSITIONS = 2**14  # that a plan holds: 128 KiB of int64
-MOST_BYTES = 2**21  # of a tensor of which a run holds a copy, beside the tiles that it decides
-MOST_LISTED = 2**11  # such tiles, of about a KiB each
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@final
-@frozen(eq=False)
-class Held:
-    """The tiles of some data. whole: whether they are one call of the kernel."""
-
-    data: Tensors
-    slots: tuple[TileSlot, ...]
-    whole: bool
-
-    def fits(self, data: Tensors) -> bool:
-        """Whether other data are the same."""
-        return all(are_equal(x, data[name]) for name, x in self.data.items())
-
-
-@final
-@define(eq=False)
-class Latest:
-    """What was listed for the last data: the layers of a model read the same in turn."""
-
-    held: Held | None = None
 
 
 @final
@@ -64,10 +40,10 @@ class Latest:
 class FusedRun:
     """Runs an attention, or its gradient, on its tiles.
 
-    slots: the tiles; None where each call has to list them, or make them ready. whole: whether
-    they are one call of the kernel. direct: whether what the kernel gives is o as it is due. made:
+    slots: the tiles; None if each call has to list them, or make them ready. whole: whether
+    they are one call of the kernel. direct: True if what the kernel gives is o as it is due. made:
     shape and strides of o. wide: what is computed in. restores: as Attention has it. at: every
-    place, without data; None where each call makes them. latest: tiles that data decided.
+    place, without data; None if each call makes them.
     """
 
     tiles: FusedTiles
@@ -78,7 +54,6 @@ class FusedRun:
     wide: torch.dtype
     restores: tuple[bool, ...]
     at: Place | None
-    latest: Latest = Factory(Latest)
 
     @classmethod
     def of(cls, tiles: FusedTiles) -> FusedRun:
@@ -90,29 +65,19 @@ class FusedRun:
         return cls(tiles, slots, whole, tiles.is_direct, p.layout_of_o, p.wide, p.node.restores, at)
 
     def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
-        """The tiles of a call, given what the mask reads; whether they are one of the kernel's."""
+        """The tiles of a call, given what the mask reads; True if they are one of the kernel's."""
         if self.slots is not None:
             return self.slots, self.whole
-        held, keeps = self.latest.held, are_small(data)
-        if keeps and held is not None and held.fits(data):
-            return held.slots, held.whole
         tiles = self.tiles.tiles(data)
         slots = (tile_slot(self.tiles, tile, None) for tile in tiles)  # made ready in passing
-        whole = self.tiles.is_whole(tiles)
-        if not keeps or len(tiles) > MOST_LISTED:
-            return slots, whole
-        copies = {n: x.detach().clone() for n, x in data.items()}
-        held = self.latest.held = Held(copies, tuple(slots), whole)
-        return held.slots, whole
+        return slots, self.tiles.is_whole(tiles)
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o, lse."""
         return self.attend(operands, scratch, with_lse=True)
 
     def infer(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> tuple[torch.Tensor, ...]:
-        """o alone."""
         return self.attend(operands, scratch, with_lse=False)[:1]
 
     def attend(
@@ -232,7 +197,6 @@ class SumRoom:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What holds the sum, with anything in it."""
         return new_gradient(self.spec) if self.own is None else self.own
 
     def begin_sum(self, share: torch.Tensor, part: PartSlot, windows: slice) -> torch.Tensor:
@@ -244,27 +208,11 @@ class SumRoom:
         return total
 
 
-def are_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same: eight bytes at a time where they
-    lie so, since PyTorch compares numbers one by one."""
-    starts = int(x.storage_offset()) * x.itemsize | int(y.storage_offset()) * y.itemsize
-    whole = x.nbytes and (x.nbytes | starts) % 8 == 0
-    if not (whole and x.is_contiguous() and y.is_contiguous()):
-        return torch.equal(x, y)
-    return torch.equal(x.view(-1).view(torch.int64), y.view(-1).view(torch.int64))
-
-
-def are_small(data: Tensors) -> bool:
-    """Whether a mask reads something, and it is small enough for a copy to be held."""
-    plain = (type(x) is torch.Tensor and x.is_cpu and x.nbytes <= MOST_BYTES for x in data.values())
-    return bool(data) and not is_traced() and all(plain)
-
-
 @final
 @frozen(eq=False)
 class TileCall:
-    """One call's operands, packed. at: every place, where something is added to scores. by_part:
-    whether k and v are packed a part at a time. traced: whether tensors of planning may have to be
+    """One call's operands, packed. at: every place, if something is added to scores. by_part:
+    whether k and v are packed a part at a time. traced: True if tensors of planning may have to be
     fake."""
 
     node: Attention

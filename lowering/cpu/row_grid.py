@@ -22,7 +22,7 @@ from attn_graph.lowering.cpu.product_slots import (
     has_few_scores,
     lies_flat,
 )
-from attn_graph.lowering.cpu.row_choice import MOST_READING, just_reads, reads_long, sums_rows
+from attn_graph.lowering.cpu.row_choice import just_reads, reads_much, sums_rows
 from attn_graph.lowering.cpu.row_core import MOST_CAST, RowSteps
 from attn_graph.lowering.cpu.run_mask import caps_entries, cuts_entries
 from attn_graph.lowering.problem import Problem, cotangent_bytes
@@ -39,8 +39,8 @@ SINGLE_ROWS, VECTORS, LONG_ROW = 64, 32, 400
 class RowGrid(TileGrid):
     """The tiles of one problem.
 
-    blind: whether a query may see no key. kept: whether the forward gives its weights, and the
-    backward reads them, where others give and read lse. rate: of dropout, which the problem is
+    blind: True if a query may see no key. kept: True if the forward gives its weights, and the
+    backward reads them, if others give and read lse. rate: of dropout, which the problem is
     without: then weights that are dropped are kept as negative numbers.
     """
 
@@ -61,7 +61,7 @@ class RowGrid(TileGrid):
 
     @classmethod
     def keep(cls, problem: Problem, rate: float = 0.0) -> Self:
-        """The same whose weights are kept: of tiles that are `flat` or `whole` alone."""
+        """Tiles whose weights are kept, if they are `flat` or `whole`."""
         sizes = (
             choose_entries(problem)
             if runs_by_entries(problem)
@@ -71,7 +71,6 @@ class RowGrid(TileGrid):
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
-        """The scratch buffers, by name."""
         p, wide = self.problem, self.problem.wide
         dtype = wide if self.casts else p.dtype
         n, keys = self.count, self.reach
@@ -141,19 +140,16 @@ class RowGrid(TileGrid):
 
     @cached_property
     def heads(self) -> int:
-        """Key/value heads of all batch entries."""
         return self.problem.B * self.problem.G
 
     @cached_property
     def count(self) -> int:
-        """The most key/value heads of a tile."""
         if self.by_entries or not self.flat:
             return self.block
         return -(-self.heads // self.runs)
 
     @cached_property
     def steps(self) -> RowSteps:
-        """How each tile is computed."""
         p = self.problem
         return RowSteps(
             p.node.scale, self.single, turns=self.turns, rounds=self.rounds, kept=self.kept,
@@ -162,8 +158,8 @@ class RowGrid(TileGrid):
 
     @property
     def single(self) -> bool:
-        """Whether PyTorch's softmax, a single call, is the faster; always where a bias is added,
-        which is in base e."""
+        """True if PyTorch's softmax, a single call, is faster; always with a bias, which is in base
+        e."""
         p = self.problem
         few, suits = p.lines < SINGLE_ROWS, p.N % VECTORS == 0 or p.N >= LONG_ROW
         return bool(p.node.modifiers) or few or (self.rounds and suits)
@@ -178,22 +174,20 @@ class RowGrid(TileGrid):
 
     @property
     def rounds(self) -> bool:
-        """Whether products give another dtype than that of the softmax."""
         return self.problem.dtype != self.problem.wide and not self.casts
 
     @property
     def casts(self) -> bool:
-        """Whether scores are of q and k in float32: float16 ends at 65504."""
+        """True if scores are of q and k in float32: float16 ends at 65504."""
         return self.problem.dtype == torch.float16
 
     @cached_property
     def sums_rows(self) -> bool:
-        """Whether p v is made as sums of rows of v."""
         return not self.rate and sums_rows(self.problem, self.problem.B if self.spans else 1)
 
     @cached_property
     def flat(self) -> bool:
-        """Whether tiles are runs of whole heads as they lie, and nothing is copied."""
+        """True if tiles are runs of whole heads in place."""
         p, mask = self.problem, self.problem.node.mask
         if self.spans:
             return True
@@ -204,14 +198,13 @@ class RowGrid(TileGrid):
 
     @cached_property
     def by_entries(self) -> bool:
-        """Whether a run has whole batch entries, each with data of its own."""
+        """True if a run has whole batch entries, each with data of its own."""
         runs = (self.kept or self.problem.grad is None) and runs_by_entries(self.problem)
         return runs or self.spans
 
     @property
     def lies_flat(self) -> bool:
-        """Whether all operands and o are runs of heads as they lie; without gaps where oneDNN
-        multiplies, which copies others, and where rows are those of several heads."""
+        """True if no operand must be copied. oneDNN and grouped heads also need dense memory."""
         p = self.problem
         shape, strides = p.layout_of_o
         rows = [p.specs[0], TensorSpec(shape, p.dtype, strides)]
@@ -224,7 +217,7 @@ class RowGrid(TileGrid):
 
     @cached_property
     def whole(self) -> bool:
-        """Whether a tile has all queries and keys of its heads, so that no sum is over tiles."""
+        """True if a tile has all queries and keys of its heads: no sum is over tiles."""
         p = self.problem
         if self.rows < p.M or self.listed is None:
             return False
@@ -232,23 +225,20 @@ class RowGrid(TileGrid):
 
     @property
     def turns(self) -> bool:
-        """Whether scores are made as k q^T."""
         p = self.problem
         if self.spans:
-            return p.lines <= MOST_READING and reads_long(p, p.B)
+            return reads_much(p, p.B)
         return just_reads(p) and not self.kept
 
     @cached_property
     def scratch(self) -> Scratch:
-        """The same side by side."""
         return Scratch(self.buffers)
 
     @property
     def temporary(self) -> int:
-        """Bytes that PyTorch allocates beside the workspace, at most: what is asked of a mask, with
-        its bits or caps, caps of few scores, two numbers of each row; of a gradient also lse and
-        rows of do, else one word of four that dropout draws; a tile's share of a bias; what oneDNN
-        packs, and what sums of rows of v need."""
+        """Bytes that PyTorch allocates beside the workspace, at most: masks with their bits or
+        caps, two numbers of each row; for a gradient lse and rows of do, else one of four drawn
+        words; a tile's share of a bias; what oneDNN packs, and what sums of rows of v need."""
         p, item = self.problem, self.problem.dtype.itemsize
         lines = self.batch * self.groups * self.r * self.rows
         each = self.asked + WORD * (p.B + p.H + p.M + p.N) + 2 * lines * p.wide.itemsize
@@ -281,7 +271,6 @@ class RowGrid(TileGrid):
         return max(asked.most, asked.made + bits)
 
     def summary(self) -> str:
-        """How it runs, for `explain`."""
         size = f"{self.count * self.r} heads x {self.rows} queries" if self.flat else self.size
         more = ", of the keys that count" * self.spans
         more += ", which read the weights that the forward kept" * self.kept
@@ -291,5 +280,4 @@ class RowGrid(TileGrid):
 
 
 def runs_by_entries(problem: Problem) -> bool:
-    """Whether runs of whole batch entries are capped by data, and their scores are not few."""
     return not has_few_scores(problem) and caps_entries(problem)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu import fused_tiles
-from attn_graph.lowering.cpu.fused_calls import are_equal
 from attn_graph.lowering.cpu.fused_tiles import DATA_ROWS, FusedTiles
 from attn_graph.lowering.cpu.schedule import Tile
 from attn_graph.lowering.problem import sole
@@ -68,24 +67,3 @@ def test_entries_with_the_same_keys_are_one_tile(heads: int, kinds: list[int], r
     most = max(DATA_ROWS * N, room * M * N)
     added = [t for t in tiles if any(part.kind == "mixed" for part in t.parts)]
     assert all(len(t.batch) * len(t.rows) * t.keys <= most for t in added)
-
-
-@given(
-    numbers=st.lists(st.integers(-3, 3), max_size=40),
-    other=st.integers(0, 39),
-    dtype=st.sampled_from((torch.bool, torch.int16, torch.int64, torch.float32)),
-    every=st.integers(1, 2),
-)
-@example(numbers=[1] * 8, other=7, dtype=torch.bool, every=1)
-@example(numbers=[1] * 10, other=7, dtype=torch.bool, every=1)
-def test_tensors_are_equal_where_all_their_numbers_are(
-    numbers: list[int], other: int, dtype: torch.dtype, every: int
-) -> None:
-    x = torch.tensor(numbers, dtype=dtype)[::every]
-    y = x.clone()
-    assert are_equal(x, y)
-    assert are_equal(x[2:], y[2:])
-    assert are_equal(x.sum(), y.sum())
-    if other < len(y):
-        y[other] = y[other] == 0
-        assert not are_equal(x, y)

@@ -16,8 +16,7 @@ from attn_graph import masks as m
 from attn_graph.ir.attention import Attention
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.hiding import hide_, hiding_bits
-from attn_graph.lowering.cpu import fused_calls, layer_tiles, schedule
-from attn_graph.lowering.cpu.fused_calls import FusedRun
+from attn_graph.lowering.cpu import layer_tiles, schedule
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import Part, Tile
 from attn_graph.lowering.problem import Problem
@@ -25,7 +24,7 @@ from attn_graph.masks.layers import list_layers
 from attn_graph.masks.places import Block, Place
 from attn_graph.masks.regions import Edge, Layer
 from attn_graph.testing import rule
-from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan
+from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.tensors import cotangents_for, tensors_for
 
 CPU = ag.Target.of("cpu")
@@ -324,40 +323,6 @@ def test_small_documents_share_a_tile_and_scattered_ones_are_looked_up() -> None
 
 
 SIDES = (slice(3, 4), slice(4, 5), slice(3, 5))  # queries, keys, both
-
-
-@settings(max_examples=settings().max_examples // 5)
-@example(drawn=[(0, 64, SIDES[2]), (1, 64, SIDES[2]), (0, 200, SIDES[1])])
-@given(
-    drawn=st.lists(
-        st.tuples(st.integers(0, 1), st.integers(20, 512), st.sampled_from(SIDES)),
-        min_size=2,
-        max_size=3,
-    )
-)
-def test_documents_that_change_in_place_are_seen(drawn: list[tuple[int, int, slice]]) -> None:
-    """The tiles of the last ones are held, and these may change where they lie."""
-    x, numbers = ag.TensorSpec((2, 2, 512, 8), torch.float32), ag.TensorSpec((2, 512), torch.int64)
-    graph = ag.attention(x, x, x, segments=(numbers, numbers))
-    plan = ag.compile(graph, target="cpu", backends=("math",))
-    tensors = tensors_for(graph, 1)
-    for entry, size, sides in drawn:
-        for side in tensors[sides]:
-            side[entry] = torch.arange(512) // size
-        check_outputs(plan, graph, tensors)
-        check_gradients(plan, graph, tensors, 1)
-
-
-def test_few_tiles_are_held_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_calls, "MOST_LISTED", 4)
-    numbers = torch.arange(4096)[None]
-    for size in (1024, 512):
-        data = {"q_segments": numbers // size, "kv_segments": numbers // size}
-        run = FusedRun.of(FusedTiles.plan(problem_of(m.SameSegment(), 4096, 4096, data)))
-        slots = [slot.tile for slot in run.listed(data)[0]]
-        assert [slot.tile for slot in run.listed(data)[0]] == slots
-        assert len(slots) == 4096 // size
-        assert (run.latest.held is None) == (size == 512)
 
 
 def test_a_window_of_documents_has_an_addend_in_blocks_alone() -> None:

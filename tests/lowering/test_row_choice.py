@@ -26,9 +26,7 @@ def plan_square(*sizes: int, **options: object) -> ag.Plan:
     return ag.compile(ag.attention(x, x, x, **options))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "sizes", [(2, 16, 197, 64), (1, 8, 197, 64), (64, 4, 64, 32), (16, 12, 128, 64)]
-)
+@pytest.mark.parametrize("sizes", [(64, 4, 64, 32), (16, 12, 128, 64)])
 def test_some_heads_of_short_rows_do(sizes: tuple[int, ...]) -> None:
     plan = plan_square(*sizes)
     (tiles,) = plan_tiles(plan.graph, CPU, ag.extend.Options())
@@ -70,7 +68,7 @@ def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | Non
         (torch.bfloat16, (32, 8, 8, 2, 32)),
         (torch.float32, (8, 8, 8, 2, 64)),
         (torch.float32, (32, 8, 8, 1, 128)),
-        (torch.float32, (1, 32, 16, 1, 1024)),
+        (torch.float32, (3, 32, 16, 1, 512)),
     ],
 )
 def test_few_queries_of_many_heads_do(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
@@ -93,10 +91,10 @@ def test_a_backward_divides_weights_whose_lse_is_of_rounded_scores() -> None:
     ("dtype", "sizes"),
     [
         (torch.bfloat16, (1, 8, 8, 1, 64)),
-        (torch.bfloat16, (1, 32, 8, 1, 128)),
+        (torch.bfloat16, (1, 8, 2, 1, 128)),
         (torch.float32, (1, 8, 8, 2, 64)),
         (torch.float32, (1, 32, 8, 1, 1024)),
-        (torch.float32, (8, 8, 8, 1, 32)),
+        (torch.float32, (1, 16, 16, 8, 512)),
     ],
 )
 def test_few_queries_of_few_heads_do_not(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
@@ -105,7 +103,7 @@ def test_few_queries_of_few_heads_do_not(dtype: torch.dtype, sizes: tuple[int, .
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_few_queries_do_unless_a_mask_hides_most_keys(dtype: torch.dtype) -> None:
-    sizes = 1, 8, 8, 4, 512
+    sizes = 3, 16, 16, 2, 512
     assert plan_rows(dtype, *sizes, mask=ag.Causal("bottom_right")) is not None
     assert plan_rows(dtype, *sizes, mask=ag.Window(63, align="bottom_right")) is None
 
@@ -157,12 +155,6 @@ def test_short_sequences_with_a_mask_of_booleans_keep_weights(
 @pytest.mark.parametrize("sizes", [(2, 16, 256, 64), (1, 7, 197, 64), (1, 8, 64, 64)])
 def test_long_rows_few_heads_and_few_scores_do_not(sizes: tuple[int, ...]) -> None:
     assert plan_square(*sizes).backend == "torch_sdpa"
-
-
-def test_rows_of_which_a_mask_hides_some_or_whose_lse_is_returned_do_not() -> None:
-    sizes = 2, 16, 197, 64
-    assert plan_square(*sizes, mask=ag.Causal()).backend == "torch_sdpa"
-    assert plan_square(*sizes, stats=("lse",)).backend == "torch_sdpa"
 
 
 def test_heads_that_share_keys_are_cut_where_their_scores_are_many() -> None:

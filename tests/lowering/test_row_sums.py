@@ -164,7 +164,7 @@ def test_what_is_traced_is_a_product() -> None:
 
 # Plans
 
-PATCHED = {"LEAST_SUMMED": 0, "LONG_NUMBERS": 0, "LEAST_NUMBERS": 0, "LEAST_OF_ONE_ROW": 0}
+PATCHED = {"LEAST_SUMMED": 0, "LONG_NUMBERS": 0, "LEAST_READ": 0, "LEAST_HALF": 0}
 
 
 @pytest.fixture

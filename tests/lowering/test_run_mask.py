@@ -110,7 +110,7 @@ def test_short_sequences_with_lengths_train(dtype: torch.dtype) -> None:
 def nothing_is_few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems pay, and their scores are not few."""
     monkeypatch.setattr(product_slots, "FEW_SCORES", 2**8)
-    for name in ("LEAST_FORWARD", "SHORT_HEADS", "SHORT_ROWS"):
+    for name in ("LEAST_HALF", "SHORT_HEADS", "SHORT_ROWS"):
         monkeypatch.setattr(row_choice, name, 0)
     forget_plans()
     yield
