@@ -1,4 +1,4 @@
-"""Rows that lengths declare absent: products read zeros in their place, where they are not finite.
+"""Rows that lengths declare absent: products read zeros in their place, if they are not finite.
 
 A weight of 0 times NaN is NaN, so that what an absent row holds would reach all others. Lengths on
 a CPU are read as numbers, and so is one sum of the rows past the shortest: where that is finite, as
@@ -34,8 +34,8 @@ Reach = Callable[[Tensors, Sequence[int]], int]  # operands, lengths -> how many
 @frozen(eq=False)
 class EndedRows:
     """What one kind of lengths ends, of keys or of queries. lengths: the number of their operand.
-    ended: those of the operands [B,.,L,.] whose rows they end. reach: how many of these a call
-    reads; None: all."""
+    ended: the operands [B,.,L,.] whose rows they end. reach: how many of these a call reads; None:
+    all."""
 
     of_keys: bool
     lengths: int
@@ -43,7 +43,7 @@ class EndedRows:
     reach: Reach | None = None
 
     def dirty(self, operands: Tensors) -> Sequence[int]:
-        """The operands that have NaN or Inf in rows that are read and absent, or may have."""
+        """The operands with NaN or Inf in rows that are read and absent, or all if unknown."""
         first, lengths = operands[self.ended[0]], operands[self.lengths]
         if not has_numbers(first):
             return self.ended
@@ -64,7 +64,7 @@ class Ends:
 
     @classmethod
     def of(cls, op: Op, specs: Sequence[TensorSpec]) -> Ends | None:
-        """None where no lengths end rows. op: an attention, or a derivative of one. specs: of its
+        """None if no lengths end rows. op: an attention, or a derivative of one. specs: of its
         operands."""
         node = attention_in(op)
         assert node is not None
@@ -86,7 +86,6 @@ class Ends:
         )
 
     def reaching(self, reach: Reach | None) -> Ends:
-        """The same of calls that read so many keys; None: all."""
         sides = (evolve(x, reach=reach) if x.of_keys else x for x in self.sides)
         return evolve(self, sides=tuple(sides))
 
@@ -108,13 +107,12 @@ class Ends:
 
 
 def clear_first(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Tensors:
-    """Run work on operands as they are read."""
     return work(ends.clear(operands), scratch)
 
 
 def clear_after(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Tensors:
-    """The same of a forward in which no step drops NaN: absent rows are looked at, and it is run
-    again, where o is not finite."""
+    """A forward in which every step passes NaN on: run it, and clear and run again if o is not
+    finite."""
     if has_numbers(operands[0]):
         results = work(operands, scratch)
         if is_finite(results[0]) or (cleared := ends.clear(operands)) is operands:
@@ -125,28 +123,27 @@ def clear_after(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Te
 
 
 def has_numbers(x: torch.Tensor) -> bool:
-    """Whether a call's numbers may be read."""
     return type(x) is torch.Tensor and x.is_cpu and not is_traced()
 
 
 def sides_of(op: Op) -> tuple[str, ...]:
-    """For each operand "rows" where it has those of q, "keys" where it has those of k; else ""."""
+    """For each operand "rows" if it has those of q, "keys" if it has those of k; else ""."""
     if isinstance(op, KeptAttentionGrad):
         return (*own_sides(op), "", "rows")  # the weights are 0 in absent rows
     return operand_sides(op)
 
 
 def ends_finite(x: torch.Tensor, counts: Sequence[int]) -> bool:
-    """Whether no row of x [B,.,L,.] past its entry's length is NaN or Inf; small entries are read
-    from the shortest length on, all at once."""
+    """True if all rows of x [B,.,L,.] past their entry's length are finite. Small entries are read
+    at once, from the shortest length on."""
     if x[:1].numel() < LEAST_ENTRY:
         return is_finite(x[:, :, max(0, min(counts)) :])
     return all(is_finite(each[:, max(0, n) :]) for each, n in zip(x, counts, strict=True))
 
 
 def is_finite(x: torch.Tensor) -> bool:
-    """Whether no number is NaN or Inf: by a sum, the fastest reading there is, and where that
-    leaves the dtype's range by the least and the most."""
+    """True if no number is NaN or Inf: by the sum, the fastest reading, and by the extremes if the
+    sum leaves the dtype's range."""
     return isfinite(x.sum().item()) or all(isfinite(y.item()) for y in x.aminmax())
 
 
@@ -157,8 +154,8 @@ def clear_rows(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def copy_alike(x: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides that begins as far off a boundary: BLAS may round otherwise by
-    how a matrix lies. In C order where elements share places."""
+    """A copy with equal strides and alignment, since BLAS may round by how a matrix lies. In C
+    order if elements share places."""
     if not has_numbers(x) or not lies_apart(x):
         return x.clone(memory_format=torch.contiguous_format)
     size = x.itemsize
@@ -168,7 +165,6 @@ def copy_alike(x: torch.Tensor) -> torch.Tensor:
 
 
 def lies_apart(x: torch.Tensor) -> bool:
-    """Whether no two elements share a place."""
     end = 0
     for step, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
         if step <= end:
@@ -178,6 +174,6 @@ def lies_apart(x: torch.Tensor) -> bool:
 
 
 def extent(spec: TensorSpec) -> int:
-    """How many places from the first element to the last, at least as many as elements."""
+    """Places from the first element to the last, at least as many as elements."""
     last = sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))
     return max(last + 1, prod(spec.shape))

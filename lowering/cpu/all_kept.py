@@ -28,8 +28,8 @@ Lower = Callable[[Graph, Target, Options], Executable | None]
 
 
 def skips_booleans(backend: Backend, lower_open: Lower) -> Backend:
-    """The same backend, which on CPUs looks at boolean masks: calls whose masks keep all places run
-    what `lower_open` makes of the graph without them."""
+    """On CPUs calls whose boolean masks keep all places run what `lower_open` makes of the graph
+    without these masks."""
 
     def lower(graph: Graph, target: Target, options: Options) -> Executable:
         return join_open(graph, backend.lower(graph, target, options), lower_open, target, options)
@@ -46,7 +46,6 @@ def skips_booleans(backend: Backend, lower_open: Lower) -> Backend:
 def join_open(
     graph: Graph, usual: Executable, lower_open: Lower, target: Target, options: Options
 ) -> Executable:
-    """What runs a graph, and calls that keep all places as one without boolean masks."""
     limited = options.max_workspace is not None
     opened = None if limited or target.kind != "cpu" else open_graph(graph)
     other = opened and lower_open(opened[0], target, options)
@@ -64,7 +63,7 @@ def join_open(
 
 
 def run_either(usual: Run, other: Run, read: Sequence[int], looks: Sequence[int]) -> Run:
-    """What runs a call. read: the inputs of `other`. looks: those that are boolean masks."""
+    """What runs a call. read: the inputs of `other`. looks: the boolean masks."""
 
     def run(*tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         for n in looks:
@@ -76,7 +75,7 @@ def run_either(usual: Run, other: Run, read: Sequence[int], looks: Sequence[int]
 
 
 def keeps_all(flags: torch.Tensor) -> bool:
-    """Whether all flags are true, where they may be looked at."""
+    """True if all flags are true and may be looked at."""
     if type(flags) is not torch.Tensor or not flags.is_cpu or is_traced():
         return False
     once = flags if flags.is_contiguous() else flags[first_of_repeated(flags)]
@@ -84,13 +83,14 @@ def keeps_all(flags: torch.Tensor) -> bool:
 
 
 def first_of_repeated(x: torch.Tensor) -> tuple[slice, ...]:
-    """An index of x that leaves out what lies in the same memory as other elements."""
+    """An index of x without elements that share memory with others."""
     return tuple([slice(None) if step else slice(1) for step in x.stride()])
 
 
 def open_graph(graph: Graph) -> Opened | None:
-    """A graph of one attention, or a gradient, without the boolean masks that all places have to
-    pass; None of others. And which inputs it reads; and which of the graph's are those masks."""
+    """The graph of one attention, or a gradient, without boolean masks that all places have to
+    pass; None of other graphs. Then the inputs that it reads, and the inputs that are these masks.
+    """
     node = attention_in(graph.eqns[0].op) if len(graph.eqns) == 1 else None
     parts = and_parts(node.mask) if node else []
     rest = [part for part in parts if not isinstance(part, Keep)]

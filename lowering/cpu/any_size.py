@@ -39,7 +39,7 @@ class SizedStep:
 
     op: with sizes by name; node: the attention that it is, or is the gradient of. names: of the
     sizes that its operands give. read: operands -> sizes, in their order; lay: sizes -> specs.
-    moves: whether bounds of its mask move with sizes. folds: whether heads may be rows. lower:
+    moves: True if bounds of its mask move with sizes. folds: True if heads may be rows. lower:
     makes a problem of numbers run. keys: which of the sizes is a number of keys and nothing else,
     None where none is, or the mask may tell such numbers apart.
     """
@@ -70,7 +70,7 @@ class SizedStep:
         folds: bool,
         lower: Callable[[Problem], Lowered],
     ) -> SizedStep | None:
-        """None where operands do not give all sizes, or more than the mask depends on them."""
+        """None if operands do not give all sizes, or if more than the mask depends on them."""
         reads, node = dict(find_reads(specs)), attention_in(op)
         assert node is not None
         inside, bounds = [*dims_in(op)], [*dims_in(node.mask)]
@@ -83,22 +83,18 @@ class SizedStep:
         return cls(op, node, names, read, lay, moves, folds, lower, keys)
 
     def call(self, device: torch.device, *operands: torch.Tensor) -> Tensors:
-        """The results."""
         return self.at(self.read(operands))[0](device, *operands)
 
     def infer(self, device: torch.device, *operands: torch.Tensor) -> Tensors:
-        """The first result, and perhaps others."""
         return self.at(self.read(operands))[1](device, *operands)
 
     def make(self, sizes: Shape) -> Ready:
-        """What runs these sizes."""
         if is_neutral():  # as it mostly is
             return self.choose(sizes)
         with neutral_state():
             return self.choose(sizes)
 
     def choose(self, sizes: Shape) -> Ready:
-        """The same, which may run other sizes too."""
         n = self.keys
         if n is not None:
             shared = self.near((*sizes[:n], -(-sizes[n] // NEAR) * NEAR, *sizes[n + 1 :]))
@@ -112,13 +108,11 @@ class SizedStep:
         return ready if is_free else None
 
     def mask_at(self, sizes: Shape) -> Mask | None:
-        """The mask in these sizes."""
         if not self.moves:
             return self.node.mask
         return cast(Mask, bind(self.node.mask, dict(zip(self.names, sizes, strict=True))))
 
     def plan_size(self, sizes: Shape) -> Lowered:
-        """The same, whose tensors may be kept."""
         specs, (op, kept) = self.lay(*sizes), (self.op, None)
         if self.node.mask is not None or self.node.modifiers:
             M, N, mask = specs[0].shape[2], specs[1].shape[2], self.mask_at(sizes)
@@ -145,7 +139,6 @@ def find_keys(
 
 
 def unfold_ready(ready: Ready, problem: Problem, folded: Problem | None) -> Ready:
-    """What runs a problem, of what runs it with heads folded; None: as it is."""
     if folded is None:
         return ready
     given = {n: x.shape for n, x in enumerate(folded.specs) if x != problem.specs[n]}
@@ -157,14 +150,13 @@ def unfold_ready(ready: Ready, problem: Problem, folded: Problem | None) -> Read
 def run_selected(
     work: Work, kept: Sequence[int], device: torch.device, *operands: torch.Tensor
 ) -> Tensors:
-    """Run what reads some of the operands."""
     return work(device, *[operands[n] for n in kept])
 
 
 def run_folded(
     work: Work, given: Shapes, due: Shapes, device: torch.device, *operands: torch.Tensor
 ) -> Tensors:
-    """Run what reads heads as rows. given, due: shapes of what that reads, and of results."""
+    """given, due: shapes of the operands with heads as rows, and of the results."""
     return shape_each(work(device, *shape_each(operands, given)), due)
 
 

@@ -46,7 +46,6 @@ class Extent:
     j: int
 
     def count(self, axes: str) -> int:
-        """Places along some axes."""
         return prod(getattr(self, axis) for axis in axes)
 
 
@@ -89,7 +88,7 @@ def ask_mask(mask: Mask, data: Specs, at: Extent) -> Asked:
 
 
 def ask_modifier(modifier: Modifier, data: Specs, at: Extent, wide: int) -> int:
-    """Bytes that a step takes beside the scores that it changes. wide: bytes of one of them."""
+    """Bytes that a step takes beside the scores. wide: bytes of a score."""
     match modifier:
         case SoftCap():
             return 0
@@ -107,7 +106,7 @@ def ask_modifiers(
     problem: Problem, at: Extent, first: int = 0, collects: Callable[[int], bool] | None = None
 ) -> int:
     """Bytes that the steps from `first` on take, one after the other: each its own, and booleans of
-    the scores that an earlier one hid. collects: whether the gradient of an operand is summed."""
+    scores that an earlier one hid. collects: True of operands with a gradient to sum."""
     p, wide, operand, most = problem, problem.wide.itemsize, 3, 0
     steps = zip(p.node.modifiers, p.by_role.modifiers, p.node.restores, strict=True)
     for n, (modifier, data, restores) in enumerate(steps):
@@ -121,8 +120,7 @@ def ask_modifiers(
 
 
 def ask_bits(problem: Problem, at: Extent) -> tuple[int, int]:
-    """Bytes of booleans that stay, and at most: of a mask, and of the bits that hide what it
-    drops."""
+    """Bytes of booleans that stay, and at most, of a mask and of the bits made of it."""
     p = problem
     if p.node.mask is None:
         return 0, 0
@@ -139,7 +137,7 @@ def depends(problem: Problem) -> str:
 
 @lru_cache(64)
 def axes_of_modifiers(problem: Problem) -> str:
-    """Found by tracing what they add; all, where that can't be traced."""
+    """Found by tracing the modifiers; all axes if they can't be traced."""
     if not problem.node.modifiers:
         return ""
     try:
@@ -149,7 +147,6 @@ def axes_of_modifiers(problem: Problem) -> str:
 
 
 def axes_of_mask(problem: Problem) -> str:
-    """Which of "b" and "h" the mask depends on."""
     mask, sizes = problem.node.mask, problem.sizes
     if mask is None:
         return ""
@@ -175,8 +172,8 @@ def shapes_of_data(problem: Problem) -> Tensors:
 def probe_axes(
     mask: Mask, sizes: tuple[int, ...], data: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 ) -> str:
-    """By asking a mask at a few places: what it returns is as large as what it reads. data: name,
-    shape and dtype of each tensor that it reads."""
+    """Asks a mask at a few places: its result is as large as the data it reads. data: name, shape
+    and dtype of each tensor."""
     _, H, M, N = sizes
     zeros = {
         name: torch.zeros((), dtype=dtype, device="cpu").expand(shape)

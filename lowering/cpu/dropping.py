@@ -12,7 +12,7 @@ from attn_graph.machine.workspace import Buffer
 
 
 def needed_to_draw(rows: int, keys: int, dtype: torch.dtype) -> dict[str, Buffer]:
-    """The scratch buffers of what is drawn, for so many rows of at most so many scores."""
+    """The scratch buffers of what is drawn, for `rows` rows of at most so many scores."""
     words = rows * (keys // WORDS + 2)
     rooms = {f"word{i}": Buffer((words,), torch.int64) for i in range(ROOMS)}
     return {"drawn": Buffer((WORDS * words,), dtype), **rooms}

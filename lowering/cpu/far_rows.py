@@ -27,14 +27,14 @@ class FarRowsError(Exception):
 
 
 def refuse_far_rows(node: Attention, lse: torch.Tensor) -> None:
-    """Raise FarRowsError where an lse is too large. That of more keys than these is taken as it is:
+    """Raises FarRowsError if an lse is too large. An lse of more keys than these is taken as it is:
     nothing here could tell it better."""
     if not node.part and reaches_far(lse):
         raise FarRowsError
 
 
 def or_by_products(work: Work, op: Attention | AttentionGrad, options: Options) -> Work:
-    """The same work, done by matrix products where it raises FarRowsError."""
+    """The work, done by matrix products if it raises FarRowsError."""
     again = by_products(op, options)
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -61,6 +61,5 @@ def by_products(op: Attention | AttentionGrad, options: Options) -> Work:
 
 @lru_cache(64)
 def plan_products(op: Attention | AttentionGrad, specs: tuple[TensorSpec, ...]) -> ProductTiles:
-    """The tiles, planned once."""
     problem = Problem.of(op, specs)
     return ProductTiles.plan(problem, problem.wide)

@@ -37,10 +37,10 @@ Index = tuple[int, slice, slice]
 class PartSlot:
     """A part of a tile. keys: cuts its keys out of x [B,G,N,D].
 
-    pieces: the same in pieces [start, stop) of which no two rows overlap, where tiles repeat.
-    windows: those that a backward computes at a time. causal: whether query i keeps the keys up to
-    i. addend: what is added to the scores, where the plan holds it; makes: whether each call has to
-    make it, of what shape and how many elements. empties: whether a row may see none of the part's
+    pieces: the same in pieces [start, stop) of which no two rows overlap, if tiles repeat.
+    windows: those that a backward computes at a time. causal: True if query i keeps the keys up to
+    i. addend: what is added to the scores, if the plan holds it; makes: True if each call has to
+    make it, of what shape and how many elements. empties: True if a row may see none of the part's
     keys; unseen: such rows, of a held addend.
     """
 
@@ -68,7 +68,7 @@ class TileSlot:
 
 
 def ready_slots(tiles: FusedTiles) -> tuple[TileSlot, ...] | None:
-    """The slots of the tiles; None where data decides the tiles, or there are too many."""
+    """The slots of the tiles; None if data decides the tiles, or there are too many."""
     if tiles.static is None or sum(len(t.parts) for t in tiles.static) > MOST_READY:
         return None
     held = held_addends(tiles) if tiles.holds else None
@@ -76,7 +76,6 @@ def ready_slots(tiles: FusedTiles) -> tuple[TileSlot, ...] | None:
 
 
 def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
-    """The addends of all parts that have one, in their order."""
     p = tiles.problem
     nothing: Data = tuple({} for _ in p.node.modifiers)
     mask, bare = p.node.mask, not p.node.modifiers
@@ -94,14 +93,13 @@ def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
 
 
 def slice_of(whole: range, part: range) -> slice:
-    """Where a part of some positions is among them."""
     return slice(part.start - whole.start, part.stop - whole.start)
 
 
 @lru_cache(RECENT)
 def recent_addend(mask: Mask, rows: int, start: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """What hides keys of so many queries under a mask of ours that depends on j - i alone: the same
-    for all lengths. start: of the first key, from the first query."""
+    """What hides keys of `rows` queries under a mask of ours that depends on j - i alone, for all
+    lengths. start: the first key, from the first query."""
     i, j = max(0, -start), max(0, start)
     block = Block(range(1), range(1), range(i, i + rows), 1, i + rows, j + keys, {})
     room = torch.empty(1, 1, rows, keys, dtype=dtype, device="cpu")
@@ -124,7 +122,6 @@ def tile_slot(tiles: FusedTiles, tile: Tile, held: Iterator[torch.Tensor] | None
 def part_slot(
     tiles: FusedTiles, tile: Tile, part: Part, held: Iterator[torch.Tensor] | None
 ) -> PartSlot:
-    """A part of a tile, ready to run."""
     p = tiles.problem
     adds = part.kind == "mixed" or bool(p.node.modifiers)
     keys = find_cut(tile, range(part.start, part.stop), p.B, p.N)
@@ -140,17 +137,15 @@ def part_slot(
 
 
 def may_empty(tiles: FusedTiles, tile: Tile, part: Part) -> bool:
-    """Whether a query may see none of a part's keys, though it sees others.
-
-    The sole part of a tile is all that its queries see, and mostly it is known that they see some.
-    """
+    """True if a query may see none of a part's keys. Queries mostly see some key of a tile's only
+    part."""
     if part.kind == "mixed":
         return tiles.blind or len(tile.parts) > 1
     return any(modifier.hides for modifier in tiles.problem.node.modifiers)
 
 
 def find_cut(tile: Tile, rows: range, B: int, L: int) -> Cut:
-    """A view of these rows of a tile's batch entries, of x [B,H,L,...]; repeats become the first
+    """Cuts these rows of a tile's batch entries out of x [B,H,L,...]; repeats become the first
     axis."""
     if tile.repeat > 1:
         index = tile.batch.start, slice(None), slice(rows.start, rows.stop)
@@ -185,7 +180,7 @@ def pieces_of(p: Problem, tile: Tile, part: Part) -> Iterator[tuple[int, int, Cu
 
 
 def windows_of(tiles: FusedTiles, tile: Tile, part: Part) -> Iterator[slice]:
-    """Which windows of a tile are computed at a time; of one that does not repeat, all it is."""
+    """The windows of a tile that are computed at a time."""
     if tile.repeat == 1:
         yield slice(None)
         return
@@ -212,14 +207,13 @@ def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
 
 
 def part_places(problem: Problem, tile: Tile, part: Part) -> Place:
-    """The places of a tile's part, where no data is read."""
+    """The places of a tile's part, if no data is read."""
     p = problem
     block = Block(tile.batch, range(p.H), tile.rows, p.H, p.M, p.N, {})
     return Place.of(block, range(part.start, part.stop), torch.device("cpu"))
 
 
 def slot_place(at: Place, tile: Tile, part: Part) -> Place:
-    """Of all places those of a tile's part."""
     keys = range(part.start, part.stop)
     return place_within(at, tile.batch, range(at.H), tile.rows, keys)
 
@@ -239,10 +233,8 @@ def fill_addend(
     at: Place,
     mixed: bool,
 ) -> torch.Tensor:
-    """sums = additive modifiers, and -inf where the mask drops a key.
-
-    data: what modifiers read. restores: after which of them -inf has to be put back.
-    """
+    """sums = additive modifiers, and -inf at dropped keys. data: of modifiers. restores: the
+    modifiers after which -inf has to be put back."""
     keep = None
     if mixed:
         assert node.mask is not None

@@ -70,10 +70,10 @@ JOINED = 2**21  # numbers added at a time to neighbours with the same keys, 8 Mi
 class FusedTiles:
     """Forward and backward of one problem: all that can be known before the call.
 
-    static: the tiles; None where data decides them, or there are more than planning lists. axes:
+    static: the tiles; None if data decides them, or there are more than planning lists. axes:
     which of "b" and "h" the addend depends on beside i and j. width: the head size that is
-    computed in, the larger of D and E; the smaller is padded with zeros. blind: whether a query
-    may see no key. layered: whether calls cut their tiles out of what the data exactly keep.
+    computed in, the larger of D and E; the smaller is padded with zeros. blind: True if a query
+    may see no key. layered: True if calls cut their tiles out of what the data exactly keep.
     """
 
     problem: Problem
@@ -105,9 +105,8 @@ class FusedTiles:
 
     @cached_property
     def keys_a_part(self) -> int | None:
-        """The most keys of a part, where k and v are packed a part at a time: where few queries
-        read so many keys that a copy of all would be large. None: they are packed at once, or lie
-        as the kernel reads them."""
+        """The most keys of a part, if k and v are packed a part at a time: few queries read so many
+        keys that copies of all would be large. None: packed at once, or read in place."""
         p = self.problem
         specs = dict(zip("kv", p.specs[1:3], strict=True))
         row = p.G * self.width * self.computes.itemsize * sum(self.packs(*x) for x in specs.items())
@@ -117,7 +116,6 @@ class FusedTiles:
         return max(LEAST_KEYS, MOST_PACKED // (row * p.B))
 
     def with_shorter_parts(self) -> FusedTiles:
-        """The same, its parts no longer than `keys_a_part`."""
         assert self.static is not None
         assert self.keys_a_part is not None
         return evolve(
@@ -146,11 +144,9 @@ class FusedTiles:
 
     @cached_property
     def scratch(self) -> Scratch:
-        """The same side by side."""
         return Scratch(self.buffers)
 
     def operands(self) -> dict[str, TensorSpec]:
-        """The large operands by name."""
         p = self.problem
         specs = dict(zip("qkv", p.specs, strict=False))
         if p.grad is not None:
@@ -159,23 +155,21 @@ class FusedTiles:
         return specs
 
     def packs(self, name: str, x: TensorSpec) -> bool:
-        """Whether the kernel can't read an operand where it lies: dtype, head size or strides; or
+        """True if the kernel can't read an operand in place: other dtype, head size or strides, or
         rows of do that have to be cleared."""
         return (name == "do" and self.blind) or not self.reads(name, x)
 
     def reads(self, name: str, x: TensorSpec) -> bool:
-        """Whether the kernel can read an operand where it lies."""
         fits = (x.dtype, x.shape[3]) == (self.computes, self.width)
         return fits and is_readable(x, like=name == "q")
 
     @cached_property
     def reads_do(self) -> bool:
-        """Whether it can read do there, of which no row has to be cleared."""
         return self.reads("do", self.operands()["do"])
 
     @cached_property
     def holds(self) -> bool:
-        """Whether a plan holds all addends: they are small, and no tensor of a call matters."""
+        """True if a plan holds all addends: they are small, and no data decide them."""
         node = self.problem.node
         needs = (*(m.needs for m in node.modifiers), needs_of(node.mask))
         if self.static is None or any(needs):
@@ -189,9 +183,9 @@ class FusedTiles:
 
     @cached_property
     def common(self) -> tuple[int, range] | None:
-        """Queries, and keys counted from the first of these, of one addend that has those of all
-        parts in it: where they depend on j - i alone, and it is no larger than all of them. The
-        first key is rounded, so that lengths near each other have the same."""
+        """Queries, and keys counted from the first query, of one addend for all parts: under a mask
+        of j - i alone, if it is no larger than the parts together. The first key is rounded, so
+        that near lengths share it."""
         node, parts = self.problem.node, [*self.changed_parts()]
         mask = node.mask
         if node.modifiers or mask is None or not (mask.relative and is_ours(mask) and parts):
@@ -204,14 +198,13 @@ class FusedTiles:
         return (rows, keys) if rows * len(keys) <= each else None
 
     def changed_parts(self) -> Iterator[tuple[Tile, Part]]:
-        """The static parts that have something added."""
         everywhere = bool(self.problem.node.modifiers)
         for tile in self.static or ():
             yield from ((tile, x) for x in tile.parts if x.kind == "mixed" or everywhere)
 
     @cached_property
     def addends(self) -> int:
-        """Elements of the largest addend that a call makes; 0 where it makes none."""
+        """Elements of the largest addend that a call makes; 0 if it makes none."""
         if self.holds:
             return 0
         b = self.problem.B if "b" in self.axes and self.static is not None else 1
@@ -229,8 +222,8 @@ class FusedTiles:
 
     @property
     def joins_entries(self) -> bool:
-        """Whether batch entries with the same keys are one tile: where few queries read many keys,
-        an addend of all entries would need more room than all else."""
+        """True if batch entries with equal keys are one tile. If few queries read many keys, an
+        addend of all entries would need more room than all else."""
         return self.problem.M > FEW_QUERIES
 
     @property
@@ -240,8 +233,8 @@ class FusedTiles:
 
     @property
     def temporary(self) -> int:
-        """Bytes beside the workspace, at most: results of a tile that are not those of the whole,
-        and, before there are some, what is asked of the mask and the modifiers."""
+        """Bytes beside the workspace, at most: results of a tile, unless they are those of the
+        whole, and before them what the mask and the modifiers take."""
         p = self.problem
         if p.grad is None:
             return self.temporary_forward
@@ -262,8 +255,8 @@ class FusedTiles:
 
     @property
     def temporary_forward(self) -> int:
-        """The same of a forward: sums of a tile, o and lse of a part, and vectors as long as
-        lse that merging makes; o and lse are those of the whole where there is one tile of it."""
+        """Sums of a tile, o and lse of a part, and vectors of lse's size that merging makes. With
+        one tile of all, o and lse are results."""
         p, wide, most = self.problem, self.problem.wide.itemsize, self.asked
         narrow = self.computes != p.wide
         for tile in self.reached:
@@ -280,7 +273,7 @@ class FusedTiles:
 
     @cached_property
     def is_direct(self) -> bool:
-        """Whether what the kernel gives of the whole is o as it is due."""
+        """True if the kernel's result of the whole is o as it is due."""
         p = self.problem
         joins = p.node.sinks and self.computes != p.wide
         return p.D <= p.E and self.keeps_order() and not joins
@@ -296,9 +289,8 @@ class FusedTiles:
         return (Tile(range(entries), range(p.M), parts[: min(2, p.N)]),)
 
     def count_shares(self, tile: Tile, part: Part, *, first: bool) -> int:
-        """Bytes of dq, dk and dv that a backward makes of a part of a tile at a time, and of do,
-        which the kernel copies. first: of the first part of all, of which dk and dv are the sums,
-        if it has all keys."""
+        """Bytes of dq, dk and dv of a part of a tile, and of do, which the kernel copies. first:
+        the part whose dk and dv become the sums, if it has all keys."""
         p, windows = self.problem, tile.repeat
         if windows > 1:
             windows = min(windows, self.count_windows(tile, part))
@@ -316,7 +308,6 @@ class FusedTiles:
         return max((self.count_asked(at) for at in self.asked_blocks), default=0)
 
     def count_asked(self, at: Extent) -> int:
-        """The same of one addend: the steps of `fill_addend`."""
         p = self.problem
         stays, bits = ask_bits(p, at)
         if not p.node.modifiers:
@@ -325,7 +316,6 @@ class FusedTiles:
 
     @property
     def asked_blocks(self) -> Iterator[Extent]:
-        """The blocks of which a call makes an addend."""
         heads = self.problem.H if "h" in self.axes else 1
         if self.static is not None:
             for t, x in self.changed_parts():
@@ -337,14 +327,13 @@ class FusedTiles:
         yield Extent(entries, heads, rows, keys)
 
     def count_windows(self, tile: Tile, part: Part) -> int:
-        """How many windows a backward computes at a time, of a tile that repeats: their gradients
-        of keys overlap, and are added before there are more."""
+        """How many windows of a repeating tile a backward computes at a time: gradients of keys
+        overlap, and are added before there are more."""
         p = self.problem
         few = MOST_SHARED // (p.G * len(part) * self.width)
         return min(tile.repeat, max(few, -(-LEAST_TASKS // p.H)))
 
     def summary(self) -> str:
-        """How it runs, for `explain`."""
         if self.static is None:
             mask = self.problem.node.mask
             why = "data picks the keys" if needs_of(mask) else "each call lists them"
@@ -361,7 +350,6 @@ class FusedTiles:
         return tiles if most is None else [shorten_parts(tile, most) for tile in tiles]
 
     def tiles_by_data(self, data: Tensors) -> list[Tile]:
-        """The same where planning did not list them."""
         p = self.problem
         rows, bounded = min(DATA_ROWS, p.M), bool(p.node.modifiers)
         kept = find_layers_of(p, data, POINTS_A_CALL) if self.layered else None
@@ -376,7 +364,6 @@ class FusedTiles:
         return join_entries(joined, most if "b" in self.axes else None, bounded)
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:
-        """Whether one tile of one part is the entire problem."""
         if len(tiles) != 1 or len(tiles[0].parts) != 1 or tiles[0].repeat > 1:
             return False
         p, tile = self.problem, tiles[0]
@@ -384,7 +371,7 @@ class FusedTiles:
         return rows and keys and len(tile.batch) == p.B
 
     def keeps_order(self) -> bool:
-        """Whether the kernel lays o out in the memory order of q, given q where it lies."""
+        """True if the kernel lays o out in the memory order of q."""
         q = self.problem.specs[0]
         return not self.packs("q", q) and has_flash_order(q)
 
@@ -403,14 +390,14 @@ def whole_tile(problem: Problem) -> Tile:
 
 
 def is_small(problem: Problem) -> bool:
-    """Whether it takes longer to look in each batch entry for what a mask leaves than to compute
-    all: half of it in vain, say."""
+    """True if looking in each batch entry for what a mask leaves takes longer than computing all,
+    half of it in vain, say."""
     looks = problem.B * -(-problem.M // DATA_ROWS)
     return estimate_seconds(problem, [whole_tile(problem)]) <= 2 * looks * CALL_SECONDS
 
 
 def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
-    """The tiles; None where data decides them, or there are so many that each call lists them."""
+    """The tiles; None if data decide them, or if there are too many to list."""
     node = problem.node
     mask, bounded = node.mask, bool(node.modifiers)
     plain = plain_tiles(problem, mask)
@@ -428,8 +415,8 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
 
 
 def list_ways(problem: Problem, axes: str) -> tuple[Way, Way]:
-    """Tiles of so many queries, each of which a mask may hide some of; and tiles of what it exactly
-    keeps, where that is known: which alone are listed then if it depends on j - i alone."""
+    """Two ways to tile: by blocks of rows, and by the exact layers of the mask. Layers are used
+    alone if the mask depends on j - i only."""
     node, most = problem.node, DATA_ROWS * problem.N
     mask, bounded = node.mask, bool(node.modifiers)
     relative = mask is not None and mask.relative and all(m.relative for m in node.modifiers)
@@ -457,16 +444,14 @@ def list_ways(problem: Problem, axes: str) -> tuple[Way, Way]:
 
 @lru_cache(64)
 def choose_way(problem: Problem, axes: str) -> tuple[int, int] | None:
-    """Which of the ways costs least, and with how many queries a tile; None where each gives too
-    many tiles."""
+    """The cheaper way and its queries a tile; None if each gives too many tiles."""
     return choose_cheapest(problem, list_ways(problem, axes))
 
 
 def round_sizes(problem: Problem) -> Problem:
-    """A problem of up to an eighth more queries, and as many more keys, which is asked how to tile
-    all that round to it: ten lists of tiles take longer than the rest of planning. Few queries, and
-    those that are more than the keys, have an answer of their own; and so has a user's mask, which
-    may know of no more queries."""
+    """The problem with up to an eighth more queries and keys, asked for all sizes that round to it:
+    listing tiles takes longer than the rest of planning. Few queries, queries that outnumber keys,
+    and users' masks, which may know no more queries, keep their sizes."""
     q, k, v, *more = problem.specs
     M, N, mask = problem.M, problem.N, problem.node.mask
     if not FEW_ROUNDED <= M <= N or not (mask is None or is_ours(mask)):

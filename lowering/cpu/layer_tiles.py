@@ -22,16 +22,12 @@ POINTS_A_CALL = 2**12  # places at which a call may evaluate a mask to list laye
 
 
 def may_take_layers(problem: Problem) -> bool:
-    """Whether tiles may be made of layers, if the mask has any.
-
-    With a modifier each part has an addend anyway. For low scales see `plain_tiles`.
-    """
+    """With a modifier each part has an addend anyway. For low scales see `plain_tiles`."""
     node = problem.node
     return not (node.mask is None or node.modifiers or problem.low_scale or problem.is_empty)
 
 
 def takes_layers(problem: Problem, data: Tensors) -> bool:
-    """Whether tiles may be made of layers, data being of the right shapes."""
     if not may_take_layers(problem):
         return False
     assert problem.node.mask is not None
@@ -45,7 +41,7 @@ def block_of_problem(problem: Problem, data: Tensors) -> Block:
 
 
 def find_layers_of(problem: Problem, data: Tensors, most_points: int) -> list[Kept] | None:
-    """What each batch entry keeps; None where it is not known, or has too many edges."""
+    """What each batch entry keeps; None if it is not known, or has too many edges."""
     mask = problem.node.mask
     assert isinstance(mask, Mask)
     return list_layers(mask, block_of_problem(problem, data), most_points)
@@ -54,7 +50,7 @@ def find_layers_of(problem: Problem, data: Tensors, most_points: int) -> list[Ke
 def tile_layers(
     problem: Problem, kept: Iterable[Kept], rows: int, least_full: int, *, single: bool
 ) -> list[Tile] | None:
-    """Tiles of layers; None where they are too many.
+    """Tiles of layers; None if they are too many.
 
     rows: the most queries of a tile that needs an addend. single: such a tile has one batch entry.
     """
@@ -78,16 +74,15 @@ def count_blocks(layer: Layer, rows: int, *, single: bool) -> int:
 
 
 def stands_still(layer: Layer) -> bool:
-    """Whether all runs begin at one key for all queries, so that none needs an addend."""
+    """True if all runs begin at one key for all queries: none needs an addend."""
     return all(start.moves == 0 for start, _ in layer.runs)
 
 
 def tiles_of_layer(
     batch: range, layer: Layer, rows: int, least_full: int, *, single: bool
 ) -> Iterator[Tile]:
-    """The tiles of one layer: one, or blocks of `rows` queries where a run's first key moves, which
-    are one that repeats where all edges move. single: tiles have one batch entry, and none repeats.
-    """
+    """One tile; or row blocks if a run's start moves; a single repeating tile if all edges move.
+    single: tiles have one batch entry, and none repeats."""
     if stands_still(layer):
         yield Tile(
             batch, layer.rows, tuple(x for run in layer.runs for x in exact_parts(run, layer.rows))
@@ -107,7 +102,7 @@ def tiles_of_layer(
 
 
 def moves_along(layer: Layer) -> bool:
-    """Whether all edges move with the queries, so that blocks of these are alike."""
+    """True if all edges move with the queries: blocks of these are alike."""
     return all(edge.moves for run in layer.runs for edge in run)
 
 
@@ -126,7 +121,7 @@ def exact_parts(run: Run, rows: range) -> Iterator[Part]:
 
 
 def block_parts(runs: Sequence[Run], rows: range, least_full: int) -> tuple[Part, ...]:
-    """Parts of a block of queries some of whose runs begin later from query to query."""
+    """Parts of a block of queries, some of whose runs begin later from query to query."""
     a, b = rows[0], rows[-1]
     pieces = join_intervals([(start.of(a), stop.of(b)) for start, stop in runs], BRIDGE)
     sure = [(start.of(b), stop.of(a)) for start, stop in runs]
@@ -143,8 +138,8 @@ def block_parts(runs: Sequence[Run], rows: range, least_full: int) -> tuple[Part
 
 
 def join_triangles(tiles: Iterable[Tile]) -> list[Tile]:
-    """Tiles of which each triangle is one with the rectangle below it, as the kernel computes them:
-    a causal mask and a length of keys, say, are one call of it."""
+    """Tiles with each triangle and the rectangle below it as one, a call of the kernel: a causal
+    mask and a length of keys, say."""
     out: list[Tile] = []
     for tile in tiles:
         joined = join_triangle(out[-1], tile) if out else None
@@ -156,8 +151,8 @@ def join_triangles(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def join_triangle(above: Tile, below: Tile) -> Tile | None:
-    """A tile whose last part is a triangle with the tile below, whose queries keep all that the
-    triangle's last query keeps, and at most one key more; None of others."""
+    """A tile ending in a triangle, joined with the tile below, whose queries keep all keys of the
+    triangle's last query, and at most one more; None of others."""
     apart = above.batch != below.batch or above.rows.stop != below.rows.start
     if apart or not (above.parts and below.parts):
         return None
@@ -177,10 +172,8 @@ def join_triangle(above: Tile, below: Tile) -> Tile | None:
 
 
 def join_small(problem: Problem, tiles: Iterable[Tile], rows: int, *, single: bool) -> list[Tile]:
-    """Neighbours made one tile with an addend, of at most `rows` queries, where that costs less.
-
-    A call of the kernel takes as long as many scores, so small tiles are better one larger.
-    """
+    """Neighbours made one tile with an addend, of at most `rows` queries, if it costs less: a call
+    takes as long as many scores."""
     out: list[Tile] = []
     for tile in tiles:
         joined = join_mixed(out[-1], tile, rows) if out else None
@@ -194,8 +187,8 @@ def join_small(problem: Problem, tiles: Iterable[Tile], rows: int, *, single: bo
 
 
 def join_mixed(above: Tile, below: Tile, rows: int) -> Tile | None:
-    """Two tiles as one, for which the mask has to say what it keeps; None unless they are
-    neighbours, and where they have more than `rows` queries, as with one that repeats."""
+    """Two neighbours as one tile with an addend; None if they are apart, repeat, or have more than
+    `rows` queries."""
     joined = range(above.rows.start, below.rows.stop)
     apart = above.batch != below.batch or above.rows.stop != below.rows.start
     if apart or len(joined) > rows:

@@ -87,21 +87,18 @@ def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
 
 
 def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[Tiles | None, ...]:
-    """How each equation is tiled; None for anything that is not an attention or has nothing to
-    compute."""
     fused = target.kind == "cpu" and options.switches.flash
     return tile_equations(graph, fused, own_products(target))
 
 
 @lru_cache(64)  # `why_not` asks for it, and `lower` again
 def tile_equations(graph: Graph, fused: bool, own: Dtypes) -> tuple[Tiles | None, ...]:
-    """The same. fused: whether PyTorch's fused CPU kernel may run. own: the dtypes whose products
-    are the CPU's own."""
+    """fused: True if PyTorch's fused CPU kernel may run. own: the dtypes that the CPU multiplies
+    itself."""
     return tuple([tile_equation(graph, eqn, fused, own) for eqn in graph.eqns])
 
 
 def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | None:
-    """The same of one equation."""
     specs = operand_specs(graph, eqn)
     if isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)):
         empty = 0 in (*specs[0].shape, *specs[1].shape)
@@ -119,7 +116,7 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | N
 
 
 def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -> AttentionTiles:
-    """How an attention, or its gradient, is tiled. statistics: as `gives_statistics` has it."""
+    """statistics: as `gives_statistics` has it."""
     pays = row_choice.pays(problem, own, statistics)
     fused = fused and fuses(problem)
     if pays and row_choice.takes(problem):
@@ -130,8 +127,7 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
 
 
 def kept_problem(op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
-    """The problem of an attention that keeps its weights, or of its gradient, as it is without,
-    and without dropout."""
+    """The problem of an attention that keeps its weights, or of its gradient, without dropout."""
     if isinstance(op, KeptAttention):
         return without_dropout(Problem.of(op.attention, specs))
     own, _, do = op.split(specs)
@@ -145,22 +141,19 @@ def kept_problem(op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSp
 def lay_out_kept(
     op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]
 ) -> Iterator[Sequence[TensorSpec]]:
-    """The operands as they lie, and then those of a gradient with do in C order: as tiles copy it
-    that would else not be of whole heads."""
+    """The operands as they lie, and then with the gradient's do in C order, as tiles copy it."""
     yield specs
     if isinstance(op, KeptAttentionGrad):
         yield (*specs[:-1], TensorSpec(specs[-1].shape, specs[-1].dtype))
 
 
 def without_dropout(problem: Problem) -> Problem:
-    """The forward of a problem, without dropout and what that reads."""
     node = evolve(problem.node, dropout=0.0)
     return Problem.of(node, problem.specs[: node.reads])
 
 
 def tile_kept(problem: Problem, own: Dtypes, rate: float) -> RowTiles | None:
-    """The tiles of a problem whose weights are kept; None where not each is of whole heads.
-    rate: of dropout, which the problem is without."""
+    """None unless each tile is of whole heads. rate: of the dropout that the problem is without."""
     if problem.dtype not in own or problem.is_empty:
         return None
     tiles = RowTiles.keep(problem, rate)
@@ -168,7 +161,7 @@ def tile_kept(problem: Problem, own: Dtypes, rate: float) -> RowTiles | None:
 
 
 def record_weights(graph: Graph, target: Target) -> Graph | None:
-    """The same graph that keeps its weights, where both passes are the faster for it; else None."""
+    """The graph that keeps its weights, if both passes are faster for it; else None."""
     problem, own = sole(graph), own_products(target)
     if problem is None or problem.grad is not None:
         return None
@@ -179,7 +172,7 @@ def record_weights(graph: Graph, target: Target) -> Graph | None:
 
 
 def where_faster(graph: Graph, target: Target) -> str | None:
-    """Of what graphs math is the faster, if this is such a one: by dtype and pass, and size."""
+    """The dtype, pass and size for which math is faster than PyTorch's kernel, or None."""
     dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
     pass_ = "backward" if graph.is_gradient else "forward"
     if (dtype, pass_, dtype in target.native) in MATH_IS_FASTER:
@@ -188,7 +181,6 @@ def where_faster(graph: Graph, target: Target) -> str | None:
 
 
 def is_fast(graph: Graph, target: Target) -> bool:
-    """Whether products with a softmax between make it faster than PyTorch's kernel."""
     problem = sole(graph)
     if problem is None:
         return False
@@ -196,7 +188,7 @@ def is_fast(graph: Graph, target: Target) -> bool:
 
 
 def gives_statistics(graph: Graph, eqn: Eqn) -> bool:
-    """Whether an attention's lse or another statistic is returned, or read: it is not of rounded
+    """True if an attention's lse or another statistic is returned or read: it is not of rounded
     scores then."""
     if not isinstance(eqn.op.op if isinstance(eqn.op, Packed) else eqn.op, Attention):
         return False
@@ -214,8 +206,8 @@ def own_products(target: Target) -> Dtypes:
 
 
 def fuses(problem: Problem) -> bool:
-    """Whether PyTorch's fused CPU kernel can compute the tiles: it adds, gives o and lse, and
-    pulls to q, k, v."""
+    """True if PyTorch's fused CPU kernel can compute the tiles: it adds, gives o and lse, and pulls
+    to q, k, v."""
     node, grad = problem.node, problem.grad
     if node.dropout or not all(m.additive for m in node.modifiers):
         return False
@@ -245,14 +237,13 @@ class Step:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    """One step for each equation, run in order."""
     tilings = plan_tiles(graph, target, options)
     steps = [step_of(graph, *x, target, options) for x in zip(graph.eqns, tilings, strict=True)]
     return run_steps(graph, steps, target, options)
 
 
 def lower_any_size(graph: Graph, target: Target, options: Options) -> Executable | None:
-    """One step for each equation, in whatever sizes; None where each size is lowered by itself."""
+    """One step for each equation, in whatever sizes; None if each size is lowered by itself."""
     if options.max_workspace is not None:  # of each size
         return None
     steps = [any_step(graph, eqn, target, options) for eqn in graph.eqns]
@@ -261,7 +252,7 @@ def lower_any_size(graph: Graph, target: Target, options: Options) -> Executable
 
 
 def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step | None:
-    """How an equation runs in any sizes; None where each size is lowered by itself."""
+    """How an equation runs in any sizes; None if each size is lowered by itself."""
     specs = tuple(operand_specs(graph, eqn))
     if isinstance(eqn.op, Lengths):
         return Step(run_definition(eqn.op, specs))
@@ -278,7 +269,7 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
 def sized_step(
     graph: Graph, eqn: Eqn, op: Attention | AttentionGrad, target: Target, options: Options
 ) -> Step | None:
-    """How an attention, or its gradient, runs in any sizes; None where it computes nothing."""
+    """How an attention, or its gradient, runs in any sizes; None if it computes nothing."""
     specs = operand_specs(graph, eqn)
     if Problem.of(op, specs).is_empty:
         return None
@@ -295,7 +286,6 @@ def sized_step(
 
 
 def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Options) -> Executable:
-    """Steps, one for each equation, run in order."""
     calls = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
     leaner = {
         n: step.infer
@@ -350,13 +340,13 @@ def count_temporary(tiles: Tiles) -> int:
 
 
 def ready_alone(tiles: AttentionTiles, options: Options) -> Ready:
-    """What runs tiles of which the problem says all, and what does where o alone is wanted."""
+    """Runs tiles of which the problem says all."""
     p = tiles.problem
     return ready_tiles(tiles, Ends.of(p.grad or p.node, p.specs), options)
 
 
 def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
-    """The same of any tiles. ends: of operands by lengths."""
+    """The work, and the work for o alone. ends: of operands by lengths."""
 
     def lease(work: TileWork) -> Work:
         leased = lease_rooms(work, tiles.scratch, options.workspace)
@@ -375,14 +365,14 @@ def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
 
 
 def reach_of(tiles: Tiles) -> Reach | None:
-    """How many keys a call on tiles reads, where that may be less than all."""
+    """How many keys a call on tiles reads, if that may be less than all."""
     if isinstance(tiles, FusedTiles) and tiles.static is None:
         return lambda _, counts: max(counts)
     return tiles.count_keys if isinstance(tiles, RowTiles) and tiles.cuts else None
 
 
 def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
-    """What runs tiles, and what does where o alone is wanted, if that is another."""
+    """The work of tiles, and the work for o alone if that is another."""
     if isinstance(tiles, TangentTiles):
         return tiles.run, None
     run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
@@ -394,7 +384,6 @@ def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
 
 
 def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
-    """How an equation on packed tensors runs."""
     lower = partial(lower_sequence, target, options)
     specs, gives = tuple(operand_specs(graph, eqn)), gives_statistics(graph, eqn)
     plan = plan_packed(eqn, specs, lower, options.workspace, gives=gives)
@@ -412,8 +401,8 @@ def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:
 def whole_sequence(
     target: Target, options: Options, gives: bool, op: Op, specs: Sequence[TensorSpec]
 ) -> Executable | None:
-    """The same of one that is a call of PyTorch's fused kernel whoever runs it, without a graph;
-    None of others. Its needs and notes are not told. gives: see `gives_statistics`."""
+    """A sequence that is one call of PyTorch's fused kernel, without a graph; None of others. It
+    tells no needs and notes. gives: see `gives_statistics`."""
     if not isinstance(op, Attention | AttentionGrad) or target.kind != "cpu":
         return None
     problem = Problem.of(op, specs)
@@ -435,8 +424,8 @@ def whole_sequence(
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
-    """Bytes that a definition allocates, estimated from above: copies of all that it reads and
-    gives in the widest dtype, and the places that a mask or a modifier is asked at."""
+    """Bytes that a definition allocates, from above: copies of its operands and results in the
+    widest dtype, and places at which a mask or a modifier is asked."""
     shapes = [*(s.shape for s in specs), *(t.shape for t in eqn.outs)]
     most = max((n for shape in shapes for n in shape[2:]), default=0)
     return 3 * torch.float64.itemsize * sum(map(prod, shapes)) + POSITIONS * most * most

@@ -71,7 +71,7 @@ Label = str | Data  # "rows", "keys", or the axes of other data
 @frozen
 class SequenceRun:
     """What runs sequences of some sizes. reads: which operands, by number. blocks: what runs them
-    a block of keys at a time, where they lie in so many pages."""
+    a block of keys at a time, if they lie in so many pages."""
 
     executable: Executable
     reads: tuple[int, ...]
@@ -79,7 +79,6 @@ class SequenceRun:
 
 
 def no_shortcut(op: Op, specs: Sequence[TensorSpec]) -> Executable | None:
-    """Each op runs as a graph."""
     return None
 
 
@@ -88,8 +87,8 @@ def no_shortcut(op: Op, specs: Sequence[TensorSpec]) -> Executable | None:
 class PackedRun:
     """Runs an equation on packed tensors. specs: of its operands. lower: of graphs of sequences.
 
-    gives: whether statistics are returned or read, by more than the derivatives. shortcut: what
-    runs an op on operands of such specs, where that takes no graph to say.
+    gives: True if statistics are returned or read, by more than the derivatives. shortcut: what
+    runs an op on operands of such specs, if that takes no graph to say.
     """
 
     eqn: Eqn
@@ -104,7 +103,6 @@ class PackedRun:
 
     @cached_property
     def op(self) -> Packed:
-        """What it computes."""
         assert isinstance(self.eqn.op, Packed)
         return self.eqn.op
 
@@ -115,7 +113,6 @@ class PackedRun:
 
     @cached_property
     def own(self) -> tuple[Label, ...]:
-        """The label of each operand of the attention."""
         data = [data for m in self.node.modifiers for data in m.needs.values()]
         data += needs_of(self.node.mask).values()
         data += [Data("h", FLOATS)] * self.node.sinks
@@ -124,23 +121,20 @@ class PackedRun:
 
     @cached_property
     def labels(self) -> tuple[Label, ...]:
-        """The label of each operand of the op within."""
         return label_operands(self.op.op, self.own, "rows")
 
     @cached_property
     def results(self) -> tuple[Label, ...]:
-        """The label of each result."""
         return label_results(self.op.op, self.own, "rows")
 
     @cached_property
     def most(self) -> dict[str, int]:
-        """The most rows and keys of a sequence: of what is not packed, the size."""
+        """The most rows and keys of a sequence; the size of a side that is not packed."""
         q, k = (x.shape for x in self.op.padded([spec.type for spec in self.specs])[:2])
         return {"rows": int(q[2]), "keys": int(k[2])}  # those that have names at their largest
 
     @cached_property
     def sides(self) -> tuple[str, ...]:
-        """The sides that are packed."""
         return self.op.sides
 
     @cached_property
@@ -149,8 +143,7 @@ class PackedRun:
         return ending_sides(self.op)
 
     def spans(self, operands: Sequence[torch.Tensor]) -> list[Span]:
-        """Where each sequence lies. Raises PlanMismatchError for starts, lengths and pages that
-        don't."""
+        """Raises PlanMismatchError for starts, lengths and pages that do not fit."""
         (where, read), entries = self.sources, self.op.entries(operands)
         ends = []
         for (side, most), x in zip(self.most.items(), operands, strict=False):
@@ -175,7 +168,6 @@ class PackedRun:
     def with_pages(
         self, spans: list[Span], pool: torch.Tensor, table: torch.Tensor, *lengths: torch.Tensor
     ) -> list[Span]:
-        """The same, with the pages that each lies in."""
         check_table(pool.shape, table, *lengths)
         rows, page = table.long(), pool.shape[1]
         used = (-(-span.sizes.keys // max(1, page)) for span in spans)
@@ -185,7 +177,6 @@ class PackedRun:
 
     @cached_property
     def entries(self) -> int:
-        """B."""
         return self.op.entries([spec.type for spec in self.specs])
 
     def span(self, entry: int, rows: tuple[int, int], keys: tuple[int, int]) -> Span:
@@ -216,7 +207,7 @@ class PackedRun:
 
     @property
     def saves(self) -> bool:
-        """Whether statistics are for derivatives alone, so that they may be of rounded scores."""
+        """True if statistics are for derivatives alone: they may be of rounded scores."""
         return isinstance(self.op.op, Attention) and not self.gives
 
     def make_blocks(self, op: Op, reads: tuple[int, ...], sizes: Sizes) -> BlockRun | None:
@@ -279,11 +270,9 @@ class PackedRun:
         return {n: Buffer((rows * self.specs[n].shape[3],), self.specs[n].dtype) for n in pools}
 
     def run(self, operands: Tensors, rooms: Rooms) -> list[torch.Tensor]:
-        """The results."""
         return self.run_spans(operands, rooms, self.results)
 
     def infer(self, operands: Tensors, rooms: Rooms) -> list[torch.Tensor]:
-        """o alone, of an attention whose statistics nothing reads."""
         return self.run_spans(operands, rooms, self.results[:1])
 
     def run_spans(
@@ -301,7 +290,6 @@ class PackedRun:
     def run_whole(
         self, part: SequenceRun, span: Span, operands: Tensors, results: Tensors, rooms: Rooms
     ) -> None:
-        """Write, or add to sums, what one sequence gives."""
         views = [self.cut(operands[n], self.labels[n], span, rooms.get(n)) for n in part.reads]
         run = part.executable
         if self.saves:
@@ -322,7 +310,6 @@ class PackedRun:
     def run_blocks(
         self, part: SequenceRun, span: Span, operands: Tensors, results: Tensors, rooms: Rooms
     ) -> None:
-        """The same, a block of its keys at a time."""
         blocks, pages = part.blocks, span.pages
         assert blocks is not None
         assert pages is not None
@@ -345,7 +332,7 @@ class PackedRun:
     def new_results(
         self, spans: Sequence[Span], operands: Tensors, wanted: tuple[Label, ...]
     ) -> list[torch.Tensor]:
-        """Room for results: sums are 0, and so are rows of no sequence, -inf in statistics."""
+        """Room for results: 0 in sums and in rows of no sequence, -inf in statistics."""
         (q, k, *_), device = operands, operands[0].device
         covers = {
             "rows": self.covers("rows", q, sum(span.sizes.rows for span in spans), len(spans)),
@@ -363,8 +350,8 @@ class PackedRun:
 
     @cached_property
     def probes(self) -> tuple[Executable, ...]:
-        """What runs sequences as long as there can be, and some of other proportions: they run in
-        other tiles, and which of them needs most memory only planning each tells."""
+        """Runs of the longest sequences, and of other proportions: they take other tiles, and
+        planning each tells which needs most memory."""
         M, N = self.most["rows"], self.most["keys"]
         pairs = (M, N), (M // 2 + 1, N), (M, N // 2 + 1), (min(1, M), N)
         fits = [(m, n) for m, n in pairs if m <= M and n <= N]
@@ -381,7 +368,6 @@ class PackedRun:
         )
 
     def count_rows(self, spec: TensorSpec, side: str) -> int:
-        """The rows of all sequences, those of none included."""
         if side in self.sides:
             return row_count(spec.shape)
         paged = side == "keys" and self.op.paged
@@ -396,7 +382,6 @@ class PackedRun:
 
     @property
     def summary(self) -> str:
-        """How it runs, for `explain`."""
         whole, paged = "; ".join(self.probes[0].notes), self.op.paged
         gathers = f", {self.at_once['keys']} keys gathered at a time" * paged
         return (
@@ -405,7 +390,6 @@ class PackedRun:
         )
 
     def covers(self, side: str, x: torch.Tensor, count: int, entries: int) -> bool:
-        """Whether sequences of so many rows in all leave none out of x."""
         if side == "keys" and self.op.paged:
             return False
         return count == (row_count(x.shape) if side in self.op.sides else entries * x.shape[2])
@@ -452,11 +436,8 @@ class PackedPlan:
 
 
 def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
-    """Whether one PackedRun serves whatever sizes have names: rows of what is packed, sequences,
-    pages where lengths end their keys.
-
-    The strides of statistics [H,T] are read off the tensors, as of any that were saved.
-    """
+    """True if one PackedRun serves all sizes with names: rows of packed tensors, sequences, and
+    pages with lengths. Strides of statistics [H,T] are read off the tensors."""
     op = eqn.op
     if not isinstance(op, Packed) or not is_separable(op) or (op.paged and not op.ended):
         return False
@@ -466,7 +447,7 @@ def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
 
 
 def lease_run(run: PackedRun | PaddedRun, workspace: Workspace) -> tuple[Work, Work | None]:
-    """The call of a step, and one for where nothing is saved for derivatives, if that is less."""
+    """The call of a step, and the call that saves nothing for derivatives, if it is less."""
     lease = partial(lease_rooms, scratch=Scratch(run.rooms), workspace=workspace)
     return lease(run.run), lease(run.infer) if isinstance(run, PackedRun) and run.saves else None
 
@@ -474,7 +455,7 @@ def lease_run(run: PackedRun | PaddedRun, workspace: Workspace) -> tuple[Work, W
 def plan_packed(
     eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower, workspace: Workspace, *, gives: bool
 ) -> PackedPlan:
-    """specs: of the operands. lower: makes a graph of one attention run. gives: see PackedRun."""
+    """lower: makes a graph of one attention run. gives: see PackedRun."""
     assert isinstance(eqn.op, Packed)
     each = is_separable(eqn.op)
     run = PackedRun(eqn, specs, lower, gives) if each else PaddedRun(eqn, specs, lower)

@@ -29,13 +29,11 @@ class PaddedRun:
 
     @property
     def op(self) -> Packed:
-        """What it computes."""
         assert isinstance(self.eqn.op, Packed)
         return self.eqn.op
 
     @cached_property
     def padded(self) -> Executable:
-        """What runs the padded graph."""
         packed = [side in self.op.readers for side in operand_sides(self.op.op)]
         types = self.op.padded([spec.type for spec in self.specs])
         b = Builder(True)
@@ -48,7 +46,6 @@ class PaddedRun:
 
     @property
     def probes(self) -> tuple[Executable, ...]:
-        """What runs all sequences."""
         return (self.padded,)
 
     @property
@@ -59,15 +56,12 @@ class PaddedRun:
 
     @property
     def summary(self) -> str:
-        """How it runs, for `explain`."""
         return f"sequences padded to the longest; {'; '.join(self.padded.notes)}"
 
     @property
     def rooms(self) -> dict[int, Buffer]:
-        """Nothing is gathered but by padding."""
         return {}
 
     def run(self, operands: Tensors, _rooms: Rooms) -> list[torch.Tensor]:
-        """The results."""
         outputs, _ = self.padded.run(*self.op.read(run_one, operands))
         return [*self.op.write(run_one, outputs, operands)]

@@ -91,7 +91,6 @@ def check_table(pool: Sequence[int], table: torch.Tensor, *lengths: torch.Tensor
 
 
 def as_meta(spec: TensorSpec) -> torch.Tensor:
-    """A tensor of a spec, without memory."""
     return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
 
 
@@ -132,14 +131,13 @@ class BlockRun:
 
     @property
     def executable(self) -> Executable:
-        """What runs the first block, as long as any, with the memory of all that stands beside."""
+        """Runs the first block, as long as any, with the memory of all that stands beside."""
         first = self.block_at(0).executable
         beside = self.specs[0].type.bytes // self.specs[0].dtype.itemsize + self.specs[0].shape[2]
         wide = accumulator(self.specs[0].dtype).itemsize
         return evolve(first, temporary=first.temporary + 2 * wide * beside)
 
     def make_block(self, start: int) -> KeyBlock:
-        """The block that begins at a key."""
         _, H, M, _ = self.specs[0].shape
         keys = range(start, min(start + self.size, self.keys))
         box = Box(range(1), range(H), range(M), keys, (1, H, M, self.keys))
@@ -173,13 +171,11 @@ class BlockRun:
         ]
 
     def blocks(self, pages: torch.Tensor) -> Iterator[tuple[KeyBlock, torch.Tensor]]:
-        """Each block, and its pages."""
         count = self.size // self.specs[1].shape[1]
         for number, own in enumerate(pages.split(count)):
             yield self.block_at(number * self.size), own
 
     def forward(self, operands: Tensors, pages: torch.Tensor, rooms: Rooms) -> list[torch.Tensor]:
-        """o and the statistics."""
         sinks, results = self.node.split(operands).sinks, list[torch.Tensor]()
         for block, own in self.blocks(pages):
             made, _ = block.executable.run(*self.tensors(block.piece, operands, own, rooms))

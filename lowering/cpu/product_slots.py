@@ -118,12 +118,11 @@ class TileGrid:
 
     @cached_property
     def r(self) -> int:
-        """Query heads that share a key/value head."""
         return self.problem.H // self.problem.G
 
     @cached_property
     def listed(self) -> tuple[ProductSlot, ...] | None:
-        """The tiles, where no data decides them and they are few; else each call lists them."""
+        """The tiles, if no data decides them and they are few; else each call lists them."""
         p = self.problem
         count = count_slots(p, self.rows, self.batch, self.groups)
         if count > MOST_READY or (p.node.mask is not None and p.node.mask.needs):
@@ -132,22 +131,19 @@ class TileGrid:
 
     @cached_property
     def reach(self) -> int:
-        """The most keys of a tile."""
         if self.listed is None:
             return find_reach(self.problem, self.rows)
         return max(slot.keys for slot in self.listed)
 
     def slots(self, data: Mapping[str, torch.Tensor]) -> Iterator[ProductSlot]:
-        """All tiles, given what the mask reads."""
         return list_slots(self.problem, self.rows, self.batch, self.groups, data)
 
     def tiles(self, data: Mapping[str, torch.Tensor]) -> Iterable[ProductSlot]:
-        """The tiles of a call."""
         return self.slots(data) if self.listed is None else self.listed
 
     @cached_property
     def holds(self) -> bool:
-        """Whether what the mask drops is known ahead, and alike in all batch entries and heads."""
+        """True if planning knows what the mask drops, alike in all batch entries and heads."""
         mask = self.problem.node.mask
         return mask is not None and not mask.needs and is_ours(mask)
 
@@ -170,7 +166,6 @@ class TileGrid:
         return self.make_places(data, like.device)
 
     def make_places(self, data: Mapping[str, torch.Tensor], device: torch.device) -> Place:
-        """The same anew."""
         p = self.problem
         block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
         return Place.of(block, range(p.N), device)
@@ -178,7 +173,7 @@ class TileGrid:
     @cached_property
     @neutral_state()
     def positions(self) -> Place | None:
-        """All places on a CPU, without data; None where they are many."""
+        """All places on a CPU, without data; None if they are many."""
         few = sum(self.problem.sizes) <= MOST_POSITIONS
         return self.make_places({}, torch.device("cpu")) if few else None
 
@@ -208,7 +203,6 @@ class TileGrid:
         return max(p.D, p.E) * (lines * p.wide.itemsize + heads * self.reach * item) + weights
 
     def wants(self, operand: int) -> bool:
-        """Whether the gradient of an operand is needed."""
         return self.problem.grad is not None and self.problem.grad.wants[operand]
 
     def collected(
@@ -229,7 +223,7 @@ class TileGrid:
 
 
 def total_bytes(problem: Problem) -> int:
-    """What `totals` allocates beside gradients: sums for those of a narrower dtype."""
+    """Bytes that `totals` allocates beside gradients: sums for those of a narrower dtype."""
     grad, wide = problem.grad, problem.wide
     if grad is None:
         return 0
@@ -250,8 +244,8 @@ def held_bits(
 
 
 def choose_sizes(problem: Problem, factors: torch.dtype) -> tuple[int, int, int]:
-    """Queries, batch entries and key/value heads of a tile: so many that its scores are near
-    SCORES, rows first, then heads, then batch. factors: what the products multiply."""
+    """Queries, batch entries and key/value heads of a tile with about SCORES scores: rows first,
+    then heads, then batch. factors: the dtype of the products."""
     p, r = problem, problem.H // problem.G
     scores = DROPOUT_SCORES if p.node.dropout else SCORES
     most = find_unmasked_rows(p) if p.node.mask is None else MOST_ROWS
@@ -260,13 +254,13 @@ def choose_sizes(problem: Problem, factors: torch.dtype) -> tuple[int, int, int]
 
 
 def choose_entries(problem: Problem) -> tuple[int, int, int]:
-    """The same of tiles that have all of some batch entries."""
+    """Tiles of whole batch entries."""
     p = problem
     return p.M, share_evenly(p.B, count_row_scores(p) // (p.H * p.M * p.N)), p.G
 
 
 def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
-    """The same where nothing but a mask is between products, in the dtype of the operands."""
+    """Tiles with nothing but a mask between products, in the operands' dtype."""
     p, r = problem, problem.H // problem.G
     if has_few_scores(p):
         return p.M, p.B, p.G
@@ -277,9 +271,8 @@ def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
 
 
 def choose_kept_sizes(problem: Problem, drops: bool) -> tuple[int, int, int]:
-    """The same where weights are kept: all queries of some heads. In float32 the backward, beside
-    whose tile all weights are, takes no longer with half as many scores. drops: whether words are
-    drawn for all of a tile."""
+    """Tiles of all queries of some heads, for weights that are kept. A backward in float32, beside
+    all weights, takes no longer with half the scores. drops: True if words are drawn for a tile."""
     if has_few_scores(problem):
         return problem.M, problem.B, problem.G
     p, scores = problem, DROPOUT_SCORES if drops else count_row_scores(problem)
@@ -291,29 +284,26 @@ def choose_kept_sizes(problem: Problem, drops: bool) -> tuple[int, int, int]:
 
 
 def count_slots(problem: Problem, rows: int, batch: int, groups: int) -> int:
-    """How many tiles of these sizes a problem has."""
     p = problem
     return -(-p.B // batch) * -(-p.G // groups) * -(-p.M // rows)
 
 
 def count_row_scores(problem: Problem) -> int:
-    """How many scores a tile of whole rows has, about: so many bytes as SCORES of float32."""
+    """How many scores a tile of whole rows has, about: as many bytes as SCORES of float32."""
     return SCORES * torch.float32.itemsize // problem.dtype.itemsize
 
 
 def has_few_scores(problem: Problem) -> bool:
-    """Whether all scores are so few that what data hides is not worth leaving out."""
+    """True if leaving out hidden scores takes longer than computing them."""
     return problem.B * problem.H * problem.M * problem.N <= FEW_SCORES
 
 
 def choose_heads(
     problem: Problem, factors: torch.dtype | None, rows: int, scores: int
 ) -> tuple[int, int]:
-    """Batch entries and key/value heads of a tile of so many queries and about so many scores.
-
-    factors: what the products multiply; None where tiles are copied unless they lie as products
-    take them, so that batch entries need not be one axis with heads.
-    """
+    """Batch entries and key/value heads of a tile. factors: the dtype of the products; None if
+    tiles are copied unless products take them in place: batch entries need not be one axis with
+    heads then."""
     p, mask = problem, problem.node.mask
     one = find_reach(p, rows) * rows * p.H // p.G  # scores of a key/value head
     groups = share_evenly(p.G, max(1, scores // one))
@@ -326,12 +316,11 @@ def choose_heads(
 
 
 def share_evenly(count: int, most: int) -> int:
-    """How many of `count` the largest of as few shares as can be has, of at most `most` each."""
+    """The size of the largest of the fewest shares of at most `most` each."""
     return -(-count // -(-count // most))
 
 
 def find_unmasked_rows(problem: Problem) -> int:
-    """The most queries of a tile without a mask."""
     if not problem.node.modifiers:
         return UNMASKED_ROWS
     return min(UNMASKED_ROWS, max(MOST_ROWS, PLACES // problem.N))
@@ -358,7 +347,6 @@ def list_slots(
 def make_slot(
     problem: Problem, chunk: Chunk, rows: range, data: Mapping[str, torch.Tensor]
 ) -> ProductSlot:
-    """The tile of these queries of a chunk."""
     p, r = problem, problem.H // problem.G
     b, g = chunk.batch, chunk.groups
     heads = range(g.start * r, g.stop * r)
@@ -375,8 +363,8 @@ def make_slot(
 
 
 def find_reach(problem: Problem, rows: int) -> int:
-    """The most keys that a block of `rows` queries may have, of all batch entries and heads; all
-    keys where data decide, or there are many blocks."""
+    """The most keys of a block of `rows` queries; all keys if data decide, or if there are many
+    blocks."""
     p, mask = problem, problem.node.mask
     if mask is None or mask.needs or rows * MOST_READY < p.M:
         return p.N
@@ -385,7 +373,7 @@ def find_reach(problem: Problem, rows: int) -> int:
 
 
 def find_mixed(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
-    """The parts of which the mask must be asked, each with how many keys come before it."""
+    """The mixed parts, each with the number of keys before it."""
     at = 0
     for part in parts:
         if part.kind == "mixed":
@@ -394,12 +382,11 @@ def find_mixed(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
 
 
 def packs(spec: TensorSpec, factors: torch.dtype) -> bool:
-    """Whether the products would copy an operand in secret: other dtype, or no unit stride."""
+    """True if products would copy an operand in secret: other dtype, or no unit stride."""
     return spec.dtype != factors or not spec.unit_last
 
 
 def merges_batch(spec: TensorSpec) -> bool:
-    """Whether batch and heads are one axis in memory."""
     return (
         spec.shape[0] <= 1
         or spec.shape[1] <= 1
@@ -408,5 +395,5 @@ def merges_batch(spec: TensorSpec) -> bool:
 
 
 def lies_flat(spec: TensorSpec) -> bool:
-    """Whether a tensor is [n,rows,last] with batch entries and heads as one axis, as it lies."""
+    """True if a tensor is [n,rows,last] in place, with batch entries and heads as one axis."""
     return merges_batch(spec) and spec.unit_last

@@ -35,8 +35,8 @@ class ProductTiles(TileGrid):
     """Forward and backward of one problem.
 
     factors: the dtype that products multiply and give, scores' own or the half precision one of
-    the operands; all between two products is in that of scores. blind: whether a query may see no
-    key. restores: for each modifier, whether -inf has to be put back after it.
+    the operands; all between two products is in that of scores. blind: True if a query may see no
+    key. restores: for each modifier, True if -inf has to be put back after it.
     """
 
     factors: torch.dtype
@@ -60,22 +60,18 @@ class ProductTiles(TileGrid):
 
     @cached_property
     def weighs_cotangents(self) -> bool:
-        """Whether delta of a row is the sum of p dp, not of do o, which it is but for rounding.
-
-        What rounds delta is the same in all of a row: a tensor that gathers ds over places, as
-        slopes do, adds it up. See `Problem.drops_rounded` for half precision.
-        """
+        """True if delta of a row is the sum of p dp, else of do o. Its rounding is one number for a
+        row, and a tensor that gathers ds over places, as slopes do, adds it up. See
+        `Problem.drops_rounded` for half precision."""
         p = self.problem
         return p.grad is not None and (p.drops_rounded or p.gathers)
 
     @cached_property
     def more(self) -> tuple[str, ...]:
-        """The statistics beside lse."""
         return self.problem.node.without_gradient
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
-        """The scratch buffers, by name."""
         p, wide, keys = self.problem, self.problem.wide, self.reach
         n, L = self.batch * self.groups, self.r * self.rows
         buffers = {
@@ -98,12 +94,10 @@ class ProductTiles(TileGrid):
 
     @cached_property
     def rounds(self) -> bool:
-        """Whether products are in another dtype than scores."""
         return self.factors != self.problem.wide
 
     @cached_property
     def scratch(self) -> Scratch:
-        """The same side by side."""
         return Scratch(self.buffers)
 
     def needed_backward(self, n: int, L: int) -> dict[str, Buffer]:
@@ -140,7 +134,6 @@ class ProductTiles(TileGrid):
         return positions + sums + ROWS * rows * wide + max(bits, drawn, stats, steps)
 
     def summary(self) -> str:
-        """How it runs, for `explain`."""
         dtype = f"{NAMES[self.factors]} " if self.rounds else ""
         return f"{dtype}matrix products on tiles of {self.size}"
 
@@ -154,9 +147,9 @@ class ProductTiles(TileGrid):
             yield Here(self, slot, given, scratch, places, divisors)
 
     def divisors_of(self, lse: torch.Tensor) -> torch.Tensor | None:
-        """Room for what weights that are made of lse again are divided by, 1 until it is known;
-        None where lse tells it: where it is small, or is not of these keys alone. Elsewhere than on
-        CPUs to look at lse takes longer."""
+        """Room for the sums that recomputed weights are divided by, 1 until known; None if lse
+        tells them: it is small, or of more keys than these. Off the CPU looking at lse takes
+        longer."""
         tells = self.problem.node.part or (lse.is_cpu and not products.reaches_far(lse))
         divides = self.rounds or self.problem.gathers or not tells
         return torch.ones_like(lse) if divides else None
@@ -218,7 +211,7 @@ class Here:
     """One tile of a call, with the buffers it computes in.
 
     places: all, not its own alone. divisors: room [B,H,M] for the sums of weights that these are
-    divided by; None where they are not.
+    divided by; None if they are not.
     """
 
     tiles: ProductTiles
@@ -239,7 +232,6 @@ class Here:
 
     @property
     def product(self) -> torch.Tensor | None:
-        """Memory for products of another dtype than their sums."""
         return self.scratch.get("product")
 
     def multiply(self, s: torch.Tensor, x: torch.Tensor, keys: torch.Tensor, scale: float) -> None:
@@ -262,7 +254,6 @@ class Here:
         return self.slot.keys_of(x)
 
     def place(self, part: Part) -> Place:
-        """Where a part of this tile is."""
         tile = self.slot.tile
         keys = range(part.start, part.stop)
         return place_within(self.places, tile.batch, self.slot.heads, tile.rows, keys)
@@ -279,8 +270,7 @@ class Here:
         first: Callable[[], None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The modified and masked scores. `save` gets each step's result before the next; `first`
-        is called after a soft cap that the products divide by themselves, whose tanh is in step0.
-        """
+        is called after a soft cap in the products, with its tanh in step0."""
         node, s = self.tiles.problem.node, self.room("s", self.slot.keys)
         cap = self.tiles.cap
         if cap is None:
@@ -301,7 +291,6 @@ class Here:
         return s
 
     def change_(self, i: int, s: torch.Tensor) -> None:
-        """Run a modifier on the scores, in their memory."""
         modifier, data = self.tiles.problem.node.modifiers[i], self.given.modifiers[i]
         hidden = s == -INF if self.tiles.restores[i] else None
         for part, piece in self.pieces(s):
@@ -329,12 +318,10 @@ class Here:
             p.div_(1 - self.tiles.problem.node.dropout)
 
     def sign_(self, p: torch.Tensor) -> None:
-        """p -> -p where dropout drops it."""
         for part, piece in self.pieces(p):
             piece.copysign_(self.draw(part, torch.sub))
 
     def attend(self, k: torch.Tensor, v: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
-        """Fill this tile's rows of the results, by name."""
         o, lse = self.room("o", v.shape[3]), self.room("lse", 1)
         if self.slot.tile.parts:
             self.softmax(k, v, o, lse, results)
@@ -420,8 +407,8 @@ class Here:
         products.add_transposed_(self.slot.keys_of(dk), factor, q, node.scale, self.product)
 
     def weigh_(self, s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
-        """s -> exp(s - lse), divided by what that and sinks add up to where lse [n,L,1] does not
-        tell: it is rounded, or of scores that were not. Returned is that sum, if it was needed."""
+        """s -> exp(s - lse), divided by its sum with the sinks if lse [n,L,1] is rounded or of
+        other scores. Returns that sum if it was needed."""
         products.exp_(s, lse)
         if self.divisors is None:
             return None

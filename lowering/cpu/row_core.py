@@ -24,10 +24,10 @@ softmax_backward = torch.ops.aten._softmax_backward_data.out
 class RowSteps:
     """How whole rows are computed.
 
-    scale: of the scores. single: whether PyTorch's softmax, a single call, is the faster. turns:
-    whether scores are made as k q^T. rounds: whether products give another dtype than that of the
-    softmax. kept: whether weights are saved, not lse. sums: whether p v is made as sums of rows of
-    v. casts: whether scores are of q and k in float32, of a piece of k at a time. rate: of
+    scale: of the scores. single: True if PyTorch's softmax, a single call, is the faster. turns:
+    whether scores are made as k q^T. rounds: True if products give another dtype than that of the
+    softmax. kept: True if weights are saved, not lse. sums: True if p v is made as sums of rows of
+    v. casts: True if scores are of q and k in float32, of a piece of k at a time. rate: of
     dropout, by which weights that are kept are negative where they are dropped.
     """
 
@@ -46,7 +46,7 @@ class RowSteps:
 class Core:
     """What is computed of a tile: q and o [n,L,.], k and v [n,S,.], L rows of scores each.
 
-    blind: whether a query may see no key. divides: whether weights that are made of lse again are
+    blind: True if a query may see no key. divides: True if weights that are made of lse again are
     divided by their own sum.
     """
 
@@ -67,7 +67,7 @@ class Core:
         self, change: Change | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, saved: torch.Tensor | None = None, *, sign: Change | None = None,
     ) -> None:  # fmt: skip
-        """Fill o [n,L,E], and what is saved where it is wanted: weights [n,L,S], where they are
+        """Fill o [n,L,E], and what is saved where it is wanted: weights [n,L,S], if they are
         kept, or lse [n,L,1], which leaves the bits of o. sign: makes weights negative that dropout
         drops."""
         single, scale = self.steps.single, self.steps.scale
@@ -96,7 +96,6 @@ class Core:
 
     @property
     def upscale(self) -> float:
-        """What dropout multiplies the weights by that it leaves."""
         return 1 / (1 - self.steps.rate)
 
     def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -111,10 +110,8 @@ class Core:
                 lse.masked_fill_(top == torch.finfo(top.dtype).min, -INF)
 
     def take_softmax(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """The same in base e, in as few passes as can be.
-
-        PyTorch's softmax is computed in float32, and rounded, whatever it reads.
-        """
+        """`take_powers` in base e, in few passes. PyTorch computes a softmax in float32, whatever
+        it reads."""
         blind = self.blind
         top = torch.amax(s, -1, keepdim=True) if blind or lse is not None else None
         wide = s if lse is None else self.widen(s)
@@ -212,9 +209,7 @@ class Core:
         s.sub_(top.clamp_(min=torch.finfo(top.dtype).min) if self.blind else top).exp2_()
 
     def widen(self, s: torch.Tensor) -> torch.Tensor:
-        """s in the dtype of statistics."""
         return self.room("wide", s, s.shape[2]).copy_(s) if self.steps.rounds else s
 
     def narrow(self, wide: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        """The same in s, as products take it."""
         return s.copy_(wide) if self.steps.rounds else s

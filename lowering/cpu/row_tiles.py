@@ -41,16 +41,13 @@ class RowTiles(RowGrid):
 
     @cached_property
     def mask(self) -> RunMask | None:
-        """The mask of tiles that are runs of heads."""
         return RunMask.of(self, not self.kept and self.problem.grad is None, self.spans)
 
     @property
     def cuts(self) -> bool:
-        """Whether a call may read the first keys alone."""
         return self.flat and self.mask is not None and self.mask.cuts
 
     def count_keys(self, operands: Sequence[torch.Tensor], _counts: Sequence[int]) -> int:
-        """How many keys such a call reads."""
         assert self.mask is not None
         return 1 if self.spans else self.mask.read(operands).reach  # of an entry that has none
 
@@ -76,7 +73,7 @@ class RowTiles(RowGrid):
         self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None = None,
         seed: Seed | None = None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], where that is wanted.
+        """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], if that is wanted.
         seed: as `take_seed` has it."""
         if self.flat:
             hiding = self.mask and self.mask.read(operands)
@@ -93,7 +90,7 @@ class RowTiles(RowGrid):
         self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None,
         hiding: Hiding | None, seed: Seed | None = None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """The same on runs of heads. hiding: what the mask hides of each."""
+        """o alone, on runs of heads. hiding: what the mask hides of each."""
         q, k, v = operands[:3]
         o = self.problem.new_o(q.device)
         core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
@@ -115,7 +112,7 @@ class RowTiles(RowGrid):
         self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None,
         hiding: Hiding,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """The same of one batch entry after the other, of the keys that data leave it."""
+        """o alone, one batch entry after the other, of the keys that data leave it."""
         p, o = self.problem, self.problem.new_o(operands[0].device)
         core, fills = Core(self.steps, scratch, hiding.blind), self.fills_o
         each = [x.view(p.B, p.G, -1, x.shape[3]).unbind() for x in (*operands[:3], o)]
@@ -182,7 +179,7 @@ class RowTiles(RowGrid):
 
     @cached_property
     def reads_in_order(self) -> bool:
-        """Whether do is read in C order: it lies so, or in a way that no tile reads."""
+        """True if do lies in C order, or so that no tile reads it in place."""
         assert self.problem.grad is not None
         do = self.problem.grad.split(self.problem.specs).do
         return do == TensorSpec(do.shape, do.dtype) if do is not None else False
@@ -212,18 +209,18 @@ class RowTiles(RowGrid):
             yield Spot(self, slot, core, places, given.modifiers)
 
     def divides(self, saved: torch.Tensor) -> bool:
-        """Whether weights are divided by their own sum: lse does not tell it where it is large.
-        saved: lse, or the weights themselves."""
+        """True if weights are divided by their own sum: a large lse does not tell it. saved: lse,
+        or the weights."""
         return not self.kept and reaches_far(saved)
 
     def leaves_blind(self, given: Sequence[Tensors]) -> bool:
-        """Whether a query of a call may see no key. given: what the modifiers read."""
+        """True if a query of a call may see no key. given: data of the modifiers."""
         if not given or not self.blind or self.problem.mask_has_blind_rows or is_traced():
             return self.blind
         return not all(bool(x.amin() > -INF) for data in given for x in data.values())
 
     def sums(self, tensors: Sequence[torch.Tensor], scratch: Tensors) -> list[torch.Tensor]:
-        """Room for the gradients of k and v; zeros, in the dtype of sums, where those are over
+        """Room for the gradients of k and v; zeros, in the dtype of sums, if those are over
         tiles."""
         if self.whole:
             return [x.new_empty(x.shape) for x in tensors[1:3]]
@@ -256,13 +253,13 @@ class Spot:
         return x.view(self.slot.grid)
 
     def rows(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """This tile's queries of x [B,H,M,D] as [n,L,D]: as they lie, or else room for them, since
-        oneDNN copies what has gaps."""
+        """This tile's queries of x [B,H,M,D] as [n,L,D]: in place, or room for them, since oneDNN
+        copies gaps."""
         rows, room = self.slot.rows(x), self.room(name, x.shape[3])
         return rows.view(room.shape) if rows.is_contiguous() else room
 
     def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """The same with what is there."""
+        """`rows`, filled."""
         room, rows = self.rows(name, x), self.slot.rows(x)
         if not rows.is_contiguous():
             self.heads(room).copy_(rows)
@@ -290,7 +287,7 @@ class Spot:
         return self.core.scratch[name][: n * S * last].view(n, S, last)
 
     def keys_made(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Where this tile's gradient [n,S,D] by k or v is made: in x [B,G,N,D], if it is all."""
+        """Where this tile's gradient [n,S,D] by k or v is made: in x [B,G,N,D] if it is all."""
         if not self.tiles.whole:
             return self.key_room(name, x.shape[3])
         return self.slot.groups(x).view(-1, self.slot.keys, x.shape[3])
@@ -304,7 +301,6 @@ class Spot:
 
     @property
     def place(self) -> Place:
-        """Where this tile is, of all keys."""
         slot = self.slot
         keys = range(self.tiles.problem.N)
         return place_within(self.places, slot.tile.batch, slot.heads, slot.tile.rows, keys)
@@ -339,8 +335,8 @@ class Spot:
             self.slot.rows(saved).copy_(self.heads(room)[..., 0])
 
     def saved_room(self, saved: torch.Tensor) -> torch.Tensor:
-        """This tile's rows of weights [B,H,M,N] as [n,L,N], where they lie; or room for those of
-        lse [B,H,M], as [n,L,1]."""
+        """This tile's rows of weights [B,H,M,N] as [n,L,N] in place, or room for rows of lse
+        [B,H,M] as [n,L,1]."""
         if self.tiles.kept:
             return self.slot.rows(saved).view(*self.slot.lines, -1)
         return self.room("lse", 1)

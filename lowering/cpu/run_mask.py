@@ -60,7 +60,7 @@ class Hiding:
         (s if self.shape is None else s.view(self.shape)).clamp_(max=self.caps)
 
     def runs(self, batch: int) -> Iterable[Change]:
-        """The same for runs of so many batch entries, one after the other."""
+        """`hide` for runs of `batch` entries, one after the other."""
         each = self.caps.split(batch) if len(self.caps) > 1 else repeat(self.caps)
         return (evolve(self, caps=caps).hide for caps in each)
 
@@ -78,8 +78,8 @@ class Hiding:
 class RunMask:
     """The mask of a bare attention, for runs of whole heads.
 
-    cuts: whether runs may be of the first keys alone. spans: whether each batch entry reads its own
-    keys alone, where they are known. blind: whether it may hide all of a row. holds: whether it is
+    cuts: True if runs may be of the first keys alone. spans: True if each batch entry reads its own
+    keys alone, if they are known. blind: True if it may hide all of a row. holds: True if it is
     one of ours, and reads no tensors or lengths of few batch entries, as the layers of a model do
     in turn: what it hides is held.
     """
@@ -92,7 +92,7 @@ class RunMask:
 
     @classmethod
     def of(cls, tiles: TileGrid, cuts: bool = False, spans: bool = False) -> RunMask | None:
-        """None where there is no mask."""
+        """None if there is no mask."""
         p, mask = tiles.problem, tiles.problem.node.mask
         if mask is None:
             return None
@@ -113,7 +113,6 @@ class RunMask:
         return self.hiding(keep, self.tiles.problem.N, self.blind)
 
     def blinds(self, operands: Sequence[torch.Tensor]) -> bool:
-        """Whether a call may hide all of a row."""
         if not self.blind:
             return False
         if self.holds:
@@ -122,21 +121,17 @@ class RunMask:
         return not known or self.hides_rows(self.keep_of(operands))
 
     def is_plain(self, q: torch.Tensor) -> bool:
-        """Whether a call's numbers may be asked for."""
         return type(q) is torch.Tensor and q.is_cpu
 
     def hides_rows(self, keep: torch.Tensor) -> bool:
-        """Whether all of a row is hidden. keep: of all places, which broadcasts.
-
-        PyTorch's `any` takes up to ten times as long as its largest byte."""
+        """True if all of a row is hidden. keep: of all places, broadcasting. PyTorch's `any` takes
+        up to ten times as long as its largest byte."""
         return self.blind and not bool(keep.view(torch.uint8).amax(-1).all())
 
     def keep_of(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Which of all places a call keeps."""
         return self.keep(self.tiles.places(self.by_name(operands[3:]), operands[0]))
 
     def by_name(self, data: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the mask reads, by name."""
         return dict(zip(self.tiles.problem.node.data_names[1], data, strict=True))
 
     def keep(self, at: Place) -> torch.Tensor:
@@ -146,7 +141,7 @@ class RunMask:
         return torch.as_tensor(mask.keep(at), dtype=torch.bool, device=at.j.device)
 
     def hiding(self, keep: torch.Tensor, reach: int, blind: bool, spans: bool = False) -> Hiding:
-        """What hides the others. spans: whether each batch entry reads its own keys alone."""
+        """What hides the others. spans: True if each batch entry reads its own keys alone."""
         p, caps = self.tiles.problem, caps_of(keep, self.tiles.problem.dtype)
         shape: tuple[int, ...] | None = None
         if has_few_scores(p) and not self.spans:
@@ -161,7 +156,6 @@ class RunMask:
 
 
 def cap_(caps: torch.Tensor, s: torch.Tensor) -> None:
-    """s -> min(s, caps)."""
     s.clamp_(max=caps)
 
 
@@ -180,7 +174,7 @@ def find_spans(keep: torch.Tensor, caps: torch.Tensor, B: int, N: int) -> Iterat
 
 
 def reads_numbers(problem: Problem) -> bool:
-    """Whether the mask of a bare attention is one of ours that reads few numbers, or none."""
+    """True if a bare attention's mask is one of ours and reads few numbers, or none."""
     p, mask = problem, problem.node.mask
     data = p.specs[3 : len(p.node.ranks)]
     few = all(len(x.shape) == 1 and x.shape[0] <= MOST_NUMBERS for x in data)
@@ -188,8 +182,8 @@ def reads_numbers(problem: Problem) -> bool:
 
 
 def caps_entries(problem: Problem) -> bool:
-    """Whether runs of whole batch entries are capped by what data hides of each: where rows are
-    short, or few in half precision, reading all keys takes less time than copying or skipping."""
+    """True if data cap runs of whole batch entries: with short rows, or few in half precision,
+    reading all keys takes less time than copying or skipping some."""
     p, rows = problem, problem.lines
     if not p.node.is_bare or p.node.mask is None or not p.node.mask.needs:
         return False
@@ -200,7 +194,7 @@ def caps_entries(problem: Problem) -> bool:
 
 
 def cuts_entries(problem: Problem) -> bool:
-    """Whether a forward computes each batch entry by itself, of the keys that data leave it."""
+    """True if a forward computes each batch entry by itself, of the keys that data leave it."""
     p, (shape, strides) = problem, problem.layout_of_o
     if p.is_empty or p.grad is not None or not (caps_entries(p) and is_worth_cutting(p)):
         return False
@@ -210,8 +204,8 @@ def cuts_entries(problem: Problem) -> bool:
 
 
 def is_worth_cutting(problem: Problem) -> bool:
-    """Whether a batch entry, of which all rows see the same keys, has much to compute or to read;
-    not in half precision, where oneDNN copies operands with gaps."""
+    """True if a batch entry, all of whose rows see the same keys, has much to compute or to read.
+    Not in half precision: oneDNN copies operands with gaps."""
     p = problem
     if p.dtype != p.wide or count_caps(p) > p.B * p.N:
         return False
@@ -219,7 +213,7 @@ def is_worth_cutting(problem: Problem) -> bool:
 
 
 def lies_in_rows(spec: TensorSpec) -> bool:
-    """Whether products take x [B,H,M,D] as it lies: whole rows, one after the other."""
+    """True if products take x [B,H,M,D] in place: whole rows, one after the other."""
     return spec.unit_last and (spec.shape[2] <= 1 or spec.strides[2] >= spec.shape[3])
 
 
@@ -234,7 +228,7 @@ def count_caps(problem: Problem) -> int:
 
 @neutral_state()
 def hide_by_numbers(mask: RunMask, numbers: Numbers) -> Hiding:
-    """What a mask hides on a CPU, where it reads tensors of these numbers."""
+    """What a mask hides on a CPU, if it reads tensors of these numbers."""
     data, p = mask.by_name([torch.tensor(x) for x in numbers]), mask.tiles.problem
     keep = mask.keep(mask.tiles.make_places(data, torch.device("cpu")))
     blind = mask.hides_rows(keep)

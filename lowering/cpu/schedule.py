@@ -74,7 +74,6 @@ class Tile:
 
     @property
     def keys(self) -> int:
-        """How many keys are computed."""
         return sum(map(len, self.parts))
 
     @property
@@ -110,7 +109,6 @@ Way = Callable[[int], list[Tile] | None]  # tiles of at most so many queries; No
 
 
 def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:
-    """One interval as full and mixed parts."""
     if sure.covers(start, stop):
         yield Part(start, stop, "full")
         return
@@ -152,7 +150,7 @@ def make_tile(
 
 
 def shorten_parts(tile: Tile, most: int) -> Tile:
-    """A tile with no part of more than `most` keys, which is no less than its queries are."""
+    """A tile with parts of at most `most` keys, which is at least its number of queries."""
     parts: list[Part] = []
     for part in tile.parts:
         if part.kind == "causal":  # the last query keeps as many keys as there are queries
@@ -164,10 +162,8 @@ def shorten_parts(tile: Tile, most: int) -> Tile:
 
 
 def join_neighbours(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
-    """Neighbours with the same keys made one, up to `most` scores where a mask must be asked.
-
-    `bounded`: full tiles too, since something else is added to their scores.
-    """
+    """Neighbours with equal keys made one, up to `most` scores under a mask. bounded: full tiles
+    too, since something else is added to their scores."""
     out: list[Tile] = []
     for tile in tiles:
         last = out[-1] if out else None
@@ -182,8 +178,8 @@ def join_neighbours(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
 
 
 def join_entries(entries: Iterable[Sequence[Tile]], most: int | None, bounded: bool) -> list[Tile]:
-    """Neighbouring batch entries with the same tiles made one, up to `most` scores of a tile to
-    which something is added. None: what is added is the same for all entries."""
+    """Neighbouring batch entries with equal tiles made one, up to `most` scores of a tile with an
+    addend. None: all entries have one addend."""
     out: list[Tile] = []
     for _, group in groupby(entries, key=lambda tiles: [(x.rows, x.parts) for x in tiles]):
         same = [*group]
@@ -198,9 +194,8 @@ def join_entries(entries: Iterable[Sequence[Tile]], most: int | None, bounded: b
 
 
 def join_corner(problem: Problem, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """Tiles of which one that is a small causal corner and the keys before it is a single part;
-    others as they are. Numbers that hide the corner are added in one call, which takes less time
-    than one for it, another for the keys before, and merging both."""
+    """A small causal corner and the keys before it as one part, if they are all: one call with an
+    addend takes less time than two calls and a merge."""
     if problem.M * problem.N > MOST_JOINED:
         return tiles
     match tiles:
@@ -213,11 +208,9 @@ Same = tuple[Tile, int]  # a tile, and how many there are, each moved along the 
 
 
 def fold_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list[Tile] | None:
-    """The same with runs of tiles that are one tile moved along the diagonal made one by `repeat`.
-
-    Only for masks and modifiers that depend on j - i alone. Each batch entry gets its own. None
-    where that leaves more than MOST_TILES.
-    """
+    """Tiles by `rows` queries; runs of one tile moved along the diagonal become one with `repeat`.
+    For masks and modifiers of j - i alone. Each batch entry has its own. None if more than
+    MOST_TILES are left."""
     batch, changes = (
         range(problem.B),
         find_changes(mask, problem.B, problem.H, problem.M, problem.N),
@@ -239,17 +232,15 @@ def fold_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list
 
 @lru_cache(8)  # asked for each row block
 def find_changes(mask: Mask, B: int, H: int, M: int, N: int) -> list[int] | None:
-    """The queries between which the tiles of bands are alike, or each another; None: unknown."""
+    """The queries between which tiles of bands are alike or moved; None: unknown."""
     if not all(isinstance(leaf, Band) for leaf in leaves(mask)):
         return None
     return find_breaks(mask, Block(range(B), range(H), range(M), H, M, N))
 
 
 def group_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range]:
-    """Where blocks of `rows` queries begin: those between two changes together, the others alone.
-
-    Between two changes of a mask all edges stand still or move along with the queries.
-    """
+    """Where blocks of `rows` queries begin: blocks between two changes together, others alone.
+    Between two changes all edges of a mask stand still or move along with the queries."""
     if changes is None:
         return [range(at, at + 1) for at in range(0, M, rows)]
     whole = [range(-(-a // rows) * rows, b // rows * rows, rows) for a, b in pairwise(changes)]
@@ -260,7 +251,7 @@ def group_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range
 
 
 def fold_diagonals(tiles: Iterable[Same]) -> list[Tile] | None:
-    """Neighbours that are one tile moved along the diagonal, made one; None where many are left."""
+    """Neighbours that are one tile moved along the diagonal, made one; None if many are left."""
     out: list[Tile] = []
     for _, run in groupby(tiles, key=lambda same: outline(same[0])):
         same = list(run)
@@ -282,14 +273,13 @@ def fold_diagonals(tiles: Iterable[Same]) -> list[Tile] | None:
 
 
 def move_tile(tile: Tile, by: int) -> Tile:
-    """A tile so far along the diagonal."""
     rows = range(tile.rows.start + by, tile.rows.stop + by)
     parts = tuple(evolve(x, start=x.start + by, stop=x.stop + by) for x in tile.parts)
     return evolve(tile, rows=rows, parts=parts)
 
 
 def outline(tile: Tile) -> tuple[object, ...]:
-    """What tiles that differ by a move along the diagonal have in common."""
+    """Equal for tiles that differ by a move along the diagonal."""
     at = tile.rows.start
     return len(tile.rows), tuple((p.start - at, p.stop - at, p.kind) for p in tile.parts)
 
@@ -323,7 +313,6 @@ def estimate_seconds(problem: Problem, tiles: Iterable[Tile]) -> float:
 
 
 def estimate_tile(problem: Problem, tile: Tile) -> float:
-    """The same of one tile."""
     H, D, E = problem.H, problem.D, problem.E
     copies, rows = len(tile.batch) * tile.repeat, len(tile.rows)
     each = 2 * (D + E) * FLOP_SECONDS * (1 if problem.grad is None else PULL_FLOPS)
@@ -340,7 +329,7 @@ def estimate_tile(problem: Problem, tile: Tile) -> float:
 
 
 def weigh_part(tile: Tile, part: Part) -> float:
-    """The scores of a tile's part, and what else the kernel does, as if it were scores."""
+    """The scores of a part, and the kernel's other work counted as scores."""
     rows, keys = len(tile.rows), len(part)
     blocks = -(-rows // next(size for least, size in BLOCKS if rows >= least))
     fresh = min(keys, tile.step) if tile.repeat > 1 else keys  # the window before had the others
@@ -349,18 +338,17 @@ def weigh_part(tile: Tile, part: Part) -> float:
 
 
 def weigh_pull(tile: Tile, part: Part) -> float:
-    """The same of a backward."""
     return weigh_area(part, len(tile.rows)) + PULL_ROWS * len(part)
 
 
 def weigh_area(part: Part, rows: int) -> int:
-    """The scores of a part, and the kernel's own causal mask, as if it were scores."""
+    """The scores of a part, with the kernel's own causal mask counted as scores."""
     whole = rows * len(part)
     return min(whole, part.area(rows) + CAUSAL_KEYS * rows) if part.kind == "causal" else whole
 
 
 def choose_cheapest(problem: Problem, ways: Sequence[Way]) -> tuple[int, int] | None:
-    """Which way's tiles cost least, and with which row block; None where each gives too many."""
+    """The cheapest way and its row block; None if each gives too many tiles."""
     blocks = [rows for rows in ROW_BLOCKS if rows < 2 * problem.M] or [ROW_BLOCKS[0]]
     costs = {
         (n, rows): estimate_seconds(problem, tiles)

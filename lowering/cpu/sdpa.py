@@ -67,14 +67,14 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 
 def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
-    """What is against an attention of a kernel that has rules for these modifiers, or for none."""
+    """rules: the modifiers that a kernel knows."""
     yield from modifier_reasons(problem.node, rules)
     yield from mask_reasons(problem, takes_bias=Bias in rules)
     yield from feature_reasons(problem)
 
 
 def feature_reasons(problem: Problem) -> Iterator[Reason]:
-    """Sinks, dropout and statistics, which PyTorch's kernels do not have, or not as ours are."""
+    """Sinks, dropout and statistics, unknown to PyTorch's kernels or other than ours."""
     if problem.node.sinks:
         yield Reason("no_sinks", "has no sinks", "the graph has")
     if problem.node.dropout:
@@ -83,7 +83,6 @@ def feature_reasons(problem: Problem) -> Iterator[Reason]:
 
 
 def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
-    """The modifiers that a kernel has no rule for."""
     for modifier in dict.fromkeys(type(m) for m in node.modifiers):
         if modifier not in rules:
             known = " and ".join(rule.__name__ for rule in rules)
@@ -93,7 +92,6 @@ def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterat
 
 
 def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
-    """The masks that a kernel does not take."""
     mask = problem.node.mask
     if mask not in (None, CAUSAL):
         limit = "supports Causal() from the top left, or no mask"
@@ -105,14 +103,12 @@ def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
 
 
 def scale_reasons(problem: Problem) -> Iterator[Reason]:
-    """The scales that a kernel does not take where it masks."""
     if problem.low_scale:
         limit = "masks before it scales, which needs a scale above 0"
         yield Reason("masked_scale", limit, f"it is {problem.low_scale}")
 
 
 def operand_reasons(problem: Problem) -> Iterator[Reason]:
-    """The strides and dtypes of operands that the kernel does not take."""
     named = dict(zip(problem.node.roles, problem.specs, strict=False))
     if problem.grad is not None:
         given = problem.grad.split(problem.specs)
@@ -127,7 +123,6 @@ def operand_reasons(problem: Problem) -> Iterator[Reason]:
 
 
 def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
-    """The strides and dtypes of a bias that the kernel does not take."""
     actual = f"it is {NAMES[bias.dtype]}"
     if not bias.unit_last:
         limit = "needs a bias with stride 1 along its last axis"
@@ -139,7 +134,6 @@ def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    """One call of the kernel, or of its backward."""
     problem = sole(graph)
     assert problem is not None  # why_not said so
     if problem.grad is None:
@@ -148,9 +142,9 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 
 
 def lower_whole(graph: Graph, target: Target, options: Options) -> Executable | None:
-    """The same of any sizes, which the kernel reads off its tensors; None where o is to be put in
-    another order, where one query would be read otherwise than several, and where the kernel
-    refuses the largest or the smallest sizes."""
+    """One call in any sizes, read off its tensors. None if o changes its memory order, if one query
+    would be read otherwise than several, or if the kernel refuses the largest or the smallest
+    sizes."""
     problem = sole(graph)
     smallest = bind_graph(graph, {symbol.name: 1 for symbol in graph.symbols})
     if problem is None or reorders(problem) or folds_one_row(graph):
@@ -160,7 +154,7 @@ def lower_whole(graph: Graph, target: Target, options: Options) -> Executable | 
 
 
 def reorders(problem: Problem) -> bool:
-    """Whether o of the kernel is copied into the memory order that is due."""
+    """True if o of the kernel is copied into the due memory order."""
     return problem.grad is None and not has_flash_order(problem.specs[0])
 
 
@@ -203,8 +197,8 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
 def lower_backward(
     problem: Problem, grad: AttentionGrad, graph: Graph, by_products: Work
 ) -> Executable:
-    """The backward kernel, and another call of both where lse has a gradient. by_products: what
-    computes rows of which lse does not tell the weights."""
+    """The backward kernel, and another call of both if lse has a gradient. by_products: computes
+    rows whose weights lse does not tell."""
     (eqn,) = graph.eqns
     node = problem.node
     causal, scale, blind = node.mask is not None, node.scale, problem.has_blind_rows

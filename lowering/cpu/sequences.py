@@ -42,8 +42,8 @@ class Span:
 
 
 def is_separable(op: Packed) -> bool:
-    """Whether a sequence is an attention of its own, of its lengths: no step depends on its number
-    in the batch, or on how long sequences can be."""
+    """True if a sequence is an attention of its own: no step depends on its number in the batch, or
+    on the longest sequence."""
     node = op.attention
     masks = () if node.mask is None else leaves(node.mask)
     known = all(type(leaf) in KNOWN_LEAVES for leaf in masks)
@@ -51,7 +51,6 @@ def is_separable(op: Packed) -> bool:
 
 
 def is_relative(modifier: Modifier, op: Packed) -> bool:
-    """Whether a modifier means the same for a sequence alone."""
     if isinstance(modifier, Alibi):
         fixed = modifier.align == "top_left"
         named = {LENGTHS[side] for side in ending_sides(op)} <= {*modifier.ragged}
@@ -60,18 +59,16 @@ def is_relative(modifier: Modifier, op: Packed) -> bool:
 
 
 def ending_sides(op: Packed) -> tuple[str, ...]:
-    """The sides whose sequences the mask ends, so that no more of them is read.
-
-    Not so queries [B,H,M,D] beside sinks: a row that sees nothing has the sink for its lse.
-    """
+    """The sides whose sequences the mask ends: no more of them is read. Not queries [B,H,M,D]
+    beside sinks: a row without keys has the sink for its lse."""
     parts, sinks = and_parts(op.attention.mask), op.attention.sinks
     ended = [side for side, leaf in LEAVES.items() if leaf in parts]
     return tuple(side for side in ended if side == "keys" or side in op.sides or not sinks)
 
 
 def replace_lengths(mask: Mask, sizes: Sizes, ending: Sequence[str], most: dict[str, int]) -> Mask:
-    """A mask with the lengths of one sequence as numbers, of which it has no more rows and keys
-    than those of the sides `ending`. most: the sizes that count where no length does."""
+    """A mask with one sequence's lengths as numbers; the sides `ending` have no more rows and keys
+    than these. most: the sizes without lengths."""
     match mask:
         case KeyLengths():
             return EVERYTHING if "keys" in ending else Prefix(max(0, sizes.kv_length))
@@ -88,8 +85,8 @@ def replace_lengths(mask: Mask, sizes: Sizes, ending: Sequence[str], most: dict[
 
 
 def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:
-    """Rows of a packed tensor [T,H,D] as [1,H,n,D], or of a statistic [H,T] as [1,H,n]: in one
-    step, since a short sequence takes little longer than the views of it."""
+    """Rows of a packed tensor [T,H,D] as [1,H,n,D], or of a statistic [H,T] as [1,H,n], in one
+    step: a short sequence takes little longer than views of it."""
     if x.ndim == 2:
         head, row = x.stride()
         return x.as_strided((1, x.shape[0], n), (0, head, row), x.storage_offset() + first * row)
@@ -98,5 +95,4 @@ def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:
 
 
 def meta_pages(pool: TensorSpec, keys: int) -> torch.Tensor:
-    """As many pages of a pool [n,P,G,D] as keys lie in, without memory."""
     return torch.empty(-(-keys // max(1, pool.shape[1])), dtype=torch.int64, device="meta")

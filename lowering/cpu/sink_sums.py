@@ -12,8 +12,8 @@ from attn_graph.lowering.problem import Problem
 
 
 def sink_bytes(problem: Problem) -> int:
-    """What `sink_gradient_of` allocates at one time, in the dtype of scores: the product of do and
-    o, each of them where it is narrower, and five numbers a row; the divisors are a sixth."""
+    """Bytes of `sink_gradient_of`, in the dtype of scores: the product of do and o, each of them if
+    it is narrower, and five numbers a row; divisors are a sixth."""
     grad = problem.grad
     if grad is None or not dict(zip(grad.attention.roles, grad.wants, strict=True)).get("sinks"):
         return 0
@@ -45,7 +45,7 @@ def run_backward(
     operands: Sequence[torch.Tensor],
     scratch: Mapping[str, torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """The wanted gradients, in the order of the operands. backward: those of tiles, by number."""
+    """The wanted gradients, in the order of the operands. backward: gives gradients by number."""
     grad = problem.grad
     assert grad is not None
     gradients = backward(operands, scratch)

@@ -55,12 +55,10 @@ class TangentTiles:
 
     @property
     def problem(self) -> Problem:
-        """The attention, or the gradient, that is differentiated."""
         return self.tiles.problem
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
-        """The scratch buffers, by name."""
         p, wide, tiles = self.problem, self.problem.wide, self.tiles
         rows = tiles.batch * tiles.groups * tiles.r * tiles.rows
         block = Buffer((rows * tiles.reach,), wide)
@@ -81,7 +79,6 @@ class TangentTiles:
 
     @cached_property
     def scratch(self) -> Scratch:
-        """The same side by side."""
         return Scratch(self.buffers)
 
     @property
@@ -95,11 +92,9 @@ class TangentTiles:
         return tiles.temporary + rows * tiles.reach * (1 + blocks * p.wide.itemsize) + vectors
 
     def summary(self) -> str:
-        """How it runs, for `explain`."""
         return f"tangents by {self.tiles.summary()}"
 
     def run(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> Sequence[torch.Tensor]:
-        """The results of the op, in the order of their names."""
         if isinstance(self.op, AttentionJvp):
             return self.push(*self.op.split(operands), scratch)
         return self.push_gradient(self.op, self.op.split(operands), scratch)
@@ -120,7 +115,6 @@ class TangentTiles:
     def push(
         self, own: Sequence[torch.Tensor], moved: Sequence[Maybe], scratch: Tensors
     ) -> tuple[torch.Tensor, ...]:
-        """The results of the attention and their tangents."""
         p, given = self.problem, self.problem.node.split(own)
         moves = self.moves(own, moved, scratch)
         device, shape = given.q.device, (p.B, p.H, p.M)
@@ -135,7 +129,6 @@ class TangentTiles:
     def push_gradient(
         self, op: AttentionGradJvp, x: GradientTangents[torch.Tensor], scratch: Tensors
     ) -> list[torch.Tensor]:
-        """The tangents of the wanted gradients."""
         p, own = self.problem, x.read.own
         given = p.node.split(own)
         moves = self.moves(own, x.own, scratch)
@@ -182,7 +175,7 @@ class Moves:
 
     @cached_property
     def scores(self) -> bool:
-        """Whether a score moves: not where v and the sinks alone have tangents."""
+        """True if a score moves: not if v and the sinks alone have tangents."""
         parts = (x for each in self.given.modifiers for x in each.values())
         return any(x is not None for x in (self.given.q, self.tk, *parts))
 
@@ -200,12 +193,10 @@ class Sums:
 
     @property
     def qkv(self) -> tuple[Maybe, Maybe, Maybe]:
-        """Those of q, k and v."""
         return self.dq, self.dk, self.dv
 
     @cached_property
     def scores(self) -> bool:
-        """Whether anything is wanted that the gradient of the scores is read for."""
         return self.dq is not None or self.dk is not None or any(self.totals)
 
 
@@ -239,7 +230,7 @@ def push_tile_scores(
 def push_step(
     here: Here, i: int, s: torch.Tensor, ts: torch.Tensor, moved: Mapping[str, Maybe]
 ) -> None:
-    """Take the tangents of scores through a modifier that gave s, and remember what is bent."""
+    """Take the tangents of scores through the modifier that gave s."""
     keys, data = here.slot.keys, here.given.modifiers[i]
     modifier = here.tiles.problem.node.modifiers[i]
     if i == 0 and here.tiles.cap is not None:
@@ -267,7 +258,7 @@ def spread_(modifier: Modifier, ts: torch.Tensor, tangents: Tensors, at: Place) 
 
 
 def optional_pieces(here: Here, s: Maybe) -> Iterator[Maybe]:
-    """Each part of a block of scores, or None for each part where there is none."""
+    """Each part of a block of scores, or None for each part."""
     if s is None:
         yield from (None for _ in here.slot.tile.parts)
     else:
@@ -384,8 +375,8 @@ def find_surplus(here: Here, x: GradientTangents[torch.Tensor]) -> Pair:
 
 
 def add_sinks(here: Here, moved: Maybe, surplus: Pair, sums: Maybe, total: Maybe) -> None:
-    """Add sum_bi exp(sinks - lse) ((tsinks - tlse) g + tg), g being minus the surplus. total: by
-    what exp(. - lse) is divided; None: by nothing."""
+    """Add sum_bi exp(sinks - lse) ((tsinks - tlse) g + tg), g being minus the surplus. total:
+    divides exp(. - lse) unless None."""
     if sums is None or here.sinks is None:
         return
     (g, tg), mu, heads = surplus, here.room("mu", 1), here.slot.heads
@@ -445,7 +436,7 @@ def bend_step(
     here: Here, i: int, modifier: Modifier, grads: Pair, steps: Pair,
     totals: Mapping[str, torch.Tensor],
 ) -> None:  # fmt: skip
-    """The same through one modifier that is not additive, from its results and their tangents."""
+    """`pull_steps` through one step that is not additive, from its results and tangents."""
     (ds, tds), (s, t) = grads, steps
     hidden = s == -INF if here.tiles.restores[i] else None
     copy = here.room("scrap", here.slot.keys).copy_(s)

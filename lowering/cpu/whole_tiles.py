@@ -42,7 +42,7 @@ class WholeTiles:
 
     @classmethod
     def plan(cls, problem: Problem) -> WholeTiles | None:
-        """The one tile of a problem; None where it takes more than a call of the kernel."""
+        """The one tile of a problem; None if it takes more than a call of the kernel."""
         part = None if has_more_steps(problem) else find_part(problem)
         if part is None or not all(is_readable(x, like=n == 0) for n, x in large_operands(problem)):
             return None
@@ -51,17 +51,15 @@ class WholeTiles:
 
     @property
     def takes_any_keys(self) -> bool:
-        """Whether a call may bring another number of keys: where it reads all of them."""
+        """True if a call may bring another number of keys: it reads all of them."""
         return self.part.kind != "causal" and len(self.part) == self.problem.N
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """None: nothing is copied."""
         return {}
 
     @property
     def scratch(self) -> Scratch:
-        """Nothing is leased."""
         return Scratch()
 
     @property
@@ -74,18 +72,15 @@ class WholeTiles:
 
     @property
     def is_masked(self) -> bool:
-        """Whether booleans hide keys."""
         return self.part.kind == "mixed"
 
     def summary(self) -> str:
-        """How it runs, for `explain`."""
         p = self.problem
         return describe_calls(p, [Tile(range(p.B), range(p.M), (self.part,))])
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o, lse."""
         addend = self.addend(operands) if self.is_masked else None
         unseen = None if addend is None else fused_cpu.find_unseen(addend)
         q, (k, v), scale = operands[0], map(self.cut, operands[1:3]), self.problem.node.scale
@@ -93,8 +88,8 @@ class WholeTiles:
 
     @property
     def infer(self) -> Callable[..., Sequence[torch.Tensor]]:
-        """Gives o first: a function whose calls look at nothing but tensors, as most others take
-        less time than a few lines of Python."""
+        """Gives o first: a function whose calls look at tensors alone, as most others take less
+        time than a few lines of Python."""
         scale, causal = self.problem.node.scale, self.part.kind == "causal"
         masked, cuts = self.is_masked, len(self.part) < self.problem.N
 
@@ -110,12 +105,10 @@ class WholeTiles:
         return run
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """The keys of k or v that are read."""
         whole = len(self.part) == self.problem.N
         return x if whole else x[:, :, self.part.start : self.part.stop]
 
     def addend(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What hides keys, added to scores."""
         return torch.where(operands[3], 0.0, -INF).to(operands[0].dtype)
 
     def backward(
@@ -135,15 +128,15 @@ class WholeTiles:
 
 
 def has_more_steps(problem: Problem) -> bool:
-    """Whether something is added to scores or results, or converted from dtype to dtype."""
+    """True if scores or results need an addition or a conversion."""
     p = problem
     half = p.dtype == torch.bfloat16 and p.grad is None  # which the kernel computes by itself
     return bool(p.node.modifiers) or p.node.sinks or p.D != p.E or not (p.dtype == p.wide or half)
 
 
 def find_part(problem: Problem) -> Part | None:
-    """The keys that are read, if they are one run of which the mask need not be asked: all, those
-    of a triangle, or what one query sees."""
+    """The keys that are read, if they are one run and the mask need not be asked: all, a triangle,
+    or the keys of one query."""
     p, mask = problem, problem.node.mask
     if mask is None:
         return Part(0, p.N, "full")
@@ -158,7 +151,7 @@ def find_part(problem: Problem) -> Part | None:
 
 
 def hides_whole_keys(problem: Problem) -> bool:
-    """Whether a forward has a boolean mask of the keys of each batch entry, and no other."""
+    """True if a forward has a boolean mask of the keys of each batch entry, and no other."""
     p, mask = problem, problem.node.mask
     if p.grad is not None or not isinstance(mask, Keep):
         return False
