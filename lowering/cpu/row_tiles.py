@@ -41,7 +41,8 @@ class RowTiles(RowGrid):
 
     @cached_property
     def mask(self) -> RunMask | None:
-        return RunMask.of(self, not self.kept and self.problem.grad is None, self.spans)
+        cuts = not self.kept and self.problem.grad is None
+        return RunMask.of(self, cuts, self.spans)
 
     @property
     def cuts(self) -> bool:

@@ -68,7 +68,7 @@ class Hiding:
         """What hides scores of each batch entry, and the keys that it reads."""
         if self.spans:
             return (
-                (caps if caps is None else partial(cap_, caps), keys) for keys, caps in self.spans
+                (caps if caps is None else partial(limit_, caps), keys) for keys, caps in self.spans
             )
         return zip(self.runs(1), repeat(slice(None)), strict=False)
 
@@ -155,7 +155,7 @@ class RunMask:
         return Hiding(caps, shape, reach, blind, own)
 
 
-def cap_(caps: torch.Tensor, s: torch.Tensor) -> None:
+def limit_(caps: torch.Tensor, s: torch.Tensor) -> None:
     s.clamp_(max=caps)
 
 
