@@ -273,6 +273,7 @@ def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
             return 0
 
 
+@lru_cache(1024)
 def distinct_elements(spec: TensorSpec) -> int:
     """How many elements of memory a spec reads: an axis of stride 0 has one."""
     if 0 in spec.shape:

@@ -25,6 +25,7 @@ from attn_graph.planner.cost import distinct_elements, summed_widths
 LEAST_ROWS, MOST_ROWS = 16, 128  # of one program
 
 
+@lru_cache(256)
 def predicted_seconds(graph: Graph, target: Target, name: str) -> float | None:
     """How long a backend should take for one attention, or its gradient, on a GPU, at best.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations
 from typing import Any, final
 
 import torch
@@ -23,8 +22,6 @@ from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_in
 from attn_graph.lowering.backend import Options
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
-MOST = 8  # changes that may follow one another
-PAIRS = 2  # so many changes at a time are tried in every combination; more, one after another
 STEP = 8  # head sizes that kernels take are multiples of it
 HELD = 512  # questions, and graphs of them: all backends ask the same; a question has some dozens
 
@@ -118,22 +115,20 @@ class Change:
 Edit = Callable[[Request], "Request | None"]  # None: nothing to change, or no graph then
 Named = tuple[Remedy, Edit]
 Respec = Callable[[TensorSpec], TensorSpec]
+Tried = tuple[Remedy, Request, Sequence[Reason]]  # a change, the request after it, what is left
 Asks = Callable[[Request], Sequence[Reason]]  # every reason against
 
 
 def find_remedies(
     question: Request, reasons: Sequence[Reason], asks: Asks
 ) -> tuple[tuple[tuple[Remedy, ...], ...], Change | None]:
-    """For each reason against, the single changes that lift it; and the least that lifts all.
+    """For each reason the single changes that lift it; and the least change that lifts all.
 
     A reason is lifted when none with its key is left.
     """
-    before = keys(reasons)
-    left = {remedy: keys(asks(then)) for remedy, _, then in single_edits(question)}
-    lifts = tuple(remedies_of(reason.key, left, before) for reason in reasons)
-    useful = {remedy for each in lifts for remedy in each}
-    named = [(remedy, edit) for remedy, edit, _ in single_edits(question) if remedy in useful]
-    return lifts, smallest_change(question, named, asks) if all(lifts) else None
+    tried = [(remedy, then, asks(then)) for remedy, _, then in single_edits(question)]
+    lifts = tuple(remedies_of(reason.key, tried, keys(reasons)) for reason in reasons)
+    return lifts, smallest_change(question, lifts, tried, asks) if all(lifts) else None
 
 
 def keys(reasons: Sequence[Reason]) -> frozenset[str]:
@@ -141,70 +136,49 @@ def keys(reasons: Sequence[Reason]) -> frozenset[str]:
     return frozenset(reason.key for reason in reasons)
 
 
-def remedies_of(
-    key: str, left: Mapping[Remedy, frozenset[str]], before: frozenset[str]
-) -> tuple[Remedy, ...]:
-    """The changes after which a reason is gone: those that bring no other, if there are such."""
-    gone = [remedy for remedy, after in left.items() if key not in after]
-    return tuple([remedy for remedy in gone if left[remedy] <= before] or gone)
+def remedies_of(key: str, tried: Sequence[Tried], before: frozenset[str]) -> tuple[Remedy, ...]:
+    """The changes that lift a reason; those alone that bring no new one, if there are any."""
+    gone = [(remedy, keys(left)) for remedy, _, left in tried if key not in keys(left)]
+    return tuple([remedy for remedy, left in gone if left <= before] or [x for x, _ in gone])
 
 
 @lru_cache(HELD // 64)
 def single_edits(question: Request) -> tuple[tuple[Remedy, Edit, Request], ...]:
-    """Every change that there is to make, and the request after it."""
-    tries = ((remedy, edit, apply_edits(question, (edit,))) for remedy, edit in edits(question))
+    """Every single change that applies, gentlest first, and the request after it."""
+    tries = ((remedy, edit, edit(question)) for remedy, edit in edits(question))
     return tuple((remedy, edit, then) for remedy, edit, then in tries if then)
 
 
-def smallest_change(question: Request, useful: Sequence[Named], asks: Asks) -> Change | None:
-    """The fewest changes after which no reason is left; the gentler of as many.
+def smallest_change(
+    question: Request, lifts: Sequence[Sequence[Remedy]], tried: Sequence[Tried], asks: Asks
+) -> Change | None:
+    """A single change that lifts every reason; or one for each reason, made together.
 
-    Up to PAIRS changes after which the graph computes the same come before all others.
+    Changes that keep the result come before others. None where neither lifts them all.
     """
-    for several in ordered_sets(useful):
-        then = apply_edits(question, tuple(edit for _, edit in several))
-        if then is not None and not asks(then):
-            return Change(tuple(remedy for remedy, _ in several), then)
-    return search_greedily(question, asks)
+    changes = [Change((remedy,), then) for remedy, then, left in tried if not left]
+    if all(change.changes_result for change in changes):
+        changes += change_together(question, lifts, asks)
+    return min(changes, key=lambda change: change.changes_result, default=None)
 
 
-def ordered_sets(useful: Sequence[Named]) -> list[tuple[Named, ...]]:
-    """All sets of up to PAIRS changes: first those that compute the same, then by their number."""
-    sets = [x for count in range(1, PAIRS + 1) for x in combinations(useful, count)]
-    return sorted(sets, key=lambda several: any(remedy.changes_result for remedy, _ in several))
+def change_together(
+    question: Request, lifts: Sequence[Sequence[Remedy]], asks: Asks
+) -> Iterator[Change]:
+    """The gentlest change for each reason, made one after another, if they lift all reasons.
 
-
-def search_greedily(question: Request, asks: Asks) -> Change | None:
-    """One change after another, each the one that leaves least; then without those not needed."""
-    taken: list[Named] = []
-    now, reasons = question, asks(question)
-    seen = {keys(reasons)}
-    while reasons and len(taken) < MOST:
-        tries = [(asks(then), remedy, edit, then) for remedy, edit, then in single_edits(now)]
-        fresh = [x for x in tries if len(x[0]) <= len(reasons) and keys(x[0]) not in seen]
-        if not fresh:
-            return None
-        reasons, remedy, edit, now = min(fresh, key=lambda x: len(x[0]))
-        seen.add(keys(reasons))
-        taken.append((remedy, edit))
-    if reasons:
-        return None
-    for each in taken[:]:
-        others = [other for other in taken if other is not each]
-        fewer = apply_edits(question, tuple(edit for _, edit in others))
-        if fewer is not None and not asks(fewer):
-            taken, now = others, fewer
-    return Change(tuple(remedy for remedy, _ in taken), now)
-
-
-@lru_cache(HELD)
-def apply_edits(question: Request, several: tuple[Edit, ...]) -> Request | None:
-    """The request after some changes; each backend tries many that others tried."""
-    if not several:
-        return question
-    *before, last = several
-    then = apply_edits(question, tuple(before))
-    return None if then is None else last(then)
+    Reasons with the fewest changes choose first, and a change that was chosen serves others too.
+    """
+    chosen: set[Remedy] = set()
+    for each in sorted(lifts, key=len):
+        if chosen.isdisjoint(each):
+            chosen.add(min(each, key=lambda remedy: remedy.changes_result))
+    then: Request | None = question
+    for remedy, edit, _ in single_edits(question):
+        if remedy in chosen:
+            then = then and edit(then)
+    if then is not None and len(chosen) > 1 and not asks(then):
+        yield Change(tuple(x for x, *_ in single_edits(question) if x in chosen), then)
 
 
 # The changes, gentlest first: where tensors lie, how they are counted, which options stand beside
