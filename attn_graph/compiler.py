@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, final, overload
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.errors import GraphError, NoBackendError
+from attn_graph.errors import GraphError, NoBackendError, read_renamed
 from attn_graph.ir.binding import bind_graph, complete_sizes, largest, replace_sizes
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
@@ -225,7 +225,7 @@ def explain(
     precision: Precision | None = None,
     max_workspace: int | str | None = None,
     store: Store | str | os.PathLike[str] | bool = True,
-    wants: Sequence[str] | None = None,
+    gradients: Sequence[str] | None = None,
     **sizes: int,
 ) -> Explanation:
     """Of a graph: its explanation."""
@@ -252,13 +252,13 @@ def explain(
     precision: Precision | None = None,
     max_workspace: int | str | None = None,
     store: Store | str | os.PathLike[str] | bool = True,
-    wants: Sequence[str] | None = None,
+    gradients: Sequence[str] | None = None,
     link: str | float | None = None,
     **sizes: int,
 ) -> Explanation | ExplanationT:
     """Who would run `graph`, and its gradient, on `target`; why; and what it would cost.
 
-    Arguments as those of `compile`. wants: the inputs to differentiate by, by default all of a
+    Arguments as those of `compile`. gradients: the inputs to differentiate by, by default all of a
     floating dtype; `()` where nothing is trained, which leaves the backward out. sizes: what a
     graph's Dims stand for, by name, by default their largest.
 
@@ -275,13 +275,19 @@ def explain(
     """
     if isinstance(graph, Compilable):
         unread = {"backends": backends, "precision": precision, "max_workspace": max_workspace}
-        unread |= {"avoid": avoid or None, "deterministic": deterministic or None, "wants": wants}
+        unread |= {
+            "avoid": avoid or None,
+            "deterministic": deterministic or None,
+            "gradients": gradients,
+        }
         unread |= {"batch_invariant": batch_invariant or None}
         unread |= dict(sizes)
         for name, value in unread.items():
             require_absent(name, value, "graphs of one device")
         return graph.explain(resolve_target(target), link)
     check_graph(graph, "explain")
+    if not any(symbol.name == "wants" for symbol in graph.symbols):
+        gradients = read_renamed(sizes, "wants", "gradients", gradients)
     require_absent("link", link, "graphs that shard divided")
     among = preferred.get() if backends is None else as_tuple("backends", backends)
     shunned = (avoided.get() if backends is None else ()) + as_tuple("avoid", avoid)
@@ -304,7 +310,7 @@ def explain(
         chosen = None if among is None else resolve_backends(among)
         planner = load_modules("attn_graph.planner.explain")
         explanation: Explanation = planner.explain_graph(
-            exact, place, options, chosen, wants, named=bool(graph.symbols)
+            exact, place, options, chosen, gradients, named=bool(graph.symbols)
         )
     return explanation
 

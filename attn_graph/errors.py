@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from reprlib import Repr
-from typing import NoReturn, final
+from typing import Any, NoReturn, TypeVar, final
+from warnings import warn_explicit
 
 import torch
 from attrs import frozen
 
+T = TypeVar("T")
 HOMES = tuple(
     f"{Path(__file__).parent.parent / name}/" for name in ("attn_graph", "lowering", "kernels")
 )
@@ -168,6 +170,27 @@ def user_line() -> str:
     """`file:line` of the nearest frame outside this package: the user's code."""
     file, line = user_frame()
     return f"{file}:{line}"
+
+
+def read_renamed(
+    given: dict[str, Any],  # Any: of arguments of several kinds
+    old: str,
+    new: str,
+    value: T | None,
+) -> T | None:
+    """The value of an argument that had another name until this release.
+
+    given: further arguments, of which the old name is removed, with a DeprecationWarning. Raises
+    GraphError if both names are given.
+    """
+    if old not in given:
+        return value
+    if value is not None:
+        raise GraphError(f"{new}= and {old}= are one argument, and both are given; say {new}=")
+    text = f"{old}= is now {new}=, and is removed in the next release"
+    warn_explicit(text, DeprecationWarning, *user_frame())
+    older: T | None = given.pop(old)
+    return older
 
 
 def user_frame() -> tuple[str, int]:

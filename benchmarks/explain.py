@@ -12,7 +12,7 @@ import torch
 
 import attn_graph as ag
 from attn_graph.lowering.cpu import fused_tiles
-from attn_graph.planner import cost, explanation, remedies
+from attn_graph.planner import cost, explanation, predict, remedies
 from benchmarks.timing import save, seconds
 
 MODELS = Path(__file__).parents[1] / "examples" / "models.py"
@@ -22,7 +22,8 @@ CACHES: tuple[Any, ...] = (  # lru caches that an explanation fills for the next
     remedies.simplify_once,
     remedies.gradient_graph,
     remedies.single_edits,
-    remedies.apply_edits,
+    cost.distinct_elements,
+    predict.predicted_seconds,
     cost.count_pairs_once,
     explanation.count_tiles_once,
     fused_tiles.static_tiles,

@@ -198,7 +198,9 @@ def sized_rows() -> list[dict[str, Any]]:
         "decode": decode(B, N),
         "causal": ag.attention(x, x, x, mask=ag.Causal()),
         "causal, forward and backward": ag.attention(x, x, x, mask=ag.Causal()),
-        "packed": ag.attention(rows, rows, rows, q_starts=spec(B + 1, dtype=I32), most=(8, 8)),
+        "packed": ag.attention(
+            rows, rows, rows, q_starts=spec(B + 1, dtype=I32), max_lengths=(8, 8)
+        ),
     }
     growing = (causal(1, n, torch.float32) for n in range(1, 2001))
     return [

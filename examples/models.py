@@ -160,7 +160,7 @@ def explain_model(
 ) -> ag.types.Explanation:
     """The explanation of a model by its name; steps of generation have no gradients."""
     wants = () if name.endswith("-step") else None
-    return ag.explain(MODELS[name], target=target, wants=wants, **more)
+    return ag.explain(MODELS[name], target=target, gradients=wants, **more)
 
 
 def main() -> None:

@@ -38,7 +38,10 @@ def attend_packed(lengths: list[int]) -> list[Attend]:
     q = ag.TensorSpec((total, HEADS, HEAD_DIM), torch.float32)
     k = ag.TensorSpec((total, KV_HEADS, HEAD_DIM), torch.float32)
     v = ag.TensorSpec(k.shape, torch.float32, strides=(row, HEAD_DIM, 1))  # of the projection
-    where: dict[str, Any] = {"q_starts": ag.TensorSpec.like(starts), "most": (LONGEST, LONGEST)}
+    where: dict[str, Any] = {
+        "q_starts": ag.TensorSpec.like(starts),
+        "max_lengths": (LONGEST, LONGEST),
+    }
     plans = [ag.compile(ag.attention(q, k, v, mask=mask, **where)) for mask in MASKS]
 
     def pack(plan: ag.Plan) -> Attend:

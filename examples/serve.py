@@ -91,7 +91,7 @@ class Server:
         more: dict[str, Any] = {
             "q_starts": starts,
             "kv_lengths": lengths,
-            "most": (ROWS, None),
+            "max_lengths": (ROWS, None),
             "stats": True,
         }
         whole, own = (spec(SLOTS, n // PAGE, dtype=i32) for n in (MOST, MOST - SHARED))
@@ -101,7 +101,9 @@ class Server:
             "q_starts": spec(2, dtype=i32),
             "pages": spec(1, SHARED // PAGE, dtype=i32),
         }
-        self.prefix = ag.compile(ag.attention(q, pool, pool, most=(ROWS, None), stats=True, **one))
+        self.prefix = ag.compile(
+            ag.attention(q, pool, pool, max_lengths=(ROWS, None), stats=True, **one)
+        )
         self.most_pages = len(self.common)
         self.fill(shared)
 

@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
@@ -452,7 +453,7 @@ def test_what_is_no_graph_is_told_at_the_door() -> None:
         with pytest.raises(ag.GraphError, match="expected a Graph, got list; see attention"):
             ask([1])  # type: ignore[call-overload]  # that is the point
     with pytest.raises(ag.GraphError, match=re.escape("wants 'q' is one name; write ('q',)")):
-        ag.explain(ag.attention(X, X, X), wants="q")
+        ag.explain(ag.attention(X, X, X), gradients="q")
 
 
 def test_a_call_without_gradient_passes_two_functions_of_ours() -> None:
@@ -472,6 +473,25 @@ def test_a_call_without_gradient_passes_two_functions_of_ours() -> None:
     finally:
         sys.setprofile(None)
     assert len(calls) == 2, calls
+
+
+def test_old_names_of_arguments_work_for_one_release_and_warn() -> None:
+    x, starts = ag.TensorSpec((9, 2, 8), torch.float32), ag.TensorSpec((3,), torch.int32)
+    new = ag.attention(x, x, x, q_starts=starts, max_lengths=(4, 4))
+    old: dict[str, Any] = {"most": (4, 4)}
+    older: dict[str, Any] = {"wants": ()}
+    with pytest.warns(DeprecationWarning, match="most= is now max_lengths=") as caught:
+        assert ag.attention(x, x, x, q_starts=starts, **old) == new
+    assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="wants= is now gradients="):
+        assert ag.explain(new, target=CPU, **older).backward is None
+    with pytest.raises(ag.GraphError, match="gradients= and wants= are one argument"):
+        ag.explain(new, target=CPU, gradients=(), **older)
+    rows, at = torch.randn(9, 2, 8), torch.tensor([0, 4, 8], dtype=torch.int32)
+    attend: Callable[..., Any] = ag.nn.functional.attention
+    with pytest.warns(DeprecationWarning, match="most= is now max_lengths="):
+        o = attend(rows, rows, rows, q_starts=at, **old)
+    assert o.equal(attend(rows, rows, rows, q_starts=at, max_lengths=(4, 4)))
 
 
 @pytest.mark.parametrize("part", [extend, types], ids=["extend", "types"])

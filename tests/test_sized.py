@@ -52,7 +52,7 @@ def decode(dtype: torch.dtype = torch.float32, keys: int = N, **options: Any) ->
 def packed(T: int, B: int, **options: Any) -> ag.Graph:
     k = spec(T, 2, 16)
     starts = spec(B + 1, dtype=I32)
-    return ag.attention(spec(T, 4, 16), k, k, q_starts=starts, most=(30, 30), **options)
+    return ag.attention(spec(T, 4, 16), k, k, q_starts=starts, max_lengths=(30, 30), **options)
 
 
 def paged(M: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> ag.Graph:
@@ -358,9 +358,11 @@ def test_a_dim_with_classes_takes_these_sizes_alone() -> None:
         (lambda: ag.compile(dense(M, M, ag.Dim("q", most=2))), "q names a size and an input"),
         (
             lambda: ag.compile(
-                ag.attention(*(spec(9, 4, 16),) * 3, q_starts=spec(3, dtype=I32), most=(M, M))
+                ag.attention(
+                    *(spec(9, 4, 16),) * 3, q_starts=spec(3, dtype=I32), max_lengths=(M, M)
+                )
             ),
-            r"most \(M, M\) is not a pair of sizes",
+            r"max_lengths \(M, M\) is not a pair of sizes",
         ),
         (lambda: ag.compile(dense(M, M), tune=True), "tune=True measures one size"),
         (lambda: ag.vmap(dense(M, M), size=2), "vmap: sizes B, M have names"),

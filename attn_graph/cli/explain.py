@@ -94,7 +94,7 @@ def explain_command(
             deterministic=deterministic,
             precision=precision,
             max_workspace=max_workspace,
-            wants=() if inference else None,
+            gradients=() if inference else None,
         )
         for target in targets or (None,)
     ]

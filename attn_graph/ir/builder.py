@@ -11,7 +11,7 @@ import torch
 from attrs import define, field, frozen
 
 from attn_graph import masks
-from attn_graph.errors import GraphError, problems_of, refuse_truth, show, user_line
+from attn_graph.errors import GraphError, problems_of, read_renamed, refuse_truth, show, user_line
 from attn_graph.ir import ops
 from attn_graph.ir.elsewhere import unknown_argument
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
@@ -305,7 +305,7 @@ def attention(
     q_starts: TensorSpec | None = None,
     kv_starts: TensorSpec | None = None,
     pages: TensorSpec | None = None,
-    most: tuple[int | None, int | None] | None = None,
+    max_lengths: tuple[int | None, int | None] | None = None,
     **data: TensorSpec,
 ) -> Graph:
     """Attention as a graph: q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E].
@@ -326,8 +326,8 @@ def attention(
     `q_lengths[b]` rows, by default up to the next sequence. o is packed like q, statistics are
     [H,T]; rows outside sequences are 0, and -inf in statistics. k and v of three axes are packed
     too, by `kv_starts` and `kv_lengths`, by default like q. Positions count within a sequence.
-    `most`: the most queries and keys of a sequence, by default all rows; they are the M and N of a
-    bias.
+    `max_lengths`: the most queries and keys of a sequence, by default all rows; they are the M and
+    N of a bias.
 
     `pages` [B,count]: k and v are pools of pages, [n,P,G,D] and [n,P,G,E] in any memory order; pass
     a pool [n,G,P,D] as its transpose(1, 2). The keys of entry b are the rows of the pages pages[b,
@@ -337,6 +337,7 @@ def attention(
     Raises GraphError with every problem.
     """
     b = Builder()
+    max_lengths = read_renamed(data, "most", "max_lengths", max_lengths)
     b.problem(*unknown_arguments(data, mask))
     data = {name: spec for name, spec in data.items() if name in (*EXTRA, *read_by(mask))}
     slopes = None if isinstance(alibi, bool) else alibi
@@ -358,7 +359,7 @@ def attention(
         b.problem(*wrong)
         align = "top_left"
     names = b.attempt(lambda: statistic_names(stats)) or ()
-    rows, keys = b.attempt(lambda: find_packed_sides(x, most)) or (None, None)
+    rows, keys = b.attempt(lambda: find_packed_sides(x, max_lengths)) or (None, None)
     ends = {"q_lengths": rows and rows.lengths, "kv_lengths": keys and keys.lengths}
     x |= {name: lengths for name, lengths in ends.items() if lengths is not None}
     whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))

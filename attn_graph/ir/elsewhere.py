@@ -49,8 +49,8 @@ SAID: dict[str, str] = {
     "cu_seq_q": STARTS,
     "cu_seqlens_k": "kv_starts=starts [B + 1]; as q's where they are left out",
     "cu_seq_k": "kv_starts=starts [B + 1]; as q's where they are left out",
-    "max_seqlen_q": "most=(M, N), the most queries and keys of a sequence",
-    "max_seqlen_k": "most=(M, N), the most queries and keys of a sequence",
+    "max_seqlen_q": "max_lengths=(M, N), the most queries and keys of a sequence",
+    "max_seqlen_k": "max_lengths=(M, N), the most queries and keys of a sequence",
 }
 
 

@@ -74,7 +74,9 @@ def find_packed_sides(
         keys = Sequences(starts, lengths, size_of(x["k"]) if N is None else N)
     for name, side, size in (("M", rows, M), ("N", keys, N)):
         if size is not None and not isinstance(side, Sequences):
-            raise GraphError(f"attention: most has {name} = {size}, but that side is not packed")
+            raise GraphError(
+                f"attention: max_lengths has {name} = {size}, but that side is not packed"
+            )
     return rows, keys
 
 
@@ -118,7 +120,7 @@ def two_sizes(most: object) -> tuple[int | None, int | None]:
             return None, None
         case (M, N) if are_numbers(*(n for n in (M, N) if isinstance(n, int))):
             return to_most(M), to_most(N)
-    raise GraphError(f"attention: most {show(most)} is not a pair of sizes (M, N)")
+    raise GraphError(f"attention: max_lengths {show(most)} is not a pair of sizes (M, N)")
 
 
 def alignment_problems(

@@ -77,7 +77,7 @@ def list_sequences(
             limit = f"{stop - start} rows before the next one, of at most {most}"
             raise PlanMismatchError(
                 f"{who}lengths: sequence {b} has {count}, and {limit}",
-                way_out="pass the true lengths, or a larger most=",
+                way_out="pass the true lengths, or a larger max_lengths=",
             )
     return [*zip(given, counts, strict=False)]
 

@@ -37,7 +37,7 @@ from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec, layout_problem, to_number
 
 # The options of a call, in this order: those of a graph, then those of `compile`.
-GRAPH_OPTIONS = ("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats", "most")
+GRAPH_OPTIONS = ("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats", "max_lengths")
 CHOICE = (
     *("backends", "avoid", "deterministic", "precision", "on_fallback", "max_workspace"),
     "batch_invariant",
@@ -82,12 +82,12 @@ def attend_anew(
 def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
     if not is_dynamo_compiling():
         teach_counters()
-    mask, scale, align, soft_cap, alibi, dropout, stats, most, *choice = options
+    mask, scale, align, soft_cap, alibi, dropout, stats, longest, *choice = options
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
     text = content_of_call(
         *(tuple(named), mask, exact("scale", scale), align, exact("cap", soft_cap), fix(alibi)),
-        *(exact("rate", dropout), fix(stats), fix(most)),
+        *(exact("rate", dropout), fix(stats), fix(longest)),
         *[fix(option) for option in choice],
     )
     outputs = torch.ops.attn_graph.attention([q, k, v, *named.values()], text)

@@ -19,6 +19,7 @@ from attn_graph.errors import (
     TensorError,
     TensorRankError,
     as_tensor_error,
+    read_renamed,
     show,
 )
 from attn_graph.ir.builder import EXTRA, two_segments
@@ -77,7 +78,7 @@ def attention(
     q_starts: Tensor | None = None,
     kv_starts: Tensor | None = None,
     pages: Tensor | None = None,
-    most: tuple[int | None, int | None] | None = None,
+    max_lengths: tuple[int | None, int | None] | None = None,
     backends: Sequence[str | Backend] | None = None,
     avoid: Sequence[str | Backend] = (),
     deterministic: bool = False,
@@ -107,8 +108,10 @@ def attention(
     make no sense together, PlanMismatchError for tensors on several devices or a seed of another
     dtype, and NoBackendError if no backend supports the call.
     """
+    if "most" in data:
+        max_lengths = read_renamed(data, "most", "max_lengths", max_lengths)
     options = (
-        mask, scale, align, soft_cap, alibi is True, dropout, stats, most,
+        mask, scale, align, soft_cap, alibi is True, dropout, stats, max_lengths,
         backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
     )  # fmt: skip
     if isinstance(dropout, Tensor):

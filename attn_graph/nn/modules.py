@@ -48,7 +48,7 @@ class Attention(torch.nn.Module):
         precision: Precision | None = None,
         on_fallback: Fallback = "ignore",
         max_workspace: int | str | None = None,
-        most: tuple[int | None, int | None] | None = None,
+        max_lengths: tuple[int | None, int | None] | None = None,
         batch_invariant: bool = False,
     ) -> None:
         super().__init__()
@@ -57,7 +57,8 @@ class Attention(torch.nn.Module):
             "alibi": None if alibi is False else alibi, "dropout": dropout, "stats": stats,
             "backends": backends,
             "avoid": avoid, "deterministic": deterministic, "precision": precision,
-            "on_fallback": on_fallback, "max_workspace": max_workspace, "most": most,
+            "on_fallback": on_fallback, "max_workspace": max_workspace,
+            "max_lengths": max_lengths,
             "batch_invariant": batch_invariant,
         }  # fmt: skip
 

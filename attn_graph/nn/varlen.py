@@ -89,7 +89,7 @@ def varlen_attn(
             q_starts=cu_seq_q,
             kv_starts=None if paged or cu_seq_k is cu_seq_q else cu_seq_k,
             pages=block_table,
-            most=(longest[0], None if paged else longest[1]),
+            max_lengths=(longest[0], None if paged else longest[1]),
             stats=lse,
             batch_invariant=invariant,
         )

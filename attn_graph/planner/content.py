@@ -155,7 +155,7 @@ class CallContent:
     alibi: bool = False
     dropout: float = 0.0
     stats: tuple[str, ...] | bool = False
-    most: tuple[int | None, int | None] | None = None
+    max_lengths: tuple[int | None, int | None] | None = None
     backends: tuple[str, ...] | None = None
     avoid: tuple[str, ...] = ()
     deterministic: bool = False

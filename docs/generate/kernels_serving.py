@@ -118,7 +118,7 @@ class ServingCase:
         if self.packed:
             q, k = ((B * n, h, self.size) for h, n in ((H, M), (G, N)))
             options["q_starts"] = spec((B + 1,), torch.int32)
-            options["most"] = (M, None if self.page else N)
+            options["max_lengths"] = (M, None if self.page else N)
         if self.page:
             k = (B * N // self.page, self.page, G, self.size)
             options["pages"] = spec((B, N // self.page), torch.int32)

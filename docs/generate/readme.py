@@ -30,6 +30,6 @@ def explain_example() -> str:
     x = ag.TensorSpec((2, 8, 512, 64), torch.float16)
     mask = ag.Causal() & (ag.Window(64) | ag.Prefix(4))
     graph = ag.attention(x, x, x, mask=mask, stats=True)
-    explanation = ag.explain(graph, target=GPU, backends=("cudnn", "triton"), wants=())
+    explanation = ag.explain(graph, target=GPU, backends=("cudnn", "triton"), gradients=())
     text = str(explanation).removesuffix(f"\n{explanation.graph}")
     return f"```text\n{text}\n```"

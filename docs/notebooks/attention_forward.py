@@ -34,7 +34,7 @@ print(graph)
 # speaks against the others, and what the call costs at least. Here it is asked for cuDNN first.
 
 # %%
-explanation = ag.explain(graph, target="h200", backends=("cudnn", "triton"), wants=())
+explanation = ag.explain(graph, target="h200", backends=("cudnn", "triton"), gradients=())
 print(explanation)
 
 # %%

@@ -26,7 +26,7 @@ def make_paged() -> tuple[ag.Graph, dict[str, torch.Tensor]]:
     where: dict[str, Any] = {name: SPEC.like(x) for name, x in WHERE.items()}
     mask = ag.Causal("bottom_right")
     specs = SPEC.like(q), SPEC.like(pool), SPEC.like(pool)
-    graph = ag.attention(*specs, mask=mask, most=(3, None), **where)
+    graph = ag.attention(*specs, mask=mask, max_lengths=(3, None), **where)
     return graph, {"q": q, "k": pool, "v": pool, **WHERE}
 
 

@@ -177,7 +177,9 @@ def test_queries_alone_or_keys_alone_may_be_packed(side: str) -> None:
         x[10:] = torch.nan
     specs: dict[str, Any] = {n: SPEC.like(x) for n, x in own.items()}
     most = (6, None) if side == "q" else (None, 6)
-    simple = simplify(ag.attention(*map(SPEC.like, (q, k, v)), stats=True, most=most, **specs))
+    simple = simplify(
+        ag.attention(*map(SPEC.like, (q, k, v)), stats=True, max_lengths=most, **specs)
+    )
     assert not refusals(simple)
     named = {"q": q, "k": k, "v": v, **own}
     tensors = [named[i.name] for i in simple.inputs]
@@ -236,7 +238,9 @@ def test_one_plan_serves_batches_of_any_number_of_rows() -> None:
     def calls(T: int) -> list[Any]:  # Any: JSON
         x = SPEC((T, 4, 64), BRAIN)
         graph = simplify(
-            ag.attention(x, x, x, mask=ag.Causal(), q_starts=SPEC((9,), I32), most=(512, 512))
+            ag.attention(
+                x, x, x, mask=ag.Causal(), q_starts=SPEC((9,), I32), max_lengths=(512, 512)
+            )
         )
         back = backward(graph, [0, 1, 2], [x])
         return [describe_problem(g, H200, Options())[1].plain for g in (graph, back)]
@@ -258,7 +262,9 @@ def test_what_is_copied_of_packed_tensors_is_told_and_counted(
 ) -> None:
     q, k = SPEC((1000, 32, 128), BRAIN), SPEC((1000, 8, 128), BRAIN)
     starts = SPEC((9,), I32)
-    graph = simplify(ag.attention(q, k, k, mask=ag.Causal(), q_starts=starts, most=(512, 512)))
+    graph = simplify(
+        ag.attention(q, k, k, mask=ag.Causal(), q_starts=starts, max_lengths=(512, 512))
+    )
     texts = []
     for each in (graph, backward(graph, [0, 1], [q])):
         case, call = describe_problem(each, H200, Options())
@@ -349,7 +355,7 @@ def test_one_query_at_the_end_of_its_keys_has_no_diagonal() -> None:
     starts, pages, n = SPEC((5,), I32), SPEC((4, 256), I32), SPEC((4,), I32)
     given_specs: dict[str, Any] = {"q_starts": starts, "pages": pages, "kv_lengths": n}
     packed = [
-        simplify(ag.attention(x, pool, pool, mask=mask, most=(1, None), **given_specs))
+        simplify(ag.attention(x, pool, pool, mask=mask, max_lengths=(1, None), **given_specs))
         for mask in (ag.Causal("bottom_right"), None)
     ]
     assert packed[0] == packed[1]

@@ -92,7 +92,7 @@ def test_what_is_not_divided(options: dict[str, Any]) -> None:
 
 def test_explain_says_how_keys_are_divided_and_what_that_takes() -> None:
     text = str(
-        ag.explain(decoding(1, 32, 8, 1, 32768), target="h200", backends=("triton",), wants=())
+        ag.explain(decoding(1, 32, 8, 1, 32768), target="h200", backends=("triton",), gradients=())
     )
     assert (
         "4 heads that share keys are rows of one tile; keys in 33 parts, which merge_parts joins, "
@@ -128,9 +128,9 @@ def test_who_divides_by_the_batch_refuses(name: str) -> None:
 def test_triton_comes_first_whatever_the_batch() -> None:
     for B in (1, 64):
         graph = decoding(B, 32, 32, 1, 4096)
-        said = ag.explain(graph, target=equip("h200"), batch_invariant=True, wants=())
+        said = ag.explain(graph, target=equip("h200"), batch_invariant=True, gradients=())
         assert said.backend == "triton"
-    assert ag.explain(graph, target=equip("h200"), wants=()).backend == "cudnn"
+    assert ag.explain(graph, target=equip("h200"), gradients=()).backend == "cudnn"
 
 
 def test_prefill_is_the_same_for_every_batch_too() -> None:

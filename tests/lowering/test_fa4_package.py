@@ -41,7 +41,7 @@ def draw_case(draw: random.Random, sm: int) -> Fa4Case:
     starts: dict[str, Any] = {}
     if draw.random() < 0.3:
         starts = {f"{x}_starts": ag.TensorSpec((3,), torch.int32) for x in ("q", "kv")}
-        starts["most"] = (M, N)
+        starts["max_lengths"] = (M, N)
         shapes = (2 * M, H, D), (2 * N, G, D), (2 * N, G, E)
     q, k, v = (ag.TensorSpec(shape, dtype) for shape in shapes)
     sinks = ag.TensorSpec((H,), torch.float32) if draw.random() < 0.2 else None

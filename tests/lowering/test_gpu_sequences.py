@@ -306,7 +306,7 @@ def crowd_graph(
     """Packed queries against pages, with lse."""
     own: Options = {name: SPEC.like(x) for name, x in where.items()}
     return ag.attention(
-        *map(SPEC.like, tensors), **own, most=(len(tensors[0]), None), mask=mask, stats=True
+        *map(SPEC.like, tensors), **own, max_lengths=(len(tensors[0]), None), mask=mask, stats=True
     )
 
 
@@ -377,7 +377,7 @@ def test_pages_in_common_are_attended_once_for_all_queries(
 
 def refusals(graph: ag.Graph) -> dict[str, list[str]]:
     """Why backends take a graph not on an H200 that has all libraries."""
-    said = ag.explain(graph, target=equip("h200"), wants=())
+    said = ag.explain(graph, target=equip("h200"), gradients=())
     return {x.backend: [str(reason) for reason in x.reasons] for x in said.refusals}
 
 

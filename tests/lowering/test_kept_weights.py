@@ -258,7 +258,7 @@ def test_explaining_a_graph_says_what_its_plan_does() -> None:
         assert str(ag.explain(graph)) == str(plan.explain())
         assert ag.explain(graph).memory == plan.memory()
         assert "keeps the weights for the backward, 37.5 KiB" in str(plan.explain())
-        forward = ag.explain(graph, wants=())
+        forward = ag.explain(graph, gradients=())
         assert not any("keeps the weights" in note for note in forward.notes)
 
 

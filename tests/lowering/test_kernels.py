@@ -369,7 +369,7 @@ def serving_code(sm: int, size: int, page: int | None, M: int | None) -> Any:  #
     if M is None:
         q, k = (ag.TensorSpec((16384, h, size), kind) for h in (H, G))
         starts = ag.TensorSpec((65,), torch.int32)
-        graph = ag.attention(q, k, k, q_starts=starts, mask=ag.Causal(), most=(2048, 2048))
+        graph = ag.attention(q, k, k, q_starts=starts, mask=ag.Causal(), max_lengths=(2048, 2048))
     else:
         table: dict[str, Any] = {}
         table |= {"pages": ag.TensorSpec((B, N // page), torch.int32)} if page else {}

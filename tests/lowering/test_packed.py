@@ -104,7 +104,7 @@ def make_case(
     ended = m.KeyLengths() & m.QueryLengths()
     both: dict[str, Any] = {**options, "mask": ended if mask is None else mask & ended, **ends}
     own: dict[str, Any] = {**options, **where, **(ends if batch.gaps else {})}
-    whole, graph = attend(padded, both), attend(packed, {**own, "most": batch.most})
+    whole, graph = attend(padded, both), attend(packed, {**own, "max_lengths": batch.most})
     tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
     tensors |= places
     for name, (side, _, _) in dims.items():
@@ -253,7 +253,7 @@ def test_queries_alone_or_keys_alone_may_be_packed() -> None:
     rows, each = q[:, :, 0], torch.tensor([0, 1, 2, 3], dtype=I32)
     specs = map(SPEC.like, (rows, keys, values))
     where: dict[str, Any] = {"q_starts": SPEC.like(each), "kv_lengths": SPEC((3,), I32)}
-    plan = ag.compile(ag.attention(*specs, **where, most=(1, None)), target=CPU)
+    plan = ag.compile(ag.attention(*specs, **where, max_lengths=(1, None)), target=CPU)
     (again,) = run_plan(plan, (rows, keys, values, starts.diff().to(I32), each))
     torch.testing.assert_close(again, o[:, :, 0])
 
@@ -319,7 +319,7 @@ def test_a_step_that_knows_the_batch_runs_padded() -> None:
 
 def refusals(graph: ag.Graph, target: str) -> dict[str, list[str]]:
     """Every reason of each backend that refuses, by its name."""
-    said = ag.explain(graph, target=target, wants=())
+    said = ag.explain(graph, target=target, gradients=())
     return {r.backend: [str(x) for x in r.reasons] for r in said.refusals}
 
 
@@ -336,7 +336,7 @@ def test_every_other_backend_says_why_not_and_who_does(target: str) -> None:
     others = "math, triton, cudnn and torch_flash read them"
     reason = f"reads no packed tensors, and the graph has some; {others}"
     x, starts = SPEC((16, 2, 64), torch.bfloat16), SPEC((4,), I32)
-    texts = refusals(ag.attention(x, x, x, q_starts=starts, most=(8, 8)), target)
+    texts = refusals(ag.attention(x, x, x, q_starts=starts, max_lengths=(8, 8)), target)
     assert all(reason in texts[name] for name in OTHERS[target])
     assert "math" not in texts
     assert not any(reason in texts.get(name, ()) for name in readers)
@@ -384,7 +384,7 @@ def test_pairs_are_counted_once_starts_are_known() -> None:
 def test_sides_without_rows_are_left_to_math(gpu: str, rows: int, keys: int) -> None:
     q, k = (SPEC((n, 2, 16), torch.float16) for n in (rows, keys))
     starts = SPEC((3,), I32)
-    graph = ag.attention(q, k, k, most=(4, 4), q_starts=starts, kv_starts=starts)
+    graph = ag.attention(q, k, k, max_lengths=(4, 4), q_starts=starts, kv_starts=starts)
     for each in (graph, ag.vjp(graph)[1]):
         assert ag.compile(each, target=gpu).backend == "math"
         refused = refusals(each, gpu)
@@ -416,9 +416,9 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         "torch.int32",
     ),
     "an alignment is missing": (lambda: make_small(mask=ag.Causal()), "need an alignment"),
-    "no pair": (lambda: make_small(most=7), "most 7 is not a pair"),
+    "no pair": (lambda: make_small(max_lengths=7), "max_lengths 7 is not a pair"),
     "a size below 0": (
-        lambda: make_small(most=(-1, None)),
+        lambda: make_small(max_lengths=(-1, None)),
         "-1 is not a whole number of at least 0",
     ),
 }
@@ -442,7 +442,7 @@ def test_what_makes_no_sense_is_an_error(name: str) -> None:
     ],
 )
 def test_starts_that_are_none_are_an_error(q_starts: Sequence[int], words: str) -> None:
-    graph, (q, k, v, _, kv_starts) = make_small(most=(5, None))
+    graph, (q, k, v, _, kv_starts) = make_small(max_lengths=(5, None))
     with pytest.raises(ag.PlanMismatchError, match=words):
         ag.compile(graph, target=CPU)(q, k, v, torch.tensor(q_starts), kv_starts)
 

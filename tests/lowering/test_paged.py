@@ -157,7 +157,7 @@ def make_case(
     own = options | {"pages": SPEC.like(places["pages"])}
     own |= {"kv_lengths": ends["kv_lengths"]} if layout.ended else {}
     if layout.packed:
-        own |= {"q_starts": SPEC.like(places["q_starts"]), "most": (shape.M, None)}
+        own |= {"q_starts": SPEC.like(places["q_starts"]), "max_lengths": (shape.M, None)}
         own |= {"q_lengths": ends["q_lengths"]} if batch.gaps else {}
     graph = attend([q, SPEC.like(k), SPEC.like(v)], own)
     both = {n: x for n, x in ends.items() if n in own or (layout.packed and n == "q_lengths")}

@@ -59,7 +59,7 @@ def packed(H: int = 8, G: int = 8, D: int = 64, **options: Any) -> ag.Graph:
     B, T = ag.Dim("B", most=200), ag.Dim("T", most=65536)
     q, k = (TensorSpec((T, h, D), F16) for h in (H, G))
     starts = TensorSpec((B + 1,), I32)
-    return ag.attention(q, k, k, q_starts=starts, most=(1024, 1024), **options)
+    return ag.attention(q, k, k, q_starts=starts, max_lengths=(1024, 1024), **options)
 
 
 def paged(**options: Any) -> ag.Graph:

@@ -108,9 +108,14 @@ def packed(
 
 CALLS: tuple[tuple[ag.Graph, tuple[int, int], bool, tuple[int, int]], ...] = (
     (packed(), (64, 64), False, (-1, -1)),
-    (packed(most=(16, 16)), (16, 16), False, (-1, -1)),
-    (packed(most=(1, 1)), (2, 1), False, (-1, -1)),
-    (packed(keys=80, most=(16, 32), mask=ag.Causal("bottom_right")), (16, 32), True, (-1, 0)),
+    (packed(max_lengths=(16, 16)), (16, 16), False, (-1, -1)),
+    (packed(max_lengths=(1, 1)), (2, 1), False, (-1, -1)),
+    (
+        packed(keys=80, max_lengths=(16, 32), mask=ag.Causal("bottom_right")),
+        (16, 32),
+        True,
+        (-1, 0),
+    ),
     (packed(mask=ag.Causal("top_left")), (64, 64), True, (-1, 0)),
     (packed(mask=ag.Window(5, 3, "bottom_right")), (64, 64), False, (5, 3)),
     (packed(mask=ag.Causal() & ag.Window(5), align="top_left"), (64, 64), False, (5, 0)),

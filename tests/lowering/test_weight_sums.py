@@ -113,7 +113,7 @@ def test_far_rows_of_sequences_and_of_pages_weigh_their_keys(
     q, v = (torch.randn(s, generator=random) for s in ((T, 2, 8), shape))
     longest = most, None if paged else most
     more |= {name: SPEC.like(x) for name, x in places.items()} | {"alibi": SPEC.like(slopes)}
-    graph = ag.attention(SPEC.like(q), SPEC.like(v), SPEC.like(v), most=longest, **more)
+    graph = ag.attention(SPEC.like(q), SPEC.like(v), SPEC.like(v), max_lengths=longest, **more)
     given_ = {"q": q, "k": v, "v": v, "alibi": slopes, **places}
     do = torch.randn(T, 2, 8, generator=random)
     (dv,) = gradients_by(graph, [given_[i.name] for i in graph.inputs], ["v"], do)

@@ -163,7 +163,7 @@ def test_planning_is_done_with_the_targets_gpu_current() -> None:
                 target = ag.Target.here(name)
                 ag.clear_cache()
                 ag.compile(GRAPH, target=target, backends=(backend,))
-                ag.explain(GRAPH, target=target, backends=(backend,), wants=())
+                ag.explain(GRAPH, target=target, backends=(backend,), gradients=())
         assert indices == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 2, 2]
         assert here.current == 2
         ag.compile(GRAPH, target="b200", backends=(backend,))

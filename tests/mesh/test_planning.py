@@ -246,7 +246,7 @@ WRONG: dict[str, Any] = {  # by what is said
     "'bi' has 2 axes, and the tensor 1": lambda: ag.shard(PLAIN, MESH, "zigzag").split(
         torch.zeros(8), "bi"
     ),
-    "wants is for graphs of one device": lambda: ag.explain(WHOLE, wants=()),
+    "gradients is for graphs of one device": lambda: ag.explain(WHOLE, gradients=()),
     "backends is for graphs of one device": lambda: ag.explain(WHOLE, backends=("math",)),
     "link is for graphs that shard divided": lambda: ag.explain(PLAIN, link=1e9),  # type: ignore[call-overload]
     "group is for graphs that shard divided": lambda: ag.compile(PLAIN, group=3),  # type: ignore[call-overload]

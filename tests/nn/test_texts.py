@@ -90,7 +90,7 @@ CALLS = {  # the same of a call's text
     "alibi": ("x", 3, []),
     "dropout": ("x", [], 2.0),
     "stats": ("x", 3, ("x",)),
-    "most": ("x", 3, (1,), (1, 2)),
+    "max_lengths": ("x", 3, (1,), (1, 2)),
     "own": ("x", (3,)),
     **dict.fromkeys(("backends", "avoid"), ("math", 3, (3,))),
     **dict.fromkeys(("deterministic", "batch_invariant"), ("yes", [])),

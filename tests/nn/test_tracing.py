@@ -92,7 +92,7 @@ def packed(most: Callable[[int, int], tuple[int, int | None]]) -> Sized:
     def attend(x: Tensor, n: int) -> Any:
         rows = pack(x)
         starts = torch.tensor([0, 3, rows.shape[0]])
-        return attention(rows, rows, rows, q_starts=starts, most=most(rows.shape[0], n))
+        return attention(rows, rows, rows, q_starts=starts, max_lengths=most(rows.shape[0], n))
 
     return attend
 
@@ -114,8 +114,8 @@ SIZED: dict[str, Sized] = {
     "window": with_mask(lambda N, n: ag.Window(left=n, right=N - n, align="top_left")),
     "prefix": with_mask(lambda N, n: ag.Causal() | ag.Prefix(n)),
     "own": with_mask(lambda N, n: Between((n // 2, N))),
-    "most": packed(lambda N, n: (N, None)),
-    "most of a number": packed(lambda N, n: (N + n, N)),
+    "max_lengths": packed(lambda N, n: (N, None)),
+    "max_lengths of a number": packed(lambda N, n: (N + n, N)),
     "varlen": varlen(lambda N, n: (n, 0)),
     "varlen of a size": varlen(lambda N, n: (N // 4, n)),
     "workspace": lambda x, n: attention(x, x, x, max_workspace=x.numel() * n * 1000),

@@ -211,7 +211,7 @@ def test_where_other_data_come_along_sizes_are_numbers() -> None:
     starts = torch.tensor([0, 3, 5])
     for T in (5, 6):
         x = torch.randn(T, 2, 4)
-        attention(x, x, x, q_starts=starts, most=(3, 3), bias=torch.randn(1, 2, 3, 3))
+        attention(x, x, x, q_starts=starts, max_lengths=(3, 3), bias=torch.randn(1, 2, 3, 3))
     assert ag.cache_info().builds == 2
 
 

@@ -129,7 +129,7 @@ CHANGES = {
 
 def test_inference_has_one_pass() -> None:
     graph = ag.attention(X, X, X, stats=True)
-    found = ag.explain(graph, target=TARGETS[2], wants=())
+    found = ag.explain(graph, target=TARGETS[2], gradients=())
     assert found.backward is None
     assert found.cost is not None
     assert found.cost.backward is None
@@ -137,7 +137,7 @@ def test_inference_has_one_pass() -> None:
     assert found.memory.gradients == found.memory.workspace_backward == 0
     assert "backward" not in str(found.cost)
     with pytest.raises(ag.GraphError, match="no floating input is named w; there are q, k, v"):
-        ag.explain(graph, wants=("w",))
+        ag.explain(graph, gradients=("w",))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 10**7, 64), (999, 9999, 99999999, 64)])
@@ -321,7 +321,7 @@ def test_explaining_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_change_is_no_way_out_if_the_same_limit_refuses_then() -> None:
     """ALiBi needs a causal mask: without any it is refused as well."""
     graph = ag.attention(X, X, X, alibi=True, mask=ag.Window(8, 8))
-    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",), wants=()).refusals
+    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",), gradients=()).refusals
     assert refusal.lifts == ((Remedy("drop Alibi", changes_result=True),),)
 
 
@@ -357,7 +357,7 @@ def test_a_backend_that_refuses_only_when_it_lowers_is_explained() -> None:
 def test_costs_are_of_the_wanted_gradients_and_of_the_precision() -> None:
     graph = ag.attention(*(ag.TensorSpec(X.shape, FLOAT),) * 3)
     whole = ag.explain(graph, target=TARGETS[2], precision="ieee").cost
-    part = ag.explain(graph, target=TARGETS[2], wants=("q",), precision="tf32").cost
+    part = ag.explain(graph, target=TARGETS[2], gradients=("q",), precision="tf32").cost
     assert whole is not None
     assert part is not None
     assert whole.backward is not None

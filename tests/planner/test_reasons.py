@@ -149,7 +149,7 @@ def test_two_changes_that_keep_the_result_come_before_one_that_does_not() -> Non
     backend = ag.extend.Backend(
         "own", refuses_masks_over_odd_tensors, lambda *_: ag.extend.Executable(lambda *_: ((), ()))
     )
-    (refusal,) = ag.explain(graph, target="cpu", backends=(backend,), wants=()).refusals
+    (refusal,) = ag.explain(graph, target="cpu", backends=(backend,), gradients=()).refusals
     assert refusal.lifts == (
         (Remedy("make q dense"), Remedy("drop the mask", changes_result=True)),
         (
@@ -172,13 +172,15 @@ def refuses_masks_over_odd_tensors(
 
 def test_the_way_out_says_when_the_result_would_be_another() -> None:
     graph = ag.attention(X, X, X, dropout=0.1)
-    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",), wants=()).refusals
+    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",), gradients=()).refusals
     assert any(isinstance(eqn.op, Dropout) for eqn in graph.eqns)
     assert refusal.way_out == "drop dropout, which changes the result"
     assert str(refusal).endswith(" (fix: drop dropout, which changes the result)")
     few = ag.TensorSpec((2, 2, 512, 64), HALF)
     grouped = ag.attention(X, few, few, mask=ag.Prefix(3))
-    (other,) = ag.explain(grouped, target=TARGETS[2], backends=("torch_cudnn",), wants=()).refusals
+    (other,) = ag.explain(
+        grouped, target=TARGETS[2], backends=("torch_cudnn",), gradients=()
+    ).refusals
     assert other.way_out == (
         "repeat k and v for all 8 heads; drop the mask, which changes the result"
     )

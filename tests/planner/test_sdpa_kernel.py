@@ -58,7 +58,7 @@ def test_sdpa_kernel_turns_off_what_it_turns_off_in_pytorch(
 
 def explained(graph: ag.Graph, target: ag.Target, **options: Any) -> ag.types.Explanation:
     """Of the forward alone. Any: options of `explain`."""
-    return ag.explain(graph, target=target, store=False, wants=(), **options)
+    return ag.explain(graph, target=target, store=False, gradients=(), **options)
 
 
 CUDNN_OFF: tuple[tuple[Callable[[], AbstractContextManager[object]], str], ...] = (

@@ -160,7 +160,7 @@ class Entry:
             options |= dict.fromkeys(m.LENGTHS, ends)
         if self.page:
             options["pages"] = TensorSpec((self.B, -(-self.shape.N // self.page)), self.table)
-        return options | ({"most": tuple(most)} if self.packed else {})
+        return options | ({"max_lengths": tuple(most)} if self.packed else {})
 
     @property
     def data(self) -> dict[str, Any]:  # Any: options of `attention`
