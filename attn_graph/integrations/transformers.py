@@ -261,7 +261,7 @@ def attend_layer(
     named = name_tensors(tensors) if tensors else {}
     if dropout:
         named = {**named, **draw_seed(query.device)}
-    graph_options = (mask, scaling, None, softcap, False, dropout, False, None)
+    graph_options = (mask, scaling, None, softcap, False, dropout, False, None, ())
     o = attend_as(query, key, value, named, graph_options)
     assert isinstance(o, Tensor)  # without statistics
     return o.transpose(1, 2).contiguous(), None

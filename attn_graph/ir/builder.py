@@ -13,9 +13,10 @@ from attrs import define, field, frozen
 from attn_graph import masks
 from attn_graph.errors import GraphError, problems_of, read_renamed, refuse_truth, show, user_line
 from attn_graph.ir import ops
+from attn_graph.ir.arguments import read_by, require_modifiers, statistic_names, two_segments
 from attn_graph.ir.elsewhere import unknown_argument
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
-from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed_inputs import alignment_problems, find_packed_sides
 from attn_graph.ir.paging import Unpage
 from attn_graph.masks import Align
@@ -306,17 +307,21 @@ def attention(
     kv_starts: TensorSpec | None = None,
     pages: TensorSpec | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
+    modifiers: Sequence[Modifier] = (),
     **data: TensorSpec,
 ) -> Graph:
     """Attention as a graph: q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E].
 
-    The order of steps is soft cap, bias, ALiBi, mask. Each TensorSpec adds an input named as its
-    argument, which the plan takes by keyword. `segments` adds `q_segments` [B,M] and `kv_segments`
-    [B,N]; `alibi=True` means the paper's slopes; `dropout` adds the numbers `seed` and `offset`.
+    The order of steps is soft cap, bias, ALiBi, `modifiers`, mask. Each TensorSpec adds an input
+    named as its argument, which the plan takes by keyword. `segments` adds `q_segments` [B,M] and
+    `kv_segments` [B,N]; `alibi=True` means the paper's slopes; `dropout` adds the numbers `seed`
+    and `offset`.
 
     `keep`, lengths and segments are joined to `mask` with `&` unless `mask` reads them itself.
-    `data` has the tensors of further leaves of `mask`. `align` applies to every part of the graph
-    that compares positions without an alignment of its own.
+    `modifiers` are applied in order, as `from_flex_score` gives them; a bias or slopes that one of
+    them reads are not applied again. `data` has the tensors of further leaves of `mask` and of
+    `modifiers`. `align` applies to every part of the graph that compares positions without an
+    alignment of its own, except `modifiers`.
 
     `stats` names the statistics [B,H,M] returned after o, in order: "lse", the natural logarithm of
     the softmax's denominator, and "max", the largest score of each row, which has no gradient. True
@@ -338,8 +343,9 @@ def attention(
     """
     b = Builder()
     max_lengths = read_renamed(data, "most", "max_lengths", max_lengths)
-    b.problem(*unknown_arguments(data, mask))
-    data = {name: spec for name, spec in data.items() if name in (*EXTRA, *read_by(mask))}
+    steps = b.attempt(lambda: require_modifiers(modifiers)) or ()
+    b.problem(*unknown_arguments(data, mask, steps))
+    data = {name: spec for name, spec in data.items() if name in (*EXTRA, *read_by(mask, steps))}
     slopes = None if isinstance(alibi, bool) else alibi
     given = {"bias": bias, "alibi": slopes, "keep": keep}
     given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
@@ -367,16 +373,10 @@ def attention(
     b.problem(*alignment_problems(whole, slanted, rows, keys))
     unpacked = {n: keys.unpack(x[n]) if keys else x[n] for n in "kv"}
     s = scores(rows.unpack(x["q"]) if rows else x["q"], unpacked["k"], scale=scale)
-    if soft_cap is not None:
-        s = s.soft_cap(soft_cap)
-    if "bias" in x:
-        s = s.bias(x["bias"])
-    if alibi is not None and alibi is not False:
-        moved = {n: x[n] for n in masks.ragged_in(x) if align == "bottom_right"}
-        s = s.alibi(x.get("alibi"), align=align, **moved)
+    s = change_scores(s, soft_cap, slanted is not None, align, steps, x)
     if whole is not None:
         s = s.mask(whole, **{name: x[name] for name in whole.needs if name in x})
-    unread = data.keys() - masks.needs_of(whole).keys()
+    unread = data.keys() - masks.needs_of(whole).keys() - read_by(None, steps)
     b.problem(*(f"attention: {name} is given, but nothing reads it" for name in sorted(unread)))
     p, lse = s.softmax(x.get("sinks"))
     if rate:
@@ -387,44 +387,37 @@ def attention(
     return b.build(*(rows.pack(r, x["q"], n > 0) if rows else r for n, r in enumerate(results)))
 
 
-def unknown_arguments(names: Iterable[str], mask: object) -> list[str]:
-    """Messages for names that are neither inputs of an attention nor read by its mask."""
-    known = {*EXTRA, *read_by(mask)}
+def change_scores(
+    s: Value,
+    soft_cap: float | None,
+    alibi: bool,
+    align: Align | None,
+    steps: Sequence[Modifier],
+    x: dict[str, Value],
+) -> Value:
+    """The scores after soft cap, bias, ALiBi and further steps. x: the inputs by name."""
+    taken = read_by(None, steps)
+    if soft_cap is not None:
+        s = s.soft_cap(soft_cap)
+    if "bias" in x and "bias" not in taken:
+        s = s.bias(x["bias"])
+    if alibi and "alibi" not in x.keys() & taken:
+        moved = {n: x[n] for n in masks.ragged_in(x) if align == "bottom_right"}
+        s = s.alibi(x.get("alibi"), align=align, **moved)
+    for step in steps:
+        missing = [name for name in step.needs if name not in x]
+        s.builder.problem(*(f"attention: {step} reads {n}; pass {n}=" for n in missing))
+        s = s.then(step, *(x[name] for name in step.needs if name in x))
+    return s
+
+
+def unknown_arguments(
+    names: Iterable[str], mask: object, modifiers: Iterable[Modifier] = ()
+) -> list[str]:
+    """Messages for names that neither an attention nor its mask nor its modifiers read."""
+    known = {*EXTRA, *read_by(mask, modifiers)}
     own = known | signature(attention).parameters.keys()
     return [unknown_argument(name, sorted(own)) for name in sorted({*names} - known)]
-
-
-def read_by(mask: object) -> Iterable[str]:
-    return mask.needs if isinstance(mask, masks.Mask) else ()
-
-
-def statistic_names(stats: object) -> tuple[str, ...]:
-    """The requested statistics. Raises GraphError for unknown or repeated ones."""
-    if isinstance(stats, bool):
-        return ("lse",) * stats
-    if isinstance(stats, str) or not isinstance(stats, Iterable):
-        raise GraphError(
-            f"attention: stats {show(stats)} is not a sequence of names; write ('lse',)"
-        )
-    names = tuple(stats)
-    if unknown := [name for name in names if name not in ops.ROW_RESULTS]:
-        raise GraphError(
-            f"attention: stats {show(unknown[0])} is none of {', '.join(ops.ROW_RESULTS)}"
-        )
-    if len({*names}) < len(names):
-        raise GraphError(f"attention: stats {names} name one statistic twice")
-    return names
-
-
-def two_segments(segments: object, kind: type[T]) -> tuple[T, T]:
-    """q_segments and kv_segments. Raises GraphError for anything but a pair of this kind."""
-    match segments:
-        case (q, kv) if isinstance(q, kind) and isinstance(kv, kind):
-            return q, kv
-    raise GraphError(
-        f"attention: segments {show(segments)} is not a pair of {kind.__name__}; write "
-        "segments=(x, x) if queries and keys share them, or (q_segments, kv_segments)"
-    )
 
 
 def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> Iterator[str]:

@@ -24,7 +24,7 @@ SAID: dict[str, str] = {
     "attn_bias": "bias=tensor [B, H, M, N]",
     "block_mask": FLEX.replace("mask_mod", "block_mask.mask_mod"),
     "mask_mod": FLEX,
-    "score_mod": "soft_cap=, bias= or alibi=, or graph() with from_flex_score(score_mod)",
+    "score_mod": "modifiers=m, **tensors, where m, tensors = from_flex_score(score_mod)",
     "softcap": "soft_cap=",
     "logits_soft_cap": "soft_cap=",
     "softmax_scale": "scale=",

@@ -118,6 +118,10 @@ class Op:
         """Emit and return each result's tangent, None for zero. None in tangents is 0."""
         raise NotImplementedError
 
+    def __fx_repr__(self) -> tuple[str, dict[str, type[Op]]]:
+        """The text of the op and its class, for torch.compile."""
+        return show_call(self), {type(self).__name__: type(self)}
+
     def __str__(self) -> str:
         return show_call(self)
 

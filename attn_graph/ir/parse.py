@@ -77,6 +77,14 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
         raise GraphError(f"{error}; a mask is made of {leaves}, {joints}") from error
 
 
+def parse_modifier(text: str, known: Iterable[type[Any]]) -> modifiers.Modifier:  # Any: as above
+    """The modifier of a text such as `SoftCap(cap=30.0)`. Raises GraphError for others."""
+    step = graph_parser("", known).value(read_syntax(text, "eval").body)
+    if not isinstance(step, modifiers.Modifier):
+        raise GraphError(f"{text!r} is not a modifier")
+    return step
+
+
 def signature(leaf: type[Any]) -> str:  # Any: an attrs class
     """ "Window(left, right, align)"."""
     return f"{leaf.__name__}({', '.join(f.name for f in attrs.fields(leaf))})"

@@ -21,6 +21,7 @@ from attn_graph import compiler
 from attn_graph.compiler import Key, avoided, preferred, recall, recent, remember
 from attn_graph.errors import GraphError, TensorError, show
 from attn_graph.ir import builder
+from attn_graph.ir.arguments import require_modifiers
 from attn_graph.ir.builder import unknown_arguments
 from attn_graph.ir.checks import require_constant
 from attn_graph.ir.graph import Graph
@@ -37,7 +38,11 @@ from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec, layout_problem, to_number
 
 # The options of a call, in this order: those of a graph, then those of `compile`.
-GRAPH_OPTIONS = ("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats", "max_lengths")
+GRAPH_OPTIONS = (
+    *("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats", "max_lengths"),
+    "modifiers",
+)
+MODIFIERS = GRAPH_OPTIONS.index("modifiers")
 CHOICE = (
     *("backends", "avoid", "deterministic", "precision", "on_fallback", "max_workspace"),
     "batch_invariant",
@@ -60,8 +65,10 @@ def attend_anew(
 ) -> Outputs:
     """Attention on tensors of a new kind. It is remembered, unless `key` is None."""
     tensors = {"q": q, "k": k, "v": v, **named}
-    if not is_dynamo_compiling() and (unknown := unknown_arguments(named, options[0])):
-        raise GraphError(*unknown)
+    if not is_dynamo_compiling():
+        steps = require_modifiers(options[MODIFIERS])
+        if unknown := unknown_arguments(named, options[0], steps):
+            raise GraphError(*unknown)
     require_tensors(tensors)
     if any(map(is_distributed, tensors.values())):
         return attend_distributed(tensors, options)
@@ -82,12 +89,12 @@ def attend_anew(
 def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
     if not is_dynamo_compiling():
         teach_counters()
-    mask, scale, align, soft_cap, alibi, dropout, stats, longest, *choice = options
+    mask, scale, align, soft_cap, alibi, dropout, stats, longest, steps, *choice = options
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
     text = content_of_call(
         *(tuple(named), mask, exact("scale", scale), align, exact("cap", soft_cap), fix(alibi)),
-        *(exact("rate", dropout), fix(stats), fix(longest)),
+        *(exact("rate", dropout), fix(stats), fix(longest), tuple(steps)),
         *[fix(option) for option in choice],
     )
     outputs = torch.ops.attn_graph.attention([q, k, v, *named.values()], text)
@@ -101,6 +108,11 @@ def attend_distributed(tensors: Named, options: Options) -> Outputs:
         raise TensorError(
             f"attention: {min(packed)} is given, but packed tensors and pages can't be divided "
             "among processes; pass local tensors"
+        )
+    if given["modifiers"]:
+        raise TensorError(
+            "attention: modifiers= of DTensors are not divided; pass local tensors, or soft_cap=, "
+            "bias= and alibi="
         )
     if given["dropout"]:
         raise TensorError(

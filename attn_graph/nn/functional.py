@@ -22,7 +22,9 @@ from attn_graph.errors import (
     read_renamed,
     show,
 )
-from attn_graph.ir.builder import EXTRA, two_segments
+from attn_graph.ir.arguments import two_segments
+from attn_graph.ir.builder import EXTRA
+from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Causal, Mask, Prefix
@@ -79,6 +81,7 @@ def attention(
     kv_starts: Tensor | None = None,
     pages: Tensor | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
+    modifiers: Sequence[Modifier] = (),
     backends: Sequence[str | Backend] | None = None,
     avoid: Sequence[str | Backend] = (),
     deterministic: bool = False,
@@ -111,7 +114,7 @@ def attention(
     if "most" in data:
         max_lengths = read_renamed(data, "most", "max_lengths", max_lengths)
     options = (
-        mask, scale, align, soft_cap, alibi is True, dropout, stats, max_lengths,
+        mask, scale, align, soft_cap, alibi is True, dropout, stats, max_lengths, modifiers,
         backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
     )  # fmt: skip
     if isinstance(dropout, Tensor):
@@ -240,7 +243,7 @@ def read_options(
     if dropout_p == 1:  # drops everything, and leaves no gradient
         named, mask, dropout_p = NAMELESS, NOTHING, 0.0
     number = scale if scale is None else to_number(scale)
-    return named, (mask, number, None, None, False, dropout_p, False, None, *choice)
+    return named, (mask, number, None, None, False, dropout_p, False, None, (), *choice)
 
 
 def read_rate(rate: float) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_graph.errors import TensorError
+from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Mask
@@ -49,6 +50,7 @@ class Attention(torch.nn.Module):
         on_fallback: Fallback = "ignore",
         max_workspace: int | str | None = None,
         max_lengths: tuple[int | None, int | None] | None = None,
+        modifiers: Sequence[Modifier] = (),
         batch_invariant: bool = False,
     ) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class Attention(torch.nn.Module):
             "backends": backends,
             "avoid": avoid, "deterministic": deterministic, "precision": precision,
             "on_fallback": on_fallback, "max_workspace": max_workspace,
-            "max_lengths": max_lengths,
+            "max_lengths": max_lengths, "modifiers": modifiers,
             "batch_invariant": batch_invariant,
         }  # fmt: skip
 

@@ -29,7 +29,7 @@ from attn_graph.compiler import (
     remember,
 )
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
-from attn_graph.ir.builder import statistic_names
+from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.machine.ambient import has_tangent, is_traced

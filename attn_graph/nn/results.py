@@ -8,8 +8,8 @@ from typing import final
 from attrs import frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.attention import SAVED
-from attn_graph.ir.builder import statistic_names
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
 from attn_graph.planner.content import MOST_TEXTS, CallContent, PlanContent, read_content

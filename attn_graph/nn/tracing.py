@@ -15,6 +15,7 @@ import torch
 from attrs import define
 from torch._library import opaque_object
 
+from attn_graph.ir.modifiers import Modifier
 from attn_graph.masks import Mask
 
 # From torch 2.12 on it treats masks, of any class, and plans as constants.
@@ -33,6 +34,7 @@ def register_masks() -> None:
     if KEEPS_CONSTANTS:
         register, kind = registration()
         register(Mask, typ=kind, members=dict.fromkeys(METHODS, opaque_object.MemberType.USE_REAL))
+        register(Modifier, typ=kind)
         call_after_import(MAKER, take_symbols)
     else:
         leave_untraced()

@@ -18,7 +18,7 @@ from attrs import define, field, frozen
 
 from attn_graph.errors import GraphError, PlanTargetError
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.parse import Parser, parse, parse_mask, read_syntax
+from attn_graph.ir.parse import Parser, parse, parse_mask, parse_modifier, read_syntax
 from attn_graph.lowering.backend import Backend, Fallback, Options
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
@@ -144,7 +144,7 @@ class PlanContent:
 class CallContent:
     """A call of attention on tensors, without their shapes: its options, as the call has them.
 
-    names: of the tensors beside q, k and v, in their order. mask: as text.
+    names: of the tensors beside q, k and v, in their order. mask, modifiers: as text.
     """
 
     names: tuple[str, ...] = ()
@@ -156,6 +156,7 @@ class CallContent:
     dropout: float = 0.0
     stats: tuple[str, ...] | bool = False
     max_lengths: tuple[int | None, int | None] | None = None
+    modifiers: tuple[str, ...] = ()
     backends: tuple[str, ...] | None = None
     avoid: tuple[str, ...] = ()
     deterministic: bool = False
@@ -167,6 +168,7 @@ class CallContent:
 
     def __attrs_post_init__(self) -> None:
         require_kinds(self, mask=str | None)
+        require_names(self.modifiers)
         require_names(self.names, self.backends or (), self.avoid, self.own)
 
     def restore(self) -> dict[str, Any]:  # Any: whatever the call takes
@@ -179,6 +181,8 @@ class CallContent:
         }
         if self.mask is not None:
             options["mask"] = parse_mask(self.mask, known=classes_among(own))
+        known = classes_among(own)
+        options["modifiers"] = tuple(parse_modifier(text, known) for text in self.modifiers)
         return options | {
             "backends": backends_of(self.backends, own),
             "avoid": backends_of(self.avoid, own),
@@ -252,7 +256,9 @@ def write_call(names: tuple[str, ...], options: dict[str, Any]) -> str:  # Any: 
     mask: Mask | None = options["mask"]
     who = {name: options[name] for name in ("backends", "avoid")}
     said: dict[str, Any] = options | {name: names_of(among) for name, among in who.items()}
-    said |= {"mask": None if mask is None else str(mask), "own": name_own(mask, *who.values())}
+    steps = options["modifiers"]
+    said |= {"mask": None if mask is None else str(mask), "modifiers": tuple(map(show_call, steps))}
+    said |= {"own": name_own(mask, steps, *who.values())}
     return show_call(CallContent(names, **said))
 
 
