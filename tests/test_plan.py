@@ -456,8 +456,8 @@ def test_what_is_no_graph_is_told_at_the_door() -> None:
         ag.explain(ag.attention(X, X, X), gradients="q")
 
 
-def test_a_call_without_gradient_passes_two_functions_of_ours() -> None:
-    """Plan.__call__ and what the backend lowered to; between them and the kernel lies nothing."""
+def test_a_call_without_gradient_passes_three_functions_of_ours() -> None:
+    """Plan.__call__, Plan.run_known, and what the backend lowered to."""
     plan = ag.compile(ag.attention(X, X, X, mask=ag.Causal()), target=CPU, backends=("torch_sdpa",))
     tensors = three()
     plan(*tensors)  # the first call checks them in full
@@ -472,7 +472,7 @@ def test_a_call_without_gradient_passes_two_functions_of_ours() -> None:
         plan(*tensors)
     finally:
         sys.setprofile(None)
-    assert len(calls) == 2, calls
+    assert len(calls) == 3, calls
 
 
 def test_old_names_of_arguments_work_for_one_release_and_warn() -> None:

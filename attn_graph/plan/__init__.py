@@ -138,19 +138,10 @@ class Plan:
             wants = self.admit(tensors)
         if profiler._is_profiler_enabled:
             return self.run_profiled(tensors, wants)
-        if wants and torch.is_grad_enabled():
-            outputs: Sequence[torch.Tensor] = record(self.memo.recorded or self.recorded, *tensors)  # type: ignore[no-untyped-call]  # of torch
-        elif forward_ad._current_level >= 0 and has_tangent(tensors):
-            outputs = self.push(tensors)
-        else:
-            outputs = self.infer(*tensors)[0]
-        return outputs[0] if self.single else tuple(outputs)
+        return self.run_known(tensors, wants)
 
     def run_known(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
-        """The same for tensors that were checked. wants: whether one of them requires grad.
-
-        A call does this without calling it: each function of ours on its way is counted.
-        """
+        """Run checked tensors. wants: True if one of them requires grad."""
         if wants and torch.is_grad_enabled():
             outputs: Sequence[torch.Tensor] = record(self.memo.recorded or self.recorded, *tensors)  # type: ignore[no-untyped-call]  # of torch
         elif forward_ad._current_level >= 0 and has_tangent(tensors):
