@@ -15,9 +15,10 @@ T = TypeVar("T")
 
 def require_modifiers(modifiers: object) -> tuple[Modifier, ...]:
     """The modifiers. Raises GraphError for anything but a sequence of them."""
-    steps = tuple(modifiers) if isinstance(modifiers, Sequence) else (modifiers,)
-    if isinstance(modifiers, Sequence) and all(isinstance(step, Modifier) for step in steps):
-        return steps
+    if isinstance(modifiers, Sequence):
+        steps = tuple(step for step in modifiers if isinstance(step, Modifier))
+        if len(steps) == len(modifiers):
+            return steps
     raise GraphError(
         f"attention: modifiers {show(modifiers)} are not a sequence of Modifiers; say "
         "modifiers=m, **tensors, where m, tensors = from_flex_score(score_mod)"
