@@ -37,7 +37,7 @@ def count_calls(act: Callable[[], object]) -> int:
     return count
 
 
-def python_calls(plan: ag.Plan, tensors: list[torch.Tensor]) -> int:
+def python_calls(plan: Callable[..., object], tensors: list[torch.Tensor]) -> int:
     """How many functions of Python a call of the plan calls, the second time."""
     plan(*tensors)
     return count_calls(lambda: plan(*tensors))
