@@ -328,7 +328,7 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
     call, infer = ready_tiles(tiles, ends, options)
     temporary = count_temporary(tiles) + (ends.bytes if ends else 0)
     note = "; ".join([tiles.summary(), *([ends.note] if ends else [])])
-    by_products = isinstance(tiles, EntryTiles | RowTiles | ProductTiles)
+    by_products = isinstance(tiles, RowTiles | ProductTiles)
     return Step(call, tiles.scratch, temporary, note, infer, in_c_order=by_products)
 
 
