@@ -169,7 +169,7 @@ def test_a_cache_that_nothing_was_ever_kept_in_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ag.extend.Store(tmp_path / "none")
-    monkeypatch.setattr(ag, "default_store", lambda: store)
+    monkeypatch.setattr(ag.extend, "default_store", lambda: store)
     for name in ("list", "verify", "clear"):
         result = run("cache", name)
         assert result.exit_code == 0
