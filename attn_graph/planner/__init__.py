@@ -1,1 +1,1 @@
-"""Who runs a graph and why, what that costs, and what would have to change."""
+"""Planning: the choice of a backend, its reasons, its cost, and the changes to get another."""

@@ -1,4 +1,4 @@
-"""What callers say of how to plan, read: by name or as a value, and refused where it is neither."""
+"""The arguments of `compile` and `explain`: read by name or as a value, and checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
 from attn_graph.planner.choose import resolve_backends
 
-# What planning for a GPU reads beside all that is imported with the library; these import the rest.
+# Modules for planning on GPUs, beyond those imported with the library; these import the rest.
 FOR_GPUS = (
     "attn_graph.lowering.cudnn.limits",
     "attn_graph.lowering.cudnn.memory",
@@ -44,7 +44,7 @@ def constraints(
     precision: Precision | None,
     max_workspace: int | str | None,
 ) -> dict[str, Any]:  # Any: fields of Options
-    """What binds whoever runs a graph, PyTorch's switches among it."""
+    """The options that limit the choice of a backend, PyTorch's switches among them."""
     return {
         "deterministic": one_of("deterministic", deterministic, Switch) or switches.deterministic,
         "batch_invariant": one_of("batch_invariant", batch_invariant, Switch),
@@ -66,7 +66,7 @@ def require_absent(name: str, value: object, kind: str) -> None:
 
 
 def as_tuple(name: str, backends: Sequence[str | Backend]) -> Backends:
-    """Several backends as a tuple. Raises GraphError for one alone, or for none."""
+    """Several backends as a tuple. Raises GraphError for a single one, or for none."""
     if isinstance(backends, str | Backend) or not isinstance(backends, Iterable):
         raise GraphError(
             f"{name}={show(backends)} is not a sequence of backends; say ({show(backends)},)"
@@ -75,7 +75,7 @@ def as_tuple(name: str, backends: Sequence[str | Backend]) -> Backends:
 
 
 def resolve_workspace(workspace: Workspace | None) -> Workspace:
-    """The workspace that is meant. Raises GraphError for what is none."""
+    """The workspace, by default the shared one. Raises GraphError for other values."""
     if workspace is not None and not isinstance(workspace, Workspace):
         raise GraphError(
             f"workspace {show(workspace)} is not a Workspace; bytes are for max_workspace"
@@ -84,7 +84,7 @@ def resolve_workspace(workspace: Workspace | None) -> Workspace:
 
 
 def resolve_target(target: Target | str | None) -> Target:
-    """The target that is meant: by itself, by its name, or this machine's current device."""
+    """A target by itself or by name; by default the current device of this machine."""
     if target is None:
         target = Target.here()
     elif isinstance(target, str):
@@ -97,7 +97,7 @@ def resolve_target(target: Target | str | None) -> Target:
 
 
 def resolve_store(store: Store | str | os.PathLike[str] | bool) -> Store | None:
-    """The store that is meant: the user's own, none, or one in a folder."""
+    """The default store, the user's own, one in a folder, or None."""
     if isinstance(store, bool):
         return default_store() if store else None
     if isinstance(store, Store):
@@ -108,7 +108,7 @@ def resolve_store(store: Store | str | os.PathLike[str] | bool) -> Store | None:
 
 
 def one_of(name: str, value: Value, values: object) -> Value:
-    """The value, if it is one of a literal type's. Raises GraphError for any other."""
+    """The value, if a literal type lists it. Raises GraphError otherwise."""
     known = get_args(values)
     if not isinstance(value, Hashable) or value not in {*known}:
         raise GraphError(
@@ -118,5 +118,5 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 
 def backend_names(backends: Sequence[str | Backend]) -> tuple[str, ...]:
-    """The names of backends, each once and sorted. Raises GraphError for one that is not known."""
+    """The names of backends, each once and sorted. Raises GraphError for an unknown one."""
     return tuple(sorted({backend.name for backend in resolve_backends(backends)}))

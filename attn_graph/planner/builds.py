@@ -1,4 +1,4 @@
-"""Plans that keep being built: which of the inputs varies, said once."""
+"""A hint, logged once, for plans built again and again: it names the inputs that vary."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from attn_graph.ir.tangents import attention_in
 from attn_graph.masks import Mask
 from attn_graph.masks.joins import leaf_classes
 
-MANY = 64  # plans of one kind, after which it is said
-MOST_KINDS = 64  # kinds of graphs that are counted at one time
+MANY = 64  # plans of one kind before the hint is logged
+MOST_KINDS = 64  # kinds of graphs counted at one time
 WAY_OUT = (
     "Declare what varies as a Dim, and one plan does; or pad to few sizes and pass what is real as "
     "kv_lengths and q_lengths, and few do; "
@@ -31,9 +31,9 @@ Kind = tuple[object, ...]  # of graphs: steps and inputs without sizes
 @final
 @define(eq=False)
 class BuildLog:
-    """Builds by kind of graph, until one kind has had many and it was said.
+    """Builds by kind of graph, until one kind has many and the hint is logged.
 
-    A kind keeps its graphs until then. Threads may count a build twice or not at all.
+    Threads may count a build twice or not at all.
     """
 
     kinds: dict[Kind, list[Graph]] = field(factory=dict)
@@ -53,27 +53,26 @@ class BuildLog:
             logger.warning("%s", hint(graphs))
 
     def clear(self) -> None:
-        """Count from nothing, and say it again."""
+        """Forget all counts; the hint may be logged again."""
         self.kinds.clear()
         self.silent = False
 
 
 def kind_of(graph: Graph) -> Kind:
-    """What graphs have in common that differ in sizes, strides and numbers alone."""
+    """A key shared by graphs that differ only in sizes, strides and numbers."""
     names = tuple((i.name, i.spec.dtype, len(i.spec.shape)) for i in graph.inputs)
     return names, tuple([eqn.op.__class__ for eqn in graph.eqns])
 
 
 def skeleton_of(key: tuple[Graph, ...]) -> Kind:
-    """What the keys of a cache have in common whose graphs, their first part, differ in lengths and
-    batches alone, and in what follows from these: a growing cache of keys is one skeleton."""
+    """A key shared by cache keys if their graphs, the first part, differ only in lengths and
+    batches and in the consequences of these. A growing cache of keys has one skeleton."""
     graph = key[0]
     heads = graph.inputs[0].spec.shape[1::2] if graph.inputs else ()
     return *kind_of(graph), heads, tuple([kind for mask in masks_in(graph) for kind in mask])
 
 
 def masks_in(graph: Graph) -> Iterator[tuple[type[Mask], ...]]:
-    """The classes of the leaves of each mask."""
     for eqn in graph.eqns:
         node = eqn.op if isinstance(eqn.op, ops.Mask) else attention_in(fused_op(eqn.op))
         if node is not None and node.mask is not None:
@@ -81,7 +80,7 @@ def masks_in(graph: Graph) -> Iterator[tuple[type[Mask], ...]]:
 
 
 def hint(graphs: Sequence[Graph]) -> str:
-    """What varies among graphs of one kind, and what to do."""
+    """The inputs that vary among graphs of one kind, and the way to plan once."""
     columns = zip(*(graph.inputs for graph in graphs), strict=True)
     varying = [text for inputs in columns for text in describe_variation(inputs)]
     what = ", ".join(varying or list_varying_ops(graphs)) or "an option"
@@ -89,7 +88,7 @@ def hint(graphs: Sequence[Graph]) -> str:
 
 
 def describe_variation(inputs: Sequence[Input]) -> Iterator[str]:
-    """The shape of an input with a * for each size that varies, or its strides; nothing if none."""
+    """The input's shape with a * for each size that varies, or its strides if they vary."""
     sizes = [set(each) for each in zip(*(i.spec.shape for i in inputs), strict=True)]
     if any(len(each) > 1 for each in sizes):
         text = ", ".join("*" if len(each) > 1 else str(*each) for each in sizes)
@@ -99,7 +98,6 @@ def describe_variation(inputs: Sequence[Input]) -> Iterator[str]:
 
 
 def list_varying_ops(graphs: Sequence[Graph]) -> list[str]:
-    """The steps whose numbers vary."""
     columns = zip(*(graph.eqns for graph in graphs), strict=True)
     varying = (eqns[0].op for eqns in columns if len({eqn.op for eqn in eqns}) > 1)
     return [f"the numbers of {op_name(type(op))}" for op in varying]

@@ -1,4 +1,4 @@
-"""Who runs a graph, and why the others don't."""
+"""The choice of a backend, with every other backend's reasons."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     torch_math.BACKEND,
 )
 
-CUDNN_BEFORE_TRITON = range(90, 110)  # compute capabilities, where no time is predicted
+CUDNN_BEFORE_TRITON = range(90, 110)  # compute capabilities, without a predicted time
 PREDICTED = "predicted to be the fastest"
 FIRST_ABLE = "first in the order of preference that supports the graph"
 KEPT = "the only backend that keeps weights from pass to pass"
 
-# Which backends run on GPUs what sdpa_kernel calls so.
+# The backends on GPUs behind each name of sdpa_kernel.
 BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
     "cudnn": (cudnn_backend.BACKEND, torch_cuda.CUDNN),
     "flash": (torch_packed.BACKEND,),
@@ -65,7 +65,7 @@ BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
 @final
 @frozen
 class Choice:
-    """What the planner decided: the backend, its cause, and every other's reasons against."""
+    """The chosen backend, the cause, and every other's reasons against the graph."""
 
     backend: Backend
     cause: str
@@ -74,17 +74,14 @@ class Choice:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether `math` runs because all the others, of which there is one at least, refused."""
+        """True if `math` was chosen because all the others refused, and there was at least one."""
         return self.backend is torch_math.BACKEND and bool(self.refusals) and not self.also
 
 
 def choose_and_lower(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
 ) -> tuple[Choice, Executable]:
-    """What runs the graph, and why that.
-
-    Raises NoBackendError as `choose` does.
-    """
+    """The choice, and the lowered graph. Raises NoBackendError as `choose` does."""
     return first_that_succeeds(
         graph, target, options, among, lambda b: lower_checked(b, graph, target, options)
     )
@@ -97,10 +94,10 @@ def first_that_succeeds(
     among: Sequence[Backend] | None,
     attempt: Callable[[Backend], T],
 ) -> tuple[Choice, T]:
-    """The first backend that takes the graph and with which the attempt succeeds; and its result.
+    """The first backend that supports the graph and passes the attempt; and the attempt's result.
 
-    A backend that finds reasons only then is passed over, like those that knew before. Raises
-    NoBackendError as `choose` does.
+    The attempt may refuse too: the next backend is tried then. Raises NoBackendError as `choose`
+    does.
     """
     late: dict[str, tuple[Reason, ...]] = {}
     while True:
@@ -118,10 +115,10 @@ def choose(
     among: Sequence[Backend] | None,
     late: Mapping[str, tuple[Reason, ...]] = MappingProxyType({}),
 ) -> Choice:
-    """The first backend, in order of preference, that has nothing against the graph.
+    """The first backend, in order of preference, with no reason against the graph.
 
-    late: reasons by backend that came up while it was lowered. Raises NoBackendError with every
-    backend's reasons where all refuse; warns or raises by on_fallback where only `math` is left.
+    late: reasons by backend, discovered while it was lowered. Raises NoBackendError with every
+    backend's reasons if all refuse; warns or raises by on_fallback if only `math` is left.
     """
     if among is not None and not among:
         raise GraphError(f"backends= names none; there are {', '.join(b.name for b in BACKENDS)}")
@@ -157,7 +154,7 @@ def format_rough(seconds: float) -> str:
 
 
 def report_fallback(graph: Graph, options: Options, refusals: Refusals) -> None:
-    """Warn, at the line outside this package, or raise, as `on_fallback` says."""
+    """Warn, at the line outside this package, or raise, as `on_fallback` sets."""
     title = "no fused backend supports this graph; `math` does"
     if options.on_fallback == "raise":
         raise NoBackendError(graph, refusals, f'{title}, and on_fallback is "raise"')
@@ -167,7 +164,7 @@ def report_fallback(graph: Graph, options: Options, refusals: Refusals) -> None:
 
 
 def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence[Backend], str]:
-    """All backends in the order that suits graph and target, and what the order rests on."""
+    """All backends in the order for this graph and target, and the basis of the order."""
     if options.batch_invariant:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
         return (
@@ -190,7 +187,7 @@ def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence
 
 
 def by_prediction(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
-    """Those first whose time is predicted, the fastest before others; where none is, the usual."""
+    """Backends with a predicted time first, the fastest ahead; without any, the usual order."""
     by_name = {backend.name: backend for backend in BACKENDS}
     if times := rank(graph, target, [*by_name]):
         ahead = [by_name[name] for name in times]
@@ -204,7 +201,7 @@ def by_prediction(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]
 def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:
     """Backends with PyTorch's kernels in this order, cuDNN's own plans before PyTorch's of cuDNN.
 
-    What PyTorch does not have comes behind them, but before `math` where that is the last.
+    Backends outside PyTorch come after them, but before `math` if `math` is last.
     """
     ranked = [backend for kernel in order for backend in BY_KERNEL[kernel]]
     behind = len(ranked) - (order[-1] == "math")
@@ -213,7 +210,7 @@ def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:
 
 
 def resolve_backends(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
-    """Backends by name or as they are. Raises GraphError for a name that is not known."""
+    """Backends by name or by value. Raises GraphError for an unknown name."""
     strangers = [b for b in backends if not isinstance(b, str | Backend)]
     if strangers:
         names = ", ".join(b.name for b in BACKENDS)

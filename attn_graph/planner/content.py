@@ -1,8 +1,8 @@
-"""What a plan is, or a call without one, as text: code that was compiled or exported keeps that.
+"""A plan, or a call without one, as text. Compiled and exported code keeps this text.
 
-The text has all that was said about who runs what, so that it means the same in another process.
-What is a user's own, a class of masks or modifiers, a backend, a workspace, is named in it, and
-known to processes that have used it.
+It holds every option of the choice, so it means the same in another process. It names the user's
+own things: classes of masks or modifiers, backends, workspaces. A process knows them once it has
+used them.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from attn_graph.planner.arguments import Switch, one_of
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.printing.text import show_call
 
-MOST_TEXTS = 1024  # texts that are remembered as values
+MOST_TEXTS = 1024  # texts remembered as values
 PACKAGE = __name__.partition(".")[0]
 WORKSPACE = "workspace"
 
-Names = tuple[tuple[str, int], ...]  # of what is a user's own: a name, and which one of that name
+Names = tuple[tuple[str, int], ...]  # a user's own things: a name, a number among its namesakes
 
 
 @final
 @define(eq=False)
 class Registry:
-    """What users made, by name and number: things of one name have several. It keeps none alive.
+    """The user's own things by name and number: several may share a name. It keeps none alive.
 
-    Stores too, by folder, so that a text reaches no folder that this process has not named itself.
+    It holds stores by folder too, so a text reaches only folders named in this process.
     """
 
     things: WeakValueDictionary[tuple[str, int], Any] = field(factory=WeakValueDictionary)
     stores: dict[str, Store] = field(factory=dict)  # by folder
 
     def number(self, name: str, thing: object) -> int:
-        """The number of a thing, the lowest that is free where it has none."""
+        """The number of a thing; a new thing gets the lowest free one."""
         return next(n for n in count(1) if self.things.setdefault((name, n), thing) is thing)
 
     def thing(self, name: str, number: int) -> Any:  # Any: a class, or a backend
-        """What was numbered so. Raises GraphError for what this process does not know."""
+        """The thing of this name and number. Raises GraphError if this process does not know it."""
         thing = self.things.get((name, number))
         if thing is None:
             raise GraphError(
@@ -63,7 +63,7 @@ class Registry:
         return thing
 
     def workspace(self, number: int) -> Workspace:
-        """The default one for 0, else the one of that number, which is made where there is none."""
+        """The default workspace for 0, else the one of this number, made at its first use."""
         if not number:
             return default_workspace()
         made = Workspace()
@@ -71,7 +71,7 @@ class Registry:
         return known
 
     def store(self, folder: str) -> Store:
-        """The store of a folder. Raises GraphError for one that this process has not used."""
+        """The store of a folder. Raises GraphError if this process has not used the folder."""
         if folder not in self.stores:
             raise GraphError(
                 f"the text names the store {folder!r}, which this process has not used; say "
@@ -86,9 +86,9 @@ OWN = Registry()
 @final
 @frozen
 class PlanContent:
-    """A plan: its simplified graph as text, and the options that decide who runs it.
+    """A plan: its simplified graph as text, and the options that decide its backend.
 
-    target: the name of the machine. store: a folder, or whether it is the default one.
+    target: the name of the machine. store: a folder; True is the default store, False none.
     """
 
     graph: str
@@ -121,7 +121,6 @@ class PlanContent:
             )
 
     def restore(self) -> tuple[Graph, Options, tuple[Backend, ...] | None]:
-        """The graph, its options, and the backends among which to choose."""
         own = own_by_name(self.own)
         options = Options(
             workspace=OWN.workspace(self.workspace),
@@ -172,7 +171,6 @@ class CallContent:
         require_names(self.names, self.backends or (), self.avoid, self.own)
 
     def restore(self) -> dict[str, Any]:  # Any: whatever the call takes
-        """The options, by name."""
         own = own_by_name(self.own)
         options = {
             f.name: getattr(self, f.name)
@@ -190,7 +188,7 @@ class CallContent:
 
 
 def require_kinds(content: Content, **kinds: Any) -> None:  # Any: a class, or a union of some
-    """Raise GraphError for fields of other classes."""
+    """Raise GraphError for a field of another class."""
     for name, kind in kinds.items():
         value = getattr(content, name)
         if not isinstance(value, kind):
@@ -209,7 +207,7 @@ def require_names(*fields: object) -> None:
 
 
 def alike(values: object, others: tuple[object, ...]) -> bool:
-    """Whether values are those of a tuple of switches: flags, texts or None, and numbers."""
+    """True if values have the types of other values: flags, texts or None, and numbers."""
     if not isinstance(values, tuple) or len(values) != len(others):
         return False
     pairs = zip(values, others, strict=True)
@@ -221,7 +219,7 @@ READER = Parser({cls.__name__: cls for cls in (PlanContent, CallContent)})
 
 
 def write_plan(graph: Graph, target: Target, options: Options, among: Backends | None) -> str:
-    """The text of a plan. Raises PlanTargetError where it is for another machine than this one."""
+    """The text of a plan. Raises PlanTargetError if it is for another machine than this one."""
     if options.workspace is default_workspace():
         workspace = 0
     else:
@@ -264,7 +262,7 @@ def write_call(names: tuple[str, ...], options: dict[str, Any]) -> str:  # Any: 
 
 @lru_cache(MOST_TEXTS)
 def read_content(text: str) -> Content:
-    """What a text says. Raises GraphError for a text that is none of ours."""
+    """The plan or call of a text. Raises GraphError for a text of another form."""
     content = READER.value(read_syntax(text, "eval").body)
     if not isinstance(content, Content):
         raise GraphError(f"{text!r} is neither a plan nor a call")
@@ -278,10 +276,9 @@ Backends = Sequence[str | Backend]
 
 
 def introduce(*things: type[Any] | Backend | Store) -> None:  # Any: masks, modifiers or ops
-    """Make classes, backends and stores of your own known before exported code runs that names
-    them.
+    """Make your own classes, backends and stores known before exported code runs that names them.
 
-    Not needed in a process that has called or compiled attention with them.
+    A process that has called or compiled attention with them knows them already.
     """
     for thing in things:
         if isinstance(thing, Store):
@@ -291,14 +288,13 @@ def introduce(*things: type[Any] | Backend | Store) -> None:  # Any: masks, modi
 
 
 def names_of(backends: Backends | None) -> tuple[str, ...] | None:
-    """The names of backends."""
     if backends is None:
         return None
     return tuple(b if isinstance(b, str) else b.name for b in backends)
 
 
 def name_own(*values: object) -> Names:
-    """The user's own among values and their parts, by name and number. Raises GraphError."""
+    """The user's own things among values and their parts, by name and number. Raises GraphError."""
     own = dict.fromkeys(own_parts(values))
     names = [thing.name if isinstance(thing, Backend) else thing.__name__ for thing in own]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -307,7 +303,7 @@ def name_own(*values: object) -> Names:
 
 
 def own_parts(value: object) -> Iterator[Any]:  # Any: classes and backends
-    """Classes of masks and ops, and backends, that are none of ours."""
+    """Classes of masks and ops, and backends, from outside this library."""
     if isinstance(value, tuple | list):
         for part in value:
             yield from own_parts(part)
@@ -321,12 +317,11 @@ def own_parts(value: object) -> Iterator[Any]:  # Any: classes and backends
 
 
 def own_by_name(names: Names) -> dict[str, Any]:  # Any: classes and backends
-    """The things of a text by name. Raises GraphError for those that this process has not used."""
+    """The things of a text by name. Raises GraphError for those unknown to this process."""
     return {name: OWN.thing(name, number) for name, number in names}
 
 
 def classes_among(own: dict[str, Any]) -> list[type[Any]]:  # Any: as above
-    """The classes of masks and ops among things by name."""
     return [thing for thing in own.values() if isinstance(thing, type)]
 
 
@@ -334,13 +329,12 @@ def backends_of(
     names: tuple[str, ...] | None,
     own: dict[str, Any],  # Any: as above
 ) -> tuple[Any, ...] | None:  # Any: names of ours, and a user's own records
-    """Backends by name, a user's own as they are."""
+    """Backends by name, and a user's own by value."""
     return None if names is None else tuple(own.get(name, name) for name in names)
 
 
 def name_store(store: Store | None) -> str | bool:
-    """A store as text: its folder, which this process has then used, or whether it is the default
-    one."""
+    """A store as text: its folder, now known to this process; True for the default store."""
     if store is None or store == default_store():
         return store is not None
     OWN.stores[str(store.folder)] = store
@@ -348,7 +342,7 @@ def name_store(store: Store | None) -> str | bool:
 
 
 def restore_store(store: str | bool) -> Store | None:
-    """The store of a text. Raises GraphError for a folder that this process has not used."""
+    """The store of a text. Raises GraphError if this process has not used the folder."""
     if isinstance(store, bool):
         return default_store() if store else None
     return OWN.store(store)

@@ -1,11 +1,11 @@
-"""What a graph costs on a target, from its mask and its shapes: flops, bytes, and the least time.
+"""The cost of a graph on a target, from its mask and shapes: flops, bytes, and the least time.
 
-Flops count matrix products over the pairs of query and key that the mask keeps, 2 flops for a
-product and a sum. Forward, q k^T and p v: 2 (D + E) a pair. Backward, the q k^T that is computed
-again, dp = do v^T, dv, dq and dk: 2 (3 D + 2 E) a pair, 2.5 times the forward where D = E. Forward
-mode with tangents of q, k and v: 2 (3 D + 3 E), three times the forward. This is
-the count of FlashAttention's papers (arXiv 2307.08691, section 4.1) and of its benchmarks, with
-the mask exact where they take half for causal. Softmax and modifiers are not counted.
+Flops count matrix products over the pairs of query and key kept by the mask, 2 flops for a product
+and a sum. Forward, q k^T and p v: 2 (D + E) a pair. Backward, q k^T computed again, dp = do v^T,
+dv, dq and dk: 2 (3 D + 2 E) a pair, 2.5 times the forward if D = E. Forward mode with tangents of
+q, k and v: 2 (3 D + 3 E), three times the forward. This is the count of FlashAttention's papers
+(arXiv 2307.08691, section 4.1) and of its benchmarks, with the mask exact; they take half for
+causal. Softmax and modifiers are not counted.
 
 Bytes count each operand and result of an attention once: of q, and tensors with its rows, only rows
 that see a key; of k and v only keys that are seen; of a bias [B,H,M,N] at most one element a pair.
@@ -48,9 +48,9 @@ Tensors = Mapping[str, torch.Tensor]
 @final
 @frozen
 class Work:
-    """What one pass must do: flops, bytes, and the seconds that each takes at the target's peak.
+    """The work of one pass: flops, bytes, and the seconds of each at the target's peak.
 
-    Seconds are None where the target's rate is not known.
+    Seconds are None if the target's rate is not known.
     """
 
     flops: int
@@ -60,31 +60,31 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """Flops a byte; 0 where nothing is moved."""
+        """Flops a byte; 0 if no bytes are moved."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     @property
     def seconds(self) -> float | None:
-        """The least time: the longer of computing and moving. None where either is not known."""
+        """The least time: the longer of computing and moving. None if either is not known."""
         if self.compute_seconds is None or self.memory_seconds is None:
             return None
         return max(self.compute_seconds, self.memory_seconds)
 
     @property
     def bound(self) -> str | None:
-        """What the least time is spent on, "compute" or "memory"."""
+        """The limit of the least time, "compute" or "memory"; None if it is not known."""
         if self.compute_seconds is None or self.memory_seconds is None:
             return None
         return "compute" if self.compute_seconds > self.memory_seconds else "memory"
 
     def figures(self) -> tuple[str, str, str, str, str]:
-        """Flops, bytes, intensity, least time and what bounds it, as text; "-": not known."""
+        """Flops, bytes, intensity, least time and its bound, as text; "-": not known."""
         time = "-" if self.seconds is None else format_scaled(self.seconds, "s")
         flops, moved = format_scaled(self.flops, "flop"), format_bytes(self.bytes)
         return flops, moved, f"{self.intensity:.4g}", time, self.bound or "-"
 
     def achieved(self, measured: float) -> float | None:
-        """The least time as a fraction of `measured` seconds; None where it is not known."""
+        """The least time as a fraction of `measured` seconds; None if it is not known."""
         return None if self.seconds is None else self.seconds / measured
 
     def __str__(self) -> str:
@@ -96,13 +96,13 @@ class Work:
 @final
 @frozen
 class Cost:
-    """What a plan costs, over all batch entries and heads.
+    """The cost of a plan, over all batch entries and heads.
 
-    pairs: places [i,j] that the masks of attentions keep. places: all of them; 0 of a graph that
-    stays in steps, whose products take every place. exact: false where
-    pairs, flops and bytes are upper bounds, since data are not given, or since they are
-    `estimated`: a mask is not a join of strips, and an exact count would take too long.
-    backward: of a training step, where lse has no gradient; None for a graph without gradients.
+    pairs: places [i,j] kept by the masks of attentions. places: all places; 0 if the graph stays in
+    steps, whose products compute every place. exact: False if pairs, flops and bytes are upper
+    bounds: data are not given, or the count is `estimated`, because a mask is not a join of strips
+    and an exact count would take too long. backward: of a training step, without a gradient of lse;
+    None for a graph without gradients.
     """
 
     pairs: int
@@ -120,12 +120,12 @@ class Cost:
         return text if self.exact else text.replace("at least", "at the roofline")
 
     def pairs_text(self) -> str:
-        """How many pairs the masks keep, of how many, and how sure that is."""
+        """The number of pairs kept, of all places, and its certainty."""
         most = "" if self.exact else "estimated, at most " if self.estimated else "at most "
         return f"{most}{self.pairs} of {self.places} pairs ({100 * self.pairs / self.places:.3g} %)"
 
     def _repr_html_(self) -> str:
-        """For notebooks: a row for each pass, and how many pairs the masks keep."""
+        """For notebooks: a row for each pass, and the number of pairs kept."""
         from attn_graph.printing import html
 
         works = {"forward": self.forward} | ({"backward": self.backward} if self.backward else {})
@@ -160,11 +160,11 @@ def cost(
     wants: Sequence[str] | None = None,
     precision: str = "ieee",
 ) -> Cost:
-    """What a simplified graph costs on a target.
+    """The cost of a simplified graph on a target.
 
     tensors: inputs that the mask reads, by name; with all of them the count is exact. wants: the
-    inputs to differentiate by, by default all floating ones. precision: of float32 products, as
-    `compile` takes it. Raises GraphError for other tensors, and for tensors that do not fit.
+    inputs to differentiate by, by default all floating ones. precision: of float32 products, as in
+    `compile`. Raises GraphError for unknown tensors, and for tensors that do not fit.
     """
     backward = training_gradient(graph, wants) if graph.has_gradient and wants != () else None
     peeled, backward = peel(graph), None if backward is None else core_of(backward)
@@ -196,20 +196,20 @@ def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
 
 
 def masks_operands(eqn: Eqn) -> dict[str, int]:
-    """The number of the value that is each tensor of an attention's mask, by its name there."""
+    """The number of each tensor's value, by its name in an attention's mask."""
     node = attention_in(fused_op(eqn.op))
     return node.split(eqn.args[: len(node.roles)]).mask if node else {}
 
 
 def masks_inputs(graph: Graph, eqn: Eqn) -> dict[str, int]:
-    """The number of the input that each of them is; of lengths by starts, that of the starts."""
+    """The number of each tensor's input, by its name in the mask; lengths by starts give starts."""
     starts = {outs[0]: e.args[0] for e, outs in graph.numbered if isinstance(e.op, Lengths)}
     sources = {name: starts.get(i, i) for name, i in masks_operands(eqn).items()}
     return {name: i for name, i in sources.items() if i < len(graph.inputs)}
 
 
 def masks_data(graph: Graph, eqn: Eqn, given: Tensors) -> Tensors:
-    """What the mask of an attention reads, by its name there, as far as inputs are given."""
+    """The tensors read by an attention's mask, by name there, if their inputs are given."""
     operands, inputs = masks_operands(eqn), masks_inputs(graph, eqn)
     known = {name: given.get(graph.inputs[i].name) for name, i in inputs.items()}
     return {
@@ -222,7 +222,7 @@ def masks_data(graph: Graph, eqn: Eqn, given: Tensors) -> Tensors:
 @final
 @frozen
 class Share:
-    """What one equation adds to a cost; pairs and places where it is an attention."""
+    """One equation's part of the cost; pairs and places if it is an attention."""
 
     flops: int
     bytes: int
@@ -246,7 +246,7 @@ def sum_work(parts: Sequence[Share], graph: Graph, target: Target, precision: st
 
 
 def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
-    """What each equation adds to the cost. A result that nothing reads is not written."""
+    """Each equation's part of the cost. An unread result is not written."""
     read = {*graph.outputs, *(i for eqn in graph.eqns for i in eqn.args)}
     specs = [i.spec for i in graph.inputs]
     specs += [TensorSpec(t.shape, t.dtype) for t in graph.types[len(specs) :]]
@@ -263,7 +263,7 @@ def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
 
 
 def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
-    """Flops of an equation that is not an attention; 0 where it is not a matrix product."""
+    """Flops of an equation outside attentions; 0 unless it is a matrix product."""
     match eqn.op:
         case ops.Scores():
             return 2 * prod(eqn.outs[0].shape) * operands[0].shape[-1]
@@ -275,18 +275,18 @@ def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
 
 @lru_cache(1024)
 def distinct_elements(spec: TensorSpec) -> int:
-    """How many elements of memory a spec reads: an axis of stride 0 has one."""
+    """The number of memory elements read by a spec: an axis of stride 0 has one."""
     if 0 in spec.shape:
         return 0
     pairs = [*zip(spec.shape, spec.strides, strict=True)]
-    reach = 1 + sum((n - 1) * stride for n, stride in pairs)  # less where axes overlap
+    reach = 1 + sum((n - 1) * stride for n, stride in pairs)  # less if axes overlap
     return min(reach, prod(n for n, stride in pairs if stride))
 
 
 def attention_share(
     whole: Op, node: Attention, operands: Sequence[TensorSpec], data: Tensors, written: int
 ) -> Share:
-    """What an attention, or its gradient, adds to the cost. written: bytes of the results."""
+    """An attention's part of the cost, or its gradient's. written: bytes of the results."""
     op, types = fused_op(whole), [x.type for x in operands]
     if isinstance(whole, Packed):
         types = whole.padded(types)
@@ -315,13 +315,15 @@ def attention_share(
 
 @lru_cache(MOST_COUNTS)
 def count_pairs_once(mask: Mask | None, sizes: Sizes) -> Coverage:
-    """The same without data, once for forward and backward and all targets."""
+    """The pairs kept by a mask without its data, cached for all passes and targets."""
     return count_pairs(mask, sizes, {})
 
 
 def counterparts(op: Op) -> list[int | None]:
-    """For each operand beside those of an attention itself, which of them it is the tangent of;
-    None for o, lse, cotangents and their tangents, which have the rows of q."""
+    """The operand of the attention whose tangent each further operand is.
+
+    None for o, lse, cotangents and their tangents: these have the rows of q.
+    """
     match op:
         case AttentionGrad() | KeptAttentionGrad():
             return [None] * (len(op.ranks) - len(op.wants))
@@ -352,7 +354,7 @@ def summed_widths(op: Op, D: int, E: int) -> int:
 
 
 def gradient_widths(op: AttentionGrad, D: int, E: int) -> int:
-    """The same of a gradient: products for what is not wanted are left out."""
+    """The sum of head sizes over a gradient's products, without those of unwanted gradients."""
     wants = dict(zip(op.attention.roles, op.wants, strict=True))
     dv = E if wants["v"] and op.with_do else 0
     others = any(wanted for role, wanted in wants.items() if role != "v")

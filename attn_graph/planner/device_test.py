@@ -1,4 +1,4 @@
-"""The run of a self-check: small graphs in a process of their own, by their texts."""
+"""Runs a self-check: small graphs, sent as text to a process of their own."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from attn_graph.machine.target import Target
 from attn_graph.planner.self_check import Proof
 from attn_graph.planner.tuning import elements_spanned, make_tensor
 
-GRACE = 5.0  # seconds that a killed process has to end
+GRACE = 5.0  # seconds for a killed process to end
 PROGRAM = "from attn_graph.planner.device_test import run_request; run_request()"
 
 
 def try_graphs(test: DeviceTest, target: Target) -> Proof:
-    """Run the test's graphs on a device of this machine, in a new process; what came of it."""
+    """Run the test's graphs on a device of this machine, in a new process; its outcome."""
     request = {
         "home": test.home,
         "graphs": [*map(str, test.graphs)],
@@ -51,7 +51,7 @@ def try_graphs(test: DeviceTest, target: Target) -> Proof:
 
 
 def run_process(request: str, seconds: float) -> tuple[str, tuple[float, ...]]:
-    """How a process with this request failed, "" if it did not; and the shares that it gave."""
+    """The failure of a process with this request, "" without one; and its shares."""
     process = subprocess.Popen(
         (sys.executable, "-P", "-c", PROGRAM),
         stdin=subprocess.PIPE,
@@ -73,7 +73,7 @@ def run_process(request: str, seconds: float) -> tuple[str, tuple[float, ...]]:
 
 
 def end_process(process: subprocess.Popen[str]) -> None:
-    """Kill a process and those that it started, without waiting for one that the driver holds."""
+    """Kill a process and its children, without waiting for one held by the driver."""
     if sys.platform == "win32":
         process.kill()
     else:
@@ -102,7 +102,7 @@ def run_request() -> None:
 def try_graph(
     backend: Backend, graph: Graph, target: Target, device: torch.device, options: Options
 ) -> Iterator[float]:
-    """The errors of each run, as shares of what is allowed. Raises RefusedError if it refuses."""
+    """The errors of each run, as shares of the allowance. Raises RefusedError on refusal."""
     if against := backend.reasons(graph, target, options):
         raise RefusedError(*against)
     executable = backend.lower(graph, target, options)
@@ -116,8 +116,8 @@ def try_graph(
 
 
 def tensors_of(graph: Graph) -> list[torch.Tensor]:
-    """Tensors as the graph declares them: normal numbers, integers that differ by place, and as o
-    and lse of a gradient what its attention gives."""
+    """Tensors as the graph declares them: normal numbers, integers rising by place, and the o and
+    lse of the graph's attention for its gradient."""
     random = torch.Generator().manual_seed(0)
     sizes = {i.name: i.spec.shape for i in graph.inputs}
     own = {"rows": sizes["q"], "keys": sizes["k"]} if "q" in sizes else {}
@@ -134,7 +134,7 @@ def tensors_of(graph: Graph) -> list[torch.Tensor]:
 
 
 def end_sequences(named: Mapping[str, torch.Tensor]) -> None:
-    """Where sequences have starts and lengths, leave gaps behind some of them."""
+    """Leave gaps after some sequences that have starts and lengths."""
     for side, name in STARTS.items():
         if name in named and LENGTHS[side] in named:
             extents = named[name].diff()
@@ -142,10 +142,10 @@ def end_sequences(named: Mapping[str, torch.Tensor]) -> None:
 
 
 def fill_saved(op: Op, operands: Sequence[torch.Tensor]) -> None:
-    """Write o and lse of an attention where its gradient reads them.
+    """Write o and lse of an attention into the operands of its gradient.
 
-    Any other lse makes weights exp(s - lse) of hundreds. The errors that the rule then allows, by
-    the largest gradients, are as large as most others: what is wrong would pass.
+    Any other lse makes weights exp(s - lse) of hundreds. The rule's allowance follows the largest
+    gradients: it would be as large as most errors, and wrong results would pass.
     """
     grad = fused_op(op)
     if not isinstance(grad, AttentionGrad):

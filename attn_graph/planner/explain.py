@@ -1,4 +1,4 @@
-"""Who would run a graph and why, before anything is built."""
+"""The backend of a graph and the reasons, before anything is built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from attn_graph.planner.self_check import check_notes, known_reasons
 from attn_graph.planner.views import core_of, peel
 
 Among = Sequence[Backend] | None
-Read = Callable[[Request], Graph]  # the graph of a question that is looked at: either pass
+Read = Callable[[Request], Graph]  # the graph of one pass
 
 
 def explain_graph(
@@ -38,10 +38,10 @@ def explain_graph(
     *,
     named: bool = False,
 ) -> Explanation:
-    """Both passes of a graph, with what would lift the refusals, and what it costs.
+    """Both passes of a graph, with the fixes of each refusal, and the cost.
 
-    wants: the inputs to differentiate by, by default all floating ones; none: there is one pass.
-    named: whether its sizes have names, and these are some of them.
+    wants: the inputs to differentiate by, by default all floating ones; empty: forward alone.
+    named: True if its sizes have names, and these are examples of them.
     """
     question = Request.of(graph, options, wants)
     simple = question.forward()
@@ -72,20 +72,19 @@ def explain_graph(
 def find_recorded(
     question: Request, forward: Explanation, target: Target, among: Among
 ) -> Graph | None:
-    """The graph that autograd would record in place of the one that is asked about, if another."""
+    """The graph recorded by autograd in place of the one asked about; None: no other graph."""
     if forward.backend is None or not any(gradients(question)):
         return None
     return recorded_graph(forward.graph, target, question.options, among, forward.backend)
 
 
 def read_gradient(recorded: Graph, question: Request) -> Graph:
-    """As `Request.backward`, of the graph that is recorded."""
+    """`Request.backward` of the recorded graph."""
     return gradient_graph(recorded, question.wants, question.through_lse)
 
 
 def gradients(question: Request) -> Iterator[Request]:
-    """The gradient of a training step; where lse is an output beside others, then also the one
-    through lse."""
+    """The gradient of a training step; then the one through lse, if lse is not the only output."""
     simple = question.forward()
     if question.wants and simple.has_gradient:
         yield question
@@ -96,7 +95,7 @@ def gradients(question: Request) -> Iterator[Request]:
 def explain_pass(
     question: Request, read: Read, target: Target, among: Among
 ) -> tuple[Explanation, Foreseen | None]:
-    """Who takes one pass, and what running it would need; None where nobody takes it."""
+    """The backend of one pass, and its needs; None if all backends refuse."""
     graph, asked = read(question), BACKENDS if among is None else among
     peeled, core = peel(graph), core_of(graph)
     by_name = {backend.name: backend for backend in asked}
@@ -129,7 +128,7 @@ def explain_pass(
 
 
 def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:
-    """What a workspace that only a built plan tells may change."""
+    """A note if max_workspace limits a workspace known only once the plan is built."""
     if foreseen.workspace is None and options.max_workspace is not None:
         rest = f"then {also[0]} runs it" if also else "then nobody runs it"
         yield f"its built plan may need more workspace than max_workspace allows: {rest}"

@@ -1,4 +1,4 @@
-"""What is known before anything runs: text in a terminal, HTML in a notebook, a dict."""
+"""All that is known before a run: text in a terminal, HTML in a notebook, a dict."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ IF_LSE = "backward, if lse gets a gradient"
 class Refusal:
     """A backend that can't run a graph, with every reason.
 
-    lifts: for each reason, the single changes that lift it. smallest: the fewest changes after
-    which the backend supports the graph, and the graph computes the same if that is possible; None
-    where none were found, or none were looked for.
+    lifts: for each reason, the single changes that lift it. smallest: the fewest changes for the
+    backend to support the graph, without a change of its result if possible; None if there are
+    none, or the search was not made.
     """
 
     backend: str
@@ -47,8 +47,8 @@ class Refusal:
 
     @property
     def told(self) -> tuple[str, tuple[object, ...]]:
-        """The backend and its reasons, the last with the fix for all of them, if there is one;
-        else each with its own."""
+        """The backend and its reasons. The last one carries the fix for all, if there is one; else
+        each carries its own."""
         if self.smallest is None:
             return self.backend, tuple(map(add_fix, self.reasons, self.fixes))
         *most, last = self.reasons
@@ -78,7 +78,7 @@ class Refusal:
 
 
 def split_remedies(remedies: Sequence[Remedy]) -> tuple[list[str], list[str]]:
-    """In words: those after which the result is the same, and those that change it."""
+    """In words: changes that keep the result, and changes that do not."""
     same = [remedy.text for remedy in remedies if not remedy.changes_result]
     return same, [remedy.text for remedy in remedies if remedy.changes_result]
 
@@ -97,13 +97,14 @@ def add_fix(reason: Reason, fix: str) -> Reason | str:
 @final
 @frozen
 class Explanation:
-    """Which backend runs a graph on a target and why, why the others can't, and what it costs.
+    """The backend of a graph on a target, the reasons, the others' refusals, and the cost.
 
-    backend: None if none can. notes: how it runs. also: other backends that can. tiles: of each
-    attention's mask. memory: of both passes, None if no backend runs the forward; a backward that
-    no backend runs is not counted. backward: the same of the gradient that a training step runs,
-    which has gradients of all outputs but lse; memory and cost are with this one. through_lse: the
-    same of the gradient where lse has one too; None unless lse is an output beside others.
+    backend: None if all refuse. notes: how it runs. also: other backends that support the graph.
+    tiles: of each attention's mask. memory: of both passes, None if no backend runs the forward; a
+    backward without a backend is not counted. backward: the explanation of a training step's
+    gradient, with cotangents of all outputs but lse; memory and cost are with this one.
+    through_lse: the explanation of the gradient with a cotangent of lse too; None unless lse is one
+    of several outputs.
     """
 
     graph: Graph
@@ -124,7 +125,7 @@ class Explanation:
         return "\n".join([verdict, *self.figures(), *others, str(self.graph)])
 
     def lines(self) -> Iterator[str]:
-        """The backend that runs it, how, those that could, and those that can't."""
+        """The chosen backend, its notes, the others that support the graph, and the refusals."""
         yield self.verdict
         yield from (f"  - {note}" for note in self.notes)
         if self.also:
@@ -144,8 +145,7 @@ class Explanation:
 
     @property
     def gradients(self) -> dict[str, Explanation]:
-        """What is said of the gradient, and of the gradient if lse has one too: all but refusals
-        that are told before."""
+        """The explanations of the gradient, without and through lse; without repeated refusals."""
         known, sides = {*map(str, self.refusals)}, dict[str, Explanation]()
         for name, side in (("backward", self.backward), (IF_LSE, self.through_lse)):
             if side is not None:
@@ -192,7 +192,7 @@ class Explanation:
         return html.page(*parts, html.code(self.graph))
 
     def table(self, name: str) -> str:
-        """The backend that runs one pass, those that could, and why the others can't, as HTML."""
+        """One pass as HTML: the chosen backend, the others that support it, and the refusals."""
         from attn_graph.printing import html
 
         rows = [(self.backend or "none", html.verdict(self.verdict, self.notes))]
@@ -203,12 +203,10 @@ class Explanation:
 
 
 def attention_masks(graph: Graph) -> list[Mask | None]:
-    """The mask of each attention."""
     return [eqn.op.mask for eqn in graph.eqns if isinstance(eqn.op, Attention)]
 
 
 def mask_tiles(graph: Graph) -> Iterator[Tiles]:
-    """The tiles of each attention's mask, before any data."""
     for eqn in graph.eqns:
         if isinstance(eqn.op, Attention):
             (B, H, M), N = graph.types[eqn.args[0]].shape[:3], graph.types[eqn.args[1]].shape[2]
@@ -217,14 +215,14 @@ def mask_tiles(graph: Graph) -> Iterator[Tiles]:
 
 @lru_cache(HELD)
 def count_tiles_once(mask: Mask | None, M: int, N: int, B: int, H: int) -> Tiles:
-    """The tiles of a mask before any data: every target has the same."""
+    """The tiles of a mask before any data, cached for all targets."""
     return tiles(mask, M, N, B=B, H=H)
 
 
 def sum_memory(
     graph: Graph, ahead: Foreseen, gradient: Graph | None = None, behind: Foreseen | None = None
 ) -> Memory:
-    """What a simplified graph needs, by what its passes do; a backward that nobody runs nothing."""
+    """The memory of a graph, by its passes' needs; a backward without a backend needs none."""
     types, both = graph.types, {"forward": ahead} | ({"backward": behind} if behind else {})
     return Memory(
         outputs=sum(t.bytes for t in graph.output_types),

@@ -1,4 +1,4 @@
-"""What autograd hands to a backward, beside what was declared: it may lie otherwise by now."""
+"""Tensors that autograd hands to a backward: their layout may differ from the declared one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from attn_graph.spec import TensorSpec, dense_strides, memory_order
 @final
 @frozen(eq=False)
 class HandedBack:
-    """Tensors that a graph's forward saved, and cotangents of its outputs.
+    """Tensors saved by a graph's forward, and cotangents of its outputs.
 
-    sizes: what names stand for in these tensors.
+    sizes: the values of named sizes in these tensors.
     """
 
     graph: Graph
@@ -32,11 +32,11 @@ class HandedBack:
 
     @cached_property
     def declared(self) -> dict[str, TensorSpec]:
-        """The specs of what was saved, by name."""
+        """The declared specs of saved tensors, by name."""
         return saved_specs(self.graph)
 
     def moved(self) -> list[TensorSpec] | None:
-        """The specs of what was saved as it lies; None where that is as declared.
+        """The actual specs of saved tensors; None if they are as declared.
 
         Raises PlanMismatchError for tensors of other shapes or dtypes.
         """
@@ -44,20 +44,19 @@ class HandedBack:
         bound = {name: spec.bind(self.sizes) for name, spec in self.declared.items()}
         actual = {name: as_it_lies(bound[name], t) for name, t in named.items()}
         require_as_declared(named, actual, self.target)
-        for name in saved_statistics(self.graph):  # which are read in whatever order they lie
+        for name in saved_statistics(self.graph):  # read in any memory order
             actual[name] = bound[name]
         if actual == bound:
             return None
         return generalise_all([*self.declared.values()], [*actual.values()], self.sizes)
 
     def cotangents(self) -> list[TensorSpec | None]:
-        """The specs of the cotangents, None for an output without."""
         due = [result_spec(self.graph, i) for i in self.graph.outputs]
         given = [None if g is None else TensorSpec.like(g) for g in self.grads]
         return generalise_given(due, given, self.sizes)
 
     def anew(self, backward: Graph) -> tuple[tuple[int, TensorSpec], ...]:
-        """The cotangents that a backward needs laid out anew, by number, with how."""
+        """The cotangents to copy into another layout for a backward, by number, with specs."""
         given = [g for g in self.grads if g is not None]
         inputs = [i.spec.bind(self.sizes) for i in backward.inputs[len(self.saved) :]]
         return tuple(
@@ -81,13 +80,12 @@ def generalise(spec: TensorSpec, exact: TensorSpec, sizes: Mapping[str, int]) ->
 def generalise_all(
     specs: Sequence[TensorSpec], exact: Sequence[TensorSpec], sizes: Mapping[str, int]
 ) -> list[TensorSpec]:
-    """The same of several."""
     return [generalise(spec, own, sizes) for spec, own in zip(specs, exact, strict=True)]
 
 
 def generalise_given(
     specs: Sequence[TensorSpec], exact: Sequence[TensorSpec | None], sizes: Mapping[str, int]
 ) -> list[TensorSpec | None]:
-    """The same of several, None for those that are None."""
+    """`generalise` for each spec; None stays None."""
     pairs = zip(specs, exact, strict=True)
     return [None if own is None else generalise(spec, own, sizes) for spec, own in pairs]

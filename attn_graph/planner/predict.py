@@ -1,9 +1,9 @@
-"""How long each backend's kernels should take on a GPU, at best, to order those that can run.
+"""The least time of each backend's kernels on a GPU, to order the backends that can run.
 
-The time is that of the products at a share of the GPU's peak (lowering/rates.toml, with its
-sources), or that of reading every operand once, whichever is longer. Both are longer where programs
-are too few for all multiprocessors. A program has up to 128 rows: queries forward, keys backward.
-Launches are left out that all have. Equal times are ordered by what programs move between the
+The time is the longer of two: the products at a share of the GPU's peak (lowering/rates.toml, with
+its sources), and one read of every operand. Both grow if there are fewer programs than
+multiprocessors. A program has up to 128 rows: queries forward, keys backward. Launches common to
+all are left out. Equal times are ordered by the bytes that programs move between the
 multiprocessors and memory, or its cache.
 """
 
@@ -27,9 +27,9 @@ LEAST_ROWS, MOST_ROWS = 16, 128  # of one program
 
 @lru_cache(256)
 def predicted_seconds(graph: Graph, target: Target, name: str) -> float | None:
-    """How long a backend should take for one attention, or its gradient, on a GPU, at best.
+    """The least seconds of a backend for one attention, or its gradient, on a GPU.
 
-    None where no rate is known: of this backend there, in this dtype, or of the GPU itself.
+    None if a rate is not known: the backend's there, in this dtype, or the GPU's own.
     """
     problem, rate = sole(graph), rates().get((name, target.sm))
     bandwidth, processors = target.bandwidth, target.multiprocessors
@@ -49,18 +49,18 @@ def predicted_seconds(graph: Graph, target: Target, name: str) -> float | None:
 
 
 def shares_keys(rate: Rate, problem: Problem) -> bool:
-    """Whether programs share the keys of one head, where there are few programs."""
+    """True if programs of this forward may share the keys of one head."""
     return rate.splits != "never" and problem.grad is None
 
 
 def heads_as_rows(rate: Rate, problem: Problem) -> int:
-    """How many heads that share keys are rows of one program, so that it reads each key once."""
+    """The number of heads held as rows of one program, which reads their common keys once."""
     once = problem.M == 1 if rate.splits == "one_query" else rate.splits == "few_rows"
     return problem.H // problem.G if once and is_decoding(problem) else 1
 
 
 def predict_parts(rate: Rate, problem: Problem, processors: int) -> int:
-    """How many programs share the keys of a head; 1 where that leaves no multiprocessor idle."""
+    """The number of programs per head's keys; 1 if all multiprocessors are busy without it."""
     p, heads = problem, heads_as_rows(rate, problem)
     if not shares_keys(rate, problem):
         return 1
@@ -71,8 +71,8 @@ def predict_parts(rate: Rate, problem: Problem, processors: int) -> int:
 
 
 def traffic(graph: Graph, target: Target, name: str) -> int:
-    """Bytes of keys and values that all programs of a forward read, from memory or its cache, and
-    of the parts that they write and others join; 0 of gradients."""
+    """Bytes moved by all programs of a forward: keys and values read from memory or its cache, and
+    parts written and joined. 0 for gradients."""
     problem, rate, processors = sole(graph), rates()[name, target.sm], target.multiprocessors
     assert problem is not None
     assert processors is not None
@@ -92,7 +92,7 @@ def copied_bytes(problem: Problem, name: str) -> int:
 
 
 def fullness(problem: Problem, processors: int, splits: bool) -> tuple[float, float]:
-    """How much of the GPU's time its multiprocessors compute, and how many of them read at all."""
+    """The fractions of multiprocessors that compute, over time, and that read at all."""
     rows, columns = rows_and_columns(problem)
     programs = problem.B * problem.H * programs_of(rows)
     if splits and programs < processors:
@@ -102,19 +102,19 @@ def fullness(problem: Problem, processors: int, splits: bool) -> tuple[float, fl
 
 
 def rows_and_columns(problem: Problem) -> tuple[int, int]:
-    """What programs share, and what each of them walks: queries and keys, backward the reverse."""
+    """The lengths divided among programs and walked by each: M and N, backward N and M."""
     return (problem.M, problem.N) if problem.grad is None else (problem.N, problem.M)
 
 
 def programs_of(rows: int) -> int:
-    """How many programs hold the rows of a head."""
+    """The number of programs for the rows of a head."""
     return -(-rows // MOST_ROWS)
 
 
 def padded_flops(problem: Problem, graph: Graph, heads: int) -> float:
-    """Flops of the products, those for the empty rows of a program included.
+    """Flops of the products, including empty rows of a program.
 
-    heads: how many a program has the rows of.
+    heads: the number of heads in a program's rows.
     """
     p, rows = problem, rows_and_columns(problem)[0] * heads
     size = min(MOST_ROWS, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
@@ -126,20 +126,19 @@ def padded_flops(problem: Problem, graph: Graph, heads: int) -> float:
 
 @lru_cache(256)
 def pairs_once(mask: Mask | None, sizes: Sizes) -> int:
-    """At most how many pairs the mask keeps, once for all backends and both passes."""
+    """An upper bound of the pairs kept by a mask, cached for all backends and both passes."""
     return most_pairs(mask, sizes)
 
 
 def moved_bytes(problem: Problem, graph: Graph) -> int:
-    """Bytes of all operands and results, each once."""
     read = sum(distinct_elements(x) * x.dtype.itemsize for x in problem.specs)
     return read + sum(type_.bytes for type_ in graph.output_types)
 
 
 def rank(graph: Graph, target: Target, names: Sequence[str]) -> dict[str, float]:
-    """Predicted seconds by backend, the fastest first; those without a prediction are left out.
+    """Predicted seconds by backend, the fastest first; backends without a prediction are left out.
 
-    Of equal ones, those whose programs move less come first, then in the order of `names`.
+    Ties are ordered by the bytes that programs move, then by the order of `names`.
     """
     times = {name: predicted_seconds(graph, target, name) for name in names}
     known = {name: time for name, time in times.items() if time is not None}

@@ -1,4 +1,4 @@
-"""A backward plan as a forward calls it."""
+"""A backward plan in the form that autograd calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class GradientPlan(Recordable, Protocol):
-    """What a pull asks of a plan."""
+    """The part of a plan used by a pull."""
 
     @property
     def graph(self) -> Graph:
@@ -30,7 +30,7 @@ class GradientPlan(Recordable, Protocol):
 
     @property
     def sized(self) -> Sized | None:
-        """What runs it where sizes have names."""
+        """The runner of a graph with named sizes; None without them."""
         ...
 
     def push(self, tensors: Tensors) -> Tensors:
@@ -44,9 +44,9 @@ PlanT = TypeVar("PlanT", bound=GradientPlan)
 @final
 @frozen(eq=False)
 class Pull(Generic[PlanT]):
-    """A backward plan, and the cotangents that it needs laid out anew, by number.
+    """A backward plan, and the cotangents it needs in another layout, by number.
 
-    unsized: where sizes have names, what tensors of other sizes have to look like for this plan.
+    unsized: for named sizes, the check that tensors of other sizes must pass for this plan.
     """
 
     plan: PlanT
@@ -54,18 +54,18 @@ class Pull(Generic[PlanT]):
     unsized: Check = never
 
     def lay_out(self, cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The cotangents as the plan needs them."""
+        """The cotangents in the plan's layouts."""
         for n, spec in self.anew:
             cotangents[n] = copy_laid_as(cotangents[n], spec)
         return cotangents
 
     def takes(self, tensors: Tensors) -> bool:
-        """Whether the plan takes these tensors as they are, whatever size they have."""
+        """True if the plan accepts these tensors without a copy, at any size."""
         sized = self.plan.sized
         return sized is not None and self.unsized(*tensors) and bool(sized.fit.lying(tensors))
 
     def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
-        """The gradients. Where autograd differentiates them, they are differentiable themselves."""
+        """The gradients, differentiable if autograd records them."""
         if torch.is_grad_enabled():
             carried = self.plan.graph.carried
             held = [t.detach() if n in carried else t for n, t in enumerate(tensors)]

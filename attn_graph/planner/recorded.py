@@ -1,4 +1,4 @@
-"""Which graph autograd records: the one that was compiled, or the same that keeps its weights."""
+"""The graph recorded by autograd: the compiled one, or its variant that keeps the weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ RUNS_KEPT = (torch_math.BACKEND.name,)  # the backends of graphs that keep weigh
 
 
 def no_other() -> None:
-    """What a plan says whose own calls autograd records."""
+    """The recorded plan of a plan that records its own calls: None."""
 
 
 def recorded_graph(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None, chosen: str
 ) -> Graph | None:
-    """The graph that autograd records in place of a simplified one; None: that one itself.
+    """The graph recorded by autograd in place of a simplified one; None: the simplified one.
 
-    chosen: who runs it forward. Weights are kept where the library chooses who runs both passes,
-    and nothing was said about bytes or bits: a limit, or that each run must give the same bits.
+    chosen: its forward backend. Weights are kept if the library chooses both backends and no option
+    limits bytes or asks for the same bits in each run.
     """
     said = options.max_workspace is not None or options.deterministic or options.tune
     named = among is not None and chosen != torch_math.BACKEND.name
@@ -37,6 +37,6 @@ def recorded_graph(
 
 
 def recording_note(kept: Graph) -> str:
-    """For `explain`: what calls do that autograd records. kept: the graph that it records."""
+    """For `explain`: the effect of recording. kept: the recorded graph."""
     size = format_bytes(sum(kept.types[i].bytes for i in residuals(kept)))
     return f"where autograd records it, math runs it and keeps the weights for the backward, {size}"

@@ -1,4 +1,4 @@
-"""Ways to put a question differently, so that a backend that refused it may take it."""
+"""Changes to a request after which a backend that refused it may support it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ HELD = 512  # questions, and graphs of them: all backends ask the same; a questi
 @final
 @frozen
 class Request:
-    """Who runs a graph, and its gradient by `wants`, through lse or not?
+    """A graph with its options, and the inputs `wants` to differentiate by.
 
-    through_lse: whether all outputs that can have a cotangent have one, or `main_outputs` alone.
+    through_lse: True if every possible output has a cotangent, False for `main_outputs` alone.
     """
 
     graph: Graph
@@ -41,7 +41,7 @@ class Request:
 
     @classmethod
     def of(cls, graph: Graph, options: Options, wants: Sequence[str] | None = None) -> Request:
-        """By every floating input unless `wants` names some. Raises GraphError for others."""
+        """A request by every floating input, or those in `wants`. Raises GraphError for others."""
         inputs = wanted_inputs(graph, wants)
         return cls(graph, options, tuple(graph.inputs[n].name for n in inputs))
 
@@ -56,13 +56,12 @@ class Request:
 
 @lru_cache(HELD)
 def simplify_once(graph: Graph) -> Graph:
-    """The simplified graph, worked out once."""
     return simplify(graph)
 
 
 @lru_cache(HELD)
 def gradient_graph(graph: Graph, names: tuple[str, ...], through_lse: bool) -> Graph:
-    """The gradient's graph of a simplified graph, by its inputs of these names."""
+    """The gradient of a simplified graph by inputs of these names."""
     wants = [n for n, i in enumerate(graph.inputs) if i.name in names]
     given = graph.differentiable_outputs if through_lse else main_outputs(graph)
     return backward(graph, wants, cotangent_specs(graph, given))
@@ -71,11 +70,11 @@ def gradient_graph(graph: Graph, names: tuple[str, ...], through_lse: bool) -> G
 @final
 @frozen
 class Remedy:
-    """What would lift a reason, in words.
+    """A change that lifts a reason, in words.
 
-    changes_result: whether the changed graph computes something else: it lacks a step, or it reads
-    rounded inputs. The others give the same numbers: tensors lie otherwise, zeros fill head sizes,
-    heads are repeated, an option allows more, or a gradient is not wanted.
+    changes_result: True if the changed graph lacks a step or reads rounded inputs. All other
+    changes keep the numbers: another layout, head sizes padded with zeros, repeated heads, a wider
+    option, or one gradient less.
     """
 
     text: str
@@ -88,24 +87,23 @@ class Remedy:
 @final
 @frozen
 class Change:
-    """One or more changes of a graph or of its options, and the request after them."""
+    """One or more changes of a graph or its options, and the request after them."""
 
     remedies: tuple[Remedy, ...]
     question: Request
 
     @property
     def graph(self) -> Graph:
-        """The changed graph, to be compiled in place of the other."""
+        """The changed graph, to compile in place of the other."""
         return self.question.graph
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The changes in words."""
         return tuple(map(str, self.remedies))
 
     @property
     def changes_result(self) -> bool:
-        """Whether the changed graph computes something else."""
+        """True if one of the changes alters the result."""
         return any(each.changes_result for each in self.remedies)
 
     def __str__(self) -> str:
@@ -115,16 +113,16 @@ class Change:
 Edit = Callable[[Request], "Request | None"]  # None: nothing to change, or no graph then
 Named = tuple[Remedy, Edit]
 Respec = Callable[[TensorSpec], TensorSpec]
-Tried = tuple[Remedy, Request, Sequence[Reason]]  # a change, the request after it, what is left
+Tried = tuple[Remedy, Request, Sequence[Reason]]  # a change, the request after it, the reasons left
 Asks = Callable[[Request], Sequence[Reason]]  # every reason against
 
 
 def find_remedies(
     question: Request, reasons: Sequence[Reason], asks: Asks
 ) -> tuple[tuple[tuple[Remedy, ...], ...], Change | None]:
-    """For each reason the single changes that lift it; and the least change that lifts all.
+    """For each reason the single changes that lift it; and the smallest change that lifts all.
 
-    A reason is lifted when none with its key is left.
+    A reason is lifted if no reason with its key is left.
     """
     tried = [(remedy, then, asks(then)) for remedy, _, then in single_edits(question)]
     lifts = tuple(remedies_of(reason.key, tried, keys(reasons)) for reason in reasons)
@@ -132,19 +130,18 @@ def find_remedies(
 
 
 def keys(reasons: Sequence[Reason]) -> frozenset[str]:
-    """The keys of reasons."""
     return frozenset(reason.key for reason in reasons)
 
 
 def remedies_of(key: str, tried: Sequence[Tried], before: frozenset[str]) -> tuple[Remedy, ...]:
-    """The changes that lift a reason; those alone that bring no new one, if there are any."""
+    """The changes that lift a reason; only those without new reasons, if there are any."""
     gone = [(remedy, keys(left)) for remedy, _, left in tried if key not in keys(left)]
     return tuple([remedy for remedy, left in gone if left <= before] or [x for x, _ in gone])
 
 
 @lru_cache(HELD // 64)
 def single_edits(question: Request) -> tuple[tuple[Remedy, Edit, Request], ...]:
-    """Every single change that applies, gentlest first, and the request after it."""
+    """Every applicable single change, gentlest first, and the request after it."""
     tries = ((remedy, edit, edit(question)) for remedy, edit in edits(question))
     return tuple((remedy, edit, then) for remedy, edit, then in tries if then)
 
@@ -152,9 +149,9 @@ def single_edits(question: Request) -> tuple[tuple[Remedy, Edit, Request], ...]:
 def smallest_change(
     question: Request, lifts: Sequence[Sequence[Remedy]], tried: Sequence[Tried], asks: Asks
 ) -> Change | None:
-    """A single change that lifts every reason; or one for each reason, made together.
+    """A single change that lifts every reason, or one change for each reason, made together.
 
-    Changes that keep the result come before others. None where neither lifts them all.
+    Changes that keep the result come first. None if neither way lifts all reasons.
     """
     changes = [Change((remedy,), then) for remedy, then, left in tried if not left]
     if all(change.changes_result for change in changes):
@@ -165,9 +162,9 @@ def smallest_change(
 def change_together(
     question: Request, lifts: Sequence[Sequence[Remedy]], asks: Asks
 ) -> Iterator[Change]:
-    """The gentlest change for each reason, made one after another, if they lift all reasons.
+    """The gentlest change for each reason, made one after another, if together they lift all.
 
-    Reasons with the fewest changes choose first, and a change that was chosen serves others too.
+    Reasons with the fewest changes choose first. A change already chosen serves later reasons too.
     """
     chosen: set[Remedy] = set()
     for each in sorted(lifts, key=len):
@@ -181,12 +178,12 @@ def change_together(
         yield Change(tuple(x for x, *_ in single_edits(question) if x in chosen), then)
 
 
-# The changes, gentlest first: where tensors lie, how they are counted, which options stand beside
-# them, their dtypes, their sizes, and last what the graph computes.
+# The changes, gentlest first: layouts, gradients, options, dtypes, sizes, and last the graph's
+# steps.
 
 
 def edits(question: Request) -> Iterator[Named]:
-    """Every change that may help, with what it is in words."""
+    """Every change worth trying, with its words."""
     specs = {i.name: i.spec for i in question.graph.inputs}
     for name, spec in specs.items():
         if len(spec.shape) > 1 and make_dense(spec) != spec:
@@ -203,7 +200,7 @@ def edits(question: Request) -> Iterator[Named]:
 
 
 def respec(changed: Mapping[str, Respec]) -> Edit:
-    """These inputs declared otherwise. Edits read the inputs as they are by then."""
+    """An edit of these inputs' specs, applied to the specs left by earlier edits."""
 
     def edit(question: Request) -> Request | None:
         now = {i.name: i.spec for i in question.graph.inputs}
@@ -216,7 +213,7 @@ def respec(changed: Mapping[str, Respec]) -> Edit:
 
 
 def make_dense(spec: TensorSpec) -> TensorSpec:
-    """The same without gaps, in the same order of axes but that the last is innermost."""
+    """The spec without gaps: axes in the same order, except that the last one is innermost."""
     return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, order_of(spec)))
 
 
@@ -227,7 +224,7 @@ def order_of(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def with_last_size(size: int) -> Respec:
-    """Another last size, without gaps."""
+    """A change of the last size, without gaps."""
 
     def change(spec: TensorSpec) -> TensorSpec:
         shape = (*spec.shape[:-1], size)
@@ -237,7 +234,7 @@ def with_last_size(size: int) -> Respec:
 
 
 def with_heads(heads: int) -> Respec:
-    """Another number of heads, without gaps."""
+    """A change of the number of heads, without gaps."""
 
     def change(spec: TensorSpec) -> TensorSpec:
         shape = (spec.shape[0], heads, *spec.shape[2:])
@@ -247,17 +244,15 @@ def with_heads(heads: int) -> Respec:
 
 
 def with_dtype(dtype: torch.dtype) -> Respec:
-    """A change of a spec to another dtype."""
     return lambda spec: TensorSpec(spec.shape, dtype, spec.strides)
 
 
 def without_gradient_of(name: str) -> Edit:
-    """An edit that drops the gradient of an input."""
     return lambda q: evolve(q, wants=tuple(x for x in q.wants if x != name))
 
 
 def option_edits(options: Options) -> Iterator[Named]:
-    """Edits of options that refuse more than they have to."""
+    """Edits of options that refuse more than necessary."""
     if options.max_workspace is not None:
         yield Remedy("set max_workspace=None"), with_option(max_workspace=None)
     if options.deterministic:
@@ -271,12 +266,11 @@ def option_edits(options: Options) -> Iterator[Named]:
 
 
 def with_option(**changed: Any) -> Edit:  # Any: fields of Options
-    """An edit that sets options."""
     return lambda q: evolve(q, options=evolve(q.options, **changed))
 
 
 def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
-    """q, k, v and a bias like them in another dtype; a bias or sinks in theirs."""
+    """q, k, v and tensors like them in another dtype; a bias in q's or float32; float32 sinks."""
     main = specs["q"].dtype if "q" in specs else next(iter(specs.values())).dtype
     alike = [name for name, x in specs.items() if x.dtype == main and len(x.shape) == 4]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -291,7 +285,7 @@ def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
 
 
 def rounds(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a dtype lacks some of the numbers that another has."""
+    """True if the wanted dtype lacks some numbers of the given one."""
     return torch.promote_types(given, wanted) != wanted
 
 
@@ -301,7 +295,7 @@ def join_words(names: Sequence[str]) -> str:
 
 
 def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
-    """Head sizes with zeros up to what kernels take, or up to each other; heads repeated."""
+    """Heads repeated; head sizes padded with zeros to multiples of STEP, each or both alike."""
     if not {"q", "k", "v"} <= specs.keys():
         return
     H = specs["q"].shape[1]
@@ -320,16 +314,14 @@ def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
 
 
 def round_up(size: int) -> int:
-    """The next multiple of what kernels want."""
     return -(-size // STEP) * STEP
 
 
 def op_edits(graph: Graph) -> Iterator[Named]:
-    """Without steps of the graph."""
     kinds = dict.fromkeys(type(eqn.op) for eqn in graph.eqns)
     for kind in kinds:
         if kind is ops.Mask and {Unpack, Unpage} & kinds.keys():
-            continue  # it says where sequences end
+            continue  # it sets the ends of sequences
         if kind in (ops.Dropout, ops.Mask) or issubclass(kind, Modifier):
             yield Remedy(f"drop {WORDS.get(kind, kind.__name__)}", True), without_steps(kind)
     if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
@@ -343,7 +335,7 @@ WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "the mask"}
 
 
 def without_steps(kind: type) -> Edit:
-    """An edit that drops the steps of a kind; None where the rest is not a graph."""
+    """An edit that drops the steps of a kind; None if the rest is not a graph."""
 
     def edit(question: Request) -> Request | None:
         return rebuild_request(question, {}, kind)
@@ -352,7 +344,7 @@ def without_steps(kind: type) -> Edit:
 
 
 def without_outputs(kind: type) -> Edit:
-    """The graph without what the steps of a kind give."""
+    """An edit that drops the outputs from steps of a kind."""
 
     def edit(question: Request) -> Request | None:
         graph = question.graph
@@ -368,7 +360,7 @@ def without_outputs(kind: type) -> Edit:
 def rebuild_request(
     question: Request, specs: Mapping[str, TensorSpec], kind: type | None = None
 ) -> Request | None:
-    """The question of a graph with other inputs, and without the steps of a kind."""
+    """The request with other inputs, without the steps of a kind; None if that is not a graph."""
     try:
         graph = rebuild_graph(question.graph, specs, kind)
     except GraphError:
@@ -392,7 +384,7 @@ def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | No
 
 
 def emit_changed(b: Builder, eqn: Eqn, operands: list[Value], kind: type | None) -> Sequence[Value]:
-    """The equation again, or what it would be if it did nothing."""
+    """Emit the equation again; a dropped one passes its operand through."""
     if kind is None or not isinstance(eqn.op, kind):
         return b.emit(eqn.op, *operands)
     if isinstance(eqn.op, ops.Softmax):
@@ -401,7 +393,7 @@ def emit_changed(b: Builder, eqn: Eqn, operands: list[Value], kind: type | None)
 
 
 def without_idle(graph: Graph) -> Graph:
-    """Without inputs that nothing reads."""
+    """The graph without unread inputs."""
     read = {i for eqn in graph.eqns for i in eqn.args} | {*graph.outputs}
     b = Builder(trusts=True)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs) if n in read}

@@ -1,9 +1,9 @@
-"""Self-checks: a kernel that only its device can run is tried there before it is used there.
+"""Self-checks: a kernel that only its device can run is tried there before its first use.
 
-Once for a device, its driver, the libraries' versions and the kernel's variant, small graphs run in
-a process of their own (`planner/device_test.py`): a kernel that hangs, or breaks its CUDA context,
-harms nobody. Their results are compared with float64 by the accuracy rule, and what comes of it is
-stored. Where the check fails the backend refuses, and the next one runs.
+Small graphs run in a process of their own (`planner/device_test.py`), once for a device, its
+driver, the libraries' versions and the kernel's variant. A kernel that hangs, or breaks its CUDA
+context, harms nothing else. The results are compared with float64 by the accuracy rule, and the
+outcome is stored. If the check fails the backend refuses, and the next one runs.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from attn_graph.machine.cache import Cache
 from attn_graph.machine.store import Store, Unfit
 from attn_graph.machine.target import Target
 
-FORM = 2  # of what is stored; with another number all is checked again
+FORM = 2  # of stored outcomes; a new number checks all again
 KIND = "check"  # the first word of a key in the store
-DRIVER = Path("/proc/driver/nvidia/version")  # where Linux tells the version of NVIDIA's driver
+DRIVER = Path("/proc/driver/nvidia/version")  # Linux's text on NVIDIA's driver
 AGAIN = "`attn-graph cache clear` has it checked again"
 
 
 @final
 @frozen
 class Proof:
-    """What a self-check gave.
+    """The outcome of a self-check.
 
-    failure: what went wrong, as a clause after "it"; "" if nothing did. shares: of each graph the
-    largest error, as a share of what the accuracy rule allows. seconds: it took.
+    failure: the fault, as a clause after "it"; "" without one. shares: for each graph the largest
+    error, as a share of the rule's allowance. seconds: the check's own time.
     """
 
     failure: str = ""
@@ -66,7 +66,7 @@ proofs: Cache[Proof] = Cache(1024)  # of this process, by folder of the store an
 @final
 @frozen
 class SelfCheck:
-    """One check that a backend needs before it may run on a device of this machine."""
+    """One check that a backend must pass before it runs on a device of this machine."""
 
     backend: str
     test: DeviceTest
@@ -75,7 +75,7 @@ class SelfCheck:
 
     @property
     def key(self) -> str:
-        """All that the outcome depends on, as a text."""
+        """Everything the outcome depends on, as a text."""
         graphs = "\n".join(map(str, self.test.graphs))
         text = {
             "form": FORM,
@@ -92,11 +92,11 @@ class SelfCheck:
 
     @property
     def place(self) -> tuple[object, str]:
-        """Its key among `proofs`."""
+        """The key among `proofs`."""
         return self.store.folder if self.store else None, self.key
 
     def recall(self) -> Proof | None:
-        """The outcome, where it is known; it is warned of a failure once in a process."""
+        """The outcome, if known. Warns of a failure once in a process."""
         known = proofs.get(self.place)
         if known is None and self.store is not None:
             known = self.store.load(self.key, read_proof)
@@ -105,7 +105,7 @@ class SelfCheck:
         return known
 
     def prove(self) -> Proof:
-        """The outcome; of a check that runs now, if it is not known yet."""
+        """The outcome; the check runs now if it is not known yet."""
         with proofs.turn(self.place):
             known = self.recall()
             if known is None:
@@ -118,7 +118,7 @@ class SelfCheck:
         return known
 
     def remember(self, proof: Proof) -> None:
-        """Keep the outcome in this process. Warns, at the line outside this package, of failure."""
+        """Keep the outcome in this process. Warns of failure, at the line outside this package."""
         proofs.put(self.place, proof)
         if proof.failure:
             text = f"{self.backend} is not used on {self.target}: its self-check, of the variant"
@@ -126,7 +126,7 @@ class SelfCheck:
             warn_explicit(text, SelfCheckWarning, *user_frame())
 
     def reasons(self, proof: Proof) -> Iterator[Reason]:
-        """The reason against the backend, where the check failed."""
+        """The reason against the backend, if the check failed."""
         if proof.failure:
             limit = "runs only where its self-check passes"
             yield Reason("self_check", limit, f"on {self.target} it {proof.failure}; {AGAIN}")
@@ -135,7 +135,7 @@ class SelfCheck:
 def find_check(
     backend: Backend, graph: Graph, target: Target, options: Options
 ) -> SelfCheck | None:
-    """The check that must pass before a backend runs a graph; None: it needs none."""
+    """The check that a backend must pass before it runs a graph; None: it needs none."""
     test = backend.device_test(graph, target, options)
     return None if test is None else SelfCheck(backend.name, test, target, options.store)
 
@@ -143,7 +143,7 @@ def find_check(
 def known_reasons(
     backend: Backend, graph: Graph, target: Target, options: Options
 ) -> tuple[Reason, ...]:
-    """Every reason against a graph; without any, a check on this device that is known to fail."""
+    """Every reason against a graph; without any, a known failure of its check on this device."""
     if against := backend.reasons(graph, target, options):
         return against
     if backend.device_test is no_device_test or target.device is None:
@@ -154,9 +154,9 @@ def known_reasons(
 
 
 def lower_checked(backend: Backend, graph: Graph, target: Target, options: Options) -> Executable:
-    """The lowered graph, once its kernel is checked on the device, if it is here.
+    """The lowered graph, after its kernel passed a check on the device, if the device is here.
 
-    Raises RefusedError where the check fails.
+    Raises RefusedError if the check fails.
     """
     check = find_check(backend, graph, target, options)
     if check and target.device is not None and (against := [*check.reasons(check.prove())]):
@@ -167,7 +167,7 @@ def lower_checked(backend: Backend, graph: Graph, target: Target, options: Optio
 
 
 def check_notes(backend: Backend, graph: Graph, target: Target, options: Options) -> Iterator[str]:
-    """For `explain`: how the check went, or when it will be."""
+    """For `explain`: the outcome of the check, or when it will run."""
     check = find_check(backend, graph, target, options)
     if check is None:
         return
@@ -181,7 +181,7 @@ def check_notes(backend: Backend, graph: Graph, target: Target, options: Options
 
 
 def read_proof(data: bytes) -> Proof:
-    """The outcome in bytes that `prove` stored. Raises Unfit for anything else."""
+    """The outcome in bytes stored by `prove`. Raises Unfit for anything else."""
     try:
         fields = json.loads(data)
         return Proof(
@@ -201,20 +201,20 @@ def stored_proofs(store: Store) -> Iterator[tuple[str, Proof]]:
 
 
 def describe_check(rest: str) -> str:
-    """A key in words, without its first: backend, variant and device."""
+    """A key in words, without its first part: backend, variant and device."""
     key = json.loads(rest)
     return f"{key['backend']}, {key['variant']}, on {key['target']}"
 
 
 @cache
 def driver_version() -> str:
-    """What NVIDIA's driver says of itself; "" where there is none."""
+    """The version text of NVIDIA's driver; "" without one."""
     return DRIVER.read_text().partition("\n")[0] if DRIVER.exists() else ""
 
 
 @cache
 def kernel_digest() -> str:
-    """A digest of the kernels' source: other kernels are checked anew."""
+    """A digest of the kernels' source: changed kernels are checked anew."""
     from attn_graph import kernels
 
     files = sorted(Path(kernels.__file__).parent.glob("*.py"))

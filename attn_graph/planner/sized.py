@@ -1,8 +1,8 @@
-"""Graphs whose sizes have names: who runs them, in whatever sizes tensors have.
+"""Runs graphs with named sizes, for tensors of any sizes.
 
-The backend is chosen once, for the largest sizes. Where one executable of it runs all sizes, that
-is built once; else each size runs as its own graph of numbers would, in the same backend if that
-takes it, and some are kept.
+The backend is chosen once, for the largest sizes. If one of its executables runs all sizes, that
+one is built, once. Else each size runs as a graph of numbers, in the same backend if it supports
+it, and some are kept.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower
 from attn_graph.planner.views import core_of, peel
 from attn_graph.spec.dims import Sizes
 
-MOST_SIZES = 64  # of which a plan keeps an executable each
+MOST_SIZES = 64  # a plan keeps an executable for each
 Among = Sequence[Backend] | None
 
 
 @final
 @frozen(eq=False)
 class Bound:
-    """What runs some sizes: the graph of numbers, who runs it, and how."""
+    """A graph in numbers, its backend, and its executable."""
 
     graph: Graph
     choice: Choice
@@ -44,8 +44,8 @@ class Bound:
 class Sized:
     """Runs a graph whose sizes have names.
 
-    most: what runs the largest sizes. whole: what runs all sizes of at least 1, where there is such
-    an executable. at: what runs some sizes, in the order of the graph's symbols.
+    most: the largest sizes' graph. whole: an executable for all sizes of at least 1, if there is
+    one. at: the graph of some sizes, in the order of the graph's symbols.
     """
 
     graph: Graph
@@ -62,8 +62,8 @@ class Sized:
 
     @classmethod
     def of(cls, graph: Graph, target: Target, options: Options, among: Among) -> Sized:
-        """Choose who runs a graph. Raises GraphError for sizes that no tensor tells, NoBackendError
-        where no backend takes the largest sizes."""
+        """Choose the backend of a graph. Raises GraphError for sizes absent from every tensor's
+        shape, NoBackendError if all backends refuse the largest sizes."""
         require_readable(graph)
         options = evolve(options, resized=many_sizes(graph))
         specs = {i.name: i.spec for i in graph.inputs}
@@ -77,29 +77,27 @@ class Sized:
 
     @property
     def executable(self) -> Executable:
-        """What runs tensors of any sizes. Its needs are those of the largest."""
+        """An executable for tensors of any sizes. Its needs are those of the largest."""
         most = self.most.executable
         return evolve(most, run=self.run, infer=self.infer, notes=(*most.notes, self.note))
 
     @property
     def note(self) -> str:
-        """For `explain`: how sizes are taken."""
+        """For `explain`: the treatment of sizes."""
         names = ", ".join(symbol.name for symbol in self.graph.symbols)
         how = "all in one executable" if self.whole else "each as a graph of its own"
         return f"{names} are sizes of the call, {how}"
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """As `Executable.run`."""
         sizes, whole = self.fit.read(tensors), self.whole
         return (whole if whole and 0 not in sizes else self.at(sizes).executable).run(*tensors)
 
     def infer(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """As `Executable.infer`."""
         sizes, whole = self.fit.read(tensors), self.whole
         return (whole if whole and 0 not in sizes else self.at(sizes).executable).infer(*tensors)
 
     def plan_size(self, sizes: Shape) -> Bound:
-        """Plan some sizes: in the backend of the largest, or in another where that refuses."""
+        """Plan some sizes: in the backend of the largest, or in another if it refuses."""
         named, first = self.fit.named(sizes), self.most.choice.backend
         try:
             return lower_bound(self.graph, named, self.target, self.quiet, (first,))
@@ -108,30 +106,29 @@ class Sized:
 
     @property
     def quiet(self) -> Options:
-        """Options with which a fallback is not reported: it was, of the largest sizes."""
+        """Options that do not report a fallback: it was reported for the largest sizes."""
         return evolve(self.options, on_fallback="ignore")
 
     def ordered(self, first: Backend) -> tuple[Backend, ...]:
-        """All backends that may run, this one first."""
+        """All permitted backends, this one first."""
         others = BACKENDS if self.among is None else self.among
         return (first, *(b for b in others if b is not first))
 
     def choice_of(self, bound: Bound) -> Choice:
-        """Who runs some sizes, with who could too and all who refuse."""
+        """The choice for some sizes, with the other backends' support and refusals."""
         among = self.ordered(bound.choice.backend)
         with neutral_state():
             return choose(core_of(bound.graph), self.target, self.quiet, among)
 
 
 def many_sizes(graph: Graph) -> bool:
-    """Whether a plan of the graph meets more sizes than one can build for each."""
+    """True if a plan of the graph meets too many sizes to build each."""
     return any(not symbol.classes for symbol in graph.symbols)
 
 
 def lower_bound(
     graph: Graph, sizes: Sizes, target: Target, options: Options, among: Among
 ) -> Bound:
-    """What runs a graph in these sizes."""
     exact = bind_graph(graph, sizes)
     return Bound(exact, *lower_graph(exact, target, options, among, choose_and_lower))
 
@@ -143,7 +140,7 @@ def lower_graph(
     among: Among,
     chooses: Callable[..., tuple[Choice, Executable]],
 ) -> tuple[Choice, Executable]:
-    """Who runs a simplified graph, and what. chooses: a backend, and lowers it."""
+    """The choice and executable of a simplified graph. chooses: picks a backend and lowers it."""
     peeled = peel(graph)
     with neutral_state(), target.current():
         choice, executable = chooses(

@@ -1,4 +1,4 @@
-"""Chooses by measuring: the backend, and its variant, that is the fastest on this machine."""
+"""Chooses by measuring: the fastest backend, and its fastest variant, on this machine."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from attn_graph.planner.cost import cost, format_scaled
 from attn_graph.planner.self_check import lower_checked
 from attn_graph.spec import TensorSpec
 
-FORM = 1  # of what is stored; with another number all is measured again
+FORM = 1  # of stored figures; a new number measures all again
 Figures = dict[str, float]  # seconds of a call, by candidate
 
 
 @final
 @frozen
 class Candidate:
-    """A backend and a variant of its; None leaves the variant to the backend."""
+    """A backend and one of its variants; None leaves the variant to the backend."""
 
     backend: Backend
     variant: str | None = None
 
     @property
     def name(self) -> str:
-        """The name by which its figures are stored and shown."""
+        """The name of its figures in the store and in output."""
         return self.backend.name if self.variant is None else f"{self.backend.name}, {self.variant}"
 
     def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
@@ -49,10 +49,10 @@ class Candidate:
 def choose_fastest(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
 ) -> tuple[Choice, Executable]:
-    """The fastest backend and variant that takes the graph, by stored figures or new ones.
+    """The fastest backend and variant that supports the graph, by stored figures or new ones.
 
-    Figures are stored even after an interrupt: what was measured is not measured again.
-    Raises GraphError for a target that is not this machine, NoBackendError as `choose` does.
+    Figures are stored even after an interrupt: nothing is measured twice. Raises GraphError for a
+    target other than this machine, NoBackendError as `choose` does.
     """
     if target.device is None:
         raise GraphError(
@@ -85,7 +85,7 @@ def choose_fastest(
 def lower_within_limit(
     candidate: Candidate, graph: Graph, target: Target, options: Options
 ) -> Executable | None:
-    """The lowered candidate; None where it refuses after all, or needs too large a workspace."""
+    """The lowered candidate; None if it refuses after all, or needs too large a workspace."""
     try:
         executable = candidate.lower(graph, target, options)
     except RefusedError:
@@ -94,7 +94,7 @@ def lower_within_limit(
 
 
 def backends_that_take(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
-    """All backends that take the graph, in the order of preference."""
+    """All backends that support the graph, in the order of preference."""
     by_name = {backend.name: backend for backend in among}
     return [choice.backend, *(by_name[name] for name in choice.also)]
 
@@ -102,7 +102,6 @@ def backends_that_take(choice: Choice, among: Sequence[Backend]) -> list[Backend
 def candidates(
     backend: Backend, graph: Graph, target: Target, options: Options
 ) -> Iterator[Candidate]:
-    """A backend's own choice, then each of its variants for the graph."""
     yield Candidate(backend)
     try:
         names = backend.variants(graph, target, options)
@@ -125,7 +124,7 @@ def explain_choice(
 
 
 def tuning_key(graph: Graph, target: Target, options: Options) -> str:
-    """The key of stored figures: all that they depend on, as a text."""
+    """The key of stored figures: everything they depend on, as a text."""
     text = {
         "form": FORM,
         "graph": str(graph),
@@ -143,12 +142,12 @@ def tuning_key(graph: Graph, target: Target, options: Options) -> str:
 
 
 def load_figures(key: str, options: Options) -> Figures:
-    """The figures of a key that are stored; none without a store."""
+    """The stored figures of a key; none without a store."""
     return (options.store.load(key, read_figures) if options.store else None) or {}
 
 
 def read_figures(data: bytes) -> Figures:
-    """The figures in bytes that `measure` stored. Raises Unfit for anything else."""
+    """The figures in bytes stored by `measure`. Raises Unfit for anything else."""
     try:
         return {str(name): float(seconds) for name, seconds in json.loads(data).items()}
     except (ValueError, TypeError, AttributeError) as error:
@@ -168,7 +167,7 @@ def measure(
 ) -> dict[str, tuple[Reason, ...]]:
     """Add the seconds of each candidate to the figures, and keep them, even when interrupted.
 
-    Returns the reasons of backends that turn out to refuse the graph, by name.
+    Returns, by name, the reasons of backends that refuse the graph only now.
     """
     if not contenders:
         return {}
@@ -218,16 +217,15 @@ def prepare_jobs(
 
 
 def late_reasons(error: RefusedError | torch.OutOfMemoryError) -> tuple[Reason, ...]:
-    """Why a candidate that was tried does not run here."""
+    """The reasons of a candidate that failed when tried."""
     if isinstance(error, RefusedError):
         return error.reasons
     return tuple(Reason("memory", str(text), sentence="{limit}") for text in error.args)
 
 
 def examples(graph: Graph, device: torch.device) -> list[torch.Tensor]:
-    """Tensors as the graph declares them, whose values cause typical work: lengths are full, all is
-    one segment, half of all flags are true, lse is that of scores near 0.
-    """
+    """Tensors as the graph declares them, with typical values: full lengths, one segment, half of
+    all flags true, lse of scores near 0."""
     random = torch.Generator().manual_seed(0)
     sizes = {i.name: i.spec.shape for i in graph.inputs}
     M, N = sizes["q"][2] if "q" in sizes else 1, sizes["k"][2] if "k" in sizes else 1
@@ -241,7 +239,7 @@ def examples(graph: Graph, device: torch.device) -> list[torch.Tensor]:
 def make_tensor(x: Input, number: int, lse: float, random: torch.Generator) -> torch.Tensor:
     """A tensor of an input's spec: normal numbers, random flags, or `number` everywhere.
 
-    An input that is named lse is `lse` everywhere.
+    An input named lse is `lse` everywhere.
     """
     spec = x.spec
     count = elements_spanned(spec)
@@ -257,7 +255,7 @@ def make_tensor(x: Input, number: int, lse: float, random: torch.Generator) -> t
 
 
 def elements_spanned(spec: TensorSpec) -> int:
-    """How many elements of memory lie from a tensor's first one to its last."""
+    """The number of memory elements from a tensor's first to its last."""
     if 0 in spec.shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))

@@ -1,4 +1,4 @@
-"""Graphs that read and give views, without those: what backends see of a mapped graph."""
+"""Graphs split into views and a core: backends see the core of a mapped graph."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Numbered = tuple[Eqn, range]
 class Peeled:
     """A graph in three parts: views of its inputs, a core of whole attentions, views of results.
 
-    ahead, behind: the equations around the core. sources: the values that are the core's inputs;
-    results: those that are its outputs.
+    ahead, behind: the equations around the core. sources: the values of the core's inputs; results:
+    those of its outputs.
     """
 
     graph: Graph
@@ -39,7 +39,7 @@ class Peeled:
     results: tuple[int, ...]
 
     def run(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """What the graph gives, by a function that runs the core."""
+        """The graph's outputs, by a function that runs the core."""
         device = tensors[0].device if tensors else torch.device("cpu")
         with torch.no_grad(), plain_ops_on(device):
             values = self.enter(dict(enumerate(tensors)))
@@ -54,14 +54,14 @@ class Peeled:
         ], saved
 
     def view(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Some inputs by name, as the core reads them; what it does not read as it is."""
+        """Some inputs by name, viewed for the core; inputs outside the core stay as they are."""
         numbers = {i.name: n for n, i in enumerate(self.graph.inputs)}
         known = self.enter({numbers[name]: x for name, x in tensors.items() if name in numbers})
         named = {i.name: n for n, i in zip(self.sources, self.core.inputs, strict=True)}
         return {name: known.get(named.get(name, -1), x) for name, x in tensors.items()}
 
     def enter(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The values, and views of them that the core reads; of absent ones none."""
+        """The values, and the core's views of them; absent values have none."""
         known = dict(values)
         for eqn, outs in self.ahead:
             if eqn.args[0] in known:
@@ -70,7 +70,7 @@ class Peeled:
 
     @cached_property
     def cloned(self) -> dict[int, int]:
-        """Bytes of the outputs that are views of other outputs, by value: each has its memory."""
+        """Bytes of the outputs that view other outputs, by value: each gets its own memory."""
         graph = self.graph
         return {
             outs[0]: eqn.outs[0].bytes
@@ -80,12 +80,12 @@ class Peeled:
 
     @cached_property
     def exits(self) -> tuple[tuple[int, bool, bool], ...]:
-        """Each output, whether it is cloned, and whether it is put in C order: statistics are."""
+        """Each output; True if it is cloned; True if it is put in C order, as statistics are."""
         stats = statistics(self.graph)
         return tuple((i, i in self.cloned, i in stats) for i in self.graph.outputs)
 
     def wrap(self, executable: Executable) -> Executable:
-        """What runs the core, for the graph."""
+        """An executable of the graph, from one of the core."""
         return evolve(
             executable,
             run=partial(self.run, executable.run),
@@ -95,13 +95,13 @@ class Peeled:
         )
 
     def foresee(self, foreseen: Foreseen) -> Foreseen:
-        """What running the graph would need, by what the core would."""
+        """The needs of the graph, from those of the core."""
         notes = (*foreseen.notes, *self.notes())
         return evolve(foreseen, temporary=foreseen.temporary + self.temporary, notes=notes)
 
     @cached_property
     def copies(self) -> dict[str, int]:
-        """Bytes of the inputs that no view makes what the core reads, by name."""
+        """Bytes of the inputs that must be copied because no view fits the core, by name."""
         graph = self.graph
         return {
             graph.inputs[eqn.args[0]].name: eqn.outs[0].bytes
@@ -113,12 +113,12 @@ class Peeled:
 
     @property
     def temporary(self) -> int:
-        """Bytes of copies, and of results that others are made of."""
+        """Bytes of copies, and of results from which others are made."""
         made = [eqn.outs[0].bytes for eqn, _ in self.behind if not eqn.op.is_view]
         return sum((*self.copies.values(), *made, *self.cloned.values()))
 
     def notes(self) -> Iterator[str]:
-        """For `explain`: what is seen in another shape, and what is copied for that."""
+        """For `explain`: the inputs seen in another shape, and the copies for it."""
         types = self.graph.types
         for source, own in zip(self.sources, self.core.inputs, strict=True):
             if source >= len(self.graph.inputs) and own.name == "q":
@@ -129,14 +129,14 @@ class Peeled:
 
 
 def core_of(graph: Graph) -> Graph:
-    """The graph that backends see."""
+    """The graph as backends see it."""
     peeled = peel(graph)
     return graph if peeled is None else peeled.core
 
 
 @lru_cache(256)  # each question about a graph asks
 def peel(graph: Graph) -> Peeled | None:
-    """A graph in parts; None for one without views, or with attentions that read results' views."""
+    """A graph in parts; None without views, or if attentions read views of results."""
     if not any(isinstance(eqn.op, VIEW_OPS) for eqn in graph.eqns):
         return None
     parts = split_equations(graph)
@@ -147,7 +147,7 @@ def peel(graph: Graph) -> Peeled | None:
 
 
 def split_equations(graph: Graph) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
-    """The equations that view inputs, those of the core, and those that read its results."""
+    """The equations that view inputs, the core, and the equations that read its results."""
     ahead: list[Numbered] = []
     core: list[Numbered] = []
     behind: list[Numbered] = []
@@ -170,7 +170,7 @@ def assemble(
     core: tuple[Numbered, ...],
     behind: tuple[Numbered, ...],
 ) -> Peeled | None:
-    """The parts as one; None where an input is seen in two ways."""
+    """The parts as one; None if an input is seen in two ways."""
     own = {i for _, outs in core for i in outs}
     sources = [*dict.fromkeys(i for eqn, _ in core for i in eqn.args if i not in own)]
     needed = {*graph.outputs, *(i for eqn, _ in behind for i in eqn.args)}
@@ -179,7 +179,7 @@ def assemble(
     inputs = []
     for i in sources:
         spec = spec_of_view(graph, i)
-        assert spec is not None  # what the core does not compute is an input, or a view of one
+        assert spec is not None  # values outside the core are inputs, or views of them
         inputs.append(evolve(graph.inputs[root_of(graph, i)], spec=spec))
     if len({i.name for i in inputs}) < len(inputs):
         return None
@@ -192,7 +192,6 @@ def assemble(
 
 
 def root_of(graph: Graph, i: int) -> int:
-    """The input that a value is a view of."""
     for eqn, outs in reversed(graph.numbered):
         if i in outs:
             i = eqn.args[0]
