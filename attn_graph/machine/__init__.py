@@ -1,1 +1,1 @@
-"""What planning knows of a machine, and the memory and caches that plans use on it."""
+"""The machine as planning sees it, and the memory and caches of plans on it."""

@@ -1,4 +1,5 @@
-"""PyTorch's state around a call. It must change no number, and nothing that outlives the call."""
+"""PyTorch's state around a call. It must not change a number, nor anything that outlives the
+call."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad, profiler
 from torch.utils._python_dispatch import _disable_current_modes
 
-without_autocast = _DisableAutocast  # a context in which operations keep the dtypes of tensors
+without_autocast = _DisableAutocast  # in this context operations keep the dtypes of tensors
 
 
 def named_in_profiles(name: str) -> AbstractContextManager[object]:
@@ -31,15 +32,15 @@ def named_in_profiles(name: str) -> AbstractContextManager[object]:
 
 
 def is_traced() -> bool:
-    """Whether a tensor made now may belong to a dispatch mode, a transform or a trace.
+    """True if a tensor made now may belong to a dispatch mode, a transform or a trace.
 
-    It may then be fake, wrapped or a part of someone's graph, and must not outlive the call.
+    It may then be fake, wrapped or a part of another graph, and must not outlive the call.
     """
     return _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active() or _is_tracing()
 
 
 def is_neutral() -> bool:
-    """Whether there are no modes, transforms and autocast now, and no default device."""
+    """True without modes, transforms, autocast and a default device."""
     return not (
         torch.is_inference_mode_enabled()
         or _is_any_autocast_enabled()
@@ -80,7 +81,7 @@ def plain_ops_on(device: torch.device) -> Iterator[None]:
 
 
 def constant_beside(constant: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that planning made, as operations on `tensor` take it: fake beside a fake one."""
+    """A tensor made by planning, in the form for operations on `tensor`: fake beside a fake one."""
     mode = detect_fake_mode((tensor,))
     if mode is None or mode.allow_non_fake_inputs:
         return constant
@@ -89,7 +90,7 @@ def constant_beside(constant: torch.Tensor, tensor: torch.Tensor) -> torch.Tenso
 
 
 def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these tensors has a tangent: forward mode differentiates by it."""
+    """True if one of these tensors has a tangent of forward mode."""
     return forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(t).tangent is not None for t in tensors
     )

@@ -15,20 +15,20 @@ from attn_graph.errors import GraphError
 
 remove_batch_dim = torch._remove_batch_dim  # pyright: ignore[reportPrivateImportUsage]  # as PyTorch's older vmap does
 add_batch_dim = torch._add_batch_dim  # pyright: ignore[reportPrivateImportUsage]
-Context = Any  # autograd's own, on which torch puts what it likes
+Context = Any  # autograd's own, with attributes of torch's choice
 Tensors = Sequence[torch.Tensor]
 
 
 class Recordable(Protocol):
-    """What autograd asks of a plan."""
+    """The part of a plan that autograd needs."""
 
     @property
     def constants(self) -> Sequence[int]:
-        """Places of the outputs that have no gradient."""
+        """Places of the outputs without a gradient."""
         ...
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """The outputs, and what the backward reads beside the inputs."""
+        """The outputs, and the values kept for the backward beside the inputs."""
         ...
 
     def pull(
@@ -40,14 +40,14 @@ class Recordable(Protocol):
     def push_outputs(
         self, primals: Tensors, tangents: Mapping[int, torch.Tensor]
     ) -> tuple[Tensors, tuple[torch.Tensor | None, ...]]:
-        """The outputs, and the tangent of each, from those of some inputs."""
+        """The outputs, and the tangent of each, by the tangents of some inputs."""
         ...
 
 
 class AutogradCall(torch.autograd.Function):
-    """A call of a plan that autograd records; its backward calls the plan of the gradient.
+    """A call of a plan, recorded by autograd; its backward calls the plan of the gradient.
 
-    Where autograd records the backward too, that is a call of the gradient's plan, recorded alike.
+    If autograd records the backward too, that is a recorded call of the gradient's plan.
     """
 
     @staticmethod
@@ -80,25 +80,25 @@ class AutogradCall(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Context, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """The tangent of each output: results of a plan, which autograd records in its turn."""
+        """The tangent of each output: results of a plan, recorded by autograd in turn."""
         primals, _ = split_tangents(ctx.saved_for_forward)
         given = enumerate(tangents[1:])
         moved = {n: t for n, t in given if t is not None and not t._is_zerotensor()}
         return ctx.plan.push_outputs(primals, moved)[1]  # type: ignore[no-any-return]  # of a Recordable
 
 
-# The engine calls this. PyTorch's own looks at each call for what the class has: vjp, or boxes.
+# The engine calls this. PyTorch's own looks for vjp or boxes in the class at each call.
 AutogradCall._backward_cls.apply = AutogradCall.backward  # type: ignore[attr-defined]  # made by torch
 
-# Function.apply itself, without its work for transforms, which are refused here.
+# Function.apply itself, without its work for transforms: these are refused here.
 record = super(torch.autograd.Function, AutogradCall).apply  # pyright: ignore[reportAttributeAccessIssue]  # of torch's C base class
 
 
 def run_with_autograd(plan: Recordable, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-    """The plan's outputs, differentiable by every input that requires grad.
+    """The plan's outputs, differentiable by every input with requires_grad.
 
-    Raises GraphError under torch.func's transforms, under which calls go another way: this is the
-    backward of a call outside of them.
+    Raises GraphError under torch.func's transforms. Their calls take another path: only the
+    backward of a call outside of them comes here.
     """
     if _are_functorch_transforms_active():
         raise GraphError(
@@ -123,8 +123,8 @@ def run_each(
 ) -> list[torch.Tensor | None]:
     """The results for each entry of a batch of tensors, one after another, as a batch.
 
-    That vmap hides the axis of entries, and has no rule for functions of one's own. Raises
-    GraphError for one within another.
+    The older vmap hides the axis of entries, and has no rule for custom functions. Raises
+    GraphError for one vmap within another.
     """
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
@@ -133,7 +133,7 @@ def run_each(
     if has_batch(shown.values()):
         raise GraphError("PyTorch's older vmap within another; torch.func.vmap may be nested")
     size = next(iter(shown.values())).shape[0]
-    if not size:  # the results' shapes are those of any entry
+    if not size:  # every entry gives the results' shapes
         shown = {n: x.new_zeros(1, *x.shape[1:]) for n, x in shown.items()}
     entries = [
         run([shown[n][entry] if n in shown else x for n, x in enumerate(given)])
@@ -145,7 +145,7 @@ def run_each(
 def batch_entries(
     entries: Sequence[torch.Tensor | None], size: int, level: int
 ) -> torch.Tensor | None:
-    """The first `size` entries as a batch that the older vmap hides; None if they are None."""
+    """The first `size` entries as a batch hidden by the older vmap; None if they are None."""
     known = [x for x in entries if x is not None]
     return add_batch_dim(torch.stack(known)[:size], 0, level) if known else None
 
@@ -153,7 +153,7 @@ def batch_entries(
 def push_each(
     plan: Recordable, primals: Tensors, tangents: Mapping[int, torch.Tensor]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
-    """`plan.push_outputs` for tangents that the older vmap maps; the outputs are not mapped."""
+    """`plan.push_outputs` for tangents mapped by the older vmap; the outputs are not mapped."""
     outputs = list[Tensors]()
 
     def push(entry: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
@@ -172,7 +172,7 @@ def push_each(
 def split_tangents(
     tensors: Tensors,
 ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Tensors without their tangents, and the tangents by place, but for those known to be 0."""
+    """Tensors without their tangents, and the tangents by place, except known zeros."""
     pairs = [forward_ad.unpack_dual(t) for t in tensors]
     tangents = {n: t for n, (_, t) in enumerate(pairs) if t is not None and not t._is_zerotensor()}
     return [primal for primal, _ in pairs], tangents
@@ -183,7 +183,7 @@ def select_moving(
 ) -> Mapping[int, torch.Tensor]:
     """The tangents, by input, without those of `carried` inputs unless all of these have one.
 
-    Carried are the o and lse that a gradient reads: a plan computes the tangents that lack.
+    Carried are the o and lse read by a gradient: a plan computes the missing tangents.
     """
     if carried <= tangents.keys():
         return tangents

@@ -1,4 +1,4 @@
-"""A bounded cache that builds each entry once, even where threads want it at the same time."""
+"""A bounded cache that builds each entry once, even if threads want it at the same time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 @final
 @frozen
 class CacheInfo:
-    """What the plan cache has done since it was cleared.
+    """Counts of the plan cache since it was cleared.
 
     hits, misses: of `compile`, and of calls that look up their backward plan. builds: plans built;
     graphs that simplify to one graph share one. evictions: plans dropped for newer ones. seconds:
-    spent building. size, capacity: plans in the cache now, and at most. bytes: workspace that
-    the largest of them needs.
+    spent building. size, capacity: plans in the cache now, and at most. bytes: the largest
+    workspace among them.
     """
 
     hits: int
@@ -38,14 +38,14 @@ class CacheInfo:
 
     @property
     def seconds_each(self) -> float:
-        """The mean seconds that a plan took to build; 0 where none was built."""
+        """The mean seconds to build a plan; 0 before the first."""
         return self.seconds / self.builds if self.builds else 0.0
 
 
 @final
 @define(eq=False)
 class Turn:
-    """A lock for building one entry. waiting: how many threads build it or wait for it."""
+    """A lock for building one entry. waiting: the number of threads at it, the builder too."""
 
     # The thread that builds may come back: a backend that compiles its own graph while it lowers
     # it gets RecursionError then, and does not wait for itself.
@@ -58,9 +58,9 @@ class Turn:
 class Cache(Generic[T]):
     """Entries by key; the least recently used go first.
 
-    kind: what keys have in common that differ in sizes alone; None where that does not matter. The
-    entries of one kind take half of the capacity at most, and then drop the first of their own. So
-    what comes in ever more sizes, as a growing cache of keys does, drops nothing else.
+    kind: a function of the key that ignores sizes; None: no limit by kind. The entries of one kind
+    take half of the capacity at most, and then drop the first of their own. So a growing cache of
+    keys, with ever new sizes, drops nothing else.
     """
 
     capacity: int
@@ -79,7 +79,7 @@ class Cache(Generic[T]):
         CACHES.add(self)
 
     def get(self, key: Hashable) -> T | None:
-        """The entry of a key, which becomes the most recent; None if there is none."""
+        """The entry of a key, now the most recent; None if there is none."""
         with self.lock:
             entry = self.entries.get(key)
             if entry is None:
@@ -106,7 +106,6 @@ class Cache(Generic[T]):
                 self.drop(first, self.kind and self.kind(first))
 
     def drop(self, key: Hashable, kind: Hashable) -> None:
-        """Drop an entry of a kind."""
         del self.entries[key]
         self.evictions += 1
         if self.kind is not None:
@@ -129,7 +128,6 @@ class Cache(Generic[T]):
 
     @contextmanager
     def turn(self, key: Hashable) -> Iterator[None]:
-        """A context that one thread at a time is in, for each key."""
         with self.lock:
             turn = self.turns.setdefault(key, Turn())
             turn.waiting += 1
@@ -151,16 +149,16 @@ class Cache(Generic[T]):
             self.seconds = 0.0
 
     def unlock(self) -> None:
-        """Replace all locks: in a forked process the threads that hold them do not exist."""
+        """Replace all locks: a forked process lacks the threads that hold them."""
         self.lock = threading.RLock()
         self.turns = {}
 
 
-CACHES: WeakSet[Cache[Any]] = WeakSet()  # Any: what each holds
+CACHES: WeakSet[Cache[Any]] = WeakSet()  # Any: their entries
 
 
 def unlock_all() -> None:
-    """Replace the locks of all caches, in a process that was just forked."""
+    """Replace the locks of all caches, in a newly forked process."""
     for each in CACHES:
         each.unlock()
 

@@ -1,4 +1,4 @@
-"""What a frozen value remembers of devices between calls: the one cell in it that is written."""
+"""A frozen value's memory of devices between calls: its only cell that is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 @final
 @define(eq=False)
 class DeviceMemo(Generic[T]):
-    """Things that are made for a device, or for a device and a name, when they are first needed.
+    """Things made for a device, or for a device and a name, at first use.
 
     Threads that need one at the same time may make it twice, and then share the first.
     """
@@ -26,16 +26,16 @@ class DeviceMemo(Generic[T]):
     things: dict[Hashable, T] = field(factory=dict, init=False)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The thing of this key; `make` makes it where there is none yet."""
+        """The thing of this key; `make` makes a missing one."""
         thing = self.things.get(key)
         return self.things.setdefault(key, make()) if thing is None else thing
 
 
 def copy_to(device: torch.device, host: torch.Tensor, what: str) -> torch.Tensor:
-    """A tensor of the host on a device, to be remembered: no mode, trace or capture holds it.
+    """A lasting copy of a host tensor on a device: not part of a mode, trace or capture.
 
-    The host waits for the copy, for another stream may be the next to read it. Raises
-    PlanTargetError while a CUDA graph is captured, whose memory it would be.
+    The host waits for the copy, because another stream may read it next. Raises PlanTargetError
+    while a CUDA graph is captured: the memory would be the graph's.
     """
     if device.type == "cuda" and is_capturing(device):
         raise PlanTargetError(

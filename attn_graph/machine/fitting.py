@@ -1,4 +1,4 @@
-"""Tensors held to specs with sizes by name: what the names stand for, and whether all fits."""
+"""Tensors compared with specs with named sizes: the sizes' values, and any misfit."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from attn_graph.machine.tensors import require_as_declared, require_device
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import Dim, NamedSize, are_numbers
 
-RECENT = 4  # sizes of which a spec is kept
+RECENT = 4  # recent sizes kept for each spec
 Shape = tuple[int, ...]
 Layouts = Callable[..., Sequence[tuple[Shape, Shape]]]
 Specs = Callable[..., tuple[TensorSpec, ...]]
-Read = tuple[int, int, int, int]  # a tensor's number, an axis, and what n * factor + more is there
+Read = tuple[int, int, int, int]  # a tensor's number, an axis, factor and more of n * factor + more
 
 
 @final
 @frozen(eq=False)
 class Fit:
-    """What tensors have to be for specs with sizes by name.
+    """The requirements of tensors for specs with named sizes.
 
-    reads: for each symbol the axes that give it. read: tensors -> what the symbols stand for, in
-    their order, by the first that gives each. lying: the same of tensors whose shapes and strides
-    fit; of others None. All else is taken to.
+    reads: for each symbol the axes that give it. read: tensors -> the symbols' values, in order, by
+    the first axis of each. lying: `read` for tensors with fitting shapes and strides; None for
+    others. Everything else in them is assumed to fit.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -43,7 +43,6 @@ class Fit:
     def of(
         cls, specs: Mapping[str, TensorSpec], symbols: Sequence[NamedSize], target: Target
     ) -> Fit:
-        """The fit of the inputs of a plan."""
         every = [*find_reads([*specs.values()])]
         reads = tuple(tuple(read for name, read in every if name == s.name) for s in symbols)
         firsts = [first for first, *_ in reads]
@@ -51,7 +50,7 @@ class Fit:
         return cls(specs, tuple(symbols), target, reads, compile_reads(firsts), lying)
 
     def sizes_of(self, tensors: Sequence[torch.Tensor]) -> Shape:
-        """The sizes. Raises PlanMismatchError with all that does not fit, or PlanTargetError."""
+        """The sizes. Raises PlanMismatchError with every misfit, or PlanTargetError."""
         require_device(tensors, self.target)
         given = dict(zip(self.specs, tensors, strict=True))
         known = {s.name: [*self.places(reads, tensors)] for s, reads in self.of_symbols()}
@@ -64,13 +63,12 @@ class Fit:
         return tuple(sizes.values())
 
     def of_symbols(self) -> Iterator[tuple[NamedSize, tuple[Read, ...]]]:
-        """Each symbol with the axes that give it."""
         return zip(self.symbols, self.reads, strict=True)
 
     def places(
         self, reads: Sequence[Read], tensors: Sequence[torch.Tensor]
     ) -> Iterator[tuple[str, int]]:
-        """Where a size is read, as "k.shape[2]", and what it is there."""
+        """The axes that give a size, as "k.shape[2]", each with the size there."""
         names = [*self.specs]
         for n, axis, by, more in reads:
             t = tensors[n]
@@ -78,12 +76,11 @@ class Fit:
                 yield f"{names[n]}.shape[{axis}]", (t.shape[axis] - more) // by
 
     def named(self, sizes: Sequence[int]) -> dict[str, int]:
-        """Sizes by name."""
         return {s.name: n for s, n in zip(self.symbols, sizes, strict=True)}
 
 
 def size_problems(symbol: NamedSize, places: Sequence[tuple[str, int]]) -> Iterator[str]:
-    """Why tensors do not give one size for a symbol, or none that it stands for."""
+    """Problems of a symbol's sizes in tensors: two sizes for it, or one outside its range."""
     if len({n for _, n in places}) > 1:
         values = ", ".join(f"{n} by {place}" for place, n in places)
         yield (
@@ -97,7 +94,7 @@ def size_problems(symbol: NamedSize, places: Sequence[tuple[str, int]]) -> Itera
 
 
 def find_reads(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Read]]:
-    """Each name with an axis that gives it: alone, in multiples, or with a number more."""
+    """Each name with an axis that gives it: alone, in multiples, or plus a number."""
     for n, spec in enumerate(specs):
         for axis, size in enumerate(spec.shape):
             if isinstance(size, Dim) and len(size.symbols) == 1:
@@ -107,7 +104,7 @@ def find_reads(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Read]]:
 
 
 def read_sizes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-    """What names stand for in tensors that fit."""
+    """The values of named sizes in fitting tensors."""
     reads = dict(find_reads(specs)).items()
     return {name: (tensors[n].shape[axis] - more) // by for name, (n, axis, by, more) in reads}
 
@@ -115,10 +112,10 @@ def read_sizes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> 
 def compile_fit(
     symbols: Sequence[NamedSize], reads: Sequence[Read], specs: Sequence[TensorSpec]
 ) -> Callable[[Sequence[torch.Tensor]], Shape | None]:
-    """A function of tensors: their sizes, each as its symbol allows, if they have the shapes and
-    strides of specs in these; else None. reads: what gives each symbol.
+    """A function of tensors: their sizes, if each is in its symbol's range and the tensors have the
+    specs' shapes and strides; else None. reads: the axis for each symbol.
 
-    Dims print as Python, and what that compiles to takes half a microsecond a tensor.
+    Dims print as Python; the compiled check takes half a microsecond a tensor.
     """
     given = "x" * (1 + max(len(s.name) for s in symbols))  # as no size is called
     sizes = [size_check(s, read_text(given, read)) for s, read in zip(symbols, reads, strict=True)]
@@ -129,27 +126,27 @@ def compile_fit(
 
 
 def compile_reads(reads: Sequence[Read]) -> Callable[[Sequence[torch.Tensor]], Shape]:
-    """A function of tensors: the sizes that they give."""
+    """A function of tensors: their sizes."""
     sizes = [read_text("x", read) for read in reads]
     return eval(f"lambda x: ({', '.join(sizes)},)", {})  # type: ignore[no-any-return]  # as above
 
 
 def read_text(tensors: str, read: Read) -> str:
-    """The expression for a size that tensors give."""
+    """The expression for a size read from tensors."""
     n, axis, by, more = read
     size = f"{tensors}[{n}].shape[{axis}]"
     return size if (by, more) == (1, 0) else f"({size} - {more}) // {by}"
 
 
 def size_check(symbol: NamedSize, size: str) -> str:
-    """The expression that names a size and says whether its symbol allows it."""
+    """The expression that names a size and checks its symbol's range."""
     name = f"({symbol.name} := {size})"
     return f"{name} in {symbol.classes}" if symbol.classes else f"0 <= {name} <= {symbol.most}"
 
 
 def compile_specs(names: Sequence[str], specs: Sequence[TensorSpec]) -> Specs:
-    """A function of sizes, none of them 0: each spec in these. What is equal, or of sizes that
-    were there before, is one object."""
+    """A function of sizes, none of them 0: each spec in these. Equal specs are one object, also
+    those of recent sizes."""
     makers = {spec: compile_spec(spec) for spec in specs}
     given = "x" * (1 + max(map(len, names)))  # as no size is called
     parts = [f"{given}[{n}]({', '.join(size_names(spec))})" for n, spec in enumerate(specs)]
@@ -166,7 +163,6 @@ def compile_spec(spec: TensorSpec) -> Callable[..., TensorSpec]:
 
 
 def size_names(spec: TensorSpec) -> list[str]:
-    """The names of the sizes in a spec."""
     return [*dict.fromkeys(symbol.name for dim in spec.dims for symbol in dim.symbols)]
 
 
@@ -188,8 +184,8 @@ def compile_layouts(names: Sequence[str], specs: Sequence[TensorSpec]) -> Layout
 
 
 def layout_check(tensor: str, spec: TensorSpec) -> str:
-    """The expression for one tensor. Strides count along axes of more than one place, where there
-    are elements; mostly all are as the spec says."""
+    """The expression for one tensor. Strides count along axes of more than one place, in tensors
+    with elements. The check for equal strides comes first, as it mostly passes."""
     stride, sizes = f"{tensor}.stride", [*zip(spec.shape, spec.strides, strict=True)]
     each = [
         f"{stride}({axis}) == {step}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-MODULE = "torch.utils.flop_counter"  # imports Triton: it is looked at only where others imported it
+MODULE = "torch.utils.flop_counter"  # imports Triton: read only after others imported it
 Formula = Callable[..., int]  # of an operator's arguments
 
 formulas: dict[Any, Formula] = {}  # by operator; Any: PyTorch's packets of overloads
@@ -22,4 +22,4 @@ def teach_counters() -> None:
     module.flop_registry.update(formulas)
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, module._FlopCounterMode):
-            mode.counter.flop_registry.update(formulas)  # pyright: ignore[reportAttributeAccessIssue]  # of a class that is looked up
+            mode.counter.flop_registry.update(formulas)  # pyright: ignore[reportAttributeAccessIssue]  # of a class looked up at run time

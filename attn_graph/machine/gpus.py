@@ -1,4 +1,4 @@
-"""GPUs that one can plan for without having them, from the table in gpus.toml."""
+"""GPUs to plan for without having them, from the table in gpus.toml."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Peaks = tuple[tuple[str, float], ...]  # (dtype, flop/s)
 @final
 @frozen
 class Device:
-    """A GPU as planning sees it. gpus.toml explains the fields at its top."""
+    """A GPU as planning sees it. The top of gpus.toml explains the fields."""
 
     product: str
     sm: int
@@ -35,7 +35,7 @@ class Device:
 
 @cache
 def devices() -> dict[str, Device]:
-    """All GPUs of the table, by the name that `Target.of` takes."""
+    """All GPUs of the table, by the names for `Target.of`."""
     text = Path(__file__).with_name("gpus.toml").read_text()
     return {
         name: Device(**fields | {"peaks": tuple(fields["peaks"].items())})
@@ -44,5 +44,5 @@ def devices() -> dict[str, Device]:
 
 
 def find_product(name: str) -> Device | None:
-    """The GPU that drivers call by exactly this name; None for any other, "NVIDIA H200 NVL" say."""
+    """The GPU with exactly this name in its driver; None for any other, "NVIDIA H200 NVL" say."""
     return next((device for device in devices().values() if device.product == name), None)

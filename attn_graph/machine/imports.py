@@ -1,7 +1,7 @@
 """Imports that wait for their first use, and that no fork interrupts.
 
-A fork while another thread imports leaves the module's lock held in the child, where nobody gives
-it back: whatever imports that module there waits for ever. So a fork waits for imports made here.
+A fork while another thread imports leaves the module's lock held in the child, without a thread to
+release it: an import of the module there waits for ever. So a fork waits for imports made here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from importlib import import_module
 from threading import RLock
 from types import ModuleType
 
-GATE = RLock()  # held by what imports, and by what forks
+GATE = RLock()  # held by imports and by forks
 
 
 def load_modules(*names: str) -> ModuleType:
-    """Import modules by their names; the last one. A fork in another thread waits for the end."""
+    """Import modules by name; returns the last. A fork in another thread waits for the end."""
     with GATE:
         return [import_module(name) for name in names][-1]
 

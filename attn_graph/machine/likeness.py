@@ -1,4 +1,4 @@
-"""Whether tensors are like others: asked in full once, then in one call of PyTorch's."""
+"""Checks for tensors like earlier ones: asked in full once, then in one call of PyTorch's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 # For `True in map(getattr, tensors, *NESTED)`, before a check: PyTorch's ends the process at nested
-# tensors that have no strides.
+# tensors without strides.
 NESTED = (repeat("is_nested"), repeat(False))
 Check = Callable[..., bool]
 Look = tuple[object, ...]
@@ -18,18 +18,17 @@ OWN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
 def never(*tensors: object) -> bool:
-    """A check that nothing passes."""
     return False
 
 
 def likeness(tensors: Sequence[torch.Tensor], *, sized: bool = True) -> Check:
-    """A check that as many tensors pass if nothing that a plan rests on sets them apart from these.
+    """A check passed by as many tensors that differ from these in nothing a plan depends on.
 
     Of each tensor it compares class, shape, strides, dtype, device, requires_grad and the negative
-    bit; of the thread, inference mode and where autocast is on. Other numbers of tensors raise
-    TypeError. Nothing passes where a class is the user's own: classes are compared by their place
-    in memory, which another may take. sized: whether shapes and strides count; else the number of
-    axes does.
+    bit; of the thread, inference mode and autocast's devices. Other numbers of tensors raise
+    TypeError. The check always fails for a user's own class: classes are compared by their place in
+    memory, and another class may take it. sized: True compares shapes and strides, False the number
+    of axes.
     """
     if not {*map(type, tensors)} <= {*OWN_CLASSES}:
         return never
@@ -44,9 +43,9 @@ def likeness(tensors: Sequence[torch.Tensor], *, sized: bool = True) -> Check:
 
 
 def check_repeated(check: Check, firsts: Sequence[int], *tensors: torch.Tensor) -> bool:
-    """The same where a tensor is passed several times, which PyTorch's check refuses.
+    """The check for a tensor passed several times, refused by PyTorch's own.
 
-    firsts: for each tensor the place where it is passed first.
+    firsts: for each tensor the place of its first occurrence.
     """
     for t, n in zip(tensors, firsts, strict=True):
         if t is not tensors[n]:
@@ -55,8 +54,7 @@ def check_repeated(check: Check, firsts: Sequence[int], *tensors: torch.Tensor) 
 
 
 def look_at(t: object) -> Look | None:
-    """What a plan rests on, of one tensor, as a value. None for anything that is not a dense
-    tensor."""
+    """The properties of a dense tensor a plan depends on, as a value. None for anything else."""
     if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.is_nested:
         return None
     return t.shape, t.stride(), t.dtype, t.device, t.is_neg()

@@ -1,4 +1,4 @@
-"""Numbers of bytes: what a plan will need, and sizes as text."""
+"""Numbers of bytes: a plan's needs, and sizes as text."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ IN_SMALL = {unit.lower(): count for unit, count in UNITS.items()}
 class Memory:
     """Bytes on top of the inputs.
 
-    outputs: what a call returns. saved: what stays alive between forward and backward, o and lse
-    of each attention and statistics that it returns, outputs among them. workspace: the arena's
-    part while it runs, to the byte. temporary: what PyTorch allocates and frees during a call, an
-    upper bound before data are known: it counts the copies that NaN past a length costs, the most
-    keys that data may pick, and all rooms that a step may use, of which a call takes some, so that
-    calls may stay far below it. It leaves out the block of scores that each thread of PyTorch's
-    fused CPU kernel works in: up to 0.8 MiB, of 256 queries and 512 keys, and twice that in a
-    backward; a call's own small numbers, such as a row of positions; and what a plan's first call
-    allocates beside, to prepare the next.
+    outputs: the results of a call. saved: bytes alive between forward and backward: o, lse and
+    returned statistics of each attention, outputs among them. workspace: the arena's part while it
+    runs, to the byte. temporary: bytes allocated and freed by PyTorch during a call, an upper bound
+    before data are known: it counts the copies for NaN past a length, the most keys that data may
+    pick, and every buffer that a step may use. A call uses some of these, and may stay far below
+    it. It leaves out three things. The block of scores in each thread of PyTorch's fused CPU
+    kernel: up to 0.8 MiB, of 256 queries and 512 keys, and twice as much in a backward. A call's
+    own small numbers, for example a row of positions. And allocations of a plan's first call to
+    prepare the next.
     `*_backward` is 0 for a graph without gradients. peak: the most of all this at one time.
-    untold: passes, "forward" and "backward", whose workspace is known only when their plan is
-    built; until then it counts 0.
+    untold: passes, "forward" and "backward", with a workspace known only once their plan is built;
+    until then it counts 0.
     """
 
     outputs: int
@@ -82,7 +82,7 @@ class Memory:
             yield name, text, count / max(1, self.peak)
 
     def workspace_text(self, pass_: str, count: int) -> str:
-        """A pass with the bytes of its workspace, or that only the built plan knows them."""
+        """A pass with the bytes of its workspace, or a note if only the built plan knows them."""
         return (
             f"{pass_} told by the built plan"
             if pass_ in self.untold
@@ -97,7 +97,7 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of an integer, or of text such as "1GiB" or "200 mib". Raises GraphError otherwise."""
+    """Bytes of an integer, or of text: "1GiB" or "200 mib". Raises GraphError otherwise."""
     if type(size) is int and size >= 0:
         return size
     if not isinstance(size, str):

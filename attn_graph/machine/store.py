@@ -1,4 +1,4 @@
-"""A store on disk for what takes long to make: plans that cuDNN built, choices by measurement."""
+"""A store on disk for slow results: plans built by cuDNN, choices by measurement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Unfit(Exception):
-    """The file is foreign or corrupt, or has another key than its name says."""
+    """The file is foreign or corrupt, or its key does not match its name."""
 
 
 @final
@@ -35,8 +35,8 @@ class Unfit(Exception):
 class Entry:
     """A file of a store.
 
-    key: None where the file is corrupt; then `unfit` says why. used: when it was last written or
-    read, in seconds since 1970.
+    key: None if the file is corrupt; then `unfit` tells why. used: the last write or read, in
+    seconds since 1970.
     """
 
     path: Path
@@ -47,14 +47,14 @@ class Entry:
 
 
 def as_folder(folder: object) -> Path:
-    """A converter. Raises GraphError for what names no folder."""
+    """A converter. Raises GraphError unless the value names a folder."""
     if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
         raise GraphError(f"store: folder {show(folder)} is not a path; say the path as text")
     return Path(folder)
 
 
 def as_most(most: object) -> int:
-    """A converter. Raises GraphError for anything that is not a number of bytes."""
+    """A converter. Raises GraphError unless the value is a number of bytes."""
     return require_size("store: most", most)
 
 
@@ -63,17 +63,17 @@ def as_most(most: object) -> int:
 class Store:
     """Bytes by key in a folder: at most `most` bytes of files; the least recently used go first.
 
-    A key is a text with all that the bytes depend on; its sha256 names the file, which repeats the
-    key. Each file has a checksum. A damaged, foreign or unreadable file counts as none, the reason
-    is logged, and the next `put` replaces it; folders in the folder stay, whatever their names.
-    Processes may share a folder: a file appears complete or not at all.
+    A key is a text with everything the bytes depend on; its sha256 names the file, and the file
+    repeats the key. Each file has a checksum. A damaged, foreign or unreadable file counts as none,
+    the reason is logged, and the next `put` replaces it; folders in the folder stay, whatever their
+    names. Processes may share a folder: a file appears complete or not at all.
     """
 
     folder: Path = field(converter=as_folder)
     most: int = field(default=MOST, converter=as_most)
 
     def path(self, key: str) -> Path:
-        """The file of a key, whether it exists or not."""
+        """The file of a key; it may not exist."""
         return self.folder / f"{sha256(key.encode()).hexdigest()}.plan"
 
     def get(self, key: str) -> bytes | None:
@@ -81,7 +81,7 @@ class Store:
         return self.load(key, bytes)
 
     def load(self, key: str, read: Callable[[bytes], T]) -> T | None:
-        """What `read` makes of the bytes of a key; None if there is no file, or it raises Unfit."""
+        """`read` of the bytes of a key; None without a file, or if `read` raises Unfit."""
         path = self.path(key)
         try:
             name, data = unseal(contents(path))
@@ -93,12 +93,12 @@ class Store:
         except (OSError, Unfit) as error:
             LOG.warning("stored plan %s is not used: %s", path, error)
             return None
-        with suppress(OSError):  # a folder that can only be read is as good
+        with suppress(OSError):  # a read-only folder serves as well
             os.utime(path)
         return record
 
     def put(self, key: str, data: bytes) -> None:
-        """Store the bytes of a key. Where the folder cannot be written to, that is only logged."""
+        """Store the bytes of a key. A folder without write access is only logged."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
@@ -124,13 +124,13 @@ class Store:
                     LOG.warning("stored plan %s is not given up: %s", path, error)
 
     def paths(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """The path and status of everything that is named like a file of the store."""
+        """The path and status of everything named like a file of the store."""
         for path in self.folder.glob("*.plan"):
             with suppress(FileNotFoundError):  # another process has just trimmed it
                 yield path, path.lstat()
 
     def files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """The same without folders."""
+        """The path and status of every file of the store."""
         return ((path, stat) for path, stat in self.paths() if not S_ISDIR(stat.st_mode))
 
     def entries(self) -> Iterator[Entry]:
@@ -151,7 +151,7 @@ class Store:
         return sum(stat.st_size for _, stat in self.files())
 
     def clear(self) -> int:
-        """Delete every file, and return how many there were."""
+        """Delete every file, and return their number."""
         paths = [path for path, _ in self.files()]
         for path in (*paths, *self.folder.glob("*.part")):
             path.unlink(missing_ok=True)
@@ -173,7 +173,7 @@ def seal(key: str, data: bytes) -> bytes:
 
 
 def unseal(file: bytes) -> tuple[str, bytes]:
-    """The key and the data of a file's bytes. Raises Unfit where they are corrupt."""
+    """The key and the data of a file's bytes. Raises Unfit if they are corrupt."""
     if not file.startswith(MAGIC):
         raise Unfit(f"it starts with {file[: len(MAGIC)]!r}, not with {MAGIC!r}")
     digest, body = file[len(MAGIC) : len(MAGIC) + 32], file[len(MAGIC) + 32 :]
@@ -190,5 +190,5 @@ def unseal(file: bytes) -> tuple[str, bytes]:
 
 @cache
 def default_store() -> Store:
-    """The store in the user's cache folder, which plans use unless they are given another."""
+    """The store in the user's cache folder, used by plans unless they are given another."""
     return Store(user_cache_path("attn_graph"))

@@ -1,4 +1,4 @@
-"""Where a graph is to run: a device and the libraries on it, as a value."""
+"""The machine to run a graph on: a device and its libraries, as a value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attn_graph.machine.gpus import Peaks, devices, find_product
 
 LOG = logging.getLogger("attn_graph")
 PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend")
-CUDNN = (  # packages of which one is cuDNN itself; jit has the part that attention needs
+CUDNN = (  # packages, one of them cuDNN itself; jit has the part for attention
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-cu12",
     "nvidia-cudnn-jit-cu13",
@@ -31,9 +31,9 @@ FLASH = (
     "apache-tvm-ffi",
     "quack-kernels",
 )  # and its compiler
-SYSTEM_CUDNN = "cudnn"  # what PyTorch loads where pip installed none: a system's, or conda's
+SYSTEM_CUDNN = "cudnn"  # loaded by PyTorch if pip installed none: a system's, or conda's
 LIBRARIES = (*PACKAGES, *FLASH, *CUDNN, SYSTEM_CUDNN)
-VIRTUAL: set[Target] = set()  # GPUs whose code this machine's CPU executes, on tensors of its own
+VIRTUAL: set[Target] = set()  # GPUs emulated by this machine's CPU, on its own tensors
 
 
 @final
@@ -42,15 +42,15 @@ class Target:
     """A device and its libraries. Planning reads this value and never looks at the machine again.
 
     kind: "cpu" or "cuda". sm: compute capability, 90 for 9.0; 0 on a CPU. native: the half
-    precision dtypes, "f16" and "bf16", that the CPU's matrix instructions take as they are.
-    libraries: name and version of each that is installed. interprets: whether Triton's kernels
-    run on the CPU, slowly, because TRITON_INTERPRET=1 was set when Python started.
+    precision dtypes, "f16" and "bf16", supported by the CPU's matrix instructions. libraries: name
+    and version of each installed one. interprets: True if Triton's kernels run on the CPU, slowly,
+    because TRITON_INTERPRET=1 was set when Python started.
 
-    The rest is what costs follow from; None is not known. shared_memory: bytes that one program
-    may use. memory, l2: bytes. bandwidth: bytes/s. peaks: dtype and dense flop/s of matrix
-    products; "f32" is without TF32. driver: the version of CUDA that the GPU's driver knows, 13000
-    for 13.0; cuDNN's plans that are built ahead are for one such version.
-    `attrs.evolve(Target.of("h200"), bandwidth=4e12)` is a machine of your own.
+    All other fields serve cost estimates; None is not known. shared_memory: bytes for one program.
+    memory, l2: bytes. bandwidth: bytes/s. peaks: dtype and dense flop/s of matrix products; "f32"
+    is without TF32. driver: the version of CUDA supported by the GPU's driver, 13000 for 13.0; each
+    cuDNN plan built ahead is for one driver version. `attrs.evolve(Target.of("h200"),
+    bandwidth=4e12)` is a machine of your own.
     """
 
     name: str
@@ -70,10 +70,9 @@ class Target:
 
     @classmethod
     def here(cls, device: torch.device | str | None = None) -> Target:
-        """A device of this machine, by default the current GPU, or the CPU where PyTorch has none.
+        """A device of this machine, by default the current GPU, or the CPU if PyTorch has no GPU.
 
-        Equal GPUs are equal targets, and share plans. Raises GraphError for a device that is not
-        here.
+        Equal GPUs are equal targets, and share plans. Raises GraphError for a device missing here.
         """
         if device is None:
             return describe_gpu(current_gpu()) if gpu_count() else describe_cpu()
@@ -97,7 +96,7 @@ class Target:
         """A machine by name, in small or capital letters, with the libraries installed here: `cpu`,
         one of gpus.toml, or `cuda` and `cuda:0` for GPUs of this machine.
 
-        Raises GraphError for an unknown name, and for a GPU that is not here.
+        Raises GraphError for an unknown name, and for a missing GPU.
         """
         known = name.lower() if isinstance(name, str) else None
         if known in devices():
@@ -113,12 +112,12 @@ class Target:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of this machine that it describes, if any; the current GPU before others."""
+        """The matching device of this machine, if any; the current GPU before others."""
         return next((d for d in local_devices() if Target.here(d) == self), None)
 
     @property
     def tensors_on(self) -> str:
-        """The type of device that its tensors are on: `kind`, or "cpu" for a GPU of VIRTUAL."""
+        """The type of device for its tensors: `kind`, or "cpu" for a GPU of VIRTUAL."""
         return "cpu" if self in VIRTUAL else self.kind
 
     def current(self) -> AbstractContextManager[object]:
@@ -134,7 +133,7 @@ class Target:
 
 @cache
 def gpu_count() -> int:
-    """How many GPUs PyTorch can use here."""
+    """The number of GPUs that PyTorch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -172,7 +171,7 @@ def describe_product(name: str) -> Target:
 @cache
 @neutral_state()
 def describe_gpu(index: int) -> Target:
-    """A GPU of this machine. Its rates are those of the table, if that has this very product."""
+    """A GPU of this machine. Its rates are from the table, if it lists this very product."""
     gpu: Any = torch.cuda.get_device_properties(index)  # Any: PyTorch's stubs leave a field out
     known = find_product(gpu.name)
     return Target(
@@ -205,13 +204,12 @@ def describe_cpu() -> Target:
 
 
 def triton_interprets() -> bool:
-    """Whether Triton will interpret its kernels, by the values that Triton takes for true."""
+    """True if Triton will interpret its kernels, by its own list of true values."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 @cache
 def installed_libraries() -> tuple[tuple[str, str], ...]:
-    """The name and version of every library that is installed."""
     by_pip = [(name, version_of(name)) for name in (*PACKAGES, *FLASH, *CUDNN)]
     has_cudnn = any(number for name, number in by_pip if name in CUDNN)
     libraries = by_pip if has_cudnn else [*by_pip, (SYSTEM_CUDNN, system_cudnn())]
@@ -219,7 +217,6 @@ def installed_libraries() -> tuple[tuple[str, str], ...]:
 
 
 def version_of(library: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:
@@ -227,10 +224,10 @@ def version_of(library: str) -> str | None:
 
 
 def system_cudnn() -> str | None:
-    """The version of the cuDNN that PyTorch loads, "9.20.0"; None where it has none."""
+    """The version of the cuDNN loaded by PyTorch, "9.20.0"; None without one."""
     try:
         number = torch.backends.cudnn.version()
-    except RuntimeError as error:  # it is older than the one that PyTorch was built with
+    except RuntimeError as error:  # it is older than PyTorch's build expects
         LOG.warning("PyTorch does not load cuDNN: %s", error)
         return None
     if number is None:

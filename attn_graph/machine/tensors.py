@@ -1,4 +1,4 @@
-"""Real tensors held to what a plan is for: their specs and their device."""
+"""Real tensors checked against a plan's specs and device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTENSORS = "torch.distributed.tensor"  # slow to import: whoever has a DTensor h
 
 
 def is_watched(t: object) -> bool:
-    """Whether this is a tensor of a class that sees each operation on it, as fake tensors are."""
+    """True for a tensor of a class that sees each operation on it, as fake tensors do."""
     return (
         isinstance(t, torch.Tensor)
         and type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]  # of torch's stubs
@@ -23,13 +23,12 @@ def is_watched(t: object) -> bool:
 
 
 def is_distributed(t: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
     kind = dtensor_class()
     return kind is not None and isinstance(t, kind)
 
 
 def dtensor_class() -> type | None:
-    """The class of DTensors; None where nobody can have one, having imported none."""
+    """The class of DTensors; None if it was never imported, so none can exist."""
     module = sys.modules.get(DTENSORS)
     return None if module is None else module.DTensor
 
@@ -68,7 +67,7 @@ def require_as_declared(
 
 
 def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
-    """What of a tensor is not as declared."""
+    """The differences between a tensor and its spec."""
     if not isinstance(tensor, torch.Tensor):
         return [f"{name}: expected a tensor {spec}, got {show(tensor)}"]
     if is_distributed(tensor):
@@ -116,18 +115,17 @@ def arrange(
 
 
 def as_it_lies(declared: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
-    """A declared spec with the strides of the tensor that autograd hands back for it."""
+    """A declared spec with the strides of its tensor, handed back by autograd."""
     if tensor.shape != declared.shape:
         return declared
     return TensorSpec(declared.shape, declared.dtype, tensor.stride())
 
 
 def copy_laid_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A copy in the layout of a spec."""
     room = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
     return room.copy_(x)
 
 
 def lay_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """x, or a copy in the layout of a spec where it lies otherwise."""
+    """x, or a copy of x if its layout differs from the spec."""
     return x if TensorSpec.like(x) == spec else copy_laid_as(x, spec)

@@ -1,4 +1,4 @@
-"""Times jobs on a machine that others use too: jobs take turns."""
+"""Times jobs in turns, on a machine with other users."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def samples(
 ) -> Iterator[tuple[str, float]]:
     """The name of a job and the seconds of one call, for each job in each of several rounds.
 
-    Each job is called twice before, to warm up. Rounds go on until `seconds`, of all jobs
-    together, have passed: at least 3, at most 50. device: where the jobs run; a CUDA device is
-    timed by its own events. progress: called with a text of what goes on. Caches are warm: a job
-    may find in them what it read last time.
+    Each job is called twice before, to warm up. Rounds go on until `seconds`, of all jobs together,
+    have passed: at least 3, at most 50. device: the jobs' device; a CUDA device is timed by its own
+    events. progress: called with a text of the current step. Caches are warm: a job may find its
+    last reads in them.
     """
     tell, calls = progress or ignore_progress, {}
     for name, job in jobs.items():
@@ -46,7 +46,7 @@ def ignore_progress(_: str) -> None:
 
 
 def calls_per_sample(job: Job, device: torch.device | None) -> int:
-    """How many calls make a sample, by the time of the second: the first may build and allocate."""
+    """The number of calls in a sample, by the second call's time: the first may build."""
     job()
     once = sample(job, 1, device)
     return max(1, math.ceil(LEAST_SAMPLE / max(once, 1e-7)))
@@ -63,7 +63,7 @@ def sample(job: Job, calls: int, device: torch.device | None) -> float:
 
 
 def sample_by_events(job: Job, calls: int, device: torch.device) -> float:
-    """The same on a GPU, by events before the first call and after the last on its stream."""
+    """Mean seconds on a GPU, by events before the first call and after the last on its stream."""
     with torch.cuda.device(device):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""PyTorch's process-wide switches that attention obeys, as a value, read once by each `compile`."""
+"""PyTorch's process-wide switches for attention, as a value, read once by each `compile`."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ RawSwitches = tuple[
 
 ROUNDED = ("tf32", "bf16")
 KERNELS: tuple[KernelName, ...] = ("math", "flash", "efficient", "cudnn")  # by number in SDPBackend
-SETTERS: dict[
-    KernelName, str
-] = {  # of torch.backends.cuda, by the kernel that each turns on and off
+SETTERS: dict[KernelName, str] = {  # of torch.backends.cuda, by the kernel it turns on and off
     "math": "enable_math_sdp",
     "flash": "enable_flash_sdp",
     "efficient": "enable_mem_efficient_sdp",
     "cudnn": "enable_cudnn_sdp",
 }
-# The orders that PyTorch sets itself: the second one on GPUs of compute capability 9 and 10, at the
-# process's first call of scaled_dot_product_attention there.
+# PyTorch's own orders: the second one on GPUs of compute capability 9 and 10, from the process's
+# first call of scaled_dot_product_attention there.
 USUAL: tuple[KernelName, ...] = ("flash", "efficient", "math", "cudnn")
 CUDNN_FIRST: tuple[KernelName, ...] = ("cudnn", "flash", "efficient", "math")
 PUTS_CUDNN_FIRST = range(90, 110)  # compute capabilities
 
-# The name of the flash kernel that was activated in place of PyTorch's own; versions of PyTorch
-# that know no others have no such function.
+# The name of the flash kernel activated in place of PyTorch's own. Versions of PyTorch without
+# other kernels lack the function.
 active_flash_impl: Callable[[], str | None] = getattr(
     torch.nn.attention, "current_flash_attention_impl", lambda: None
 )
@@ -53,11 +51,11 @@ class Switches(NamedTuple):
     """PyTorch's switches as this process has set them; docs/torch-controls.md lists them all.
 
     deterministic: torch.use_deterministic_algorithms, with warn_only or without. flash, efficient,
-    cudnn, math: the kernels of scaled_dot_product_attention, which torch.nn.attention.sdpa_kernel
-    turns on and off. tf32, onednn: whether PyTorch's float32 matrix products may round their
-    inputs, on GPUs to TF32, on CPUs to TF32 or bfloat16. flash_impl: the flash kernel that was
+    cudnn, math: the kernels of scaled_dot_product_attention, turned on and off by
+    torch.nn.attention.sdpa_kernel. tf32, onednn: True if PyTorch's float32 matrix products may
+    round their inputs, on GPUs to TF32, on CPUs to TF32 or bfloat16. flash_impl: the flash kernel
     activated in place of PyTorch's own, if any. cudnn_library: torch.backends.cudnn.enabled.
-    priority: those kernels by their numbers in SDPBackend, the first choice first.
+    priority: the kernels by their numbers in SDPBackend, the first choice first.
     """
 
     deterministic: bool = False
@@ -83,9 +81,9 @@ class Switches(NamedTuple):
             yield "torch.backends.cudnn.enabled = False"
 
     def order(self, kind: str, sm: int) -> tuple[KernelName, ...]:
-        """The kernels that are on, in the order that sdpa_kernel has set for GPUs.
+        """The kernels still on, in the order set by sdpa_kernel for GPUs.
 
-        Empty where that is PyTorch's own order, and on CPUs, where PyTorch has none.
+        Empty for PyTorch's own order, and on CPUs, because PyTorch has none there.
         """
         numbers = (n for n in self.priority if n < len(KERNELS))
         kernels: list[KernelName] = [KERNELS[n] for n in numbers if getattr(self, KERNELS[n])]
@@ -97,7 +95,7 @@ class Switches(NamedTuple):
     def changed(self) -> Iterator[tuple[str, object]]:
         """Each switch that differs from PyTorch's default, with its value.
 
-        The order of kernels counts as unchanged if it is one that PyTorch sets itself on any GPU.
+        The order of kernels counts as unchanged if PyTorch itself sets it on any GPU.
         """
         usual = Switches(priority=self.priority)
         yield from ((n, x) for n, x in self._asdict().items() if x != getattr(usual, n))
@@ -111,16 +109,15 @@ def read_switches() -> Switches:
 
 
 def as_switches(raw: RawSwitches) -> Switches:
-    """What `raw_switches` gave."""
+    """A value from the result of `raw_switches`."""
     deterministic, flash, efficient, cudnn, cuda, mkldnn, impl, math, library, order = raw
     rounds = (cuda in ROUNDED, mkldnn in ROUNDED)
     return Switches(deterministic, flash, efficient, cudnn, *rounds, impl, math, library, order)
 
 
 def switches_that_count(on_cpu: bool) -> tuple[object, ...]:
-    """The switches that decide who runs attention there, in a fraction of a microsecond: for every
-    call to compare. Those of GPUs' products and of the order of their kernels say nothing on CPUs.
-    """
+    """The switches that decide the backend on a device. Every call compares them, in a fraction of
+    a microsecond. On CPUs, switches of GPU products and of kernel order are left out."""
     if not on_cpu:
         return raw_switches()
     return (
@@ -135,7 +132,7 @@ def switches_that_count(on_cpu: bool) -> tuple[object, ...]:
 
 
 def raw_switches() -> RawSwitches:
-    """What PyTorch says of each switch."""
+    """The state of each switch in PyTorch."""
     return (
         _get_deterministic_algorithms(),
         _get_flash_sdp_enabled(),
@@ -151,5 +148,5 @@ def raw_switches() -> RawSwitches:
 
 
 def products_round(kind: str) -> bool:
-    """Whether PyTorch's float32 products on a "cuda" or "cpu" device may round their inputs now."""
+    """True if PyTorch's float32 products on a "cuda" or "cpu" device may round their inputs now."""
     return _get_fp32_precision_getter(LIBRARIES[kind], "matmul") in ROUNDED

@@ -1,4 +1,4 @@
-"""Scratch memory that all plans share: as large as the largest need, not the sum of all."""
+"""Scratch memory shared by all plans: as large as the largest need, not the sum of all."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from attrs import define, field, frozen
 from attn_graph.machine.ambient import is_traced
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction needs
-MOST_LAYOUTS = 256  # layouts whose views an arena keeps ready
+MOST_LAYOUTS = 256  # layouts with views kept ready by an arena
 
-Views = Mapping[Any, torch.Tensor]  # by name, which may be a number
+Views = Mapping[Any, torch.Tensor]  # by name, or by number
 
 
 @final
 @frozen
 class Buffer:
-    """One tensor that a plan needs while it runs: dense, contents undefined."""
+    """One temporary tensor of a plan: dense, contents undefined."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Buffer:
 @final
 @frozen(eq=False)
 class Scratch:
-    """All buffers of a plan by name, side by side: a layout of its own, like another or not."""
+    """All buffers of a plan by name, side by side. Compared by identity, not by layout."""
 
     buffers: Mapping[Any, Buffer] = field(factory=dict)
 
@@ -59,7 +59,7 @@ class Scratch:
 @final
 @define(eq=False)
 class Arena:
-    """Memory in which one run at a time works, and the views of it by layout.
+    """Memory for one run at a time, and the views of it by layout.
 
     `with arena:` gives the buffers of `scratch`; when the block ends, the arena goes to `idle`.
     """
@@ -77,11 +77,11 @@ class Arena:
         return self.views(self.scratch)
 
     def __exit__(self, *raised: object) -> None:
-        idle, self.idle = self.idle, []  # an arena that holds its own list would outlive it
+        idle, self.idle = self.idle, []  # or the arena holds its own list and outlives it
         idle.append(self)
 
     def views(self, scratch: Scratch) -> Views:
-        """The buffers as tensors in this memory, which grows where it is too small."""
+        """The buffers as tensors in this memory; it grows if it is too small."""
         views = self.ready.get(scratch)
         if views is None:
             self.make_room(scratch.bytes)
@@ -89,7 +89,7 @@ class Arena:
         return views
 
     def make_room(self, need: int) -> None:
-        """Grow to so many bytes. The old memory is freed first: both never exist at once."""
+        """Grow to `need` bytes. The old memory is freed first: both never exist at once."""
         if need > self.memory.numel():
             self.ready.clear()
             self.memory = allocate(0, self.device)
@@ -104,21 +104,21 @@ Stream = tuple[torch.device, int]  # a device and a stream on it; CPU: stream 0
 @final
 @define(eq=False)
 class Workspace:
-    """Memory that plans share. It grows to the largest need; `release` frees it.
+    """Memory shared by plans. It grows to the largest need; `release` frees it.
 
-    Each device has its arenas, and on a GPU each stream, whatever thread calls: work on a stream
-    runs in the order in which it was launched, so forward and backward of all plans share one
-    arena there. Runs that are in progress at the same time (of other threads, or one within
-    another) take one each. A plan holds nothing in it between calls. While a CUDA graph is
-    captured, memory comes from that graph's own pool instead and lives as long as the graph, so
-    graphs may be replayed at once, and `release` does them no harm. By default all plans share
-    `default_workspace()`; make your own and pass it to `compile` to keep apart.
+    Each device has its arenas, and on a GPU each stream, for any calling thread: work on a stream
+    runs in the order of its launches, so forward and backward of all plans share one arena there.
+    Concurrent runs (of other threads, or one within another) take one each. A plan holds nothing in
+    it between calls. While a CUDA graph is captured, memory comes from the graph's own pool instead
+    and lives as long as the graph, so graphs may be replayed at once, and `release` does them no
+    harm. By default all plans share `default_workspace()`; make your own and pass it to `compile`
+    to keep apart.
     """
 
-    # No locks, which a fork could leave held: runs share these only by `append`, `pop`, `clear`,
-    # `copy` and `setdefault`, each of which is atomic, without the interpreter's lock too.
+    # No locks: a fork could leave them held. Runs share these only by `append`, `pop`, `clear`,
+    # `copy` and `setdefault`, each atomic, without the interpreter's lock too.
     idle: dict[Stream, list[Arena]] = field(factory=dict, init=False, repr=False)
-    arenas: list[ref[Arena]] = field(factory=list, init=False, repr=False)  # those in use too
+    arenas: list[ref[Arena]] = field(factory=list, init=False, repr=False)  # also the ones in use
 
     def __reduce__(self) -> tuple[Callable[[], Workspace], tuple[()]]:
         """Unpickle as another one: the default one for the default one, else a new one."""
@@ -143,16 +143,16 @@ class Workspace:
             arenas.clear()  # and not the dict alone: runs in progress hold these lists
 
     def lease(self, scratch: Scratch, device: torch.device) -> AbstractContextManager[Views]:
-        """A context with the buffers of a plan, which nobody else uses until it ends."""
+        """A context with the buffers of a plan, reserved until it ends."""
         arena, idle = self.take(device)
         arena.scratch, arena.idle = scratch, idle
         return arena
 
     def take(self, device: torch.device) -> tuple[Arena, list[Arena]]:
-        """An arena that nobody else uses until it is appended to the list beside it.
+        """An arena, reserved until it is appended to the list beside it.
 
-        Under a dispatch mode, a trace or a capture it is new memory, which only the captured CUDA
-        graph keeps.
+        Under a dispatch mode, a trace or a capture it is new memory, kept by the captured CUDA
+        graph alone.
         """
         if is_traced():
             return Arena(device), []
@@ -168,21 +168,21 @@ class Workspace:
             return self.new_arena(device), idle
 
     def new_arena(self, device: torch.device) -> Arena:
-        """An empty arena, which `bytes` counts for as long as it exists."""
+        """An empty arena, counted by `bytes` for as long as it exists."""
         arena = Arena(device)
         self.arenas.append(ref(arena, self.arenas.remove))
         return arena
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the device's current stream."""
+    """True if a CUDA graph is being captured on the device's current stream."""
     elsewhere = torch.cuda.current_device() != device.index
     with torch.cuda.device(device) if elsewhere else nullcontext():
         return torch.cuda.is_current_stream_capturing()
 
 
 def allocate(count: int, device: torch.device) -> torch.Tensor:
-    """So many bytes as uint8, which training can write to even if inference allocates them."""
+    """`count` bytes as uint8: training can write to them even if inference allocates them."""
     with torch.inference_mode(False):
         return torch.empty(count, dtype=torch.uint8, device=device)
 
@@ -191,5 +191,5 @@ DEFAULT = Workspace()
 
 
 def default_workspace() -> Workspace:
-    """The workspace of every plan that was not given another."""
+    """The workspace of every plan without one of its own."""
     return DEFAULT

@@ -1,4 +1,4 @@
-"""A plan: a graph, who runs it, and how to call it."""
+"""A plan: a graph, its backend, and the call."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from attn_graph.planner.recorded import no_other
 from attn_graph.planner.sized import Sized
 from attn_graph.spec import TensorSpec
 
-if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
+if TYPE_CHECKING:  # imported at first use: calls need none of them
     from attn_graph.planner.cost import Cost
     from attn_graph.planner.explanation import Explanation
 
 Tensors = tuple[torch.Tensor, ...]
-Pattern = tuple[object, ...]  # of a backward: which inputs need a gradient, which outputs have none
+Pattern = tuple[object, ...]  # of a backward: inputs with a gradient, outputs without a cotangent
 requires_grad = attrgetter("requires_grad")
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 
@@ -54,12 +54,12 @@ MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 @final
 @define(eq=False)
 class Memo:
-    """What a plan remembers: tensors that it has checked, by their likeness, and backward plans.
+    """A plan's memory: tensors already checked, by their likeness, and backward plans.
 
-    looks: of the last call's tensors. call: their likeness, and whether one requires grad. pull:
-    the likeness of the last backward's, its pattern and plan. pushes: the plans of forward mode.
-    content: the plan as text, once it was wanted. Where sizes have names: those of the last call,
-    and `unsized`, what else was checked of its tensors, and whether one requires grad.
+    looks: of the last call's tensors. call: their likeness, and True if one requires grad. pull:
+    the likeness of the last backward's tensors, its pattern and plan. pushes: the plans of forward
+    mode. content: the plan as text, made at first use. With named sizes: `sizes` of the last call,
+    and `unsized`, the check of everything else in its tensors, and True if one requires grad.
     """
 
     looks: list[Look | None] = field(factory=list)
@@ -81,16 +81,16 @@ def name_inputs(graph: Graph) -> tuple[str, ...]:
 @final
 @frozen(eq=False, repr=False)
 class Plan:
-    """How a graph runs on a target. Made by `compile`; immutable, shared by threads, reusable.
+    """A graph ready to run on a target. Made by `compile`; immutable, shared by threads, reusable.
 
     Call it with the graph's inputs, by position or by name; it returns the one output, or a tuple.
-    Where an input requires grad, the results are differentiable by PyTorch's autograd, twice, and
-    by its forward mode. Raises PlanMismatchError for tensors other than declared, PlanTargetError
-    for a plan of another machine, or of another kind of GPU than the tensors are on, GraphError for
-    derivatives that it has not.
+    If an input requires grad, the results are differentiable by PyTorch's autograd, twice, and by
+    its forward mode. Raises PlanMismatchError for tensors other than declared, PlanTargetError for
+    a plan of another machine, or of another kind of GPU than the tensors are on, GraphError for
+    missing derivatives.
 
-    It pickles as graph, target and options, and is planned again where it arrives. A copy, deep or
-    not, is the plan itself.
+    It pickles as graph, target and options, and is planned again on arrival. A copy, deep or not,
+    is the plan itself.
     """
 
     graph: Graph
@@ -101,10 +101,10 @@ class Plan:
     also: tuple[str, ...]
     executable: Executable
     backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
-    recipe: tuple[Callable[..., Plan], tuple[Any, ...]]  # Any: a function and what it made this of
+    recipe: tuple[Callable[..., Plan], tuple[Any, ...]]  # Any: a function and its arguments
     precision: str = "ieee"  # of float32 products
-    sized: Sized | None = None  # where sizes have names
-    keeps: Callable[[], Plan | None] = no_other  # the plan that autograd records, if it is another
+    sized: Sized | None = None  # with named sizes
+    keeps: Callable[[], Plan | None] = no_other  # the plan recorded by autograd, if another
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
     )
@@ -118,7 +118,7 @@ class Plan:
     single: bool = field(
         init=False, default=Factory(lambda plan: len(plan.graph.outputs) == 1, takes_self=True)
     )
-    constants: tuple[int, ...] = field(  # places of the outputs that have no gradient
+    constants: tuple[int, ...] = field(  # places of the outputs without a gradient
         init=False, default=Factory(lambda plan: plan.graph.constant_places, takes_self=True)
     )
     memo: Memo = field(init=False, factory=Memo)
@@ -186,8 +186,7 @@ class Plan:
 
     @property
     def recorded(self) -> Plan:
-        """The plan whose calls autograd records: this one, or one that keeps more for its
-        backward, as `explain` says."""
+        """The plan recorded by autograd: this one, or one that keeps more for its backward."""
         if self.memo.recorded is None:
             self.memo.recorded = self.keeps() or self
         return self.memo.recorded
@@ -198,7 +197,7 @@ class Plan:
         return make(graph, *rest)
 
     def run_profiled(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
-        """The same under a name, which PyTorch's profilers and NVTX show."""
+        """Run checked tensors under a name in PyTorch's profilers and NVTX."""
         plan = self.recorded if wants and torch.is_grad_enabled() else self
         with plan.named_in_profiles("forward"):
             return self.run_known(tensors, wants)
@@ -208,7 +207,7 @@ class Plan:
         return named_in_profiles(f"{self.backend} {side}")
 
     def call_op(self, tensors: Tensors) -> torch.Tensor | Tensors:
-        """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
+        """Call an operator of PyTorch's, as traces and transforms need."""
         if self.sized is not None:
             return self.call_op_at(tensors)
         if not is_dynamo_compiling():
@@ -217,8 +216,8 @@ class Plan:
         return outputs[0] if self.single else tuple(outputs)
 
     def call_op_at(self, tensors: Tensors) -> torch.Tensor | Tensors:
-        """The same of tensors of some sizes, by the plan for these. Raises GraphError in code that
-        torch.compile traces."""
+        """Call the operator of the plan for these tensors' sizes. Raises GraphError if
+        torch.compile traces the call."""
         if is_dynamo_compiling():
             raise GraphError(
                 "a plan whose sizes have names is not traced; call plan.at(...) in compiled code"
@@ -234,7 +233,7 @@ class Plan:
         return arrange({i.name: i.spec for i in self.graph.inputs}, tensors, named)
 
     def admit(self, tensors: Tensors) -> bool:
-        """Whether one of the tensors requires grad. They are checked, unless they look as the last.
+        """True if one of the tensors requires grad. Checks all, unless they look like the last.
 
         Their likeness is remembered.
         """
@@ -251,8 +250,8 @@ class Plan:
         return wants
 
     def admit_sized(self, fit: Fit, tensors: Tensors) -> bool:
-        """The same where sizes have names. A new size costs a look at shapes and strides; what it
-        looks like is remembered when it comes again."""
+        """`admit` for named sizes. A new size costs a look at shapes and strides; the likeness is
+        remembered if the size comes again."""
         check, wants = self.memo.unsized
         sizes = fit.lying(tensors) if check(*tensors) else None
         if sizes is None:
@@ -276,9 +275,9 @@ class Plan:
         saved: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
     ) -> Sequence[torch.Tensor]:
-        """The gradients of the inputs marked in `needs`, from what the forward saved.
+        """The gradients of the inputs marked in `needs`, from the values saved by the forward.
 
-        Where autograd records this too, they are differentiable themselves.
+        If autograd records this too, they are differentiable themselves.
         """
         if len(grads) == 1 and (do := grads[0]) is not None:  # as mostly
             given = [do]
@@ -303,7 +302,7 @@ class Plan:
         grads: Sequence[torch.Tensor | None],
         pattern: Pattern,
     ) -> Pull[Plan]:
-        """The backward plan for tensors like these; it is remembered."""
+        """The backward plan for tensors like these, remembered."""
         if is_traced():
             return self.planned_pull(needs, saved, grads)
         tensors = (*saved, *(g for g in grads if g is not None))
@@ -326,7 +325,7 @@ class Plan:
         saved: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
     ) -> Pull[Plan]:
-        """Plan for what autograd hands back: saved tensors may have moved meanwhile."""
+        """The backward plan for tensors handed back by autograd: saved ones may have moved."""
         handed = HandedBack(self.graph, self.target, self.sizes_of(saved), saved, grads)
         wants = [i for i, need in enumerate(needs) if need]
         plan = self.backward(wants, handed.cotangents(), handed.moved())
@@ -337,7 +336,7 @@ class Plan:
         return Pull(plan, (), likeness((*saved, *given), sized=False))
 
     def sizes_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-        """What the sizes by name are, of tensors that begin with the inputs."""
+        """The values of named sizes in tensors that begin with the inputs."""
         if self.sized is None:
             return {}
         return self.sized.fit.named(self.sized.fit.read(tensors))
@@ -355,7 +354,8 @@ class Plan:
     def vjp(self) -> Plan:
         """The plan of the gradient by every floating input; see `attn_graph.vjp` for its inputs.
 
-        That of a gradient is its second derivative. Raises GraphError for a plan that is one.
+        The vjp of a gradient is the second derivative. Raises GraphError for the plan of a second
+        derivative.
         """
         return self.backward()
 
@@ -366,38 +366,37 @@ class Plan:
 
     @property
     def training_vjp(self) -> Plan:
-        """That of a training step, where lse has no cotangent beside other outputs. It reads what
-        the forward saved: see `recorded`."""
+        """The plan of a training step's gradient, without a cotangent of lse beside other outputs.
+        It reads the values saved by the forward: see `recorded`."""
         plan = self.recorded
         return plan.backward(None, cotangent_specs(plan.graph, main_outputs(plan.graph)))
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is something to differentiate by, every step has a derivative, and this is
-        no gradient itself."""
+        """True if an input and every step is differentiable, and this is not a gradient itself."""
         return self.graph.has_gradient
 
     def at(self, **sizes: int) -> Plan:
-        """The plan for sizes as numbers, by their names; those that are not given are the largest.
+        """The plan for sizes as numbers, by their names; each size not given is its largest.
 
-        What this plan runs for tensors of these sizes, in the backend that does. Raises GraphError
-        for other names, and for sizes that they do not stand for.
+        A call of this plan with tensors of these sizes runs it, in its backend. Raises GraphError
+        for other names, and for sizes outside a name's range.
         """
         from attn_graph.plan.bound import bind_plan
 
         return bind_plan(self, sizes)
 
     def memory(self, **sizes: int) -> Memory:
-        """Bytes that a call will need, and a training step's gradient, known before they run.
+        """Bytes needed by a call, and by a training step's gradient, known before they run.
 
-        Where lse is an output, that is a step that uses other outputs alone: `explain` also tells
-        what a gradient through lse needs. sizes: as `at` takes them.
+        If lse is an output, the step uses the other outputs alone: `explain` also reports the needs
+        of a gradient through lse. sizes: as in `at`.
         """
         plan = self.at(**sizes)
         return plan.memory_with(plan.training_vjp if plan.has_gradient else None)
 
     def memory_with(self, gradient: Plan | None) -> Memory:
-        """Of this pass and of the gradient's."""
+        """The memory of this pass and of the gradient."""
         from attn_graph.planner.explanation import sum_memory
 
         ahead = self.executable.foreseen
@@ -408,12 +407,12 @@ class Plan:
         return sum_memory(recorded.graph, ahead, gradient.graph, behind)
 
     def cost(self, /, **tensors: torch.Tensor | int) -> Cost:
-        """Flops and bytes that the masks leave, and the least time on the target.
+        """Flops and bytes left by the masks, and the least time on the target.
 
-        Exact for masks that no tensor decides, and for others with the tensors that do, by the
-        names of the inputs: `plan.cost(kv_lengths=lengths)`. Without them it is the most there can
-        be, and so it is, and says so, where counting would take longer than a second. Sizes as `at`
-        takes them stand among the tensors. Raises GraphError for others.
+        Exact for masks without tensors, and for others if their tensors are given by the names of
+        the inputs: `plan.cost(kv_lengths=lengths)`. Without them it is an upper bound, and it is
+        marked as one if an exact count would take longer than a second. Sizes, as in `at`, stand
+        among the tensors. Raises GraphError for other names.
         """
         from attn_graph.planner.cost import cost
 
@@ -424,7 +423,7 @@ class Plan:
     def verify(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
         """Run the plan on these tensors and compare with float64 by the rule of docs/semantics.md.
 
-        Where one key outweighs all others its allowance is less than that page's: see there.
+        If one key outweighs all others, its allowance is smaller than that page's: see there.
         """
         with torch.no_grad():
             given = self.arranged(tensors, named)
@@ -433,12 +432,12 @@ class Plan:
             return compare(graph, given, self.run(*given)[0])
 
     def check(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> None:
-        """Raise PlanMismatchError where starts, lengths or pages point at nothing: starts that
-        descend, lengths over what there is, pages that are not in the pool. Nothing is run.
+        """Raise PlanMismatchError if starts, lengths or pages point at nothing: starts that
+        descend, lengths beyond the tensor, pages outside the pool. Nothing is run.
 
         On CPUs calls check the starts, lengths and pages of packed and paged tensors themselves.
-        Lengths of padded tensors, and all of them on GPUs, where a call would have to wait for the
-        device, are checked here alone: with wrong ones the result of a call is undefined.
+        Lengths of padded tensors are checked here alone. So is everything on GPUs, because a call
+        would have to wait for the device. With wrong ones the result of a call is undefined.
         """
         given = self.arranged(tensors, named)
         if self.sized is not None:
@@ -448,17 +447,17 @@ class Plan:
             check_data(self.graph, given)
 
     def text(self) -> str:
-        """What was generated to run it, or how it runs. May change between versions."""
+        """The generated code that runs it, or a description. May change between versions."""
         return self.executable.text() or "\n".join(
             (*self.executable.notes, *self.executable.launches())
         )
 
     def explain(self, **sizes: int) -> Explanation:
-        """Who runs the graph and why, how, every reason why others don't, and what it costs.
+        """The backend and the reasons, every other backend's refusal, and the cost.
 
-        Prints as text, shows as HTML in a notebook, and gives `to_dict()`. To see the machine code
-        of kernels it compiles them. `attn_graph.explain` builds nothing, and says what would have
-        to change for those that refuse. sizes: as `at` takes them.
+        Prints as text, shows as HTML in a notebook, and gives `to_dict()`. It compiles kernels to
+        show their machine code. `attn_graph.explain` builds nothing, and names the changes that
+        lift each refusal. sizes: as in `at`.
         """
         from attn_graph.plan.explained import explain_plan
 
@@ -468,14 +467,14 @@ class Plan:
         return f"Plan({self.backend} on {self.target})\n{self.graph}"
 
     def _repr_html_(self) -> str:
-        """For notebooks: who runs it and how, who does not, and the graph. It compiles nothing."""
+        """For notebooks: the backend, the other backends, and the graph. It compiles nothing."""
         from attn_graph.plan.explained import show_plan
 
         return show_plan(self)
 
 
 def content_of(plan: Plan) -> str:
-    """The plan as text. Raises PlanTargetError where it is for another machine than this one."""
+    """The plan as text. Raises PlanTargetError if it is for another machine than this one."""
     from attn_graph.planner.content import write_plan
 
     if not plan.memo.content:

@@ -1,4 +1,4 @@
-"""Plans whose sizes have names, for sizes as numbers."""
+"""Plans with named sizes, bound to numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def bind_backward(
     cotangents: Sequence[TensorSpec | None] | None = None,
     saved: Sequence[TensorSpec] | None = None,
 ) -> Plan:
-    """As `Plan.backward`, for sizes as numbers: what the gradient's plan runs for them."""
+    """`Plan.backward` for sizes as numbers, by the gradient's own plan."""
     due = [result_spec(plan.graph, i) for i in plan.graph.outputs]
     lies = [*saved_specs(plan.graph).values()]
     own = None if cotangents is None else generalise_given(due, cotangents, sizes)

@@ -1,4 +1,4 @@
-"""What a plan says of itself: who runs it and why, how, and what it costs."""
+"""A plan's explanation: the backend, the reasons, and the cost."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def explain_plan(plan: Plan, sizes: Mapping[str, int]) -> Explanation:
 
 
 def explain_backward(plan: Plan, outputs: Sequence[int]) -> Explanation:
-    """Who runs the gradient if these outputs have cotangents, with the memory of both passes.
+    """The backend of the gradient if these outputs have cotangents, with the memory of both passes.
 
-    Where nobody does, that is the memory of this pass alone.
+    If all backends refuse, the memory is of this pass alone.
     """
     recorded = plan.recorded
     specs = cotangent_specs(recorded.graph, outputs)
@@ -57,7 +57,7 @@ def explain_backward(plan: Plan, outputs: Sequence[int]) -> Explanation:
 
 
 def explain_side(plan: Plan) -> Explanation:
-    """Of one pass alone: who runs it and how, and why the others don't."""
+    """One pass alone: its backend and notes, and the other backends' refusals."""
     return Explanation(
         plan.graph,
         plan.target,
@@ -70,7 +70,7 @@ def explain_side(plan: Plan) -> Explanation:
 
 
 def show_plan(plan: Plan) -> str:
-    """For notebooks: who runs it and how, who does not, and the graph. It compiles nothing."""
+    """For notebooks: the backend, the other backends, and the graph. It compiles nothing."""
     notes = (*plan.executable.notes, *plan.executable.launches())
     rows = [
         (plan.backend, html.verdict(f"runs it: {plan.cause}", notes)),

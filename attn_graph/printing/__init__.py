@@ -1,1 +1,1 @@
-"""Values as the Python that makes them, and as HTML for notebooks."""
+"""Values as Python code and as HTML for notebooks."""

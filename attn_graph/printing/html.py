@@ -1,7 +1,7 @@
 """Pieces of HTML for notebooks: elements, tables, bars, and pictures of tiles.
 
-Text is escaped wherever it is put into a piece. Colours are half transparent or those of the page,
-so one form suits light and dark pages; nothing is loaded from elsewhere.
+All text in a piece is escaped. Colours are half transparent or those of the page, so one form suits
+light and dark pages; nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from html import escape
 from itertools import groupby
 from typing import final
 
-MIXED, FULL = "#6ea8e0", "#2f6fb8"  # a tile of which some places are kept, and one of which all are
+MIXED, FULL = "#6ea8e0", "#2f6fb8"  # a tile with some places kept, and one with all
 WIDTH = 256  # pixels of a picture
 STYLE = """
 .attn-graph { line-height: 1.45; max-width: 64rem; }
@@ -38,11 +38,11 @@ STYLE = """
 
 @final
 class Html(str):
-    """Text that is HTML already, and is not escaped again."""
+    """Text in HTML: it is not escaped again."""
 
 
 def element(name: str, *inner: object, **attributes: object) -> Html:
-    """`<name attribute="...">inner</name>`; all that is not Html is escaped.
+    """`<name attribute="...">inner</name>`; everything except Html is escaped.
 
     The attribute `class` is written `class_`, and a hyphen in a name `_`.
     """
@@ -55,7 +55,7 @@ def element(name: str, *inner: object, **attributes: object) -> Html:
 
 
 def page(*parts: object) -> str:
-    """The parts one after another, with the style that all of them have."""
+    """The parts one after another, with their common style."""
     style = element("style", Html(STYLE))
     return element("div", style, *parts, class_="attn-graph")
 
@@ -66,13 +66,12 @@ def code(value: object) -> Html:
 
 
 def bullets(lines: Iterable[object]) -> Html:
-    """A list of lines; nothing for none."""
     items = [element("li", line) for line in lines]
     return element("ul", *items) if items else Html()
 
 
 def table(rows: Iterable[Sequence[object]], head: Sequence[object] = ()) -> Html:
-    """A table; the first cell of each row names it. A cell that is a `Number` is on the right."""
+    """A table; the first cell of each row names it. Cells with a `Number` are aligned right."""
     lines = [element("tr", *(cell("th", x) for x in head))] if head else []
     for name, *cells in rows:
         lines.append(element("tr", cell("th", name), *(cell("td", x) for x in cells)))
@@ -80,22 +79,21 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[object] = ()) -> Html
 
 
 def verdict(text: object, lines: Iterable[object] = ()) -> Html:
-    """What is said of a backend: a clause, and a list under it."""
+    """The words about a backend: a clause, and a list under it."""
     return Html(escape(str(text)) + bullets(lines))
 
 
 @final
 class Number(str):
-    """Text that is a figure: tables put it on the right."""
+    """Text of a figure: tables put it on the right."""
 
 
 def cell(name: str, value: object) -> Html:
-    """A cell of a table, "th" or "td"."""
     return element(name, value, **({"class_": "number"} if isinstance(value, Number) else {}))
 
 
 def bar(share: float) -> Html:
-    """A bar, as long as a share from 0 to 1 says."""
+    """A bar as long as a share from 0 to 1."""
     return element("span", class_="bar", style=f"width:{160 * share:.0f}px")
 
 

@@ -1,4 +1,4 @@
-"""Values as the Python text that makes them again."""
+"""Values as Python text; reading it makes equal ones."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def show_value(value: object) -> str:
 
 
 def show_call(value: Any) -> str:  # Any: of an attrs class
-    """The call that makes a value of an attrs class, such as `Window(left=64)`."""
+    """The call that makes a value of an attrs class, for example `Window(left=64)`."""
     return f"{type(value).__name__}({', '.join(show_fields(value))})"
 
 
 def show_fields(value: Any) -> list[str]:  # Any: of an attrs class
-    """`name=text` for each argument whose value is not the default."""
+    """`name=text` for each argument without its default value."""
     return [
         f"{field.name}={show_value(getattr(value, field.name))}"
         for field in attrs.fields(type(value))
