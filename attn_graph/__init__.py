@@ -1,9 +1,9 @@
-"""Attention as an immutable graph: declare it, know what will run and why, then run it.
+"""Attention as an immutable graph: declare it, see its backend and the reasons, then run it.
 
 One alphabet, in docstrings and code alike: B batch, H query heads, G key/value heads (H = r G;
-query head h reads key/value head h // r), M queries, N keys, D head size of q and k, E head size
-of v; i a query's position, j a key's. Tensors by role: q k v o lse, scores s, weights p, and
-gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the strides' business.
+query head h reads key/value head h // r), M queries, N keys, D head size of q and k, E head size of
+v; i a query's position, j a key's. Tensors by role: q k v o lse, scores s, weights p, and gradients
+dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the strides' business.
 """
 
 import gc
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """No garbage is collected within this block, where nearly all that is made is there to stay.
+    """No garbage is collected within this block: nearly all of its objects stay.
 
-    One full collection, of all that PyTorch made before, would take longer than this import.
+    One full collection, of all objects made by PyTorch before, would take longer than this import.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -29,7 +29,7 @@ def paused_collector() -> Iterator[None]:
 
 
 with paused_collector():
-    from attn_graph import nn as nn  # registers the operators, which plans call in traced code
+    from attn_graph import nn as nn  # registers the operators for plans in traced code
     from attn_graph.compiler import avoid, cache_info, clear_cache, compile, explain, prefer
     from attn_graph.errors import (
         FallbackWarning,
@@ -139,7 +139,7 @@ __all__ = [
     "vmap",
 ]
 PARTS = ("extend", "testing", "types")  # imported at first use
-LATER = {  # imported at first use, by the module that has it
+LATER = {  # imported at first use, by home module
     "Addend": "ir.addends",
     "Formula": "masks.formulas",
     "Mesh": "mesh.layout",
@@ -157,7 +157,7 @@ LATER = {  # imported at first use, by the module that has it
 def __getattr__(name: str) -> object:
     """A public name of LATER, or a module of PARTS. Raises AttributeError for any other.
 
-    The error says the new place of names that `extend` and `types` have.
+    The error tells the new place of names in `extend` and `types`.
     """
     if name in PARTS:
         return import_module(f"{__name__}.{name}")
@@ -171,5 +171,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The public names alone: what completion offers."""
+    """The public names alone, for completion."""
     return [*__all__, "__version__"]

@@ -62,12 +62,12 @@ CAPACITY = 1024  # plans; one is a few kilobytes
 
 PlanT = TypeVar("PlanT")
 ExplanationT = TypeVar("ExplanationT")
-Key = tuple[object, ...]  # all that a plan depends on beside tensors; with their looks, on all
+Key = tuple[object, ...]  # everything a plan depends on, with or without tensors' looks
 
 calls: Cache[Plan] = Cache(CAPACITY, kind=skeleton_of)  # by `compile`'s arguments, as given
 plans: Cache[Plan] = Cache(CAPACITY, kind=skeleton_of)  # by simplified graph, target, options, ...
-looks: dict[Key, Plan] = {}  # of calls without a plan: who runs such tensors
-recent: dict[Key, Plan] = {}  # of those: who ran last where all but the tensors was so
+looks: dict[Key, Plan] = {}  # plans of calls, by options and tensors' looks
+recent: dict[Key, Plan] = {}  # the last plan used, by options alone
 build_log = BuildLog()
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
@@ -76,29 +76,28 @@ avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 @final
 @frozen
 class Recipe:
-    """How graphs are planned: for which target, with which options, among which backends."""
+    """The target, options and permitted backends for planning graphs."""
 
     target: Target
     options: Options
     among: Backends | None
 
     def plan(self, graph: Graph) -> Plan:
-        """The plan of a graph."""
         return plan_simplified(simplify(graph), self.target, self.options, self.among)
 
 
 class Compilable(ABC, Generic[PlanT, ExplanationT]):
-    """What `compile` and `explain` take beside graphs: a value that is made of several."""
+    """A value made of several graphs, accepted by `compile` and `explain`."""
 
     __slots__ = ()
 
     @abstractmethod
     def compile(self, recipe: Recipe, group: ProcessGroup | None) -> PlanT:
-        """What `attn_graph.compile` gives for it. recipe: how its graphs are planned."""
+        """The result of `attn_graph.compile`. recipe: plans each of its graphs."""
 
     @abstractmethod
     def explain(self, target: Target, link: str | float | None) -> ExplanationT:
-        """What `attn_graph.explain` gives for it."""
+        """The result of `attn_graph.explain`."""
 
 
 @overload
@@ -117,7 +116,7 @@ def compile(
     store: Store | str | os.PathLike[str] | bool = True,
     tune: bool = False,
 ) -> Plan:
-    """Of a graph: its plan."""
+    """The plan of a graph."""
 
 
 @overload
@@ -127,10 +126,10 @@ def compile(
     group: ProcessGroup | None = None,
     **options: Any,  # Any: those of a graph
 ) -> PlanT:
-    """Of a divided graph: this process's plan, as one rank."""
+    """The plan of a divided graph for this process, as one rank."""
 
 
-def compile(  # type: ignore[misc]  # the options of the second are those of the first
+def compile(  # type: ignore[misc]  # the second has the first's options
     graph: Graph | Compilable[PlanT, Any],  # Any: as above
     *,
     target: Target | str | None = None,
@@ -148,36 +147,35 @@ def compile(  # type: ignore[misc]  # the options of the second are those of the
 ) -> Plan | PlanT:
     """The plan that runs `graph` on `target`, by default on this machine.
 
-    graph: an attention graph, or one that `shard` divided: then this process's plan, as one rank.
+    graph: an attention graph, or one divided by `shard`: then this process's plan, as one rank.
 
     target: a device and its libraries, or its name; by default the current GPU, or else the CPU.
     `Target.here("cuda:1")` is another GPU of this machine; equal ones share their plans.
-    backends: names or records, in order of preference, instead of the library's own order; then
-    what `prefer` and `avoid` say around the call does not count.
-    avoid: names or records that are not to run, whoever else would.
-    deterministic: bitwise the same results on the same machine, every run, both passes. So it is
-    also while torch.use_deterministic_algorithms is on.
-    batch_invariant: bitwise the same for a batch entry alone, among others, and in a longer cache
-    (kv_lengths), both passes. Who divides sums by the size of the batch refuses.
-    precision: of products of float32 tensors. "ieee": float32, and who can't refuses. "tf32":
-    inputs may be rounded to TF32 on GPUs, on CPUs as PyTorch's switch says. None: as
-    torch.backends.cuda.matmul.fp32_precision, of CPUs torch.backends.mkldnn, says.
-    on_fallback: where `math` is to run because every other backend refused, in either pass:
+    backends: names or records, in order of preference, instead of the library's own order; `prefer`
+    and `avoid` around the call do not count then.
+    avoid: names or records of backends that must not run.
+    deterministic: bitwise the same results on the same machine, every run, both passes. It is also
+    on while torch.use_deterministic_algorithms is.
+    batch_invariant: a batch entry has bitwise the same results alone, among others, and in a longer
+    cache (kv_lengths), both passes. Backends refuse if they split sums by the size of the batch.
+    precision: of products of float32 tensors. "ieee": float32, and backends without it refuse.
+    "tf32": inputs may be rounded to TF32 on GPUs, on CPUs by PyTorch's switch. None: the switch
+    torch.backends.cuda.matmul.fp32_precision, on CPUs torch.backends.mkldnn's.
+    on_fallback: if only `math` is left because every other backend refused, in either pass:
     "ignore" it; "warn", once a plan, with every reason; or "raise" NoBackendError.
-    max_workspace: bytes, or text such as "1GiB", that neither pass may exceed in the workspace.
-    workspace: the memory to run in, by default the one that all plans share.
-    store: whether what takes long to build is kept on disk, and taken from there; or where, as a
-    folder or a Store.
-    tune: choose by measuring, on this machine, all backends that take the graph and the variants
-    that they have, of each pass when it is first asked for. Figures are stored, and measured once;
-    progress is shown in a terminal, and what is known at an interrupt is kept.
-    group: the process group of a divided graph's ranks, by default that of all processes.
+    max_workspace: the most bytes of workspace for each pass, as a number or text, "1GiB" say.
+    workspace: the memory to run in, by default the one shared by all plans.
+    store: True keeps slow builds on disk and reuses them, False does not; or a folder or a Store.
+    tune: choose by measuring, on this machine, all backends that support the graph and their
+    variants, for each pass at its first use. Figures are stored, and measured once; a terminal
+    shows progress, and an interrupt keeps the figures so far.
+    group: the process group of a divided graph's ranks, by default of all processes.
 
     Equal graphs give the same plan. Planning reads nothing but these arguments, the target, the
-    store, and PyTorch's switches, once, which are part of the cache's key; docs/torch-controls.md
-    lists them. What PyTorch's own kernels allocate is not in the workspace; `Plan.memory` tells it.
-    Raises NoBackendError, with every backend's reasons, where none takes the graph; GraphError for
-    an option that means nothing.
+    store, and PyTorch's switches, once. The switches are part of the cache's key;
+    docs/torch-controls.md lists them. Allocations of PyTorch's own kernels are outside the
+    workspace; `Plan.memory` reports them. Raises NoBackendError, with every backend's reasons, if
+    all refuse the graph; GraphError for an invalid option.
     """
     among = preferred.get() if backends is None else as_tuple("backends", backends)
     shunned: Backends = avoided.get() if backends is None else ()
@@ -228,7 +226,7 @@ def explain(
     gradients: Sequence[str] | None = None,
     **sizes: int,
 ) -> Explanation:
-    """Of a graph: its explanation."""
+    """The explanation of a graph."""
 
 
 @overload
@@ -238,7 +236,7 @@ def explain(
     target: Target | str | None = None,
     link: str | float | None = None,
 ) -> ExplanationT:
-    """Of a divided graph: what its ranks do."""
+    """The work of a divided graph's ranks."""
 
 
 def explain(
@@ -256,22 +254,21 @@ def explain(
     link: str | float | None = None,
     **sizes: int,
 ) -> Explanation | ExplanationT:
-    """Who would run `graph`, and its gradient, on `target`; why; and what it would cost.
+    """The backend that would run `graph`, and its gradient, on `target`; the reasons; and the cost.
 
-    Arguments as those of `compile`. gradients: the inputs to differentiate by, by default all of a
-    floating dtype; `()` where nothing is trained, which leaves the backward out. sizes: what a
-    graph's Dims stand for, by name, by default their largest.
+    Arguments as in `compile`. gradients: the inputs to differentiate by, by default all of a
+    floating dtype; `()` leaves the backward out, as for inference. sizes: the values of the graph's
+    Dims, by name, by default the largest.
 
-    Of a graph that `shard` divided: what each rank computes and sends, how balanced, how long, and
-    the same of other methods, as an `Outlook`. It needs no process, and takes target and link
-    alone. link: what ranks send by: "nvlink", "pcie4", "pcie5", "infiniband", or bytes a second
+    For a graph divided by `shard`: each rank's computation and traffic, its balance and time, and a
+    comparison with other methods, as an `Outlook`. It needs no process, and takes target and link
+    alone. link: the ranks' connection: "nvlink", "pcie4", "pcie5", "infiniband", or bytes a second
     each way; None leaves times out.
 
-    Builds and compiles nothing, and takes some milliseconds. Raises nothing where all backends
-    refuse: the explanation's backend is None then. For each reason against it names the changes of
-    the graph that lift it, and for each backend that refuses the least change after which it
-    takes the graph, which is a graph to compile. Raises GraphError for an option that means
-    nothing.
+    Builds and compiles nothing, and takes some milliseconds. Raises nothing if all backends refuse:
+    the explanation's backend is None then. For each refusal it names, by reason, the changes of the
+    graph that lift it, and the smallest change for the backend to support the graph: a graph to
+    compile. Raises GraphError for an invalid option.
     """
     if isinstance(graph, Compilable):
         unread = {"backends": backends, "precision": precision, "max_workspace": max_workspace}
@@ -316,18 +313,18 @@ def explain(
 
 
 def find_known(request: object) -> Plan | None:
-    """The plan of a call that was made before; None for arguments that mean nothing, too."""
+    """The plan of an earlier call; None without one, and for invalid arguments."""
     try:
         return calls.get(request)
-    except TypeError:  # what has no hash is not an option, and is refused when it is read
+    except TypeError:  # not an option without a hash: refused when read
         return None
 
 
 def recall(key: Key, tensors: Sequence[torch.Tensor]) -> Plan | None:
-    """The plan of an earlier call with this key and such tensors. It is the recent one from now."""
+    """The plan of an earlier call with this key and similar tensors, now the most recent one."""
     try:
         plan = looks.get(with_looks(key, tensors))
-    except TypeError:  # sizes that are symbols have no hash
+    except TypeError:  # symbolic sizes have no hash
         return None
     if plan is not None:
         recent[key] = plan
@@ -335,7 +332,7 @@ def recall(key: Key, tensors: Sequence[torch.Tensor]) -> Plan | None:
 
 
 def remember(key: Key, tensors: Sequence[torch.Tensor], plan: Plan) -> None:
-    """Keep the plan of a call. Many share a plan, so all go at once."""
+    """Keep the plan of a call. A full memory is emptied: many calls share a plan."""
     if len(looks) >= CAPACITY:
         looks.clear()
         recent.clear()
@@ -343,7 +340,7 @@ def remember(key: Key, tensors: Sequence[torch.Tensor], plan: Plan) -> None:
 
 
 def with_looks(key: Key, tensors: Sequence[torch.Tensor]) -> Key:
-    """The key of a call, and what its tensors look like."""
+    """The key of a call, and its tensors' looks and classes."""
     return (*key, *map(look_at, tensors), *map(type, tensors))
 
 
@@ -409,12 +406,12 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
 
 
 def with_notes(executable: Executable, notes: tuple[str, ...]) -> Executable:
-    """An executable that says more of how it runs."""
+    """An executable with further notes."""
     return evolve(executable, notes=(*executable.notes, *notes)) if notes else executable
 
 
 def alone(graph: Graph) -> Iterator[str]:
-    """Notes for a forward that has no gradient."""
+    """Notes for a forward without a gradient."""
     if not graph.is_gradient:
         yield from (f"runs forward alone: {text}" for text in graph.gradient_problems)
 
@@ -422,7 +419,7 @@ def alone(graph: Graph) -> Iterator[str]:
 def loses(
     odd: Graph, plain: Graph, target: Target, options: Options, among: Sequence[Backend] | None
 ) -> bool:
-    """Whether a layout of cotangents keeps away the backend that runs a gradient otherwise."""
+    """True if a layout of cotangents costs the backend that else runs the gradient."""
     best = best_backend(plain, target, options, among)
     return best is not None and best is not best_backend(odd, target, options, among)
 
@@ -430,7 +427,7 @@ def loses(
 def best_backend(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
 ) -> Backend | None:
-    """The backend that would be chosen; None where all refuse."""
+    """The planner's choice; None if all backends refuse."""
     try:
         with neutral_state():
             quiet = evolve(options, on_fallback="ignore")
@@ -442,7 +439,8 @@ def best_backend(
 
 @contextmanager
 def prefer(*backends: str | Backend) -> Iterator[None]:
-    """Within this block, in this context alone, `compile` uses these backends, in this order."""
+    """Within this block, in this context alone, `compile` uses these backends, in this order.
+    Raises GraphError for an unknown name."""
     resolve_backends(backends)
     token = preferred.set(backends)
     try:
@@ -455,7 +453,7 @@ def prefer(*backends: str | Backend) -> Iterator[None]:
 def avoid(*backends: str | Backend) -> Iterator[None]:
     """Within this block, in this context alone, `compile` lets none of these backends run.
 
-    Blocks within blocks add up. Raises GraphError for a name that is not known.
+    Nested blocks add up. Raises GraphError for an unknown name.
     """
     token = avoided.set((*avoided.get(), *backend_names(backends)))
     try:
@@ -465,7 +463,7 @@ def avoid(*backends: str | Backend) -> Iterator[None]:
 
 
 def cache_info() -> CacheInfo:
-    """What the plan cache has done since it was cleared."""
+    """Counts of the plan cache since it was cleared."""
     with plans.lock:
         held = list(plans.entries.values())
     return CacheInfo(
@@ -481,7 +479,7 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Forget every plan and every count. Plans that you hold go on working."""
+    """Forget every plan and every count. Plans in use go on working."""
     calls.clear()
     plans.clear()
     looks.clear()

@@ -1,4 +1,4 @@
-"""What can be wrong: four errors, two warnings, and the reasons that backends give."""
+"""Errors: four kinds, two warnings, and the reasons of backends."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ HOMES = tuple(
 class Reason:
     """Why a backend can't run a graph. `str(reason)` follows the backend's name and "can't: ".
 
-    key: the name of the limit. Of one backend each sentence has its own key, which stays the same
-    when sizes, specs, masks and versions change. limit: what the backend supports, in words.
-    actual: what the graph or the target has, in words. sentence: how the two are put together.
+    key: the name of the limit. Each sentence of a backend has its own key, unchanged when sizes,
+    specs, masks and versions change. limit: the backend's support, in words. actual: the graph's or
+    target's property, in words. sentence: the form that joins the two.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Reason:
 
     @classmethod
     def of(cls, reason: Reason | str) -> Reason:
-        """A reason as it is; or a plain text, which is its own key."""
+        """A reason as it is; a plain text becomes its own key."""
         return reason if isinstance(reason, Reason) else cls(reason, reason, sentence="{limit}")
 
     def __str__(self) -> str:
@@ -63,9 +63,9 @@ class TensorDtypeError(TensorError, NotImplementedError):
 
 
 class NoBackendError(RuntimeError):
-    """No backend takes the graph. `refusals` has each backend's name and all its reasons.
+    """All backends refuse the graph. `refusals` has each backend's name and all its reasons.
 
-    Also raised, with another title, where only `math` takes it and on_fallback is "raise".
+    Also raised, with another title, if only `math` supports it and on_fallback is "raise".
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class NoBackendError(RuntimeError):
 
 
 class FallbackWarning(UserWarning):
-    """`math` runs a graph that every other backend refused; the text has every reason."""
+    """`math` runs a graph refused by every other backend; the text has every reason."""
 
 
 class SelfCheckWarning(UserWarning):
-    """A backend is not used on a device, because its self-check there failed; the text has why."""
+    """A backend is not used on a device: its self-check failed there; the text has the cause."""
 
 
 DECLARED = "pass tensors as declared, or compile a graph for these: TensorSpec.like(tensor)"
@@ -93,7 +93,7 @@ DECLARED = "pass tensors as declared, or compile a graph for these: TensorSpec.l
 class PlanMismatchError(ValueError):
     """A plan was called with other tensors than its graph declares. `differences` has each one.
 
-    way_out: where tensors are as declared, and numbers in them point at nothing.
+    way_out: the fix if tensors are as declared, but numbers in them point at nothing.
     """
 
     def __init__(self, *differences: str, way_out: str = DECLARED) -> None:
@@ -102,12 +102,11 @@ class PlanMismatchError(ValueError):
 
 
 class PlanTargetError(RuntimeError):
-    """A plan cannot run where it is called: it is for another machine, or a CUDA graph is captured
-    before its first call."""
+    """A plan is for another machine, or a CUDA graph is captured before its first call."""
 
 
 def problems_of(attempt: Callable[[], object]) -> tuple[str, ...]:
-    """The problems of the GraphError that `attempt` raises; none where it raises none."""
+    """The problems of the GraphError raised by `attempt`; none without an error."""
     try:
         attempt()
     except GraphError as error:
@@ -116,21 +115,21 @@ def problems_of(attempt: Callable[[], object]) -> tuple[str, ...]:
 
 
 def refuse_truth(who: str, value: object, way_out: str) -> NoReturn:
-    """Raise GraphError for a value that describes a computation, where Python wants true or false.
+    """Raise GraphError for a description of a computation in place of true or false.
 
-    who: the kind of value. way_out: how to write what was probably meant.
+    who: the kind of value. way_out: the code that was probably meant.
     """
     raise GraphError(f"{who}: {value} is neither true nor false; {way_out}")
 
 
 def as_tensor_error(error: GraphError | PlanMismatchError) -> TensorError:
-    """The TensorError that says the same, for functions that are called as PyTorch's own are."""
+    """The error as a TensorError, for functions called like PyTorch's own."""
     return TensorError(*(error.problems if isinstance(error, GraphError) else error.differences))
 
 
 @final
 class Shown(Repr):
-    """Values as messages show them: a tensor by its shape and dtype alone, also within lists."""
+    """Values in messages: a tensor by its shape and dtype alone, also within lists."""
 
     def repr1(self, x: object, level: int) -> str:
         """A value within `level` others."""
@@ -150,11 +149,11 @@ def join_lines(title: str, lines: tuple[str, ...]) -> str:
     return lines[0] if len(lines) == 1 else "\n  - ".join([title, *lines])
 
 
-DEVICE = "device"  # key of the reason against a target of another kind, which only another lifts
+DEVICE = "device"  # key of the reason against a target of another kind
 
 
 def refusal_lines(refusals: Iterable[tuple[str, Sequence[object]]]) -> Iterator[str]:
-    """A line for each set of reasons: the backends that have it, and all of its reasons.
+    """A line for each set of reasons: its backends, and all of the reasons.
 
     Backends that only lack the device come last.
     """
@@ -178,9 +177,9 @@ def read_renamed(
     new: str,
     value: T | None,
 ) -> T | None:
-    """The value of an argument that had another name until this release.
+    """The value of an argument renamed in this release.
 
-    given: further arguments, of which the old name is removed, with a DeprecationWarning. Raises
+    given: further arguments; the old name is removed from them, with a DeprecationWarning. Raises
     GraphError if both names are given.
     """
     if old not in given:

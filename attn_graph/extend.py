@@ -1,4 +1,4 @@
-"""What authors of masks, modifiers and backends need, beside `Mask`, `Modifier` and `graph`."""
+"""Names for authors of masks, modifiers and backends, beside `Mask`, `Modifier` and `graph`."""
 
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options, RefusedError
