@@ -1,9 +1,9 @@
-"""Kernels: code that computes one piece of attention and knows nothing of graphs."""
+"""Kernels: each computes one piece of attention and knows nothing of graphs."""
 
 if __name__ != "attn_graph.kernels":
     # At a checkout's root this folder comes before Hugging Face's package `kernels`. So it gives
-    # way to that package, or, where there is none, stays without place and version: transformers
-    # takes such a module for one that is not installed.
+    # way to the package or, without one, stays without place and version: transformers takes the
+    # module for one not installed.
     import sys
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec

@@ -1,8 +1,8 @@
 """The backward kernels: delta, then the gradients of q and of k and v, each without atomics.
 
-With p = exp(s - lse) / 2^rest, z what dropout keeps over 1 - rate, and delta = sum_e do o - dlse:
+With p = exp(s - lse) / 2^rest, z the mask of dropout over 1 - rate, and delta = sum_e do o - dlse:
 dv = (p z)^T do, dp = (do v^T) z, ds = p (dp - delta) and back through the modifiers,
-dq = scale ds k, dk = scale ds^T q. The derivation stands in `attn_graph.ir.attention`.
+dq = scale ds k, dk = scale ds^T q. `attn_graph.ir.attention` has the derivation.
 """
 
 import triton

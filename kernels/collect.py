@@ -1,9 +1,9 @@
-"""Gradients of the tensors that modifiers read: contributions recomputed and summed, no atomics.
+"""Gradients of tensors read by modifiers: contributions recomputed and summed, no atomics.
 
-COLLECT is generated: from ds it computes the contribution of each place to one tensor. Along axes
-where the tensor has one element contributions are summed: along queries or keys here, along the
-other axes by the caller. Of gradients in a direction, tlse_ptr is given, and so are the tangents of
-what moves; COLLECT then reads ds, tds, s and ts, and gives ds too.
+COLLECT is generated: from ds it computes the contribution of each place to one tensor. If the
+tensor has one element along an axis, contributions are summed: along queries or keys here, along
+other axes by the caller. For gradients in a direction tlse_ptr is given, and so are the tangents of
+moving tensors; COLLECT then reads ds, tds, s and ts, and gives ds too.
 """
 
 import triton

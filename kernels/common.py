@@ -1,9 +1,9 @@
-"""What kernels share: where a program works, tiles of tensors, scores, masks and dropout.
+"""Code shared by kernels: a program's place, tiles of tensors, scores, masks and dropout.
 
-The generated functions that kernels are given (`KEEP`, `CHANGE`, `BACK`, `STRIP`, see
+The generated functions passed to kernels (`KEEP`, `CHANGE`, `BACK`, `STRIP`, see
 `lowering/triton/device_code.py`) take b and h as scalars, i and j as tensors that broadcast to the
-tile, `data` (pointers of the tensors that masks and modifiers read) and `numbers` (their strides,
-and integers of the masks).
+tile, `data` (pointers of the tensors read by masks and modifiers) and `numbers` (their strides, and
+integers of the masks).
 """
 
 import triton

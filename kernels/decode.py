@@ -1,8 +1,8 @@
 """The forward of few queries: programs share the keys of one head, and another kernel merges.
 
-Each reads a part of the keys once for all query heads that share them. What the parts give is
-merged by their lse, in a fixed order, which is that of a longer cache too. So are the parts that
-kernels/forward.py leaves of long blocks.
+Each reads a part of the keys once for all query heads sharing them. The results of the parts are
+merged by their lse, in a fixed order, equal to the order of a longer cache. So are the parts of
+long blocks from kernels/forward.py.
 """
 
 import triton

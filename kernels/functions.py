@@ -1,4 +1,4 @@
-"""What functions that are generated of masks and modifiers call."""
+"""Functions called by the generated functions of masks and modifiers."""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,8 @@
 """PyTorch's fused CPU attention on a tile: some queries against some neighbouring keys.
 
-The kernel computes a softmax without ever holding the scores. Three of its habits need
-care. It gives lse = 0 to a row whose keys are all masked: here that becomes -inf. It divides by
-zero for sizes of 0: callers never pass them. It takes every last stride for 1: callers pack.
+The kernel computes a softmax without ever holding the scores. Three of its habits need care. It
+gives lse = 0 to a row with all keys masked: here the row gets -inf. It divides by zero for sizes of
+0: callers never pass them. It takes every last stride for 1: callers pack.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 
 from attn_graph.spec import INF
 
-flash = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]  # the binding, which is faster than torch.ops
+flash = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]  # the binding: faster than torch.ops
 flash_backward = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default._op
-)  # what calling it calls
+)  # the function behind its call
 
 
 def attend(
@@ -36,9 +36,9 @@ def attend(
 
 
 def find_unseen(addend: torch.Tensor) -> torch.Tensor:
-    """Rows of an addend [...,M,N] that mask all keys, [...,M].
+    """Rows of an addend [...,M,N] with all keys masked, [...,M].
 
-    Read off the numbers: `any` of booleans takes twenty times longer.
+    By a maximum of the numbers: `any` of booleans takes twenty times longer.
     """
     return addend.amax(-1) == -INF
 
@@ -54,9 +54,9 @@ def attend_backward(
     causal: bool = False,
     addend: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv of a tile. o and lse are of the whole row, so that tiles add up exactly.
+    """dq, dk, dv of a tile. o and lse are of the whole row, so the tiles add up exactly.
 
-    lse must be finite: for a row that sees no key any finite number will do, its weights being 0.
+    lse must be finite: a row without keys may have any finite number, as its weights are 0.
     """
     dq, dk, dv = flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=addend, scale=scale)
     return dq, dk, dv

@@ -1,9 +1,9 @@
 """PyTorch's three fused attention kernels for GPUs, each as one pair of functions, and flash on
 packed tensors as another.
 
-They compute a softmax without ever holding the scores. The functions here hide how the kernels
-differ: the padding of lse, rows that see no key, arguments for dropout that nothing reads. The
-limits of the kernels stand in lowering/torch_cuda/dense.py; callers check them first.
+They compute a softmax without ever holding the scores. The functions here hide the kernels'
+differences: the padding of lse, rows without keys, unread arguments for dropout. The limits of the
+kernels stand in lowering/torch_cuda/dense.py; callers check them first.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 class Kernel:
     """One kernel. Shapes: q, do, o [B,H,M,.], k, v [B,G,N,.], lse [B,H,M], bias [B,H,M,N] or None.
 
-    forward: q, k, v, bias, causal, scale -> o, lse: float32, natural logarithm, -inf where a row
-    sees no key; rows may lie apart. backward: do, q, k, v, o, lse, bias, causal, scale, and
-    whether the gradient of the bias is wanted -> dq, dk, dv and dbias, or None; lse is that of the
-    whole row, finite or -inf.
+    forward: q, k, v, bias, causal, scale -> o, lse: float32, natural logarithm, -inf if a row sees
+    no key; rows may lie apart. backward: do, q, k, v, o, lse, bias, causal, scale, wants_bias ->
+    dq, dk, dv and dbias, or None; lse is of the whole row, finite or -inf.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -102,7 +101,7 @@ def packed_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sequences: SequencePlaces,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv of packed tensors, with lse as `packed_forward` gives it."""
+    """dq, dk and dv of packed tensors, with lse from `packed_forward`."""
     left, right = sequences.window
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = aten._flash_attention_backward.default(
@@ -120,7 +119,7 @@ def efficient_forward(
         q, k, v, bias, True, 0.0, causal, scale=scale
     )
     lse = results[1][:, :, : q.shape[2]]
-    if bias is not None:  # a row whose keys are all masked gets lse = 0
+    if bias is not None:  # a row with all keys masked gets lse = 0
         lse = lse.masked_fill(bias.amax(-1) == -INF, -INF)
     return results[0], lse
 
@@ -139,8 +138,8 @@ def efficient_backward(
 
 
 def pad_lse(lse: Tensor) -> Tensor:
-    """lse [B,H,M] for the efficient kernel: rows up to a multiple of ROWS, infinite beyond M so
-    that they weigh nothing, and finite in rows without keys."""
+    """lse [B,H,M] for the efficient kernel: padded to a multiple of ROWS. It is infinite beyond M,
+    so padding weighs nothing, and finite in rows without keys."""
     M = lse.shape[2]
     room = lse.new_full((*lse.shape[:2], -(-M // ROWS) * ROWS), INF)
     room[:, :, :M] = lse.masked_fill(lse == -INF, 0.0)

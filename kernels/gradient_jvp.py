@@ -1,10 +1,10 @@
 """The backward kernels in a direction: the tangents of dq, dk and dv, without atomics.
 
-With the letters of `backward.py`, a `t` before each that moves, mu = tlse and u = ts - mu:
+With the letters of `backward.py`, a `t` before each tangent, mu = tlse and u = ts - mu:
 tp = p u, tdp = (tdo v^T + do tv^T) z, tdelta = sum_e (tdo o + do to) - tdlse,
-tds = p u (dp - delta) + p (tdp - tdelta) and back through the modifiers, which bend it,
+tds = p u (dp - delta) + p (tdp - tdelta) and back through the modifiers, with their curvature,
 tdq = scale (tds k + ds tk), tdk = scale (tds^T q + ds^T tq), tdv = (p u z)^T do + (p z)^T tdo.
-The derivation stands in `attn_graph.ir.tangents`.
+`attn_graph.ir.tangents` has the derivation.
 """
 
 import triton

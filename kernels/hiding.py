@@ -1,8 +1,8 @@
-"""Scores of places that a mask drops become -inf, whatever they were.
+"""Scores of places dropped by a mask become -inf, whatever they were.
 
 Done to their bits: `masked_fill_` of PyTorch takes ten times longer on CPUs, and adding -inf makes
-NaN of an infinite score. Where no modifier makes NaN of a score, caps do it
-in half the time of float32, three quarters of that of bfloat16.
+NaN of an infinite score. If no modifier makes NaN of a score, caps do it in half the time in
+float32, in three quarters in bfloat16.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ import torch
 from attn_graph.spec import INF
 
 WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
-INFINITY = {  # the bits of -inf as such an integer: zeros of the mantissa, and ones before
+INFINITY = {  # the bits of -inf as an integer: zeros of the mantissa, and ones before
     dtype: -int(1 / torch.finfo(dtype).eps)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-Bits = tuple[torch.Tensor, torch.Tensor]  # what scores are and-ed, and then or-ed with
+Bits = tuple[torch.Tensor, torch.Tensor]  # the operands of `and`, then `or`, with scores
 
 
 def hiding_bits(keep: torch.Tensor, dtype: torch.dtype) -> Bits:
-    """For scores of a dtype: ones if `keep` is true, else zeros; and the bits of -inf at those
-    zeros."""
+    """For scores of a dtype: ones at true `keep`, else zeros; and the bits of -inf at the zeros."""
     whole = WHOLE[dtype.itemsize]
     kept = keep.to(whole).neg_()
     return kept, kept.bitwise_not().bitwise_and_(INFINITY[dtype])
 
 
 def caps_of(keep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The largest scores of a dtype may be: inf if `keep` is true, else -inf. `clamp_` lowers
+    """The upper limits of scores of a dtype: inf if `keep` is true, else -inf. `clamp_` lowers
     scores to it, but NaN stays: q and k spread it over their rows.
 
     PyTorch converts bytes in a seventh of the time of booleans.
@@ -37,8 +36,8 @@ def caps_of(keep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fill_hidden(room: torch.Tensor, keep: torch.Tensor) -> None:
-    """room = 0 at true `keep`, which broadcasts, else -inf: in place, since new memory of the size
-    of scores takes longer than all else."""
+    """room = 0 at true `keep`, broadcast, else -inf. In place: new memory of the size of scores
+    takes longer than all else."""
     whole = WHOLE[room.dtype.itemsize]
     room.view(whole).copy_(keep).sub_(1).bitwise_and_(INFINITY[room.dtype])
 

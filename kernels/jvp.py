@@ -1,12 +1,12 @@
 """Forward mode in one kernel: o, lse and their tangents of a block of queries.
 
-With r the products, ts is scale (tq k^T + q tk^T), forward through the modifiers, whose derivative
-serves both ways, and mu = sum_j p ts = tlse; then to = sum_j p z (ts v + tv) - mu o. The sums of
-both run beside those of the forward, and shrink with them where the maximum moves.
+With r the products, ts is scale (tq k^T + q tk^T), forward through the modifiers (their derivative
+serves both ways), and mu = sum_j p ts = tlse; then to = sum_j p z (ts v + tv) - mu o. The sums of
+both run beside the forward's, and shrink with them when the maximum moves.
 
-p z ts is rounded for the product with v, and what mu o takes away again may be nearly all of it. So
-the sum is of p z (ts - c), c being the mean of ts so far: to = sum_j p z ((ts - c) v + tv) +
-(c - mu) o, and where c moves, the sum moves by that times the sum of p z v.
+p z ts is rounded for the product with v, and mu o may cancel nearly all of it. So the sum is of
+p z (ts - c), c the mean of ts so far: to = sum_j p z ((ts - c) v + tv) + (c - mu) o. When c moves,
+the sum moves by its change times the sum of p z v.
 """
 
 import triton

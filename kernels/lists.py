@@ -1,4 +1,4 @@
-"""Lists the tiles that a mask leaves, on the device, where data decide."""
+"""Lists the tiles left by a mask, on the device, if data decide."""
 
 import triton
 import triton.language as tl

@@ -6,14 +6,14 @@ import torch
 
 from attn_graph.spec import INF
 
-MERGED = 4  # vectors as long as lse that joining makes, beside one of booleans
+MERGED = 4  # vectors as long as lse made by joining, beside one of booleans
 
 
 def merge_(o: torch.Tensor, lse: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor) -> None:
     """Join, in o [...,E] and lse [...], the results of one query over two disjoint sets of keys.
 
-    lse = log(exp(lse1) + exp(lse2)); o = o1 exp(lse1 - lse) + o2 exp(lse2 - lse). A part that saw
-    nothing has lse = -inf and weighs nothing.
+    lse = log(exp(lse1) + exp(lse2)); o = o1 exp(lse1 - lse) + o2 exp(lse2 - lse). A part without
+    keys has lse = -inf and weighs nothing.
     """
     both = torch.logaddexp(lse, lse2)
     finite = both.masked_fill(both == -INF, 0.0)
@@ -23,7 +23,7 @@ def merge_(o: torch.Tensor, lse: torch.Tensor, o2: torch.Tensor, lse2: torch.Ten
 
 
 def sink_(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Join, in o [B,H,M,E] and lse [B,H,M], sinks [H]: weight that goes to no value."""
+    """Join, in o [B,H,M,E] and lse [B,H,M], sinks [H]: weight without a value."""
     both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     finite = both.masked_fill(both == -INF, 0.0)
     o.mul_(torch.exp(lse - finite)[..., None])

@@ -1,4 +1,4 @@
-"""Gradients of pools of pages: each page's, summed over the entries of the table that name it."""
+"""Gradients of pools of pages: each page's sum over its entries in the table."""
 
 import triton
 import triton.language as tl

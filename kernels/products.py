@@ -1,8 +1,8 @@
-"""Attention on a tile by matrix products with its scores in memory, for what no fused kernel takes.
+"""Attention on a tile by matrix products with its scores in memory, if no fused kernel supports it.
 
-Scores, weights and their gradients lie in buffers that the caller passes. Batch entries and
-key/value heads are one axis n here, and the r query heads that share a key/value head lie beside
-the queries in L = r * rows: so each product is one batched matrix product without repeating keys.
+Scores, weights and their gradients lie in the caller's buffers. Batch entries and key/value heads
+are one axis n here, and the r query heads of a key/value head lie beside the queries in
+L = r * rows: so each product is one batched matrix product without repeating keys.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from attn_graph.spec import INF
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 LEAST_FLOAT = 2.0**-149  # of float32
-# |lse| from which exp(s - lse) loses more to the rounding of lse than scores do of themselves: rows
-# of weights are then divided by their own sum. docs/semantics.md, "Edges", has the derivation.
+# From this |lse| on exp(s - lse) loses more to the rounding of lse than to the scores' own: rows of
+# weights are then divided by their own sum. docs/semantics.md, "Edges", has the derivation.
 FAR = 2.0**5
 
 
@@ -70,8 +70,8 @@ def exp_(s: torch.Tensor, top: torch.Tensor) -> None:
 
 
 def reaches_far(lse: torch.Tensor) -> bool:
-    """True if an lse is so large that its rounding shows. Rows without keys do not count. False of
-    tensors without readable numbers."""
+    """True if an lse is large enough for its rounding to show. Rows without keys do not count.
+    False for tensors without readable numbers."""
     if type(lse) is not torch.Tensor or not lse.is_cpu or not lse.numel() or _is_tracing():
         return False
     most: float = torch.linalg.vector_norm(lse, INF).item()
@@ -92,7 +92,7 @@ def softmax_(
     """s -> exp(s - max); total [n,L,1] = their sum; lse [n,L,1] = max + log(total).
 
     sinks [n,L,1] count in all three. Their share of the sum is returned. A row of -inf becomes
-    zeros with lse = -inf and total = 1, so that dividing by it is safe.
+    zeros with lse = -inf and total = 1, so dividing by it is safe.
     """
     torch.amax(s, -1, keepdim=True, out=lse)
     if sinks is not None:
@@ -157,8 +157,8 @@ def add_product_(
 def multiply_(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
-    """out = scale * a b. For a scale that float32 takes for 0, oneDNN would leave 0 times the
-    memory before, NaN included. Products without a scale take up to a quarter less time."""
+    """out = scale * a b. For a scale rounded to 0 in float32, oneDNN would leave 0 times the memory
+    before, NaN included. Products without a scale take up to a quarter less time."""
     if scale == 1.0:
         return torch.bmm(a, b, out=out)
     if abs(scale) < LEAST_FLOAT:

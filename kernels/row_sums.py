@@ -1,8 +1,8 @@
 """A product p v of few rows as weighted sums of the rows of v, for CPUs.
 
-PyTorch's `embedding_bag` sums rows of a table, each times a weight, and adds up in float32 whatever
-the table's dtype: it fetches rows ahead, and reads about as fast as memory can be read. A product
-of matrices copies v first, or reads it at half that rate and less; in float16 at a twentieth.
+PyTorch's `embedding_bag` sums rows of a table, each times a weight, in float32 for any dtype of the
+table: it fetches rows ahead, and reads about as fast as memory allows. A product of matrices copies
+v first, or reads it at half the rate and less; in float16 at a twentieth.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from attn_graph.kernels.products import multiply_
 from attn_graph.machine.ambient import is_traced, neutral_state
 from attn_graph.spec import TensorSpec
 
-# Float32 sums are of so many rows, then of those sums. With one row of p that makes errors smaller;
+# Float32 sums are of this many rows, then of the sums. With one row of p this makes errors smaller;
 # with more a cache also holds the rows until the next sum reads them. Half precision would round
-# each such sum, so it has one.
+# each sum, so it has one.
 PIECE_OF_ONE, PIECE = 1024, 256
-MOST_INDEXED, HELD = 2**17, 32  # numbers of an index, 8 bytes each, and how many are held: 32 MiB
+MOST_INDEXED, HELD = 2**17, 32  # numbers of an index, 8 bytes each, and indices held: 32 MiB
 sum_bags = torch.ops.aten._embedding_bag_forward_only.default
 
 
@@ -38,7 +38,7 @@ def sum_rows_(o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def sum_heads_(o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
-    """`sum_rows_` of as many heads as one index has."""
+    """`sum_rows_` for as many heads as one index has."""
     (n, L, S), E = p.shape, v.shape[2]
     head, row = v.stride(0) // E, v.stride(1) // E
     table = v.as_strided(((n - 1) * head + (S - 1) * row + 1, E), (E, 1))
@@ -78,7 +78,7 @@ def index_rows(
 def list_rows(
     n: int, L: int, pieces: int, size: int, head: int, row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of a table in each sum, and the start of each sum in that list.
+    """The rows of a table in each sum, and the start of each sum in the list.
 
     Sums are in the order of n heads, then pieces of `size` rows, then L rows of p, with equal rows
     of the table. head, row: the distance from one to the next, in rows of the table.
@@ -90,15 +90,14 @@ def list_rows(
 
 
 def find_piece(L: int, S: int, dtype: torch.dtype) -> int:
-    """How many rows each sum is of."""
+    """The number of rows in each sum."""
     if dtype != torch.float32:
         return S
     return min(S, PIECE if L > 1 else PIECE_OF_ONE)
 
 
 def count_sum_bytes(n: int, L: int, S: int, E: int, dtype: torch.dtype) -> int:
-    """Bytes that PyTorch allocates for it, at most: the index and its parts, p again, and sums of
-    pieces."""
+    """PyTorch's bytes for it, at most: the index and its parts, p again, and sums of pieces."""
     heads = min(n, max(1, MOST_INDEXED // (L * S)))
     sums = -(-S // find_piece(L, S, dtype)) + 1
     index = torch.int64.itemsize * (heads * L * (S + 2 * sums) + (heads + 1) * S)
@@ -106,7 +105,7 @@ def count_sum_bytes(n: int, L: int, S: int, E: int, dtype: torch.dtype) -> int:
 
 
 def has_whole_rows(spec: TensorSpec) -> bool:
-    """True if x [B,G,N,E] can be such a v: each row is whole, and a multiple of rows from any
-    other, so that all are rows of one table."""
+    """True if x [B,G,N,E] can be v: each row is whole, and a multiple of rows from any other, so
+    all are rows of one table."""
     apart = (step for size, step in zip(spec.shape[:3], spec.strides, strict=False) if size > 1)
     return spec.unit_last and spec.shape[3] > 0 and all(step % spec.shape[3] == 0 for step in apart)

@@ -1,9 +1,9 @@
-"""Where the sequences of packed tensors lie, and keys in pages: found by each program for itself.
+"""The places of sequences in packed tensors, and of keys in pages, found by each program itself.
 
-A packed tensor has T rows of each head, among them sequence b from starts[b] on, lengths[b] rows of
-the starts[b + 1] - starts[b] that are its own. What lies outside of the tensors is clamped, so that
-no program reads or writes there, whatever starts, lengths and pages say. `steps`: the strides of
-starts, of lengths, and of a table along its pages.
+A packed tensor has T rows of each head, among them sequence b from starts[b] on, with lengths[b] of
+the starts[b + 1] - starts[b] rows as its own. Places outside of the tensors are clamped: no program
+reads or writes there, with any starts, lengths and pages. `steps`: the strides of starts, of
+lengths, and of a table along its pages.
 """
 
 import triton

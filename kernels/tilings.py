@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels: one table, every row of which compiles clean."""
+"""Tile sizes of the kernels: one table. Every row of it compiles clean."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Pass = Literal["forward", "query_gradient", "key_gradient"]
 PushPass = Literal["push", "push_query_gradient", "push_key_gradient"]  # of forward mode
 ARCHS = (80, 90, 100, 120)
 WIDTHS = (16, 32, 64, 128, 256)
-# Bytes of shared memory that one program may ask for: CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability", less the 1 KiB that the system keeps.
+# The most bytes of shared memory for one program: CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability", less 1 KiB for the system.
 SHARED = {
     80: 166912, 86: 101376, 87: 166912, 89: 101376,
     90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376,
@@ -25,7 +25,7 @@ LEAST_SHARED = min(SHARED.values())
 class Tiling:
     """BLOCK_M queries by BLOCK_N keys at a time, on `warps` warps, `stages` tiles in flight.
 
-    apart: one launch for dk and one for dv, where the registers cannot hold both sums.
+    apart: one launch for dk and one for dv, because the registers cannot hold both sums.
     """
 
     block_m: int
@@ -36,7 +36,6 @@ class Tiling:
 
     @property
     def options(self) -> tuple[int, int]:
-        """warps and stages."""
         return self.warps, self.stages
 
 
@@ -61,7 +60,7 @@ def tiling(
 
 
 def push_tiling(sm: int, itemsize: int, width: int, pass_: PushPass) -> Tiling:
-    """The tiling of a kernel of forward mode; arguments as those of `tiling`."""
+    """The tiling of a kernel of forward mode; arguments as in `tiling`."""
     return INTERPRETED if sm == 0 else PUSH[table_arch(sm), itemsize, pass_][width]
 
 
@@ -77,7 +76,7 @@ def split_tiling(sm: int, itemsize: int, width: int, rows: int) -> Tiling:
 
 
 def table_arch(sm: int) -> int:
-    """The compute capability whose rows of the table serve another.
+    """The compute capability with the table rows for another.
 
     100 serves up to 119, with its matrix units; 120 all with as little shared memory.
     """
@@ -102,12 +101,12 @@ def shared_memory(sm: int) -> int:
     return SHARED.get(sm, LEAST_SHARED)
 
 
-LEAST = 16  # queries or keys that matrix units take at a time
-# From so many rows on, Triton gives products of float32 to the tensor cores of sm_100, which round
-# factors to TF32, even where a kernel asks for IEEE: seen with dropout, under 3.6.0 to 3.7.1.
+LEAST = 16  # queries or keys at a time in matrix units
+# From this many rows on, Triton gives products of float32 to the tensor cores of sm_100. They round
+# factors to TF32, even if a kernel asks for IEEE: seen with dropout, under 3.6.0 to 3.7.1.
 IMPRECISE_ROWS = 64
 
-# Other tilings than the table's, for tuning: how each changes the tilings of a plan.
+# Other tilings than the table's, for tuning: each changes the tilings of a plan.
 VARIANTS: dict[str, Callable[[Tiling], Tiling]] = {
     "half the queries": lambda t: evolve(t, block_m=max(LEAST, t.block_m // 2)),
     "half the keys": lambda t: evolve(t, block_n=max(LEAST, t.block_n // 2)),
@@ -127,29 +126,29 @@ VARIANTS: dict[str, Callable[[Tiling], Tiling]] = {
 INTERPRETED = Tiling(32, 32, 4, 1)
 INTERPRETED_SPLIT = Tiling(16, 32, 4, 1)
 DELTA = Tiling(64, 0, 4, 1)  # reads each row once, and no keys
-SUMS = Tiling(0, 16, 4, 1)  # adds up heads; each of so many rows is read once
-MERGE = Tiling(1, 16, 4, 1)  # joins the parts of few rows, so many at a time
-MERGE_ROWS = Tiling(4, 4, 4, 1)  # the same of many rows
-LISTS = Tiling(0, 0, 4, 1)  # for the kernels that make lists, which have no tiles of their own
+SUMS = Tiling(0, 16, 4, 1)  # adds up heads; each row is read once
+MERGE = Tiling(1, 16, 4, 1)  # joins the parts of few rows, 16 at a time
+MERGE_ROWS = Tiling(4, 4, 4, 1)  # joins the parts of many rows
+LISTS = Tiling(0, 0, 4, 1)  # for the kernels of lists, without tiles of their own
 
-# Of few rows, by bytes of an element and the larger width: keys of a tile, warps, and how many
-# tiles are in flight. Such kernels wait for memory, and sixteen rows leave registers for many
-# copies; in float32, whose products take registers, eight warps do where four would spill.
+# Of few rows, by bytes of an element and the larger width: keys of a tile, warps, and tiles in
+# flight. These kernels wait for memory, and sixteen rows leave registers for many copies. Products
+# of float32 take registers: eight warps avoid the spills of four.
 MOST_SPLIT_ROWS = 64
 SPLIT = {
     2: {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
     4: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 2), 128: (64, 8, 2), 256: (16, 4, 2)},
 }
-# The same of float32, by width and rows of a tile, where more rows need more warps.
+# In float32, by width and rows of a tile, if more rows need more warps.
 SPLIT_MANY = {(128, 64): (32, 16, 2), (256, 32): (16, 8, 2), (256, 64): (16, 16, 1)}
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. In half
-# precision and 64 or 128 wide, those of 80, 90 and 120, and of 100 those of dk and dv without
-# modifiers, are what docs/generate/predict.py predicts to be fastest of some candidates: most
-# resident warps, then fewest instructions for a score, and a few spilled registers where the whole
-# wins. All others are the largest of those tried that spilled nothing under Triton 3.7.1.
-# docs/reports/kernels.md has what most of them compile to, and a test compiles part of it again,
-# under other versions too. Products of float32 have fewer than IMPRECISE_ROWS rows on 100.
+# precision and 64 or 128 wide, the tiles of 80, 90 and 120, and of 100 for dk and dv without
+# modifiers, are the fastest candidates predicted by docs/generate/predict.py: most resident warps,
+# then fewest instructions for a score, and a few spilled registers if the whole wins. All others
+# are the largest tried without spills under Triton 3.7.1. docs/reports/kernels.md has the compiled
+# figures of most of them, and a test compiles part of it again, under other versions too.
+# Products of float32 have fewer than IMPRECISE_ROWS rows on 100.
 TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (80, 2, "forward"): {
         16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
@@ -299,11 +298,11 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
     },
 }
-# By row of the table, widths for which the copy engine brings tiles in half precision: with others
+# By row of the table, widths with tiles brought by the copy engine in half precision: with others
 # kernels were no faster, or spilled.
 COPYING = {90: (64, 128)}
-# Where it does, which takes fewer registers, other tiles are faster: those without and with
-# modifiers, and those where data decide of the mask, which spill most.
+# It takes fewer registers, and other tiles are faster with it: without modifiers, with modifiers,
+# and with a mask decided by data, which spills most.
 COPIED: dict[tuple[int, str, int], tuple[Tiling, Tiling, Tiling]] = {
     (90, "forward", 128): (
         Tiling(128, 64, 4, 2), Tiling(128, 64, 4, 2), Tiling(128, 64, 4, 2),
@@ -315,18 +314,18 @@ COPIED: dict[tuple[int, str, int], tuple[Tiling, Tiling, Tiling]] = {
         Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), Tiling(32, 64, 4, 2),
     ),
 }  # fmt: skip
-# And under a mask so narrow that larger tiles hold many places that it drops.
+# And under a narrow mask: larger tiles would hold many dropped places.
 SHORT = {(90, "query_gradient", 128): Tiling(64, 64, 4, 2)}
-# Tiles that are made for two programs on a multiprocessor, by row of the table, side and width: the
-# variant for one that is alone there. And rows whose tiles of FULL warps may be half as long.
-FULL = 8  # warps with which a multiprocessor is at full speed
+# Tiles made for two programs on a multiprocessor, by row of the table, side and width: the variant
+# for one program alone there. And rows of the table with tiles of FULL warps that may be halved.
+FULL = 8  # warps for full speed of a multiprocessor
 ALONE = {
     (80, "queries", 64): "half the queries",
     (90, "queries", 64): "half the queries",
     (90, "queries", 128): "twice the keys and warps",
 }
 HALVED = ((80, "queries"), (90, "queries"), (90, "keys"), (120, "queries"), (120, "keys"))
-# With dropout, whose bits take registers of their own, where other tiles are faster then.
+# With dropout, if other tiles are faster then: its bits take registers of their own.
 DROPOUT = {
     (90, 2, "forward", 64): Tiling(64, 64, 4, 2),
     (90, 2, "forward", 128): Tiling(64, 64, 4, 2),
@@ -337,10 +336,9 @@ DROPOUT = {
 TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}
 
 # Of forward mode, by compute capability, bytes of an element and pass: four tiles of keys and
-# values, and two sums of rows, where the forward has two and one; and of a gradient in a direction,
-# which holds four tiles more. Those 64 and 128 wide in half precision are what
-# docs/generate/predict.py predicts to be fastest of some candidates that spill nothing in their
-# loops on 80, 90 and 100.
+# values, and two sums of rows, against the forward's two and one; and of a gradient in a direction,
+# with four tiles more. Tiles 64 and 128 wide in half precision are the fastest candidates predicted
+# by docs/generate/predict.py without spills in their loops on 80, 90 and 100.
 NARROW = {16: Tiling(64, 64, 4, 2), 32: Tiling(64, 64, 4, 2)}
 NARROW_GRADIENT = {16: Tiling(32, 32, 4, 2), 32: Tiling(32, 32, 4, 2)}
 WGMMA_GRADIENT = {16: Tiling(64, 64, 4, 2), 32: Tiling(64, 64, 4, 2)}
@@ -366,7 +364,7 @@ PUSH: dict[tuple[int, int, str], dict[int, Tiling]] = {
     (120, 2, "push_key_gradient"): NARROW_GRADIENT
     | {64: Tiling(32, 64, 4, 2, True), 128: Tiling(32, 32, 8, 2, True)},
 }
-# Of float32, whose products are not of matrix units, the same everywhere.
+# Of float32, equal everywhere: its products use no matrix units.
 FLOAT32 = {16: Tiling(32, 32, 4, 2), 32: Tiling(32, 32, 4, 2)}
 PUSH_FLOAT32: dict[str, dict[int, Tiling]] = {
     "push": FLOAT32 | {64: Tiling(32, 32, 8, 2), 128: Tiling(16, 16, 8, 1)},

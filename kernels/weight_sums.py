@@ -1,11 +1,11 @@
-"""What a backward reads of each row where lse or o, which were rounded, do not tell it.
+"""A row's values for the backward, computed again: lse or o were rounded too far to give them.
 
-A forward gives lse = m + log Z as one number, and of a large m the logarithm is lost in it. Where
-|lse| is above FAR_LSE the scores of a row are computed again: rest = log2 sum_j exp(s - lse), a
-sink's among them, and weights are exp2((s - lse) log2(e) - rest).
+A forward gives lse = m + log Z as one number, and a large m swallows the logarithm. If |lse| is
+above FAR_LSE the scores of a row are computed again: rest = log2 sum_j exp(s - lse), a sink's among
+them, and weights are exp2((s - lse) log2(e) - rest).
 
-delta = sum_e do o is of an o that was rounded to the dtype of q. The same number is
-sum_j p z dp - dlse, which cancels dp of a row that sees one key, and leaves ds that add up to 0.
+delta = sum_e do o is of an o rounded to the dtype of q. The exact number is sum_j p z dp - dlse: it
+cancels dp of a row with one key, and its ds add up to 0.
 """
 
 import triton
