@@ -1,7 +1,7 @@
 """cuDNN: single attentions and their gradients on NVIDIA GPUs, in half precision.
 
-A table says whether it takes a graph, on every machine; its plans are built here as well, for
-GPUs that are not there in a process beside a stand-in for their driver.
+On every machine a table decides if cuDNN supports a graph. This backend also builds plans for
+absent GPUs, in a process with a stand-in for their driver.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 
 def read_problem(graph: Graph) -> tuple[Problem, CudnnSequences | None] | None:
-    """The attention that a graph is, or the gradient of one, and, where it is on packed tensors,
-    how they lie: the problem is of padded ones then. None of other graphs."""
+    """The attention of a graph, or its gradient; None for other graphs. For packed tensors the
+    problem is a padded one, and the second result says how the tensors lie."""
     from attn_graph.lowering.cudnn.sequences import packed_problem
 
     problem = sole(graph)
@@ -59,13 +59,13 @@ def read_problem(graph: Graph) -> tuple[Problem, CudnnSequences | None] | None:
 
 
 def problem_varies(problem: Problem) -> bool:
-    """Whether a batch entry's bits may depend on the others: in a gradient, and for one query,
-    whose keys are divided into as many parts as fill the GPU."""
+    """True if a batch entry's bits may depend on the others: in a gradient, and for one query, as
+    cuDNN splits its keys into enough parts to fill the GPU."""
     return problem.grad is not None or problem.M == 1
 
 
 def library_reasons(target: Target) -> Iterator[Reason]:
-    """What is missing of cuDNN and its frontend."""
+    """Missing parts: cuDNN or its frontend."""
     backend, frontend = versions(target)
     if frontend is None:
         yield missing_library(FRONTEND, "pip install 'attn-graph[cuda]'")
@@ -80,7 +80,7 @@ def library_reasons(target: Target) -> Iterator[Reason]:
 def problem_reasons(
     problem: Problem, sequences: CudnnSequences | None, target: Target, options: Options
 ) -> Iterator[Reason]:
-    """The limits of cuDNN that a problem exceeds."""
+    """The limits of cuDNN exceeded by a problem."""
     from attn_graph.lowering.cudnn.limits import reasons
     from attn_graph.lowering.cudnn.memory import workspace
 
@@ -94,7 +94,7 @@ def problem_reasons(
 def request_case(
     problem: Problem, target: Target, options: Options, sequences: CudnnSequences | None = None
 ) -> Case:
-    """A problem with the versions and the GPU that limits depend on."""
+    """A problem with the library versions and the GPU."""
     from attn_graph.lowering.cudnn.case import Case
 
     backend, frontend = versions(target)
@@ -103,20 +103,20 @@ def request_case(
 
 
 def versions(target: Target) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
-    """Those of cuDNN and of its frontend; None for what the target has not."""
+    """The versions of cuDNN and of its frontend; None for a missing library."""
     numbers = (version(target, name) for name in (*CUDNN, SYSTEM_CUDNN))
     return next(filter(None, numbers), None), version(target, FRONTEND)
 
 
 def version(target: Target, library: str) -> tuple[int, int, int] | None:
-    """Major, minor and patch of a library of the target; None where it is not there."""
+    """Major, minor and patch of a library of the target; None if it is missing."""
     numbers = re.findall(r"\d+", dict(target.libraries).get(library, ""))[:3]
     major, minor, patch = (*map(int, numbers), 0, 0, 0)[:3]
     return (major, minor, patch) if numbers else None
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    """The plan of cuDNN's that runs a graph. Raises RefusedError where cuDNN declines it."""
+    """cuDNN's plan for a graph. Raises RefusedError if cuDNN declines it."""
     from attn_graph.lowering.cudnn.plan import load_or_build
     from attn_graph.lowering.cudnn.run import Inference
 
@@ -148,7 +148,6 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 def make_run(
     case: Case, call: CudnnCall, graph: Graph, options: Options, plan: CudnnPlan
 ) -> Run | CudnnPackedRun:
-    """What runs a plan."""
     from attn_graph.lowering.cudnn.packed_run import CudnnPackedRun
     from attn_graph.lowering.cudnn.run import Run
 
@@ -159,7 +158,7 @@ def make_run(
 
 
 def needs(case: Case, call: CudnnCall, graph: Graph, need: int | None) -> Foreseen:
-    """What a call takes besides cuDNN's own `need` bytes of workspace, None: not known; and notes
+    """A call's memory besides cuDNN's own `need` bytes of workspace (None: not known), and notes
     for `explain`."""
     from attn_graph.lowering.cudnn import packed_run, run
 
@@ -186,8 +185,8 @@ def split_notes(case: Case) -> Iterator[str]:
 def without_lse(
     graph: Graph, target: Target, options: Options, most: int
 ) -> Callable[..., Results]:
-    """The forward that stores no lse. Raises RefusedError where it needs more bytes than `most`,
-    which is what the plan is said to need."""
+    """The forward without lse. Raises RefusedError if it needs more bytes than `most`, the plan's
+    declared need."""
     from attn_graph.lowering.cudnn.plan import load_or_build
 
     case, call = describe_problem(graph, target, options, stats=False)
@@ -201,7 +200,7 @@ def without_lse(
 
 
 def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
-    """The workspace by a stored plan, or where a formula has it; else only a built plan tells."""
+    """The workspace by a stored plan or by a formula; otherwise only a built plan tells it."""
     from attn_graph.lowering.cudnn.memory import workspace
     from attn_graph.lowering.cudnn.plan import load_stored
 
@@ -217,7 +216,7 @@ def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
 def describe_problem(
     graph: Graph, target: Target, options: Options, *, stats: bool = True
 ) -> tuple[Case, CudnnCall]:
-    """The call that would run a graph that is taken; see `describe_call` for `stats`."""
+    """The call for a supported graph; see `describe_call` for `stats`."""
     from attn_graph.lowering.cudnn.case import needs_padding_mask
     from attn_graph.lowering.cudnn.graph import describe_call
     from attn_graph.lowering.cudnn.sequences import pack_call
@@ -234,7 +233,7 @@ def describe_problem(
 
 
 def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
-    """The other plans that cuDNN proposes, by its names for them."""
+    """The other plans proposed by cuDNN, by cuDNN's names."""
     from attn_graph.lowering.cudnn.plan import load_or_build
 
     case, call = describe_problem(graph, target, options)

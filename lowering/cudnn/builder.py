@@ -1,13 +1,13 @@
 """Builds cuDNN's plans of calls.
 
-It imports no other part of the library, so it also runs as a program of its own, for GPUs that the
-machine does not have:
+It imports no other part of the library, so it also runs as a program, for GPUs absent from the
+machine:
 
     python -P builder.py STAND_IN FOLDER
 
 reads the list in FOLDER/requests.json, writes the answer to each as a line of FOLDER/answers.jsonl
-and each plan to FOLDER/<number>.plan. STAND_IN is a library that takes the place of the driver, or
-"-" on a machine with a real one.
+and each plan to FOLDER/<number>.plan. STAND_IN is a library in place of the driver, or "-" on a
+machine with a real one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RESULTS = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}  # other
 
 
 class DeclinedError(Exception):
-    """cuDNN refuses a call. stage: at which step. message: in its own words."""
+    """cuDNN refuses a call. stage: the step of its refusal. message: in its own words."""
 
     def __init__(self, stage: str, message: str) -> None:
         self.stage, self.message = stage, message
@@ -52,9 +52,9 @@ def build_graph(
 ) -> Any:  # Any: cuDNN's graph
     """The frontend's graph of a call, given as `CudnnCall.plain`.
 
-    build: build a plan too. plan: which of `plan_names`; by default the first, cuDNN's favourite.
-    machine: arguments of `cudnn.pygraph` that say where it will run: `handle`, or without a device
-    `sm_version` and `device_property`. Raises DeclinedError if cuDNN refuses.
+    build: build a plan too. plan: one of `plan_names`; by default the first, cuDNN's favourite.
+    machine: arguments of `cudnn.pygraph` for the device: `handle`, or without a device `sm_version`
+    and `device_property`. Raises DeclinedError if cuDNN refuses.
     """
     import cudnn
 
@@ -72,8 +72,8 @@ def build_graph(
 def load_plan(plan: bytes, device: int | str) -> Any:  # Any: cuDNN's graph
     """Deserialize a plan as a graph to execute, for a GPU by its number or by its description.
 
-    It is given the device's properties and no handle: with a handle the frontend would run the plan
-    once, in a capture of the handle's stream, and the stream would stay captured if that failed.
+    It passes the device's properties and no handle. With a handle the frontend would run the plan
+    once, in a capture of the handle's stream, and a failure would leave the stream captured.
     """
     import cudnn
 
@@ -193,7 +193,7 @@ def soft_cap_functions(
 
 
 def plan_names(graph: Any) -> list[str]:  # Any: cuDNN's
-    """The plans that cuDNN proposes, its favourite first."""
+    """The plans proposed by cuDNN, its favourite first."""
     return [graph.get_plan_name_at_index(n) for n in range(graph.get_execution_plan_count())]
 
 
@@ -201,7 +201,7 @@ def describe_plan(
     graph: Any,  # Any: cuDNN's
     plan: str | None = None,
 ) -> dict[str, Any]:  # Any: JSON
-    """What cuDNN reports of the plan that it built. workspace: bytes."""
+    """cuDNN's report on a built plan. workspace: bytes."""
     names = plan_names(graph)
     name = plan or names[0]
     _, knobs = graph.get_engine_and_knobs_at_index(names.index(name))
@@ -235,7 +235,7 @@ def answer_request(request: Json, path: Path) -> dict[str, Any]:  # Any: JSON
 
 
 def load_stand_in(path: str) -> None:
-    """Load a library in place of the driver, and then what cuDNN's compiler looks for."""
+    """Load a library in place of the driver, and then the libraries of cuDNN's compiler."""
     ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
     spec = find_spec("cudnn")
     site = Path(spec.origin or "").parents[1] if spec else Path()

@@ -1,4 +1,4 @@
-"""What decides whether cuDNN takes a problem: the problem, the GPU, and the library versions."""
+"""The inputs of cuDNN's limits: the problem, the GPU and the library versions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Pass = Literal["forward", "backward"]
 @final
 @frozen
 class Case:
-    """A problem with where it is to run.
+    """A problem with its GPU and library versions.
 
     sm: the compute capability, 90 for 9.0. backend, frontend: versions of cuDNN and its frontend.
-    deterministic: whether equal calls must give equal bits. sequences: how operands lie that the
-    problem has padded; None where it has not.
+    deterministic: equal calls must give equal bits. sequences: the layout of packed or paged
+    operands, padded in the problem; None without them.
     """
 
     problem: Problem
@@ -41,17 +41,15 @@ class Case:
 
     @property
     def page(self) -> int:
-        """Rows of a page of k and v; 0 where they are in one piece."""
+        """Rows of a page of k and v; 0 without pages."""
         return 0 if self.sequences is None else self.sequences.page
 
     @property
     def is_paged(self) -> bool:
-        """Whether k and v lie in pages."""
         return self.sequences is not None and self.sequences.table is not None
 
     @property
     def pass_(self) -> Pass:
-        """Which pass the problem is."""
         return "forward" if self.problem.grad is None else "backward"
 
     @property
@@ -66,8 +64,8 @@ class Case:
 
     @cached_property
     def mask(self) -> CudnnMask:
-        """The mask in cuDNN's terms. A mask without such a translation, which a rule of its own
-        refuses, counts as no mask."""
+        """The mask in cuDNN's terms. An untranslatable mask counts as no mask; a rule of its own
+        refuses it."""
         return translate_mask(self.problem) or CudnnMask()
 
     @property
@@ -77,7 +75,7 @@ class Case:
 
     @property
     def at_right(self) -> bool:
-        """Whether cuDNN measures a causal bound from the bottom right corner."""
+        """True if cuDNN measures a causal bound from the bottom right corner."""
         return self.diagonal.align == "bottom_right" and self.diagonal.right is not None
 
     @property
@@ -87,19 +85,19 @@ class Case:
 
     @property
     def wide_on_blackwell(self) -> bool:
-        """Whether Blackwell's backward runs its kernel for D = E = 256, which is deterministic."""
+        """True if Blackwell's backward runs its kernel for D = E = 256, a deterministic one."""
         return self.problem.D == self.problem.E == 256 and self.backend >= (9, 23, 0)
 
     @property
     def too_wide_for_blackwell(self) -> bool:
-        """Whether Blackwell's backward has no kernel for the head sizes."""
+        """True if Blackwell's backward has no kernel for the head sizes."""
         if self.problem.D == 192:
             return self.problem.E != 128
         return self.larger > 128 and not self.wide_on_blackwell
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether Blackwell's backward runs a deterministic kernel, by choice or not."""
+        """True if Blackwell's backward runs a deterministic kernel, by choice or not."""
         return self.deterministic or self.wide_on_blackwell
 
     @cached_property
@@ -122,7 +120,7 @@ class Case:
         return next((spec for name, spec in pairs if name == role), None)
 
     def wants(self, role: str) -> bool:
-        """Whether this is a backward that computes the gradient of an operand."""
+        """True if this is a backward with the gradient of an operand among its results."""
         grad = self.problem.grad
         return grad is not None and f"d{role}" in grad.names
 
@@ -132,12 +130,12 @@ class Case:
 
 
 def needs_padding_mask(case: Case) -> bool:
-    """Whether the call needs a padding mask of full lengths, though no lengths are given.
+    """True if the call needs a padding mask of full lengths although the graph has no lengths.
 
-    It does over pages, whose kernels read no others. And it avoids two errors of cuDNN's backward.
-    Below 9.26 Hopper's kernel reads beyond the keys if N leaves half a tile of 128 and no mask
-    hides that half: dq becomes NaN where lse is below -88.7 (pytorch/pytorch#196678). And with a
-    single query dk and dv become NaN (NVIDIA/cudnn-frontend#1072, in 9.25.1 and 9.26.0).
+    Kernels for pages require one. The mask also avoids two errors of cuDNN's backward. Below 9.26
+    Hopper's kernel reads beyond the keys if N leaves half a tile of 128 and no mask hides that
+    half: dq becomes NaN for lse below -88.7 (pytorch/pytorch#196678). With a single query dk and dv
+    become NaN (NVIDIA/cudnn-frontend#1072, in 9.25.1 and 9.26.0).
     """
     p, right = case.problem, case.diagonal.right
     if case.is_paged and not case.mask.lengths:

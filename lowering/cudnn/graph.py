@@ -23,9 +23,9 @@ class Slot:
     """A tensor of a cuDNN graph.
 
     argument: the frontend's name for it. source: our name for the operand or result; "M" and "N"
-    stand for int32 [B,1,1,1] filled with that size. Lengths are always dense int32 here, whatever
-    the operand is. strides: in elements. offsets: of a packed tensor, the argument that says where
-    its sequences begin. step: of such offsets, the elements from row to row.
+    stand for int32 [B,1,1,1] filled with that size. Lengths are always dense int32 here, in any
+    layout of the operand. strides: in elements. offsets: of a packed tensor, the argument with the
+    starts of its sequences. step: of such offsets, the elements from row to row.
     """
 
     argument: str
@@ -38,12 +38,12 @@ class Slot:
 
     @property
     def bytes(self) -> int:
-        """What its elements take, in bytes."""
+        """Size of its elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def plain(self) -> dict[str, Any]:  # Any: JSON
-        """The same as JSON, without source."""
+        """As JSON, without source."""
         packed = {"offsets": self.offsets} if self.offsets else {}
         return {
             "argument": self.argument,
@@ -76,7 +76,7 @@ class CudnnCall:
 
     @property
     def set_options(self) -> dict[str, Option]:
-        """The options that are neither None nor False."""
+        """The options other than None and False."""
         return {k: v for k, v in self.options if v is not None and v is not False}
 
     @property
@@ -105,9 +105,9 @@ class CudnnCall:
 def describe_call(
     problem: Problem, *, padded: bool = False, deterministic: bool = False, stats: bool = True
 ) -> CudnnCall:
-    """The call that computes a problem, whose mask cuDNN must be able to express.
+    """The call for a problem with a mask in cuDNN's terms.
 
-    padded: use a padding mask of full lengths even if no lengths are parts. stats: whether a
+    padded: use a padding mask of full lengths even if no lengths are parts. stats: True if a
     forward stores lse.
     """
     mask = translate_mask(problem)
@@ -133,7 +133,7 @@ def translate_mask(problem: Problem) -> CudnnMask | None:
 
 
 def band_options(mask: CudnnMask) -> dict[str, Option]:
-    """The options that state the band of a mask."""
+    """The options for the band of a mask."""
     band = mask.diagonal
     if band.left is None and band.right is None:
         return {}
@@ -168,7 +168,7 @@ def backward_call(
 
 
 def cotangent_spec(problem: Problem, do: TensorSpec) -> TensorSpec:
-    """do as cuDNN reads it: where rows may see no key, a dense copy in which those rows are 0."""
+    """do as cuDNN reads it: a dense copy with 0 in rows without keys, if there may be any."""
     if not problem.has_blind_rows:
         return do
     return TensorSpec(do.shape, do.dtype, dense_strides(do.shape, memory_order(do)))
@@ -192,7 +192,7 @@ def lse_slot(problem: Problem) -> Slot:
 
 
 def gradient_slots(problem: Problem) -> Iterator[Slot]:
-    """dQ, dK, dV, which cuDNN always computes, and the gradients of bias and sinks if wanted."""
+    """dQ, dK, dV, always computed by cuDNN, and the gradients of bias and sinks if wanted."""
     assert problem.grad is not None
     for source, spec in zip("qkv", problem.specs, strict=False):
         strides = dense_strides(spec.shape, memory_order(spec))

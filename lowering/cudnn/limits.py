@@ -1,7 +1,7 @@
-"""The limits of cuDNN as a table: each with where it holds, its sentence and its source.
+"""The limits of cuDNN as a table: each with its condition, its sentence and its source.
 
-Head counts have no row: in every graph H is a multiple of G, and cuDNN needs no more than that.
-Neither have addresses: a call checks that they are multiples of 16 bytes.
+Head counts have no row: in every graph H is a multiple of G, and cuDNN needs no more. Neither have
+addresses: a call checks their alignment to 16 bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from attn_graph.lowering.reasons import (
 
 
 def reasons(case: Case) -> Iterator[Reason]:
-    """Every reason why cuDNN does not take a case; none means that it plans and is right."""
+    """Every reason against a case; without one, cuDNN plans it and computes it right."""
     for rule in RULES:
         yield from rule.reasons(case)
 

@@ -1,4 +1,4 @@
-"""Masks in cuDNN's terms: one band along a diagonal, and lengths beyond which all is padding."""
+"""Masks in cuDNN's terms: one band along a diagonal, and lengths with padding beyond them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ENDS = {KeyLengths(): "kv_lengths", QueryLengths(): "q_lengths"}
 class CudnnBand:
     """Query i' keeps keys i' - left < j <= i' + right: `left` counts the query's own place.
 
-    i' is i for "top_left". For "bottom_right" it is i + N - M, or, where lengths are given,
-    i + kv_lengths[b] - q_lengths[b], with M or N for the length that is not given. None: unbounded.
+    i' is i for "top_left". For "bottom_right" it is i + N - M, or, with lengths, i + kv_lengths[b]
+    - q_lengths[b], with M or N for a missing length. None: unbounded.
     """
 
     align: Align = "top_left"
@@ -28,14 +28,14 @@ class CudnnBand:
 
     @property
     def is_sane(self) -> bool:
-        """Whether the diagonal lies within both bounds, as cuDNN needs."""
+        """True if the diagonal lies within both bounds, as cuDNN needs."""
         return (self.left is None or self.left >= 1) and (self.right is None or self.right >= 0)
 
 
 @final
 @frozen
 class CudnnMask:
-    """A mask that cuDNN can express: its band, and the names of the lengths that it reads."""
+    """A mask in cuDNN's terms: its band, and the names of its lengths."""
 
     diagonal: CudnnBand = CudnnBand()
     lengths: tuple[str, ...] = ()
@@ -44,8 +44,8 @@ class CudnnMask:
     def of(cls, mask: Mask | None, M: int, N: int, *, plain: bool = False) -> CudnnMask | None:
         """The exact translation of a canonical mask; None if there is none.
 
-        plain: measure from the top left corner if that means the same, since cuDNN adds biases
-        under no other alignment.
+        plain: measure from the top left corner if this is equivalent, since cuDNN adds biases under
+        no other alignment.
         """
         if mask_problems(mask):
             return None
@@ -56,14 +56,14 @@ class CudnnMask:
 
 
 def conjuncts(mask: Mask | None) -> tuple[Mask, ...]:
-    """The parts that all have to keep a place."""
+    """The parts joined by &."""
     if isinstance(mask, And):
         return *conjuncts(mask.a), *conjuncts(mask.b)
     return () if mask is None else (mask,)
 
 
 def mask_problems(mask: Mask | None) -> tuple[Reason, ...]:
-    """Why cuDNN can't state a mask; nothing where it can."""
+    """Reasons against stating a mask in cuDNN's terms."""
     return tuple(leaf_reasons(conjuncts(mask)))
 
 
@@ -89,7 +89,7 @@ def join_leaves(leaves: Sequence[Mask]) -> str:
 
 
 def translate_band(band: Band, M: int, N: int, *, plain: bool) -> CudnnBand:
-    """A band in cuDNN's terms, measured from the corner that allows it."""
+    """A band in cuDNN's terms, measured from a corner cuDNN accepts for it."""
     if band.ragged:
         return shift_band(band, "bottom_right", 0)
     at_left, at_right = shift_band(band, "top_left", 0), shift_band(band, "bottom_right", N - M)
@@ -99,6 +99,6 @@ def translate_band(band: Band, M: int, N: int, *, plain: bool) -> CudnnBand:
 
 
 def shift_band(band: Band, align: Align, shift: int) -> CudnnBand:
-    """A band measured from the diagonal that lies `shift` right of the top left corner."""
+    """A band measured from the diagonal `shift` places right of the top left corner."""
     left = None if band.low is None else 1 + shift - band.low
     return CudnnBand(align, left, None if band.high is None else band.high - shift)

@@ -1,4 +1,4 @@
-"""The workspace of cuDNN's plans, in bytes, where it is known without a plan."""
+"""The workspace of cuDNN's plans, in bytes, computed without a plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MULTIPROCESSORS = 132  # of the Hoppers whose plans were read
 
 
 def workspace(case: Case) -> int | None:
-    """Bytes of workspace; None if only a plan tells them, as for all but Hopper's backward and its
-    forward of one query whose keys are split."""
+    """Bytes of workspace; None if only a plan tells them. Known are Hopper's backward and its
+    forward of one query with split keys."""
     if not 90 <= case.sm < 100 or case.backend >= (9, 25, 0):
         return None
     if case.pass_ == "backward":
@@ -26,12 +26,12 @@ def workspace(case: Case) -> int | None:
 
 
 def key_splits(case: Case) -> int:
-    """The parts into which Hopper's kernel splits the keys of a forward of one query, to merge what
-    each gives; 1 where it does not split.
+    """Into how many parts Hopper's kernel splits the keys of a forward of one query; 1 without a
+    split.
 
-    It depends on the batch and on the most keys that there can be, not on lengths: so the bits of
-    an entry's result depend on how many others there are. It was read off the workspaces of plans.
-    The kernels for bands and for packed queries do not split.
+    It depends on the batch size and on N, not on lengths: so the bits of an entry's result depend
+    on the number of other entries. The rule was read off the workspaces of plans. The kernels for
+    bands and for packed queries do not split.
     """
     p, band = case.problem, case.diagonal
     programs = p.B * p.G * -(-p.H // p.G // ROWS)
@@ -47,11 +47,11 @@ def hopper_backward_bytes(case: Case) -> int:
 
     dq is summed in float32 [B,H,M,D]. In order, or for the gradient of a bias, ds is stored
     instead, in half precision [B,H,M,N] with rows in tiles of 64 and keys in tiles of 128. Then
-    come delta [B,H,M], dk and dv for each query head where heads share them, ALiBi's slopes, and
-    for each packed tensor what finds the rows of an entry. Packed rows count once, not B M, where
-    head sizes are multiples of 16; dk and dv are in float32 then.
+    come delta [B,H,M], dk and dv for each query head of shared key/value heads, ALiBi's slopes, and
+    for each packed tensor a map from rows to entries. Packed rows count once, not B M, for head
+    sizes in multiples of 16; dk and dv are in float32 then.
 
-    This equals what cuDNN reported of every plan that was built for docs/reports/cudnn.md.
+    This equals cuDNN's own figure for every plan built for docs/reports/cudnn.md.
     """
     p = case.problem
     rows, keys = bounded_rows(case, "rows", p.M), bounded_rows(case, "keys", p.N)
@@ -73,24 +73,25 @@ def hopper_backward_bytes(case: Case) -> int:
 
 
 def stores_ds(case: Case) -> bool:
-    """Whether the kernel stores ds, since it sums in order or gives the gradient of a bias."""
+    """True if the kernel stores ds: it sums in order or gives the gradient of a bias."""
     return case.deterministic or case.wants("bias")
 
 
 def bounded_sides(case: Case) -> tuple[str, ...]:
-    """The packed sides of which cuDNN takes the number of rows that it is told."""
+    """The packed sides with a number of rows given to cuDNN."""
     return case.packed if case.problem.D % 16 == case.problem.E % 16 == 0 else ()
 
 
 def bounded_rows(case: Case, side: str, most: int) -> int:
-    """The rows of a side that cuDNN makes room for. most: of one entry."""
+    """The rows of a side in cuDNN's workspace. most: of one entry."""
     if case.sequences is not None and side in bounded_sides(case):
         return round_total(case.sequences.totals[side])
     return case.problem.B * most
 
 
 def map_count(case: Case) -> int:
-    """The packed tensors of a backward for which cuDNN finds rows by itself, as was counted."""
+    """The packed tensors of a backward with a map of rows in cuDNN's workspace, as counted in
+    plans."""
     p, bounded = case.problem, bounded_sides(case)
     rows = 2 + ("rows" in bounded and not stores_ds(case))
     keys = 4 if p.H == p.G or "keys" in bounded else 2

@@ -1,4 +1,4 @@
-"""Plans of cuDNN for GPUs that the machine does not have: in a process with a stand-in driver."""
+"""Plans of cuDNN for GPUs absent from the machine: in a process with a stand-in driver."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SOURCE = Path(__file__).with_name("stand_in.c")
 class Answer:
     """cuDNN's answer to one call.
 
-    report: the answer of builder.py: what cuDNN reports of its plan, or the stage at which it
-    refused, with its message. plan: as cuDNN reads it back; empty without one.
+    report: the answer of builder.py: cuDNN's report on its plan, or the stage and message of its
+    refusal. plan: as cuDNN reads it back; empty without one.
     """
 
     report: dict[str, Any]  # Any: JSON
@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def refusal(self) -> str | None:
-        """The stage at which cuDNN refused, and its message; None if it did not."""
+        """The stage and message of cuDNN's refusal; None without one."""
         stage = self.report.get("stage")
         return stage and f"{stage}: {self.report['message']}"
 
@@ -57,11 +57,11 @@ def ask_cudnn(
     plan: str | None = None,
     python: str = sys.executable,
 ) -> tuple[tuple[Version, Version], list[Answer]]:
-    """cuDNN's version and its frontend's, and its answer to each call for a device.
+    """The versions of cuDNN and its frontend, and cuDNN's answer to each call for a device.
 
-    device: its description, as `describe_target` writes it. plan: see `build_graph`. python: the
-    interpreter that has cuDNN. Raises RefusedError if the stand-in driver can't be built,
-    RuntimeError if the process fails.
+    device: its description, as `describe_target` writes it. plan: see `build_graph`. python: an
+    interpreter with cuDNN. Raises RefusedError if the stand-in driver can't be built, RuntimeError
+    if the process fails.
     """
     common = {"device": device, "sm": sm, "build": build, "plan": plan}
     requests = [{"call": call, **common} for call in calls]
@@ -119,12 +119,12 @@ def driver_library(folder: str) -> str:
 
 
 def compiler() -> str | None:
-    """The path of the C compiler that builds the stand-in, if there is one."""
+    """The path of a C compiler to build the stand-in, if there is one."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def has_driver() -> bool:
-    """Whether the machine has the driver of a GPU."""
+    """True if the machine has a GPU driver."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -163,7 +163,7 @@ def describe_target(target: Target) -> str:
 
 
 def device_properties(device: Device, driver: int) -> dict[str, Any]:  # Any: JSON
-    """A device as cuDNN describes it. Numbers that are written here are the same for all GPUs.
+    """A device as cuDNN describes it. Literal numbers here are equal on all GPUs.
 
     driver: the version of CUDA of its driver, 13000 for 13.0.
     """

@@ -1,17 +1,17 @@
-"""cuDNN's plans at work on packed tensors: what is computed for them on the device at each call.
+"""Runs cuDNN's plans on packed tensors: each call prepares their offsets and lengths on the device.
 
-cuDNN reads where each sequence begins, in elements, and how long it is, in int32. Both are made
-from starts and lengths on the device, without waiting for it.
+cuDNN reads the start of each sequence, in elements, and its length, in int32. Both are made from
+starts and lengths on the device, without waiting for it.
 
-Three things that nobody vouches for are avoided:
+Three undocumented cases are avoided:
 
-- A tile may read rows that belong to no sequence and multiply them by 0, so NaN there would reach
-  others (NVIDIA/cudnn-frontend#624). They are 0 in a copy of what is multiplied so.
-- Below 9.25 queries of a sequence without keys become NaN (NVIDIA/cudnn-frontend#943). Such a
-  sequence has no queries for cuDNN, nor one without queries keys.
-- cuDNN writes no rows of no sequence. They are written before it runs.
+- A tile may read rows outside all sequences and multiply them by 0, so NaN there would reach
+  others (NVIDIA/cudnn-frontend#624). A copy of these operands has 0 in these rows.
+- Below 9.25 queries of a sequence without keys become NaN (NVIDIA/cudnn-frontend#943). cuDNN is
+  given no queries for this sequence, and no keys for one without queries.
+- cuDNN leaves rows outside all sequences unwritten. They are written before it runs.
 
-In pages that is not possible: keys past a length, in its last page, have to be finite.
+In pages this is not possible: keys past a length, in its last page, have to be finite.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ VECTORS = (*SEQ_LENGTHS, "sink_token")  # which cuDNN reads packed
 @final
 @frozen(eq=False)
 class CudnnPackedRun:
-    """What runs a graph on packed tensors: the call's tensors, given to cuDNN.
+    """Runs a graph on packed tensors: passes the call's tensors to cuDNN.
 
-    scratch: cuDNN's workspace, and what is made for it.
+    scratch: cuDNN's workspace, and the tables made for it.
     """
 
     call: CudnnCall
@@ -95,7 +95,7 @@ class CudnnPackedRun:
         return (*operand_names(self.problem), *starts, *pages)
 
     def forward(self, *tensors: torch.Tensor) -> Results:
-        """o, and lse where it is stored, of the operands."""
+        """o, and lse if it is stored."""
         made = self.run(self.named(tensors))
         return [made[name] for name in self.graph.result_names], [*made.values()]
 
@@ -105,7 +105,7 @@ class CudnnPackedRun:
         return [made[name] for name in self.graph.result_names], ()
 
     def named(self, tensors: Sequence[torch.Tensor]) -> Named:
-        """The operands by name, with lengths that are differences of starts."""
+        """The operands by name, with lengths from differences of starts."""
         return dict(zip(self.roles, read_operands(self.graph, tensors), strict=True))
 
     def run(self, x: Named) -> Named:
@@ -123,7 +123,7 @@ class CudnnPackedRun:
     # Tables
 
     def ends(self, x: Named) -> Named:
-        """The length of each sequence on both sides; M or N where none are given."""
+        """The length of each sequence on both sides; M or N without given lengths."""
         sizes = {"rows": self.problem.M, "keys": self.problem.N}
         return {
             side: x[name] if name in x else self.full(sizes[side], x["q"].device)
@@ -131,11 +131,11 @@ class CudnnPackedRun:
         }
 
     def full(self, count: int, device: torch.device) -> torch.Tensor:
-        """The same length for all."""
+        """One length for all entries."""
         return self.sizes.get((count, device), lambda: full_lengths(self.problem.B, count, device))
 
     def lengths(self, ends: Named) -> Named:
-        """The lengths that cuDNN reads, by argument: 0 on packed sides where the other's is."""
+        """The lengths for cuDNN, by argument: 0 on packed sides if the other side's is."""
         made = {}
         for argument, (side, other) in SEQ_LENGTHS.items():
             apart = side in self.sequences.totals and not self.sequences.alike
@@ -152,15 +152,15 @@ class CudnnPackedRun:
             room["pages"].copy_(self.used_pages(x["pages"], ends["keys"][:, None]))
 
     def used_pages(self, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """The table, with the first page of an entry, if it has one, in place of those past its
-        length: cuDNN may read what they name."""
+        """The table, with an entry's first page (0 without one) in place of pages past its length:
+        cuDNN may read them."""
         begin = self.sequences.page * torch.arange(table.shape[1], device=table.device)
         return torch.where(begin < lengths, table, table[:, :1] * (lengths > 0))
 
     # Arguments
 
     def clean(self, x: Named, room: Views) -> Named:
-        """The operands, with 0 in rows of no sequence where cuDNN multiplies by them."""
+        """The operands, with 0 in rows outside sequences if cuDNN multiplies by them."""
         given = dict(x)
         for name in cleaned_names(self.call, self.sequences):
             inside = self.inside(SIDES[name], x)[:, None, None]
@@ -171,12 +171,12 @@ class CudnnPackedRun:
         return given
 
     def inside(self, side: str, x: Named) -> torch.Tensor:
-        """Which rows belong to a sequence: [T] of bool."""
+        """True for rows inside a sequence: [T] of bool."""
         lengths = None if side in self.sequences.gapless else x[LENGTHS[side]]
         return sequence_rows(x[STARTS[side]], lengths, self.sequences.totals[side])
 
     def clear_blind(self, given: Named, room: Views) -> None:
-        """Where a row saw nothing, make do 0, and lse +inf: for every score, exp(s - lse) is 0."""
+        """Set do to 0 and lse to +inf in rows without keys: exp(s - lse) is 0 for every score."""
         do, lse = given["do"], given["lse"]
         packed = "rows" in self.sequences.totals
         lse = lse.T if packed else lse
@@ -194,14 +194,15 @@ class CudnnPackedRun:
         return blank(slot)[:2] if T is None else packed_layout(slot, T)
 
     def blank(self, slot: Slot, x: Named, room: Views) -> torch.Tensor:
-        """Room for a result. What cuDNN may not write, or adds to, is 0; lse that of no key."""
+        """An empty result. It is 0 if cuDNN adds to it or leaves rows unwritten; lse has its value
+        for rows without keys."""
         if slot.source == "lse" and slot.offsets:
             return self.blank_lse(x, room["stats"])
         made = torch.empty_strided(*self.layout(slot), dtype=slot.dtype, device=x["q"].device)
         return made.zero_() if slot.offsets or slot.source not in SIDES else made
 
     def blank_lse(self, x: Named, room: torch.Tensor) -> torch.Tensor:
-        """lse [T,H] of rows that see nothing: -inf, or of a sequence without keys the sinks."""
+        """lse [T,H] of rows without keys: -inf, or in a sequence without keys the sinks."""
         if "sinks" not in x or self.sequences.alike:
             return room.fill_(-INF)
         outside = ~self.inside("rows", x)
@@ -223,7 +224,7 @@ class CudnnPackedRun:
     def without_partner(
         self, name: str, t: torch.Tensor, empty: torch.Tensor, x: Named
     ) -> torch.Tensor:
-        """A result that is not packed, with 0 in `empty` entries, whose other side has no rows."""
+        """A padded result, with 0 in `empty` entries: their other side has no rows."""
         if name != "lse":
             return t.masked_fill_(empty, 0.0)
         blind = x["sinks"][:, None] if "sinks" in x else t.new_full((), -INF)
@@ -231,8 +232,8 @@ class CudnnPackedRun:
 
 
 def argument(slot: Slot, known: Named) -> torch.Tensor:
-    """What cuDNN reads in a slot, of what is known by argument or by source. Raises
-    PlanMismatchError for an address off 16 bytes."""
+    """The tensor for a slot, known by argument or by source. Raises PlanMismatchError for an
+    address off 16 bytes."""
     given = known[slot.argument if slot.argument in known else slot.source]
     if slot.argument in VECTORS:
         return readable_vector(given, slot.dtype)
@@ -250,7 +251,7 @@ def packed_layout(slot: Slot, T: int) -> tuple[tuple[int, ...], tuple[int, ...]]
 def buffers(
     call: CudnnCall, problem: Problem, sequences: CudnnSequences, need: int
 ) -> dict[str, Buffer]:
-    """The memory of a call, by what it is for. need: bytes of cuDNN's workspace."""
+    """The memory of a call, by purpose. need: bytes of cuDNN's workspace."""
     p, T = problem, sequences.rows
     room = {"workspace": Buffer((need,), torch.uint8)} if need else {}
     room |= {x.argument: Buffer(x.shape[:1], x.dtype) for x in call.inputs if x.step}
@@ -265,25 +266,25 @@ def buffers(
 
 
 def leased_bytes(call: CudnnCall, problem: Problem, sequences: CudnnSequences, need: int) -> int:
-    """Bytes of that memory."""
+    """Bytes of `buffers`."""
     return Scratch(buffers(call, problem, sequences, need)).bytes
 
 
 def copied_operands(call: CudnnCall, problem: Problem, sequences: CudnnSequences) -> dict[str, int]:
-    """What is copied at each call, and its bytes: rows of no sequence, and do of those that see
-    nothing, are 0 in the copy."""
+    """Operands copied at each call, and their bytes. The copies have 0 in rows outside sequences,
+    and do in rows without keys."""
     names = (*cleaned_names(call, sequences), *(["do"] if problem.grad is not None else []))
     return {x.source: packed_bytes(x, sequences) for x in call.inputs if x.source in names}
 
 
 def packed_bytes(x: Slot, sequences: CudnnSequences) -> int:
-    """Bytes of a slot's tensor as it is packed, or padded where it is not."""
+    """Bytes of a slot's tensor: packed, or else padded."""
     T = sequences.totals.get(SIDES.get(x.source, ""))
     return x.bytes if T is None else x.bytes // (x.shape[0] * x.shape[2]) * T
 
 
 def packed_temporary_bytes(call: CudnnCall, problem: Problem, sequences: CudnnSequences) -> int:
-    """Bytes of gradients that nobody asked for, of copies, and of marks of rows."""
+    """Bytes of unwanted gradients, of copies, and of marks of rows."""
     wanted = ("o", "lse") if problem.grad is None else problem.grad.names
     unasked = (packed_bytes(x, sequences) for x in call.outputs if x.source not in wanted)
     copies = copied_operands(call, problem, sequences).values()

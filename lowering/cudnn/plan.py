@@ -56,11 +56,11 @@ LATER = (9, 25, 0)
 @final
 @frozen
 class CudnnPlan:
-    """A plan that cuDNN built, with what cuDNN reports of it.
+    """A plan built by cuDNN, with cuDNN's report on it.
 
-    plans: the names of all that cuDNN proposed. engine, knobs, notes: which of its kernels runs, in
-    cuDNN's terms. workspace: bytes. seconds: that building took. data: the plan as cuDNN reads it
-    back. execute: runs it.
+    plans: the names of all proposed plans. engine, knobs, notes: the chosen kernel, in cuDNN's
+    terms. workspace: bytes. seconds: of building. data: the plan as cuDNN reads it back. execute:
+    runs it.
     """
 
     plans: tuple[str, ...]
@@ -104,7 +104,7 @@ class CudnnPlan:
 
     @classmethod
     def load(cls, data: bytes) -> CudnnPlan:
-        """The plan that was stored so. Raises Unfit for other bytes."""
+        """Read a stored plan. Raises Unfit for other bytes."""
         report, _, plan = data.partition(b"\n")
         try:
             return cls.of(json.loads(report), plan)
@@ -151,7 +151,7 @@ def load_stored(
 
 
 def loads(plan: CudnnPlan) -> bool:
-    """Whether cuDNN loads a stored plan on the machine's own GPU; if not, that is logged."""
+    """True if cuDNN loads a stored plan on the machine's own GPU; a failure is logged."""
     cudnn = load_modules("cudnn")
 
     try:
@@ -163,7 +163,6 @@ def loads(plan: CudnnPlan) -> bool:
 
 
 def is_here(target: Target) -> bool:
-    """Whether the target is a GPU of this machine."""
     return target.kind == "cuda" and target.device is not None
 
 
@@ -175,7 +174,7 @@ def describe_device(target: Target) -> str:
 def plan_key(
     call: CudnnCall, device: str, versions: tuple[Version, Version], plan: str | None = None
 ) -> str:
-    """The key of a plan in the store: all that the plan depends on, as text."""
+    """The key of a plan in the store: all inputs of the plan, as text."""
     facts = {
         "form": FORM,
         "call": call.plain,
@@ -188,7 +187,7 @@ def plan_key(
 
 
 def compared_properties(device: str, cudnn: Version) -> dict[str, Any]:  # Any: JSON
-    """The properties that a version of cuDNN compares, out of a device's description."""
+    """The properties compared by a version of cuDNN, out of a device's description."""
     properties = json.loads(device)
     names = COMPARED if cudnn < LATER else COMPARED + COMPARED_LATER
     return {name: properties.get(name) for name in names}
@@ -222,7 +221,7 @@ def build_away(
     versions: tuple[Version, Version],
     plan: str | None = None,
 ) -> CudnnPlan:
-    """Build for a GPU that the machine does not have."""
+    """Build for a GPU absent from the machine."""
     loaded, (answer,) = ask_cudnn([call.plain], device, sm, plan=plan)
     check_versions(loaded, versions)
     if answer.refusal:
@@ -231,7 +230,7 @@ def build_away(
 
 
 def check_versions(loaded: tuple[Version, Version], planned: tuple[Version, Version]) -> None:
-    """Raises RefusedError if the loaded cuDNN and frontend are not those that the plan is for."""
+    """Raises RefusedError if the plan is for another cuDNN or frontend than the loaded one."""
     if loaded != planned:
         here, there = (tuple(map(format_version, pair)) for pair in (loaded, planned))
         limit = f"plans with cuDNN {here[0]} and frontend {here[1]} here"
@@ -245,7 +244,7 @@ def format_version(version: Version) -> str:
 
 
 def gap_reason(refusal: str) -> RefusedError:
-    """cuDNN's refusal of a call that the table of limits let pass: the table has a gap.
+    """cuDNN's refusal of a call allowed by the table of limits: the table has a gap.
 
     It is logged, since users should report it.
     """

@@ -1,4 +1,4 @@
-"""What a limit of cuDNN is, and the functions by which limits look for violations."""
+"""A limit of cuDNN, and the functions to find its violations."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ Violations = tuple[Any, ...]  # what the sentence names; one sentence for each
 class Rule:
     """A limit, with a sentence that follows "cudnn can't: ".
 
-    violations: what of a case exceeds the limit; empty where nothing does. A Reason is one by
-    itself; of a pair, the name of an operand and its spec, the name tells the keys of the sentences
-    apart.
-    sentence: a format of `it`, one violation, `c`, the case, and `p`, its problem: the limit,
-    ", and ", and what there is instead. The rule holds for these passes, in these
-    compute capabilities and versions, ends not included. says: what cuDNN itself says to what the
-    rule refuses: "no"; "yes", but it computes wrongly or nobody vouches that it doesn't; or
-    "unasked", since it has no words for it, or crashes.
+    violations: the parts of a case beyond the limit; empty if there are none. A Reason stands for
+    itself. In a pair of an operand's name and its spec, the name distinguishes the keys of the
+    sentences. sentence: a format of `it`, one violation, `c`, the case, and `p`, its problem: the
+    limit, ", and ", and the graph's own value. The rule holds for these passes, and these compute
+    capabilities and versions, upper ends excluded. says: cuDNN's own answer to a refused case:
+    "no"; "yes", but it computes wrongly or without a guarantee; or "unasked", since it has no words
+    for the case, or crashes.
     """
 
     name: str
@@ -60,7 +59,7 @@ class Rule:
     says: Says = "no"
 
     def holds(self, c: Case) -> bool:
-        """Whether the limit applies to the case's pass, compute capability and versions."""
+        """True if the limit applies to the case's pass, compute capability and versions."""
         return (
             c.pass_ in self.passes
             and self.sm[0] <= c.sm < self.sm[1]
@@ -75,7 +74,7 @@ class Rule:
                 yield it if isinstance(it, Reason) else self.reason(it, c)
 
     def reason(self, it: object, c: Case) -> Reason:
-        """The sentence about one thing that is wrong."""
+        """The sentence about one violation."""
         limit, _, actual = self.sentence.rpartition(", and ")
         key = f"{self.name}.{it[0]}" if isinstance(it, tuple) else self.name
         return Reason(key, *(part.format(it=it, c=c, p=c.problem) for part in (limit, actual)))
@@ -93,18 +92,18 @@ def name_mask(c: Case) -> str:
 
 
 def name_broadcast(c: Case) -> str:
-    """Which of k and v share elements, and how they lie."""
+    """The strides of k and v, if one of them shares elements."""
     named = zip("kv", c.problem.specs[1:3], strict=True)
     return " and ".join(f"{name} is {x}" for name, x in named if is_broadcast(x))
 
 
 def once(condition: object) -> Violations:
-    """One violation if the condition is true; the condition itself is what the sentence names."""
+    """One violation if the condition is true; the sentence names the condition itself."""
     return (condition,) if condition else ()
 
 
 def other_modifiers(c: Case) -> Violations:
-    """Classes of modifiers that cuDNN has no counterpart of."""
+    """Classes of modifiers without a counterpart in cuDNN."""
     kinds = dict.fromkeys(type(m) for m in c.problem.node.modifiers)
     others = "; the modifiers it has one for are SoftCap, Bias and Alibi"
     known = (SoftCap, Bias, Alibi)
@@ -120,50 +119,49 @@ def foreign_alibi(c: Case) -> Violations:
 
 
 def alibi_unmasked(c: Case) -> Violations:
-    """The mask, where ALiBi stands under any but a causal one at the top left."""
+    """The mask, if ALiBi has any but a causal one at the top left."""
     causal = c.diagonal.right == 0 and c.diagonal.align == "top_left"
     return once(c.count(Alibi) and not causal and str(c.problem.node.mask))
 
 
 def left_of_diagonal(c: Case) -> Violations:
-    """A left bound that excludes the query's own place."""
+    """The mask, if its left bound excludes the query's own place."""
     left = c.diagonal.left
     return once(left is not None and left < 1 and str(c.problem.node.mask))
 
 
 def split_rows(c: Case) -> Violations:
-    """Operands whose last axis has a stride other than 1."""
+    """Operands with a last axis of a stride other than 1."""
     return tuple((n, x) for n, x in c.specs.items() if not x.unit_last)
 
 
 def off_grid(c: Case) -> Violations:
-    """Operands with rows that do not start at multiples of 16 bytes."""
+    """Operands with rows off multiples of 16 bytes."""
     return tuple((n, x) for n, x in c.specs.items() if is_misaligned(x))
 
 
 def crossed_heads(c: Case) -> Violations:
-    """Packed operands, of those that are read where they lie, with rows within heads."""
+    """Packed operands, read in place, with rows within heads."""
     given = c.sequences.packed.items() if c.sequences else ()
     return tuple((n, x) for n, x in given if not has_rows_outermost(x))
 
 
 def far_keys(c: Case) -> Violations:
-    """Packed k and v, with their numbers of elements, that int32 does not count, where q is not
-    packed."""
+    """Packed k and v, with more elements than int32 counts, if q is not packed."""
     given = c.sequences.packed.items() if c.sequences and "rows" not in c.packed else ()
     reach = ((n, x.shape[0] * max(x.strides[0], prod(x.shape[1:]))) for n, x in given)
     return tuple((n, count) for n, count in reach if count >= LONG)
 
 
 def has_rows_outermost(x: TensorSpec) -> bool:
-    """Whether the heads of a row [H,D] of x [T,H,D] lie side by side, and rows apart."""
+    """True if the heads of a row [H,D] of x [T,H,D] lie side by side, and rows apart."""
     (T, H, D), (row, head, _) = x.shape, x.strides
     within = head if H > 1 else D
     return within >= D and (T <= 1 or row >= (H - 1) * within + D)
 
 
 def bias_column(c: Case) -> Violations:
-    """A bias that is the same for all keys, unless it is one number per head, contiguous."""
+    """A bias shared by all keys, unless it is one number per head, contiguous."""
     if c.bias is None or c.bias.shape[3] > 1:
         return ()
     B, H, M, _ = c.bias.shape
@@ -172,12 +170,12 @@ def bias_column(c: Case) -> Violations:
 
 
 def late_soft_cap(c: Case) -> Violations:
-    """A soft cap that is not the first modifier."""
+    """A soft cap after another modifier."""
     first = c.problem.node.modifiers[:1]
     return once(c.count(SoftCap) and not any(isinstance(m, SoftCap) for m in first))
 
 
 def masked_soft_cap(c: Case) -> Violations:
-    """The mask, where there is a soft cap beside a mask or beside ALiBi, which needs a mask."""
+    """The mask, if there is a soft cap with a mask or with ALiBi, as ALiBi needs a mask."""
     mask = name_mask(c)
     return once(c.count(SoftCap) and (mask or c.count(Alibi)) and (mask or "None"))

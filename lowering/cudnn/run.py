@@ -58,7 +58,7 @@ HANDLES = Handles()
 
 
 def handle(device: torch.device) -> Any:  # Any: cuDNN's
-    """The calling thread's handle on a device, which works on the current stream."""
+    """The calling thread's handle on a device, set to the current stream."""
     import cudnn
 
     own = HANDLES.held.get(device.index)
@@ -74,7 +74,7 @@ def handle(device: torch.device) -> Any:  # Any: cuDNN's
 @final
 @frozen(eq=False)
 class Engine:
-    """A plan of cuDNN's, and its graphs on the devices for which it was loaded so far."""
+    """A plan of cuDNN's, and its graphs on the devices loaded so far."""
 
     plan: bytes
     graphs: DeviceMemo[Any] = field(factory=DeviceMemo, init=False)  # Any: cuDNN's
@@ -92,13 +92,13 @@ class Engine:
 @final
 @frozen(eq=False)
 class Run:
-    """What runs a graph: the call's tensors, from ours and new ones, given to cuDNN.
+    """Runs a graph: passes the call's tensors, and new ones, to cuDNN.
 
-    spots: which input of the graph each of the call's is; None for what has to be made or may have
-    to be copied. packs: which input the latter are, by their place in the call. blanks: shape,
-    strides and dtype of each result, as we give it back. sums: which results cuDNN may add to what
-    it finds in. rows: which inputs of the graph do and lse are, where a query may see no key. keys:
-    which ones are k, v and their lengths, where they have some.
+    spots: the graph's input for each tensor of the call; None for tensors to make or perhaps to
+    copy. packs: the graph's inputs of the latter, by their place in the call. blanks: shape,
+    strides and dtype of each result, as returned. sums: results cuDNN may add to. rows: the graph's
+    inputs for do and lse, if a query may see no key. keys: its inputs for k, v and their lengths,
+    if given.
     """
 
     call: CudnnCall
@@ -142,7 +142,7 @@ class Run:
     def forward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """o, and lse where it is stored, of the operands."""
+        """o, and lse if it is stored."""
         made = self.run(tensors)
         results = {x.source: t for x, t in zip(self.call.outputs, made, strict=True)}
         return [results[name] for name in self.graph.result_names], made
@@ -158,8 +158,8 @@ class Run:
         return select_outputs(self.graph, [by_source[name] for name in self.problem.grad.names]), ()
 
     def cleared(self, tensors: Sequence[torch.Tensor], do: int, lse: int) -> list[torch.Tensor]:
-        """The tensors, with a copy of do that is 0 in rows that see nothing, and an lse of +inf
-        there: for every score, exp(s - lse) is 0 then."""
+        """The tensors, with do copied and 0, and lse +inf, in rows without keys: for every score,
+        exp(s - lse) is 0 then."""
         clean, blind = [*tensors], tensors[lse] == -INF
         slot = next(x for x in self.call.inputs if x.source == "do")
         copy = torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=blind.device)
@@ -168,8 +168,8 @@ class Run:
         return clean
 
     def ended(self, tensors: Sequence[torch.Tensor], k: int, v: int, at: int) -> list[torch.Tensor]:
-        """The tensors, with copies of k and v that are 0 past the lengths: nothing says that cuDNN
-        does not multiply what lies there by weights of 0."""
+        """The tensors, with copies of k and v set to 0 past the lengths: cuDNN may multiply these
+        rows by weights of 0, and NaN would stay NaN."""
         clean, lengths = [*tensors], tensors[at]
         past = torch.arange(self.problem.N, device=lengths.device) >= lengths[:, None]
         for name, n in ("k", k), ("v", v):
@@ -207,7 +207,7 @@ class Run:
     def special(
         self, n: int, tensors: Sequence[torch.Tensor], device: torch.device
     ) -> torch.Tensor:
-        """What cuDNN reads packed; or lengths [B] where none are given: M or N."""
+        """A vector packed for cuDNN; or lengths [B] of M or N, if none are given."""
         x = self.call.inputs[n]
         if n in self.packs:
             return readable_vector(tensors[self.packs[n]], x.dtype)
@@ -216,7 +216,7 @@ class Run:
 
 
 def full_lengths(B: int, count: int, device: torch.device) -> torch.Tensor:
-    """The length of each batch entry, where none is shorter than q or k."""
+    """B lengths on a device, all equal to count."""
     with neutral_state():
         host = torch.full((B,), count, dtype=torch.int32)
     return copy_to(device, host, "lengths")
@@ -230,8 +230,8 @@ Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and 
 class Inference:
     """A forward that stores no lse: its plan is built when it is first needed.
 
-    saving: the forward that stores lse and is built already. It gives the same, and runs while a
-    stream is captured, where nothing can be built, and where cuDNN takes no other plan.
+    saving: the built forward with lse. It gives equal results, and runs during stream capture, as
+    nothing can be built then, and if cuDNN supports no other plan.
     """
 
     saving: Callable[..., Results]
@@ -244,13 +244,13 @@ class Inference:
         return run(*tensors)
 
     def choose(self, device: torch.device) -> Callable[..., Results]:
-        """What runs now, where no plan is built yet."""
+        """The call to run before the plan is built."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.saving
         return self.prepare()
 
     def prepare(self) -> Callable[..., Results]:
-        """Build the plan that stores no lse, once; what runs from now on."""
+        """Build the plan that stores no lse, once; returns the call from now on."""
         with self.lock:
             if self.run is None:
                 try:
@@ -266,18 +266,18 @@ class Inference:
 
 
 def clears(problem: Problem) -> bool:
-    """Whether do is copied, to clear rows that see nothing."""
+    """True if do is copied, to clear rows without keys."""
     return problem.grad is not None and problem.grad.with_do and problem.has_blind_rows
 
 
 def ends_keys(problem: Problem) -> bool:
-    """Whether k and v are copied, to clear rows past lengths."""
+    """True if k and v are copied, to clear rows past lengths."""
     return LEAVES["keys"] in and_parts(problem.node.mask)
 
 
 def temporary_bytes(call: CudnnCall, problem: Problem, graph: Graph) -> int:
-    """Bytes of gradients that cuDNN computes and nobody asked for, of copied vectors and
-    cotangents, of lse where rows are cleared, and of k and v where they end."""
+    """Bytes of unwanted gradients computed by cuDNN, of copied vectors and cotangents, of lse if
+    rows are cleared, and of k and v if they end."""
     grad, vectors = problem.grad, copied_vectors(problem, graph)
     wanted = ("o", "lse") if grad is None else grad.names
     casts = ("dsinks",) if "sinks" in vectors else ()
@@ -290,7 +290,7 @@ def temporary_bytes(call: CudnnCall, problem: Problem, graph: Graph) -> int:
 
 
 def cast_sinks(made: dict[str, torch.Tensor], problem: Problem) -> None:
-    """Put the gradient of sinks, which cuDNN gives in float32, into the dtype of the sinks."""
+    """Cast the gradient of sinks from cuDNN's float32 to the dtype of the sinks."""
     sinks = problem.by_role.sinks
     if sinks is not None and "dsinks" in made:
         made["dsinks"] = made["dsinks"].to(sinks.dtype)
@@ -309,14 +309,14 @@ def run_notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
 
 
 def copied_vectors(problem: Problem, graph: Graph) -> list[str]:
-    """Vectors of a few numbers that cuDNN can't read as they are."""
+    """Short vectors in a dtype or layout unfit for cuDNN."""
     spots = call_arguments(problem, graph).items()
     specs = {name: graph.inputs[n].spec for name, n in spots if name in PACKED}
     return [n for n, x in specs.items() if x.dtype != PACKED[n] or not is_packed(x)]
 
 
 def call_arguments(problem: Problem, graph: Graph) -> dict[str, int]:
-    """Which input of the graph each operand is, by name."""
+    """The graph's input for each operand, by name."""
     return dict(zip(operand_names(problem), graph.eqns[0].args, strict=True))
 
 
@@ -335,12 +335,11 @@ def blank(x: Slot) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
 
 
 def is_packed(x: TensorSpec) -> bool:
-    """Whether the elements lie side by side, in C order."""
     return x.is_dense
 
 
 def readable_vector(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As cuDNN reads it: of this dtype, packed, aligned. A copy where it is not."""
+    """The vector in this dtype, packed and aligned for cuDNN; a copy unless it already is."""
     dense = x.dtype == dtype and x.is_contiguous()
     if dense and not x.data_ptr() % ALIGNED:
         return x

@@ -1,8 +1,8 @@
-"""Packed tensors and paged caches in cuDNN's terms: padded shapes, and where sequences begin.
+"""Packed tensors and paged caches in cuDNN's terms: padded shapes, and starts of sequences.
 
-cuDNN is told of a packed tensor [T,H,D] as [B,H,M,D], beside the element at which each batch entry
-begins: T is not a part of the call, so that one plan serves batches of any number of rows. A pool
-of pages [n,P,G,D] it is told as [n,G,P,D], beside the table.
+cuDNN sees a packed tensor [T,H,D] as [B,H,M,D], with the first element of each batch entry: T is
+not a part of the call, so one plan serves batches of any number of rows. It sees a pool of pages
+[n,P,G,D] as [n,G,P,D], with the table.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 @final
 @frozen
 class CudnnSequences:
-    """How operands lie that a problem has padded.
+    """The layout of packed or paged operands, padded in the problem.
 
-    rows: T of q, where it is packed; keys: T of k and v. specs: of q, k and v that are packed or
-    paged, and not copied, by name. table: [B,pages] of k and v in pages. gapless: the sides whose
-    lengths are the differences of their starts. alike: whether q and k have the same lengths.
+    rows: T of packed q; keys: T of k and v. specs: of packed or paged q, k and v, unless copied, by
+    name. table: [B,pages] of k and v in pages. gapless: the sides with lengths equal to the
+    differences of their starts. alike: True if q and k have equal lengths.
     """
 
     rows: int | None = None
@@ -59,7 +59,7 @@ class CudnnSequences:
 
     @property
     def packed(self) -> dict[str, TensorSpec]:
-        """The packed ones of q, k and v that are read where they lie, by name."""
+        """The packed ones of q, k and v read in place, by name."""
         return {name: x for name, x in self.specs if len(x.shape) == 3}
 
     @property
@@ -69,14 +69,14 @@ class CudnnSequences:
 
     @property
     def page(self) -> int:
-        """Rows of a page of k and v; 0 where they are in one piece."""
+        """Rows of a page of k and v; 0 without pages."""
         return next((x.shape[1] for x in self.pools.values()), 0)
 
 
 @lru_cache(64)  # asked for when planning and when lowering
 def packed_problem(graph: Graph) -> tuple[Problem, CudnnSequences] | None:
-    """The problem that a graph of one attention on packed tensors or pages is when it is padded,
-    or of its gradient, and how its operands lie; None of other graphs."""
+    """The padded problem of a graph of one attention on packed tensors or pages, or of its
+    gradient, and the layout of its operands; None for other graphs."""
     if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
         return None
     last = graph.eqns[-1]
@@ -89,8 +89,8 @@ def packed_problem(graph: Graph) -> tuple[Problem, CudnnSequences] | None:
 
 
 def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """The specs of the operands of the op within. The strides of what is packed or paged are those
-    of its own rows and heads, and no others are read; what a call copies lies without gaps."""
+    """The specs of the operands of the op within. A packed or paged operand keeps the strides of
+    its own rows and heads; no others are read. A copied operand is dense."""
     types = op.padded([x.type for x in specs])
     copies = copied_places(op.op)
     return [
@@ -100,8 +100,8 @@ def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 
 
 def copied_places(op: Op) -> tuple[int, ...]:
-    """The operands of an attention or of its gradient that a call copies where they are packed:
-    cuDNN multiplies them by 0 where they are masked. v; of a gradient q, k, v and do."""
+    """The packed operands of an attention or its gradient copied by a call: cuDNN multiplies them
+    by 0 in masked places. v; of a gradient q, k, v and do."""
     return (0, 1, 2, len(op.attention.ranks) + 2) if isinstance(op, AttentionGrad) else (2,)
 
 
@@ -120,7 +120,7 @@ def pad_spec(x: TensorSpec, shape: tuple[int, ...], *, dense: bool) -> TensorSpe
 
 
 def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> CudnnSequences:
-    """How the operands of a packed graph lie. specs: those of its last equation."""
+    """The layout of the operands of a packed graph. specs: of its last equation."""
     last = graph.eqns[-1]
     assert isinstance(last.op, Packed)
     op = last.op
@@ -161,10 +161,10 @@ def pack_call(call: CudnnCall, sequences: CudnnSequences) -> CudnnCall:
 
 
 def pack_slot(x: Slot, sequences: CudnnSequences, *, dense: bool) -> Slot:
-    """A slot [B,H,M,D] that begins where its offsets say, if it is packed, or one [n,G,P,D] of a
-    pool; any other as it is.
+    """A packed slot [B,H,M,D] with the offsets of its sequences, or [n,G,P,D] of a pool; any other
+    unchanged.
 
-    dense: of what is made for the call, or by it: [T,H,D] without gaps. lse is [T,H].
+    dense: True for copies and results of the call: [T,H,D] without gaps. lse is [T,H].
     """
     if x.source in sequences.pools:
         pool = sequences.pools[x.source]
@@ -185,15 +185,15 @@ def pack_slot(x: Slot, sequences: CudnnSequences, *, dense: bool) -> Slot:
 
 
 def cleaned_names(call: CudnnCall, sequences: CudnnSequences) -> tuple[str, ...]:
-    """The operands of a call that are copied, with 0 in rows of no sequence."""
+    """The operands copied by a call, with 0 in rows outside sequences."""
     names = (name for name in COPIED[call.name] if name != "do")
     return tuple(name for name in names if SIDES[name] in sequences.totals)
 
 
 def start_slot(x: Slot, sequences: CudnnSequences) -> Slot:
-    """The offsets of a packed slot: of each sequence the first element, and where the last ends.
+    """The offsets of a packed slot: the first element of each sequence, and the end of the last.
 
-    cuDNN has no kernel for them in int64 where keys alone are packed.
+    cuDNN has no int64 kernel for them if only keys are packed.
     """
     source, _, step = x.offsets.rpartition("_")
     shape, dtype = (x.shape[0] + 1, 1, 1, 1), torch.int32 if sequences.rows is None else torch.int64
@@ -201,7 +201,7 @@ def start_slot(x: Slot, sequences: CudnnSequences) -> Slot:
 
 
 def table_slots(sequences: CudnnSequences) -> tuple[Slot, ...]:
-    """The table of k and that of v, which are one."""
+    """The table of k and the table of v, one tensor."""
     if sequences.table is None:
         return ()
     B, pages = sequences.table.shape
@@ -210,8 +210,8 @@ def table_slots(sequences: CudnnSequences) -> tuple[Slot, ...]:
 
 
 def round_total(T: int) -> int:
-    """T or a little more: cuDNN sizes the backward's workspace by it, and one plan serves all
-    totals that round up to the same."""
+    """T, rounded up a little: cuDNN sizes the backward's workspace by it, and one plan serves all
+    totals of equal rounding."""
     return round_up_to(T, max(LEAST_STEP, 1 << max(0, T.bit_length() - GRAIN)))
 
 
