@@ -1,8 +1,8 @@
 """PyTorch's own fused attention kernels for GPUs, each a backend: flash, efficient and cuDNN.
 
-Limits are those of PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and of the checks
-in the kernels themselves, as of 2.13. Where a kernel takes more only because PyTorch pads or copies
-first, it is refused: tensors are read where they lie.
+Limits are from PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and from the checks
+in the kernels themselves, as of 2.13. Cases supported only by PyTorch's padding or copies are
+refused: tensors are read in place.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ Tensors = Sequence[torch.Tensor]
 @final
 @frozen
 class Variant:
-    """One kernel, and what it takes.
+    """One kernel, and its limits.
 
-    kernel: its name in Switches and in words. modifiers: those it has rules for. widest: the
-    largest head size, if there is one. keeps_order: whether o has the memory order of q.
-    reasons: what is against a problem beyond what all three have in common.
+    kernel: its name in Switches and in words. modifiers: the supported ones. widest: the largest
+    head size, if there is one. keeps_order: True if o keeps the memory order of q. reasons:
+    limits beyond the common ones of all three.
     """
 
     kernel: KernelName
@@ -88,7 +88,7 @@ class Variant:
     keeps_order: Callable[[TensorSpec], bool] = has_flash_order
 
     def why_not(self, graph: Graph, target: Target, options: Options) -> Reasons:
-        """Every reason once: cuDNN, where PyTorch calls it, has some of PyTorch's own."""
+        """Every reason once: cuDNN, called by PyTorch, shares some of PyTorch's own."""
         yield from dict.fromkeys(self.against(graph, target, options))
 
     def against(self, graph: Graph, target: Target, options: Options) -> Reasons:
@@ -127,7 +127,7 @@ def place_reasons(variant: Variant, target: Target, options: Options) -> Reasons
 
 
 def kernel_size_reasons(variant: Variant, problem: Problem) -> Reasons:
-    """The dtypes and sizes that the kernel does not take."""
+    """Reasons against dtypes and sizes."""
     p = problem
     yield from other_dtype(p, variant.dtypes)
     yield from no_elements(p)
@@ -143,7 +143,7 @@ def kernel_size_reasons(variant: Variant, problem: Problem) -> Reasons:
 
 
 def kernel_operand_reasons(operands: Mapping[str, TensorSpec]) -> Reasons:
-    """The strides of operands, by name, that the kernels do not take."""
+    """Reasons against strides of operands, by name."""
     for name, spec in operands.items():
         if name in ("q", "k", "v", "bias") and not spec.unit_last:
             limit = "needs stride 1 along the last axis"
@@ -154,7 +154,7 @@ def kernel_operand_reasons(operands: Mapping[str, TensorSpec]) -> Reasons:
 
 
 def operands_by_name(problem: Problem) -> dict[str, TensorSpec]:
-    """The operands that the kernel reads, by name."""
+    """The operands read by the kernel, by name."""
     own, results = problem.specs, {}
     if problem.grad is not None:
         given = problem.grad.split(problem.specs)
@@ -163,7 +163,7 @@ def operands_by_name(problem: Problem) -> dict[str, TensorSpec]:
 
 
 def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
-    """What the flash kernel alone does not take."""
+    """Limits of the flash kernel alone."""
     p, impl = problem, options.switches.flash_impl
     if impl in ACTIVATED:
         yield from activated_reasons(impl, p, target)
@@ -182,7 +182,7 @@ def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons
 
 
 def replaced_reasons(impl: str | None) -> Reasons:
-    """Against a flash kernel in place of PyTorch's own whose limits are not known."""
+    """A reason against an unknown flash kernel in place of PyTorch's own."""
     if impl is not None:
         way_out = "torch.nn.attention.restore_flash_attention_impl() takes it back"
         actual = f"{impl!r} is activated in its place; {way_out}"
@@ -190,8 +190,8 @@ def replaced_reasons(impl: str | None) -> Reasons:
 
 
 def activated_reasons(impl: str, problem: Problem, target: Target) -> Reasons:
-    """What FlashAttention 3 or 4 does not take, where PyTorch runs it in place of its own kernel:
-    torch/nn/attention/_fa3.py and _fa4.py, and the packages' limits."""
+    """Limits of FlashAttention 3 or 4, if PyTorch runs it in place of its own kernel: from
+    torch/nn/attention/_fa3.py and _fa4.py, and from the packages."""
     from attn_graph.lowering.fa4.limits import Fa4Case, limit_reasons
 
     first, last = ACTIVATED[impl]
@@ -207,7 +207,7 @@ def activated_reasons(impl: str, problem: Problem, target: Target) -> Reasons:
 
 
 def by_switch_alone(kernel: str) -> Reason:
-    """Against deterministic=True, of a gradient that is so only by PyTorch's switch."""
+    """A reason against deterministic=True, for a gradient made so only by PyTorch's switch."""
     return Reason(
         "deterministic",
         "has a deterministic gradient only while torch.use_deterministic_algorithms is on when it "
@@ -217,7 +217,7 @@ def by_switch_alone(kernel: str) -> Reason:
 
 
 def efficient_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
-    """What the memory-efficient kernel alone does not take."""
+    """Limits of the memory-efficient kernel alone."""
     p = problem
     if p.dtype == torch.float32 and options.precision == "ieee":
         limit = "computes float32 products on TF32 tensor cores, three each"
@@ -238,7 +238,7 @@ def efficient_reasons(problem: Problem, target: Target, options: Options) -> Rea
 
 
 def bias_reasons(problem: Problem, bias: TensorSpec) -> Reasons:
-    """What is against a bias of the efficient kernel, and against its gradient."""
+    """The efficient kernel's limits on a bias and on its gradient."""
     p = problem
     if bias.dtype != p.dtype:
         limit = f"adds a bias of dtype {NAMES[p.dtype]}"
@@ -260,7 +260,7 @@ def bias_reasons(problem: Problem, bias: TensorSpec) -> Reasons:
 
 
 def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
-    """Beyond cuDNN's own limits, which depend on its version and are told first."""
+    """Limits beyond cuDNN's own. cuDNN's depend on its version and come first."""
     from attn_graph.lowering.cudnn.backend import ASSUMED, versions
     from attn_graph.lowering.cudnn.case import Case
     from attn_graph.lowering.cudnn.limits import reasons  # a large table; CPUs never ask it
@@ -289,7 +289,7 @@ def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons
 @final
 @frozen(eq=False)
 class TorchKernelCall:
-    """What runs a graph."""
+    """Runs a graph."""
 
     variant: Variant
     problem: Problem
@@ -306,13 +306,13 @@ class TorchKernelCall:
         return [tensors[i] for i in self.graph.eqns[0].args]
 
     def fixed(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:  # Any: of three types
-        """What both passes of the kernel are told besides the tensors."""
+        """The arguments of both passes of the kernel besides the tensors."""
         p, bias = self.problem, given.get("bias")
         whole = None if bias is None else tidy_strides(bias.expand(p.sizes))
         return {"bias": whole, "causal": p.node.mask is not None, "scale": p.node.scale}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """The outputs of the forward kernel, and o and lse, which the backward needs."""
+        """The outputs of the forward kernel, and o and lse for the backward."""
         p = self.problem
         given = dict(zip(p.node.roles, map(tidy_strides, self.operands(tensors)), strict=True))
         check_aligned(given)
@@ -356,7 +356,7 @@ class TorchKernelCall:
         return TensorSpec(shape, self.problem.dtype, strides)
 
     def copied(self) -> dict[str, TensorSpec]:
-        """What PyTorch, or this, copies because it lies in another order than the kernel's."""
+        """Tensors copied by PyTorch or by this class: the kernel has another order."""
         p = self.problem
         q = p.specs[0]
         if p.grad is None:
@@ -377,7 +377,7 @@ class TorchKernelCall:
         yield from cotangent_note(self.problem, "begins off 16 bytes")
 
     def kept_forward(self) -> int:
-        """Bytes that PyTorch allocates beside the outputs, at most."""
+        """Bytes allocated by PyTorch beside the outputs, at most."""
         p = self.problem
         rows = p.B * p.H * -(-p.M // 32) * 32
         blocks = p.B * p.H * -(-p.M // 64)
@@ -386,8 +386,8 @@ class TorchKernelCall:
         return 4 * rows * 3 + parts + sum(spec.type.bytes for spec in self.copied().values())
 
     def kept_backward(self) -> int:
-        """Bytes that PyTorch allocates beside the gradients, at most: sums in float32, gradients of
-        every query head, what is copied, and o and gradients of k in place of v."""
+        """Bytes allocated by PyTorch beside the gradients, at most: sums in float32, gradients of
+        every query head, copies, and o and gradients of k in place of v."""
         p, grad = self.problem, self.problem.grad
         assert grad is not None
         rows, keys = (p.B * p.H * -(-n // 128) * 128 for n in (p.M, p.N))
@@ -398,7 +398,7 @@ class TorchKernelCall:
 
 
 def check_aligned(given: Mapping[str, torch.Tensor]) -> None:
-    """Raise PlanMismatchError for tensors that don't begin on ALIGNED bytes; specs don't say."""
+    """Raise PlanMismatchError for tensors off ALIGNED bytes; specs don't say."""
     if texts := find_misplaced((n, x) for n, x in given.items() if x.is_floating_point()):
         raise PlanMismatchError(*texts)
 

@@ -1,7 +1,7 @@
-"""PyTorch's flash kernel for GPUs, on tensors that lie each by itself and on packed ones.
+"""PyTorch's flash kernel for GPUs, on tensors with a layout of their own each and on packed ones.
 
-On packed tensors it is what torch.nn.attention.varlen.varlen_attn runs. Limits are those of PyTorch
-2.13: of that function, of what it calls, and of the kernel, which is FlashAttention 2.
+On packed tensors it is the kernel of torch.nn.attention.varlen.varlen_attn. Limits are from PyTorch
+2.13: from this function, its callees, and the kernel, FlashAttention 2.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def packed_reasons(layout: Layout, graph: Graph, target: Target, options: Option
 
 
 def sequence_reasons(layout: Layout, graph: Graph) -> Reasons:
-    """What it does not take of how sequences lie."""
+    """Reasons against a layout of sequences."""
     for side, name in STARTS.items():
         if side not in layout.sides:
             yield Reason("both_packed", "needs q, k and v packed", f"there is no {name}")
@@ -113,7 +113,7 @@ def sequence_reasons(layout: Layout, graph: Graph) -> Reasons:
 
 
 def window_reasons(layout: Layout, graph: Graph) -> Reasons:
-    """The masks that it does not take."""
+    """Reasons against a mask."""
     mask = layout.problem.node.mask
     if mask is not None and window_of(layout.problem, shares_lengths(graph)) is None:
         limit = "supports Causal() or a window around it, bottom right in each sequence"
@@ -121,8 +121,8 @@ def window_reasons(layout: Layout, graph: Graph) -> Reasons:
 
 
 def window_of(problem: Problem, alike: bool) -> Window | None:
-    """The window of a mask; None of what is none. alike: whether q and k have the same lengths,
-    where top left is bottom right."""
+    """The window of a mask; None for other masks. alike: True if q and k have equal lengths, so top
+    left is bottom right."""
     match [part for part in and_parts(problem.node.mask) if part not in LEAVES.values()]:
         case []:
             return -1, -1
@@ -137,7 +137,7 @@ def window_of(problem: Problem, alike: bool) -> Window | None:
 @final
 @frozen(eq=False)
 class PackedFlashCall:
-    """What runs a graph. Inside, tensors are [T,H,D] and statistics [H,T]."""
+    """Runs a graph. Inside, tensors are [T,H,D] and statistics [H,T]."""
 
     layout: Layout
     graph: Graph
@@ -146,7 +146,7 @@ class PackedFlashCall:
     )
 
     def sequences(self, starts: Tensors) -> SequencePlaces:
-        """What the kernel is told besides q, k and v."""
+        """The kernel's arguments besides q, k and v."""
         op = self.layout.op
         assert op is not None
         assert op.rows is not None
@@ -155,7 +155,7 @@ class PackedFlashCall:
         return SequencePlaces((rows, keys), (op.rows, op.keys), self.window)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """The outputs of the forward kernel, and o and lse, which the backward needs."""
+        """The outputs of the forward kernel, and o and lse for the backward."""
         every, count = read_operands(self.graph, tensors), len(self.layout.problem.node.ranks)
         q, k, v = every[:3]
         check_aligned(dict(zip("qkv", (q, k, v), strict=True)))
@@ -167,7 +167,7 @@ class PackedFlashCall:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: SequencePlaces
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o, 0 in rows of no sequence, and lse, -inf there and where a row sees no key."""
+        """o, 0 in rows outside sequences, and lse, -inf there and in rows without keys."""
         o, lse = fused_cuda.packed_forward(q, k, v, sequences, self.layout.problem.node.scale)
         nobody = rows_of_none(sequences.starts[0], len(q))
         lse.masked_fill_(nobody | (lse == INF), -INF)
@@ -232,14 +232,14 @@ class PackedFlashCall:
             yield f"do is copied, {size}, with 0 in rows that see nothing"
 
     def kept_forward(self) -> int:
-        """Bytes that PyTorch allocates beside the outputs, at most: o in another order, lse, and
-        which rows are of no sequence."""
+        """Bytes allocated by PyTorch beside the outputs, at most: o in another order, lse, and
+        marks of rows outside sequences."""
         q = self.layout.specs[0]
         T, H, _ = q.shape
         return q.type.bytes + T * (4 * H + 2 * H + 16)
 
     def kept_backward(self) -> int:
-        """Bytes that PyTorch allocates beside the gradients, at most: sums in float32, gradients of
+        """Bytes allocated by PyTorch beside the gradients, at most: sums in float32, gradients of
         every query head, do, and o and gradients of k in place of v."""
         p, grad = self.layout.problem, self.layout.problem.grad
         assert grad is not None
@@ -254,7 +254,7 @@ class PackedFlashCall:
 
 
 def known_window(call: PackedFlashCall) -> Window:
-    """The window of a mask that was not refused."""
+    """The window of a supported mask."""
     window = window_of(call.layout.problem, shares_lengths(call.graph))
     assert window is not None
     return window
@@ -266,13 +266,13 @@ def by_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def restride(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """x in memory that lies as a spec says."""
+    """A copy of x in the layout of a spec."""
     new = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
     return new.copy_(x)
 
 
 def rows_of_none(starts: torch.Tensor, rows: int) -> torch.Tensor:
-    """Which of so many rows lie before the first sequence or after the last, [rows]."""
+    """True for rows before the first sequence or after the last, [rows]."""
     row = torch.arange(rows, device=starts.device)
     return (row < starts[0]) | (row >= starts[-1])
 
