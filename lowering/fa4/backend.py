@@ -1,7 +1,7 @@
 """FlashAttention 4: single attentions and their gradients, in half precision, on NVIDIA GPUs.
 
-Its kernels take masks and modifiers as functions, and lists of the tiles that a mask leaves. The
-package is imported when a call runs, and in processes that compile ahead.
+Its kernels take masks and modifiers as functions, and lists of the tiles with kept places. The
+package is imported when a call runs, and in processes for compiling ahead.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def version_text(numbers: tuple[int, ...]) -> str:
 
 
 def trace_reasons(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    """Against masks and modifiers that kernels can't be made of."""
+    """Reasons against masks and modifiers without a translation for kernels."""
     from attn_graph.masks.places import Untraceable
 
     try:
@@ -91,7 +91,7 @@ def trace_reasons(graph: Graph, target: Target, options: Options) -> Iterator[Re
 
 
 def describe_fa4(graph: Graph, target: Target, options: Options) -> Fa4Call:
-    """The call that runs a graph which the limits allow."""
+    """The call for a graph within the limits."""
     read = read_problem(graph)
     assert read is not None  # why_not said so
     return make_fa4_call(*read, target.sm, options.deterministic)
@@ -101,14 +101,14 @@ def describe_fa4(graph: Graph, target: Target, options: Options) -> Fa4Call:
 def make_fa4_call(
     problem: Problem, sequences: CudnnSequences | None, sm: int, deterministic: bool
 ) -> Fa4Call:
-    """What `why_not` and `lower` both ask for."""
+    """The call of a problem, for `why_not` and `lower` alike."""
     from attn_graph.lowering.fa4.call import DENSE, Fa4Call
 
     return Fa4Call.of(problem, sm, deterministic, sequences or DENSE)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    """The call of the package that runs a graph. Raises RefusedError where kernels spill much."""
+    """The package's call for a graph. Raises RefusedError if kernels spill much."""
     run = describe_run(graph, target, options)
     backward = run.call.problem.grad is not None
     if target.tensors_on == target.kind and (against := [*stack_reasons(run, target, options)]):
@@ -142,7 +142,7 @@ def describe_run(graph: Graph, target: Target, options: Options) -> Fa4Run:
 
 
 def stack_reasons(run: Fa4Run, target: Target, options: Options) -> Iterator[Reason]:
-    """Against kernels that spend their time on spilled registers. It compiles them."""
+    """Reasons against kernels slowed down by spilled registers. It compiles them."""
     for kernel in compile_for_target(run, target, options):
         if kernel.spilled > MOST_SPILLED:
             limit = f"runs kernels that spill at most {MOST_SPILLED} bytes of a thread"
@@ -150,7 +150,7 @@ def stack_reasons(run: Fa4Run, target: Target, options: Options) -> Iterator[Rea
 
 
 def compile_for_target(run: Fa4Run, target: Target, options: Options) -> list[CompiledKernel]:
-    """The kernels, compiled for the target; of a forward those that store lse where it is read."""
+    """The kernels, compiled for the target; of a forward the ones with lse, if it is read."""
     from attn_graph.lowering.fa4.offline import compile_call
 
     call = run.call

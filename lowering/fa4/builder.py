@@ -1,4 +1,4 @@
-"""Compiles FlashAttention 4's kernels for a GPU that need not be here; the rest of offline.py.
+"""Compiles FlashAttention 4's kernels for a GPU, present or not; offline.py starts it.
 
 It runs in a process of its own: the package reads its target from the environment, once.
 """
@@ -28,7 +28,7 @@ CACHES = {  # of the package's functions: what each kernel is for
 
 
 def read_spec(plain: list[Any]) -> TensorSpec:  # Any: JSON
-    """A spec from what `plain_spec` made of it."""
+    """A spec written by `plain_spec`."""
     shape, strides, name = plain
     return TensorSpec(tuple(shape), DTYPES[name], tuple(strides))
 
@@ -40,7 +40,7 @@ def fake_tensor(spec: TensorSpec) -> torch.Tensor:
 
 
 def answer_processors(count: int) -> None:
-    """Have the DSL take the target to have so many multiprocessors: it would ask a driver."""
+    """Give the DSL the target's number of multiprocessors: it would ask a driver."""
     from cutlass.utils import HardwareInfo
 
     HardwareInfo.__init__ = lambda self, device_id=0: None
@@ -58,7 +58,7 @@ def convert_fakes() -> None:
 
 
 def compile_fakes(plain: dict[str, Any], processors: int) -> None:  # Any: JSON
-    """Compile what a call launches."""
+    """Compile the kernels of a call."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     answer_processors(processors)
@@ -71,7 +71,7 @@ def compile_fakes(plain: dict[str, Any], processors: int) -> None:  # Any: JSON
 
 
 def describe_kernels() -> Iterator[dict[str, Any]]:  # Any: JSON
-    """What the machine code of each kernel that was compiled needs."""
+    """Registers, spills and PTX of each compiled kernel."""
     from flash_attn.cute import interface
 
     for name, function in CACHES.items():

@@ -1,4 +1,4 @@
-"""One call of FlashAttention 4: all that its kernels and its arguments depend on, as a value."""
+"""One call of FlashAttention 4, as a value: all inputs of its kernels and its arguments."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Bounds = tuple[int | None, int | None]
 @final
 @frozen
 class NativeMask:
-    """A mask that kernels have built in: a query keeps keys from `left` before to `right` after its
-    place, counted from the bottom right corner; None: no such bound.
+    """A mask built into the kernels: a query keeps keys from `left` before to `right` after its
+    place, counted from the bottom right corner; None: no bound.
 
-    ends: the lengths that kernels are told; that corner is theirs.
+    ends: the lengths given to kernels; the corner is at their ends.
     """
 
     left: int | None = None
@@ -52,9 +52,11 @@ class NativeMask:
 
 
 def native_mask(problem: Problem, packed: bool = False) -> NativeMask | None:
-    """The mask as a native one; None of others. A query past its length sees its sink, which
-    kernels that are told the length leave out: a row of no sequence sees none. packed: whether q
-    is."""
+    """The mask as a native one; None for others. packed: True for packed q.
+
+    A query past its length sees its sink, but kernels given the length leave the sink out. A packed
+    row outside all sequences sees none anyway.
+    """
     p, ends = problem, end_names(problem)
     if "q_lengths" in ends and p.node.sinks and not packed:
         return None
@@ -66,14 +68,14 @@ def native_mask(problem: Problem, packed: bool = False) -> NativeMask | None:
 
 
 def end_names(problem: Problem) -> tuple[str, ...]:
-    """The lengths past which a problem's rows and keys are absent."""
+    """The lengths in a problem's mask: rows and keys past them are absent."""
     parts = and_parts(problem.node.mask)
     return tuple(LENGTHS[side] for side, leaf in LEAVES.items() if leaf in parts)
 
 
 def read_band(parts: Sequence[Mask], ends: tuple[str, ...]) -> Bounds | None:
-    """How far a query sees to the left and right of the corner of its lengths, by what a mask has
-    beside these; None where that is not a band along this corner."""
+    """A query's left and right bound from the corner of its lengths. parts: the mask's other
+    conjuncts; None if they are not one band along this corner."""
     band = parts[0] if parts else Band(ragged=ends)
     if len(parts) > 1 or not isinstance(band, Band) or {*band.ragged} != {*ends}:
         return None
@@ -81,7 +83,7 @@ def read_band(parts: Sequence[Mask], ends: tuple[str, ...]) -> Bounds | None:
 
 
 def read_strip(problem: Problem) -> Bounds | None:
-    """The same of a mask without lengths, by the corner of all queries and keys."""
+    """These bounds for a mask without lengths, from the corner of all queries and keys."""
     p, mask = problem, problem.node.mask
     if mask is None:
         return None, None
@@ -94,16 +96,15 @@ def read_strip(problem: Problem) -> Bounds | None:
 
 
 def zeroed_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[str, ...]:
-    """The operands whose absent rows kernels multiply by 0, where NaN would stay NaN: v, and in a
-    gradient all three. A call reads copies with 0 there. Kernels read no such row of a page."""
+    """Operands copied with 0 in their absent rows: kernels multiply these by 0, and NaN would stay
+    NaN. v; in a gradient q, k and v. Kernels read no absent row of a page."""
     names, ends = "v" if problem.grad is None else "qkv", end_names(problem)
     found = (name for name in names if LENGTHS[SIDES[name]] in ends)
     return tuple(name for name in found if name not in sequences.pools)
 
 
 def copied_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[str, ...]:
-    """The operands of which a call reads copies: cleaned ones, and those with rows off 16 bytes,
-    unless they are pages."""
+    """The operands copied for a call: cleaned ones, and ones off 16 bytes, except pages."""
     given = dict(zip("qkv", problem.specs, strict=False)) | dict(sequences.specs)
     cleaned = zeroed_names(problem, sequences)
     off = {name for name, x in given.items() if is_misaligned(x) and name not in sequences.pools}
@@ -134,7 +135,7 @@ class Fa4Call:
         deterministic: bool = False,
         sequences: CudnnSequences = DENSE,
     ) -> Fa4Call:
-        """Raises Untraceable where the mask or a modifier can't be made a kernel's."""
+        """Raises Untraceable if the mask or a modifier can't be a kernel's function."""
         native = native_mask(problem, packed=sequences.rows is not None)
         code = trace_problem(problem, with_mask=native is None)
         in_order = deterministic and problem.grad is not None  # lists have no order of sums
@@ -148,8 +149,8 @@ class Fa4Call:
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """The lengths that kernels are told, some by starts; a mask function compares with the
-        others. Past one of keys in pages there may be no page."""
+        """The lengths given to kernels, some by starts; a mask function compares with the others.
+        There may be no page past a length of keys in pages."""
         if self.native is not None:
             return self.native.ends
         sides = [*self.sequences.totals, *("keys" for _ in self.sequences.pools)]
@@ -158,17 +159,16 @@ class Fa4Call:
 
     @cached_property
     def limited(self) -> tuple[str, ...]:
-        """The lengths that rows and keys have."""
         return end_names(self.problem)
 
     @cached_property
     def lengths(self) -> tuple[str, ...]:
-        """Those that kernels are told beside starts."""
+        """The lengths given to kernels besides starts."""
         gapless = {LENGTHS[side] for side in self.sequences.gapless}
         return tuple(name for name in self.ends if name not in gapless)
 
     def own_spec(self, side: str, spec: TensorSpec) -> TensorSpec:
-        """How a new tensor lies that the problem has as [B,H,L,D], or [B,H,L]: so, in the memory
+        """The spec of a new tensor for the problem's [B,H,L,D] or [B,H,L]: as it is, in the memory
         order of its spec, or packed."""
         T = self.sequences.totals.get(side)
         if T is None:
@@ -177,20 +177,20 @@ class Fa4Call:
         return TensorSpec((T, H, *last) if last else (H, T), spec.dtype)
 
     def given_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
-        """How q, k or v lies that a call reads; of pages the pool [n,P,G,D]."""
+        """The spec of q, k or v as a call reads it; of pages the pool [n,P,G,D]."""
         if name in copied_names(self.problem, self.sequences):
             return self.own_spec(SIDES[name], spec)
         return dict(self.sequences.specs).get(name, spec)
 
     @property
     def shared(self) -> int:
-        """Query heads of a group where the backward for sm_90 says a score function another place:
-        head h r + i % r and query i // r."""
+        """Query heads of a group if the backward for sm_90 passes another place to a score
+        function: head h r + i % r and query i // r; else 1."""
         p = self.problem
         return p.H // p.G if p.grad is not None and self.sm // 10 == 9 else 1
 
     def plain(self, with_lse: bool) -> dict[str, Any]:  # Any: JSON
-        """All that the kernels depend on, as JSON: sizes too, where they decide which one it is."""
+        """All inputs of the kernels, as JSON. Sizes are among them: some decide the kernel."""
         lists = self.lists
         mask = (self.native or NativeMask()).arguments
         return {
@@ -209,7 +209,7 @@ class Fa4Call:
 
     @cached_property
     def variant(self) -> str:
-        """The kernels, which depend on no numbers and on no sizes but those of a head."""
+        """A name of the kernels, independent of numbers and of all sizes but a head's."""
         plain, p = self.plain(True), self.problem
         told = {name: x for name, x in plain.items() if name not in ("numbers", "lists")}
         told["reads"] = [x[2] for x in plain["reads"]]
@@ -221,7 +221,7 @@ class Fa4Call:
 
     @property
     def kernels(self) -> str:
-        """The kernels with their tile of rows and the heads of a group, which are compiled in."""
+        """The kernels, with their tile of rows and the heads of a group: both compiled in."""
         group = self.problem.H // self.problem.G
         return f"{self.variant}, tile {forward_tile(self.sm, self.problem)}, group {group}"
 
@@ -258,17 +258,17 @@ class Fa4Call:
 
     @property
     def most(self) -> dict[str, int]:
-        """The most rows of a sequence of each side that is packed, as the package takes them."""
+        """The most rows of a sequence of each packed side, as the package takes them."""
         sizes = {"rows": self.problem.M, "keys": self.problem.N}
         return {MOST[side]: sizes[side] for side in self.sequences.totals}
 
     @cached_property
     def reads(self) -> list[TensorSpec]:
-        """The specs of the tensors that mask and modifiers read."""
+        """The specs of the tensors read by mask and modifiers."""
         return read_specs(self.problem)
 
     def view_reads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those tensors as generated code reads them."""
+        """The tensors of `reads` as generated code reads them."""
         return [as_read(x, spec) for x, spec in zip(tensors, self.reads, strict=True)]
 
 
@@ -296,7 +296,7 @@ def call_package(
 ) -> tuple[Any, ...]:  # Any: the package is untyped
     """Call the package. tensors: by its names, results among them. reads: as `view_reads`.
 
-    What a backward returns is its gradients, that of sinks last.
+    A backward returns its gradients, of sinks last.
     """
     interface, block_lists = load_package()
     options: dict[str, Any] = {  # Any: the package's
@@ -328,7 +328,7 @@ def load_package() -> tuple[Any, Any]:  # Any: the package is untyped
 def fixed_options(
     texts: tuple[tuple[str, str], ...], shared: int, numbers: tuple[int, ...]
 ) -> dict[str, Any]:  # Any: the package is untyped
-    """The package's arguments that all calls of a plan share: its functions and their numbers."""
+    """The package's arguments shared by all calls of a plan: its functions and their numbers."""
     from cutlass import Int32
 
     from attn_graph.lowering.fa4.functions import package_functions

@@ -1,8 +1,7 @@
 """Masks and modifiers as functions for FlashAttention 4's kernels, in CuTe, by Triton's trace.
 
-The functions have the arguments of Triton's; functions.py has what they call and hands them to the
-package. Integers that are added or compared are read at run time, so that another length needs no
-other kernel.
+The functions have the arguments of Triton's. functions.py has their helpers, and hands them to the
+package. Added and compared integers are read at run time, so another length needs no new kernel.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ CUTE = Dialect(
 class CuteCode:
     """An attention's mask and modifiers as the package takes them.
 
-    texts: of the functions that there are, of "keep" (the mask), "change" (all modifiers) and
-    "back" (their derivative). numbers: the integers to pass. axes: those of "bh" on which the mask
-    depends beyond its tensors' data.
+    texts: of the existing functions among "keep" (the mask), "change" (all modifiers) and "back"
+    (their derivative). numbers: the integers to pass. axes: the mask's axes of "bh", besides its
+    tensors' data.
     """
 
     texts: Mapping[str, str] = field(factory=dict)
@@ -73,7 +72,7 @@ class CuteCode:
 @final
 @frozen(eq=False)
 class CuteArray:
-    """A tensor that generated code reads, aux_tensors[slot] of the package, as `as_read` views it.
+    """A tensor read by generated code, aux_tensors[slot] of the package, as `as_read` views it.
 
     Places past the last query or key read the last one: the package's kernels for sm_90 ask for
     them, and a load there would be past the tensor's end.
@@ -105,10 +104,11 @@ def place_text(x: Operand) -> str:
 
 
 def read_axes_of(spec: TensorSpec) -> tuple[list[int], int]:
-    """The axes of a tensor that the package is given, and how many of one element follow them.
+    """The axes of a tensor as passed to the package, and the number of axes of one element after
+    them.
 
-    It needs one axis of stride 1 to be sure of, and takes a stride of 0 for a kernel apart. Raises
-    Untraceable where two axes have stride 1.
+    The package needs exactly one axis of stride 1, and compiles another kernel for a stride of 0.
+    Raises Untraceable if two axes have stride 1.
     """
     pairs = enumerate(zip(spec.shape, spec.strides, strict=True))
     kept = [n for n, (size, stride) in pairs if not is_one(size) and stride != 0]
@@ -119,7 +119,7 @@ def read_axes_of(spec: TensorSpec) -> tuple[list[int], int]:
 
 
 def as_read(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The view of a tensor that generated code reads, with booleans as bytes."""
+    """A tensor's view for generated code, with booleans as bytes."""
     kept, ends = read_axes_of(spec)
     shape = [spec.shape[n] for n in kept] + [1] * ends
     strides = [spec.strides[n] for n in kept] + [1] * ends
@@ -128,9 +128,9 @@ def as_read(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def trace_problem(problem: Problem, *, with_mask: bool) -> CuteCode:
-    """The functions of a problem. Raises Untraceable for code that can't be traced.
+    """The functions of a problem. Raises Untraceable for untraceable code.
 
-    with_mask: whether the mask is one of them.
+    with_mask: True to include the mask.
     """
     strides = tuple(spec.strides for spec in read_specs(problem))
     tracer = Tracer(problem, Numbers(plain=True), strides, dialect=CUTE, array=CuteArray)  # type: ignore[arg-type]  # strides as they are
@@ -145,7 +145,7 @@ def trace_problem(problem: Problem, *, with_mask: bool) -> CuteCode:
 
 
 def trace_mask(tracer: Tracer) -> tuple[str, frozenset[str]]:
-    """The mask's `keep`, and on which of "bh" it depends."""
+    """The mask's `keep`, and its axes of "bh"."""
     code, mask = tracer.start(), tracer.problem.node.mask
     assert mask is not None
     kept = mask.keep(tracer.place(code).reading(tracer.arrays(code)[1]))
@@ -155,7 +155,6 @@ def trace_mask(tracer: Tracer) -> tuple[str, frozenset[str]]:
 
 
 def in_place(h: Operand, i: Operand, shared: int) -> tuple[Operand, Operand]:
-    """The head and the query of a place. shared: query heads of a group, where the package takes
-    them for packed into rows though they are not, and says head h r + i % r, query i // r; else 1.
-    """
+    """The head and the query of a place. shared: query heads of a group, if the package wrongly
+    takes them for packed into rows, and gives head h r + i % r, query i // r; else 1."""
     return (h, i) if shared == 1 else (h // shared, i * shared + h % shared)

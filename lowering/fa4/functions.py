@@ -1,6 +1,6 @@
-"""What generated code calls in FlashAttention 4's kernels, and how the package calls it.
+"""Helpers of generated code in FlashAttention 4's kernels, and its interface to the package.
 
-Values are vectors of registers, of one element or several, and numbers that a kernel is given.
+Values are vectors of registers, of one element or several, and numbers passed to a kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Value = Any  # a vector, or a number
 
 
 def elementwise(form: Callable[..., Value], dtype: Value, *values: Value) -> Value:
-    """A vector of what `form` gives of each element; numbers stand beside every one."""
+    """A vector of `form` applied to each element; numbers broadcast."""
     like = next(x for x in values if isinstance(x, cute.TensorSSA))
     out = cute.make_rmem_tensor(cute.size(like.shape), dtype)
     for k in range(cute.size(like.shape)):
@@ -38,7 +38,7 @@ def kind(*values: Value) -> Value:
 
 
 def pick(condition: Value, yes: Value, no: Value) -> Value:
-    """`yes` where the condition holds, else `no`."""
+    """`yes` if the condition holds, else `no`."""
     dtype = kind(yes, no)
     return elementwise(
         lambda c, a, b: dtype(select_(Boolean(c), dtype(a), dtype(b))),
@@ -65,7 +65,7 @@ def magnitude(x: Value) -> Value:
 
 
 def invert(x: Value) -> Value:
-    """Whether x is false: on vectors of booleans `~` is an operation on integers."""
+    """Logical not: on vectors of booleans `~` is an operation on integers."""
     return elementwise(lambda a: Boolean(a) ^ Boolean(True), Boolean, x)
 
 
@@ -100,7 +100,7 @@ def inside(x: Value, count: Value) -> Value:
 
 
 def gather(tensor: Value, dtype: Value, places: tuple[Value, ...]) -> Value:
-    """The elements of a tensor at places, of which some are vectors."""
+    """The elements of a tensor at places, some of them vectors."""
     vectors = [x for x in places if isinstance(x, cute.TensorSSA)]
     count, single = cute.size(vectors[0].shape) if vectors else 1, len(places) == 1
     out = cute.make_rmem_tensor(count, dtype)
@@ -111,7 +111,7 @@ def gather(tensor: Value, dtype: Value, places: tuple[Value, ...]) -> Value:
 
 
 def read_int(tensor: Value, *places: Value) -> Value:
-    """Integers, those below 32 bits as of 32."""
+    """Integers, from below 32 bits widened to 32."""
     wide = tensor.element_type.width >= 32
     return gather(tensor, tensor.element_type if wide else Int32, places)
 
@@ -122,7 +122,7 @@ def read_float(tensor: Value, *places: Value) -> Value:
 
 
 def read_bool(tensor: Value, *places: Value) -> Value:
-    """Booleans, which lie as bytes."""
+    """Booleans, stored as bytes."""
     return gather(tensor, Int32, places) != 0
 
 
@@ -153,7 +153,7 @@ def package_functions(texts: Mapping[str, str], shared: int) -> dict[str, Callab
 
 @lru_cache(maxsize=1024)
 def make_function(text: str) -> Callable[..., Value]:
-    """The function that a text defines. Tracebacks can read its source."""
+    """The function defined by a text. Tracebacks can read its source."""
     name = f"<attn_graph {sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     names = dict(NAMES)
@@ -163,7 +163,7 @@ def make_function(text: str) -> Callable[..., Value]:
 
 
 def name_function(function: Callable[..., Value], *texts: object) -> Callable[..., Value]:
-    """The function, which the package tells from others by these texts."""
+    """The function, with a hash of its texts: the package tells functions apart by it."""
     digest = sha256("\n".join(map(str, texts)).encode()).hexdigest()
     function.__cute_hash__ = digest  # type: ignore[attr-defined]  # where the package looks
     return function

@@ -1,4 +1,4 @@
-"""The limits of FlashAttention 4 as a table: each with where it holds, its sentence, its source.
+"""The limits of FlashAttention 4 as a table: each with its condition, its sentence, its source.
 
 Sources are files of flash_attn/cute in flash-attn-4 4.0.0b36; 4.0.0b35 refuses nothing else.
 """
@@ -49,7 +49,7 @@ Says = Literal["refuses", "unasked"]
 @final
 @frozen
 class Fa4Case:
-    """A problem with the compute capability that it is to run on."""
+    """A problem and the compute capability of its GPU."""
 
     problem: Problem
     sm: int
@@ -63,12 +63,11 @@ class Fa4Case:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is a gradient."""
         return self.problem.grad is not None
 
     @property
     def is_native(self) -> bool:
-        """Whether kernels have the mask built in."""
+        """True if kernels have the mask built in."""
         return self.native is not None
 
     @property
@@ -78,12 +77,11 @@ class Fa4Case:
 
     @property
     def totals(self) -> dict[str, int]:
-        """T of each side that is packed."""
+        """T of each packed side."""
         return self.sequences.totals if self.sequences else {}
 
     @property
     def is_paged(self) -> bool:
-        """Whether k and v lie in pages."""
         return self.sequences is not None and self.sequences.table is not None
 
     @property
@@ -98,10 +96,10 @@ Found = Iterator[Reason] | str | bool
 @final
 @frozen
 class Limit:
-    """One limit. found: the graph's part of the reason, reasons of their own, or whether it holds.
+    """One limit. found: the graph's part of the reason, whole reasons, or a boolean.
 
-    says: what the package does when it is called nevertheless; "unasked" where it would compute
-    something else, refuses only while it compiles, or nobody knows.
+    says: the package's own answer to such a call; "unasked" if it would compute another result,
+    refuses only while it compiles, or is untested.
     """
 
     key: str
@@ -113,12 +111,12 @@ class Limit:
     says: Says = "refuses"
 
     def applies(self, case: Fa4Case) -> bool:
-        """Whether the limit is one of this architecture and this pass."""
+        """True for a limit of this architecture and this pass."""
         right_pass = self.backward is None or self.backward == case.is_backward
         return case.family in self.families and right_pass
 
     def reasons(self, case: Fa4Case) -> Iterator[Reason]:
-        """Every reason that this limit gives."""
+        """Every reason given by this limit."""
         if not self.applies(case):
             return
         found = self.found(case)
@@ -138,8 +136,8 @@ def limit_reasons(case: Fa4Case) -> Iterator[Reason]:
 
 
 def other_strides(case: Fa4Case) -> Iterator[Reason]:
-    """Operands whose rows have gaps, and pages off 16 bytes: kernels would need a copy of the whole
-    pool."""
+    """Operands with gaps between rows, and pages off 16 bytes: kernels would need a copy of the
+    whole pool."""
     operands = dict(zip("qkv", case.problem.specs, strict=False))
     operands |= dict(case.sequences.specs) if case.sequences else {}
     copied = copied_names(case.problem, case.sequences or DENSE)
@@ -154,14 +152,14 @@ def other_strides(case: Fa4Case) -> Iterator[Reason]:
 
 
 def other_heads(case: Fa4Case) -> str:
-    """The head sizes, where Blackwell has no kernel for them."""
+    """The head sizes, if Blackwell has no kernel for them."""
     D, E = case.problem.D, case.problem.E
     known = (D, E) in WIDE_PAIRS or (8 <= D <= 128 and 8 <= E <= 128)
     return "" if known else head_sizes(case.problem)
 
 
 def split_values(case: Fa4Case) -> str:
-    """The head sizes, where a gradient's tiles of v do not fill the rows that D's layout has."""
+    """The head sizes, if a gradient's tiles of v do not fill the rows of D's layout."""
     D, E = (-(-size // 16) * 16 for size in (case.problem.D, case.problem.E))
     if case.family == HOPPER:
         row = next(n for n in (64, 32, 16) if D % n == 0)
@@ -170,25 +168,25 @@ def split_values(case: Fa4Case) -> str:
 
 
 def is_wide(case: Fa4Case) -> bool:
-    """Whether Blackwell's gradient has a kernel of its own for the head size."""
+    """True if Blackwell's gradient has a special kernel for the head size."""
     return case.problem.D == case.problem.E == 256
 
 
 def has_whole_pages(case: Fa4Case) -> bool:
-    """Whether a page has as many rows as a tile of keys."""
+    """True if a page has as many rows as a tile of keys."""
     if not case.is_paged or case.problem.is_empty:
         return False
     return case.page == forward_tile(case.sm, case.problem)[1]
 
 
 def beyond_causal(case: Fa4Case) -> bool:
-    """Whether there is a mask that is not causal, bottom right."""
+    """True unless the mask is none or causal, bottom right."""
     native = case.native
     return native is None or native.left is not None or native.right not in (None, 0)
 
 
 def of_wide(what: str, has: Callable[[Fa4Case], object], key: str) -> Limit:
-    """A limit of that kernel."""
+    """A limit of the kernel of `is_wide`."""
     return Limit(
         f"wide_gradient.{key}",
         lambda c: is_wide(c) and bool(has(c)),

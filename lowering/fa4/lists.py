@@ -1,8 +1,8 @@
-"""Which tiles FlashAttention 4's kernels visit: lists of mixed and of full ones, by the mask.
+"""The tiles visited by FlashAttention 4's kernels: lists of mixed and of full ones, by the mask.
 
-A list ascends, since kernels for sm_90 compare only the tile that is listed last with the number of
-keys. A tile that reaches past the last query or key counts as mixed. A mask without tensors has
-exact lists; of any other they are those that hold whatever its tensors are.
+A list ascends, since kernels for sm_90 compare only the last listed tile with the number of keys. A
+tile beyond the last query or key counts as mixed. A mask without tensors has exact lists; others
+have lists valid for all data.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def forward_tile(sm: int, problem: Problem) -> tuple[int, int]:
 
 
 def backward_tile(sm: int, problem: Problem) -> tuple[int, int]:
-    """The same of the backward's, which on sm_100 run in pairs of programs from D = 128 on."""
+    """The backward's tile; on sm_100 the programs run in pairs from D = 128 on."""
     p = problem
     if sm // 10 == 9:
         return 128, 128 if p.D <= 128 else 96 if p.D <= 192 else 64
@@ -59,7 +59,7 @@ def backward_tile(sm: int, problem: Problem) -> tuple[int, int]:
 def classify(problem: Problem, tile: tuple[int, int], *, exact: bool) -> torch.Tensor:
     """0 for each empty tile, MIXED or FULL; int8 [blocks of queries, blocks of keys].
 
-    exact: whether the mask is the same for all heads and batch entries, and reads no tensors.
+    exact: True if the mask is equal for all heads and batch entries, and reads no tensors.
     """
     p, mask = problem, problem.node.mask
     assert mask is not None
@@ -76,8 +76,8 @@ def classify(problem: Problem, tile: tuple[int, int], *, exact: bool) -> torch.T
 
 
 def list_kind(kinds: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tiles of each line are of a kind, and their numbers, ascending; the last axis has
-    stride 1 even where its size is 1, as the package needs."""
+    """The number of tiles of a kind in each line, and their indices, ascending. The last axis has
+    stride 1 even with size 1, as the package needs."""
     found = kinds == kind
     count = found.sum(1, dtype=torch.int32)
     most = max(1, int(count.max()))
@@ -86,7 +86,7 @@ def list_kind(kinds: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def make_lists(problem: Problem, tile: tuple[int, int], *, exact: bool) -> TileLists | None:
-    """The lists of a pass, those of a gradient by keys; None where they would save nothing."""
+    """The lists of a pass, in a gradient by keys; None if they would save nothing."""
     p = problem
     total = blocks(p.M, tile[0]) * blocks(p.N, tile[1])
     if total > MOST_TILES:

@@ -1,7 +1,7 @@
-"""FlashAttention 4's kernels, compiled ahead in a process of their own for a GPU here or not.
+"""FlashAttention 4's kernels, compiled ahead in a process of their own for a GPU, present or not.
 
-The package keeps what it compiled in a folder of ours, where only the user may write: loading it
-runs it. What the kernels need is kept in the store beside it.
+The package keeps its compiled files in a folder of ours, writable by the user alone, as loading a
+file runs it. The store keeps the kernels' resources with them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAMILIES = {9: "sm_{}a", 10: "sm_{}a", 11: "sm_{}a"}  # whose kernels run on one
 @final
 @frozen
 class CompiledKernel:
-    """What the machine code of one kernel needs: registers and bytes spilled of each thread."""
+    """Resources of one compiled kernel: registers and bytes spilled of each thread."""
 
     kernel: str
     registers: int
@@ -52,9 +52,9 @@ def compile_call(
     target: Target,
     store: Store | None,
 ) -> list[CompiledKernel]:
-    """The kernels of a call, compiled unless the store has those of its name.
+    """The kernels of a call, compiled unless the store has them by this name.
 
-    Raises RefusedError where the package refuses or is not installed, RuntimeError if its process
+    Raises RefusedError if the package refuses or is not installed, RuntimeError if its process
     fails.
     """
     about = {"form": FORM, "sm": target.sm, "lse": "lse" in call["tensors"]}
@@ -75,7 +75,7 @@ def compile_call(
 
 
 def read_kernels(data: bytes) -> list[CompiledKernel]:
-    """Kernels from bytes that `compile_call` stored. Raises Unfit for anything else."""
+    """Kernels from bytes stored by `compile_call`. Raises Unfit for anything else."""
     try:
         return [CompiledKernel(**x) for x in json.loads(data)]
     except (ValueError, TypeError) as error:
@@ -83,7 +83,7 @@ def read_kernels(data: bytes) -> list[CompiledKernel]:
 
 
 def kernel_versions(target: Target) -> dict[str, str]:
-    """The versions on which kernels depend."""
+    """The library versions in a kernel's key."""
     known = {name: number for name, number in target.libraries if name in FLASH}
     return known | {"python": ".".join(map(str, sys.version_info[:2]))}
 
@@ -98,7 +98,7 @@ def run_builder(
     target: Target,
     store: Store | None,
 ) -> dict[str, Any]:  # Any: JSON
-    """The answer of builder.py to a call. What it compiled goes to the store's folder."""
+    """The answer of builder.py to a call. Compiled files go to the store's folder."""
     with TemporaryDirectory() as away:
         kernels, answer = Path(away, "kernels"), Path(away, "answer.json")
         request = {
@@ -126,7 +126,7 @@ def run_builder(
 
 
 def environment(target: Target, kernels: Path, dump: Path) -> dict[str, str]:
-    """What the package and the DSL read when they are imported."""
+    """The environment variables read by the package and the DSL on import."""
     name = architecture(target.sm)
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -141,7 +141,7 @@ def environment(target: Target, kernels: Path, dump: Path) -> dict[str, str]:
 
 
 def cache_variables(folder: Path) -> dict[str, str]:
-    """The package's own variables for keeping what it compiled."""
+    """The package's own variables for its cache of compiled files."""
     return {
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder),
@@ -149,8 +149,8 @@ def cache_variables(folder: Path) -> dict[str, str]:
 
 
 def kernel_folder(store: Store) -> Path:
-    """The folder of a store that has compiled kernels. Raises PermissionError where others than
-    the user may write to it, or to the store's: what lies there is loaded and run."""
+    """A store's folder for compiled kernels. Raises PermissionError if others than the user may
+    write to it or to the store's: its files are loaded and run."""
     folder = store.folder / "fa4"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (store.folder, folder):
@@ -164,7 +164,7 @@ def kernel_folder(store: Store) -> Path:
 
 
 def keep_objects(made: Path, folder: Path) -> None:
-    """Copy compiled objects where later processes look, each complete or not at all."""
+    """Copy compiled objects to the folder of later processes, each complete or not at all."""
     for path in made.rglob("*.o"):
         place = folder / path.relative_to(made)
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

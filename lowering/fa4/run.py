@@ -47,7 +47,7 @@ Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 @final
 @frozen(eq=False)
 class Fa4Run:
-    """What runs a graph."""
+    """Runs a graph."""
 
     call: Fa4Call
     graph: Graph
@@ -56,12 +56,12 @@ class Fa4Run:
 
     @cached_property
     def plain(self) -> dict[bool, dict[str, Any]]:  # Any: JSON
-        """What the package is told, with lse and without."""
+        """The package's arguments, with lse and without."""
         return {with_lse: self.call.plain(with_lse) for with_lse in (True, False)}
 
     @property
     def stores_lse(self) -> bool:
-        """Whether calls that keep nothing for a gradient store lse all the same."""
+        """True if even calls for inference store lse."""
         return self.call.problem.grad is not None or returns_lse(self.graph)
 
     def operands(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -89,7 +89,7 @@ class Fa4Run:
         return self.call.problem.has_blind_rows
 
     def starts(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Where sequences begin, by side that is packed."""
+        """The starts of sequences, by packed side."""
         totals, last = self.call.sequences.totals, len(own) - bool(self.call.sequences.pools)
         return dict(zip(totals, own[last - len(totals) : last], strict=True))
 
@@ -144,7 +144,7 @@ class Fa4Run:
         return results
 
     def forward(self, *tensors: torch.Tensor) -> Results:
-        """The outputs, and o and lse, which the backward needs."""
+        """The outputs, and o and lse for the backward."""
         results = self.attend(tensors, with_lse=True)
         return [results[name] for name in self.graph.result_names], (results["o"], results["lse"])
 
@@ -179,8 +179,8 @@ class Fa4Run:
         return select_outputs(self.graph, picked), ()
 
     def absent(self, side: str, own: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Which rows or keys lie past their length, [B,1,.,1], or in no sequence, [T,1,1]; None
-        without such lengths."""
+        """True for rows or keys past their length, [B,1,.,1], or outside all sequences, [T,1,1];
+        None without lengths."""
         p, name, sequences = self.call.problem, LENGTHS[side], self.call.sequences
         if name not in self.call.limited:
             return None
@@ -193,7 +193,7 @@ class Fa4Run:
         return (place >= lengths[:, None])[:, None, :, None]
 
     def clean(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """q, k and v, with copies of those that kernels can't read as they are."""
+        """q, k and v, some copied for the kernels."""
         named = dict(zip("qkv", own, strict=False))
         for name, spec in self.copied.items():
             copy = new_tensor(spec, own[0].device)
@@ -210,8 +210,8 @@ class Fa4Run:
         lse: torch.Tensor,
         absent: torch.Tensor | None,
     ) -> torch.Tensor:
-        """do as kernels read it: zeros where there is none, a copy where it lies otherwise or rows
-        are absent or see nothing."""
+        """do as kernels read it: zeros without one, and a copy if its layout does not fit, or rows
+        are absent or see no key."""
         if do is None:
             return torch.zeros(o.shape, dtype=o.dtype, device=o.device)
         if self.is_blind:
@@ -223,8 +223,8 @@ class Fa4Run:
 
     @property
     def temporary(self) -> int:
-        """Bytes that the package allocates, at most: for a gradient sums in float32 of queries and,
-        of grouped heads, of keys; do and lists."""
+        """Bytes allocated by the package, at most: for a gradient sums in float32 of queries and,
+        with grouped heads, of keys; do and lists."""
         p, lists = self.call.problem, self.call.lists
         own = sum(x.nbytes for x in lists.tensors) if lists else 0
         own += sum(spec.type.bytes for spec in self.copied.values())
@@ -247,7 +247,7 @@ class Fa4Run:
 
     @cached_property
     def copied(self) -> dict[str, TensorSpec]:
-        """How the copies lie of which a call reads in place of operands."""
+        """The specs of a call's copies of operands."""
         call = self.call
         given = dict(zip("qkv", call.problem.specs, strict=False))
         names = copied_names(call.problem, call.sequences)
@@ -281,5 +281,5 @@ def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 
 def as_whole(x: torch.Tensor) -> torch.Tensor:
-    """Starts, lengths or a table as kernels read them; a copy where they lie otherwise."""
+    """Starts, lengths or a table as kernels read them; a copy if the layout does not fit."""
     return on_boundary(tidy_strides(x.to(torch.int32).contiguous()))
