@@ -1,8 +1,8 @@
-"""Rows that lengths declare absent: products read zeros in their place, if they are not finite.
+"""Rows past a length: products read zeros in place of their NaN and Inf.
 
-A weight of 0 times NaN is NaN, so that what an absent row holds would reach all others. Lengths on
-a CPU are read as numbers, and so is one sum of the rows past the shortest: where that is finite, as
-it mostly is, tensors are read as they lie. Else, and where no number may be read, a copy is.
+A weight of 0 times NaN is NaN, so one absent row would reach all others. A CPU reads the lengths as
+numbers, and one sum of the rows past the shortest length. If the sum is finite, as usual, tensors
+are read in place; otherwise, or if no number may be read, a copy is.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Reach = Callable[[Tensors, Sequence[int]], int]  # operands, lengths -> how many
 @final
 @frozen(eq=False)
 class EndedRows:
-    """What one kind of lengths ends, of keys or of queries. lengths: the number of their operand.
-    ended: the operands [B,.,L,.] whose rows they end. reach: how many of these a call reads; None:
+    """Rows ended by one kind of lengths, of keys or of queries. lengths: the number of their
+    operand. ended: the operands [B,.,L,.] with these rows. reach: how many rows a call reads; None:
     all."""
 
     of_keys: bool
@@ -43,7 +43,7 @@ class EndedRows:
     reach: Reach | None = None
 
     def dirty(self, operands: Tensors) -> Sequence[int]:
-        """The operands with NaN or Inf in rows that are read and absent, or all if unknown."""
+        """The operands with NaN or Inf in rows both read and absent, or all if unknown."""
         first, lengths = operands[self.ended[0]], operands[self.lengths]
         if not has_numbers(first):
             return self.ended
@@ -57,7 +57,7 @@ class EndedRows:
 @final
 @frozen(eq=False)
 class Ends:
-    """The rows of operands that lengths end. bytes: of copies of all such operands."""
+    """The rows of operands ended by lengths. bytes: of copies of all ended operands."""
 
     sides: tuple[EndedRows, ...]
     bytes: int
@@ -91,12 +91,12 @@ class Ends:
 
     @property
     def note(self) -> str:
-        """What is copied, for `explain`."""
+        """The copies, for `explain`."""
         size = format_bytes(self.bytes)
         return f"rows past a length that hold NaN or Inf are read as 0, from copies: up to {size}"
 
     def clear(self, operands: Tensors) -> Tensors:
-        """The operands as they are read: with zeros in absent rows that are not finite."""
+        """The operands, with zeros in absent rows of NaN or Inf."""
         pairs = [(n, side.lengths) for side in self.sides for n in side.dirty(operands)]
         if not pairs:
             return operands
@@ -111,8 +111,7 @@ def clear_first(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Te
 
 
 def clear_after(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Tensors:
-    """A forward in which every step passes NaN on: run it, and clear and run again if o is not
-    finite."""
+    """A forward whose steps all pass NaN on: run it, and clear and run again if o is not finite."""
     if has_numbers(operands[0]):
         results = work(operands, scratch)
         if is_finite(results[0]) or (cleared := ends.clear(operands)) is operands:
@@ -127,7 +126,7 @@ def has_numbers(x: torch.Tensor) -> bool:
 
 
 def sides_of(op: Op) -> tuple[str, ...]:
-    """For each operand "rows" if it has those of q, "keys" if it has those of k; else ""."""
+    """ "rows" for each operand with q's rows, "keys" with k's; else ""."""
     if isinstance(op, KeptAttentionGrad):
         return (*own_sides(op), "", "rows")  # the weights are 0 in absent rows
     return operand_sides(op)

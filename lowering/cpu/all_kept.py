@@ -1,6 +1,6 @@
-"""Boolean masks that keep all places: a call that brings them runs as one without them.
+"""Boolean masks that keep all places: a call with them runs as one without them.
 
-Models bring masks of padding for batches that have none. What is kept is known after one look.
+Models pass padding masks for batches without padding. One look finds this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Lower = Callable[[Graph, Target, Options], Executable | None]
 
 
 def skips_booleans(backend: Backend, lower_open: Lower) -> Backend:
-    """On CPUs calls whose boolean masks keep all places run what `lower_open` makes of the graph
+    """On CPUs calls with all places kept by their boolean masks run `lower_open` of the graph
     without these masks."""
 
     def lower(graph: Graph, target: Target, options: Options) -> Executable:
@@ -63,7 +63,7 @@ def join_open(
 
 
 def run_either(usual: Run, other: Run, read: Sequence[int], looks: Sequence[int]) -> Run:
-    """What runs a call. read: the inputs of `other`. looks: the boolean masks."""
+    """Runs a call. read: the inputs of `other`. looks: the boolean masks."""
 
     def run(*tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         for n in looks:
@@ -83,14 +83,13 @@ def keeps_all(flags: torch.Tensor) -> bool:
 
 
 def first_of_repeated(x: torch.Tensor) -> tuple[slice, ...]:
-    """An index of x without elements that share memory with others."""
+    """An index of x without elements in shared memory."""
     return tuple([slice(None) if step else slice(1) for step in x.stride()])
 
 
 def open_graph(graph: Graph) -> Opened | None:
-    """The graph of one attention, or a gradient, without boolean masks that all places have to
-    pass; None of other graphs. Then the inputs that it reads, and the inputs that are these masks.
-    """
+    """The graph of one attention, or a gradient, without its boolean masks joined by &, with the
+    remaining inputs and the removed ones; None for other graphs."""
     node = attention_in(graph.eqns[0].op) if len(graph.eqns) == 1 else None
     parts = and_parts(node.mask) if node else []
     rest = [part for part in parts if not isinstance(part, Keep)]

@@ -1,7 +1,7 @@
-"""Attentions whose sizes have names: planned for each size when a call first has it.
+"""Attentions with named sizes: planned for each size on its first call.
 
-What sizes do not change is worked out once, when the executable is built. For the others a size is
-a problem of numbers, as that of a graph of its own would be, and runs in the same tiles.
+Results independent of sizes are computed once, when the executable is built. For the others a size
+gives a problem of numbers, as for a graph of its own, and runs in equal tiles.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Lowered = tuple[Ready, bool]  # and whether it runs the same problem of any numb
 class SizedStep:
     """Runs an attention, or its gradient, in any sizes of at least 1.
 
-    op: with sizes by name; node: the attention that it is, or is the gradient of. names: of the
-    sizes that its operands give. read: operands -> sizes, in their order; lay: sizes -> specs.
-    moves: True if bounds of its mask move with sizes. folds: True if heads may be rows. lower:
-    makes a problem of numbers run. keys: which of the sizes is a number of keys and nothing else,
-    None where none is, or the mask may tell such numbers apart.
+    op: with sizes by name; node: its attention. names: of the sizes given by its operands. read:
+    operands -> sizes, in their order; lay: sizes -> specs. moves: True if bounds of its mask move
+    with sizes. folds: True if heads may be rows. lower: makes a problem of numbers run. keys: the
+    place of a size used only as a number of keys; None without one, or if the mask may distinguish
+    these numbers.
     """
 
     op: Attention | AttentionGrad
@@ -103,7 +103,7 @@ class SizedStep:
         return self.plan_size(sizes)[0]
 
     def share(self, sizes: Shape) -> Ready | None:
-        """What runs these sizes, if it does so with any number of keys."""
+        """The run of these sizes, if it fits any number of keys."""
         ready, is_free = self.plan_size(sizes)
         return ready if is_free else None
 
@@ -161,7 +161,8 @@ def run_folded(
 
 
 def result_shapes(problem: Problem, folded: Collection[int]) -> Shapes:
-    """The shapes of the results that have folded heads, by place. folded: the operands that do."""
+    """The shapes of the results with folded heads, by place. folded: the operands with folded
+    heads."""
     if problem.grad is not None:
         wanted = [n for n, wants in enumerate(problem.grad.wants) if wants]
         return {at: problem.specs[n].shape for at, n in enumerate(wanted) if n in folded}

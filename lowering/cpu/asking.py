@@ -1,8 +1,7 @@
-"""What masks and modifiers depend on, and what they allocate while they are asked at places.
+"""The axes of masks and modifiers, and their memory while they are evaluated at places.
 
-Each leaf of a mask gives booleans of the axes that it depends on, and they are what stays alive
-while the next leaf is asked. What the library does not know is taken to hold `POSITIONS` bytes of
-each place.
+Each leaf of a mask gives booleans of its own axes, and these stay alive while the next leaf is
+evaluated. Leaves unknown to the library count as `POSITIONS` bytes for each place.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Extent:
 @final
 @frozen
 class Asked:
-    """What asking takes. axes: of the booleans; made: their bytes, 0 of a view; most: bytes that
-    are alive at one time, these among them."""
+    """Memory of an evaluation. axes: of the booleans; made: their bytes, 0 of a view; most: bytes
+    alive at one time, these included."""
 
     axes: str
     made: int
@@ -61,7 +60,7 @@ class Asked:
 
 
 def ask_mask(mask: Mask, data: Specs, at: Extent) -> Asked:
-    """What a mask takes at the places of a block. data: what it reads, by name."""
+    """Memory of a mask at the places of a block. data: its tensors, by name."""
     match mask:
         case Pair(a=a, b=b):
             first, second = ask_mask(a, data, at), ask_mask(b, data, at)
@@ -88,7 +87,7 @@ def ask_mask(mask: Mask, data: Specs, at: Extent) -> Asked:
 
 
 def ask_modifier(modifier: Modifier, data: Specs, at: Extent, wide: int) -> int:
-    """Bytes that a step takes beside the scores. wide: bytes of a score."""
+    """Bytes of a step beside the scores. wide: bytes of a score."""
     match modifier:
         case SoftCap():
             return 0
@@ -105,8 +104,8 @@ def ask_modifier(modifier: Modifier, data: Specs, at: Extent, wide: int) -> int:
 def ask_modifiers(
     problem: Problem, at: Extent, first: int = 0, collects: Callable[[int], bool] | None = None
 ) -> int:
-    """Bytes that the steps from `first` on take, one after the other: each its own, and booleans of
-    scores that an earlier one hid. collects: True of operands with a gradient to sum."""
+    """Bytes of the steps from `first` on, one after the other: each its own, and booleans of scores
+    hidden earlier. collects: True of operands with a gradient to sum."""
     p, wide, operand, most = problem, problem.wide.itemsize, 3, 0
     steps = zip(p.node.modifiers, p.by_role.modifiers, p.node.restores, strict=True)
     for n, (modifier, data, restores) in enumerate(steps):
@@ -120,7 +119,7 @@ def ask_modifiers(
 
 
 def ask_bits(problem: Problem, at: Extent) -> tuple[int, int]:
-    """Bytes of booleans that stay, and at most, of a mask and of the bits made of it."""
+    """Bytes of lasting booleans, and at most, of a mask and of the bits made of it."""
     p = problem
     if p.node.mask is None:
         return 0, 0
@@ -130,7 +129,7 @@ def ask_bits(problem: Problem, at: Extent) -> tuple[int, int]:
 
 
 def depends(problem: Problem) -> str:
-    """Which of "b" and "h" the mask and the modifiers depend on."""
+    """The axes of the mask and the modifiers among "b" and "h"."""
     axes = axes_of_modifiers(problem) + axes_of_mask(problem)
     return "".join(axis for axis in "bh" if axis in axes)
 
@@ -156,12 +155,12 @@ def axes_of_mask(problem: Problem) -> str:
 
 
 def cut_short(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of at most 2: what a mask of ours returns is broadcast alike, and does not grow."""
+    """Sizes of at most 2: a result of our masks broadcasts alike, and stays small."""
     return tuple([min(2, n) for n in sizes])
 
 
 def shapes_of_data(problem: Problem) -> Tensors:
-    """Zeros of the shapes of what the mask reads, for questions that no value decides."""
+    """Zeros in the shapes of the mask's tensors, for questions independent of values."""
     return {
         n: torch.zeros((), dtype=s.dtype, device="cpu").expand(s.shape)
         for n, s in problem.by_role.mask.items()

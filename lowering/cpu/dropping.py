@@ -1,4 +1,4 @@
-"""Which weights of a tile dropout drops, drawn in its scratch memory."""
+"""Dropped weights of a tile, drawn in its scratch memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_graph.machine.workspace import Buffer
 
 
 def needed_to_draw(rows: int, keys: int, dtype: torch.dtype) -> dict[str, Buffer]:
-    """The scratch buffers of what is drawn, for `rows` rows of at most so many scores."""
+    """The scratch buffers of the draws, for `rows` rows of at most `keys` scores."""
     words = rows * (keys // WORDS + 2)
     rooms = {f"word{i}": Buffer((words,), torch.int64) for i in range(ROOMS)}
     return {"drawn": Buffer((WORDS * words,), dtype), **rooms}
@@ -22,7 +22,7 @@ def draw(
     rate: float, seed: tuple[int, int], ranges: Sequence[range], H: int,
     scratch: Mapping[str, torch.Tensor], compare: Compare, period: int = ALWAYS,
 ) -> torch.Tensor:  # fmt: skip
-    """What is drawn for the places `ranges`, as `draw_` has it. seed: the seed and the offset."""
+    """The draws for the places `ranges`, as `draw_` gives them. seed: the seed and the offset."""
     shape = (*map(len, ranges[:3]), len(counters(ranges[3])))
     count = prod(shape)
     rooms = [scratch[f"word{i}"][:count].view(shape) for i in range(ROOMS)]

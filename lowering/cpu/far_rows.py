@@ -1,8 +1,8 @@
-"""Rows whose scores are all large, of which PyTorch's fused CPU kernel gives too little.
+"""Rows of large scores, computed inaccurately by PyTorch's fused CPU kernel.
 
-It gives lse of a row, max + log(sum exp(s - max)), as one rounded number, and where that is large
-the logarithm is lost in it. Parts of a row are joined by it, and the kernel's backward makes
-weights of it. Such calls run again on tiles of whole rows, whose weights are divided by their sum.
+It gives lse of a row, max + log(sum exp(s - max)), as one rounded number, and a large max swallows
+the logarithm. Parts of a row are joined by lse, and the kernel's backward makes weights of it.
+These calls run again on tiles of whole rows, with weights divided by their sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attn_graph.spec import TensorSpec
 
 
 class FarRowsError(Exception):
-    """A call has rows of which an lse that was rounded once does not tell the weights."""
+    """A call has rows with an lse too coarse for their weights, as it was rounded once."""
 
 
 def refuse_far_rows(node: Attention, lse: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ def or_by_products(work: Work, op: Attention | AttentionGrad, options: Options) 
 
 
 def by_products(op: Attention | AttentionGrad, options: Options) -> Work:
-    """An attention, or its gradient, on tiles of whole rows that are planned when first needed."""
+    """An attention, or its gradient, on tiles of whole rows, planned when first needed."""
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         tiles = plan_products(op, (*map(TensorSpec.like, operands),))

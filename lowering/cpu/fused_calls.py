@@ -40,10 +40,10 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class FusedRun:
     """Runs an attention, or its gradient, on its tiles.
 
-    slots: the tiles; None if each call has to list them, or make them ready. whole: whether
-    they are one call of the kernel. direct: True if what the kernel gives is o as it is due. made:
-    shape and strides of o. wide: what is computed in. restores: as Attention has it. at: every
-    place, without data; None if each call makes them.
+    slots: the tiles; None if each call has to list them, or make them ready. whole: True if they
+    are one call of the kernel. direct: True if the kernel's result is already the final o. made:
+    shape and strides of o. wide: the dtype of the computation. restores: as Attention has it. at:
+    every place, without data; None if each call makes them.
     """
 
     tiles: FusedTiles
@@ -57,7 +57,7 @@ class FusedRun:
 
     @classmethod
     def of(cls, tiles: FusedTiles) -> FusedRun:
-        """Tiles with all that can be made ready before a call."""
+        """Tiles with everything that can be made ready before a call."""
         p, slots = tiles.problem, ready_slots(tiles)
         whole = slots is not None and tiles.is_whole([slot.tile for slot in slots])
         few = p.B + p.H + p.M + p.N <= MOST_POSITIONS
@@ -65,7 +65,8 @@ class FusedRun:
         return cls(tiles, slots, whole, tiles.is_direct, p.layout_of_o, p.wide, p.node.restores, at)
 
     def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
-        """The tiles of a call, given what the mask reads; True if they are one of the kernel's."""
+        """The tiles of a call, given the mask's tensors; True if they are one call of the
+        kernel."""
         if self.slots is not None:
             return self.slots, self.whole
         tiles = self.tiles.tiles(data)
@@ -83,7 +84,7 @@ class FusedRun:
     def attend(
         self, operands: Sequence[torch.Tensor], scratch: Tensors, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o, lse; which has no meaning where it is not wanted."""
+        """o, lse; the latter is meaningless unless wanted."""
         call = self.call(operands, scratch)
         slots, whole = self.listed(call.given.mask)
         if whole and self.direct:
@@ -131,7 +132,7 @@ class FusedRun:
         return self.summed(call, slots, o, finite, do)
 
     def seen(self, do: torch.Tensor, unseen: torch.Tensor, scratch: Tensors) -> torch.Tensor:
-        """do as the kernel reads it, 0 in rows that see no key."""
+        """do as the kernel reads it, 0 in rows without keys."""
         clears = self.tiles.blind and (is_traced() or bool(unseen.any()))
         if not clears and self.tiles.reads_do:
             return do
@@ -190,7 +191,8 @@ class FusedRun:
 @final
 @frozen(eq=False)
 class SumRoom:
-    """Where gradients by an operand add up. own: scratch for it; None: the gradient itself."""
+    """Memory for summing gradients of an operand. own: scratch for it; None: the gradient
+    itself."""
 
     spec: TensorSpec
     own: torch.Tensor | None
@@ -200,7 +202,8 @@ class SumRoom:
         return new_gradient(self.spec) if self.own is None else self.own
 
     def begin_sum(self, share: torch.Tensor, part: PartSlot, windows: slice) -> torch.Tensor:
-        """The sum, with the share of the first part of all: which is it, if it has all keys."""
+        """The sum, begun with the share of the first part. A share of all keys is the sum
+        itself."""
         if part.keys is keep_all:
             return share if self.own is None else self.own.copy_(share)
         total = self.tensor.zero_()
@@ -227,9 +230,9 @@ class TileCall:
     traced: bool
 
     def attend(self, slot: TileSlot, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """o and lse of one tile, its parts merged. with_lse: else that of rows that see no key is
-        not made right, unless o needs it. Raises FarRowsError where lse does not tell how parts
-        weigh."""
+        """o and lse of one tile, its parts merged. with_lse: otherwise lse of rows without keys
+        stays wrong, unless o needs it. Raises FarRowsError if lse is too coarse for the weights of
+        parts."""
         rows = slot.rows(self.q)
         alone = len(slot.parts) == 1 and self.given.sinks is None  # else results change
         needed = with_lse or not alone
@@ -276,14 +279,14 @@ class TileCall:
             yield at, fused_cpu.attend_backward(q, k, v, do, o, lse, *how)
 
     def unseen(self, part: PartSlot, addend: torch.Tensor | None) -> torch.Tensor | None:
-        """The rows that see none of a part's keys: held since planning, or read off its addend."""
+        """The rows without keys in a part: held since planning, or read off its addend."""
         if part.makes:
             assert addend is not None
             return fused_cpu.find_unseen(addend)
         return None if part.unseen is None else constant_beside(part.unseen, self.q)
 
     def addend(self, slot: TileSlot, part: PartSlot) -> torch.Tensor | None:
-        """What is added to the scores of a part: held since planning, or made in scratch."""
+        """The addend of a part's scores: held since planning, or made in scratch."""
         if not part.makes:
             return None if part.addend is None else constant_beside(part.addend, self.q)
         assert self.at is not None
@@ -294,7 +297,7 @@ class TileCall:
 
 
 def fill(room: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """room = x [B,H,L,...] in the room's dtype, with zeros where the room's last axis is longer."""
+    """room = x [B,H,L,...] in the room's dtype, with zeros up to the room's longer last axis."""
     if x.stride(2) == 1 and x.shape[3] == room.shape[3] > 1:
         transpose(room, x)
     else:
@@ -304,9 +307,9 @@ def fill(room: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def transpose(room: torch.Tensor, x: torch.Tensor) -> None:
-    """room = x, for x [B,H,L,D] that has its axes L and D in turned order in memory.
+    """room = x, for x [B,H,L,D] with its axes L and D swapped in memory.
 
-    PyTorch copies one matrix that way in blocks, faster than all of them at once.
+    PyTorch copies one transposed matrix in blocks, faster than all of them at once.
     """
     for to, each in zip(room.flatten(0, 1).unbind(), x.flatten(0, 1).unbind(), strict=True):
         to.copy_(each)

@@ -1,7 +1,7 @@
-"""Tiles of the fused kernel, made ready for calls: what cuts them out, and what is added to them.
+"""Tiles of the fused kernel, made ready for calls: their slices and their addends.
 
-All of it that no tensor of a call decides is worked out once, when the executable is built, so
-that a call does little more in Python than to call the kernel.
+Everything independent of a call's tensors is computed once, when the executable is built, so a call
+does little more in Python than to call the kernel.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Index = tuple[int, slice, slice]
 class PartSlot:
     """A part of a tile. keys: cuts its keys out of x [B,G,N,D].
 
-    pieces: the same in pieces [start, stop) of which no two rows overlap, if tiles repeat.
-    windows: those that a backward computes at a time. causal: True if query i keeps the keys up to
-    i. addend: what is added to the scores, if the plan holds it; makes: True if each call has to
-    make it, of what shape and how many elements. empties: True if a row may see none of the part's
-    keys; unseen: such rows, of a held addend.
+    pieces: its keys in pieces [start, stop) without overlap between rows, if tiles repeat. windows:
+    slices of the repeats, one for each step of a backward. causal: True if query i keeps the keys
+    up to i. addend: of the scores, if the plan holds it; makes: True if each call has to make it,
+    of this shape and count of elements. empties: True if a row may see none of the part's keys;
+    unseen: these rows, of a held addend.
     """
 
     part: Part
@@ -98,7 +98,7 @@ def slice_of(whole: range, part: range) -> slice:
 
 @lru_cache(RECENT)
 def recent_addend(mask: Mask, rows: int, start: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """What hides keys of `rows` queries under a mask of ours that depends on j - i alone, for all
+    """The addend of `rows` queries under a mask of ours that depends on j - i alone, for all
     lengths. start: the first key, from the first query."""
     i, j = max(0, -start), max(0, start)
     block = Block(range(1), range(1), range(i, i + rows), 1, i + rows, j + keys, {})
@@ -180,7 +180,7 @@ def pieces_of(p: Problem, tile: Tile, part: Part) -> Iterator[tuple[int, int, Cu
 
 
 def windows_of(tiles: FusedTiles, tile: Tile, part: Part) -> Iterator[slice]:
-    """The windows of a tile that are computed at a time."""
+    """Slices of a tile's repeats, one for each step of a backward."""
     if tile.repeat == 1:
         yield slice(None)
         return
@@ -189,7 +189,7 @@ def windows_of(tiles: FusedTiles, tile: Tile, part: Part) -> Iterator[slice]:
 
 
 def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot, windows: slice) -> None:
-    """total [B,G,N,D] += a part's gradient; windows that overlap are added in disjoint slices."""
+    """total [B,G,N,D] += a part's gradient; overlapping windows are added in disjoint slices."""
     if not slot.pieces:
         slot.keys(total).add_(share)
     for start, stop, cut in slot.pieces:
@@ -200,7 +200,7 @@ def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot, window
 
 
 def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
-    """All places of a problem. data: what its mask reads."""
+    """All places of a problem. data: the mask's tensors."""
     p = problem
     block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
     return Place.of(block, range(p.N), torch.device("cpu"))
@@ -219,7 +219,7 @@ def slot_place(at: Place, tile: Tile, part: Part) -> Place:
 
 
 def addend_shape(tiles: FusedTiles, tile: Tile, part: Part) -> tuple[int, int, int, int]:
-    """The shape of an addend: 1 for batch or heads where it does not depend on them."""
+    """The shape of an addend: 1 for batch or heads if it does not depend on them."""
     b = len(tile.batch) if "b" in tiles.axes else 1
     h = tiles.problem.H if "h" in tiles.axes else 1
     return b, h, len(tile.rows), len(part)
@@ -233,8 +233,8 @@ def fill_addend(
     at: Place,
     mixed: bool,
 ) -> torch.Tensor:
-    """sums = additive modifiers, and -inf at dropped keys. data: of modifiers. restores: the
-    modifiers after which -inf has to be put back."""
+    """sums = additive modifiers, and -inf at dropped keys. data: of modifiers. restores: True for
+    each modifier that may overwrite -inf: it is put back."""
     keep = None
     if mixed:
         assert node.mask is not None

@@ -1,4 +1,4 @@
-"""Which tiles of an attention PyTorch's fused CPU kernel computes, and the memory that takes."""
+"""The tiles of an attention for PyTorch's fused CPU kernel, and their memory."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ JOINED = 2**21  # numbers added at a time to neighbours with the same keys, 8 Mi
 @final
 @frozen
 class FusedTiles:
-    """Forward and backward of one problem: all that can be known before the call.
+    """Forward and backward of one problem: everything known before the call.
 
-    static: the tiles; None if data decides them, or there are more than planning lists. axes:
-    which of "b" and "h" the addend depends on beside i and j. width: the head size that is
-    computed in, the larger of D and E; the smaller is padded with zeros. blind: True if a query
-    may see no key. layered: True if calls cut their tiles out of what the data exactly keep.
+    static: the tiles; None if data decides them, or there are more than planning lists. axes: the
+    addend's axes of "b" and "h", besides i and j. width: the head size of the computation, the
+    larger of D and E; the smaller is padded with zeros. blind: True if a query may see no key.
+    layered: True if calls cut their tiles from the places exactly kept by data.
     """
 
     problem: Problem
@@ -85,7 +85,7 @@ class FusedTiles:
 
     @classmethod
     def plan(cls, problem: Problem) -> FusedTiles:
-        """The tiles of a problem, static where its mask does not depend on data."""
+        """The tiles of a problem, static if its mask does not depend on data."""
         axes = depends(problem)
         width, blind = max(problem.D, problem.E), problem.has_blind_rows
         static = static_tiles(problem, axes)
@@ -99,7 +99,8 @@ class FusedTiles:
 
     @cached_property
     def computes(self) -> torch.dtype:
-        """The dtype that the kernel reads and gives: bfloat16 as it is, but not for a gradient."""
+        """The dtype of the kernel's operands and results: bfloat16 as it is, but not for a
+        gradient."""
         p = self.problem
         return p.dtype if p.dtype == torch.bfloat16 and p.grad is None else p.wide
 
@@ -156,7 +157,7 @@ class FusedTiles:
 
     def packs(self, name: str, x: TensorSpec) -> bool:
         """True if the kernel can't read an operand in place: other dtype, head size or strides, or
-        rows of do that have to be cleared."""
+        rows of do to clear."""
         return (name == "do" and self.blind) or not self.reads(name, x)
 
     def reads(self, name: str, x: TensorSpec) -> bool:
@@ -185,7 +186,7 @@ class FusedTiles:
     def common(self) -> tuple[int, range] | None:
         """Queries, and keys counted from the first query, of one addend for all parts: under a mask
         of j - i alone, if it is no larger than the parts together. The first key is rounded, so
-        that near lengths share it."""
+        near lengths share it."""
         node, parts = self.problem.node, [*self.changed_parts()]
         mask = node.mask
         if node.modifiers or mask is None or not (mask.relative and is_ours(mask) and parts):
@@ -204,7 +205,7 @@ class FusedTiles:
 
     @cached_property
     def addends(self) -> int:
-        """Elements of the largest addend that a call makes; 0 if it makes none."""
+        """Elements of a call's largest addend; 0 without one."""
         if self.holds:
             return 0
         b = self.problem.B if "b" in self.axes and self.static is not None else 1
@@ -212,7 +213,7 @@ class FusedTiles:
 
     @cached_property
     def most_scores(self) -> int:
-        """The most scores of one head that have something added."""
+        """The most scores of one head with an addend."""
         p = self.problem
         if self.static is None:
             keys = min(p.N, self.keys_a_part or p.N)
@@ -228,13 +229,13 @@ class FusedTiles:
 
     @property
     def joined(self) -> int:
-        """The most scores of one head of a tile that is joined of several, by data."""
+        """The most scores of one head in a tile joined of several, by data."""
         return JOINED // (self.problem.H if "h" in self.axes else 1)
 
     @property
     def temporary(self) -> int:
-        """Bytes beside the workspace, at most: results of a tile, unless they are those of the
-        whole, and before them what the mask and the modifiers take."""
+        """Bytes beside the workspace, at most: results of a tile, unless they are the whole's, and
+        before them the memory of the mask and the modifiers."""
         p = self.problem
         if p.grad is None:
             return self.temporary_forward
@@ -248,15 +249,16 @@ class FusedTiles:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of dq, dk and dv of the whole that the kernel gives in another dtype, or padded."""
+        """Bytes of dq, dk and dv of the whole, if the kernel gives them in another dtype, or
+        padded."""
         p, sizes = self.problem, zip("qkv", self.problem.specs, strict=False)
         made = [prod(x.shape[:3]) for name, x in sizes if f"d{name}" in self.buffers]
         return sum(made) * self.width * p.wide.itemsize
 
     @property
     def temporary_forward(self) -> int:
-        """Sums of a tile, o and lse of a part, and vectors of lse's size that merging makes. With
-        one tile of all, o and lse are results."""
+        """Sums of a tile, o and lse of a part, and vectors of lse's size made by merging. With one
+        tile of all, o and lse are results."""
         p, wide, most = self.problem, self.problem.wide.itemsize, self.asked
         narrow = self.computes != p.wide
         for tile in self.reached:
@@ -289,8 +291,8 @@ class FusedTiles:
         return (Tile(range(entries), range(p.M), parts[: min(2, p.N)]),)
 
     def count_shares(self, tile: Tile, part: Part, *, first: bool) -> int:
-        """Bytes of dq, dk and dv of a part of a tile, and of do, which the kernel copies. first:
-        the part whose dk and dv become the sums, if it has all keys."""
+        """Bytes of dq, dk and dv of a part of a tile, and of the kernel's copy of do. first: True
+        if dk and dv of the part become the sums, if it has all keys."""
         p, windows = self.problem, tile.repeat
         if windows > 1:
             windows = min(windows, self.count_windows(tile, part))
@@ -302,7 +304,7 @@ class FusedTiles:
 
     @cached_property
     def asked(self) -> int:
-        """Bytes that asking for an addend takes; 0 where the plan holds all of them."""
+        """Bytes for making an addend; 0 if the plan holds all of them."""
         if self.holds:
             return 0
         return max((self.count_asked(at) for at in self.asked_blocks), default=0)
@@ -342,7 +344,7 @@ class FusedTiles:
         return describe_calls(self.problem, self.static)
 
     def tiles(self, data: Tensors) -> Sequence[Tile]:
-        """The tiles of a call, given what the mask reads."""
+        """The tiles of a call, given the mask's tensors."""
         if self.static is not None:
             return self.static
         tiles = self.tiles_by_data(data)
@@ -377,7 +379,7 @@ class FusedTiles:
 
 
 def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
-    """For `explain`: how many calls tiles are, and of which share of the scores."""
+    """For `explain`: the number of kernel calls, and their share of the scores."""
     whole = problem.B * problem.M * problem.N
     area, calls = sum(t.area for t in tiles), sum(len(t.parts) for t in tiles)
     share = f"{100 * area / whole:.3g} % of the {problem.H * whole} scores"
@@ -385,13 +387,13 @@ def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
 
 
 def whole_tile(problem: Problem) -> Tile:
-    """All scores as one tile, in which the mask is asked everywhere."""
+    """All scores as one tile, with the mask evaluated everywhere."""
     return Tile(range(problem.B), range(problem.M), (Part(0, problem.N, "mixed"),))
 
 
 def is_small(problem: Problem) -> bool:
-    """True if looking in each batch entry for what a mask leaves takes longer than computing all,
-    half of it in vain, say."""
+    """True if finding each batch entry's kept keys takes longer than it saves: half of all scores,
+    by assumption."""
     looks = problem.B * -(-problem.M // DATA_ROWS)
     return estimate_seconds(problem, [whole_tile(problem)]) <= 2 * looks * CALL_SECONDS
 
@@ -449,9 +451,9 @@ def choose_way(problem: Problem, axes: str) -> tuple[int, int] | None:
 
 
 def round_sizes(problem: Problem) -> Problem:
-    """The problem with up to an eighth more queries and keys, asked for all sizes that round to it:
-    listing tiles takes longer than the rest of planning. Few queries, queries that outnumber keys,
-    and users' masks, which may know no more queries, keep their sizes."""
+    """The problem with up to an eighth more queries and keys, planned once for all sizes of equal
+    rounding: listing tiles takes longer than the rest of planning. Few queries, more queries than
+    keys, and users' masks, possibly limited to their sizes, are not rounded."""
     q, k, v, *more = problem.specs
     M, N, mask = problem.M, problem.N, problem.node.mask
     if not FEW_ROUNDED <= M <= N or not (mask is None or is_ours(mask)):

@@ -1,4 +1,4 @@
-"""Tiles made of what a mask exactly keeps: rectangles and triangles, which need no addend."""
+"""Tiles cut exactly along a mask: rectangles and triangles without an addend."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def takes_layers(problem: Problem, data: Tensors) -> bool:
 
 
 def block_of_problem(problem: Problem, data: Tensors) -> Block:
-    """All places of a problem, with what its mask reads."""
+    """All places of a problem, with the mask's tensors."""
     p = problem
     return Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
 
 
 def find_layers_of(problem: Problem, data: Tensors, most_points: int) -> list[Kept] | None:
-    """What each batch entry keeps; None if it is not known, or has too many edges."""
+    """The kept places of each batch entry; None if unknown, or with too many edges."""
     mask = problem.node.mask
     assert isinstance(mask, Mask)
     return list_layers(mask, block_of_problem(problem, data), most_points)
@@ -52,7 +52,7 @@ def tile_layers(
 ) -> list[Tile] | None:
     """Tiles of layers; None if they are too many.
 
-    rows: the most queries of a tile that needs an addend. single: such a tile has one batch entry.
+    rows: the most queries of a tile with an addend. single: this tile has one batch entry.
     """
     tiles: list[Tile] = []
     for batch, layers in kept:
@@ -107,9 +107,9 @@ def moves_along(layer: Layer) -> bool:
 
 
 def exact_parts(run: Run, rows: range) -> Iterator[Part]:
-    """A run that begins at one key: what all queries keep, and a triangle where its end moves.
+    """A run with one first key: the keys kept by all queries, and a triangle if its end moves.
 
-    The triangle's first key is the last one of the first query, so no query of it keeps nothing.
+    The triangle's first key is the last one of the first query, so each of its queries keeps a key.
     """
     start, stop = run
     first, last = stop.of(rows.start), stop.of(rows[-1])
@@ -121,7 +121,7 @@ def exact_parts(run: Run, rows: range) -> Iterator[Part]:
 
 
 def block_parts(runs: Sequence[Run], rows: range, least_full: int) -> tuple[Part, ...]:
-    """Parts of a block of queries, some of whose runs begin later from query to query."""
+    """Parts of a block of queries, with some runs that begin later from query to query."""
     a, b = rows[0], rows[-1]
     pieces = join_intervals([(start.of(a), stop.of(b)) for start, stop in runs], BRIDGE)
     sure = [(start.of(b), stop.of(a)) for start, stop in runs]
@@ -151,8 +151,8 @@ def join_triangles(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def join_triangle(above: Tile, below: Tile) -> Tile | None:
-    """A tile ending in a triangle, joined with the tile below, whose queries keep all keys of the
-    triangle's last query, and at most one more; None of others."""
+    """A tile ending in a triangle, joined with the tile below, if the queries there keep all keys
+    of the triangle's last query, and at most one more; None for others."""
     apart = above.batch != below.batch or above.rows.stop != below.rows.start
     if apart or not (above.parts and below.parts):
         return None

@@ -1,7 +1,7 @@
-"""The fallback that takes everything: PyTorch's matrix products and, on CPUs, its fused kernel.
+"""The fallback for every graph: PyTorch's matrix products and, on CPUs, its fused kernel.
 
-Equation by equation. An attention runs on the tiles that its mask leaves, so that no more than a
-tile of scores ever exists; whatever is not an attention runs as its own definition says.
+It runs equation by equation. An attention runs on the tiles left by its mask, so at most a tile of
+scores exists; any other equation runs by its own definition.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 
 def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
-    """Against a limit of the workspace, where lengths that are not known yet decide it."""
+    """A reason against a limit of the workspace, if still unknown lengths decide it."""
     if any(isinstance(eqn.op, Packed) for eqn in graph.eqns):
         limit = f"max_workspace is {options.max_workspace} bytes"
         actual = "what packed sequences need depends on their lengths"
@@ -93,8 +93,7 @@ def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[Tiles | 
 
 @lru_cache(64)  # `why_not` asks for it, and `lower` again
 def tile_equations(graph: Graph, fused: bool, own: Dtypes) -> tuple[Tiles | None, ...]:
-    """fused: True if PyTorch's fused CPU kernel may run. own: the dtypes that the CPU multiplies
-    itself."""
+    """fused: True if PyTorch's fused CPU kernel may run. own: the CPU's native product dtypes."""
     return tuple([tile_equation(graph, eqn, fused, own) for eqn in graph.eqns])
 
 
@@ -127,7 +126,7 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
 
 
 def kept_problem(op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
-    """The problem of an attention that keeps its weights, or of its gradient, without dropout."""
+    """The problem of an attention with kept weights, or of its gradient, without dropout."""
     if isinstance(op, KeptAttention):
         return without_dropout(Problem.of(op.attention, specs))
     own, _, do = op.split(specs)
@@ -153,7 +152,7 @@ def without_dropout(problem: Problem) -> Problem:
 
 
 def tile_kept(problem: Problem, own: Dtypes, rate: float) -> RowTiles | None:
-    """None unless each tile is of whole heads. rate: of the dropout that the problem is without."""
+    """None unless each tile is of whole heads. rate: of the dropout left out of the problem."""
     if problem.dtype not in own or problem.is_empty:
         return None
     tiles = RowTiles.keep(problem, rate)
@@ -161,7 +160,7 @@ def tile_kept(problem: Problem, own: Dtypes, rate: float) -> RowTiles | None:
 
 
 def record_weights(graph: Graph, target: Target) -> Graph | None:
-    """The graph that keeps its weights, if both passes are faster for it; else None."""
+    """The graph with kept weights, if both passes are faster for it; else None."""
     problem, own = sole(graph), own_products(target)
     if problem is None or problem.grad is not None:
         return None
@@ -172,7 +171,7 @@ def record_weights(graph: Graph, target: Target) -> Graph | None:
 
 
 def where_faster(graph: Graph, target: Target) -> str | None:
-    """The dtype, pass and size for which math is faster than PyTorch's kernel, or None."""
+    """The dtype, pass and size, if math is faster than PyTorch's kernel; else None."""
     dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
     pass_ = "backward" if graph.is_gradient else "forward"
     if (dtype, pass_, dtype in target.native) in MATH_IS_FASTER:
@@ -198,7 +197,7 @@ def gives_statistics(graph: Graph, eqn: Eqn) -> bool:
 
 
 def own_products(target: Target) -> Dtypes:
-    """The dtypes that a target multiplies in instructions of its CPU; none where it is none."""
+    """The dtypes with product instructions on a target's CPU; none on other kinds."""
     if target.kind != "cpu":
         return frozenset()
     half = {torch.bfloat16} if "bf16" in target.native else set[torch.dtype]()
@@ -307,8 +306,8 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
 
 
 def run_exact(run: Run, kind: str, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-    """Run what was planned for exact products on a kind of device. Raises PlanTargetError where
-    PyTorch's may round by now."""
+    """Run a plan for exact products on a kind of device. Raises PlanTargetError if PyTorch's may
+    round by now."""
     if products_round(kind):
         raise PlanTargetError(
             f'math was planned with precision "ieee", and now {switch_name(kind)}; '
@@ -333,14 +332,14 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
 
 
 def count_temporary(tiles: Tiles) -> int:
-    """Bytes that tiles allocate beside the workspace, and the gradient of sinks after them."""
+    """Bytes allocated by tiles beside the workspace, and by the gradient of sinks after them."""
     if isinstance(tiles, TangentTiles):
         return tiles.temporary
     return max(tiles.temporary + total_bytes(tiles.problem), sink_bytes(tiles.problem))
 
 
 def ready_alone(tiles: AttentionTiles, options: Options) -> Ready:
-    """Runs tiles of which the problem says all."""
+    """Runs tiles that need only their problem."""
     p = tiles.problem
     return ready_tiles(tiles, Ends.of(p.grad or p.node, p.specs), options)
 
@@ -365,14 +364,14 @@ def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
 
 
 def reach_of(tiles: Tiles) -> Reach | None:
-    """How many keys a call on tiles reads, if that may be less than all."""
+    """How many keys a call on tiles reads; None: all."""
     if isinstance(tiles, FusedTiles) and tiles.static is None:
         return lambda _, counts: max(counts)
     return tiles.count_keys if isinstance(tiles, RowTiles) and tiles.cuts else None
 
 
 def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
-    """The work of tiles, and the work for o alone if that is another."""
+    """The work of tiles, and the work for o alone if it differs."""
     if isinstance(tiles, TangentTiles):
         return tiles.run, None
     run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
@@ -392,7 +391,7 @@ def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Ste
 
 
 def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:
-    """What runs a sequence, as a graph of its own."""
+    """The executable of a sequence, as a graph of its own."""
     faster = where_faster(part, target) is not None
     refused = faster or sdpa.BACKEND.reasons(part, target, options)
     return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
@@ -401,8 +400,8 @@ def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:
 def whole_sequence(
     target: Target, options: Options, gives: bool, op: Op, specs: Sequence[TensorSpec]
 ) -> Executable | None:
-    """A sequence that is one call of PyTorch's fused kernel, without a graph; None of others. It
-    tells no needs and notes. gives: see `gives_statistics`."""
+    """A sequence as one call of PyTorch's fused kernel, without a graph; None for others. It has no
+    needs and notes. gives: see `gives_statistics`."""
     if not isinstance(op, Attention | AttentionGrad) or target.kind != "cpu":
         return None
     problem = Problem.of(op, specs)
@@ -424,8 +423,8 @@ def whole_sequence(
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
-    """Bytes that a definition allocates, from above: copies of its operands and results in the
-    widest dtype, and places at which a mask or a modifier is asked."""
+    """An upper bound of a definition's bytes: copies of its operands and results in the widest
+    dtype, and the places of a mask or a modifier."""
     shapes = [*(s.shape for s in specs), *(t.shape for t in eqn.outs)]
     most = max((n for shape in shapes for n in shape[2:]), default=0)
     return 3 * torch.float64.itemsize * sum(map(prod, shapes)) + POSITIONS * most * most

@@ -70,8 +70,8 @@ Label = str | Data  # "rows", "keys", or the axes of other data
 @final
 @frozen
 class SequenceRun:
-    """What runs sequences of some sizes. reads: which operands, by number. blocks: what runs them
-    a block of keys at a time, if they lie in so many pages."""
+    """Runs sequences of some sizes. reads: the operands, by number. blocks: runs them a block of
+    keys at a time, if they lie in many pages."""
 
     executable: Executable
     reads: tuple[int, ...]
@@ -87,8 +87,8 @@ def no_shortcut(op: Op, specs: Sequence[TensorSpec]) -> Executable | None:
 class PackedRun:
     """Runs an equation on packed tensors. specs: of its operands. lower: of graphs of sequences.
 
-    gives: True if statistics are returned or read, by more than the derivatives. shortcut: what
-    runs an op on operands of such specs, if that takes no graph to say.
+    gives: True if statistics are returned or read, by more than the derivatives. shortcut: runs an
+    op on operands of given specs, if this needs no graph.
     """
 
     eqn: Eqn
@@ -108,7 +108,7 @@ class PackedRun:
 
     @cached_property
     def node(self) -> Attention:
-        """The attention that it is, or is a derivative of."""
+        """Its attention."""
         return self.op.attention
 
     @cached_property
@@ -129,7 +129,7 @@ class PackedRun:
 
     @cached_property
     def most(self) -> dict[str, int]:
-        """The most rows and keys of a sequence; the size of a side that is not packed."""
+        """The most rows and keys of a sequence; the size of a padded side."""
         q, k = (x.shape for x in self.op.padded([spec.type for spec in self.specs])[:2])
         return {"rows": int(q[2]), "keys": int(k[2])}  # those that have names at their largest
 
@@ -143,7 +143,7 @@ class PackedRun:
         return ending_sides(self.op)
 
     def spans(self, operands: Sequence[torch.Tensor]) -> list[Span]:
-        """Raises PlanMismatchError for starts, lengths and pages that do not fit."""
+        """Raises PlanMismatchError for wrong starts, lengths and pages."""
         (where, read), entries = self.sources, self.op.entries(operands)
         ends = []
         for (side, most), x in zip(self.most.items(), operands, strict=False):
@@ -161,7 +161,7 @@ class PackedRun:
 
     @cached_property
     def sources(self) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-        """The numbers of the operands that say where each side lies, and of those of the mask."""
+        """The numbers of the operands that place each side, and of the mask's operands."""
         own, where = self.op.split(range(len(self.specs)))
         return where, self.node.split(own[: len(self.node.ranks)]).mask
 
@@ -190,7 +190,7 @@ class PackedRun:
     # A sequence as a graph
 
     def make_part(self, sizes: Sizes, entry: int) -> SequenceRun:
-        """What runs sequences of these sizes. entry: the number in the batch, if it matters."""
+        """The run of sequences of these sizes. entry: the number in the batch, if it matters."""
         op, reads = self.within(sizes, entry)
         if blocks := self.make_blocks(op, reads, sizes):
             return SequenceRun(blocks.executable, reads, blocks)
@@ -211,7 +211,7 @@ class PackedRun:
         return isinstance(self.op.op, Attention) and not self.gives
 
     def make_blocks(self, op: Op, reads: tuple[int, ...], sizes: Sizes) -> BlockRun | None:
-        """What runs a sequence block by block, where its keys lie in so many pages."""
+        """The run of a sequence block by block, if its keys lie in many pages."""
         if not self.op.paged or not isinstance(op, Attention | AttentionGrad):
             return None
         if sizes.keys <= (size := block_keys(self.specs[1:3])):
@@ -223,7 +223,7 @@ class PackedRun:
         return BlockRun(op, tuple(map(TensorSpec.like, views)), sizes.keys, size, self.lower)
 
     def within(self, sizes: Sizes, entry: int) -> tuple[Op, tuple[int, ...]]:
-        """The op of a sequence, and which of the operands it reads."""
+        """The op of a sequence, and the operands it reads."""
         node, op, mask = self.node, self.op.op, None
         if node.dropout:
             b, *place = node.origin or (0, 0, 0, 0, self.specs[0].shape[1])
@@ -242,9 +242,9 @@ class PackedRun:
     def cut(
         self, x: torch.Tensor, label: Label, span: Span, room: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The view of a tensor that a sequence reads or writes, with one batch entry.
+        """The view of a tensor for one sequence, with one batch entry.
 
-        room: where keys in pages are gathered.
+        room: for gathering keys in pages.
         """
         sizes, entry = span.sizes, slice(span.entry, span.entry + 1)
         if isinstance(label, Data):
@@ -261,7 +261,7 @@ class PackedRun:
 
     @cached_property
     def rooms(self) -> dict[int, Buffer]:
-        """What keys in pages are gathered in, by the number of the operand."""
+        """Memory for gathering keys in pages, by the number of the operand."""
         if not self.op.paged:
             return {}
         (_, P, G, _), keys = self.specs[1].shape, self.at_once["keys"]
@@ -278,7 +278,7 @@ class PackedRun:
     def run_spans(
         self, operands: Tensors, rooms: Rooms, wanted: tuple[Label, ...]
     ) -> list[torch.Tensor]:
-        """The first results, those with the labels that are wanted."""
+        """The first results: the wanted labels."""
         spans = self.spans(operands)
         results = self.new_results(spans, operands, wanted)
         for span in spans:
@@ -300,7 +300,7 @@ class PackedRun:
             self.write(x, label, span, y)
 
     def write(self, x: torch.Tensor, label: Label, span: Span, y: torch.Tensor) -> None:
-        """Write into a result what a sequence gives, or add it to a sum."""
+        """Write a sequence's part of a result, or add it to a sum."""
         if label == "keys" and span.pages is not None:
             add_to_pages(x, y, span.pages)
         else:
@@ -351,7 +351,7 @@ class PackedRun:
     @cached_property
     def probes(self) -> tuple[Executable, ...]:
         """Runs of the longest sequences, and of other proportions: they take other tiles, and
-        planning each tells which needs most memory."""
+        planning each finds the largest memory."""
         M, N = self.most["rows"], self.most["keys"]
         pairs = (M, N), (M // 2 + 1, N), (M, N // 2 + 1), (min(1, M), N)
         fits = [(m, n) for m, n in pairs if m <= M and n <= N]
@@ -375,7 +375,7 @@ class PackedRun:
 
     @cached_property
     def at_once(self) -> dict[str, int]:
-        """The most rows of a side that are held at a time."""
+        """The most rows of a side held at a time."""
         blocks = self.op.paged and isinstance(self.op.op, Attention | AttentionGrad)
         most = block_keys(self.specs[1:3]) if blocks else self.most["keys"]
         return self.most | {"keys": min(most, self.most["keys"])}
@@ -395,19 +395,19 @@ class PackedRun:
         return count == (row_count(x.shape) if side in self.op.sides else entries * x.shape[2])
 
     def shapes_of(self, operands: Sequence[torch.Tensor]) -> Sequence[tuple[Shape, Shape]]:
-        """Shape and strides of the results of these operands, whose sizes may have names."""
+        """Shape and strides of the results of these operands, with named sizes filled in."""
         reads, layouts = self.named
         return layouts(*[(operands[n].shape[axis] - more) // by for n, axis, by, more in reads])
 
     @cached_property
     def named(self) -> tuple[list[Read], Layouts]:
-        """Where the sizes that have names are read, and the layouts of results by these."""
+        """The reads of named sizes, and the layouts of results by these."""
         reads = dict(find_reads(self.specs))
         return [*reads.values()], compile_layouts([*reads], self.layouts)
 
     @cached_property
     def layouts(self) -> tuple[TensorSpec, ...]:
-        """How the results lie: gradients as what they are by, o as q. Sums are wider."""
+        """The specs of the results: gradients like their operands, o like q. Sums are wider."""
         numbers = label_results(self.op.op, range(len(self.own)), -1)
         main, wide = len(self.specs[0].shape), accumulator(self.specs[0].dtype)
         specs = []
@@ -423,9 +423,9 @@ class PackedRun:
 @final
 @frozen
 class PackedPlan:
-    """How an equation on packed tensors runs, and what that takes, in bytes.
+    """The run of an equation on packed tensors, and its memory, in bytes.
 
-    infer: the same where nothing is saved for derivatives, if that is less work.
+    infer: the run without anything saved for derivatives, if it is less work.
     """
 
     call: Work
@@ -447,7 +447,7 @@ def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
 
 
 def lease_run(run: PackedRun | PaddedRun, workspace: Workspace) -> tuple[Work, Work | None]:
-    """The call of a step, and the call that saves nothing for derivatives, if it is less."""
+    """The call of a step, and the call without anything saved for derivatives, if it is less."""
     lease = partial(lease_rooms, scratch=Scratch(run.rooms), workspace=workspace)
     return lease(run.run), lease(run.infer) if isinstance(run, PackedRun) and run.saves else None
 

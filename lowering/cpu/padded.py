@@ -1,4 +1,4 @@
-"""Attention on packed tensors with sequences padded to the longest that there can be."""
+"""Attention on packed tensors with sequences padded to the longest possible one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from attn_graph.spec import TensorSpec
 @final
 @frozen(eq=False)
 class PaddedRun:
-    """Runs an equation on packed tensors with sequences padded, in one graph: for steps that depend
-    on a sequence's number in the batch, or on how long sequences can be."""
+    """Runs an equation on packed tensors with sequences padded, in one graph. This is for steps
+    dependent on a sequence's number in the batch, or on the largest length."""
 
     eqn: Eqn
     specs: tuple[TensorSpec, ...]

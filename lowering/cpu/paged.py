@@ -1,7 +1,7 @@
 """Keys in pages on a CPU: gathered a block at a time, into memory that stays small.
 
-A block of keys is an attention of its own, under the mask that is moved there; results of blocks
-are joined by their lse, and gradients, which the lse of all keys makes independent, are added.
+A block of keys is an attention of its own, under a mask moved there. Results of blocks are joined
+by their lse. Gradients are added: the lse of all keys makes them independent.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def gather_pages(
 ) -> torch.Tensor:
     """The first `count` rows of some pages of a pool [n,P,G,D], as keys [1,G,count,D].
 
-    They lie as [n,P,G,D] does, or, where the pool is dense so, as [n,G,P,D]. room: for all rows of
-    the pages, flat; None: new memory.
+    They lie as [n,P,G,D], or, if the pool is dense as [n,G,P,D], in this order. room: for all rows
+    of the pages, flat; None: new memory.
     """
     n, P, G, D = pool.shape
     k, by_head = len(pages), pool.transpose(1, 2)
@@ -54,7 +54,7 @@ def gather_pages(
 
 
 def select_rows(x: torch.Tensor, places: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """x[places]. Of tensors without memory in a tenth of the time that PyTorch takes for these."""
+    """x[places]. For tensors without memory it takes a tenth of PyTorch's time."""
     if x.is_meta:
         return x.new_empty((len(places), *x.shape[1:]))
     return torch.index_select(x, 0, places, out=out)
@@ -79,8 +79,8 @@ def block_keys(pools: Sequence[TensorSpec]) -> int:
 
 
 def check_table(pool: Sequence[int], table: torch.Tensor, *lengths: torch.Tensor) -> None:
-    """Raise PlanMismatchError for lengths over those of all pages, and for a page that keys lie in
-    and that is not in the pool. pool: its shape. Reads the tensors on the host."""
+    """Raise PlanMismatchError for lengths beyond all pages, and for a used page outside the pool.
+    pool: its shape. Reads the tensors on the host."""
     (n, P), pages = pool[:2], table.shape[1]
     begin, used = torch.arange(pages, device=table.device) * P, table
     for count in lengths:
@@ -97,8 +97,8 @@ def as_meta(spec: TensorSpec) -> torch.Tensor:
 @final
 @frozen
 class KeyBlock:
-    """What runs one block of keys, `op` on what `piece` reads. gives: what each result is by, the
-    number of an operand of the sequence, in a gradient."""
+    """Runs one block of keys, `op` on the tensors of `piece`. gives: for each result of a gradient,
+    the number of its operand of the sequence."""
 
     piece: Piece
     executable: Executable
@@ -110,8 +110,8 @@ class KeyBlock:
 class BlockRun:
     """Runs an attention, or its gradient, of one sequence, a block of keys at a time.
 
-    specs: of its operands, those of k and v being of their pools. keys: of the sequence. size: of
-    a block, in keys.
+    specs: of its operands, with the pools of k and v. keys: of the sequence. size: of a block, in
+    keys.
     """
 
     op: Attention | AttentionGrad
@@ -126,12 +126,12 @@ class BlockRun:
 
     @cached_property
     def node(self) -> Attention:
-        """The attention that it is, or is the gradient of."""
+        """Its attention."""
         return self.op.attention if isinstance(self.op, AttentionGrad) else self.op
 
     @property
     def executable(self) -> Executable:
-        """Runs the first block, as long as any, with the memory of all that stands beside."""
+        """Runs the first block, as long as any, with the memory of all blocks."""
         first = self.block_at(0).executable
         beside = self.specs[0].type.bytes // self.specs[0].dtype.itemsize + self.specs[0].shape[2]
         wide = accumulator(self.specs[0].dtype).itemsize
@@ -160,7 +160,7 @@ class BlockRun:
     def tensors(
         self, piece: Piece, operands: Tensors, pages: torch.Tensor, rooms: Rooms
     ) -> list[torch.Tensor]:
-        """What a block reads. pages: those of the block. rooms: for k and v."""
+        """The operands of a block. pages: of the block. rooms: for k and v."""
         count = len(piece.box.keys)
         keys = (gather_pages(operands[n], pages, count, rooms.get(n)) for n in (1, 2))
         return [
@@ -194,8 +194,8 @@ class BlockRun:
         rooms: Rooms,
         keep: Callable[[int, torch.Tensor, torch.Tensor], None],
     ) -> dict[int, torch.Tensor]:
-        """The gradients, by number of the operand, less those of k and v, which `keep` takes block
-        by block: number, gradient, pages."""
+        """The gradients, by number of the operand, except of k and v. `keep` takes these block by
+        block: number, gradient, pages."""
         assert isinstance(self.op, AttentionGrad)
         wide = accumulator(self.specs[0].dtype)
         totals = {

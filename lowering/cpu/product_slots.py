@@ -1,4 +1,4 @@
-"""Which tiles matrix products compute: their sizes, and what is known of each ahead of calls."""
+"""The tiles of matrix products: their sizes, and everything known of each ahead of calls."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
 @final
 @frozen
 class Chunk:
-    """Batch entries and key/value heads that are computed together."""
+    """Batch entries and key/value heads computed together."""
 
     batch: range
     groups: range
@@ -67,10 +67,10 @@ class ProductSlot:
     """A tile of a chunk, made ready for calls.
 
     heads: its query heads. shape: how many batch entries, groups, query heads a group and queries;
-    lines: (n, L), how many products and rows of each; grid: (batch, heads, rows, -1).
-    rows: cuts its queries out of x [B,H,M,...]. groups: cuts its batch entries and groups out of
-    x [B,G,N,D]. runs: its keys, in runs without a hole. mixed: the parts that the mask decides,
-    each with its first column among the tile's scores.
+    lines: (n, L), how many products and rows of each; grid: (batch, heads, rows, -1). rows: cuts
+    its queries out of x [B,H,M,...]. groups: cuts its batch entries and groups out of x [B,G,N,D].
+    runs: its keys, in runs without a hole. mixed: the parts decided by the mask, each with its
+    first column among the tile's scores.
     """
 
     tile: Tile
@@ -101,15 +101,14 @@ def count_lines(b: int, g: int, r: int, m: int) -> tuple[int, int]:
 
 
 def shape_grid(b: int, g: int, r: int, m: int) -> tuple[int, int, int, int]:
-    """The batch entries, query heads and queries of a tile, and -1 for what each has."""
+    """The batch entries, query heads and queries of a tile, and -1 for the last axis."""
     return b, g * r, m, -1
 
 
 @frozen
 class TileGrid:
-    """Which tiles: each is of n = batch * groups key/value heads, and of `rows` queries of the
-    query heads that share each. reach: the most keys of a tile.
-    """
+    """The tiles' sizes: each has n = batch * groups key/value heads, and `rows` queries of their
+    query heads. reach: the most keys of a tile."""
 
     problem: Problem
     rows: int
@@ -143,12 +142,12 @@ class TileGrid:
 
     @cached_property
     def holds(self) -> bool:
-        """True if planning knows what the mask drops, alike in all batch entries and heads."""
+        """True if planning knows the mask, alike in all batch entries and heads."""
         mask = self.problem.node.mask
         return mask is not None and not mask.needs and is_ours(mask)
 
     def bits(self, slot: ProductSlot, part: Part, at: Place, scores: torch.Tensor) -> Bits:
-        """What hides the places of a part that the mask drops. at: all places of the call."""
+        """Bits that hide a part's masked places. at: all places of the call."""
         mask, tile, keys = self.problem.node.mask, slot.tile, range(part.start, part.stop)
         assert mask is not None
         few = len(tile.rows) * (part.stop - part.start) <= MOST_HELD
@@ -195,8 +194,8 @@ class TileGrid:
 
     @property
     def packing(self) -> int:
-        """Bytes that oneDNN allocates for products in half precision, at most: keys and values of
-        a tile, rows of sums, and for a gradient weights that it transposes."""
+        """Bytes allocated by oneDNN for products in half precision, at most: keys and values of a
+        tile, rows of sums, and for a gradient transposed weights."""
         p, heads = self.problem, self.batch * self.groups
         lines, item = heads * self.r * self.rows, p.dtype.itemsize
         weights = lines * self.reach * item if p.grad is not None else 0
@@ -218,12 +217,12 @@ class TileGrid:
 
     @property
     def size(self) -> str:
-        """What a tile is, for `explain`."""
+        """A tile's size, for `explain`."""
         return f"{self.batch} x {self.groups * self.r} heads x {self.rows} queries"
 
 
 def total_bytes(problem: Problem) -> int:
-    """Bytes that `totals` allocates beside gradients: sums for those of a narrower dtype."""
+    """Bytes allocated by `totals` beside gradients: sums for gradients of a narrower dtype."""
     grad, wide = problem.grad, problem.wide
     if grad is None:
         return 0
@@ -238,7 +237,7 @@ def total_bytes(problem: Problem) -> int:
 def held_bits(
     mask: Mask, rows: range, keys: range, sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> Bits:
-    """What hides the places that a mask of ours without data drops, for CPUs."""
+    """Bits that hide the masked places of a mask of ours without data, for CPUs."""
     keep = mask.keep(Place.of(Block(range(1), range(1), rows, *sizes), keys))
     return hiding_bits(torch.as_tensor(keep), dtype)
 
@@ -271,8 +270,8 @@ def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
 
 
 def choose_kept_sizes(problem: Problem, drops: bool) -> tuple[int, int, int]:
-    """Tiles of all queries of some heads, for weights that are kept. A backward in float32, beside
-    all weights, takes no longer with half the scores. drops: True if words are drawn for a tile."""
+    """Tiles of all queries of some heads, for kept weights. A backward in float32, beside all
+    weights, takes no longer with half the scores. drops: True if words are drawn for a tile."""
     if has_few_scores(problem):
         return problem.M, problem.B, problem.G
     p, scores = problem, DROPOUT_SCORES if drops else count_row_scores(problem)
@@ -327,7 +326,7 @@ def find_unmasked_rows(problem: Problem) -> int:
 
 
 def list_chunks(problem: Problem, batch: int, groups: int) -> Iterator[Chunk]:
-    """The batch entries and key/value heads that run together, in order."""
+    """The batch entries and key/value heads computed together, in order."""
     p = problem
     for b in range(0, p.B, batch):
         for g in range(0, p.G, groups):
@@ -337,7 +336,7 @@ def list_chunks(problem: Problem, batch: int, groups: int) -> Iterator[Chunk]:
 def list_slots(
     problem: Problem, rows: int, batch: int, groups: int, data: Mapping[str, torch.Tensor]
 ) -> Iterator[ProductSlot]:
-    """All tiles of these sizes, given what the mask reads."""
+    """All tiles of these sizes, given the mask's tensors."""
     for chunk in list_chunks(problem, batch, groups):
         for start in range(0, problem.M, rows):
             queries = range(start, min(start + rows, problem.M))

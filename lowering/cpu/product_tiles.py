@@ -34,9 +34,9 @@ MOST_CAP = 2.0**64  # of which, and of scale / cap, products are numbers that fl
 class ProductTiles(TileGrid):
     """Forward and backward of one problem.
 
-    factors: the dtype that products multiply and give, scores' own or the half precision one of
-    the operands; all between two products is in that of scores. blind: True if a query may see no
-    key. restores: for each modifier, True if -inf has to be put back after it.
+    factors: the dtype of products' factors and results, the scores' own or the operands' half
+    precision; everything between two products has the scores' dtype. blind: True if a query may see
+    no key. restores: for each modifier, True if -inf has to be put back after it.
     """
 
     factors: torch.dtype
@@ -51,7 +51,7 @@ class ProductTiles(TileGrid):
 
     @cached_property
     def cap(self) -> float | None:
-        """The cap of a soft cap that comes first, which the products divide by themselves."""
+        """The cap of a first soft cap; the products divide by it themselves."""
         (first, *_), scale = (*self.problem.node.modifiers, None), self.problem.node.scale
         if not isinstance(first, SoftCap):
             return None
@@ -60,8 +60,8 @@ class ProductTiles(TileGrid):
 
     @cached_property
     def weighs_cotangents(self) -> bool:
-        """True if delta of a row is the sum of p dp, else of do o. Its rounding is one number for a
-        row, and a tensor that gathers ds over places, as slopes do, adds it up. See
+        """True if delta of a row is the sum of p dp, else of do o. Its rounding error is one number
+        for a row, and a gradient summed from ds over places, as of slopes, adds it up. See
         `Problem.drops_rounded` for half precision."""
         p = self.problem
         return p.grad is not None and (p.drops_rounded or p.gathers)
@@ -101,7 +101,7 @@ class ProductTiles(TileGrid):
         return Scratch(self.buffers)
 
     def needed_backward(self, n: int, L: int) -> dict[str, Buffer]:
-        """The scratch buffers that the gradient needs on top, for n heads and L rows a tile."""
+        """The gradient's additional scratch buffers, for n heads and L rows a tile."""
         p, wide = self.problem, self.problem.wide
         buffers = {"ds": Buffer((n * L * self.reach,), wide), "do": Buffer((n * L * p.E,), wide)}
         buffers |= {"dq": Buffer((n * L * p.D,), wide), "delta": Buffer((n * L,), wide)}
@@ -119,8 +119,8 @@ class ProductTiles(TileGrid):
 
     @property
     def temporary(self) -> int:
-        """Bytes that PyTorch allocates beside the workspace, at most: of one tile what is asked of
-        its places, what is drawn, rows of numbers, what oneDNN packs; sums of weights of all."""
+        """Bytes allocated by PyTorch beside the workspace, at most: of one tile the booleans of its
+        places, draws, rows of numbers, oneDNN's packed operands; sums of weights of all."""
         p, wide = self.problem, self.problem.wide.itemsize
         at = Extent(self.batch, self.groups * self.r, self.rows, self.reach)
         scores, rows = at.count("bhij"), at.count("bhi")
@@ -147,9 +147,8 @@ class ProductTiles(TileGrid):
             yield Here(self, slot, given, scratch, places, divisors)
 
     def divisors_of(self, lse: torch.Tensor) -> torch.Tensor | None:
-        """Room for the sums that recomputed weights are divided by, 1 until known; None if lse
-        tells them: it is small, or of more keys than these. Off the CPU looking at lse takes
-        longer."""
+        """Room for the sums that divide recomputed weights, 1 until known; None if lse suffices: it
+        is small, or of more keys than these. Off the CPU looking at lse takes longer."""
         tells = self.problem.node.part or (lse.is_cpu and not products.reaches_far(lse))
         divides = self.rounds or self.problem.gathers or not tells
         return torch.ones_like(lse) if divides else None
@@ -208,10 +207,10 @@ class ProductTiles(TileGrid):
 @final
 @frozen(eq=False)
 class Here:
-    """One tile of a call, with the buffers it computes in.
+    """One tile of a call, with its buffers.
 
-    places: all, not its own alone. divisors: room [B,H,M] for the sums of weights that these are
-    divided by; None if they are not.
+    places: all, not its own alone. divisors: room [B,H,M] for the sums of weights; None if weights
+    are not divided by them.
     """
 
     tiles: ProductTiles
@@ -227,7 +226,8 @@ class Here:
         return self.scratch[name][: n * L * last].view(n, L, last)
 
     def factor(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n,L,S] as products take it, in the buffer of factors unless that is its own dtype."""
+        """x [n,L,S] as a factor of products, in the buffer of factors unless it has the right
+        dtype."""
         return self.room("factor", x.shape[2]).copy_(x) if self.tiles.rounds else x
 
     @property
@@ -299,7 +299,7 @@ class Here:
             s.masked_fill_(hidden, -INF)
 
     def draw(self, part: Part, compare: Compare) -> torch.Tensor:
-        """What dropout draws for a part of this tile, [batch,heads,rows,keys]."""
+        """Dropout's draws for a part of this tile, [batch,heads,rows,keys]."""
         at, given, node = self.place(part), self.given, self.tiles.problem.node
         assert at.ranges is not None
         assert given.seed is not None
@@ -358,7 +358,7 @@ class Here:
         self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
         results: Mapping[str, torch.Tensor],
     ) -> None:  # fmt: skip
-        """o [n,L,E] and lse [n,L,1] of a tile that has keys, and the statistics beside them."""
+        """o [n,L,E] and lse [n,L,1] of a tile with keys, and the statistics beside them."""
         s = self.scores(self.load("q", self.given.q), k, lambda i, s: None)
         self.take_statistics(self.heads(s), results)
         total = self.room("total", 1)
@@ -408,7 +408,7 @@ class Here:
 
     def weigh_(self, s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
         """s -> exp(s - lse), divided by its sum with the sinks if lse [n,L,1] is rounded or of
-        other scores. Returns that sum if it was needed."""
+        other scores. Returns this sum if it was needed."""
         products.exp_(s, lse)
         if self.divisors is None:
             return None
@@ -420,14 +420,14 @@ class Here:
         return total
 
     def clear(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n,L,.] with 0, in place, in the rows that saw nothing."""
+        """x [n,L,.] with 0, in place, in the rows without keys."""
         return x.masked_fill_(self.room("lse", 1) == -INF, 0.0) if self.tiles.blind else x
 
     def cotangent(
         self, dp: torch.Tensor, delta: torch.Tensor, p: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, do: torch.Tensor, dv: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Fill dp, and delta unless it is made of that, and add to dv."""
+        """Fill dp, and delta unless it comes from dp, and add to dv."""
         cotangents = self.clear(self.load("do", do))
         if not self.tiles.weighs_cotangents:
             torch.sum(self.load("o", o).mul_(cotangents), -1, keepdim=True, out=delta)
@@ -445,7 +445,7 @@ class Here:
             products.drop_(dp, p, out=p)
 
     def kept_steps(self) -> Callable[[int, torch.Tensor], None]:
-        """Remembers the result of each modifier whose derivative needs it."""
+        """Stores the result of each modifier for its derivative, if needed."""
 
         def keep(i: int, s: torch.Tensor) -> None:
             if f"step{i}" in self.scratch:

@@ -50,7 +50,7 @@ LEAST_KEPT, LEAST_KEPT_OF_FEW, LEAST_SEEN = 2**19, 2**22, 0.6
 
 def keeps(problem: Problem, own: Collection[torch.dtype], rate: float) -> bool:
     """True if keeping the weights, in no more bytes than q, k, v and o, makes both passes faster
-    than recomputing them. rate: of the dropout that the problem is without. own: see `pays`."""
+    than recomputing them. rate: of the dropout left out of the problem. own: see `pays`."""
     p, scores = problem, prod(problem.sizes)
     suits = p.node.is_bare or (p.node.is_biased and p.dtype == p.wide)
     if p.dtype not in own or p.is_empty or not suits:
@@ -84,9 +84,9 @@ def count_tile_keys(problem: Problem) -> int:
 
 
 def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bool:
-    """True if products with a softmax between are faster than PyTorch's fused kernel. own: dtypes
-    that the CPU multiplies itself. statistics: True if statistics are returned, which are not of
-    rounded scores then."""
+    """True if products with a softmax between are faster than PyTorch's fused kernel. own: the
+    CPU's native product dtypes. statistics: True if statistics are returned; then they are not of
+    rounded scores."""
     if not own or problem.is_empty or is_part(problem):
         return False
     if problem.dtype == torch.float16:
@@ -154,7 +154,7 @@ def sums_rows(problem: Problem, parts: int = 1) -> bool:
 
 
 def just_reads(problem: Problem) -> bool:
-    """True if few queries in float32 read much of k and v, which products take in place."""
+    """True if few queries in float32 read much of k and v, in place in products."""
     p, (k, v) = problem, problem.specs[1:3]
     suits = p.grad is None and p.node.mask is None and p.dtype == p.wide
     return suits and reads_much(p) and lies_flat(k) and lies_flat(v)
@@ -172,7 +172,7 @@ def has_work(problem: Problem) -> bool:
 
 def suits_fused(problem: Problem) -> bool:
     """True if the fused kernel is better forward in half precision: it cuts documents exactly, and
-    reads keys in place, which counts if few queries read each key or see few."""
+    reads keys in place. This counts if few queries read each key or see few."""
     p, mask = problem, problem.node.mask
     if p.grad is not None:
         return False

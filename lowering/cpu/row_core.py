@@ -1,4 +1,4 @@
-"""What is computed of a tile of whole rows of scores: products with a softmax between."""
+"""The computation of a tile of whole rows of scores: products with a softmax between."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ softmax_backward = torch.ops.aten._softmax_backward_data.out
 @final
 @frozen
 class RowSteps:
-    """How whole rows are computed.
+    """The variant of computing whole rows.
 
     scale: of the scores. single: True if PyTorch's softmax, a single call, is the faster. turns:
-    whether scores are made as k q^T. rounds: True if products give another dtype than that of the
-    softmax. kept: True if weights are saved, not lse. sums: True if p v is made as sums of rows of
-    v. casts: True if scores are of q and k in float32, of a piece of k at a time. rate: of
-    dropout, by which weights that are kept are negative where they are dropped.
+    True if scores are made as k q^T. rounds: True if products give another dtype than the softmax.
+    kept: True if weights are saved, not lse. sums: True if p v is made as sums of rows of v. casts:
+    True if scores are of q and k in float32, of a piece of k at a time. rate: of dropout; kept
+    weights are negative if dropped.
     """
 
     scale: float
@@ -44,10 +44,10 @@ class RowSteps:
 @final
 @frozen(eq=False)
 class Core:
-    """What is computed of a tile: q and o [n,L,.], k and v [n,S,.], L rows of scores each.
+    """The computation of a tile: q and o [n,L,.], k and v [n,S,.], L rows of scores each.
 
-    blind: True if a query may see no key. divides: True if weights that are made of lse again are
-    divided by their own sum.
+    blind: True if a query may see no key. divides: True if weights recomputed from lse are divided
+    by their own sum.
     """
 
     steps: RowSteps
@@ -67,9 +67,8 @@ class Core:
         self, change: Change | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, saved: torch.Tensor | None = None, *, sign: Change | None = None,
     ) -> None:  # fmt: skip
-        """Fill o [n,L,E], and what is saved where it is wanted: weights [n,L,S], if they are
-        kept, or lse [n,L,1], which leaves the bits of o. sign: makes weights negative that dropout
-        drops."""
+        """Fill o [n,L,E], and `saved` if given: weights [n,L,S], if they are kept, or lse [n,L,1],
+        without a change to the bits of o. sign: makes dropped weights negative."""
         single, scale = self.steps.single, self.steps.scale
         weights, lse = (saved, None) if self.steps.kept else (None, saved)
         s = self.room("p", q, k.shape[1]) if weights is None else weights
@@ -82,11 +81,11 @@ class Core:
         self.sum_up(o, s, v)
 
     def undropped(self, p: torch.Tensor) -> torch.Tensor:
-        """The weights [n,L,S] that dropout leaves, not divided by their share."""
+        """The weights [n,L,S] left by dropout, not divided by their share."""
         return torch.clamp(p, min=0.0, out=self.room("p", p, p.shape[2]))
 
     def sum_up(self, o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
-        """o [n,L,E] = p v, divided by the share of the weights that dropout leaves."""
+        """o [n,L,E] = p v, divided by the share of weights left by dropout."""
         if self.steps.casts:
             p = self.scratch["cast"].view(o.dtype)[: p.numel()].view(p.shape).copy_(p)
         if self.steps.sums:
@@ -99,7 +98,7 @@ class Core:
         return 1 / (1 - self.steps.rate)
 
     def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """s [n,L,S], in base 2 -> weights; fill lse [n,L,1] where it is wanted."""
+        """s [n,L,S], in base 2 -> weights; fill lse [n,L,1] if given."""
         wide = self.widen(s)
         top = torch.amax(wide, -1, keepdim=True, out=self.room("top", s, 1))
         total = self.normalise(wide, top)
@@ -132,7 +131,7 @@ class Core:
     ) -> None:  # fmt: skip
         """Fill dq, dk and dv with this tile's share, by the formulas of AttentionGrad.
 
-        The row sums of do o are those of p dp, which are at hand: so o is not read.
+        The row sums of do o equal those of p dp, already at hand: so o is not read.
         """
         scale, ds = self.steps.scale, self.room("ds", q, k.shape[1])
         p = saved if self.steps.kept else self.weigh(q, k, change, saved)
@@ -148,7 +147,7 @@ class Core:
         multiply_(dk, ds.mT, q, scale)
 
     def unseeing(self, saved: torch.Tensor) -> torch.Tensor:
-        """Which rows [n,L,1] see no key, by what is saved."""
+        """True for rows [n,L,1] without keys, by the saved tensor."""
         return saved.amax(-1, keepdim=True) == 0.0 if self.steps.kept else saved == -INF
 
     def score(
@@ -166,7 +165,7 @@ class Core:
             change(s)
 
     def score_pieces(self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Fill s [n,L,S] with q k^T, of some keys of some heads at a time, which a cache holds in
+        """Fill s [n,L,S] with q k^T, of some keys of some heads at a time: a cache holds these in
         the dtype of q."""
         room, (n, S, D) = self.scratch["cast"], k.shape
         most = max(1, MOST_CAST // D)
@@ -180,8 +179,8 @@ class Core:
     def weigh(
         self, q: torch.Tensor, k: torch.Tensor, change: Change | None, lse: torch.Tensor
     ) -> torch.Tensor:
-        """The weights [n,L,S] again. Where products round, lse may be of scores that were not
-        rounded: so the weights are divided by their own sum."""
+        """The weights [n,L,S] again. If products round, lse may be of unrounded scores: so the
+        weights are divided by their own sum."""
         s = self.room("p", q, k.shape[1])
         if self.divides:
             self.score(s, q, k, change, self.steps.scale)
@@ -197,15 +196,15 @@ class Core:
         return self.narrow(wide, s)
 
     def normalise(self, s: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-        """s [n,L,S] -> 2^(s - top), each row divided by its sum [n,L,1], which is returned. A row
-        that sees no key is zeros, and its sum 1."""
+        """s [n,L,S] -> 2^(s - top), each row divided by its sum [n,L,1]; returns the sum. A row
+        without keys is zeros, and its sum 1."""
         self.raise_(s, top)
         total = torch.sum(s, -1, keepdim=True, out=self.room("total", s, 1))
         s.div_(total.masked_fill_(total == 0.0, 1.0) if self.blind else total)
         return total
 
     def raise_(self, s: torch.Tensor, top: torch.Tensor) -> None:
-        """s [n,L,S] -> 2^(s - top), zeros where top [n,L,1], which it bounds, is -inf."""
+        """s [n,L,S] -> 2^(s - top), zeros if top [n,L,1], an upper bound of s, is -inf."""
         s.sub_(top.clamp_(min=torch.finfo(top.dtype).min) if self.blind else top).exp2_()
 
     def widen(self, s: torch.Tensor) -> torch.Tensor:

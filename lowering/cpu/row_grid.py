@@ -1,4 +1,4 @@
-"""Which tiles of whole rows of scores a problem has, how each is computed, and in which memory."""
+"""The tiles of whole rows of scores of a problem, their computation, and their memory."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class RowGrid(TileGrid):
     """The tiles of one problem.
 
     blind: True if a query may see no key. kept: True if the forward gives its weights, and the
-    backward reads them, if others give and read lse. rate: of dropout, which the problem is
-    without: then weights that are dropped are kept as negative numbers.
+    backward reads them; otherwise lse. rate: of dropout, left out of the problem: dropped weights
+    are kept as negative numbers.
     """
 
     blind: bool
@@ -61,7 +61,7 @@ class RowGrid(TileGrid):
 
     @classmethod
     def keep(cls, problem: Problem, rate: float = 0.0) -> Self:
-        """Tiles whose weights are kept, if they are `flat` or `whole`."""
+        """Tiles with kept weights, if they are `flat` or `whole`."""
         sizes = (
             choose_entries(problem)
             if runs_by_entries(problem)
@@ -95,19 +95,19 @@ class RowGrid(TileGrid):
 
     @cached_property
     def fills_o(self) -> bool:
-        """True if products fill o of a batch entry where it lies: with gaps they would fill it head
-        by head."""
+        """True if products fill o of a batch entry in place: with gaps they would fill it head by
+        head."""
         shape, strides = self.problem.layout_of_o
         return TensorSpec(shape[1:], self.problem.dtype, strides[1:]).is_dense
 
     @cached_property
     def spans(self) -> bool:
-        """True if each tile is a batch entry, of the keys that data leave it."""
+        """True if each tile is a batch entry, of the keys left by data."""
         return not self.kept and cuts_entries(self.problem)
 
     def needed_to_cast(self, n: int, rows: int) -> dict[str, Buffer]:
-        """The scratch buffers of q and of a piece of k of n heads, as scores are made of them, and
-        then, where k was, of weights of so many rows, as they sum v."""
+        """The scratch buffers of q and of a piece of k of n heads for making scores, and then, in
+        place of k, of weights of `rows` rows for summing v."""
         p = self.problem
         piece = min(n * p.N * p.D, max(MOST_CAST, p.D))
         weights = -(-rows * self.reach * p.dtype.itemsize // p.wide.itemsize)
@@ -115,7 +115,7 @@ class RowGrid(TileGrid):
         return {name: Buffer((size,), p.wide) for name, size in sizes.items()}
 
     def needed_to_move(self, n: int, rows: int) -> dict[str, Buffer]:
-        """The scratch buffers of tiles that are copied, of n key/value heads and `rows` rows."""
+        """The scratch buffers of copied tiles, of n key/value heads and `rows` rows."""
         p, dtype = self.problem, self.problem.dtype
         sizes = {"q": rows * p.D, "o": rows * p.E}
         sizes |= {"k": n * self.reach * p.D, "v": n * self.reach * p.E}
@@ -130,7 +130,7 @@ class RowGrid(TileGrid):
 
     @property
     def block(self) -> int:
-        """Key/value heads of a tile that is a block of batch entries and groups."""
+        """Key/value heads of a tile of whole batch entries and groups."""
         return self.batch * self.groups
 
     @cached_property
@@ -158,15 +158,14 @@ class RowGrid(TileGrid):
 
     @property
     def single(self) -> bool:
-        """True if PyTorch's softmax, a single call, is faster; always with a bias, which is in base
-        e."""
+        """True if PyTorch's softmax, a single call, is faster; always with a bias, in base e."""
         p = self.problem
         few, suits = p.lines < SINGLE_ROWS, p.N % VECTORS == 0 or p.N >= LONG_ROW
         return bool(p.node.modifiers) or few or (self.rounds and suits)
 
     @cached_property
     def shapes(self) -> Sequence[tuple[int, int, int]]:
-        """How `cut` views q, k, v, o or do, what is saved, dq, dk and dv."""
+        """The views made by `cut` of q, k, v, o or do, the saved tensor, dq, dk and dv."""
         p, n, saved = self.problem, self.heads, self.problem.N if self.kept else 1
         rows = p.lines
         q, k, v, o = (n, rows, p.D), (n, -1, p.D), (n, -1, p.E), (n, rows, p.E)
@@ -236,9 +235,9 @@ class RowGrid(TileGrid):
 
     @property
     def temporary(self) -> int:
-        """Bytes that PyTorch allocates beside the workspace, at most: masks with their bits or
-        caps, two numbers of each row; for a gradient lse and rows of do, else one of four drawn
-        words; a tile's share of a bias; what oneDNN packs, and what sums of rows of v need."""
+        """Bytes allocated by PyTorch beside the workspace, at most: masks with their bits or caps,
+        two numbers of each row; for a gradient lse and rows of do, else one of four drawn words; a
+        tile's share of a bias; oneDNN's packed operands, and the memory of sums of rows of v."""
         p, item = self.problem, self.problem.dtype.itemsize
         lines = self.batch * self.groups * self.r * self.rows
         each = self.asked + WORD * (p.B + p.H + p.M + p.N) + 2 * lines * p.wide.itemsize
@@ -260,7 +259,7 @@ class RowGrid(TileGrid):
 
     @property
     def asked(self) -> int:
-        """Bytes of what is asked of a mask, of all places at once where tiles are runs of heads."""
+        """Bytes of evaluating a mask, at all places at once if tiles are runs of heads."""
         p = self.problem
         if p.node.mask is None:
             return 0

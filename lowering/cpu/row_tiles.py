@@ -1,10 +1,9 @@
 """Attention on tiles of whole rows of scores: products with a softmax between, and no modifier but
-a bias where weights are kept.
+a bias with kept weights.
 
-What products multiply and give is in the dtype of the operands, scores and weights among it, but
-for scores of float16, which are float32's; the softmax of a row, and sums over tiles, are in
-float32. Each tile has all keys of its queries, so the softmax and its derivative are those of whole
-rows.
+Products read and give the dtype of the operands, scores and weights included, except float16
+scores, in float32. The softmax of a row and sums over tiles are in float32. Each tile has all keys
+of its queries, so the softmax and its derivative are of whole rows.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class RowTiles(RowGrid):
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> tuple[torch.Tensor, ...]:
-        """o and lse, or o and weights where they are kept."""
+        """o and lse, or o and weights if they are kept."""
         p, (own, seed) = self.problem, self.take_seed(operands)
         shape, dtype = ((*p.sizes,), p.dtype) if self.kept else (p.sizes[:3], p.wide)
         saved = torch.empty(shape, dtype=dtype, device=operands[0].device)
@@ -74,8 +73,8 @@ class RowTiles(RowGrid):
         self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None = None,
         seed: Seed | None = None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], if that is wanted.
-        seed: as `take_seed` has it."""
+        """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], if wanted. seed: as
+        `take_seed` has it."""
         if self.flat:
             hiding = self.mask and self.mask.read(operands)
             if hiding is not None and self.spans:
@@ -91,7 +90,7 @@ class RowTiles(RowGrid):
         self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None,
         hiding: Hiding | None, seed: Seed | None = None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """o alone, on runs of heads. hiding: what the mask hides of each."""
+        """o alone, on runs of heads. hiding: of each, by the mask."""
         q, k, v = operands[:3]
         o = self.problem.new_o(q.device)
         core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
@@ -113,7 +112,7 @@ class RowTiles(RowGrid):
         self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None,
         hiding: Hiding,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """o alone, one batch entry after the other, of the keys that data leave it."""
+        """o alone, one batch entry after the other, of the keys left by data."""
         p, o = self.problem, self.problem.new_o(operands[0].device)
         core, fills = Core(self.steps, scratch, hiding.blind), self.fills_o
         each = [x.view(p.B, p.G, -1, x.shape[3]).unbind() for x in (*operands[:3], o)]
@@ -127,12 +126,12 @@ class RowTiles(RowGrid):
 
     @property
     def query_heads(self) -> Iterator[range]:
-        """The query heads of all batch entries that each run has."""
+        """The query heads of all batch entries in each run."""
         for first in range(0, self.heads, self.count):
             yield range(first * self.r, min(first + self.count, self.heads) * self.r)
 
     def signer(self, scratch: Tensors, seed: Seed, batch: range, heads: range) -> Change:
-        """What makes weights of whole heads negative that dropout drops."""
+        """Makes dropped weights of whole heads negative."""
         p = self.problem
 
         def sign(weights: torch.Tensor) -> None:
@@ -168,7 +167,7 @@ class RowTiles(RowGrid):
     def read(
         self, operands: Sequence[torch.Tensor]
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """The attention's own operands, lse or weights, and do: what a backward reads."""
+        """The attention's own operands, lse or weights, and do, for a backward."""
         if self.kept:
             *own, weights, do = operands
             do = do.contiguous() if self.reads_in_order else do
@@ -180,13 +179,13 @@ class RowTiles(RowGrid):
 
     @cached_property
     def reads_in_order(self) -> bool:
-        """True if do lies in C order, or so that no tile reads it in place."""
+        """True if do lies in C order, or if no tile reads it in place."""
         assert self.problem.grad is not None
         do = self.problem.grad.split(self.problem.specs).do
         return do == TensorSpec(do.shape, do.dtype) if do is not None else False
 
     def cut(self, tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
-        """What `Core` reads and fills, as runs [n,.,.] of key/value heads, as they lie."""
+        """The views for `Core`, as runs [n,.,.] of key/value heads in place."""
         if (
             self.r == 1 and len(tensors) == 4
         ):  # `view`, which is told the shape, takes twice as long
@@ -221,8 +220,7 @@ class RowTiles(RowGrid):
         return not all(bool(x.amin() > -INF) for data in given for x in data.values())
 
     def sums(self, tensors: Sequence[torch.Tensor], scratch: Tensors) -> list[torch.Tensor]:
-        """Room for the gradients of k and v; zeros, in the dtype of sums, if those are over
-        tiles."""
+        """Room for the gradients of k and v; for sums over tiles zeros, in the dtype of sums."""
         if self.whole:
             return [x.new_empty(x.shape) for x in tensors[1:3]]
         if self.rounds:
@@ -233,9 +231,9 @@ class RowTiles(RowGrid):
 @final
 @frozen(eq=False)
 class Spot:
-    """A tile that is cut out of a problem, with its copies.
+    """A tile cut out of a problem, with its copies.
 
-    places: all, not its own alone. given: what the modifiers read.
+    places: all, not its own alone. given: the modifiers' tensors.
     """
 
     tiles: RowTiles
@@ -267,7 +265,7 @@ class Spot:
         return room
 
     def store(self, x: torch.Tensor, made: torch.Tensor) -> None:
-        """This tile's queries of x [B,H,M,D] = what was made in the room for them."""
+        """This tile's queries of x [B,H,M,D] = the result in their room."""
         rows = self.slot.rows(x)
         if not rows.is_contiguous():
             rows.copy_(self.heads(made))
@@ -288,7 +286,7 @@ class Spot:
         return self.core.scratch[name][: n * S * last].view(n, S, last)
 
     def keys_made(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Where this tile's gradient [n,S,D] by k or v is made: in x [B,G,N,D] if it is all."""
+        """Room for this tile's gradient [n,S,D] by k or v: in x [B,G,N,D] if it is all."""
         if not self.tiles.whole:
             return self.key_room(name, x.shape[3])
         return self.slot.groups(x).view(-1, self.slot.keys, x.shape[3])
@@ -307,7 +305,7 @@ class Spot:
         return place_within(self.places, slot.tile.batch, slot.heads, slot.tile.rows, keys)
 
     def change(self, s: torch.Tensor) -> None:
-        """Run the modifiers on the scores of this tile, and hide what the mask drops."""
+        """Run the modifiers on the scores of this tile, and hide its masked places."""
         for modifier, data in zip(self.tiles.problem.node.modifiers, self.given, strict=True):
             change_(modifier, self.heads(s), self.place.reading(data))
         for at, part in self.slot.mixed:
@@ -318,7 +316,7 @@ class Spot:
         self, operands: Sequence[torch.Tensor], o: torch.Tensor, saved: torch.Tensor | None,
         seed: Seed | None,
     ) -> None:  # fmt: skip
-        """Fill this tile's rows of o [B,H,M,E], and of lse [B,H,M] or weights where wanted."""
+        """Fill this tile's rows of o [B,H,M,E], and of lse [B,H,M] or weights if wanted."""
         if not self.slot.tile.parts:  # never, where weights are kept
             self.slot.rows(o).zero_()
             if saved is not None:
@@ -363,7 +361,7 @@ class Spot:
             self.add_keys(dv, made[1])
 
     def collect(self, totals: Sequence[Tensors]) -> None:
-        """Add this tile's share to the gradients of what the modifiers read."""
+        """Add this tile's share to the gradients of the modifiers' tensors."""
         steps = zip(self.tiles.problem.node.modifiers, self.given, totals, strict=True)
         for modifier, data, sums in steps:
             if sums:

@@ -1,4 +1,4 @@
-"""What a mask hides in runs of whole heads: held for the next call, where little decides it."""
+"""A mask's caps for runs of whole heads, held for the next call if little decides them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ Span = tuple[slice, torch.Tensor | None]
 class Hiding:
     """Hides places of a run's scores.
 
-    caps: upper bounds of the scores, which broadcast; viewed as `shape` unless that is None. reach:
+    caps: upper bounds of the scores; they broadcast, viewed as `shape` unless it is None. reach:
     how many keys count. blind: True if a row may see none. spans: for each batch entry its keys
-    from the first that counts to the last, with bounds of their scores, None if all count; empty
+    from the first to the last counting one, with bounds of their scores, None if all count; empty
     if all keys are read.
     """
 
@@ -65,7 +65,7 @@ class Hiding:
         return (evolve(self, caps=caps).hide for caps in each)
 
     def entries(self) -> Iterable[tuple[Change | None, slice]]:
-        """What hides scores of each batch entry, and the keys that it reads."""
+        """For each batch entry the function to hide its scores, and its keys."""
         if self.spans:
             return (
                 (caps if caps is None else partial(limit_, caps), keys) for keys, caps in self.spans
@@ -79,9 +79,9 @@ class RunMask:
     """The mask of a bare attention, for runs of whole heads.
 
     cuts: True if runs may be of the first keys alone. spans: True if each batch entry reads its own
-    keys alone, if they are known. blind: True if it may hide all of a row. holds: True if it is
-    one of ours, and reads no tensors or lengths of few batch entries, as the layers of a model do
-    in turn: what it hides is held.
+    keys alone, if they are known. blind: True if it may hide all of a row. holds: True if the caps
+    are held: the mask is one of ours, and reads no tensors, or lengths of few batch entries, shared
+    by the layers of a model in turn.
     """
 
     tiles: TileGrid
@@ -100,7 +100,7 @@ class RunMask:
         return cls(tiles, cuts, spans, p.has_blind_rows, few and reads_numbers(p))
 
     def read(self, operands: Sequence[torch.Tensor]) -> Hiding:
-        """What a call hides. operands: the attention's own."""
+        """The hiding of a call. operands: the attention's own."""
         plain, data = self.is_plain(operands[0]), operands[3:]
         if plain and self.holds:
             if not data:
@@ -135,13 +135,13 @@ class RunMask:
         return dict(zip(self.tiles.problem.node.data_names[1], data, strict=True))
 
     def keep(self, at: Place) -> torch.Tensor:
-        """Which of all places the mask keeps: booleans that broadcast to [B,H,M,N]."""
+        """The mask at all places: booleans that broadcast to [B,H,M,N]."""
         mask = self.tiles.problem.node.mask
         assert mask is not None
         return torch.as_tensor(mask.keep(at), dtype=torch.bool, device=at.j.device)
 
     def hiding(self, keep: torch.Tensor, reach: int, blind: bool, spans: bool = False) -> Hiding:
-        """What hides the others. spans: True if each batch entry reads its own keys alone."""
+        """Hides the places not kept. spans: True if each batch entry reads its own keys alone."""
         p, caps = self.tiles.problem, caps_of(keep, self.tiles.problem.dtype)
         shape: tuple[int, ...] | None = None
         if has_few_scores(p) and not self.spans:
@@ -160,9 +160,11 @@ def limit_(caps: torch.Tensor, s: torch.Tensor) -> None:
 
 
 def find_spans(keep: torch.Tensor, caps: torch.Tensor, B: int, N: int) -> Iterator[Span]:
-    """`Hiding.spans` of B batch entries; of an entry whose keys are all hidden, the first key.
+    """`Hiding.spans` of B batch entries; of an entry without counting keys, the first key.
 
-    keep, caps: which of N keys count, and bounds of scores; both broadcast to [B,1,1,N]."""
+    keep, caps: True for the counting ones of N keys, and bounds of scores; both broadcast to
+    [B,1,1,N].
+    """
     keep, caps = (x.expand(B, 1, 1, N).flatten(0, 2) for x in (keep, caps))
     counts, first = keep.sum(-1), keep.view(torch.uint8).argmax(-1)
     behind = N - keep.flip(-1).view(torch.uint8).argmax(-1)
@@ -194,7 +196,7 @@ def caps_entries(problem: Problem) -> bool:
 
 
 def cuts_entries(problem: Problem) -> bool:
-    """True if a forward computes each batch entry by itself, of the keys that data leave it."""
+    """True if a forward computes each batch entry by itself, of the keys left by data."""
     p, (shape, strides) = problem, problem.layout_of_o
     if p.is_empty or p.grad is not None or not (caps_entries(p) and is_worth_cutting(p)):
         return False
@@ -204,8 +206,8 @@ def cuts_entries(problem: Problem) -> bool:
 
 
 def is_worth_cutting(problem: Problem) -> bool:
-    """True if a batch entry, all of whose rows see the same keys, has much to compute or to read.
-    Not in half precision: oneDNN copies operands with gaps."""
+    """True if a batch entry, with equal keys for all its rows, has much to compute or to read. Not
+    in half precision: oneDNN copies operands with gaps."""
     p = problem
     if p.dtype != p.wide or count_caps(p) > p.B * p.N:
         return False
@@ -218,7 +220,7 @@ def lies_in_rows(spec: TensorSpec) -> bool:
 
 
 def count_caps(problem: Problem) -> int:
-    """How many caps a mask that reads data makes, at most."""
+    """The number of caps of a mask with data, at most."""
     p, mask = problem, problem.node.mask
     alike = mask is not None and is_ours(mask)
     for data in p.by_role.mask.values():
@@ -228,7 +230,7 @@ def count_caps(problem: Problem) -> int:
 
 @neutral_state()
 def hide_by_numbers(mask: RunMask, numbers: Numbers) -> Hiding:
-    """What a mask hides on a CPU, if it reads tensors of these numbers."""
+    """The hiding of a mask on a CPU, with tensors of these numbers."""
     data, p = mask.by_name([torch.tensor(x) for x in numbers]), mask.tiles.problem
     keep = mask.keep(mask.tiles.make_places(data, torch.device("cpu")))
     blind = mask.hides_rows(keep)

@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix are visited, from the algebra of masks."""
+"""The visited tiles of the score matrix, from the algebra of masks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Part:
         return self.stop - self.start
 
     def area(self, rows: int) -> int:
-        """Scores that are computed for so many queries; of a causal part those that are kept."""
+        """Computed scores of `rows` queries; of a causal part the kept ones."""
         keys = len(self)
         if self.kind != "causal":
             return rows * keys
@@ -63,7 +63,7 @@ class Part:
 class Tile:
     """Queries `rows` of the batch entries `batch` against the keys of `parts`.
 
-    `repeat` > 1: the same again so many times in all, rows and keys moved by `step` each time.
+    `repeat` > 1: this many copies in all, with rows and keys moved by `step` each time.
     """
 
     batch: range
@@ -78,13 +78,13 @@ class Tile:
 
     @property
     def area(self) -> int:
-        """Scores that are computed, for one head; of a causal part those that are kept."""
+        """Computed scores, for one head; of a causal part the kept ones."""
         rows = len(self.rows)
         return len(self.batch) * self.repeat * sum(part.area(rows) for part in self.parts)
 
 
 def place_within(at: Place, b: range, h: range, i: range, j: range) -> Place:
-    """Of all places, those of these batch entries, heads, queries and keys; as views."""
+    """The places of these batch entries, heads, queries and keys, out of all; as views."""
     if at.ranges == (b, h, i, j):
         return at
     return Place(
@@ -98,7 +98,7 @@ def place_within(at: Place, b: range, h: range, i: range, j: range) -> Place:
 
 
 def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ...]:
-    """The keys that a block of queries may keep; full runs of `least_full` keys stand alone."""
+    """The possible keys of a block of queries; full runs of `least_full` keys stand alone."""
     if mask is None:
         return (Part(0, block.N, "full"),) if block.N else ()
     span, sure = mask.span(block).bridged(BRIDGE), mask.surely(block)
@@ -143,14 +143,14 @@ def make_tile(
     least_full: int,
     data: Mapping[str, torch.Tensor] | None = None,
 ) -> Tile:
-    """The tile of the block of queries that begins at `start`."""
+    """The tile of the block of queries from `start` on."""
     H, M, N = problem.H, problem.M, problem.N
     block = Block(batch, range(H), range(start, min(start + rows, M)), H, M, N, data)
     return Tile(batch, block.rows, parts_of(mask, block, least_full))
 
 
 def shorten_parts(tile: Tile, most: int) -> Tile:
-    """A tile with parts of at most `most` keys, which is at least its number of queries."""
+    """A tile with parts of at most `most` keys, at least its number of queries."""
     parts: list[Part] = []
     for part in tile.parts:
         if part.kind == "causal":  # the last query keeps as many keys as there are queries
@@ -232,14 +232,14 @@ def fold_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list
 
 @lru_cache(8)  # asked for each row block
 def find_changes(mask: Mask, B: int, H: int, M: int, N: int) -> list[int] | None:
-    """The queries between which tiles of bands are alike or moved; None: unknown."""
+    """The boundaries between queries with alike or moved tiles of bands; None: unknown."""
     if not all(isinstance(leaf, Band) for leaf in leaves(mask)):
         return None
     return find_breaks(mask, Block(range(B), range(H), range(M), H, M, N))
 
 
 def group_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range]:
-    """Where blocks of `rows` queries begin: blocks between two changes together, others alone.
+    """The starts of blocks of `rows` queries: blocks between two changes together, others alone.
     Between two changes all edges of a mask stand still or move along with the queries."""
     if changes is None:
         return [range(at, at + 1) for at in range(0, M, rows)]
@@ -251,7 +251,7 @@ def group_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range
 
 
 def fold_diagonals(tiles: Iterable[Same]) -> list[Tile] | None:
-    """Neighbours that are one tile moved along the diagonal, made one; None if many are left."""
+    """Neighbours equal to one tile moved along the diagonal, made one; None if many are left."""
     out: list[Tile] = []
     for _, run in groupby(tiles, key=lambda same: outline(same[0])):
         same = list(run)
@@ -279,18 +279,18 @@ def move_tile(tile: Tile, by: int) -> Tile:
 
 
 def outline(tile: Tile) -> tuple[object, ...]:
-    """Equal for tiles that differ by a move along the diagonal."""
+    """Equal for tiles moved along the diagonal."""
     at = tile.rows.start
     return len(tile.rows), tuple((p.start - at, p.stop - at, p.kind) for p in tile.parts)
 
 
 def plain_tiles(problem: Problem, mask: Mask | None) -> list[Tile] | None:
-    """Tiles for no mask or a causal one, which the fused kernel knows itself.
+    """Tiles for no mask or a causal one, both built into the fused kernel.
 
     A diagonal `high` places right of the corner: every query keeps the first `high` keys, and the
     rest is a square triangle. Left of the corner: the first -high queries keep nothing. The kernel
     masks before it scales, so a scale of 0 or less turns its -inf into NaN or inf: None then, and
-    where the scale is too small to be sure.
+    for a scale too small to be sure.
     """
     B, M, N = range(problem.B), problem.M, problem.N
     if mask is None:
@@ -308,7 +308,8 @@ def plain_tiles(problem: Problem, mask: Mask | None) -> list[Tile] | None:
 
 
 def estimate_seconds(problem: Problem, tiles: Iterable[Tile]) -> float:
-    """A rough time for these tiles: what they compute, add and merge, and how often they begin."""
+    """A rough time for these tiles: their computing, adding and merging, and their number of
+    starts."""
     return sum(estimate_tile(problem, tile) for tile in tiles)
 
 

@@ -67,7 +67,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 
 def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
-    """rules: the modifiers that a kernel knows."""
+    """rules: the supported modifiers of a kernel."""
     yield from modifier_reasons(problem.node, rules)
     yield from mask_reasons(problem, takes_bias=Bias in rules)
     yield from feature_reasons(problem)
@@ -198,7 +198,7 @@ def lower_backward(
     problem: Problem, grad: AttentionGrad, graph: Graph, by_products: Work
 ) -> Executable:
     """The backward kernel, and another call of both if lse has a gradient. by_products: computes
-    rows whose weights lse does not tell."""
+    rows with an lse too coarse for their weights."""
     (eqn,) = graph.eqns
     node = problem.node
     causal, scale, blind = node.mask is not None, node.scale, problem.has_blind_rows
@@ -257,9 +257,9 @@ def through_lse(
     lse -> dq, dk, dv, ...
 
     d lse_i / d s_ij = p_ij, so dq_i = scale dlse_i sum_j p_ij k_j: an attention over k in place of
-    v, times scale dlse. And dk_j = scale sum_i p_ij dlse_i q_i: the gradient of v, where the
-    cotangent of o is scale dlse q. p = exp(s - lse), by the lse that is given: where that is of
-    more keys than these, weights add up to exp(own - lse), own being the lse of these alone.
+    v, times scale dlse. And dk_j = scale sum_i p_ij dlse_i q_i: the gradient of v, with scale dlse
+    q as the cotangent of o. p = exp(s - lse), by the given lse: if it is of more keys than these,
+    weights add up to exp(own - lse). own is the lse of these keys alone.
     """
     mean, own = attend(q, k, k)[:2]
     weight = (scale * dlse)[..., None].to(q.dtype)

@@ -1,4 +1,4 @@
-"""One sequence of a packed batch: where it lies, and what it is as an attention of its own."""
+"""One sequence of a packed batch: its place, and its form as an attention of its own."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Sizes:
 @final
 @frozen
 class Span:
-    """Where one sequence lies: its batch entry, first row and first key, which are 0 in tensors
-    that are not packed. pages: those that its keys lie in."""
+    """The place of one sequence: its batch entry, first row and first key, 0 in padded tensors.
+    pages: of its keys."""
 
     entry: int
     row: int
@@ -59,7 +59,7 @@ def is_relative(modifier: Modifier, op: Packed) -> bool:
 
 
 def ending_sides(op: Packed) -> tuple[str, ...]:
-    """The sides whose sequences the mask ends: no more of them is read. Not queries [B,H,M,D]
+    """The sides with sequences ended by the mask: no more of them is read. Not queries [B,H,M,D]
     beside sinks: a row without keys has the sink for its lse."""
     parts, sinks = and_parts(op.attention.mask), op.attention.sinks
     ended = [side for side, leaf in LEAVES.items() if leaf in parts]

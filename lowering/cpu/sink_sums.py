@@ -1,4 +1,4 @@
-"""Gradients of a call on a CPU: those of tiles, and that of sinks, a sum over rows."""
+"""Gradients of a call on a CPU: of tiles, and of sinks, a sum over rows."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def sink_bytes(problem: Problem) -> int:
 def sink_gradient_of(
     grad: AttentionGrad, operands: Sequence[torch.Tensor], divisors: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta), the same bits however lse lies.
+    """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta), with bits independent of lse's strides.
 
-    divisors: [B,H,M], by which exp(. - lse) is divided; None: by nothing.
+    divisors: [B,H,M], dividing exp(. - lse); None: 1.
     """
     given = grad.split(operands)
     sinks, lse = grad.attention.split(given.own).sinks, given.lse.contiguous()

@@ -1,7 +1,7 @@
 """Forward mode on tiles, by matrix products: tangents of an attention, and of its gradient.
 
-Beside each block of scores lies the block of its tangents. Products, places, masks and dropout are
-those of `product_tiles`; no more than some tiles of scores ever exist.
+Each block of scores has a block of tangents beside it. Products, places, masks and dropout come
+from `product_tiles`; at most some tiles of scores ever exist.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ Maybe = torch.Tensor | None
 @final
 @frozen
 class TangentTiles:
-    """The tiles of an AttentionJvp or an AttentionGradJvp. tiles: of what it is the tangent of.
+    """The tiles of an AttentionJvp or an AttentionGradJvp. tiles: of the function it
+    differentiates.
 
-    moved: how the tangent of each operand of the attention lies; None for those without.
+    moved: the spec of each tangent of the attention's operands; None without a tangent.
     """
 
     op: AttentionJvp | AttentionGradJvp
@@ -44,7 +45,7 @@ class TangentTiles:
 
     @classmethod
     def plan(cls, op: AttentionJvp | AttentionGradJvp, specs: Sequence[TensorSpec]) -> TangentTiles:
-        """specs: those of the operands, in their order."""
+        """specs: of the operands, in their order."""
         if isinstance(op, AttentionJvp):
             own, moved = op.split(specs)
             problem = Problem(op.attention, own)
@@ -83,7 +84,7 @@ class TangentTiles:
 
     @property
     def temporary(self) -> int:
-        """Bytes that PyTorch allocates beside the workspace, at most."""
+        """Bytes allocated by PyTorch beside the workspace, at most."""
         tiles, p = self.tiles, self.problem
         rows = tiles.batch * tiles.groups * tiles.r * tiles.rows
         traced = any(type(m) not in MODIFIERS for m in p.node.modifiers)
@@ -183,7 +184,7 @@ class Moves:
 @final
 @frozen(eq=False)
 class Sums:
-    """Tangents of gradients, to which each tile adds its share; None for those nobody wants."""
+    """Tangents of gradients, summed over tiles; None for unwanted ones."""
 
     dq: Maybe
     dk: Maybe
@@ -203,7 +204,7 @@ class Sums:
 def push_tile_scores(
     here: Here, moves: Moves, q: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The modified and masked scores [n,L,S], and their tangents, 0 where masked."""
+    """The modified and masked scores [n,L,S], and their tangents, 0 in masked places."""
     node, ts, moved = here.tiles.problem.node, here.room("ts", here.slot.keys), moves.given
     if moved.q is None and moves.tk is None:
         ts.zero_()
@@ -230,7 +231,7 @@ def push_tile_scores(
 def push_step(
     here: Here, i: int, s: torch.Tensor, ts: torch.Tensor, moved: Mapping[str, Maybe]
 ) -> None:
-    """Take the tangents of scores through the modifier that gave s."""
+    """Take the tangents of scores through the modifier with result s."""
     keys, data = here.slot.keys, here.given.modifiers[i]
     modifier = here.tiles.problem.node.modifiers[i]
     if i == 0 and here.tiles.cap is not None:
@@ -251,7 +252,7 @@ def push_step(
 
 
 def spread_(modifier: Modifier, ts: torch.Tensor, tangents: Tensors, at: Place) -> None:
-    """Add what tangents of a step's tensors add to ts, in its memory."""
+    """Add the part of a step's own tensors' tangents to ts, in its memory."""
     moved = modifier.spread(ts, tangents, at)
     if moved is not ts:
         ts.copy_(moved)
@@ -413,7 +414,7 @@ def pull_weights(
 def pull_steps(
     here: Here, ds: torch.Tensor, tds: torch.Tensor, totals: Sequence[Mapping[str, torch.Tensor]]
 ) -> None:
-    """ds and tds of the last step -> those of the products, with the modifiers' gradients."""
+    """ds and tds of the last step -> ds and tds of the products, with the modifiers' gradients."""
     keys, cap = here.slot.keys, here.tiles.cap
     for i, modifier in reversed([*enumerate(here.tiles.problem.node.modifiers)]):
         if modifier.additive:
@@ -436,7 +437,7 @@ def bend_step(
     here: Here, i: int, modifier: Modifier, grads: Pair, steps: Pair,
     totals: Mapping[str, torch.Tensor],
 ) -> None:  # fmt: skip
-    """`pull_steps` through one step that is not additive, from its results and tangents."""
+    """`pull_steps` through one nonadditive step, from its results and tangents."""
     (ds, tds), (s, t) = grads, steps
     hidden = s == -INF if here.tiles.restores[i] else None
     copy = here.room("scrap", here.slot.keys).copy_(s)
@@ -458,7 +459,7 @@ def bend_step(
 def pull_products(
     here: Here, moves: Moves, blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sums: Sums
 ) -> None:
-    """tdq = scale (tds k + ds tk), and tdk = scale (tds^T q + ds^T tq), which is added up."""
+    """tdq = scale (tds k + ds tk), and tdk += scale (tds^T q + ds^T tq)."""
     (q, ds, tds), scale = blocks, here.tiles.problem.node.scale
     if sums.dq is not None:
         dq = here.room("dq", q.shape[2])

@@ -1,4 +1,4 @@
-"""An attention that is one call of PyTorch's fused CPU kernel, on operands as they lie."""
+"""An attention in one call of PyTorch's fused CPU kernel, on operands in place."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from attn_graph.spec import INF, TensorSpec
 @final
 @frozen
 class WholeTiles:
-    """Forward and backward of one problem. part: the keys that are read, in one run; if "mixed",
-    booleans of each batch entry hide some of them."""
+    """Forward and backward of one problem. part: the read keys, in one run; if "mixed", booleans of
+    each batch entry hide some of them."""
 
     problem: Problem
     part: Part
@@ -64,8 +64,8 @@ class WholeTiles:
 
     @property
     def temporary(self) -> int:
-        """Bytes that PyTorch allocates beside the workspace, at most: an addend, an lse without
-        -inf, and do as the kernel reads it. Results are those of the whole."""
+        """Bytes allocated by PyTorch beside the workspace, at most: an addend, an lse without -inf,
+        and do as the kernel reads it. Results are the whole's."""
         p, flags = self.problem, prod(self.problem.specs[3].shape) if self.is_masked else 0
         vectors = p.B * p.H * p.M * (p.wide.itemsize + torch.bool.itemsize)
         return vectors + cotangent_bytes(p) + flags * (torch.float64.itemsize + p.dtype.itemsize)
@@ -88,7 +88,7 @@ class WholeTiles:
 
     @property
     def infer(self) -> Callable[..., Sequence[torch.Tensor]]:
-        """Gives o first: a function whose calls look at tensors alone, as most others take less
+        """Gives o first. It returns a function that looks at tensors alone: most calls take less
         time than a few lines of Python."""
         scale, causal = self.problem.node.scale, self.part.kind == "causal"
         masked, cuts = self.is_masked, len(self.part) < self.problem.N
@@ -135,8 +135,8 @@ def has_more_steps(problem: Problem) -> bool:
 
 
 def find_part(problem: Problem) -> Part | None:
-    """The keys that are read, if they are one run and the mask need not be asked: all, a triangle,
-    or the keys of one query."""
+    """The read keys, if they are one run and need no evaluation of the mask: all, a triangle, or
+    the keys of one query."""
     p, mask = problem, problem.node.mask
     if mask is None:
         return Part(0, p.N, "full")
@@ -159,7 +159,7 @@ def hides_whole_keys(problem: Problem) -> bool:
 
 
 def large_operands(problem: Problem) -> Iterator[tuple[int, TensorSpec]]:
-    """Each of the large operands, by number in any order, of which q is 0."""
+    """The large operands, by number in any order; q has 0."""
     yield from enumerate(problem.specs[:3])
     if problem.grad is not None:
         given = problem.grad.split(problem.specs)
