@@ -49,7 +49,6 @@ INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    """Every reason against a graph: the target, the sizes, code beyond tracing."""
     if target.kind == "cpu" and not target.interprets:
         yield evolve(no_gpu(target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
@@ -87,7 +86,7 @@ def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[R
 
 
 def plan_reasons(work: Work, target: Target, options: Options) -> Iterator[Reason]:
-    """Reasons that show only with the launches planned."""
+    """Reasons found only with planned launches."""
     from attn_graph.masks.places import Untraceable
 
     try:
@@ -132,7 +131,6 @@ def plan_once(
     work: Work, target: Target, precision: Precision, variant: str | None, most: int | None,
     invariant: bool,
 ) -> Flash:  # fmt: skip
-    """The launches, planned once."""
     from attn_graph.lowering.triton.plan import Flash
 
     return Flash.plan(work, target, precision, variant, most, invariant)
@@ -217,14 +215,14 @@ def machines_of(flash: Flash) -> list[MachineCode]:
 
 
 def generated_text(flash: Flash) -> str:
-    """The functions that were made of the mask and the modifiers, then each kernel's PTX."""
+    """The generated functions of mask and modifiers, then each kernel's PTX."""
     texts = dict.fromkeys(text for launch in flash.launches for text in launch.texts.values())
     return "\n".join([*filter(None, texts), *(machine.ptx for machine in machines_of(flash))])
 
 
 def temporary_of(flash: Flash) -> int:
-    """Bytes that PyTorch allocates, at most, while it adds up sums and the gradient of sinks, and
-    puts pages in order."""
+    """Bytes allocated by PyTorch, at most, for adding up sums and the gradient of sinks, and for
+    ordering pages."""
     sums = sum(b.bytes for name, b in flash.buffers.items() if name.startswith("sums"))
     delta, rows = flash.buffers.get("delta"), 10 if flash.push else 3
     rows += 2 * ("rest" in flash.buffers)
@@ -233,7 +231,6 @@ def temporary_of(flash: Flash) -> int:
 
 
 def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
-    """How it runs, for `explain`."""
     if flash.problem.dtype == torch.float32 and precision != flash.precision:
         yield "float32 products without TF32: its tiles would not fit this GPU's shared memory"
     yield from flash.division.splitlines()
@@ -245,7 +242,7 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
 
 
 def launch_notes(flash: Flash) -> Iterator[str]:
-    """What it launches, for `explain`: how many programs, and how often they fill the GPU."""
+    """The launches, for `explain`: how many programs, and how often they fill the GPU."""
     from attn_graph.lowering.triton.programs import describe_waves
 
     for launch in flash.launches:

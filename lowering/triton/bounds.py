@@ -1,9 +1,9 @@
 """Masks as one comparison of each place: the first and last key of each query, or the reverse.
 
-The instructions that a mixed tile takes beyond a full one are those of each of its places. With
-`first` and `last` computed once for each row of a tile, `j <= last` or `j >= first` is one
-instruction. So is a window: as unsigned numbers, j - first < count compares both ends at once,
-since what lies before `first` wraps around and is more than every count.
+A mixed tile takes more instructions than a full one, for each of its places. With `first` and
+`last` computed once for each row of a tile, `j <= last` or `j >= first` is one instruction. So is a
+window: as unsigned numbers, j - first < count compares both ends at once, as any j below `first`
+wraps around to more than every count.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def near(x: Term | None, at: Place, code: Code) -> Symbol | None:
 
 
 def end(x: Term, size: int, name: str, code: Code) -> Symbol:
-    """The end of a sequence in 32 bits, at most its `size`, which is the argument `name`."""
+    """The end of a sequence in 32 bits, at most its `size`, the argument `name`."""
     if not isinstance(x, Symbol):
         return code.argument(code.numbers.add(highest(0, lowest(x, size))), axes="-")
     return in_32_bits(x.minimum(code.argument(name, axes="-")).unary("tl.maximum({0}, 0)"))

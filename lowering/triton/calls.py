@@ -36,7 +36,7 @@ Scratch = Mapping[str, torch.Tensor]
 @final
 @frozen(eq=False)
 class TritonCall:
-    """What runs a graph: its launches on tensors by name, in scratch from the workspace."""
+    """Runs a graph: its launches on tensors by name, in scratch from the workspace."""
 
     flash: Flash
     graph: Graph
@@ -59,7 +59,7 @@ class TritonCall:
         ]
 
     def inference(self, *tensors: torch.Tensor) -> Results:
-        """The forward without lse, for a graph that does not return it."""
+        """The forward without lse, for a graph without lse among its results."""
         stats = [name for name in self.flash.problem.node.stats if name != "lse"]
         results = self.attend(self.flash.without_lse, tensors, stats)
         return [results[name] for name in self.graph.result_names], ()
@@ -76,7 +76,7 @@ class TritonCall:
         return results
 
     def push(self, *tensors: torch.Tensor) -> Results:
-        """The results of an AttentionJvp, and those its derivatives read."""
+        """The results of an AttentionJvp, and the tensors for its derivatives."""
         op = self.graph.eqns[0].op
         assert isinstance(op, AttentionJvp)
         own, moved = op.split(self.operands(tensors))
@@ -201,7 +201,7 @@ class TritonCall:
 def name_operands(
     flash: Flash, operands: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
 ) -> Named:
-    """The operands of an attention and its tables, by the names that launches give them."""
+    """The operands of an attention and its tables, by their names in launches."""
     given = flash.problem.node.split(operands)
     data = (x for each in (*given.modifiers, given.mask) for x in each.values())
     named: Named = {"q": given.q, "k": given.k, "v": given.v, "sinks": given.sinks}
@@ -211,7 +211,7 @@ def name_operands(
 
 
 def name_tangents(flash: Flash, moved: Sequence[torch.Tensor | None]) -> Named:
-    """The tangents of the operands, in the same way; those of modifiers' tensors come last."""
+    """The tangents of the operands, by name; of modifiers' tensors last."""
     if not moved:
         return {}
     x, first = flash.problem.node.split(moved), len(read_specs(flash.problem))
@@ -227,13 +227,14 @@ def name_directions(x: GradientTangents[torch.Tensor]) -> Named:
 
 
 def shrink_by_rest(surplus: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """surplus / 2^rest in place, by which exp(. - lse) is too large; see kernels/weight_sums.py."""
+    """surplus / 2^rest in place: exp(. - lse) is too large by this factor; see
+    kernels/weight_sums.py."""
     rest = scratch.get("rest")
     return surplus if rest is None else surplus.mul_(torch.exp2(rest.neg()))
 
 
 def sum_collected(sums: torch.Tensor, axes: str, lying: Lying) -> torch.Tensor:
-    """A tensor's gradient from sums [B,H,M] or [B,H,N] of what it was read for. axes: of it."""
+    """A tensor's gradient from sums [B,H,M] or [B,H,N] over its reads. axes: of it."""
     shape, _, dtype = lying
     line = "j" if "j" in axes else "i"
     over = [n for n, axis in enumerate(("b", "h", line)) if axis not in axes]

@@ -1,7 +1,7 @@
-"""Attention of few queries: how its keys are divided among programs, and what they launch.
+"""Attention of few queries: the division of its keys among programs, and their launches.
 
-The heads that share keys are rows of one tile, so that each key is read once. Where there are too
-few programs to fill a GPU, several share the keys of one head.
+The heads on one key are rows of one tile, so each key is read once. If programs are too few to fill
+a GPU, several share the keys of one head.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class KeyDivision:
 def divide_keys(
     layout: Layout, target: Target, variant: str | None, most: int | None, invariant: bool
 ) -> KeyDivision | None:
-    """How keys are divided; None where each program takes all keys of a block of queries.
+    """The division of keys; None if each program takes all keys of a block of queries.
 
-    most: bytes that the parts may take. invariant: whether nothing may depend on the batch.
+    most: bytes for the parts. invariant: True if nothing may depend on the batch.
     """
     p = layout.problem
     if layout.T is not None or not is_decoding(p):
@@ -125,7 +125,7 @@ def split_launches(
 def merge_launch(
     layout: Layout, parts: int, tile: Tiling, pointers: Pointers, fixed: Fixed
 ) -> Launch:
-    """The launch that joins the parts of o. tile: rows of a program, and parts at a time.
+    """The launch to join the parts of o. tile: rows of a program, and parts at a time.
 
     pointers, fixed: of a forward.
     """

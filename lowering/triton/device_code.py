@@ -1,8 +1,8 @@
-"""Masks and modifiers as Triton functions, traced from the one definition that each has.
+"""Masks and modifiers as Triton functions, traced from the single definition of each.
 
-Every function takes the scalars b and h, i and j that broadcast to a tile, the sizes M and N, the
+Every function takes the scalars b and h, i and j broadcasting to a tile, the sizes M and N, the
 pointers `data` and the integers `numbers`. Equal texts give one function, so a kernel is compiled
-once for all graphs that differ only in lengths.
+once for all graphs with equal masks up to lengths.
 """
 
 from __future__ import annotations
@@ -66,11 +66,10 @@ class DeviceCode:
     """An attention's mask and modifiers as kernels take them.
 
     numbers: the integers to pass. Then texts of functions, "" for none: keep (the mask, false past
-    the last key), keep_by_keys (the same for tiles whose rows are keys), strip (its low, high, keys
-    and rows), ends (the queries and keys before its lengths), change (all modifiers), back (their
-    derivative), push (the tangent of the scores through them), bend (ds and its tangent back
-    through them). contributions: by number of the operand whose gradient, or whose gradient's
-    tangent, they add up to.
+    the last key), keep_by_keys (for tiles with keys as rows), strip (its low, high, keys and rows),
+    ends (the queries and keys before its lengths), change (all modifiers), back (their derivative),
+    push (the tangent of the scores through them), bend (ds and its tangent back through them).
+    contributions: their summands to an operand's gradient or its tangent, by number of the operand.
     """
 
     numbers: tuple[int, ...]
@@ -90,10 +89,9 @@ class DeviceCode:
 class Tracer:
     """Traces one problem's mask and modifiers.
 
-    strides: the code of the strides of each tensor that is read. moved: in forward mode, the
-    tangents of the tensors of each modifier, by name, which are read after all of these. sizes:
-    lengths that the mask reads and kernels have as M or N. dialect: of the functions' language.
-    array: makes what they read a tensor by.
+    strides: the code of the strides of each tensor. moved: in forward mode, the tangents of the
+    tensors of each modifier, by name, after all tensors. sizes: the mask's lengths known to kernels
+    as M or N. dialect: of the functions' language. array: makes their form of a tensor.
     """
 
     problem: Problem
@@ -141,7 +139,7 @@ class Tracer:
         return Place(b, h, i, j, self.problem.H, self.problem.M, self.problem.N)
 
     def arrays(self, code: Code) -> tuple[list[Arrays], Arrays]:
-        """Each modifier's tensors, and those of the mask, by name."""
+        """Each modifier's tensors, and the mask's, by name."""
         operands, node = self.problem.by_role, self.problem.node
         groups, owners = (*operands.modifiers, operands.mask), (*node.modifiers, node.mask)
         *arrays, mask = self.number_arrays(code, groups, 0, owners)
@@ -171,7 +169,7 @@ class Tracer:
         return arrays
 
     def keep(self, by_keys: bool) -> str:
-        """The mask's `keep`, for tiles whose rows are queries or keys; "" without a mask."""
+        """The mask's `keep`, for tiles with queries or keys as rows; "" without a mask."""
         mask, code = self.problem.node.mask, self.start()
         if mask is None:
             return ""
@@ -192,7 +190,7 @@ class Tracer:
         return code.write_function("strip", "b, M, N, data, numbers", *values)
 
     def ends(self) -> str:
-        """How many queries and keys there are by the mask's lengths; "" where kernels know them."""
+        """The numbers of queries and keys by the mask's lengths; "" if kernels know them."""
         code, parts = self.start(), and_parts(self.problem.node.mask)
         at = self.place(code).reading(self.arrays(code)[1])
         ended = [LENGTHS[side] for side, leaf in LEAVES.items() if leaf in parts]
@@ -209,7 +207,7 @@ class Tracer:
         return x if isinstance(x, Symbol) else code.argument(self.numbers.add(x), axes="b")
 
     def axes(self) -> frozenset[str]:
-        """Axes of "bhij" beyond the scores that modifiers depend on."""
+        """The modifiers' axes of "bhij" beyond the scores'."""
         code = self.start()
         return self.chain(code, code.argument("s", "float"))[-1].axes - {"s"}
 
@@ -456,8 +454,8 @@ def compile_text(text: str) -> Any:  # Any: a function of Triton
 
 
 def called_functions() -> dict[str, Any]:  # Any: functions of Triton
-    """What generated code calls, by name. The interpreter has no instructions of hardware, and
-    takes the precise tanh for all dtypes."""
+    """The functions of generated code, by name. The interpreter has no instructions of hardware,
+    and takes the precise tanh for all dtypes."""
     jit = load_modules("triton.runtime.jit")
     common, functions = (load_modules(f"attn_graph.kernels.{x}") for x in ("common", "functions"))
     compiles = isinstance(functions.tanh, jit.JITFunction)

@@ -1,4 +1,4 @@
-"""Launches that make lists of tiles on the device, at each call, from the tensors of a mask."""
+"""Launches for making lists of tiles on the device, at each call, from the tensors of a mask."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ POSITIONS = str.maketrans(BLOCKS)  # from the letters of blocks to those of posi
 class DeviceLists:
     """The lists of one kernel's tiles.
 
-    shape: [B or 1, H or 1, blocks, at least 3 + tiles]. buffers: theirs, and of what they are made
-    from, by name. launches: in order.
+    shape: [B or 1, H or 1, blocks, at least 3 + tiles]. buffers: of the lists and of their sources,
+    by name. launches: in order.
     """
 
     shape: tuple[int, ...]
@@ -72,9 +72,9 @@ class DeviceLists:
 @final
 @frozen
 class TileEnds:
-    """The least and the greatest element that each tile reads of a tensor of the mask.
+    """The least and the greatest element of a mask's tensor in each tile.
 
-    lists: the name of the lists that they are for. data: the axes of the tensor. sizes: M and N.
+    lists: the name of their lists. data: the axes of the tensor. sizes: M and N.
     """
 
     lists: str
@@ -98,8 +98,7 @@ class TileEnds:
 
     @property
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes and strides by batch entry, head, and what queries and keys read: 1 and 0 of axes
-        that the tensor has not."""
+        """Sizes and strides by batch entry, head, and queries and keys: 1 and 0 of absent axes."""
         pairs = zip(self.spec.shape, self.spec.strides, strict=True)
         full = dict(zip(self.data.axes.translate(POSITIONS), pairs, strict=True))
         sizes, strides = zip(*(full.get(axis, (1, 0)) for axis in "bhij"), strict=True)
@@ -124,7 +123,7 @@ class TileEnds:
 
     @property
     def count(self) -> int:
-        """How many tiles there are, of all batch entries and heads that the tensor has."""
+        """The number of tiles, of all batch entries and heads of the tensor."""
         B, H, *_ = self.layout[0]
         return B * H * prod(blocks(side.positions, side.tile) for side in self.sides)
 
@@ -171,13 +170,13 @@ class AxisTiles:
     def of(
         cls, size: int, has_blocks: bool, positions: int, tile: int, block: int, start: int
     ) -> AxisTiles:
-        """Of an axis of this size, which has an element for each block or for each position."""
+        """Of an axis of this size, with an element for each block or for each position."""
         if is_one(size):
             return cls(1, 1)
         return cls(positions, tile, block, start) if has_blocks else cls(size, tile)
 
     @property
     def room(self) -> int:
-        """A power of two, at least the elements that one tile reads."""
+        """A power of two, at least one tile's elements."""
         most = self.tile if self.block == 1 else (self.tile - 1) // self.block + 2
         return 1 << (most - 1).bit_length()

@@ -1,10 +1,10 @@
-"""How the work of a block is divided among programs, where blocks are too few to fill a GPU.
+"""The division of a block's work among programs, if blocks are too few to fill a GPU.
 
-Programs of o and of dq then share the keys that a block of queries sees, programs of dk and dv the
-heads of a group, then the queries of a head. Another kernel puts together what they give, in a
-fixed order. What is taken is the rule of flash-decoding, `num_splits_heuristic` of
-csrc/flash_attn/flash_api.cpp in github.com/Dao-AILab/flash-attention, of all launches: the fewest
-sums with which they take little longer than with any number, at best by the rates of rates.toml.
+Programs of o and of dq then share the keys of a block of queries. Programs of dk and dv share the
+heads of a group, then the queries of a head. Another kernel joins their results, in a fixed order.
+The number is by the rule of flash-decoding, `num_splits_heuristic` of csrc/flash_attn/flash_api.cpp
+in github.com/Dao-AILab/flash-attention, applied to all launches: the fewest sums with little more
+time than with any number, at best by the rates of rates.toml.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ JOINERS: dict[Pass, str] = {
 @final
 @frozen
 class Division:
-    """How the work of a block is divided among programs: equal by tile, splits and parts.
+    """The division of a block's work among programs: equal by tile, splits and parts.
 
     splits: how many programs share the query heads of a group, of dk and dv. parts: how many then
-    share the other side's tiles. scratch: bytes of the sums that are to be put together. note: for
-    `explain`.
+    share the other side's tiles. scratch: bytes of the sums to join. note: for `explain`.
     """
 
     tile: Tiling
@@ -78,8 +77,8 @@ class Division:
 def may_divide(
     problem: Problem, target: Target, tile: Tiling, pass_: Pass, *, whole: bool = False
 ) -> bool:
-    """True if programs are few enough for dividing their work to take less time. Those of the short
-    tile of a narrow mask have little to do.
+    """True if programs are few enough for dividing their work to take less time. Programs of a
+    narrow mask's short tile have little to do.
 
     whole: True if one program walks all tiles of a head.
     """
@@ -137,9 +136,9 @@ def list_divisions(
 def pick_division(
     ways: Sequence[Division], problem: Problem, target: Target, pass_: Pass, costs: Costs
 ) -> Division:
-    """The first if its programs leave little of the GPU idle, or else the first whose launches take
-    little longer than any. Where no rates are known it is by the efficiency of waves alone, and the
-    first if as many as its longest program nearly fill the GPU."""
+    """The first if its programs leave little of the GPU idle, or else the first with launches
+    almost as fast as any. Without known rates it is by the efficiency of waves alone, and the first
+    if as many as its longest program nearly fill the GPU."""
     processors = processors_of(target)
     assert processors is not None  # else nothing is divided
     programs = [way.programs(problem, pass_, costs[way.tile]) for way in ways]
@@ -198,7 +197,7 @@ def describe_share(way: Division, problem: Problem, pass_: Pass) -> str:
 
 
 def scratch_of(problem: Problem, pass_: Pass, summands: int) -> int:
-    """Bytes of so many sums, in float32: dk and dv, dq, or o with its lse as two numbers."""
+    """Bytes of `summands` sums, in float32: dk and dv, dq, or o with its lse as two numbers."""
     p = problem
     if pass_ == "forward":
         return 4 * p.B * p.H * summands * p.M * (p.E + 2)

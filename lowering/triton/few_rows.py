@@ -1,4 +1,4 @@
-"""Attention of few queries, with programs that share its keys."""
+"""Attention of few queries, with programs sharing its keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_decoding(problem: Problem) -> bool:
 
 def choose_parts(programs: int, places: int, tiles: int, least: int) -> int:
     """The number of programs to share `tiles` of keys, each with about `least` or more: enough to
-    fill a GPU that `places` programs fill."""
+    fill a GPU with room for `places` programs."""
     return lowest(-(-places // programs), -(-tiles // least))
 
 

@@ -1,4 +1,4 @@
-"""The launches of a problem while they are listed, and the arguments that several kernels share."""
+"""The launches of a problem while they are listed, and arguments shared by several kernels."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the op
 
 @define(eq=False)
 class LaunchList:
-    """The list of launches while it grows, with the buffers and lists of tiles that they need."""
+    """The list of launches while it grows, with its buffers and lists of tiles."""
 
     problem: Problem
     target: Target
@@ -86,7 +86,7 @@ class LaunchList:
         return choose_push_tiling(self.problem, self.target, PUSHED[pass_], self.variant)
 
     def tilings(self, pass_: Pass) -> list[Tiling]:
-        """That tile, or others for few programs; one alone with lists of its tiles."""
+        """The tile of `tiling`, or others for few programs; one alone with lists of its tiles."""
         usual, mask = self.tiling(pass_), self.problem.node.mask
         if self.push is not None or self.variant is not None or self.invariant:
             return [usual]
@@ -107,7 +107,7 @@ class LaunchList:
 
     @property
     def steps_back(self) -> tuple[str, ...]:
-        """The generated functions that take gradients back through the modifiers."""
+        """The generated functions for gradients back through the modifiers."""
         return ("push", "bend") if self.push else ("back",)
 
     def common(self) -> Fixed:
@@ -200,7 +200,7 @@ class LaunchList:
         }
 
     def listed(self, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
-        """The list for a kernel, shared among those with equal tiles: its pointer, or None for a
+        """The list for a kernel, shared among kernels with equal tiles: its pointer, or None for a
         closed form."""
         mask, sizes = self.problem.node.mask, (tiling.block_m, tiling.block_n, by_keys)
         if mask is None or self.code.strip:
@@ -237,7 +237,7 @@ class LaunchList:
         self, kernel: str, lines: int, tiling: Tiling, names: tuple[str, ...], more: Fixed,
         texts: dict[str, str], pointers: Pointers | None = None, tiled: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """Add a launch of one program for each line. tiled: what it takes descriptors of."""
+        """Add a launch of one program for each line. tiled: its operands with descriptors."""
         named, absent = self.operands(*names)
         named |= pointers or {}
         if kernel in PLACED:

@@ -42,7 +42,6 @@ Tensors = Mapping[str, Any]  # by name: tensors, tuples of tensors, or Triton's 
 
 @cache
 def load_kernel(name: str) -> Any:  # Any: a function of Triton
-    """Import a kernel by its name."""
     return getattr(load_modules(f"attn_graph.kernels.{HOMES[name]}"), name)
 
 
@@ -54,7 +53,6 @@ def out_of_resources_error() -> Any:  # Any: a class of Triton's
 
 @cache
 def load_driver() -> Any:  # Any: Triton's, whose `active` one is that of the GPU
-    """Import the driver of Triton's device."""
     return load_modules("triton.runtime").driver
 
 
@@ -84,7 +82,7 @@ def check_interpreter(expected: bool) -> None:
 class Descriptor:
     """A tensor of half precision in tiles, as the copy engine of Hopper GPUs (TMA) takes it.
 
-    tensor: its name. tile: the sizes of a tile; what lies outside of the tensor is 0 in it.
+    tensor: its name. tile: the sizes of a tile; it reads 0 outside of the tensor.
     """
 
     tensor: str
@@ -94,7 +92,7 @@ class Descriptor:
 
     @classmethod
     def tiles(cls, name: str, spec: TensorSpec, rows: int, width: int) -> Descriptor:
-        """Of an operand [B,H,L,D] in tiles of so many rows, at least as wide as D.
+        """Of an operand [B,H,L,D] in tiles of `rows` rows, at least as wide as D.
 
         An axis of one element has the stride of a dense one, from rows of whole 16 bytes on.
         """
@@ -107,8 +105,8 @@ class Descriptor:
         return cls(name, spec.shape, strides, (1, 1, rows, width))
 
     def of(self, tensor: torch.Tensor) -> Any:  # Any: Triton's
-        """The kernel's argument; None where the tensor begins off 16 bytes, and the kernel reads by
-        a pointer."""
+        """The kernel's argument; None if the tensor begins off 16 bytes, and the kernel reads by a
+        pointer."""
         if tensor.data_ptr() % ALIGNED:
             return None
         tools = load_modules("triton.tools.tensor_descriptor")
@@ -122,8 +120,8 @@ class Launch:
 
     grid: the number of programs. tensors: for each pointer of the kernel, the name of its tensor,
     or the names of several. texts: the source of generated functions, by parameter. fixed: all
-    other arguments but the descriptors, by parameter too. compiled: what was launched, which Triton
-    takes long to find again.
+    other arguments but the descriptors, by parameter too. compiled: the launched kernels, as Triton
+    takes long to look them up.
     """
 
     kernel: str
@@ -173,8 +171,8 @@ class Launch:
 
 
 def distinguish(argument: Any) -> Hashable:  # Any: of a kernel
-    """Facts by which Triton chooses a compiled kernel for an argument of calls: alignment of
-    tensors, numbers, and absence."""
+    """The facts by which Triton chooses a compiled kernel for an argument: alignment of tensors,
+    numbers, and absence."""
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr() % ALIGNED
     if isinstance(argument, tuple):

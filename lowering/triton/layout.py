@@ -31,10 +31,10 @@ Strides = tuple[int, ...]
 @final
 @frozen(cache_hash=True)
 class Layout:
-    """A problem with padded sizes, and how its operands really lie.
+    """A problem with padded sizes, and the true layout of its operands.
 
-    specs: of the operands, as they are. op: of packed tensors and pages. tables: the specs of what
-    it reads besides, starts and then pages.
+    specs: of the operands, as they are. op: of packed tensors and pages. tables: the specs of its
+    further tensors, starts and then pages.
     """
 
     problem: Problem
@@ -111,7 +111,7 @@ class Layout:
 
     @cached_property
     def flat(self) -> Problem:
-        """The problem with all packed sequences as one, which is as many programs and as much
+        """The problem with all packed sequences as one, with the true number of programs and
         memory."""
         p = self.problem
         shapes = [x.shape for x in p.specs[:3]]
@@ -201,7 +201,7 @@ class Layout:
         return (*(0 if x is None else x.strides[0] for x in specs), step)
 
     def known_lengths(self) -> dict[str, str]:
-        """The lengths that are M or N of a batch entry in kernels, and read there."""
+        """The lengths equal to M or N of a batch entry in kernels, and read there."""
         pointers = self.pointers()
         names = (LENGTHS["rows"], "M"), (LENGTHS["keys"], "N")
         return {name: size for name, size in names if pointers[f"{name}_ptr"] is not None}
@@ -209,7 +209,7 @@ class Layout:
     def where(
         self, mask: Mapping[str, torch.Tensor], tables: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Tensors of the places of sequences, by name. mask: those of the mask."""
+        """Tensors of the places of sequences, by name. mask: the mask's tensors."""
         named = {n: mask[n] for n in LENGTHS.values() if n in mask}
         return named | dict(zip(self.names, tables, strict=True))
 

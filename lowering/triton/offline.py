@@ -30,14 +30,14 @@ INSTRUCTIONS = {  # in PTX: matrix products, and copies that run beside them
 @final
 @frozen
 class MachineCode:
-    """What the machine code of one kernel needs.
+    """The resources of one kernel's machine code.
 
     registers: of one thread. shared: bytes of shared memory of one program. spilled: bytes of
-    registers of one thread that the compiler moved to memory. serialized: whether matrix products
-    of one warp group wait for each other because registers are short. renewed: how often the
-    assembler begins products anew because one of their registers is set late (its info C7519), so
-    that they do not follow each other closely. instructions: how often each kind of INSTRUCTIONS
-    stands in the code. sass: the machine code as text.
+    registers of one thread moved to memory by the compiler. serialized: True if matrix products of
+    one warp group wait for each other because registers are short. renewed: how often the assembler
+    begins products anew because one of their registers is set late (its info C7519), so they do not
+    follow each other closely. instructions: how often each kind of INSTRUCTIONS stands in the code.
+    sass: the machine code as text.
     """
 
     kernel: str
@@ -91,9 +91,9 @@ class Driver:
 
 @contextmanager
 def compile_for(sm: int) -> Iterator[None]:
-    """Within this block Triton compiles for `sm`, whatever GPU the machine has.
+    """Within this block Triton compiles for `sm` on a machine with any GPU, or none.
 
-    If that is another kind of GPU, no other thread may launch kernels during the block.
+    If `sm` is another kind of GPU, no other thread may launch kernels during the block.
     """
     from triton.runtime import driver
 
@@ -179,7 +179,7 @@ def read_resources(cubin: bytes) -> tuple[int, int, int, int, str]:
 
 
 def disassemble(cubin: bytes) -> tuple[str, str]:
-    """What a kernel uses, and its instructions, as the tools in Triton's wheel print them."""
+    """A kernel's resources, and its instructions, as the tools in Triton's wheel print them."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

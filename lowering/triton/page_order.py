@@ -1,7 +1,7 @@
-"""The entries of a table by the page that they name: the order in which their gradients are added.
+"""A table's entries sorted by page: the order for adding their gradients.
 
 Several entries may name a page. A stable sort brings them together and leaves them in the order of
-the table, so that sums have the same bits each time.
+the table, so sums have equal bits each time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sums_pages(layout: Layout) -> bool:
 def order_pages(
     table: torch.Tensor, lengths: torch.Tensor | None, page: int, pool: int
 ) -> dict[str, torch.Tensor]:
-    """NAMED: the pages of a table [B,pages], ascending. ORDER: the entry that names each.
+    """NAMED: the pages of a table [B,pages], ascending. ORDER: the entry naming each.
 
     page: rows of one. pool: the number of pages; it also stands for entries past the lengths [B].
     """
@@ -39,7 +39,7 @@ def order_pages(
 
 
 def order_bytes(layout: Layout) -> int:
-    """Bytes that `order_pages` allocates, at most."""
+    """Bytes allocated by `order_pages`, at most."""
     if layout.pages is None or not sums_pages(layout):
         return 0
     return (KEPT + PASSING) * prod(layout.pages.shape)

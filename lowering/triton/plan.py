@@ -86,10 +86,10 @@ class Flash:
         most: int | None = None,
         invariant: bool = False,
     ) -> Flash:
-        """variant: of the table's tilings, one of VARIANTS. most: bytes of scratch that it should
-        not exceed if it can do with less. invariant: whether no entry's bits may depend on others.
+        """variant: of the table's tilings, one of VARIANTS. most: a limit on bytes of scratch, kept
+        if possible. invariant: True if no entry's bits may depend on others.
 
-        Raises Untraceable where the mask or a modifier can't be made a kernel's.
+        Raises Untraceable if the mask or a modifier can't be a kernel's function.
         """
         layout = Layout.dense(work) if isinstance(work, Problem) else work.layout
         p, push = layout.problem, work if isinstance(work, Push) else None
@@ -142,7 +142,6 @@ class Flash:
         check_interpreter(self.target.interprets)
 
     def new_result(self, name: str, device: torch.device) -> torch.Tensor:
-        """An uninitialised result."""
         shape, strides, dtype = self.results[name]
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
@@ -231,7 +230,7 @@ class FlashBuilder(LaunchList):
             self.launches.append(merge_launch(self.layout, way.parts, MERGE_ROWS, named, fixed))
 
     def whole_o(self) -> tuple[Pointers, Fixed]:
-        """Pointers and strides by which a forward stores o."""
+        """A forward's pointers and strides to store o."""
         return {}, {"o_strides": self.layout.strides("o", self.layout.o())}
 
     def parts_of_o(self, way: Division) -> tuple[Pointers, Fixed]:
@@ -240,12 +239,11 @@ class FlashBuilder(LaunchList):
         return {"o_ptr": PARTS, "lse_ptr": PARTS_LSE}, {"o_strides": self.parts_strides(PARTS)}
 
     def share_rows(self, pass_: Pass, way: Division, lists: Pointers) -> Fixed:
-        """The order of programs of blocks of queries, and the programs that share keys."""
+        """The order of programs of blocks of queries, and the programs sharing keys."""
         order = self.order(way.tile, pass_, lists, parts=way.parts)
         return order | {"PARTS": way.parts, "PARTED": way.parts > 1}
 
     def push_forward(self) -> None:
-        """Add the launch of forward mode."""
         p, push = self.problem, self.push
         assert push is not None
         tile = self.tiling("forward")
@@ -309,7 +307,7 @@ class FlashBuilder(LaunchList):
         add_weight_sums(self)
 
     def query_gradient(self) -> None:
-        """Add the launch of dq, or of its parts and of what adds them up."""
+        """Add the launch of dq, or of its parts and of their sum."""
         p, pass_ = self.problem, PASS_OF["query_gradient"]
         tiles = self.tilings(pass_)
         lists, listed = self.listed(tiles[0], by_keys=False)
@@ -331,7 +329,7 @@ class FlashBuilder(LaunchList):
             self.sum_parts(part, 0)
 
     def key_gradient(self) -> None:
-        """dk and dv, in one launch or in two; one that is not wanted is not computed."""
+        """dk and dv, in one launch or in two; an unwanted one is not computed."""
         p, tiles = self.problem, self.tilings("key_gradient")
         assert p.grad is not None
         lists, listed = self.listed(tiles[0], by_keys=True)
@@ -407,14 +405,14 @@ class FlashBuilder(LaunchList):
         self.launch(kernel, lines, tile, names, more, texts, pointers, self.tiled)
 
     def sum_parts(self, name: str, n: int) -> None:
-        """Add the launch that turns sums into the gradient of operand n."""
+        """Add the launch from sums to the gradient of operand n."""
         B, _, N, _ = self.buffers[name].shape
         pointers, fixed = self.sums(name, n)
         lines = blocks(N, SUMS.block_n) * fixed["G"] * B
         self.launches.append(Launch("sum_parts", lines, pointers, fixed, {}, *SUMS.options))
 
     def sum_pages(self, name: str, n: int) -> None:
-        """Add the launch that makes the gradient of a pool of sums by entries of its table."""
+        """Add the launch from sums by table entries to the gradient of a pool."""
         pages, (pool, page) = self.layout.pages, self.layout.specs[1].shape[:2]
         assert pages is not None
         entries, lengths = prod(pages.shape), f"{LENGTHS['keys']}_ptr"
@@ -458,7 +456,7 @@ class FlashBuilder(LaunchList):
         return self.layout.strides("qkv"[n], self.layout.gradient(n))
 
     def collect(self, n: int, collected: Contribution) -> None:
-        """The gradient of operand n: whole, or as sums that are left to add up."""
+        """The gradient of operand n: whole, or as sums still to add up."""
         tile = self.tiling("query_gradient")
         texts = self.texts("keep", "strip", "ends", "change", "push") | {
             "COLLECT": collected.source

@@ -22,7 +22,7 @@ INTERPRETED = 2, 2**13  # multiprocessors and bytes of cache of Triton's interpr
 @final
 @frozen
 class Programs:
-    """The programs of a launch: for each of so many heads one of each block.
+    """The programs of a launch: for each of `heads` heads one of each block.
 
     costs: the tiles of each block.
     """
@@ -48,7 +48,7 @@ class Programs:
 
 
 def static_strip(problem: Problem) -> Strip | None:
-    """The mask as a strip of known bounds; None where it is none, or data decide."""
+    """The mask as a strip of known bounds; None for other masks, or if data decide."""
     mask = problem.node.mask
     if mask is None:
         return Strip()
@@ -108,8 +108,8 @@ def estimate_tiles(
     """The tiles of each block of queries, or of keys.
 
     flat: all packed sequences as one. padded: each as long as the longest may be. lists: the tiles
-    listed for a mask. If data decide, all blocks count as many tiles: those of the most pairs the
-    mask keeps.
+    listed for a mask. If data decide, all blocks count as many tiles: enough for the most pairs
+    kept by the mask.
     """
     strip = static_strip(padded)
     if flat != padded or (lists is None and strip is None):
@@ -156,11 +156,11 @@ def describe_waves(count: int, target: Target) -> str:
 def heads_together(
     problem: Problem, target: Target, tiling: Tiling, pass_: Pass, splits: int, parts: int = 1
 ) -> int:
-    """How many heads are walked at a time: those whose tensors half of the L2 cache holds.
+    """How many heads are walked at a time: their tensors fill half of the L2 cache.
 
-    Programs read keys and values, or, of dk and dv, queries and the gradient of o of their share of
-    a group, and of these one of `parts` that are walked side by side. About WAVES of programs at
-    least; no heads are left over that are much fewer.
+    Programs read keys and values. Programs of dk and dv read the queries and the gradient of o of
+    their share of a group, and of these one of `parts` walked side by side. At least about WAVES of
+    programs run. Heads are shared out evenly.
     """
     p, group, by_keys = problem, problem.H // problem.G, pass_ == "key_gradient"
     heads, each, length = p.B * p.H * parts, group, -(-p.N // parts)

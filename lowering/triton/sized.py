@@ -1,11 +1,11 @@
-"""Calls in whatever sizes: launches are planned once, and what depends on sizes is computed anew.
+"""Calls in any sizes: launches are planned once, and only their size-dependent parts are
+recomputed.
 
 `Flash.plan` runs with formulas in place of sizes: grids, lengths, strides of outer axes, shapes of
-scratch and of results come out as formulas. Where it decides by a size, its decision holds for the
-sizes for which it comes out the same; of others there is a plan apart, made when a call first has
-them. These are few: whether there is one batch entry, query or key, whether queries are so few that
-all heads of a group are rows of one tile, or programs so few that tiles are halved, and how many
-programs share the work of a block.
+scratch and of results come out as formulas. A decision by a size holds for all sizes with this
+outcome; other sizes have a plan apart, made on their first call. These decisions are few: one batch
+entry, query or key or more, queries few enough for all heads of a group to be rows of one tile,
+programs few enough for halved tiles, and the number of programs on a block's work.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Parts = Any  # what depends on sizes of launches, buffers, tables and results
 @final
 @frozen(eq=False)
 class Recorded:
-    """A plan for the sizes for which its decisions come out as they did.
+    """A plan for all sizes with the recorded outcomes of its decisions.
 
-    flash: with formulas of sizes. parts: sizes -> what follows them; None for other sizes.
+    flash: with formulas of sizes. parts: sizes -> its parts in these sizes; None for other sizes.
     """
 
     flash: Flash
@@ -82,7 +82,7 @@ def symbol_bounds(symbol: NamedSize) -> SizeBounds:
 
 
 def split_parts(flash: Flash) -> Parts:
-    """Parts that follow sizes, as tuples and dicts of formulas and numbers."""
+    """The parts of a plan with formulas, as tuples and dicts of formulas and numbers."""
     launches = tuple(
         (x.grid, select_sized(x.fixed), {n: (d.shape, d.strides) for n, d in x.descriptors.items()})
         for x in flash.launches
@@ -93,7 +93,7 @@ def split_parts(flash: Flash) -> Parts:
 
 
 def select_sized(fixed: Numbers) -> Parts:
-    """The arguments of a kernel that follow sizes."""
+    """The arguments of a kernel with formulas."""
     return {name: x for name, x in fixed.items() if follows_sizes(x)}
 
 
@@ -111,10 +111,10 @@ def place_launch(launch: Launch, part: Parts) -> Launch:
 @final
 @frozen(eq=False)
 class SizedCalls:
-    """Calls of one attention, or of its gradient, in whatever sizes of at least 1.
+    """Calls of one attention, or of its gradient, in any sizes of at least 1.
 
-    reads: for each symbol a tensor and an axis that give it, and by what factor and number more.
-    plan: numbers, or formulas, by name -> the launches. at: what runs some sizes.
+    reads: for each symbol a tensor and an axis to read it from, with a factor and a summand. plan:
+    numbers, or formulas, by name -> the launches. at: the run of some sizes.
     """
 
     graph: Graph

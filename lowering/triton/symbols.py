@@ -1,8 +1,8 @@
-"""Symbols: values of generated code, so that one Python expression serves tensors and kernels.
+"""Symbols: values of generated code, so one Python expression serves tensors and kernels.
 
-The operators and tensor methods that a mask's `keep` or a modifier's `change` applies to symbols
-are recorded as lines of Triton, or of another dialect. Methods that end in `_` return the new
-value; a symbol itself never changes.
+Operators and tensor methods applied to symbols by a mask's `keep` or a modifier's `change` are
+recorded as lines of Triton, or of another dialect. Methods that end in `_` return the new value; a
+symbol itself never changes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ TRITON = Dialect(
 @final
 @define(eq=False)
 class Numbers:
-    """The integers that generated code reads at run time.
+    """The integers read by generated code at run time.
 
     A literal to add or to compare is read from here, so another length needs no other kernel. One
     to multiply or to divide by is part of the code: a compiler turns it into shifts. plain: True if
@@ -86,17 +86,17 @@ class Numbers:
     plain: bool = False
 
     def add(self, value: int) -> str:
-        """Append an integer; the code that reads it.
+        """Append an integer; returns the code to read it.
 
-        Unless `plain` it is passed as 4 value + 2, which is neither 1 nor a multiple of 16: for
-        these Triton makes kernels of their own, and in tuples can't be told not to.
+        Unless `plain` it is passed as 4 value + 2, neither 1 nor a multiple of 16: Triton makes
+        kernels of their own for these, and in tuples can't be told not to.
         """
         self.values.append(value if self.plain else 4 * value + 2)
         text = f"numbers[{len(self.values) - 1}]"
         return text if self.plain else f"({text} >> 2)"
 
     def add_strides(self, strides: Sequence[int], *, kernels_apart: bool) -> tuple[str, ...]:
-        """Append the strides of a tensor but those of 1. Returns the code of each.
+        """Append the strides of a tensor except strides of 1. Returns the code of each.
 
         kernels_apart: True if multiples of 16 have a kernel of their own, for several elements a
         load.
@@ -115,8 +115,8 @@ class Numbers:
 class Code:
     """The body of one function: its lines in order, equal lines once.
 
-    half: whether scores are rounded to half precision. reach: the largest integer among its
-    arguments. lines: the name that each expression is assigned to.
+    half: True if scores are rounded to half precision. reach: the largest integer among its
+    arguments. lines: the name of each expression.
     """
 
     numbers: Numbers
@@ -143,7 +143,7 @@ class Code:
         return Symbol(self, name, kind, frozenset(axes or name), self.reach)
 
     def write_function(self, name: str, arguments: str, *results: object) -> str:
-        """The text of a function that returns symbols or numbers, with only the lines needed."""
+        """The text of a function returning symbols or numbers, with only the lines needed."""
         needed = {x.text for x in results if isinstance(x, Symbol)}
         body = ""
         for text, line in reversed(self.lines.items()):
@@ -157,8 +157,7 @@ class Code:
 
 
 def code_literal(value: object) -> tuple[str, Kind]:
-    """A Python number as text, and its kind. Raises Untraceable for anything that is not a
-    number."""
+    """A Python number as text, and its kind. Raises Untraceable for anything else."""
     if isinstance(value, bool):
         return str(value), "bool"
     if isinstance(value, int):
@@ -171,8 +170,8 @@ def code_literal(value: object) -> tuple[str, Kind]:
 @final
 @frozen(eq=False, repr=False)
 class Symbol:
-    """A value of generated code. axes: those of "b", "h", "i", "j" it depends on. reach: of an
-    integer, the most it may be, or minus that."""
+    """A value of generated code. axes: of "b", "h", "i", "j". reach: of an integer, the most it may
+    be, or minus this."""
 
     code: Code
     text: str
@@ -187,7 +186,7 @@ class Symbol:
         return torch.device("cpu")
 
     def operand(self, x: Operand, at_run_time: bool) -> tuple[str, Kind]:
-        """The text and kind of another operand. at_run_time: read an integer from `numbers`, where
+        """The text and kind of another operand. at_run_time: read an integer from `numbers`, as
         formulas of sizes always are."""
         if isinstance(x, Symbol):
             return x.text, x.kind
@@ -201,10 +200,10 @@ class Symbol:
         self, form: str, x: Operand, kind: Kind | None = None, at_run_time: bool = False,
         reach: int | None = None,
     ) -> Symbol:  # fmt: skip
-        """The value of `form`, where {0} is this symbol and {1} the other operand.
+        """The value of `form` with this symbol as {0} and the other operand as {1}.
 
-        kind: of the result; by default the wider of both. reach: of an integer, the most that it
-        may be, by default that of this symbol; beyond 32 bits it is computed in 64.
+        kind: of the result; by default the wider of both. reach: of an integer, the most it may be,
+        by default as of this symbol; beyond 32 bits it is computed in 64.
         """
         text, other = self.operand(x, at_run_time)
         wider: Kind = "float" if "float" in (self.kind, other) else self.kind
@@ -317,7 +316,7 @@ class Symbol:
         return self.named("not")
 
     def truth(self) -> Symbol:
-        """As a boolean: whether it is not 0."""
+        """As a boolean: true unless it is 0."""
         return self if self.kind == "bool" else self.unary("{0} != 0", "bool")
 
     def logical_not(self) -> Symbol:
@@ -325,11 +324,9 @@ class Symbol:
         return ~self.truth()
 
     def maximum(self, x: Operand) -> Symbol:
-        """The larger of both."""
         return self.binary(self.code.form("maximum"), x, None, True, self.larger_reach(x))
 
     def minimum(self, x: Operand) -> Symbol:
-        """The smaller of both."""
         return self.binary(self.code.form("minimum"), x, None, True, self.larger_reach(x))
 
     def larger_reach(self, x: Operand) -> int:
@@ -366,7 +363,6 @@ class Symbol:
         return self.__sub__(product) if value == -1 else self.__add__(value * product)
 
     def square(self) -> Symbol:
-        """self * self."""
         return self * self
 
     def ignore_axes(self, *_: object) -> Symbol:
@@ -388,7 +384,6 @@ class Symbol:
         raise Untraceable(f"generated code has no {name}(); it has {', '.join(sorted(KNOWN))}")
 
     def abs(self) -> Symbol:
-        """The absolute value."""
         return self.named("abs")
 
     def __abs__(self) -> Symbol:
@@ -435,7 +430,7 @@ KNOWN = {
 
 
 def limit_of(x: Operand) -> int:
-    """The most an operand may be, or minus that."""
+    """The most an operand may be, or minus this."""
     if isinstance(x, Symbol):
         return x.reach if x.kind == "int" else 1
     most: int = capacity(x) if isinstance(x, int | SizeFormula) else 1  # type: ignore[arg-type]  # it stands for one
@@ -464,10 +459,9 @@ class Size:
 @final
 @frozen(eq=False)
 class Array:
-    """A tensor that generated code reads: the pointer data[slot].
+    """A tensor read by generated code: the pointer data[slot].
 
-    strides: the code of each. limits: for each axis, the condition under which a place on it may be
-    read.
+    strides: the code of each. limits: for each axis, the condition for reading a place on it.
     """
 
     code: Code

@@ -1,8 +1,8 @@
-"""Which tiles Triton's kernels visit: in closed form, from a list made once, or made each call.
+"""The tiles visited by Triton's kernels: in closed form, from a list made once, or made each call.
 
-A mask that is a strip along the diagonal needs no list. A mask without tensors gets its lists when
-it is lowered, by `span` and `surely` of each block of queries. For all others two small kernels
-make the lists on the device, from the least and greatest element of each block of their tensors.
+A strip along the diagonal needs no list. A mask without tensors gets its lists when it is lowered,
+by `span` and `surely` of each block of queries. For all others two small kernels make the lists on
+the device, from the least and greatest element of each block of their tensors.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def list_tiles_of(kinds: torch.Tensor) -> torch.Tensor:
 
 
 def list_at_once(kinds: torch.Tensor) -> torch.Tensor:
-    """The lists of so few rows that sorting them takes little memory, without their numbers."""
+    """The lists of a few rows, sorted at once in little memory, without their numbers."""
     lists = torch.zeros(len(kinds), list_width(kinds.shape[1]), dtype=torch.int32, device="cpu")
     lists[:, 1], lists[:, 2] = ((kinds == kind).sum(1) for kind in (2, 1))
     order = torch.argsort(kinds, dim=1, descending=True, stable=True)
@@ -69,7 +69,7 @@ def list_at_once(kinds: torch.Tensor) -> torch.Tensor:
 
 
 def list_width(tiles: int) -> int:
-    """Elements of a list: a multiple of 16, so that one kernel serves every number of tiles."""
+    """Elements of a list: a multiple of 16, so one kernel serves every number of tiles."""
     return 16 * blocks(HEAD + tiles, 16)
 
 
@@ -101,17 +101,17 @@ def most_listed(fixed: Mapping[str, int]) -> int:
 
 
 def list_room(tiles: int) -> int:
-    """How many tiles a program that lists them holds: of few sizes, since each is a kernel."""
+    """How many tiles a listing program holds: of few sizes, since each is a kernel."""
     return next(room for room in (2**6, 2**9, 2**12, MOST_TILES) if room >= min(tiles, MOST_TILES))
 
 
 @final
 @frozen
 class ListCode:
-    """Code that makes lists on the device.
+    """Code for making lists on the device.
 
-    source: the text of the function to classify tiles. numbers: its integers. axes: those of "bh"
-    the lists depend on. reads: spec and `Data` of each tensor of the mask.
+    source: the text of the function to classify tiles. numbers: its integers. axes: the lists' axes
+    of "bh". reads: spec and `Data` of each tensor of the mask.
     """
 
     source: str
@@ -181,12 +181,11 @@ def as_boolean(code: Code, x: Operand) -> Symbol:
 @final
 @frozen(eq=False)
 class Extremes:
-    """What `Place.load` reads instead of a tensor: the least and greatest element of each block.
+    """Read by `Place.load` instead of a tensor: the least and greatest element of each block.
 
     least, most: Arrays with one element per tile, or twice the tensor itself if it has no axis of
-    positions or blocks. tiles: for the range of i and that of j, by identity, the symbol that
-    numbers its tiles. cells: that symbol for each axis of blocks, which has one index; None for
-    other axes.
+    positions or blocks. tiles: for the ranges of i and of j, by identity, the symbol for the number
+    of the tile. cells: this symbol for each axis of blocks, with one index; None for other axes.
     """
 
     shape: tuple[int, ...]

@@ -62,7 +62,7 @@ def short_tiling(problem: Problem, target: Target, pass_: Pass) -> Tiling | None
 
 
 def walked_places(problem: Problem, tile: Tiling) -> int:
-    """Places in all tiles of blocks of queries of one head, under a mask that is a strip."""
+    """Places in all tiles of blocks of queries of one head, under a strip."""
     strip = static_strip(problem)
     assert strip is not None
     full, mixed = count_strip_tiles(strip, problem, tile, by_keys=False)
@@ -70,10 +70,10 @@ def walked_places(problem: Problem, tile: Tiling) -> int:
 
 
 def spread_tilings(problem: Problem, target: Target, pass_: Pass, usual: Tiling) -> list[Tiling]:
-    """The table's tile, and others for programs that are few.
+    """The table's tile, and others for few programs.
 
-    Tiles for two programs on a multiprocessor give way to ALONE where each has one at most; and
-    blocks may be half as long, but of narrow masks that have a short tile.
+    Tiles for two programs on a multiprocessor give way to ALONE if each has one at most. Blocks may
+    be half as long, except for narrow masks with a short tile.
     """
     p, processors, by_keys = problem, target.multiprocessors, pass_ == "key_gradient"
     block = usual.block_n if by_keys else usual.block_m

@@ -1,4 +1,4 @@
-"""What Triton has kernels for: one attention, its gradient, and forward mode through either."""
+"""The work of Triton's kernels: one attention, its gradient, and forward mode through either."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FORWARD, BACKWARD = (Attention, AttentionJvp), (AttentionGrad, AttentionGradJvp)
 class Push:
     """Forward mode through one attention, or through its gradient.
 
-    moved: how the tangent of each operand of the attention lies, None for those without.
-    cotangents: the same of do and dlse, where it is through the gradient.
+    moved: the spec of the tangent of each operand of the attention, None without one. cotangents:
+    specs of the tangents of do and dlse, through the gradient.
     """
 
     problem: Problem
@@ -92,7 +92,7 @@ def work_of(graph: Graph) -> Work | None:
 @final
 @frozen
 class Single:
-    """One equation of a graph as a graph of its own. args: the values that are its inputs."""
+    """One equation of a graph as a graph of its own. args: its inputs among the graph's values."""
 
     args: tuple[int, ...]
     graph: Graph
