@@ -253,7 +253,6 @@ def choose_sizes(problem: Problem, factors: torch.dtype) -> tuple[int, int, int]
 
 
 def choose_entries(problem: Problem) -> tuple[int, int, int]:
-    """Tiles of whole batch entries."""
     p = problem
     return p.M, share_evenly(p.B, count_row_scores(p) // (p.H * p.M * p.N)), p.G
 

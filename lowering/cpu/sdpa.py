@@ -48,7 +48,6 @@ Pulled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, *tuple[torch.Tensor | N
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    """Every reason why PyTorch's CPU kernel does not run a graph."""
     if target.kind != "cpu":
         yield other_device("is PyTorch's CPU kernel", target)
         return

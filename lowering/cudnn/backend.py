@@ -34,7 +34,6 @@ ASSUMED = ((9, 20, 0), (1, 28, 0))
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    """Every reason against a graph: the device, the libraries, the graph."""
     if target.kind != "cuda":
         yield no_gpu(target)
         return

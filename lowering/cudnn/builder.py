@@ -255,7 +255,6 @@ def library_versions() -> dict[str, Any]:  # Any: JSON
 
 
 def main(library: str, folder: str) -> None:
-    """Answer all requests in a folder."""
     if library != "-":
         load_stand_in(library)
     requests = json.loads(Path(folder, "requests.json").read_text())

@@ -111,11 +111,9 @@ class Case:
 
     @property
     def bias(self) -> TensorSpec | None:
-        """The spec of the bias, if there is one."""
         return self.operand("bias")
 
     def operand(self, role: str) -> TensorSpec | None:
-        """The spec of an operand, if the problem has it."""
         pairs = zip(self.problem.node.roles, self.problem.specs, strict=False)
         return next((spec for name, spec in pairs if name == role), None)
 

@@ -38,7 +38,6 @@ class Slot:
 
     @property
     def bytes(self) -> int:
-        """Size of its elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property

@@ -124,7 +124,6 @@ def compiler() -> str | None:
 
 
 def has_driver() -> bool:
-    """True if the machine has a GPU driver."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -109,7 +109,6 @@ class CudnnPackedRun:
         return dict(zip(self.roles, read_operands(self.graph, tensors), strict=True))
 
     def run(self, x: Named) -> Named:
-        """The call's results, by name."""
         device, ends = x["q"].device, self.ends(x)
         with self.workspace.lease(self.scratch, device) as room:
             self.write_tables(x, ends, room)
@@ -292,7 +291,6 @@ def packed_temporary_bytes(call: CudnnCall, problem: Problem, sequences: CudnnSe
 
 
 def packed_notes(call: CudnnCall, problem: Problem, sequences: CudnnSequences) -> Iterator[str]:
-    """For `explain`."""
     for name, count in copied_operands(call, problem, sequences).items():
         where = "that see nothing" if name == "do" else "of no sequence"
         yield f"{name} is copied, {format_bytes(count)}, with 0 in rows {where}"

@@ -68,13 +68,11 @@ class Rule:
         )
 
     def reasons(self, c: Case) -> Iterator[Reason]:
-        """Every reason of this rule against a case."""
         if self.holds(c):
             for it in self.violations(c):
                 yield it if isinstance(it, Reason) else self.reason(it, c)
 
     def reason(self, it: object, c: Case) -> Reason:
-        """The sentence about one violation."""
         limit, _, actual = self.sentence.rpartition(", and ")
         key = f"{self.name}.{it[0]}" if isinstance(it, tuple) else self.name
         return Reason(key, *(part.format(it=it, c=c, p=c.problem) for part in (limit, actual)))

@@ -179,7 +179,6 @@ class Run:
         return clean
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The call's results."""
         device = tensors[0].device
         if self.keys is not None:
             tensors = self.ended(tensors, *self.keys)
@@ -297,7 +296,6 @@ def cast_sinks(made: dict[str, torch.Tensor], problem: Problem) -> None:
 
 
 def run_notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
-    """For `explain`."""
     vectors = (
         f"{name} is copied to a dense {NAMES[PACKED[name]]} at each call"
         for name in copied_vectors(problem, graph)

@@ -216,5 +216,4 @@ def round_total(T: int) -> int:
 
 
 def round_up_to(n: int, step: int) -> int:
-    """n, or the next multiple of `step`."""
     return -(-n // step) * step

@@ -42,7 +42,6 @@ VARIES = "adds up gradients of queries in the order in which programs end"
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    """Every reason against a graph: the device, the package, the graph."""
     if target.kind != "cuda":
         yield no_gpu(target)
         return
@@ -101,7 +100,6 @@ def describe_fa4(graph: Graph, target: Target, options: Options) -> Fa4Call:
 def make_fa4_call(
     problem: Problem, sequences: CudnnSequences | None, sm: int, deterministic: bool
 ) -> Fa4Call:
-    """The call of a problem, for `why_not` and `lower` alike."""
     from attn_graph.lowering.fa4.call import DENSE, Fa4Call
 
     return Fa4Call.of(problem, sm, deterministic, sequences or DENSE)

@@ -50,17 +50,14 @@ def pick(condition: Value, yes: Value, no: Value) -> Value:
 
 
 def smaller(a: Value, b: Value) -> Value:
-    """The smaller of two integers or floats."""
     return pick(a < b, a, b)
 
 
 def larger(a: Value, b: Value) -> Value:
-    """The larger of both."""
     return pick(a > b, a, b)
 
 
 def magnitude(x: Value) -> Value:
-    """The absolute value."""
     return pick(x < 0, x * -1, x)
 
 
@@ -70,12 +67,10 @@ def invert(x: Value) -> Value:
 
 
 def false_everywhere(x: Value) -> Value:
-    """False everywhere."""
     return elementwise(lambda a: Boolean(False), Boolean, x)
 
 
 def true_everywhere(x: Value) -> Value:
-    """True everywhere."""
     return elementwise(lambda a: Boolean(True), Boolean, x)
 
 

@@ -116,7 +116,6 @@ class Limit:
         return case.family in self.families and right_pass
 
     def reasons(self, case: Fa4Case) -> Iterator[Reason]:
-        """Every reason given by this limit."""
         if not self.applies(case):
             return
         found = self.found(case)
@@ -130,7 +129,6 @@ class Limit:
 
 
 def limit_reasons(case: Fa4Case) -> Iterator[Reason]:
-    """Every reason why the package does not take a case."""
     for rule in LIMITS:
         yield from rule.reasons(case)
 

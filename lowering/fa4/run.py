@@ -254,7 +254,6 @@ class Fa4Run:
         return {name: call.given_spec(name, given[name]) for name in names}
 
     def notes(self) -> Iterator[str]:
-        """How it runs, for `explain`."""
         lists, native, p = self.call.lists, self.call.native, self.call.problem
         packed = bool(self.call.sequences.totals)
         if lists is not None:

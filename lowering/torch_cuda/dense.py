@@ -368,7 +368,6 @@ class TorchKernelCall:
         }
 
     def notes(self) -> Iterator[str]:
-        """How it runs, for `explain`."""
         yield f"one call of PyTorch's {self.variant.kernel} kernel"
         if self.problem.grad is not None and self.problem.grad.with_dlse:
             yield "the gradient through lse by one more call of each pass, with k in place of v"

@@ -52,7 +52,6 @@ Reasons = Iterator[Reason]
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Reasons:
-    """Every reason against a graph."""
     layout = flash_layout(graph)
     if layout is None:
         yield from FLASH_KERNEL.why_not(graph, target, options)
@@ -222,7 +221,6 @@ class PackedFlashCall:
         return by_heads(dq), by_heads(dk), by_heads(dv)
 
     def notes(self) -> Iterator[str]:
-        """How it runs, for `explain`."""
         yield "one call of PyTorch's flash kernel on packed tensors, as of varlen_attn"
         grad = self.layout.problem.grad
         if grad is not None and grad.with_dlse:
@@ -254,7 +252,6 @@ class PackedFlashCall:
 
 
 def known_window(call: PackedFlashCall) -> Window:
-    """The window of a supported mask."""
     window = window_of(call.layout.problem, shares_lengths(call.graph))
     assert window is not None
     return window
