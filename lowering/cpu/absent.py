@@ -22,7 +22,7 @@ from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.spec import TensorSpec
 
-BOUNDARY = 64  # bytes: at such a one memory begins that PyTorch allocates
+BOUNDARY = 64  # bytes: PyTorch's alignment of memory
 LEAST_ENTRY = 2**15  # numbers: of fewer, reading some takes as long as reading all
 Tensors = Sequence[torch.Tensor]
 Rooms = Mapping[str, torch.Tensor]

@@ -25,10 +25,10 @@ from attn_graph.masks import Keep, Mask
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import bind, dims_in
 
-MOST_SIZES = 64  # of which a step keeps what runs them
+MOST_SIZES = 64  # kept by a step, each with its run
 NEAR = 64  # keys: how many of them there are up to the next multiple decides no choice
 Tensors = Sequence[torch.Tensor]
-Ready = tuple[Work, Work]  # what runs a problem, and what does where o alone is wanted
+Ready = tuple[Work, Work]  # the run of a problem, and the run for o alone
 Lowered = tuple[Ready, bool]  # and whether it runs the same problem of any number of keys
 
 

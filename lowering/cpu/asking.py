@@ -25,9 +25,9 @@ from attn_graph.masks.places import Block, Place, Untraceable
 from attn_graph.spec import TensorSpec
 
 WORD = torch.int64.itemsize  # of a position
-# Bytes a place that a mask or a modifier of others holds while it is asked: three vectors of words.
+# Bytes a place held by a user's mask or modifier while it is evaluated: three vectors of words.
 POSITIONS = 3 * WORD
-LEAVES: dict[type[Mask], str] = {  # the axes of booleans that are made of vectors of positions
+LEAVES: dict[type[Mask], str] = {  # axes of the booleans, made of vectors of positions
     KeyLengths: "bj", QueryLengths: "bi", Prefix: "j", SameSegment: "bij",
 }  # fmt: skip
 Specs = Mapping[str, TensorSpec]

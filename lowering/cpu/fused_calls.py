@@ -31,7 +31,7 @@ from attn_graph.machine.ambient import constant_beside, is_traced
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, TensorSpec
 
-MOST_POSITIONS = 2**14  # that a plan holds: 128 KiB of int64
+MOST_POSITIONS = 2**14  # held by a plan: 128 KiB of int64
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -116,7 +116,7 @@ class FusedRun:
         p = self.tiles.problem
         assert p.grad is not None
         read = p.grad.split(operands)
-        assert read.do is not None  # else only dlse is left, and that is not for this kernel
+        assert read.do is not None  # else only dlse is left, and this kernel can't use it
         lse = read.lse
         refuse_far_rows(p.node, lse)
         call = self.call(read.own, scratch)
@@ -163,7 +163,7 @@ class FusedRun:
                         add_windows(sums[0], others[0], part, windows)
                         add_windows(sums[1], others[1], part, windows)
                     else:
-                        sums = [  # of a zip without a name, which would hold the last pair
+                        sums = [  # of an unnamed zip: a named one would hold the last pair
                             room.begin_sum(x, part, windows)
                             for room, x in zip(rooms[1:], others, strict=True)
                         ]

@@ -27,7 +27,7 @@ from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF
 
-RECENT = 16  # addends that are held, with plans, of 512 KiB at most
+RECENT = 16  # addends held with plans, of 512 KiB at most
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
 Index = tuple[int, slice, slice]
 
@@ -196,7 +196,7 @@ def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot, window
         cut(total)[windows].add_(share[:, :, start:stop])
 
 
-# What is added to the scores
+# Addends of the scores
 
 
 def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:

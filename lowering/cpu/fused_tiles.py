@@ -53,15 +53,15 @@ from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec
 
 LEAST_FULL = 512  # keys: a longer run without mask is worth a call of its own and a merge
-FEW_QUERIES = 64  # for which k and v are read once or twice
-MOST_PACKED = 2**23  # bytes of k and v that such queries have packed at a time
+FEW_QUERIES = 64  # k and v are read once or twice for them
+MOST_PACKED = 2**23  # bytes of k and v packed at a time for FEW_QUERIES
 LEAST_KEYS = FEW_QUERIES  # packed at a time
-MOST_HELD = 2**17  # elements of addends that a plan holds: 512 KiB of float32
-DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
-FEW_ROUNDED = 512  # queries, from which on numbers with the same leading bits are tiled alike
-SIZE_BITS = 4  # of such a number, which is rounded to them
-MOST_SHARED = 2**19  # elements of dk that windows give at a time: 2 MiB, beyond which all is slower
-LEAST_TASKS = 32  # of which the kernel computes each by one thread: heads of windows
+MOST_HELD = 2**17  # elements of addends held by a plan: 512 KiB of float32
+DATA_ROWS = 128  # queries a tile, if data decides their keys
+FEW_ROUNDED = 512  # queries: from here on numbers with equal leading bits are tiled alike
+SIZE_BITS = 4  # leading bits of a rounded number
+MOST_SHARED = 2**19  # elements of dk made by windows at a time: 2 MiB; more is slower
+LEAST_TASKS = 32  # heads of windows: the kernel computes each in one thread
 JOINED = 2**21  # numbers added at a time to neighbours with the same keys, 8 MiB of float32
 
 
@@ -412,7 +412,7 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
         return None
     number, rows = way
     ways = list_ways(problem, axes)
-    made = ways[number](rows) or ways[1 - number](rows)  # sizes that are rounded may have another
+    made = ways[number](rows) or ways[1 - number](rows)  # rounded sizes may have another
     return None if made is None else tuple(made)
 
 

@@ -18,7 +18,7 @@ from attn_graph.masks.layers import Kept, is_layered, list_layers
 from attn_graph.masks.places import Block, join_intervals
 from attn_graph.masks.regions import Layer, Run
 
-POINTS_A_CALL = 2**12  # places at which a call may evaluate a mask to list layers: some 5 ms
+POINTS_A_CALL = 2**12  # places a call may evaluate a mask at to list layers: some 5 ms
 
 
 def may_take_layers(problem: Problem) -> bool:

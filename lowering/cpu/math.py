@@ -49,9 +49,9 @@ from attn_graph.spec import NAMES, TensorSpec
 
 AttentionTiles = WholeTiles | FusedTiles | RowTiles | ProductTiles
 Tiles = AttentionTiles | TangentTiles
-# Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
-# half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
-# bf16 that is native, `is_fast` decides by size.
+# Cases of the blocked math lowering, half precision computed in float32, faster than PyTorch's own
+# half precision kernel on CPUs: by dtype and pass, and True if the CPU has the dtype natively. For
+# native bf16, `is_fast` decides by size.
 # Measured by benchmarks/choice.py; benchmarks/results has the figures of a CPU with native bf16.
 MATH_IS_FASTER = {
     ("f16", "forward", False),
@@ -386,7 +386,7 @@ def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Ste
     lower = partial(lower_sequence, target, options)
     specs, gives = tuple(operand_specs(graph, eqn)), gives_statistics(graph, eqn)
     plan = plan_packed(eqn, specs, lower, options.workspace, gives=gives)
-    scratch = Scratch({"called": Buffer((plan.workspace,), torch.uint8)})  # leased by what it calls
+    scratch = Scratch({"called": Buffer((plan.workspace,), torch.uint8)})  # leased by its callees
     return Step(plan.call, scratch, plan.temporary, plan.note, plan.infer)
 
 

@@ -63,7 +63,7 @@ from attn_graph.spec import (
 )
 from attn_graph.spec.dims import are_numbers
 
-MOST_PARTS = 256  # executables that a plan keeps, one for each pair of lengths
+MOST_PARTS = 256  # executables kept by a plan, one for each pair of lengths
 Label = str | Data  # "rows", "keys", or the axes of other data
 
 
@@ -131,7 +131,7 @@ class PackedRun:
     def most(self) -> dict[str, int]:
         """The most rows and keys of a sequence; the size of a padded side."""
         q, k = (x.shape for x in self.op.padded([spec.type for spec in self.specs])[:2])
-        return {"rows": int(q[2]), "keys": int(k[2])}  # those that have names at their largest
+        return {"rows": int(q[2]), "keys": int(k[2])}  # named ones at their largest
 
     @cached_property
     def sides(self) -> tuple[str, ...]:

@@ -26,11 +26,11 @@ from attn_graph.lowering.cpu.sink_sums import sink_gradient_of
 from attn_graph.masks.moving import Box
 from attn_graph.spec import TensorSpec, accumulator
 
-BLOCK_BYTES = 2**22  # of k and v that are gathered at a time
-MOST_BLOCKS = 256  # executables that a sequence's run keeps
+BLOCK_BYTES = 2**22  # of k and v gathered at a time
+MOST_BLOCKS = 256  # executables kept by a sequence's run
 Lower = Callable[[Graph], Executable]
 Tensors = Sequence[torch.Tensor]
-Rooms = Mapping[int, torch.Tensor]  # for what is gathered of operands, by number
+Rooms = Mapping[int, torch.Tensor]  # for gathered operands, by number
 
 
 def gather_pages(
@@ -87,7 +87,7 @@ def check_table(pool: Sequence[int], table: torch.Tensor, *lengths: torch.Tensor
         used = table[begin < count[:, None]]
     limits = zip((used, *lengths), (n - 1, pages * P), strict=False)
     if any(x.numel() and not 0 <= x.min() <= x.max() <= most for x, most in limits):
-        deque(list_entries(P, n, table, *lengths), 0)  # which says where
+        deque(list_entries(P, n, table, *lengths), 0)  # raises, naming the entry
 
 
 def as_meta(spec: TensorSpec) -> torch.Tensor:

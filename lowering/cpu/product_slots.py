@@ -29,26 +29,26 @@ from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place, join_intervals
 from attn_graph.spec import TensorSpec
 
-# Scores held at a time, 4 MiB of float32, which a shared cache holds. Timed by one thread whose own
-# cache has 1 MiB, shapes from 64 to 4096 keys: 2^21 is no faster, with twice the memory; 2^19 takes
-# up to 1.1 times as long, 2^17 1.5 times. Products and tanh take most of the time, which a nearer
-# cache does not shorten, and each tile costs 30 calls of PyTorch.
+# Scores held at a time, 4 MiB of float32: they fit in a shared cache. Timed on one thread with
+# 1 MiB of cache of its own, shapes from 64 to 4096 keys: 2^21 is not faster, with twice the memory;
+# 2^19 takes up to 1.1 times as long, 2^17 1.5 times. Products and tanh take most of the time, and a
+# nearer cache does not shorten it. Each tile costs 30 calls of PyTorch.
 SCORES = 2**20
-# With a mask: 64 of 1024 causal queries compute 1.06 times the scores that count, 256 of them 1.25.
+# With a mask: 64 of 1024 causal queries compute 1.06 times the kept scores, 256 of them 1.25.
 MOST_ROWS = 64
 # Without one no score is wasted, and long products are up to a tenth faster.
 UNMASKED_ROWS = 256
-PLACES = 2**18  # at which modifiers are evaluated at a time, of up to POSITIONS bytes each
+PLACES = 2**18  # evaluated at a time by modifiers, of up to POSITIONS bytes each
 DROPOUT_SCORES = SCORES // 2  # its random words take three times the memory of the scores
-# Where nothing but a mask is between products, copies and sums by the row count: so many queries at
-# most, and tiles of as many bytes as SCORES of float32 have. With two threads half as many bytes
-# take up to 1.2 times as long, and twice as many no less.
+# With nothing but a mask between products, copies and sums by the row matter. These are the most
+# queries of a tile, without and with a mask; a tile has as many bytes as SCORES of float32. With
+# two threads half as many bytes take up to 1.2 times as long, and twice as many no less.
 WHOLE_ROWS, WHOLE_MASKED_ROWS = 1024, 128
-FEW_SCORES = 2**16  # which take less time than a list of tiles
+FEW_SCORES = 2**16  # they take less time than a list of tiles
 LEAST_ROWS = 16
-MOST_HELD = 2**14  # places of a part whose bits are held, in up to 256 KiB
+MOST_HELD = 2**14  # places of a part with held bits, in up to 256 KiB
 HELD = 64  # parts
-MOST_POSITIONS = 2**12  # that are held, in 32 KiB
+MOST_POSITIONS = 2**12  # held, in 32 KiB
 LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
 
 

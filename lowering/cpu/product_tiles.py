@@ -25,8 +25,8 @@ from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, NAMES
 
-ROWS = 5  # numbers of each row of scores beside the scratch: its sink, and what a sum is made of
-MOST_CAP = 2.0**64  # of which, and of scale / cap, products are numbers that float32 has
+ROWS = 5  # numbers of each row of scores beside the scratch: its sink, and the terms of a sum
+MOST_CAP = 2.0**64  # its products, and products of scale / cap, fit in float32
 
 
 @final
@@ -197,7 +197,7 @@ class ProductTiles(TileGrid):
                 here.slot.rows(dq).zero_()
         gradients = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
         gradients |= self.collected(given, totals)
-        del totals  # else sums of narrow gradients would be there beside what sinks take
+        del totals  # else sums of narrow gradients would stay beside the sinks' memory
         if given.sinks is not None and divisors is not None:
             place = p.node.roles.index("sinks")
             gradients[place] = sink_gradient_of(p.grad, operands, divisors)

@@ -24,27 +24,27 @@ from attn_graph.lowering.cpu.schedule import row_tiles
 from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.problem import Problem
 
-# Multiplications of q k^T from which products of half precision are the faster, where the kernel
-# reads a key in the time of so many rows.
+# From LEAST_HALF multiplications of q k^T on products of half precision are faster; the kernel
+# reads a key in the time of READ_ROWS rows.
 LEAST_HALF, READ_ROWS = 2**18, 5
-# In float32, whose products are no faster than the kernel's, fewer steps are: of at least so many
-# heads, of so many scores each at most, and of so many rows at least or of so few scores. And where
-# a few rows read so many bytes of k, k q^T takes a third of the time of q k^T, and the kernel twice
-# as long.
+# In float32 products are not faster than the kernel's, but fewer steps are. This counts for at
+# least SHORT_HEADS heads, of at most MOST_SHORT scores each, and of at least SHORT_ROWS rows or at
+# most FEW_SHORT scores. If at most MOST_READING rows read LEAST_READ bytes of k, k q^T takes a
+# third of the time of q k^T, and the kernel twice as long.
 MOST_SHORT, SHORT_HEADS, SHORT_ROWS, FEW_SHORT = 2**14, 48, 16, 2**10
 MOST_READING, LEAST_READ = 4, 2**22
-# Rows of a key/value head, at most, whose p v is made as sums of rows of v, of so many numbers; in
-# float32 of rows of LONG_NUMBERS alone. They take half the time of a product, in float16 a
-# twentieth.
+# For at most MOST_SUMMED rows of a key/value head, p v is made as sums of rows of v, if v has
+# LEAST_SUMMED numbers, in float32 only from E = LONG_NUMBERS on. Sums take half the time of a
+# product, in float16 a twentieth.
 LONG_NUMBERS = 128
 MOST_SUMMED, LEAST_SUMMED = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 4}, 2**20
-# So float16 too takes down to half the time of the kernel, which multiplies copies of v as well: of
-# so many rows, or of some more of so many heads. Of more keys even equal weights would be below the
-# least normal number of float16, and lose digits.
+# So float16 too takes down to half the time of the kernel, as the kernel also multiplies copies of
+# v: with MOST_READ_ROWS rows, or more rows of READ_HEADS heads. With more keys than MOST_HALF_KEYS
+# even equal weights would be below the least normal number of float16, and lose digits.
 MOST_READ_ROWS, READ_HEADS, MOST_HALF_KEYS = 2, 32, 2**14
-# Multiplications of q k^T from which weights that are kept make both passes faster, in float32 of
-# few heads more; and the part of the scores that tiles of some rows have at least, where a mask
-# hides others. In float32 the kernel is faster where a mask hides half of long rows.
+# From LEAST_KEPT multiplications of q k^T on kept weights make both passes faster, in float32 with
+# few heads from LEAST_KEPT_OF_FEW on. LEAST_SEEN is the least share of scores in tiles of some rows
+# under a mask: in float32 the kernel is faster if a mask hides half of long rows.
 LEAST_KEPT, LEAST_KEPT_OF_FEW, LEAST_SEEN = 2**19, 2**22, 0.6
 
 

@@ -12,8 +12,8 @@ from attn_graph.kernels.products import LN_2, LOG2_E, drop_, multiply_
 from attn_graph.kernels.row_sums import sum_rows_
 from attn_graph.spec import INF
 
-# Numbers of k that are cast at a time, which a cache holds, one key's at least; and keys of a head
-# among them, if it has so many.
+# Numbers of k cast at a time, within a cache, at least one key's; and the least keys of a head
+# among them, if it has as many.
 MOST_CAST, LEAST_KEYS = 2**20, 512
 Change = Callable[[torch.Tensor], None]  # scores [n,L,S] in place, by a bias and a mask
 softmax_backward = torch.ops.aten._softmax_backward_data.out

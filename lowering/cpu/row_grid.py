@@ -242,7 +242,7 @@ class RowGrid(TileGrid):
         lines = self.batch * self.groups * self.r * self.rows
         each = self.asked + WORD * (p.B + p.H + p.M + p.N) + 2 * lines * p.wide.itemsize
         each += lines * self.reach * p.wide.itemsize * len(p.node.modifiers)
-        if self.spans:  # copies of what each entry keeps, one of them turned, and of the caps
+        if self.spans:  # copies of each entry's mask, one of them turned, and of the caps
             each += p.B * p.N * (2 * torch.bool.itemsize + item)
         elif p.node.mask is not None and has_few_scores(p):
             each += lines * self.reach * item

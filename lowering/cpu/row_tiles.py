@@ -49,7 +49,7 @@ class RowTiles(RowGrid):
 
     def count_keys(self, operands: Sequence[torch.Tensor], _counts: Sequence[int]) -> int:
         assert self.mask is not None
-        return 1 if self.spans else self.mask.read(operands).reach  # of an entry that has none
+        return 1 if self.spans else self.mask.read(operands).reach  # of an entry without keys
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
@@ -186,9 +186,7 @@ class RowTiles(RowGrid):
 
     def cut(self, tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
         """The views for `Core`, as runs [n,.,.] of key/value heads in place."""
-        if (
-            self.r == 1 and len(tensors) == 4
-        ):  # `view`, which is told the shape, takes twice as long
+        if self.r == 1 and len(tensors) == 4:  # `view` with a shape takes twice as long
             heads = [x.flatten(0, 1) for x in tensors]
         else:
             heads = [*map(torch.Tensor.view, tensors, self.shapes)]
@@ -317,7 +315,7 @@ class Spot:
         seed: Seed | None,
     ) -> None:  # fmt: skip
         """Fill this tile's rows of o [B,H,M,E], and of lse [B,H,M] or weights if wanted."""
-        if not self.slot.tile.parts:  # never, where weights are kept
+        if not self.slot.tile.parts:  # never with kept weights
             self.slot.rows(o).zero_()
             if saved is not None:
                 self.slot.rows(saved).fill_(-INF)

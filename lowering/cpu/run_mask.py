@@ -25,14 +25,14 @@ from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Place
 from attn_graph.spec import TensorSpec
 
-MOST_NUMBERS = 64  # of a tensor that a call reads as numbers
-RECENT, MOST_HELD_CAPS = 8, 2**20  # lengths, with plans, whose caps are held; bytes of each
-MOST_CAPS = 2**23  # bytes of those that a call makes
+MOST_NUMBERS = 64  # of a tensor read as numbers by a call
+RECENT, MOST_HELD_CAPS = 8, 2**20  # lengths with held caps, with plans; bytes of each
+MOST_CAPS = 2**23  # bytes of caps made by a call
 FEW_ROWS, MOST_CAPPED = 64, 2**16  # of a key/value head; scores of a query head
 ROUND = 16  # keys: of sizes between, products take longer
-COPIED = 4  # times as long a product takes whose operands have gaps, which oneDNN copies
-# Multiplications of q k^T that a batch entry takes at least, where it is computed by itself; a
-# number of k is read in the time of PER_NUMBER. Of less, one product of many entries is the faster.
+COPIED = 4  # times as long as a dense product: oneDNN copies operands with gaps
+# The least multiplications of q k^T of a batch entry computed by itself; a number of k is read in
+# the time of PER_NUMBER. With fewer, one product of many entries is faster.
 LEAST_CUT, PER_NUMBER = 2**21, 16
 Numbers = tuple[tuple[int, ...], ...]
 Span = tuple[slice, torch.Tensor | None]

@@ -18,18 +18,19 @@ from attn_graph.masks.runs import leaves
 
 CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, copying the result
 FLOP_SECONDS = 7e-12  # of a multiplication or addition on 2 cores: only ratios count
-PULL_FLOPS = 3  # times those of the forward pass, in the time that they take
-# What the kernel does beside products: for each key of a block of queries as long as so many
-# queries take; for a block, as so many scores; for a key from memory; for a key in a backward.
+PULL_FLOPS = 3  # times the forward pass's, by their time
+# The kernel's work beside products: each key of a block of queries takes as long as BLOCK_ROWS
+# queries, a block as long as BLOCK_SCORES scores; a key from memory FRESH_ROWS, in a backward
+# PULL_ROWS.
 BLOCK_ROWS, BLOCK_SCORES, FRESH_ROWS, PULL_ROWS = 4.5, 1300, 8, 18
-BLOCKS = ((768, 256), (192, 64), (0, 32))  # from so many queries on, blocks have this size
-CAUSAL_KEYS = 150  # keys that take as long as the kernel's own causal mask takes for each query
+BLOCKS = ((768, 256), (192, 64), (0, 32))  # from this many queries on, blocks have this size
+CAUSAL_KEYS = 150  # keys as slow as the kernel's own causal mask, for each query
 ADDED_SECONDS = 3e-10  # of reading and adding one number to a score, beside its product
-MADE_SECONDS = 1e-9  # of an addend's number that each call makes
-MERGE_SECONDS = 4e-10  # of an element of o, where a part of a tile is merged with another
+MADE_SECONDS = 1e-9  # of an addend's number, made by each call
+MERGE_SECONDS = 4e-10  # of an element of o, to merge two parts of a tile
 ROW_BLOCKS = (32, 64, 128, 256, 512)
-MOST_TILES = 2**13  # listed while planning, which takes some tenths of a second; or each call does
-MOST_JOINED = 2**14  # scores of a head with numbers that hide a corner, which a plan holds: 64 KiB
+MOST_TILES = 2**13  # listed while planning, in some tenths of a second; or each call lists them
+MOST_JOINED = 2**14  # scores of a head with held numbers to hide a corner: 64 KiB
 MOST_READY = 256  # made ready ahead of calls; beyond, Python's share of a call is small
 Tensors = Mapping[str, torch.Tensor]  # by name
 Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
@@ -105,7 +106,7 @@ def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ..
     return tuple(part for a, b in span.intervals for part in split_interval(a, b, sure, least_full))
 
 
-Way = Callable[[int], list[Tile] | None]  # tiles of at most so many queries; None: too many
+Way = Callable[[int], list[Tile] | None]  # tiles of at most this many queries; None: too many
 
 
 def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:

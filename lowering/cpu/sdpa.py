@@ -187,7 +187,7 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
         pair = flash(q, k, v, 0.0, causal, scale=scale)
         return pair[:1], pair
 
-    alone = len(graph.inputs) == 3 and eqn.args == (0, 1, 2)  # a mask that simplified has data yet
+    alone = len(graph.inputs) == 3 and eqn.args == (0, 1, 2)  # a simplified mask still has data
     plain = alone and not copies and names == ("o",)
     chosen = run_plain if plain else run_o if names == ("o",) else run
     return Executable(chosen, notes=("one call of PyTorch's fused CPU kernel",))

@@ -24,7 +24,7 @@ from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, TensorSpec
 
-TRACED = 8  # blocks of scores, at most, that PyTorch holds while it differentiates a step
+TRACED = 8  # blocks of scores held by PyTorch, at most, while it differentiates a step
 ADDED = 3  # the same of a step's own tangent: the block, its distances, their product
 Tensors = Mapping[str, torch.Tensor]
 Maybe = torch.Tensor | None

@@ -130,7 +130,7 @@ class WholeTiles:
 def has_more_steps(problem: Problem) -> bool:
     """True if scores or results need an addition or a conversion."""
     p = problem
-    half = p.dtype == torch.bfloat16 and p.grad is None  # which the kernel computes by itself
+    half = p.dtype == torch.bfloat16 and p.grad is None  # computed by the kernel itself
     return bool(p.node.modifiers) or p.node.sinks or p.D != p.E or not (p.dtype == p.wide or half)
 
 

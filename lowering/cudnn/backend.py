@@ -19,7 +19,7 @@ from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
 
-if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
+if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
     from attn_graph.lowering.cudnn.case import Case
     from attn_graph.lowering.cudnn.graph import CudnnCall
     from attn_graph.lowering.cudnn.packed_run import CudnnPackedRun
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs
 
 VARIES = "divides sums among the more programs, the smaller the batch is"
 FRONTEND = "nvidia-cudnn-frontend"
-# What is assumed of libraries that are not there, so that a graph's own reasons come out as well.
+# Assumed versions of missing libraries, for finding the graph's own reasons as well.
 ASSUMED = ((9, 20, 0), (1, 28, 0))
 
 
@@ -206,7 +206,7 @@ def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
     case, call = describe_problem(graph, target, options)
     try:
         plan = load_stored(call, target, (case.backend, case.frontend), options)
-    except RefusedError:  # of a GPU that is in no table: lowering will say so
+    except RefusedError:  # of a GPU outside all tables: lowering will say so
         plan = None
     need = needs(case, call, graph, plan.workspace if plan else workspace(case))
     return evolve(need, notes=(str(plan), *need.notes)) if plan else need

@@ -81,7 +81,7 @@ RULES = (
         frontend=(FIRST, (1, 28, 0)),
         says="unasked",
     ),
-    # What the graph computes
+    # The graph's computation
     Rule(
         "dtype",
         lambda c: other_dtype(c.problem, (torch.float16, torch.bfloat16)),
@@ -375,7 +375,7 @@ RULES = (
         MEASURED,
         BACKWARD,
     ),
-    # What goes together
+    # Combinations
     Rule(
         "one_by_one",
         lambda c: once(c.problem.M == c.problem.N == 1),

@@ -6,10 +6,10 @@ from attn_graph.ir.modifiers import Alibi
 from attn_graph.lowering.cudnn.case import Case
 from attn_graph.lowering.cudnn.sequences import round_total, round_up_to
 
-FEW_KEYS = 512  # which Hopper's kernel for one query takes in one piece
-ROWS = 16  # query heads that share keys in one program of it
+FEW_KEYS = 512  # read in one piece by Hopper's kernel for one query
+ROWS = 16  # query heads on common keys in one of its programs
 MOST_SPLITS = 64
-MULTIPROCESSORS = 132  # of the Hoppers whose plans were read
+MULTIPROCESSORS = 132  # of the Hoppers with known plans
 
 
 def workspace(case: Case) -> int | None:

@@ -52,7 +52,7 @@ from attn_graph.spec import INF, dense_strides
 Named = dict[str, torch.Tensor]
 MARKS = 16  # bytes a row, of its number and of whether it belongs to a sequence
 SEQ_LENGTHS = {"seq_len_q": ("rows", "keys"), "seq_len_kv": ("keys", "rows")}
-VECTORS = (*SEQ_LENGTHS, "sink_token")  # which cuDNN reads packed
+VECTORS = (*SEQ_LENGTHS, "sink_token")  # packed for cuDNN
 
 
 @final

@@ -30,11 +30,11 @@ from attn_graph.machine.target import Target
 
 LOG = logging.getLogger("attn_graph")
 FORM = 3  # of the stored bytes; a new number makes all older files misses
-READ_BY_CUDNN = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the one variable that changes its plans
+READ_BY_CUDNN = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the only variable to change its plans
 
-# The properties of a device that cuDNN compares before it loads a plan. Each was tried alone under
-# 9.20 and 9.28, which compares two more. A plan serves every device that agrees in these; by 9.26,
-# which compares fewer, it would serve others too.
+# Device properties compared by cuDNN before it loads a plan. Each was tried alone under 9.20 and
+# 9.28; the latter compares two more. A plan serves every device with equal properties. 9.26
+# compares fewer, so it would serve others too.
 COMPARED = (
     "deviceVer",
     "driverVer",

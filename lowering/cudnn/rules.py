@@ -23,7 +23,7 @@ FORWARD: tuple[Pass, ...] = ("forward",)
 LONG = 2**31  # more elements than int32 counts
 FIRST, LAST = (0, 0, 0), (999, 0, 0)
 
-# Where limits come from. The headers ship in the wheel of nvidia-cudnn-frontend, under
+# Sources of limits. The headers ship in the wheel of nvidia-cudnn-frontend, under
 # include/cudnn_frontend/node: version 1.28.0 was read.
 FORWARD_HEADER = "cudnn-frontend 1.28.0, sdpa_support_surface.h"
 BACKWARD_HEADER = "cudnn-frontend 1.28.0, scaled_dot_product_flash_attention.h"
@@ -31,7 +31,7 @@ HEADERS = f"{FORWARD_HEADER} and {BACKWARD_HEADER}"
 MEASURED = "planned without a device, cuDNN 9.20.0"
 MEANING = "what a graph means"
 
-Violations = tuple[Any, ...]  # what the sentence names; one sentence for each
+Violations = tuple[Any, ...]  # named in the sentence; one sentence for each
 
 
 @final
@@ -49,7 +49,7 @@ class Rule:
     """
 
     name: str
-    violations: Callable[[Case], Iterable[Any]]  # Any: what the rule's sentence has a place for
+    violations: Callable[[Case], Iterable[Any]]  # Any: fills the rule's sentence
     sentence: str
     source: str
     passes: tuple[Pass, ...] = BOTH

@@ -36,15 +36,15 @@ from attn_graph.spec import INF, NAMES, TensorSpec
 LOG = logging.getLogger("attn_graph")
 Pack = Mapping[int, torch.Tensor]
 Execute = Callable[[Pack, torch.Tensor | None, torch.device], None]
-# What cuDNN reads packed, whatever strides it was given: vectors of few numbers, and lse, which
-# another backend may have saved otherwise.
+# Read packed by cuDNN, regardless of given strides: vectors of few numbers, and lse, perhaps saved
+# in another layout by another backend.
 PACKED = {
     "q_lengths": torch.int32,
     "kv_lengths": torch.int32,
     "sinks": torch.float32,
     "lse": torch.float32,
 }
-OURS = {"lse": slice(0, 3), "dsinks": slice(1, 2)}  # axes that cuDNN's results have more than ours
+OURS = {"lse": slice(0, 3), "dsinks": slice(1, 2)}  # our axes of cuDNN's results
 
 
 class Handles(threading.local):
@@ -186,7 +186,7 @@ class Run:
             self.special(n, tensors, device) if spot is None else tensors[spot]
             for n, spot in enumerate(self.spots)
         ]
-        if self.problem.grad is not None:  # nobody can clone what autograd hands over
+        if self.problem.grad is not None:  # nobody can clone autograd's tensors
             given = [on_boundary(t) for t in given]
         for t in given:
             if t.data_ptr() % ALIGNED:
@@ -221,7 +221,7 @@ def full_lengths(B: int, count: int, device: torch.device) -> torch.Tensor:
     return copy_to(device, host, "lengths")
 
 
-Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and what is saved
+Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and saved tensors
 
 
 @final

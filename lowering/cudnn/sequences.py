@@ -23,9 +23,9 @@ from attn_graph.lowering.lengths import gapless_sides, shares_lengths
 from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.spec import TensorSpec, dense_strides
 
-LEAST_STEP = 64  # rows: the grain of totals that backwards are planned for
-GRAIN = 4  # bits of such a total: it is above the number of rows by an eighth at most
-SIDES = {  # of what cuDNN reads and writes beside q, k and v
+LEAST_STEP = 64  # rows: the grain of planned totals of backwards
+GRAIN = 4  # bits of a planned total: it exceeds the number of rows by an eighth at most
+SIDES = {  # of cuDNN's operands and results
     **dict.fromkeys(("q", "o", "lse", "do", "dq"), "rows"),
     **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
 }

@@ -27,7 +27,7 @@ from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.machine.target import Target
 
-if TYPE_CHECKING:  # and imported where it is used: machines without a GPU never ask for it
+if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.cudnn.sequences import CudnnSequences
     from attn_graph.lowering.fa4.call import Fa4Call
     from attn_graph.lowering.fa4.offline import CompiledKernel
@@ -35,9 +35,9 @@ if TYPE_CHECKING:  # and imported where it is used: machines without a GPU never
 
 HOME = "attn_graph.lowering.fa4.backend:BACKEND"
 PACKAGE = "flash-attn-4"
-MOST_SPILLED = 1024  # bytes of a thread: kernels that spill more are slower than others
+MOST_SPILLED = 1024  # bytes of a thread: kernels with more are slower than others
 SIZES = ((65, 123), (200, 251), (300, 700))  # queries and keys of self-checks
-VERSIONS = ((4, 0, 0, 35), (4, 0, 0, 36))  # b35, b36: the first and the last that were tried
+VERSIONS = ((4, 0, 0, 35), (4, 0, 0, 36))  # b35, b36: the first and the last tested
 VARIES = "adds up gradients of queries in the order in which programs end"
 
 

@@ -19,7 +19,7 @@ from attn_graph.lowering.problem import tidy_strides
 from attn_graph.lowering.triton.offline import read_resources
 from attn_graph.spec import TensorSpec
 
-CACHES = {  # of the package's functions: what each kernel is for
+CACHES = {  # of the package's functions, for each kernel
     "preprocess": "_bwd_preprocess",
     "forward": "_flash_attn_fwd",
     "backward": "_flash_attn_bwd",

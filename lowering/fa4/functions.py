@@ -160,7 +160,7 @@ def make_function(text: str) -> Callable[..., Value]:
 def name_function(function: Callable[..., Value], *texts: object) -> Callable[..., Value]:
     """The function, with a hash of its texts: the package tells functions apart by it."""
     digest = sha256("\n".join(map(str, texts)).encode()).hexdigest()
-    function.__cute_hash__ = digest  # type: ignore[attr-defined]  # where the package looks
+    function.__cute_hash__ = digest  # type: ignore[attr-defined]  # read by the package
     return function
 
 

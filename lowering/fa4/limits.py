@@ -42,7 +42,7 @@ AMPERE, HOPPER, BLACKWELL, THOR, GEFORCE = 8, 9, 10, 11, 12  # compute capabilit
 DATACENTER = (BLACKWELL, THOR)
 SMALL = (AMPERE, GEFORCE)
 EVERY = (AMPERE, HOPPER, BLACKWELL, THOR, GEFORCE)
-WIDE_PAIRS = ((192, 128), (256, 256))  # D and E beyond 128 that sm_100 has kernels for
+WIDE_PAIRS = ((192, 128), (256, 256))  # D and E beyond 128 with kernels for sm_100
 Says = Literal["refuses", "unasked"]
 
 

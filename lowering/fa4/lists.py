@@ -19,7 +19,7 @@ from attn_graph.masks.places import Block
 from attn_graph.masks.tiles import classify_tiles
 
 MIXED, FULL = 1, 2
-WORTH = 0.05  # of all tiles: where fewer are empty or full, the kernels without lists are as fast
+WORTH = 0.05  # of all tiles: with fewer empty or full ones, kernels without lists are as fast
 MOST_TILES = 2**24  # of one problem: their lists are made on a CPU, in seconds
 
 

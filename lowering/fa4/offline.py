@@ -24,11 +24,11 @@ from attn_graph.lowering.backend import RefusedError
 from attn_graph.machine.store import Store, Unfit
 from attn_graph.machine.target import FLASH, Target, version_of
 
-FORM = 2  # of what is stored
+FORM = 2  # of the stored bytes
 JOINED = "{limit}, {actual}"
 PATIENCE = 300  # seconds; a kernel takes two to eight
 PROGRAM = "from attn_graph.lowering.fa4.builder import main; main()"
-FAMILIES = {9: "sm_{}a", 10: "sm_{}a", 11: "sm_{}a"}  # whose kernels run on one kind of GPU
+FAMILIES = {9: "sm_{}a", 10: "sm_{}a", 11: "sm_{}a"}  # their kernels run on one kind of GPU
 
 
 @final

@@ -138,7 +138,7 @@ class Fa4Run:
         rest = {"lse": results["lse"]} if with_lse else {}
         self.ask(named | {"out": tidy_strides(results["o"])} | rest, own)
         if with_lse and (sinks := call.problem.node.split(own).sinks) is not None:
-            # Kernels add exp(sink - largest score): inf where all weight is the sink's.
+            # Kernels add exp(sink - largest score): inf if all weight is the sink's.
             lse = results["lse"]
             results["lse"] = torch.where(lse == INF, sinks.to(lse.dtype)[:, None], lse)
         return results

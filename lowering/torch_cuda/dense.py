@@ -51,20 +51,20 @@ from attn_graph.machine.torch_switches import KernelName
 from attn_graph.masks.canonical import CAUSAL
 from attn_graph.spec import NAMES, TensorSpec, memory_order
 
-LEAST_SM, MOST_SM = 80, 121  # the range that sdp_utils.cpp names, without what is older than sm_80
+LEAST_SM, MOST_SM = 80, 121  # the range of sdp_utils.cpp, from sm_80 on
 MOST_HEADS = 65535  # heads, and batch entries, are counted in axes y and z of CUDA's grid
 MOST_SPLITS = 128  # of the keys in the flash kernel, for want of heads and queries
 FEW_BLOCKS = 256  # of 64 queries: with as many no GPU of today splits the keys
 LONG = 2**31 - 1
 WRAPS = 2**32  # elements of a bias: github.com/pytorch/pytorch/issues/187227
 RIGHT = (9, 15, 1)  # github.com/pytorch/pytorch/issues/169849
-TOO_WIDE = range(193, 225)  # head sizes whose flash backward has no room in small shared memory
+TOO_WIDE = range(193, 225)  # head sizes of flash backwards too large for small shared memory
 HALF = (torch.float16, torch.bfloat16)
 BSHD = (0, 2, 1, 3)
 VARIES = "divides sums among programs by the size of the batch"
-IMPLIED = ("head_widest", "head_multiple")  # limits of cuDNN: those of PyTorch are as strict
-ACTIVATED = {"FA3": (90, 99), "FA4": (90, 109)}  # in place of PyTorch's flash, and where they run
-OF_FA4 = ("head_pair", "grouped_heads")  # limits that PyTorch's own flash kernel has not
+IMPLIED = ("head_widest", "head_multiple")  # limits of cuDNN: PyTorch's are as strict
+ACTIVATED = {"FA3": (90, 99), "FA4": (90, 109)}  # replace PyTorch's flash on these sm
+OF_FA4 = ("head_pair", "grouped_heads")  # not limits of PyTorch's own flash kernel
 Reasons = Iterator[Reason]
 Tensors = Sequence[torch.Tensor]
 

@@ -44,7 +44,7 @@ from attn_graph.machine.target import Target
 from attn_graph.masks.leaves import Band
 from attn_graph.spec import INF, NAMES, TensorSpec
 
-RAGGED = ("kv_lengths", "q_lengths")  # of a Band that is aligned bottom right in each sequence
+RAGGED = ("kv_lengths", "q_lengths")  # of a Band aligned bottom right in each sequence
 ROUNDED = 128  # rows of a sequence, in sums of the backward
 Window = tuple[int, int]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -35,7 +35,7 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec
 
-if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
+if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.triton.offline import MachineCode
     from attn_graph.lowering.triton.plan import Flash
 
@@ -44,7 +44,7 @@ WIDEST = 256
 MOST_ROWS = 256  # of one tile
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-STATISTICS = ("lse", "max")  # what the forward kernel stores beside o
+STATISTICS = ("lse", "max")  # stored by the forward kernel beside o
 INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too, slowly"
 
 

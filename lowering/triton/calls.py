@@ -24,12 +24,12 @@ from attn_graph.lowering.triton.page_order import order_pages, sums_pages
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.spec import TensorSpec
 
-if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
+if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.triton.launches import Launch
     from attn_graph.lowering.triton.plan import Flash, Lying
 
-Named = dict[str, Any]  # tensors by the names that launches give them
-Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and what is saved
+Named = dict[str, Any]  # tensors by their names in launches
+Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and saved tensors
 Scratch = Mapping[str, torch.Tensor]
 
 

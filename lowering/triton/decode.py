@@ -22,17 +22,17 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Buffer
 from attn_graph.spec.formulas import lowest
 
-FIXED_KEYS = 512  # of a part, where its bits may not depend on the batch
+FIXED_KEYS = 512  # of a part, if its bits may not depend on the batch
 WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
 PARTS, PARTS_LSE = "parts", "parts.lse"  # buffers: sums of all parts, and their lse
-RESULTS = ("o_ptr", "lse_ptr", "sinks_ptr")  # what the kernel that merges reads and writes
+RESULTS = ("o_ptr", "lse_ptr", "sinks_ptr")  # of the merging kernel
 MERGED = ("E", "WIDTH_E", "UPCAST")
-UNREAD = (  # of packed queries and of dropout, which have no parts
+UNREAD = (  # of packed queries and of dropout: neither has parts
     *("q_starts_ptr", "q_lengths_ptr", "q_steps", "T", "BATCH"),
     *("keep_scale", "threshold", "origin", "DROPOUT"),
 )
 Fixed = dict[str, Any]  # arguments of a kernel
-TURNS = 3  # of so many sizes Triton's interpreter divides the keys of one
+TURNS = 3  # Triton's interpreter divides the keys of one size in TURNS
 
 
 @final

@@ -42,7 +42,7 @@ WHERE = "b, h, i, j, M, N, data, numbers"
 UNBOUNDED = ("-FAR", "FAR", "N", "M")  # the bounds of an open strip; FAR: kernels/common.py
 
 Arrays = Mapping[str, Array | Size]
-Sizes = Mapping[str, str]  # lengths that kernels know, by name: "M" or "N"
+Sizes = Mapping[str, str]  # lengths known to kernels, by name: "M" or "N"
 Moved = Sequence[Mapping[str, TensorSpec]]  # for each modifier, tangents of its tensors, by name
 
 

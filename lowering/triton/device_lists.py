@@ -19,7 +19,7 @@ from attn_graph.masks.joins import BLOCKS
 from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.spec.formulas import is_one
 
-POSITIONS = str.maketrans(BLOCKS)  # from the letters of blocks to those of positions
+POSITIONS = str.maketrans(BLOCKS)  # from the letters of blocks to letters of positions
 
 
 @final

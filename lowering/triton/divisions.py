@@ -28,7 +28,7 @@ from attn_graph.lowering.triton.programs import (
 from attn_graph.lowering.triton.tiles import short_tiling
 from attn_graph.machine.target import Target
 
-INTERPRETED: dict[Pass, tuple[int, ...]] = {  # parts that Triton's interpreter takes in turn
+INTERPRETED: dict[Pass, tuple[int, ...]] = {  # parts taken in turn by Triton's interpreter
     "forward": (2,),
     "query_gradient": (2,),
     "key_gradient": (2, 4, 8),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec.formulas import lowest
 
-MOST_QUERIES = 64  # which one tile holds,
-MOST_ROWS = 256  # and queries of the heads that share keys: some tiles, which read them from L2
+MOST_QUERIES = 64  # of one tile,
+MOST_ROWS = 256  # and queries of heads on common keys: some tiles, reading them from L2
 LEAST_KEYS = 256  # of a part: fewer take as long to merge as to read
-FILLED = 0.8  # of a GPU: with so many programs nothing is divided
-ENOUGH = 0.85  # of the best efficiency of waves: what is taken if it takes fewer parts
+FILLED = 0.8  # of a GPU: beyond this share nothing is divided
+ENOUGH = 0.85  # of the best efficiency of waves: enough with fewer parts
 MOST_PARTS = 128
 
 

@@ -42,18 +42,18 @@ PLACED = (
     "sum_weights",
     "query_gradient",
     "key_gradient",
-)  # kernels that know packed tensors
+)  # kernels for packed tensors
 PUSHED: dict[Pass, PushPass] = {
     "forward": "push",
     "query_gradient": "push_query_gradient",
     "key_gradient": "push_key_gradient",
 }
-PASS_OF: dict[str, Pass] = {  # of kernels whose programs begin in an order
+PASS_OF: dict[str, Pass] = {  # of kernels with ordered programs
     kernel: pass_ for pass_, pushed in PUSHED.items() for kernel in (pass_, pushed)
 }
-# Those whose programs are blocks of keys.
+# Kernels with a program for each block of keys.
 BY_KEYS = tuple(kernel for kernel, pass_ in PASS_OF.items() if pass_ == "key_gradient")
-TILED = ("q", "k", "v", "do")  # operands that kernels take descriptors of
+TILED = ("q", "k", "v", "do")  # operands with descriptors
 READ = ("q", "k", "v", "do", "lse", "delta", "rest", "seed", "offset")  # by every backward kernel
 MOVED = ("tq", "tk", "tv", "tdo", "tlse", "tdelta")  # and in a direction
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
@@ -257,7 +257,7 @@ class LaunchList:
 
     def describe(self, tile: Tiling, names: tuple[str, ...]) -> dict[str, Descriptor]:
         """Operands in tiles, by parameter, as far as the copy engine reads them."""
-        if self.layout.op is not None or self.code.ends:  # of which the engine knows no lengths
+        if self.layout.op is not None or self.code.ends:  # the engine knows no lengths of them
             return {}
         if not copies_tiles(self.problem, self.target):
             return {}

@@ -52,7 +52,7 @@ def out_of_resources_error() -> Any:  # Any: a class of Triton's
 
 
 @cache
-def load_driver() -> Any:  # Any: Triton's, whose `active` one is that of the GPU
+def load_driver() -> Any:  # Any: Triton's; its `active` one is the GPU's
     return load_modules("triton.runtime").driver
 
 

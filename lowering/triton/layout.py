@@ -23,7 +23,7 @@ from attn_graph.spec import TensorSpec, dense_strides, memory_order
 from attn_graph.spec.formulas import capacity
 
 MOST_BATCH = 2 * 4096  # more than AT_ONCE of kernels/sequences.py
-LONGEST = 2**31 - 1  # offset that 32 bits hold
+LONGEST = 2**31 - 1  # offset in 32 bits
 KEY_TENSORS = ("k", "v", "dk", "dv")  # the others have the rows of q
 Strides = tuple[int, ...]
 

@@ -18,7 +18,7 @@ from attrs import frozen
 from attn_graph.lowering.triton.launches import Launch, Tensors, is_interpreting, load_kernel
 from attn_graph.lowering.triton.plan import Flash
 
-INSTRUCTIONS = {  # in PTX: matrix products, and copies that run beside them
+INSTRUCTIONS = {  # in PTX: matrix products, and copies beside them
     "wgmma": r"wgmma\.mma_async",
     "mma": r"mma\.sync",
     "tcgen05": r"tcgen05\.mma",

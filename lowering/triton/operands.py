@@ -9,7 +9,7 @@ from attn_graph.lowering.problem import Problem, is_broadcast, is_misaligned
 from attn_graph.machine.target import Target
 from attn_graph.spec import TensorSpec
 
-WIDE_TF32 = 163840  # bytes of shared memory that tiles 256 wide take with TF32, by machine code
+WIDE_TF32 = 163840  # bytes of shared memory of tiles 256 wide with TF32, by machine code
 
 
 def takes_tf32(problem: Problem, sm: int) -> bool:

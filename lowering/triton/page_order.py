@@ -12,7 +12,7 @@ import torch
 
 from attn_graph.lowering.triton.layout import Layout
 
-NAMED, ORDER = "pages.named", "pages.order"  # what the kernel that adds up reads
+NAMED, ORDER = "pages.named", "pages.order"  # read by the summing kernel
 DTYPES = {NAMED: torch.int32, ORDER: torch.int64}
 KEPT = sum(dtype.itemsize for dtype in DTYPES.values())  # bytes of an entry
 PASSING = 2 * KEPT + 16  # and while they are sorted: copies, and a table within the lengths

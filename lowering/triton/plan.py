@@ -49,7 +49,7 @@ from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.spec.formulas import decide, defer
 
 Lying = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype
-FORWARDS = ("forward", "merge_parts")  # they store lse, or that of parts
+FORWARDS = ("forward", "merge_parts")  # they store lse, or lse of parts
 NOT_INVARIANT = "the order of sums would follow the batch, which batch_invariant=True forbids"
 NO_MAXIMA = "parts of the largest score are not put together"
 
@@ -277,7 +277,7 @@ class FlashBuilder(LaunchList):
         for n, collected in self.code.contributions.items():
             self.collect(n, collected)
         if p.grad.wants[1] or p.grad.wants[2]:
-            self.key_gradient()  # the last: its sums take of max_workspace what is left
+            self.key_gradient()  # the last: its sums take the rest of max_workspace
 
     def delta(self) -> None:
         """Add the launch for sums of do o over each row."""

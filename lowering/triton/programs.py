@@ -15,7 +15,7 @@ from attn_graph.masks.tiles import most_pairs
 from attn_graph.spec.formulas import highest
 
 FAR = 1 << 30  # beyond every position
-WAVES = 8  # programs of a multiprocessor that even out by themselves, if long ones come first
+WAVES = 8  # programs of a multiprocessor: with as many, long ones first, loads even out
 INTERPRETED = 2, 2**13  # multiprocessors and bytes of cache of Triton's interpreter
 
 

@@ -31,11 +31,11 @@ from attn_graph.machine.workspace import Buffer
 from attn_graph.spec.dims import NamedSize, bind
 from attn_graph.spec.formulas import Recording, SizeBounds, follows_sizes
 
-MOST_SIZES = 256  # of which a plan keeps the launches
-MOST_RECORDINGS = 64  # kept of one plan: more are of masks or modifiers that decide by each size
+MOST_SIZES = 256  # kept by a plan, with their launches
+MOST_RECORDINGS = 64  # kept of one plan: masks with decisions by each size make more
 Shape = tuple[int, ...]
 Numbers = Mapping[str, Any]  # integers, or formulas, by name
-Parts = Any  # what depends on sizes of launches, buffers, tables and results
+Parts = Any  # size-dependent parts of launches, buffers, tables and results
 
 
 @final

@@ -20,11 +20,11 @@ from attn_graph.spec.formulas import SizeFormula, capacity, is_one
 
 Kind = Literal["int", "float", "bool"]
 Operand = Any  # a symbol, an integer, a float or a boolean
-LONG = 2**31 - 1  # the largest integer that 32 bits hold
-MOST_NUMBER = 2**60  # that `Numbers` passes, in 64 bits
-SPECIAL = 16  # Triton makes kernels apart for integers that are a multiple of it
-NAMES = re.compile(r"\bx\d+")  # the names that lines assign to
-LIMITS = {"i": "i < M", "j": "j < N"}  # of addresses that depend on i or j
+LONG = 2**31 - 1  # the largest integer of 32 bits
+MOST_NUMBER = 2**60  # passed by `Numbers`, in 64 bits
+SPECIAL = 16  # Triton makes separate kernels for multiples of it
+NAMES = re.compile(r"\bx\d+")  # the names assigned by lines
+LIMITS = {"i": "i < M", "j": "j < N"}  # of addresses by i or j
 
 
 @final
@@ -66,7 +66,7 @@ TRITON = Dialect(
         "sigmoid": "tl.sigmoid({0})",
         "tanh": "tanh({0})",
     },
-    # Of float16 and bfloat16, whose own rounding of a score is no smaller than the error of this:
+    # For float16 and bfloat16: their own rounding of a score is at least as large as its error:
     # docs/semantics.md, "Accuracy".
     half={"tanh": "fast_tanh({0})"},
 )

@@ -24,8 +24,8 @@ from attn_graph.masks.runs import AT_ONCE
 from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.spec.formulas import is_one
 
-MOST_TILES = 2**15  # in one list; a vector that one program can hold
-HEAD = 3  # what a list begins with: its block, and how many tiles are full and mixed
+MOST_TILES = 2**15  # in one list; a vector within one program
+HEAD = 3  # first elements of a list: its block, and the numbers of full and mixed tiles
 CLASSIFY = "b, h, i0, i1, j0, j1, x, y, data, numbers"
 
 

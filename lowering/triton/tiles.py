@@ -22,7 +22,7 @@ from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles
 from attn_graph.lowering.triton.programs import count_programs, count_strip_tiles, static_strip
 from attn_graph.machine.target import Target
 
-ROWS = 64  # of the least tile that matrix units take at full speed
+ROWS = 64  # of the least tile at full speed of matrix units
 
 
 def choose_tiling(

@@ -7,13 +7,13 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import PASS_OF, Fixed, LaunchList
 from attn_graph.machine.workspace import Buffer
 
-# By bytes of an element, |lse| from which its rounding, 2^-24 of it at most, shows beside others:
-# in float32 as on CPUs; in half precision beside that of weights, 2^-12 of themselves at least.
+# By bytes of an element: the |lse| whose rounding, 2^-24 of it at most, shows beside other errors:
+# in float32 as on CPUs; in half precision beside the weights' rounding, at least 2^-12 of them.
 FAR_LSE = {4: 2.0**5, 2: 2.0**10}
 LOG_OF_KEYS = 21  # more than the logarithm of the most keys, 2^30
-DIAGONAL, ALL = 1, 2  # of which rows delta is sum_j p z dp
+DIAGONAL, ALL = 1, 2  # the rows with delta = sum_j p z dp
 ROWS = ("q", "k", "v", "dlse", "lse", "delta", "rest", "sinks")
-COTANGENTS = ("do", "seed", "offset")  # read where delta is written over
+COTANGENTS = ("do", "seed", "offset")  # read to overwrite delta
 
 
 def may_be_far(problem: Problem) -> bool:

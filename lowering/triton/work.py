@@ -127,7 +127,7 @@ def cut_equation(graph: Graph, eqn: Eqn) -> Single:
     own = evolve(eqn, args=tuple(args.index(i) for i in eqn.args))
     alone = Graph(inputs, (own,), tuple(range(len(args), len(args) + len(eqn.outs))))
     work = work_of(alone)
-    assert work is not None  # of the kinds that `split_graph` lets through
+    assert work is not None  # of kinds let through by `split_graph`
     return Single(args, alone, work)
 
 
