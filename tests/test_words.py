@@ -144,7 +144,7 @@ def test_sentences_say_what_a_thing_is_not() -> None:
 
 RELATIVE = re.compile(r"\b(that|which|whose|what|those|such|so many|where)\b", re.IGNORECASE)
 OPENINGS = ("The same", "Whether")
-# Goals: 2.5 relative words in 100 and 20 such openings. A bound above its goal is today's number.
+# Relative words in 100 words; docstrings with such an opening.
 MOST_RELATIVE_IN_DOCSTRINGS, MOST_RELATIVE_IN_PAGES = 1.6, 2.5
 MOST_OPENINGS = 10
 
