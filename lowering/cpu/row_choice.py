@@ -129,12 +129,14 @@ def is_short(problem: Problem) -> bool:
     """True of many key/value heads of few scores. Data must hide them in one operation, and a known
     mask must hide little."""
     p, mask = problem, problem.node.mask
-    hides_at_once = has_few_scores(p) or (p.grad is None and caps_entries(p))
-    if mask is not None and not (hides_at_once if mask.needs else sees_most(p)):
-        return False
     few = p.lines * p.N <= MOST_SHORT and p.B * p.G >= SHORT_HEADS
     rows = p.lines >= SHORT_ROWS or p.lines * p.N <= FEW_SHORT
-    return few and rows and not copies_gaps(p)
+    if not (few and rows) or copies_gaps(p):
+        return False
+    if mask is None:
+        return True
+    at_once = has_few_scores(p) or (p.grad is None and caps_entries(p))
+    return at_once if mask.needs else sees_most(p)
 
 
 def copies_gaps(problem: Problem) -> bool:
