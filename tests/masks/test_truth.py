@@ -58,3 +58,11 @@ def test_formulas_addends_and_values_have_no_truth(
         return ag.scores(q, q)
 
     ag.graph(attend, q=X)
+
+
+def test_parts_that_read_one_tensor_in_two_ways_are_refused() -> None:
+    """The second way would be taken for both."""
+    near = ag.Formula("keep <= 3", (("keep", "ij"),))
+    with pytest.raises(ag.GraphError, match=r"read keep in two ways.*a name of its own"):
+        ag.Keep() & near
+    assert [*(ag.Keep() | ag.Keep("other")).needs] == ["keep", "other"]
