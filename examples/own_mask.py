@@ -32,7 +32,6 @@ class Blocks(ag.Mask):
 
 
 def dense(S: int, size: int, sinks: int) -> torch.Tensor:
-    """The same mask by hand, [S,S]."""
     i, j = torch.arange(S)[:, None], torch.arange(S)
     near = (i // size == j // size) | (i // size == j // size + 1)
     return (j <= i) & (near | (j < sinks))

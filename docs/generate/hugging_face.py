@@ -43,7 +43,7 @@ def models() -> str:
 def families_of(test: Any) -> set[str]:  # Any: a test that pytest knows
     """The families that a test is run with."""
     marks = (mark for mark in test.pytestmark if mark.name == "parametrize")
-    drawn = (each for mark in marks if mark.args[0] == "name" for each in mark.args[1])
+    drawn = (each for mark in marks if "name" in mark.args[0] for each in mark.args[1])
     return {each if isinstance(each, str) else each.values[0] for each in drawn}
 
 

@@ -122,7 +122,7 @@ def hides_few(problem: Problem) -> bool:
     p, mask = problem, problem.node.mask
     if mask is None or not mask.needs or not has_few_scores(p):
         return False
-    return p.dtype != p.wide or reads_numbers(p)
+    return p.dtype != p.wide or (p.lines <= SHORT_ROWS and reads_numbers(p))
 
 
 def is_short(problem: Problem) -> bool:

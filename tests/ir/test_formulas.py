@@ -153,9 +153,8 @@ def test_the_text_of_a_graph_with_formulas_is_all_that_it_takes_to_read_it(
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_the_text_of_a_call_with_a_formula_names_nothing_of_a_user(mask: Formula) -> None:
-    content = read_content(
-        write_call((), {"mask": mask & ag.Causal(), "backends": (), "avoid": ()})
-    )
+    options = {"mask": mask & ag.Causal(), "modifiers": (), "backends": (), "avoid": ()}
+    content = read_content(write_call((), options))
     assert isinstance(content, CallContent)
     assert content.own == ()
     assert content.restore()["mask"] == mask & ag.Causal()

@@ -79,18 +79,6 @@ def test_each_more_part_takes_a_few_calls_more(M: int, options: dict[str, Any]) 
     assert python_calls(plan, tensors) <= FIXED + PER_PART * parts * (1 + len(options))
 
 
-def test_tiles_of_the_same_documents_are_listed_once() -> None:
-    x, numbers = (
-        ag.TensorSpec((1, 4, 4096, 64), torch.float32),
-        ag.TensorSpec((1, 4096), torch.int64),
-    )
-    graph = ag.attention(x, x, x, segments=(numbers, numbers))
-    plan = ag.compile(graph, backends=("math",), target=Target.of("cpu"))
-    documents = (torch.arange(4096) // 512)[None]
-    tensors = [*[torch.randn(x.shape) for _ in range(3)], documents, documents]
-    assert python_calls(plan, tensors) <= FIXED + 2 * 8
-
-
 @pytest.mark.parametrize("mask", [WINDOW, ag.Causal()])
 def test_products_take_no_more_calls_than_a_tile_has_steps(mask: ag.Mask) -> None:
     """Soft caps run by matrix products, 64 queries a tile."""

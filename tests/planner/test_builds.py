@@ -140,6 +140,7 @@ COMPILING = """
 import sys
 import torch
 import attn_graph as ag
+import attn_graph.extend
 known = {*sys.modules}
 
 def compile(*inputs, **options):
