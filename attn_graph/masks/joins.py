@@ -213,12 +213,6 @@ class Join(Mask):
                 f"mask: joins within joins are more than {DEEPEST} deep; name part of them in a "
                 "leaf of your own, or give a boolean tensor, Keep()"
             )
-        for name, data in ((n, x) for part in self.parts for n, x in part.needs.items()):
-            if data != self.needs[name]:
-                raise GraphError(
-                    f"mask: two of its parts read {name} in two ways, {data} and "
-                    f"{self.needs[name]}; give each tensor a name of its own"
-                )
 
     @property
     def parts(self) -> tuple[Mask, ...]:

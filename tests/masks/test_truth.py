@@ -62,7 +62,8 @@ def test_formulas_addends_and_values_have_no_truth(
 
 def test_parts_that_read_one_tensor_in_two_ways_are_refused() -> None:
     """The second way would be taken for both."""
-    near = ag.Formula("keep <= 3", (("keep", "ij"),))
+    x, flags = ag.TensorSpec((1, 1, 4, 8), torch.float32), ag.TensorSpec((1, 1, 4, 4), torch.bool)
+    mask = ag.Formula("keep <= 3", (("keep", "bhij"),)) & ag.Keep()
     with pytest.raises(ag.GraphError, match=r"read keep in two ways.*a name of its own"):
-        ag.Keep() & near
-    assert [*(ag.Keep() | ag.Keep("other")).needs] == ["keep", "other"]
+        ag.attention(x, x, x, mask=mask, keep=flags)
+    ag.attention(x, x, x, mask=ag.Keep("one") | ag.Keep("other"), one=flags, other=flags)
