@@ -26,7 +26,7 @@ from attn_graph.ir.promises import leaf_promise_problems
 from attn_graph.ir.sums import Zeros, add_up, apply
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Place
-from attn_graph.masks.runs import leaves
+from attn_graph.masks.runs import reading_problems
 from attn_graph.spec import FLOATS, INF, ValueType, accumulator, to_integer, to_number
 from attn_graph.spec.dims import are_numbers
 
@@ -120,15 +120,10 @@ class Mask(Op):
 
     def problems(self, s: ValueType, *given: ValueType) -> Iterator[str]:
         B, H, M, N = s.shape
-        sizes, needs = {"b": B, "h": H, "i": M, "j": N}, self.mask.needs
-        for (name, data), type_ in zip(needs.items(), given, strict=True):
+        sizes = {"b": B, "h": H, "i": M, "j": N}
+        for (name, data), type_ in zip(self.mask.needs.items(), given, strict=True):
             yield from data.problems("mask", name, type_, sizes)
-        for name, data in ((n, x) for leaf in leaves(self.mask) for n, x in leaf.needs.items()):
-            if data != needs[name]:
-                yield (
-                    f"mask: two of its parts read {name} in two ways, {data} and {needs[name]}; "
-                    "give each tensor a name of its own"
-                )
+        yield from reading_problems(self.mask)
         broken = [*leaf_promise_problems(self.mask, (B, H, M, N))]
         yield from broken or problems_of(lambda: canonical_mask(self.mask, M, N))
 

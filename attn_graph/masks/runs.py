@@ -229,6 +229,17 @@ def leaves(mask: Mask) -> tuple[Mask, ...]:
     return tuple(dict.fromkeys(leaf for part in mask.parts for leaf in leaves(part)))
 
 
+def reading_problems(mask: Mask) -> Iterator[str]:
+    """Tensors read by two parts of a mask in two ways. `needs` has one of the ways alone."""
+    needs = mask.needs
+    for name, data in ((n, x) for leaf in leaves(mask) for n, x in leaf.needs.items()):
+        if data != needs[name]:
+            yield (
+                f"mask: two of its parts read {name} in two ways, {data} and {needs[name]}; "
+                "give each tensor a name of its own"
+            )
+
+
 def evaluate_runs(
     mask: Mask, at: Place, rows: range, entries: slice, positions: Sequence[torch.Tensor]
 ) -> Runs:

@@ -27,6 +27,7 @@ from attn_graph.masks.runs import (
     count_in_tiles,
     count_keys,
     parts,
+    reading_problems,
 )
 from attn_graph.spec import TensorSpec, require_size
 
@@ -269,6 +270,7 @@ def check_tensors(
     problems = [
         f"{mask}: does not read {name}; it reads {names}" for name in data if name not in needs
     ]
+    problems += [] if mask is None else reading_problems(mask)
     for name, tensor in data.items():
         if name in needs:
             type_ = TensorSpec.like(tensor).type

@@ -117,8 +117,8 @@ def is_part(problem: Problem) -> bool:
 
 
 def hides_few(problem: Problem) -> bool:
-    """True if data hide some of few scores, in float32 by lengths read as numbers: the kernel's
-    addend takes longer to make than all scores."""
+    """True if data hide some of few scores, in float32 of few rows by lengths read as numbers:
+    making the kernel's addend takes longer than computing all scores."""
     p, mask = problem, problem.node.mask
     if mask is None or not mask.needs or not has_few_scores(p):
         return False

@@ -66,4 +66,6 @@ def test_parts_that_read_one_tensor_in_two_ways_are_refused() -> None:
     mask = ag.Formula("keep <= 3", (("keep", "bhij"),)) & ag.Keep()
     with pytest.raises(ag.GraphError, match=r"read keep in two ways.*a name of its own"):
         ag.attention(x, x, x, mask=mask, keep=flags)
+    with pytest.raises(ag.GraphError, match=r"read keep in two ways.*a name of its own"):
+        ag.tiles(mask, 4, 4, data={"keep": torch.ones(1, 1, 4, 4, dtype=torch.bool)})
     ag.attention(x, x, x, mask=ag.Keep("one") | ag.Keep("other"), one=flags, other=flags)
