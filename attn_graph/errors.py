@@ -185,7 +185,7 @@ def read_renamed(
     if old not in given:
         return value
     if value is not None:
-        raise GraphError(f"{new}= and {old}= are one argument, and both are given; say {new}=")
+        raise GraphError(f"{new}= and {old}= are one argument, and both are given; write {new}=")
     text = f"{old}= is now {new}=, and is removed in the next release"
     warn_explicit(text, DeprecationWarning, *user_frame())
     older: T | None = given.pop(old)

@@ -6,11 +6,10 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from attrs import evolve
 from hypothesis import given
 
 import attn_graph as ag
-from attn_graph import extend, types
 from attn_graph.errors import HOMES
 from attn_graph.extend import Backend, Executable, Options, Store
 from attn_graph.ir.reference import compare
@@ -473,38 +471,3 @@ def test_a_call_without_gradient_passes_three_functions_of_ours() -> None:
     finally:
         sys.setprofile(None)
     assert len(calls) == 3, calls
-
-
-def test_old_names_of_arguments_work_for_one_release_and_warn() -> None:
-    x, starts = ag.TensorSpec((9, 2, 8), torch.float32), ag.TensorSpec((3,), torch.int32)
-    new = ag.attention(x, x, x, q_starts=starts, max_lengths=(4, 4))
-    old: dict[str, Any] = {"most": (4, 4)}
-    older: dict[str, Any] = {"wants": ()}
-    with pytest.warns(DeprecationWarning, match="most= is now max_lengths=") as caught:
-        assert ag.attention(x, x, x, q_starts=starts, **old) == new
-    assert caught[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match="wants= is now gradients="):
-        assert ag.explain(new, target=CPU, **older).backward is None
-    with pytest.raises(ag.GraphError, match="gradients= and wants= are one argument"):
-        ag.explain(new, target=CPU, gradients=(), **older)
-    rows, at = torch.randn(9, 2, 8), torch.tensor([0, 4, 8], dtype=torch.int32)
-    attend: Callable[..., Any] = ag.nn.functional.attention
-    with pytest.warns(DeprecationWarning, match="most= is now max_lengths="):
-        o = attend(rows, rows, rows, q_starts=at, **old)
-    assert o.equal(attend(rows, rows, rows, q_starts=at, max_lengths=(4, 4)))
-
-
-@pytest.mark.parametrize("part", [extend, types], ids=["extend", "types"])
-def test_an_error_says_where_a_moved_name_is(part: ModuleType) -> None:
-    for name in part.__all__:
-        assert not hasattr(ag, name)
-        with pytest.raises(AttributeError, match=rf"{name}'; it is attn_graph\.\w+\.{name}$"):
-            getattr(ag, name)
-    frontend = "Frontend"
-    with pytest.raises(AttributeError, match=r"attn_graph has no attribute 'Frontend'$"):
-        getattr(ag, frontend)
-
-
-def test_completion_offers_the_public_names_alone() -> None:
-    assert {*dir(ag)} == {*ag.__all__, "__version__"}
-    assert all(getattr(ag, name) is not None for name in dir(ag))

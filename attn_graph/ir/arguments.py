@@ -20,7 +20,7 @@ def require_modifiers(modifiers: object) -> tuple[Modifier, ...]:
         if len(steps) == len(modifiers):
             return steps
     raise GraphError(
-        f"attention: modifiers {show(modifiers)} are not a sequence of Modifiers; say "
+        f"attention: modifiers {show(modifiers)} are not a sequence of Modifiers; write "
         "modifiers=m, **tensors, where m, tensors = from_flex_score(score_mod)"
     )
 

@@ -102,7 +102,7 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
 
 
 def attend_distributed(tensors: Named, options: Options) -> Outputs:
-    """Attention on DTensors. Raises TensorError for dropout: it depends on the whole."""
+    """Attention on DTensors. Raises TensorError for modifiers and dropout."""
     given = named_options(options)
     if packed := PACKING & tensors.keys():
         raise TensorError(

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from attn_graph.errors import TensorError
+from attn_graph.errors import TensorError, read_renamed
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.torch_switches import Precision
@@ -52,8 +52,12 @@ class Attention(torch.nn.Module):
         max_lengths: tuple[int | None, int | None] | None = None,
         modifiers: Sequence[Modifier] = (),
         batch_invariant: bool = False,
+        **renamed: Any,  # Any: `most`, the former name of max_lengths
     ) -> None:
         super().__init__()
+        max_lengths = read_renamed(renamed, "most", "max_lengths", max_lengths)
+        if renamed:
+            raise TypeError(f"Attention got an unexpected keyword argument {next(iter(renamed))!r}")
         self.options: dict[str, Any] = {  # Any: a value for each
             "mask": mask, "scale": scale, "align": align, "soft_cap": soft_cap,
             "alibi": None if alibi is False else alibi, "dropout": dropout, "stats": stats,

@@ -28,6 +28,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import attn_graph as ag
+from attn_graph import SoftCap
 from attn_graph.extend import Place
 from attn_graph.nn import Attention, MultiheadAttention
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
@@ -215,6 +216,9 @@ def refuse_parts(tensors: dict[str, Any]) -> None:
         r"q is P\(sum\)": lambda: attention(*sums),
         r"q is S\(1\), k is S\(0\), v is S\(0\)": lambda: attention(heads[0], *batch[1:]),
         "bias is a plain tensor": lambda: attention(*heads, bias=tensors["bias"]),
+        "modifiers= of DTensors are not divided": lambda: attention(
+            *heads, modifiers=[SoftCap(2.0)]
+        ),
         "dropout does not support DTensors": lambda: attention(*heads, dropout=0.5),
         "slopes are those of all heads": lambda: attention(*heads, alibi=True),
         "Odd may keep others": lambda: attention(*batch, mask=Odd()),

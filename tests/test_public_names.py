@@ -1,0 +1,56 @@
+"""Names that users write: what the package offers, and where renamed ones are now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import attn_graph as ag
+from attn_graph import extend, types
+
+CPU = ag.Target.of("cpu")
+
+
+def test_old_names_of_arguments_work_for_one_release_and_warn() -> None:
+    x, starts = ag.TensorSpec((9, 2, 8), torch.float32), ag.TensorSpec((3,), torch.int32)
+    new = ag.attention(x, x, x, q_starts=starts, max_lengths=(4, 4))
+    old: dict[str, Any] = {"most": (4, 4)}
+    older: dict[str, Any] = {"wants": ()}
+    with pytest.warns(DeprecationWarning, match="most= is now max_lengths=") as caught:
+        assert ag.attention(x, x, x, q_starts=starts, **old) == new
+    assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="wants= is now gradients="):
+        assert ag.explain(new, target=CPU, **older).backward is None
+    with pytest.raises(ag.GraphError, match="gradients= and wants= are one argument"):
+        ag.explain(new, target=CPU, gradients=(), **older)
+    rows, at = torch.randn(9, 2, 8), torch.tensor([0, 4, 8], dtype=torch.int32)
+    attend: Callable[..., Any] = ag.nn.functional.attention
+    due = attend(rows, rows, rows, q_starts=at, max_lengths=(4, 4))
+    with pytest.warns(DeprecationWarning, match="most= is now max_lengths="):
+        assert attend(rows, rows, rows, q_starts=at, **old).equal(due)
+    with pytest.warns(DeprecationWarning, match="most= is now max_lengths=") as caught:
+        layer = ag.nn.Attention(**old)
+    assert caught[0].filename == __file__
+    assert layer(rows, rows, rows, q_starts=at).equal(due)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'longest'"):
+        ag.nn.Attention(longest=4)
+
+
+@pytest.mark.parametrize("part", [extend, types], ids=["extend", "types"])
+def test_an_error_says_where_a_moved_name_is(part: ModuleType) -> None:
+    for name in part.__all__:
+        assert not hasattr(ag, name)
+        with pytest.raises(AttributeError, match=rf"{name}'; it is attn_graph\.\w+\.{name}$"):
+            getattr(ag, name)
+    frontend = "Frontend"
+    with pytest.raises(AttributeError, match=r"attn_graph has no attribute 'Frontend'$"):
+        getattr(ag, frontend)
+
+
+def test_completion_offers_the_public_names_alone() -> None:
+    assert {*dir(ag)} == {*ag.__all__, "__version__"}
+    assert all(getattr(ag, name) is not None for name in dir(ag))
