@@ -53,7 +53,7 @@ def open_store(folder: Path | None) -> ag.extend.Store:
 
 def describe_folder(store: ag.extend.Store) -> str:
     """The path of the folder, and whether it does not exist yet."""
-    missing = "" if store.folder.is_dir() else " (there is no such folder yet)"
+    missing = "" if store.folder.is_dir() else " (the folder does not exist yet)"
     return f"{store.folder}{missing}"
 
 

@@ -94,7 +94,7 @@ def picture_path(_: click.Context, __: click.Parameter, value: Path | None) -> P
     if value is not None and value.suffix.lower() not in PICTURES:
         raise click.BadParameter(f"{value} ends in none of {', '.join(PICTURES)}")
     if value is not None and not value.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {value.parent}")
+        raise click.BadParameter(f"the folder {value.parent} does not exist")
     return value
 
 

@@ -201,9 +201,10 @@ class Reader:
         given = iter(arguments)
         for node in graph.nodes:
             try:
-                self.values[node] = next(given) if node.op == "placeholder" else self.value(node)
+                value = next(given) if node.op == "placeholder" else self.value(node)
             except Unread as error:
-                self.values[node] = error
+                value = error
+            self.values[node] = value
         result = self.values[graph.output_node()]
         if isinstance(result, Unread):
             raise result

@@ -77,7 +77,7 @@ class Store:
         return self.folder / f"{sha256(key.encode()).hexdigest()}.plan"
 
     def get(self, key: str) -> bytes | None:
-        """The bytes of a key; None if there is no file, or a corrupt one."""
+        """The bytes of a key; None for a missing or corrupt file."""
         return self.load(key, bytes)
 
     def load(self, key: str, read: Callable[[bytes], T]) -> T | None:

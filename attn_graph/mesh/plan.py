@@ -236,7 +236,7 @@ class RankPlan(ShardedPlan):
         return totals
 
     def push_outputs(self, primals: Tensors, tangents: Mapping[int, torch.Tensor]) -> NoReturn:
-        """Raises GraphError: there is no forward mode."""
+        """Raises GraphError: forward mode is not supported."""
         raise GraphError(ONCE)
 
     def read_cotangents(

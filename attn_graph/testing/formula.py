@@ -385,7 +385,7 @@ def poison_blind_rows(
     tensors: Sequence[Tensor],
     cotangents: Sequence[Any],  # Any: tensors, and None
     seed: int,
-) -> tuple[Any, ...]:  # Any: tensors, and None where there is no cotangent
+) -> tuple[Any, ...]:  # Any: tensors, None for a missing cotangent
     """The cotangents with NaN and infinities in rows that see nothing, where they count 0."""
     blind = attend(read_chain(graph, cast(tensors, torch.float64))).lse == -INF
     random = torch.Generator().manual_seed(seed)

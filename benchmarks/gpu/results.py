@@ -84,7 +84,7 @@ def open_results(machine: Row, folder: Path, *, restart: bool) -> tuple[Path, Re
 
 
 def describe_sources(commit: str | None) -> Row:
-    """The commit, and a digest of the sources, which says the same where there is no git."""
+    """The commit, and a digest of the sources, for machines without git."""
     digest = hashlib.sha256()
     for path in sorted(p for folder in SOURCES for p in (ROOT / folder).rglob("*.py")):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())

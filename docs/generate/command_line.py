@@ -16,7 +16,7 @@ from attn_graph.cli.diagnosis import Surroundings
 from attn_graph.cli.main import commands
 from attn_graph.machine.target import describe_product
 
-STORE = ag.extend.Store("~/.cache/attn_graph")  # as it reads on the page; there is no such folder
+STORE = ag.extend.Store("~/.cache/attn_graph")  # as it reads on the page; the folder does not exist
 TORCH = (("torch", "2.13.0+cpu"),)
 TRITON = (*TORCH, ("triton", "3.7.1"))
 CUDNN = (*TRITON, ("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-jit-cu13", "9.20.0.48"))

@@ -92,7 +92,7 @@ class RunMask:
 
     @classmethod
     def of(cls, tiles: TileGrid, cuts: bool = False, spans: bool = False) -> RunMask | None:
-        """None if there is no mask."""
+        """None without a mask."""
         p, mask = tiles.problem, tiles.problem.node.mask
         if mask is None:
             return None

@@ -173,5 +173,5 @@ def test_a_cache_that_nothing_was_ever_kept_in_is_no_damage(
     for name in ("list", "verify", "clear"):
         result = run("cache", name)
         assert result.exit_code == 0
-        assert f"{store.folder} (there is no such folder yet)" in result.output
+        assert f"{store.folder} (the folder does not exist yet)" in result.output
         assert json.loads(run("cache", name, "--json").output)["exists"] is False

@@ -164,7 +164,7 @@ WRONG = {
     "cache list --folder nowhere": "Directory 'nowhere' does not exist",
     "mask 4 4 --block 0x3": "block 0 is not a whole number of at least 1",
     "mask 4 4 -o mask.txt": "mask.txt ends in none of .png, .svg, .pdf",
-    "mask 4 4 -o nowhere/mask.png": "there is no folder nowhere",
+    "mask 4 4 -o nowhere/mask.png": "the folder nowhere does not exist",
     "bench --q 1,2,8,8 --cpu -o x.svg --plot roofline": "the rates of cpu are not known",
     "cache": "Usage: attn-graph cache",
     "nothing": "No such command 'nothing'",

@@ -19,7 +19,6 @@ from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.offline import CompiledKernel, keep_kernels_in, kernel_folder
-from attn_graph.machine.target import VIRTUAL
 from tests.lowering.test_fa4 import H200, JOINED, make, problem_of, spec
 from tests.lowering.test_python_calls import python_calls
 
@@ -70,13 +69,12 @@ def test_a_call_runs_little_python_beside_the_package(
     """What depends on the graph alone is worked out once."""
     monkeypatch.setattr(fa4_run, "call_package", lambda *_: ())
     monkeypatch.setattr(fa4_run, "find_misplaced", lambda _: [])
-    VIRTUAL.add(H200)
+    monkeypatch.setattr("attn_graph.machine.target.VIRTUAL", {H200})
     forward = make(300, 300, **options)
     for graph, most in ((forward, FORWARD), (simplify(ag.vjp(forward)[1]), BACKWARD)):
         made = BACKEND.lower(graph, H200, Options())
         tensors = [torch.zeros(x.spec.shape, dtype=x.spec.dtype) for x in graph.inputs]
         assert python_calls(made.infer, tensors) <= most
-    VIRTUAL.discard(H200)
 
 
 def test_kernels_are_kept_only_where_nobody_else_may_write(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Not batched: those take PyTorch's older vmap, which enters no Function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -60,22 +61,18 @@ def calls_of(name: str) -> Iterator[tuple[Callable[..., Tensors], Tensors]]:
             yield lambda *tensors, plan=plan: run_plan(plan, tensors), draw(plan.graph)
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-def test_first_derivatives_pass_the_numerical_check(name: str) -> None:
-    for call, tensors in calls_of(name):
-        assert gradcheck(
-            call, tensors, fast_mode=True, check_forward_ad=True, check_batched_grad=True,
-            nondet_tol=1e-12,
-        )  # fmt: skip
+ORDERS = {
+    "first": partial(gradcheck, check_forward_ad=True),
+    "second": partial(gradgradcheck, check_fwd_over_rev=True),
+}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_second_derivatives_pass_the_numerical_check(name: str) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_derivatives_pass_the_numerical_check(order: str, name: str) -> None:
+    check = partial(ORDERS[order], fast_mode=True, check_batched_grad=True, nondet_tol=1e-12)
     for call, tensors in calls_of(name):
-        assert gradgradcheck(
-            call, tensors, fast_mode=True, check_fwd_over_rev=True, check_batched_grad=True,
-            nondet_tol=1e-12,
-        )  # fmt: skip
+        assert check(call, tensors)
 
 
 def test_calls_without_a_plan_pass_both_checks() -> None:
