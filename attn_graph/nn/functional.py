@@ -43,6 +43,7 @@ from attn_graph.nn.calls import (
     read_number,
     require_tensors,
 )
+from attn_graph.nn.jagged import attend_jagged, pack_jagged, require_pytorchs
 from attn_graph.plan import Plan
 from attn_graph.spec import FLOATS, layout_problem, to_number
 
@@ -102,6 +103,9 @@ def attention(
     have named sizes, unless `data` has other tensors: new batches, tables and numbers of rows share
     a plan up to the next power of two.
 
+    q, k and v may be jagged nested tensors [B,H,j,D], k and v with the same offsets: they run as
+    packed rows without a copy, and results are jagged with the lengths of q.
+
     seed, offset: integers, or int64 tensors of one element on q's device, for `dropout`. Without
     either, both are drawn from that device's default generator, once a call. dropout=0 ignores
     them.
@@ -131,6 +135,8 @@ def attention(
         q_starts, kv_starts, pages,
     )  # fmt: skip
     data = {name: x for name, x in zip(EXTRA, given, strict=True) if x is not None} | data
+    if getattr(q, "is_nested", False):
+        return attend_jagged(q, k, v, data, options)
     return attend_as(q, k, v, data, options)
 
 
@@ -167,8 +173,9 @@ def scaled_dot_product_attention(
     broadcast. attn_mask broadcasts to [...,M,N]: booleans, True for places that may attend, or
     numbers to add to the scores, in query's dtype or float32. is_causal keeps j <= i, from the top
     left, in addition to attn_mask. enable_gqa: key and value have fewer heads (axis -3), a divisor
-    of query's. Dropout takes its seeds from the default generator of the device, so
-    `torch.manual_seed` fixes them; it drops other places than PyTorch.
+    of query's. Jagged nested tensors [B,H,j,D] run as packed rows, without attn_mask. Dropout takes
+    its seeds from the default generator of the device, so `torch.manual_seed` fixes them; it drops
+    other places than PyTorch.
 
     Raises TensorError, a RuntimeError like PyTorch's, if the tensors make no sense together. This
     includes keys and values of different lengths, which PyTorch accepts on CPUs.
@@ -196,9 +203,12 @@ def attend_like_torch(
     if options[DROPOUT]:
         named = {**named, **draw_seed(query.device)}
     try:
-        o = attend_as(
-            query, key, value, named, options, attend_grouped if enable_gqa else attend_plain
-        )
+        if getattr(query, "is_nested", False):
+            require_pytorchs(query, key, named, enable_gqa)
+            o = attend_jagged(query, key, value, named, options)
+        else:
+            anew = attend_grouped if enable_gqa else attend_plain
+            o = attend_as(query, key, value, named, options, anew)
     except TensorError:
         raise
     except (GraphError, PlanMismatchError) as error:
@@ -219,6 +229,9 @@ def plan_like_torch(
 ) -> Plan:
     """The plan run by `attend_like_torch`. Raises its errors from before the computation."""
     named, options = read_options(kept, dropout_p, scale, choice)
+    if query.is_nested:
+        require_pytorchs(query, key, named, enable_gqa)
+        return new_plan(*cast_inputs(*pack_jagged(query, key, value, named)), options)
     query, key, value, named = cast_inputs(query, key, value, named)
     four, more, _ = bring_to_four(enable_gqa, query, key, value, named)
     return new_plan(*pad_empty(*four), more, options)

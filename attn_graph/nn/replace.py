@@ -30,6 +30,7 @@ from attn_graph.nn.functional import (
     plan_like_torch,
     read_mask,
 )
+from attn_graph.nn.jagged import jagged_problem
 from attn_graph.nn.multihead import multi_head_attention
 from attn_graph.nn.recognition import Readings, Recognition
 from attn_graph.nn.report import Report, Usage, call_site
@@ -63,9 +64,10 @@ def replace_sdpa(
     so dropout there raises TensorError. It also works as a decorator.
 
     Options are those of `attn_graph.compile`. PyTorch still computes calls that no backend
-    supports, nested tensors, wrapper subclasses such as DTensor, devices other than "cpu" and
-    "cuda", and layers that return weights (need_weights=True). on_fallback applies to these, and to
-    calls that only `math` supports: "ignore"; "warn"; or "raise", TensorError or NoBackendError.
+    supports, nested tensors other than jagged ones [B,H,j,D], wrapper subclasses such as DTensor,
+    devices other than "cpu" and "cuda", and layers that return weights (need_weights=True).
+    on_fallback applies to these, and to calls that only `math` supports: "ignore"; "warn"; or
+    "raise", TensorError or NoBackendError.
 
     recognize_masks: read dense masks, and run a band, a prefix or a padding at the end as masks of
     positions and lengths; not in compiled regions. The host waits for each mask. The block keeps
@@ -245,12 +247,13 @@ def is_symbolic() -> bool:
     return torch.compiler.is_compiling() or is_traced()
 
 
-def why_left(*tensors: Tensor) -> str | None:
+def why_left(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why PyTorch computes attention on these tensors itself; None if plans do."""
-    for t in tensors:
-        if t.is_nested:
-            return "nested tensors"
-        if is_traceable_wrapper_subclass(t):
+    nested = True in (q.is_nested, k.is_nested, v.is_nested)
+    if nested and (problem := jagged_problem(q, k, v)):
+        return f"nested tensors: {problem}"
+    for t in (q, k, v):
+        if not nested and is_traceable_wrapper_subclass(t):
             return f"{type(t).__name__} wraps other tensors"
         if t.device.type not in DEVICES:
             return f"tensors on {t.device.type}"
