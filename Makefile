@@ -14,7 +14,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
 QUICK := $(BIN)/pytest -n $(JOBS) --durations 20 -m "not gpu and not slow"
-SLOW := $(BIN)/pytest -n $(JOBS) --durations 20 -m "slow and not gpu"
+SLOW := $(BIN)/pytest -n $(JOBS) --durations 20 -m "slow and not deep and not gpu"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
 INTERPRETED := $(wildcard $(addprefix tests/*/test_,absent.py calls.py copy_engine.py decode.py dropout_bits.py extensions.py far_rows.py formulas.py gpu_sequences.py lowering.py page_sums.py programs.py sequences.py shared_keys.py sized_launches.py statistics.py tangents.py tanh.py triton.py weight_sums.py))
 # Those of them that test something else where Triton compiles; all others run interpreted alone.
@@ -74,7 +74,7 @@ deep: venv
 
 # Our kernels as GPUs get them, executed on this CPU: masks, modifiers and layouts on every generation.
 virtual: venv
-	$(SLOW) tests/virtual
+	$(PYTEST) -m "slow and not gpu" tests/virtual
 
 # Faults put into copies of the sources one by one, each for a test to see: some minutes.
 # FAULTS=words runs those whose file or text has one of them.

@@ -19,11 +19,18 @@ from attn_graph.testing.gpu import VirtualGpu, virtual_gpu
 from attn_graph.testing.rule import distance, expect_gradients, expect_outputs
 from attn_graph.testing.tensors import cotangents_for
 from docs.generate.pages import table
-from tests.support.virtual_cases import CASES, SHOWN, inputs_for, machine, plan_on, shorten_note
+from tests.support.virtual_cases import (
+    CASES,
+    GENERATIONS,
+    SHOWN,
+    inputs_for,
+    machine,
+    plan_on,
+    shorten_note,
+)
 from tests.virtual.test_sequences_on_virtual_gpus import BODIES
 
 PAGE = Path(__file__).parents[1] / "reports" / "virtual.md"
-MACHINES = (80, 90, 100, 120)  # by compute capability
 SEQUENCES = 90  # where all packed sequences, pages and tangents run, both passes
 SHOWN_BODIES = [name for name in BODIES if name in SHOWN.values()]  # those that run everywhere
 TEXT = """\
@@ -90,14 +97,14 @@ class Tally:
 def measure() -> Tally:
     """Execute all."""
     tally = Tally()
-    for sm in MACHINES:
+    for sm in GENERATIONS:
         for name, make in CASES.items():
             with virtual_gpu(machine(sm)) as device:
                 start = process_time()
                 tally.shares[name, sm] = worst_share(device, make())
                 tally.add(sm, device, process_time() - start)
             print(sm, name, tally.shares[name, sm], flush=True)
-    for sm in MACHINES:
+    for sm in GENERATIONS:
         for name in BODIES if sm == SEQUENCES else SHOWN_BODIES:
             run, case = BODIES[name]
             with virtual_gpu(machine(sm)) as device:
@@ -124,8 +131,8 @@ def worst_share(device: VirtualGpu, graph: ag.Graph) -> float:
 
 def feature_table(tally: Tally) -> str:
     """A line for each feature."""
-    head = ("feature", *(f"sm_{sm}" for sm in MACHINES))
-    rows = [(name, *(f"{tally.shares[name, sm]:.2f}" for sm in MACHINES)) for name in CASES]
+    head = ("feature", *(f"sm_{sm}" for sm in GENERATIONS))
+    rows = [(name, *(f"{tally.shares[name, sm]:.2f}" for sm in GENERATIONS)) for name in CASES]
     return table(head, [tuple(row) for row in rows])
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, final
 
+import pytest
 import torch
 from attrs import evolve, frozen
 
@@ -14,6 +15,7 @@ from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.gpu import VirtualGpu
 from attn_graph.testing.tensors import tensors_for
 
+GENERATIONS = (80, 90, 100, 120)  # compute capabilities
 I32 = torch.int32
 CAUSAL = ag.Causal(align="bottom_right")
 WINDOW = CAUSAL & ag.Window(40, align="bottom_right")
@@ -103,6 +105,20 @@ SHOWN = {  # each kernel, and a case that executes it on every generation
     "push_query_gradient": "tangents of gradients, slopes",
     "push_key_gradient": "tangents of gradients, slopes",
 }
+
+
+def by_turns(names: Iterable[str], without: Collection[tuple[int, str]]) -> list[Any]:
+    """Each name on each generation, but those that the default tests run.
+
+    `make slow` runs each name on one of them, the next name on the next; `make virtual` and
+    `make deep` run all.
+    """
+    return [
+        pytest.param(sm, name, marks=() if number % len(GENERATIONS) == turn else pytest.mark.deep)
+        for number, name in enumerate(names)
+        for turn, sm in enumerate(GENERATIONS)
+        if (sm, name) not in without
+    ]
 
 
 def check_shown(device: VirtualGpu, case: str) -> None:

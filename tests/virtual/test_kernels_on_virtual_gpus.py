@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.kernels.tilings import Pass
@@ -20,7 +21,9 @@ from attn_graph.testing.strategies import seeds, simple_graphs
 from tests.support.virtual_cases import (
     CASES,
     CAUSAL,
+    GENERATIONS,
     attention,
+    by_turns,
     check_shown,
     execute,
     machine,
@@ -29,16 +32,15 @@ from tests.support.virtual_cases import (
 )
 
 Golden = Callable[[object], None]
-GENERATIONS = (80, 90, 100, 120)
-QUICK = {  # a share for the default tests
-    80: ("causal, groups", "boolean mask", "one query", "odd gaps"),
-    90: ("causal, groups", "segments", "f32", "one key"),
-    100: ("one query of 64",),
-    120: ("window",),
-}
+QUICK = (  # a share for the default tests
+    *((80, name) for name in ("causal, groups", "boolean mask", "one query", "odd gaps")),
+    *((90, name) for name in ("causal, groups", "segments", "f32", "one key")),
+    (100, "one query of 64"),
+    (120, "window"),
+)
 
 
-@pytest.mark.parametrize(("sm", "name"), [(sm, name) for sm in QUICK for name in QUICK[sm]])
+@pytest.mark.parametrize(("sm", "name"), QUICK)
 def test_a_kernel_gives_what_the_formula_says(sm: int, name: str) -> None:
     with virtual_gpu(machine(sm)) as device:
         execute(device, CASES[name]())
@@ -46,11 +48,8 @@ def test_a_kernel_gives_what_the_formula_says(sm: int, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("sm", GENERATIONS)
+@pytest.mark.parametrize(("sm", "name"), by_turns(CASES, QUICK))
 def test_every_kernel_gives_what_the_formula_says(sm: int, name: str) -> None:
-    if name in QUICK.get(sm, ()):
-        pytest.skip("is among the default tests")
     with virtual_gpu(machine(sm), seed=1) as device:
         outcome = execute(device, CASES[name]())
     assert not outcome.refusal
@@ -71,9 +70,7 @@ def test_what_kernels_leave_out_is_known(triton: str, golden: Golden) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", GENERATIONS)
-@given(graph=simple_graphs(), seed=seeds)
-@settings(max_examples=settings().max_examples // 2)  # each compiles kernels
+@given(sm=st.sampled_from(GENERATIONS), graph=simple_graphs(), seed=seeds)
 def test_drawn_graphs_give_what_the_formula_says(sm: int, graph: ag.Graph, seed: int) -> None:
     with virtual_gpu(machine(sm), seed=seed) as device:
         outcome = execute(device, graph, seed)

@@ -13,10 +13,9 @@ from attn_graph.testing.gpu import VirtualGpu, virtual_gpu
 from tests.lowering import test_packed, test_paged
 from tests.lowering.test_gpu_sequences import PACKED, PAGED, Sizes, packed_case, paged_case
 from tests.lowering.test_tangents import check_gradient_tangents, check_tangents
-from tests.support.virtual_cases import CASES, SHOWN, check_shown, machine
+from tests.support.virtual_cases import CASES, SHOWN, by_turns, check_shown, machine
 
 SIZES = Sizes((70, 1, 0), (71, 9, 40), ((3, 35), (0, 2), (0, 0)), (2, 1), 64)
-GENERATIONS = (80, 90, 100, 120)
 PUSHED = ("causal, groups", "window", "soft cap", "alibi", "bf16", "f32", "segments")
 TWICE = ("causal, groups", "soft cap", "f32", "segments", "dropout", "bias", "slopes")
 QUICK = {(80, "packed, gaps"), (90, "pages, packed chunks"), (90, "tangents, window")}
@@ -60,10 +59,6 @@ BODIES = {
 }
 
 
-# Tangents of gradients take half a minute each, to compile: most are executed on sm_90 alone.
-SHORT = {name for name, (run, _) in BODIES.items() if run is not run_gradient_tangents}
-
-
 def test_every_kernel_is_shown_by_a_case() -> None:
     assert {*SHOWN} == {*HOMES}
     assert {*SHOWN.values()} <= {*CASES, *BODIES}
@@ -78,18 +73,8 @@ def test_a_kernel_of_sequences_gives_what_the_formula_says(sm: int, name: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sm", "name"),
-    [
-        (sm, x)
-        for sm in GENERATIONS
-        for x in BODIES
-        if sm == 90 or x in SHORT or x in SHOWN.values()
-    ],
-)
+@pytest.mark.parametrize(("sm", "name"), by_turns(BODIES, QUICK))
 def test_every_kernel_of_sequences_gives_what_the_formula_says(sm: int, name: str) -> None:
-    if (sm, name) in QUICK:
-        pytest.skip("is among the default tests")
     run, case = BODIES[name]
     with virtual_gpu(machine(sm), seed=2) as device:
         run(device, case)
