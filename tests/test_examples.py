@@ -81,23 +81,6 @@ def test_a_mask_of_ones_own_is_right_and_skips(capsys: pytest.CaptureFixture[str
     assert computed < 25, "the mask keeps 9 %; a tile or two more around it may be computed"
 
 
-def test_a_mask_of_ones_own_says_the_same_thrice() -> None:
-    mask = example("own_mask").Blocks(3)
-    N = 11
-    kept = torch.tensor([[bool(mask.keep(place(i, j, N))) for j in range(N)] for i in range(N)])
-    for start in range(N):
-        for stop in range(start + 1, N + 1):
-            block = ag.extend.Block(range(1), range(1), range(start, stop), 1, N, N)
-            some, every = kept[start:stop].any(0), kept[start:stop].all(0)
-            assert [j in mask.span(block) for j in range(N)] == some.tolist()
-            assert [j in mask.surely(block) for j in range(N)] == every.tolist()
-
-
-def place(i: int, j: int, N: int) -> ag.extend.Place:
-    """Query i and key j of the only head."""
-    return ag.extend.Place(0, 0, i, j, 1, N, N)
-
-
 def test_a_mask_of_ones_own_passes_its_check() -> None:
     testing.check_mask(example("own_mask").Blocks(3))
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import masks as m
-from attn_graph.cli.main import commands
 from attn_graph.ir.parse import parse_mask
 from attn_graph.testing import rule
 from attn_graph.testing.tensors import tensors_for
@@ -229,18 +227,3 @@ def test_bounds_far_beyond_all_keys_keep_what_they_say(bound: int, sign: int) ->
     due = rule.expect_outputs(bounded(1000), tensors)[0]
     due.check(ag.compile(graph, target=CPU)(*tensors))  # type: ignore[arg-type]  # has one output
     due.check(ag.evaluate(graph, tensors)[0].float())
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["explain", "graph\0.txt"],
-        ["mask", "8", "8", "Causal()", "--out", "mask\0.png"],
-        ["bench", "--q", "1,2,8,16", "--out", "\0/bench.png"],
-        ["cache", "list", "--folder", "cache\0"],
-    ],
-    ids=lambda command: command[0],
-)
-def test_null_bytes_on_the_command_line_are_wrong_usage(command: list[str]) -> None:
-    result = CliRunner().invoke(commands, command)
-    assert (result.exit_code, "holds a null byte" in result.output) == (2, True)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from attrs import frozen
 from hypothesis import given
-from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import masks as m
@@ -87,13 +86,6 @@ def test_reading_the_printed_graphs_of_a_gradient_gives_them(graph: ag.Graph) ->
 @given(graphs(), seeds)
 def test_a_wanted_gradient_alone_reads_back_too(graph: ag.Graph, seed: int) -> None:
     check(ag.vjp(graph, wants=["qkv"[seed % 3]])[1])
-
-
-@given(st.data())
-def test_a_mask_reads_back_as_it_was_inside_a_graph(data: st.DataObject) -> None:
-    mask = data.draw(shapes().flatmap(masks))
-    parser = parse.Parser({leaf.__name__: leaf for leaf in m.LEAVES})
-    assert parser.value(ast.parse(str(mask), mode="eval").body) == mask
 
 
 def test_every_op_can_be_read() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir import parse
-from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.gradient_ops import SinkGradJvp, SoftmaxGrad, SoftmaxGradJvp, SoftmaxJvp
 from attn_graph.ir.graph import Op
 from attn_graph.ir.modifiers import Bend, Spread
@@ -268,13 +268,6 @@ def test_inputs_may_be_called_like_cotangents_and_residuals() -> None:
     names = [i.name for i in back.inputs]
     assert len(set(names)) == len(names)
     check(graph, tensors_for(graph, 3), cotangents_for(graph, 3))
-
-
-def test_the_gradient_of_attention_is_one_op() -> None:
-    graph = ag.attention(X, X, X, mask=ag.Causal(), bias=ag.TensorSpec((1, 4, 5, 5), F64))
-    forward, back = ag.vjp(graph)
-    assert [type(eqn.op) for eqn in forward.eqns] == [Attention]
-    assert [type(eqn.op) for eqn in back.eqns] == [AttentionGrad]
 
 
 def test_only_wanted_gradients_are_computed() -> None:

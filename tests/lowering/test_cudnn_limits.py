@@ -268,16 +268,6 @@ def test_plain_attention_is_taken_in_both_passes_everywhere() -> None:
             assert not [*reasons(case)]
 
 
-def test_all_reasons_come_out(golden: Any) -> None:
-    """The worst graph there is, and every sentence about the others."""
-    told = [
-        f"{name}: {text}"
-        for name, (given, asked) in ALONE.items()
-        for text in sentences(problem(**given), asked)
-    ]
-    golden("\n".join(told))
-
-
 def sentences(given: Problem, asked: dict[str, Any]) -> list[str]:
     where = {"sm": 90, "backend": KNOWN[0], "frontend": KNOWN[1], **asked}
     case = Case(given, **where)

@@ -170,11 +170,3 @@ def test_each_frontend_loads_and_runs_plans_or_is_refused_with_a_reason(
     plan = ag.compile(GRAPH, target=target, backends=("cudnn",), store=store)
     plan.executable.run.__self__.execute({}, None, GPU)  # type: ignore[attr-defined]  # a method
     assert len(machine.runs) == 1
-
-
-def test_importing_the_library_imports_no_cudnn() -> None:
-    program = "import sys, attn_graph; print('cudnn' in sys.modules)"
-    done = subprocess.run(
-        (sys.executable, "-c", program), check=True, capture_output=True, text=True
-    )
-    assert done.stdout == "False\n"

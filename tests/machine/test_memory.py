@@ -154,30 +154,6 @@ def test_second_derivatives_of_a_long_attention_need_little_memory() -> None:
         assert need.workspace_forward + need.temporary_forward < 250 * 2**20
 
 
-X = ag.TensorSpec((1, 2, 384, 16), torch.float32)
-NUMBERS = ag.TensorSpec((1, 384), torch.int64)
-LONGER: dict[str, dict[str, Any]] = {
-    "window": {"mask": ag.Causal() & (ag.Window(9) | ag.Prefix(3))},
-    "segments": {"segments": (NUMBERS, NUMBERS)},
-    "alibi": {"alibi": True},
-    "slopes": {"alibi": ag.TensorSpec((1, 2), torch.float32)},
-    "soft cap": {"soft_cap": 3.0, "mask": ag.Causal()},
-    "dropout": {"dropout": 0.5},
-}
-
-
-@pytest.mark.parametrize("name", LONGER)
-def test_what_a_longer_attention_allocates_is_told_from_above(name: str) -> None:
-    graph = ag.attention(X, X, X, **LONGER[name])
-    plan = ag.compile(graph, target=CPU, backends=("math",), workspace=ag.Workspace())
-    need, tensors = plan.memory(), tensors_for(graph, 1)
-    plan(*tensors)
-    with torch.no_grad():
-        _, held, most = allocated(lambda: plan(*tensors))
-    assert held == need.outputs
-    assert most <= need.saved + need.temporary_forward + blocks(384, 384, 16, backward=False)
-
-
 BIG, FEW = ((4, H, 256, 64) for H in (8, 2))
 BESIDE: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype | None]]] = {
     "plain": {},

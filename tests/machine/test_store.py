@@ -34,12 +34,6 @@ def test_what_is_put_is_got(store: Store, key: str, data: bytes) -> None:
     assert (store.path(key), key) in [(entry.path, entry.key) for entry in store.entries()]
 
 
-def test_another_key_is_a_miss(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    store.put(KEY, DATA)
-    assert store.get(KEY + ".") is None
-    assert not caplog.records
-
-
 @given(where=st.integers(0, 10**6), change=st.integers(1, 255), cut=st.integers(0, 10**6))
 @settings(shared, max_examples=8 * settings().max_examples)
 def test_a_damaged_file_is_a_miss_with_a_logged_reason(

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
@@ -294,27 +294,6 @@ def test_bounds_that_say_the_same_are_the_same() -> None:
         m.Window(2.5)
     with pytest.raises(ag.GraphError, match="inf"):
         m.Prefix(float("inf"))
-
-
-def test_a_leaf_that_says_only_what_it_keeps_is_right_everywhere() -> None:
-    @frozen
-    class Even(m.Mask):
-        """Every second key."""
-
-        def keep(self, at: Place) -> object:
-            return at.j % 2 == 0
-
-    mask = Even() & m.Causal() | ~Even() & m.Prefix(2)
-    drawn = MaskCase(mask, Shape(1, 1, 1, 5, 5, 1, 1), {})
-    for i in range(5):
-        span, surely = (
-            f(drawn.block(range(1), range(1), range(i, i + 1))) for f in (mask.span, mask.surely)
-        )
-        for j in range(5):
-            kept = (j <= i) if j % 2 == 0 else j < 2
-            assert mask.keep(Place(0, 0, i, j, 1, 5, 5)) == kept
-            assert j in span or not kept
-            assert j not in surely or kept
 
 
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
@@ -168,18 +167,6 @@ def test_autocast_leaves_plans_alone_and_casts_for_functions() -> None:
         assert by_function(*leaves).dtype == torch.bfloat16
         with pytest.raises(ag.PlanMismatchError):
             plan(*(x.bfloat16() for x in leaves))
-
-
-def test_plans_are_pickled_as_what_they_were_made_of() -> None:
-    plan: Any = by_plan("math")
-    other = pickle.loads(pickle.dumps(plan))
-    assert other is plan  # the cache knows it
-    ag.clear_cache()
-    anew = pickle.loads(pickle.dumps(plan))
-    assert anew is not plan
-    assert (anew.graph, anew.backend) == (plan.graph, plan.backend)
-    assert torch.equal(anew(*tensors()), plan(*tensors()))
-    assert copy.deepcopy(plan) is plan
 
 
 def run_here(plan: Run, connection: Any) -> None:  # Any: of multiprocessing

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 
 import attn_graph as ag
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
-from tests.support.sources import ROOT, load_file
+from tests.support.sources import ROOT
 from tests.support.tracing import traces
 
 CPU = ag.Target.of("cpu")
@@ -355,47 +355,6 @@ def test_scales_are_constants() -> None:
     (q, *_) = three()
     for scale in (0.1, 0.25, 1 / 3):
         assert torch.equal(compiled(q, scale), attend(q, scale))
-
-
-def demo_loss(form: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """The demo's model, and its loss by a form of attention on a text [1,65]."""
-    demo = load_file(ROOT / "examples" / "train_gpt.py")
-    model = demo.GPT(30)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.05)
-    attends = demo.by_attn_graph(1, 64) if form == "plan" else [call_of(m) for m in demo.MASKS]
-
-    def loss(text: Tensor) -> Tensor:
-        result: Tensor = model.loss(text, attends)
-        return result
-
-    return model, loss
-
-
-@pytest.mark.parametrize(
-    ("form", "backend"),
-    [
-        *product(("plan", "call"), BACKENDS),
-        pytest.param("plan", "inductor", marks=pytest.mark.slow),
-    ],
-)
-def test_the_demo_s_gpt_compiles(form: str, backend: str) -> None:
-    model, loss = demo_loss(form)
-    text = torch.randint(30, (1, 65))
-    due = gradients(model, loss, text)
-    compiled = torch.compile(loss, fullgraph=True, backend=backend)
-    for a, b in zip(gradients(model, compiled, text), due, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("form", ["plan", "call"])
-def test_the_demo_s_gpt_is_one_frame_for_twenty_steps(form: str) -> None:
-    _, loss = demo_loss(form)
-    frames = Frames()
-    compiled = torch.compile(loss, fullgraph=True, backend=frames)
-    for _ in range(20):
-        compiled(torch.randint(30, (1, 65))).backward()
-    assert frames.count == 1
 
 
 def call_of(mask: ag.Mask) -> Attend:

@@ -13,7 +13,7 @@ from hypothesis import given
 import attn_graph as ag
 from attn_graph.compiler import looks
 from attn_graph.nn import Attention
-from attn_graph.nn.functional import attention, scaled_dot_product_attention
+from attn_graph.nn.functional import attention
 from attn_graph.testing.strategies import seeds
 
 CPU = ag.Target.of("cpu")
@@ -255,9 +255,3 @@ def test_nonsense_raises_and_is_not_remembered(name: str) -> None:
         with pytest.raises((ag.GraphError, ag.NoBackendError), match=text):
             call(q, k, v)
     assert len(looks) == before
-
-
-def test_the_drop_in_function_is_pytorch_s() -> None:
-    q, k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(3))
-    due = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, is_causal=True), due)
