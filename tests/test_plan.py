@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
@@ -55,22 +54,6 @@ def test_equal_graphs_built_in_two_ways_share_one_plan() -> None:
     assert ag.cache_info().hits == 2
 
 
-def test_every_option_of_compile_is_part_of_the_key() -> None:
-    graph = ag.attention(X, X, X)
-    plans = {
-        id(plan)
-        for plan in (
-            ag.compile(graph, target=CPU),
-            ag.compile(graph, target="a100"),
-            ag.compile(graph, target=CPU, backends=("math",)),
-            ag.compile(graph, target=CPU, deterministic=True),
-            ag.compile(graph, target=CPU, max_workspace="1GiB"),
-            ag.compile(graph, target=CPU, workspace=ag.Workspace()),
-        )
-    }
-    assert len(plans) == 6
-
-
 def test_fifty_steps_of_training_build_two_plans() -> None:
     graph = ag.attention(X, X, X, mask=ag.Causal(), soft_cap=5.0)
     for _ in range(50):
@@ -79,31 +62,6 @@ def test_fifty_steps_of_training_build_two_plans() -> None:
         assert isinstance(o, torch.Tensor)
         (o * o).sum().backward()
     assert ag.cache_info().builds == 2
-
-
-def test_eight_threads_build_a_plan_once() -> None:
-    graph, start = ag.attention(X, X, X, mask=ag.Causal()), threading.Barrier(8)
-
-    def build(_: int) -> ag.Plan:
-        start.wait()
-        return ag.compile(graph, target=CPU)
-
-    with ThreadPoolExecutor(8) as pool:
-        plans = list(pool.map(build, range(8)))
-    assert len({id(plan) for plan in plans}) == 1
-    assert ag.cache_info().builds == 1
-
-
-def test_the_cache_gives_up_the_least_recently_used() -> None:
-    from attn_graph.machine.cache import Cache
-
-    cache: Cache[str] = Cache(2)
-    for key in ("a", "b"):
-        cache.put(key, key)
-    assert cache.get("a") == "a"
-    cache.put("c", "c")
-    assert (cache.get("b"), cache.get("a"), cache.get("c")) == (None, "a", "c")
-    assert (cache.evictions, cache.hits, cache.misses) == (1, 3, 1)
 
 
 @given(graph=graphs(), seed=seeds)
@@ -241,18 +199,6 @@ def test_a_call_by_name_says_what_is_missing_unknown_and_double() -> None:
         assert torch.equal(each, o)
 
 
-def test_strides_of_size_one_axes_never_matter() -> None:
-    x = ag.TensorSpec((1, 4, 1, 8), torch.float32)
-    plan = ag.compile(ag.attention(x, x, x), target=CPU)
-    plain = torch.randn(1, 4, 1, 8)
-    odd = plain.as_strided((1, 4, 1, 8), (99, 8, 3, 1))
-    for _ in range(3):
-        a, b = plan(plain, plain, plain), plan(odd, plain, odd)
-        assert isinstance(a, torch.Tensor)
-        assert isinstance(b, torch.Tensor)
-        assert torch.equal(a, b)
-
-
 def test_a_plan_for_another_machine_can_be_read_but_not_called() -> None:
     plan = ag.compile(ag.attention(X, X, X), target="h200", backends=("math",))
     assert "h200 (cuda sm_90)" in str(plan.explain())
@@ -283,31 +229,6 @@ def test_a_workspace_over_the_limit_is_refused_with_both_numbers() -> None:
         ag.compile(graph, target=PLAIN, max_workspace=need - 1)
     with pytest.raises(ag.GraphError, match="'1 parsec'"):
         ag.compile(graph, target=CPU, max_workspace="1 parsec")
-
-
-def test_prefer_is_scoped_to_its_context() -> None:
-    graph, seen = ag.attention(X, X, X), []
-    with ag.prefer("math"):
-        assert ag.compile(graph, target=CPU).backend == "math"
-        other = threading.Thread(target=lambda: seen.append(ag.compile(graph, target=CPU).backend))
-        other.start()
-        other.join()
-        assert ag.compile(graph, target=CPU, backends=("torch_sdpa",)).backend == "torch_sdpa"
-    assert seen == ["torch_sdpa"]
-    assert ag.compile(graph, target=CPU).backend == "torch_sdpa"
-
-
-def test_explain_names_the_choice_its_cause_and_all_refusals() -> None:
-    told = str(ag.compile(ag.attention(X, X, X, mask=ag.Window(3)), target=PLAIN).explain())
-    for part in (
-        "math runs this on ",
-        "cudnn",
-        "triton can't: ",
-        "backward: math runs this on ",
-    ):
-        assert part in told
-    assert "memory: outputs" in told
-    assert "torch_sdpa can't: supports Causal() from" in told
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -367,18 +288,6 @@ def test_the_pair_of_vjp_is_what_autograd_runs() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, due, strict=True))
 
 
-def test_only_wanted_gradients_are_computed() -> None:
-    graph = ag.attention(X, X, X, bias=ag.TensorSpec((1, 4, 16, 16), torch.float32))
-    plan = ag.compile(graph, target=CPU)
-    q, k, v = three()
-    bias = torch.randn(1, 4, 16, 16)
-    o = plan(q.requires_grad_(), k, v, bias)
-    assert isinstance(o, torch.Tensor)
-    o.sum().backward()
-    (used,) = plan.memo.pulls.values()
-    assert used.plan.graph.eqns[0].op.names == ("dq",)
-
-
 def test_a_workspace_grown_while_serving_can_train() -> None:
     """Memory made in inference mode could not be written to outside of it."""
     plan = ag.compile(ag.attention(X, X, X, soft_cap=3.0), target=CPU, workspace=ag.Workspace())
@@ -390,31 +299,6 @@ def test_a_workspace_grown_while_serving_can_train() -> None:
     assert isinstance(o, torch.Tensor)
     o.sum().backward()
     assert q.grad is not None
-
-
-def test_defaults_of_torch_change_nothing() -> None:
-    graph = ag.attention(X, X, X, mask=ag.Window(3), alibi=True)
-    tensors = three()
-    due = ag.compile(graph, target=CPU)(*tensors)
-    ag.clear_cache()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            found = ag.compile(graph, target=CPU)(*tensors)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert isinstance(due, torch.Tensor)
-    assert isinstance(found, torch.Tensor)
-    assert torch.equal(due, found)
-
-
-def test_a_build_that_fails_leaves_nothing_behind() -> None:
-    from attn_graph.compiler import plans
-
-    for n in range(3):
-        with pytest.raises(ag.NoBackendError):
-            ag.compile(ag.attention(X, X, X, scale=n + 2.5), target=CPU, backends=("cudnn",))
-    assert not plans.turns
 
 
 DOOR: list[tuple[dict[str, Any], str]] = [

@@ -85,6 +85,8 @@ def test_prefer_orders_and_forces_in_its_context_alone() -> None:
         assert chosen() == "math"
         assert elsewhere(chosen) == "torch_sdpa"
         assert chosen(avoid=("math",)) == "torch_sdpa"
+    with ag.prefer("math"):
+        assert chosen(backends=("torch_sdpa",)) == "torch_sdpa"
     assert chosen() == "torch_sdpa"
 
 
@@ -340,8 +342,12 @@ def test_everything_that_bears_on_a_plan_is_part_of_its_key() -> None:
     for block in BLOCKS:
         with block():
             plans.append(ag.compile(PLAIN, target=CPU))
-    plans.append(ag.compile(PLAIN, target=CPU, on_fallback="warn"))
-    plans.append(ag.compile(PLAIN, target=CPU, precision="tf32"))
+    options: tuple[dict[str, Any], ...] = (
+        *({"on_fallback": "warn"}, {"precision": "tf32"}, {"deterministic": True}),
+        *({"backends": ("torch_sdpa",)}, {"max_workspace": "1GiB"}, {"workspace": ag.Workspace()}),
+    )
+    plans += [ag.compile(PLAIN, target=CPU, **each) for each in options]
+    plans.append(ag.compile(PLAIN, target="a100"))
     assert len({id(plan) for plan in plans}) == len(plans)
     assert ag.compile(PLAIN, target=CPU, avoid=("cudnn",)) in plans
     assert ag.compile(PLAIN, target=CPU) is plain
