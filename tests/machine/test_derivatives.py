@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch._vmap_internals import _vmap
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -110,26 +111,32 @@ CHECKED: dict[str, dict[str, Any]] = {
         "bias": ag.TensorSpec((1, 1, 3, 4), torch.float64),
         "stats": ("lse", "max"),
     },
-    "sinks": {
+    "every step": {
+        "mask": ag.Window(2, 2, "bottom_right"),
+        "soft_cap": 5.0,
+        "bias": ag.TensorSpec((1, 2, 1, 4), torch.float64),
         "sinks": ag.TensorSpec((2,), torch.float64),
         "alibi": ag.TensorSpec((2,), torch.float64),
+        "kv_lengths": ag.TensorSpec((1,), torch.int64),
+        "dropout": 0.3,
         "align": "bottom_right",
         "stats": True,
     },
 }
 
 
-@pytest.mark.parametrize(("case", "fast"), [("sinks", False), *((name, True) for name in CHECKED)])
+@pytest.mark.parametrize(
+    ("case", "fast"), [("every step", False), *((name, True) for name in CHECKED)]
+)
 def test_derivatives_of_both_orders_and_modes_are_those_by_differences(
     case: str, fast: bool
 ) -> None:
     plan = ag.compile(ag.attention(Y, KV, KV, **CHECKED[case]), target=CPU)
     leaves = tuple(leaves_of(plan.graph))
-    assert torch.autograd.gradcheck(
-        differentiable(plan), leaves, check_forward_ad=True, fast_mode=fast
-    )
+    check: dict[str, Any] = {"fast_mode": fast, "check_batched_grad": fast}
+    assert torch.autograd.gradcheck(differentiable(plan), leaves, check_forward_ad=True, **check)
     assert torch.autograd.gradgradcheck(
-        differentiable(plan), leaves, check_fwd_over_rev=True, fast_mode=fast
+        differentiable(plan), leaves, check_fwd_over_rev=True, **check
     )
 
 
@@ -153,6 +160,17 @@ def test_batches_of_tangents_and_of_cotangents_are_those_one_after_another(case:
         differentiable(plan), leaves, check_forward_ad=True, check_batched_forward_grad=True,
         check_batched_grad=True, fast_mode=True,
     )  # fmt: skip
+
+
+def test_the_older_vmap_within_another_is_refused_by_name() -> None:
+    leaves = leaves_of(CAPPED.graph)
+    o = output_of(CAPPED, leaves)
+
+    def pull(do: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(o, leaves[0], do, retain_graph=True)[0]
+
+    with pytest.raises(ag.GraphError, match=r"within another; torch\.func\.vmap may be nested"):
+        _vmap(_vmap(pull))(torch.randn(2, 2, *o.shape, dtype=o.dtype))
 
 
 def capped(*tensors: torch.Tensor) -> torch.Tensor:
