@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,15 +18,9 @@ from torch.distributed.tensor.parallel import (
 
 import attn_graph as ag
 from attn_graph.mesh.layout import Placement
-from tests.support.ranks import Crew, count_bytes, start_crew
+from tests.support.ranks import Crew, count_bytes
 
 PLACED: list[tuple[Placement, int]] = [("batch", 0), ("heads", 1), ("contiguous", 2)]
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with start_crew(3, tmp_path_factory.mktemp("ranks")) as crew:
-        yield crew
 
 
 def graph(B: int = 2) -> ag.Graph:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -15,16 +14,10 @@ from attn_graph.mesh import ring
 from attn_graph.mesh.exchange import Transfer, post
 from attn_graph.mesh.layout import Method
 from benchmarks.memory import peak_bytes
-from tests.support.ranks import Crew, start_crew
+from tests.support.ranks import Crew
 
 H, N, D = 2, 4096, 16
 FEW = 2**20  # bytes of lse and its like, and of a kernel's own blocks; [H,N/2,N/4] is 16 MiB
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with start_crew(4, tmp_path_factory.mktemp("ranks")) as crew:
-        yield crew
 
 
 def causal(method: Method) -> ag.types.Sharded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,23 +22,11 @@ from attn_graph.testing import strategies
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.lowering.test_packed import Case, cases, check_packed_gradients, check_results
-from tests.support.ranks import Crew, count_bytes, start_crew
+from tests.support.ranks import Crew, count_bytes
 from tests.support.sequences import draw_cotangents
 
 PLACEMENTS: tuple[Placement, ...] = ("batch", "heads", *SEQUENCES)
 METHODS: tuple[Method | None, ...] = ("ring", "gather", "heads", None)
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with start_crew(3, tmp_path_factory.mktemp("ranks")) as crew:
-        yield crew
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with start_crew(4, tmp_path_factory.mktemp("four")) as crew:
-        yield crew
 
 
 @frozen(eq=False)
@@ -279,5 +267,5 @@ def test_the_text_of_any_sharded_graph_makes_it_again(data: st.DataObject) -> No
 @pytest.mark.slow
 @settings(max_examples=settings().max_examples * 2 // 5)
 @given(st.data())
-def test_four_ranks_too(four: Crew, data: st.DataObject) -> None:
-    check(four, *data.draw(sharded_graphs(4)))
+def test_four_ranks_too(crew: Crew, data: st.DataObject) -> None:
+    check(crew, *data.draw(sharded_graphs(4)))
