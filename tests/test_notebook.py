@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from html import escape
-from html.parser import HTMLParser
 from typing import Any, final
 
 import pytest
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.masks.pictures import MOST_MARKS, kinds, telling_size
 from attn_graph.printing import html
+from tests.support.html import Reader
 
 X = ag.TensorSpec((2, 8, 512, 64), torch.float32)
 MASK = ag.Causal() & (ag.Window(64) | ag.Prefix(4))
@@ -37,28 +37,6 @@ SHOWN: dict[str, Any] = {
     "no gradient": ag.compile(ag.vjp(GRAPH)[1], target="cpu").cost(),
     "explanation": PLAN.explain(),
 }
-
-
-class Reader(HTMLParser):
-    """The text of a page without its style, its tags, and those that are open at its end."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.text += data
 
 
 def read(value: Any) -> Reader:

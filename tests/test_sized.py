@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.binding import bind_graph, replace_sizes
 from attn_graph.ir.graph import Input
-from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan
+from attn_graph.testing.agreement import check_gradients, check_outputs, run_plan
 from attn_graph.testing.strategies import seeds
-from attn_graph.testing.tensors import cotangents_for, tensors_for
+from attn_graph.testing.tensors import tensors_for
 from tests.ir.test_dims import draw_sizes, named_graphs
+from tests.support.calls import check_same_bits
 
 CPU = ag.Target.of("cpu")
 I32 = torch.int32
@@ -77,16 +78,6 @@ def draw_starts(rng: random.Random) -> torch.Tensor:
     """Where up to four sequences begin, of up to 20 rows."""
     counts = [rng.randrange(21) for _ in range(rng.randrange(1, 5))]
     return torch.tensor([0, *counts], dtype=I32).cumsum(0).to(I32)
-
-
-def same(plan: ag.Plan, exact: ag.Plan, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Assert that two plans give the same bits, forward and backward."""
-    pairs = zip(run_plan(plan, tensors), run_plan(exact, tensors), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-    cotangents = cotangents_for(exact.graph, 1)
-    ours, theirs = (run_gradients(x, tensors, cotangents) for x in (plan, exact))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 # What a plan gives
@@ -248,7 +239,7 @@ def test_the_bits_are_the_same_in_the_backend_that_is_chosen(graph: ag.Graph) ->
         for n, i in enumerate(exact.graph.inputs):
             if i.name == "q_starts":
                 tensors[n] = torch.tensor([0, 1, 1, 3], dtype=I32)
-        same(plan, exact, tuple(tensors))
+        check_same_bits(plan, exact, tensors)
 
 
 def test_data_are_checked_in_any_size() -> None:

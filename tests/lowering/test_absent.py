@@ -33,7 +33,7 @@ from attn_graph.testing.strategies import (
 )
 from attn_graph.testing.tensors import cotangents_for, lay_anyhow, tensors_for
 from tests.lowering import test_packed, test_paged
-from tests.lowering.test_lowering import refused
+from tests.lowering.test_lowering import planned
 from tests.support.sequences import draw_cotangents, lay_like
 
 CPU = ag.Target.of("cpu")
@@ -104,7 +104,7 @@ class Case:
         """The operands of a graph that derives this one; what it reads besides is drawn."""
         own = {i.name: x for i, x in zip(self.graph.inputs, self.tensors(spoilt), strict=True)}
         saved = ag.vjp(self.graph)[0]
-        results = run_plan(compiled(saved), self.tensors(False))
+        results = run_plan(planned(saved, BACKEND), self.tensors(False))
         own |= dict(zip(saved.result_names, results, strict=True))
         random, made = torch.Generator().manual_seed(self.seed), list[Tensor]()
         for i in graph.inputs:
@@ -148,14 +148,6 @@ def cases(draw: DrawFn) -> Case:
     return make_case(size, dtype, options, ends, draw(seeds), laid)
 
 
-def compiled(graph: ag.Graph) -> ag.Plan:
-    """The plan of the backend that is tested; a graph that it refuses is not drawn."""
-    try:
-        return ag.compile(graph, target=CPU, backends=(BACKEND,))
-    except ag.NoBackendError as error:
-        refused(error)
-
-
 def are_same(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
     """Whether all have the same bits; one NaN is any other."""
     pairs = zip(xs, ys, strict=True)
@@ -173,7 +165,7 @@ def every_result(case: Case, plan: ag.Plan, spoilt: bool) -> list[Tensor]:
 
 def check_case(case: Case) -> None:
     """Poison in absent rows gives the bits that zeros give, forward and backward."""
-    plan = compiled(case.graph)
+    plan = planned(case.graph, BACKEND)
     zeros, poisoned = (every_result(case, plan, spoilt) for spoilt in (False, True))
     assert are_same(poisoned, zeros), str(plan.graph)
 
@@ -230,7 +222,7 @@ def test_absent_rows_of_every_way_of_tiling(sizes: Shape, dtype: torch.dtype, sh
 def test_absent_rows_are_never_seen_by_derivatives_of_higher_order(case: Case) -> None:
     forward, backward = ag.vjp(case.graph)
     for graph in (ag.jvp(forward), ag.jvp(backward), ag.vjp(backward)[1]):
-        plan = compiled(graph)
+        plan = planned(graph, BACKEND)
         zeros, poisoned = (run_plan(plan, case.derived(graph, spoilt)) for spoilt in (False, True))
         assert are_same(poisoned, zeros), str(graph)
 
@@ -271,7 +263,7 @@ def test_absent_rows_are_never_seen_step_by_step(dtype: torch.dtype, sinks: Opti
     forward, backward = ag.vjp(case.graph)
     for graph in (ag.jvp(forward), ag.jvp(backward)):  # of single steps no vjp is taken twice
         both = (evolve(case, graph=graph).tensors(spoilt) for spoilt in (False, True))
-        zeros, poisoned = (run_plan(compiled(graph), tensors) for tensors in both)
+        zeros, poisoned = (run_plan(planned(graph, BACKEND), tensors) for tensors in both)
         assert are_same(poisoned, zeros), str(graph)
 
 
@@ -302,7 +294,7 @@ KIND = st.sampled_from(KINDS)
 @given(case=KIND.flatmap(lambda kind: test_packed.cases(dtype=kind)), seed=seeds)
 @settings(max_examples=max(1, FEW // 2))
 def test_rows_of_no_sequence_are_never_seen(case: test_packed.Case, seed: int) -> None:
-    plan = compiled(case.packed)
+    plan = planned(case.packed, BACKEND)
     cotangents = draw_cotangents(plan.graph, case.batch, seed)
     check_spoilt(plan, case.packed_tensors, cotangents)
 
@@ -310,5 +302,5 @@ def test_rows_of_no_sequence_are_never_seen(case: test_packed.Case, seed: int) -
 @given(case=KIND.flatmap(lambda kind: test_paged.cases(dtype=kind)), seed=seeds)
 @settings(max_examples=max(1, FEW // 2))
 def test_unused_rows_of_pages_are_never_seen(case: test_paged.Case, seed: int) -> None:
-    plan = compiled(case.graph)
+    plan = planned(case.graph, BACKEND)
     check_spoilt(plan, case.inputs, test_paged.draw_cotangents(plan, seed))

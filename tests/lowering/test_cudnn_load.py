@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -17,16 +16,16 @@ from attrs import evolve
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.backend import Options
-from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn import plan as cudnn_plan
 from attn_graph.lowering.cudnn import run as cudnn_run
 from attn_graph.lowering.cudnn.backend import describe_problem, versions
-from attn_graph.lowering.cudnn.offline import describe_target, driver_library
+from attn_graph.lowering.cudnn.offline import describe_target
 from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Engine, Handles
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from tests.support.command_line import run
+from tests.support.cudnn_builder import ask_builder
 from tests.support.cudnn_frontend import FIRST_WITH_HANDLES, MINORS, Machine, stand_in
 
 X = ag.TensorSpec((2, 8, 1024, 128), torch.bfloat16)
@@ -53,12 +52,6 @@ OTHERS = {
     "totalGlobalMem": 150109945856,
 }
 LOAD = """
-import sys
-from pathlib import Path
-lowering, driver, folder = sys.argv[1:]
-sys.path[:0] = [lowering]
-import builder
-builder.load_stand_in(driver)
 device = Path(folder, "device").read_text()
 graph = builder.load_plan(Path(folder, "plan").read_bytes(), device)
 print(graph.get_workspace_size())
@@ -150,10 +143,7 @@ def test_cudnn_loads_a_plan_for_such_a_device(tmp_path: Path) -> None:
     (tmp_path / "plan").write_bytes(data)
     there = json.loads(describe_target(Target.of("h200"))) | OTHERS
     (tmp_path / "device").write_text(json.dumps(there))
-    lowering, folder = str(Path(cudnn_builder.__file__).parent), str(tmp_path)
-    program = (sys.executable, "-P", "-c", LOAD, lowering, driver_library(folder), folder)
-    done = subprocess.run(program, check=True, capture_output=True, text=True)
-    assert int(done.stdout) == plan.executable.workspace
+    assert int(ask_builder(LOAD, tmp_path)) == plan.executable.workspace
 
 
 @pytest.mark.parametrize("minor", MINORS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,10 +36,10 @@ from attn_graph.spec import FLOATS, INF
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, seeds
 from tests.lowering import test_paged as paging
-from tests.lowering.test_packed import Case, make_case
+from tests.lowering.test_packed import Case, check_packed_gradients, check_results, make_case
 from tests.support.cudnn_graphs import aligned, cudnn_options
 from tests.support.cudnn_model import Model
-from tests.support.sequences import SIDES, SPEC, Batch, batches
+from tests.support.sequences import SPEC, Batch, batches
 
 VERSIONS = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.26.0"))
 H200 = Target("h200", "cuda", 90, (), VERSIONS)
@@ -125,7 +125,7 @@ def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
     assume(not refusals(simple))
     tensors = [*map(aligned, case.packed_tensors)]
     outputs, (o, lse) = modelled(simple).forward(*tensors)
-    check_forward(case, outputs)
+    check_results(case, outputs)
     for x, i in zip(outputs, simple.outputs, strict=True):
         assert SPEC.like(x) == result_spec(simple, i)
     lean, _ = modelled(evolve(simple, outputs=simple.outputs[:1]), stats=False).forward(*tensors)
@@ -134,22 +134,8 @@ def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
     back, names = gradient_of(simple, do)
     assume(not refusals(back))
     gradients, _ = modelled(back).backward(*tensors, o, lse, do)
-    cotangents = [case.batch.pad(do), *(None for _ in outputs[1:])]
-    dues = expect_gradients(case.padded, case.padded_tensors, cotangents)
-    for name, x in zip(names, gradients, strict=True):
-        side = SIDES.get(name)
-        dues[name].check(x if side is None else case.batch.pad(x, side))
-        if side is not None:
-            assert (case.batch.outside(x, side) == 0).all()
-
-
-def check_forward(case: Case, outputs: Sequence[torch.Tensor]) -> None:
-    """The outputs are those of the padded graph, and empty in rows of no sequence."""
-    dues = expect_outputs(case.padded, case.padded_tensors)
-    for x, due in zip(outputs, dues, strict=True):
-        padded = case.batch.pad(x)
-        due.check(torch.where(case.batch.real(padded), padded, due.ref.to(padded.dtype)))
-        assert (case.batch.outside(x) == (-INF if x.ndim == 2 else 0.0)).all()
+    cotangents = [do, *(None for _ in outputs[1:])]
+    check_packed_gradients(case, dict(zip(names, gradients, strict=True)), cotangents)
 
 
 PARTLY: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, list[int]]]] = {
@@ -334,10 +320,7 @@ def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: paging.Cas
     case = finite_pages(case)
     tensors = [aligned(x) for x in case.inputs]
     outputs, _ = modelled(simple).forward(*tensors)
-    dues = expect_outputs(case.padded, case.padded_inputs)
-    for x, due in zip(outputs, dues, strict=True):
-        padded = case.pad(x)
-        due.check(torch.where(case.real(padded), padded, due.ref.to(padded.dtype)))
+    paging.check_results(case, outputs)
 
 
 def decode(B: int = 4, N: int = 4096, table: torch.dtype = I32, **options: Any) -> Graph:

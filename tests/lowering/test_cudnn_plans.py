@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +26,7 @@ from attn_graph.lowering.cudnn.memory import workspace
 from attn_graph.lowering.problem import sole
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
+from tests.support.cudnn_builder import ask_builder
 from tests.support.equipped import LIBRARIES
 
 pytestmark = pytest.mark.skipif(
@@ -35,6 +35,8 @@ pytestmark = pytest.mark.skipif(
 X = ag.TensorSpec((2, 8, 1024, 128), torch.bfloat16, layout="bshd")
 CAUSAL = ag.attention(X, X, X, mask=ag.Causal())
 H200 = Target.of("h200")
+FRONTEND = ("nvidia-cudnn-frontend", "1.28.0")
+CUDNN_9_24 = ("nvidia-cudnn-cu13", "9.24.0.43")
 ENGINE = r"\beng\d+(?:, [A-Z_]+ = \d+)+"
 KNOWN = (9, 20, 0)  # whose engines are written here
 
@@ -236,13 +238,6 @@ def test_nothing_is_kept_where_that_is_not_wanted(store: Store) -> None:
 
 
 DESCRIBE = """
-import sys
-from pathlib import Path
-lowering, driver, folder = sys.argv[1:]
-sys.path[:0] = [lowering]
-import builder
-builder.load_stand_in(driver)
-import cudnn
 print(cudnn.create_device_properties(Path(folder, "device").read_text()).serialize())
 """
 
@@ -251,19 +246,7 @@ def test_cudnn_describes_a_device_as_we_do(tmp_path: Path) -> None:
     """And as text, which is how the machine's own is read."""
     due = cudnn_offline.describe_target(H200)
     (tmp_path / "device").write_text(due)
-    lowering = str(Path(cudnn_builder.__file__).parent)
-    folder = str(tmp_path)
-    program = (
-        sys.executable,
-        "-P",
-        "-c",
-        DESCRIBE,
-        lowering,
-        cudnn_offline.driver_library(folder),
-        folder,
-    )
-    done = subprocess.run(program, check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout) == json.loads(due)
+    assert json.loads(ask_builder(DESCRIBE, tmp_path)) == json.loads(due)
 
 
 def test_the_machines_own_device_is_read_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,12 +275,6 @@ NEVER(nvrtcGetPTXSize) NEVER(nvrtcGetPTX) NEVER(nvrtcGetCUBINSize) NEVER(nvrtcGe
 NEVER(__nvrtcCPEx)
 """
 LOAD = """
-import ctypes, sys
-from pathlib import Path
-lowering, driver, folder = sys.argv[1:]
-sys.path[:0] = [lowering]
-import builder
-builder.load_stand_in(driver)
 ctypes.CDLL(f"{folder}/libnvrtc.so.13", ctypes.RTLD_GLOBAL)
 device = Path(folder, "device").read_text()
 graph = builder.load_plan(Path(folder, "plan").read_bytes(), device)
@@ -316,18 +293,7 @@ def test_a_stored_plan_loads_without_compiling(store: Store, tmp_path: Path) -> 
     (tmp_path / "nvrtc.c").write_text(NO_COMPILER)
     library = ("-shared", "-fPIC", "-Wl,-soname,libnvrtc.so.13", "-o", "libnvrtc.so.13", "nvrtc.c")
     subprocess.run(("cc", *library), check=True, cwd=tmp_path)
-    lowering = str(Path(cudnn_builder.__file__).parent)
-    program = (
-        sys.executable,
-        "-P",
-        "-c",
-        LOAD,
-        lowering,
-        cudnn_offline.driver_library(str(tmp_path)),
-        str(tmp_path),
-    )
-    done = subprocess.run(program, check=True, capture_output=True, text=True)
-    assert done.stdout == f"{built.workspace} {[*built.notes]}\n"
+    assert ask_builder(LOAD, tmp_path) == f"{built.workspace} {[*built.notes]}\n"
 
 
 def test_a_plan_depends_on_all_that_its_key_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,13 +329,6 @@ def changed(value: object) -> object:
 
 
 DIFFER = """
-import json, sys
-from pathlib import Path
-lowering, driver, folder = sys.argv[1:]
-sys.path[:0] = [lowering]
-import builder
-builder.load_stand_in(driver)
-import cudnn
 plan = Path(folder, "plan").read_bytes()
 for name, device in json.loads(Path(folder, "devices").read_text()).items():
     try:
@@ -403,18 +362,7 @@ def test_keys_hold_what_cudnn_compares_of_a_device_and_no_more(
     own = json.loads(cudnn_offline.describe_target(H200))
     others = {name: own | {name: changed(value)} for name, value in own.items()}
     (tmp_path / "devices").write_text(json.dumps(others))
-    lowering, folder = str(Path(cudnn_builder.__file__).parent), str(tmp_path)
-    program = (
-        sys.executable,
-        "-P",
-        "-c",
-        DIFFER,
-        lowering,
-        cudnn_offline.driver_library(folder),
-        folder,
-    )
-    done = subprocess.run(program, check=True, capture_output=True, text=True)
-    refused = set(done.stdout.split())
+    refused = set(ask_builder(DIFFER, tmp_path).split())
     facts = json.loads(key.partition(" ")[2])
     told, version = facts["device"], tuple(facts["versions"][0])
     fewer = (9, 25) <= version < (9, 28) and refused < set(told)
@@ -422,46 +370,43 @@ def test_keys_hold_what_cudnn_compares_of_a_device_and_no_more(
     assert told == {name: own[name] for name in told}
 
 
-# What is missing is a reason.
+# What is missing
 
 
-def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ag.NoBackendError) as error:
-        planned(store=store, backends=("cudnn",))
-    assert "needs a C compiler, and none of cc, gcc, clang is on the path" in refusal(error)
+MISSING: dict[str, tuple[str, Callable[[str], object] | None, Target, str]] = {
+    "no compiler": (
+        *("shutil.which", lambda name: None, H200),
+        "needs a C compiler, and none of cc, gcc, clang is on the path",
+    ),
+    "a compiler that fails": (
+        *("shutil.which", lambda name: "/bin/false", H200),
+        "which /bin/false can't build",
+    ),
+    "no frontend": (
+        *("attn_graph.lowering.cudnn.offline.find_spec", lambda name: None, H200),
+        "nvidia-cudnn-frontend, which is not installed here; pip install",
+    ),
+    "other versions": (
+        *("", None, Target("h200", "cuda", 90, (), (FRONTEND, CUDNN_9_24))),
+        r"and the target has 9\.24\.0 and 1\.28\.0\Z",
+    ),
+    "a GPU that nobody described": (
+        *("", None, Target("h19", "cuda", 90, (), H200.libraries)),
+        r"\Aplans for GPUs that are not there from a100, h100, h200",
+    ),
+}
 
 
-def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: "/bin/false")
-    with pytest.raises(ag.NoBackendError) as error:
-        planned(store=store, backends=("cudnn",))
-    assert "which /bin/false can't build" in refusal(error)
-
-
-def test_no_frontend_here_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-    monkeypatch.setattr(cudnn_offline, "find_spec", lambda name: None)
-    with pytest.raises(ag.NoBackendError) as error:
-        planned(store=store, backends=("cudnn",))
-    assert "nvidia-cudnn-frontend, which is not installed here; pip install" in refusal(error)
-
-
-def test_other_versions_than_the_targets_are_a_reason(store: Store) -> None:
-    libraries = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.24.0.43"))
-    with pytest.raises(ag.NoBackendError) as error:
-        planned(
-            store=store,
-            target=Target("h200", "cuda", 90, (), libraries),
-            backends=("cudnn",),
-        )
-    assert refusal(error).endswith("and the target has 9.24.0 and 1.28.0")
-
-
-def test_a_gpu_that_nobody_described_is_a_reason(store: Store) -> None:
-    target = Target("h19", "cuda", 90, (), H200.libraries)
+@pytest.mark.parametrize("name", MISSING)
+def test_what_is_missing_is_a_reason(
+    name: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, stand_in, target, words = MISSING[name]
+    if stand_in is not None:
+        monkeypatch.setattr(place, stand_in)
     with pytest.raises(ag.NoBackendError) as error:
         planned(store=store, target=target, backends=("cudnn",))
-    assert refusal(error).startswith("plans for GPUs that are not there from a100, h100, h200")
+    assert re.search(words, refusal(error))
 
 
 def test_such_a_gpu_is_explained_all_the_same() -> None:

@@ -18,8 +18,7 @@ from attn_graph.lowering.triton.decode import FIXED_KEYS, divide_keys
 from attn_graph.lowering.triton.few_rows import LEAST_KEYS, MOST_QUERIES, MOST_ROWS
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.testing import rule
-from attn_graph.testing.agreement import run_plan
+from attn_graph.testing.agreement import check_outputs, run_plan
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options
 from attn_graph.testing.tensors import tensors_for
 from tests.support.equipped import equip
@@ -171,9 +170,7 @@ def test_the_parts_are_the_whole(step: tuple[ag.Graph, int]) -> None:
     graph, seed = step
     plan = ag.compile(graph, backends=("triton",), batch_invariant=True)
     assert "partial sums" in str(plan.explain())
-    tensors = tensors_for(graph, seed)
-    for x, due in zip(run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True):
-        due.check(x, f"{graph}\n")
+    check_outputs(plan, graph, tensors_for(graph, seed))
 
 
 def cache(capacity: int, lengths: list[int], H: int = 4, M: int = 1) -> tuple[ag.Graph, Any]:
@@ -247,7 +244,5 @@ def test_each_row_has_its_head_and_its_query() -> None:
         mask=ag.Window(80, 0, "bottom_right"),
         stats=True,
     )
-    tensors = tensors_for(graph, 3)
     plan = ag.compile(graph, backends=("triton",), batch_invariant=True)
-    for x, due in zip(run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True):
-        due.check(x)
+    check_outputs(plan, graph, tensors_for(graph, 3))

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import attn_graph as ag
 from attn_graph.extend import BACKENDS, Store
 from attn_graph.testing import formula, rule
-from attn_graph.testing.agreement import run_plan
+from attn_graph.testing.agreement import check_gradients, check_outputs, run_plan
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tangents import expect_tangents
 from attn_graph.testing.tensors import cotangents_for, tensors_for
@@ -42,24 +42,10 @@ def test_results_and_gradients_agree_with_the_formula(
     try:
         plan = ag.compile(graph, backends=(backend,))
         tensors = tensors_for(graph, seed, "cuda")
-        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-        outputs = run_plan(plan, leaves)
-        for output, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
-            due.check(output)
-        cotangents = cotangents_for(plan.graph, seed, "cuda")
-        named = zip(plan.graph.inputs, leaves, strict=True)
-        wanted = {i.name: t for i, t in named if t.requires_grad}
-        poisoned = formula.poison_blind_rows(graph, tensors, cotangents, seed)
-        pairs = [(o, d) for o, d in zip(outputs, poisoned, strict=True) if d is not None]
-        used, given = zip(*pairs, strict=True)
-        found = torch.autograd.grad(used, [*wanted.values()], given, allow_unused=True)
+        check_outputs(plan, graph, tensors)
+        check_gradients(plan, graph, tensors, seed)
     except ag.NoBackendError:
         reject()
-    gradients = dict(zip(wanted, found, strict=True))
-    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
-        gradient = gradients.get(name)
-        if gradient is not None:
-            due.check(gradient)
 
 
 @pytest.mark.parametrize("most", SIZES)
@@ -250,11 +236,7 @@ def test_the_fastest_is_measured(tmp_path: Path) -> None:
     for each in (plan, plan.vjp):
         assert each.cause.startswith("it was the fastest when measured here: ")
         assert "triton, half the keys" in each.cause
-    tensors = tensors_for(graph, 0, "cuda")
-    for output, due in zip(
-        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
-    ):
-        due.check(output)
+    check_outputs(plan, graph, tensors_for(graph, 0, "cuda"))
 
 
 def equal_gpus() -> list[str]:
@@ -368,7 +350,4 @@ def test_the_largest_scores_of_long_rows_are_those_of_the_formula(
     graph = ag.attention(x, x, x, mask=ag.Causal() & ag.Window(300), scale=0.3, stats=("max",))
     plan = ag.compile(graph)
     assert plan.backend == "triton"
-    tensors = [t.requires_grad_(trained) for t in tensors_for(graph, 1, "cuda")]
-    outputs = run_plan(plan, tensors)
-    for output, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
-        due.check(output)
+    check_outputs(plan, graph, [t.requires_grad_(trained) for t in tensors_for(graph, 1, "cuda")])

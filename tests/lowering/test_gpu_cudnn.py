@@ -21,9 +21,10 @@ from attn_graph.lowering.cudnn.run import Engine, Run
 from attn_graph.lowering.problem import sole
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
-from attn_graph.testing import formula, rule
+from attn_graph.testing import rule
+from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.strategies import seeds
-from attn_graph.testing.tensors import cotangents_for, tensors_for
+from attn_graph.testing.tensors import tensors_for
 from tests.support.capture import replayed
 from tests.support.cudnn_graphs import aligned, cudnn_graphs
 
@@ -32,32 +33,25 @@ HALF = torch.float16
 lengths = st.sampled_from([1, 2, 5, 63, 64, 65, 127, 128, 129, 192, 257, 320])
 
 
-def results(graph: Graph, seed: int) -> list[tuple[rule.Expectation, torch.Tensor]]:
-    """What cuDNN's plan gives, o and every gradient, beside what it should."""
+def checked(
+    graph: Graph, tensors: Sequence[torch.Tensor], seed: int = 1
+) -> dict[str, torch.Tensor]:
+    """o and every gradient of cuDNN's plan on these tensors, each as it should be."""
     plan = ag.compile(graph, backends=("cudnn",))
-    tensors = tuple(map(aligned, tensors_for(graph, seed, "cuda")))
-    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-    output = plan(*leaves)
-    assert isinstance(output, torch.Tensor)
-    (do,) = cotangents_for(plan.graph, seed, "cuda")
-    named = {i.name: t for i, t in zip(graph.inputs, leaves, strict=True) if t.requires_grad}
-    poisoned = formula.poison_blind_rows(graph, tensors, (do,), seed)
-    found = torch.autograd.grad(output, [*named.values()], poisoned)
-    dues = rule.expect_gradients(graph, tensors, (do,))
-    gradients = [(dues[name], x) for name, x in zip(named, found, strict=True)]
-    return [(rule.expect_outputs(graph, tensors)[0], output), *gradients]
+    (o,) = check_outputs(plan, graph, tensors)
+    found = check_gradients(plan, graph, tensors, seed)
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    return {"o": o, **found}
 
 
 @given(graph=cudnn_graphs(lengths), seed=seeds)
 @settings(max_examples=100)
 def test_results_and_gradients_agree_with_the_formula(graph: Graph, seed: int) -> None:
     try:
-        pairs = results(graph, seed)
+        found = checked(graph, [*map(aligned, tensors_for(graph, seed, "cuda"))], seed)
     except ag.NoBackendError:
         reject()
-    for due, found in pairs:
-        due.check(found)
-    assert len(pairs) >= 4
+    assert {"o", "q", "k", "v"} <= found.keys()
 
 
 def test_the_table_of_devices_tells_what_cudnn_reads_off_this_one() -> None:
@@ -107,10 +101,9 @@ def test_no_gradient_is_nan_where_all_scores_are_very_low(M: int, N: int) -> Non
 @pytest.mark.parametrize("N", [64, 129, 1000])
 def test_a_single_query_has_gradients(N: int) -> None:
     q, k = (ag.TensorSpec((2, 4, n, 64), torch.float16) for n in (1, N))
-    pairs = results(ag.attention(q, k, k), 3)
-    for due, found in pairs:
-        due.check(found)
-    assert [due.name for due, _ in pairs] == ["o", "dq", "dk", "dv"]
+    graph = ag.attention(q, k, k)
+    found = checked(graph, [*map(aligned, tensors_for(graph, 3, "cuda"))])
+    assert [*found] == ["o", "q", "k", "v"]
 
 
 def test_forward_and_backward_by_hand_are_cudnns() -> None:
@@ -211,23 +204,6 @@ def test_threads_and_streams_each_have_their_handle() -> None:
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(call, range(32)):
             due.check(found)
-
-
-def checked(graph: Graph, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """o and every gradient of cuDNN's plan on these tensors, each as it should be."""
-    plan = ag.compile(graph, backends=("cudnn",))
-    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-    o = plan(*leaves)
-    assert isinstance(o, torch.Tensor)
-    (do,) = cotangents_for(plan.graph, 1, "cuda")
-    wanted = {i.name: t for i, t in zip(graph.inputs, leaves, strict=True) if t.requires_grad}
-    found = dict(zip(wanted, torch.autograd.grad(o, [*wanted.values()], do), strict=True))
-    rule.expect_outputs(graph, tensors)[0].check(o)
-    dues = rule.expect_gradients(graph, tensors, (do,))
-    for name, gradient in found.items():
-        dues[name].check(gradient)
-        assert gradient.isfinite().all()
-    return {"o": o, **found}
 
 
 @pytest.fixture

@@ -10,21 +10,19 @@ from hypothesis import given, reject, settings
 
 import attn_graph as ag
 from attn_graph.testing.agreement import run_plan
-from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import seeds
 from tests.lowering import test_paged as paging
 from tests.lowering.test_cudnn_packed import (
     KEYLESS,
     TIGHT,
     cases,
-    check_forward,
     finite_pages,
     make_plain,
     noise,
     paged_cases,
 )
-from tests.lowering.test_packed import Case
-from tests.support.sequences import SIDES, Batch
+from tests.lowering.test_packed import Case, check_packed_gradients, check_results
+from tests.support.sequences import Batch
 
 pytestmark = pytest.mark.gpu
 LONG = make_plain(
@@ -61,26 +59,19 @@ def check_case(case: Case, seed: int) -> None:
     plan = compiled(case.packed)
     leaves = [x.requires_grad_(x.is_floating_point()) for x in on_gpu(case.packed, case.tensors)]
     outputs = run_plan(plan, leaves)
-    check_forward(case, [x.detach().cpu() for x in outputs])
+    check_results(case, [x.detach().cpu() for x in outputs])
     do = case.batch.spoil(noise(outputs[0], seed), 0)
     named = {i.name: x for i, x in zip(case.packed.inputs, leaves, strict=True) if x.requires_grad}
     grads = torch.autograd.grad(outputs[0], [*named.values()], do.cuda())
-    cotangents = [case.batch.pad(do), *(None for _ in outputs[1:])]
-    dues = expect_gradients(case.padded, case.padded_tensors, cotangents)
-    for name, x in zip(named, (g.cpu() for g in grads), strict=True):
-        side = SIDES.get(name)
-        dues[name].check(x if side is None else case.batch.pad(x, side))
-        assert side is None or (case.batch.outside(x, side) == 0).all()
+    found = dict(zip(named, (g.cpu() for g in grads), strict=True))
+    check_packed_gradients(case, found, [do, *(None for _ in outputs[1:])])
 
 
 @given(case=paged_cases())
 @settings(max_examples=50)
 def test_pages_agree_with_the_formula(case: paging.Case) -> None:
     case = finite_pages(case)
-    outputs = run_plan(compiled(case.graph), on_gpu(case.graph, case.tensors))
-    for x, due in zip(outputs, expect_outputs(case.padded, case.padded_inputs), strict=True):
-        padded = case.pad(x.cpu())
-        due.check(torch.where(case.real(padded), padded, due.ref.to(padded.dtype)))
+    paging.check_case(case, compiled(case.graph), "cuda")
 
 
 def test_starts_that_change_between_replays_are_read_anew() -> None:

@@ -22,7 +22,7 @@ from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, seeds
 from benchmarks.gpu.device import capture_step
 from tests.lowering import test_packed, test_paged
-from tests.lowering.test_page_sums import gradient_is_taken
+from tests.lowering.test_sequences import gradient_is_taken
 from tests.support.equipped import equip
 from tests.support.sequences import I32, SPEC, Batch, gradients_on
 

@@ -52,7 +52,7 @@ DRAWN = {
 }
 
 
-def planned(graph: ag.Graph, backend: str) -> ag.Plan:
+def planned(graph: ag.Graph, backend: str = NAMES[-1]) -> ag.Plan:
     """The backend's plan; a graph that it refuses, with reasons, is not drawn."""
     try:
         return ag.compile(graph, target=CPU, backends=(backend,))
@@ -141,11 +141,8 @@ def test_steps_in_any_order_agree_with_the_formula(data: st.DataObject, seed: in
     graph = data.draw(shuffled_graphs())
     if any(i.spec.dtype == torch.float64 for i in graph.inputs):
         reject()  # the rule would want float64 of what float32 scores give
-    plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, seed)
-    for found, due in zip(
-        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
-    ):
-        due.check(found)
+    plan, tensors = planned(graph), tensors_for(graph, seed)
+    check_outputs(plan, graph, tensors)
     gradients_agree(plan, graph, seed)
 
 
@@ -161,15 +158,9 @@ def test_a_bias_of_minus_infinity_stays_so_under_a_soft_cap() -> None:
     *tensors, bias, more = tensors_for(graph, 1)
     seen = torch.arange(6) < torch.tensor([[0], [6], [2], [5], [1], [3]])
     tensors += [torch.where(seen, bias, -INF), torch.where(seen.flip(0), more, -INF)]
-    plan, given = planned(graph, NAMES[-1]), as_leaves(tensors)
-    outputs, cotangents = run_plan(plan, given), cotangents_for(graph, 1)
-    for found, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
-        due.check(found)
-    dues = rule.expect_gradients(graph, tensors, cotangents).values()
-    gradients = torch.autograd.grad(outputs, given, cotangents)
-    for found, due in zip(gradients, dues, strict=True):
-        due.check(found)
-        assert found.isfinite().all()
+    plan = planned(graph)
+    check_outputs(plan, graph, tensors)
+    assert all(x.isfinite().all() for x in check_gradients(plan, graph, tensors, 1).values())
 
 
 @pytest.mark.parametrize("modified", [False, True])
@@ -191,7 +182,7 @@ def test_the_gradient_of_sinks_is_that_of_the_formula(dtype: torch.dtype, modifi
     tensors = (q, k, v, *(more[name] for name in names[3:]))
     cotangents = cotangents_for(graph, 2)
     poisoned = formula.poison_blind_rows(graph, tensors, cotangents, 2)
-    found = run_gradients(planned(graph, NAMES[-1]), tensors, poisoned)
+    found = run_gradients(planned(graph), tensors, poisoned)
     dues = rule.expect_gradients(graph, tensors, cotangents)
     assert dues["sinks"].ref[[0, 2]].abs().min() > 0.1
     assert dues["sinks"].ref[1] == 0
@@ -285,10 +276,7 @@ def test_scales_that_float32_takes_for_0_are_right_or_refused(
         assert any("scale above 0" in r or "the mask is" in r for r in reasons)
         return
     tensors = tensors_for(graph, 1)
-    for found, due in zip(
-        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
-    ):
-        due.check(found)
+    check_outputs(plan, graph, tensors)
     gradients_agree(plan, graph, 1)
 
 
@@ -316,11 +304,8 @@ def test_soft_caps_at_the_ends_of_what_is_taken_are_right(
 ) -> None:
     x = ag.TensorSpec((1, 2, rows, 8), torch.float32)
     graph = ag.attention(x, x, x, soft_cap=cap, scale=scale, stats=True)
-    plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, 1)
-    for found, due in zip(
-        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
-    ):
-        due.check(found)
+    plan = planned(graph)
+    check_outputs(plan, graph, tensors_for(graph, 1))
     gradients_agree(plan, graph, 1)
 
 
@@ -394,15 +379,9 @@ def test_sinks_and_slopes_are_taken_in_the_dtype_of_q(backend: str, dtype: torch
     graph = ag.attention(x, x, x, mask=ag.Causal(), alibi=slopes, sinks=logits, stats=True)
     assert [i.name for i in graph.inputs] == ["q", "k", "v", "alibi", "sinks"]
     plan, tensors = ag.compile(graph, target=CPU, backends=(backend,)), tensors_for(graph, 1)
-    for output, due in zip(
-        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
-    ):
-        due.check(output)
-    cotangents = cotangents_for(plan.graph, 2)
-    grads = run_gradients(plan, tensors, cotangents)
+    check_outputs(plan, graph, tensors)
+    grads = check_gradients(plan, graph, tensors, 2)
     assert grads["alibi"].dtype == grads["sinks"].dtype == dtype
-    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
-        due.check(grads[name])
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
@@ -413,10 +392,7 @@ def test_a_causal_mask_survives_scales_that_turn_infinity_around(scale: float) -
     plan, tensors = ag.compile(graph, target=CPU), tensors_for(graph, 1)
     assert plan.backend == "math"
     assert any("scale above 0" in str(r) for _, reasons in plan.refusals for r in reasons)
-    for found, due in zip(
-        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
-    ):
-        due.check(found)
+    check_outputs(plan, graph, tensors)
 
 
 @given(seed=seeds, dtype=st.sampled_from((torch.float32, torch.float16)))
@@ -452,11 +428,8 @@ def test_larger_shapes_agree_too(data: st.DataObject) -> None:
     sizes = st.just(Shape(B, H, G, M, N, 8, data.draw(st.sampled_from((8, 4)))))
     graph = data.draw(graphs(sizes, st.sampled_from((torch.float32, torch.float16))))
     graph = without_dropout(graph)
-    plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, data.draw(seeds))
-    for found, due in zip(
-        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
-    ):
-        due.check(found)
+    plan, tensors = planned(graph), tensors_for(graph, data.draw(seeds))
+    check_outputs(plan, graph, tensors)
     cotangents = cotangents_for(plan.graph, 3)
     found_grads = run_gradients(plan, tensors, cotangents)
     for name, due in rule.expect_gradients(graph, tensors, cotangents).items():

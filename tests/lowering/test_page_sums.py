@@ -25,6 +25,7 @@ from tests.lowering.test_sequences import (
     HALF,
     I32,
     SPEC,
+    gradient_is_taken,
     inside_nan,
     interpreted,
     watch_around_results,
@@ -37,12 +38,6 @@ THREE = Batch((2, 33, 0), (40, 1, 33), ((0, 0),) * 3, False)  # several tiles of
 def compile_both(graph: ag.Graph, **options: Any) -> ag.Plan:
     """Both passes by Triton."""
     return ag.compile(graph, backends=("triton",), **options)
-
-
-def gradient_is_taken(graph: ag.Graph) -> bool:
-    """Whether Triton takes the gradient: not that of what a modifier reads."""
-    layout = Layout.of(simplify(ag.vjp(graph)[1]))
-    return layout is not None and not [*layout.reasons()]
 
 
 def make_case(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import and_
 from typing import Any
@@ -182,9 +182,12 @@ def test_pages_are_keys_in_one_piece(case: Case) -> None:
 
 def check_case(case: Case, plan: ag.Plan, device: str = "cpu") -> None:
     """A plan's results are those of keys in one piece."""
+    check_results(case, [x.cpu() for x in run_plan(plan, [x.to(device) for x in case.inputs])])
+
+
+def check_results(case: Case, results: Sequence[torch.Tensor]) -> None:
     dues = expect_outputs(case.padded, case.padded_inputs)
-    results = run_plan(plan, [x.to(device) for x in case.inputs])
-    for x, due in zip((x.cpu() for x in results), dues, strict=True):
+    for x, due in zip(results, dues, strict=True):
         padded = case.pad(x)
         there = torch.where(case.real(padded), padded, due.ref.to(padded.dtype))
         due.check(there, f"{case.graph}\n")

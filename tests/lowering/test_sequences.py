@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.planner.tuning import elements_spanned
-from attn_graph.spec import INF
 from attn_graph.testing.agreement import run_plan
-from attn_graph.testing.rule import expect_outputs
 from attn_graph.testing.strategies import Shape, seeds
 from tests.lowering import test_packed, test_paged
 from tests.support.sequences import Batch
@@ -38,26 +35,6 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def check_forward(
-    case: Any, graph: ag.Graph, padded: ag.Graph, tensors: Sequence[Any]
-) -> list[torch.Tensor]:
-    """Results are those of padded tensors; the results."""
-    given_tensors, padded_tensors = tensors
-    plan = ag.compile(graph, backends=("triton",))
-    dues = expect_outputs(padded, padded_tensors)
-    results = [*run_plan(plan, given_tensors)]
-    for x, due in zip(results, dues, strict=True):
-        full = case.pad(x)
-        there = torch.where(case.real(full), full, due.ref.to(full.dtype))
-        due.check(there, f"{graph}\n")
-    return results
-
-
-def check_gradients(case: test_packed.Case, seed: int) -> None:
-    """Triton's gradients are those of padded tensors."""
-    test_packed.check_gradients(ag.compile(case.packed, backends=("triton",)), case, seed)
-
-
 def gradient_is_taken(graph: ag.Graph) -> bool:
     """Whether Triton takes the gradient: not that of what a modifier reads."""
     layout = Layout.of(simplify(ag.vjp(graph)[1]))
@@ -72,9 +49,7 @@ def gradient_is_taken(graph: ag.Graph) -> bool:
 @settings(max_examples=6 * FEW)
 def test_packed_is_padded_with_lengths(case: test_packed.Case) -> None:
     """And rows of no sequence are 0, and -inf in statistics."""
-    tensors = case.packed_tensors, case.padded_tensors
-    for x in check_forward(case.batch, case.packed, case.padded, tensors):
-        assert (case.batch.outside(x) == (-INF if x.ndim == 2 else 0.0)).all()
+    test_packed.check_case(ag.compile(case.packed, backends=("triton",)), case)
 
 
 @interpreted
@@ -82,7 +57,8 @@ def test_packed_is_padded_with_lengths(case: test_packed.Case) -> None:
 @settings(max_examples=5 * FEW)
 def test_gradients_of_packed_are_those_of_padded(case: test_packed.Case, seed: int) -> None:
     if gradient_is_taken(case.packed):
-        check_gradients(case, seed)
+        plan = ag.compile(case.packed, backends=("triton",))
+        test_packed.check_gradients(plan, case, seed)
 
 
 @interpreted
@@ -275,11 +251,10 @@ def test_starts_are_walked_a_few_at_a_time_as_all_at_once(
     """With one start, two or four at a time, forward and backward."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequences, "AT_ONCE", tl.constexpr(2 ** (seed % 3)))
-        check_forward(
-            case.batch, case.packed, case.padded, (case.packed_tensors, case.padded_tensors)
-        )
+        plan = ag.compile(case.packed, backends=("triton",))
+        test_packed.check_case(plan, case)
         if gradient_is_taken(case.packed):
-            check_gradients(case, seed)
+            test_packed.check_gradients(plan, case, seed)
 
 
 REFUSED: dict[str, tuple[ag.Graph, str]] = {

@@ -17,8 +17,7 @@ from attn_graph.lowering.backend import Options
 from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.offline import inspect_launch, mock_tensors
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.testing import rule
-from attn_graph.testing.agreement import run_plan
+from attn_graph.testing.agreement import check_outputs, run_plan
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
 from attn_graph.testing.tensors import tensors_for
 from docs.generate.kernel_rows import Kernel, target_of
@@ -162,9 +161,7 @@ def test_shared_keys_give_the_whole(chunk: tuple[ag.Graph, int]) -> None:
     parts = {x.kernel: x.fixed.get("PARTS") for x in forward.launches}
     assert parts["forward"] == parts["merge_parts"] == 2
     plan, tensors = ag.compile(graph, backends=("triton",)), tensors_for(graph, seed)
-    results, again = run_plan(plan, tensors), run_plan(plan, tensors)
-    for x, due in zip(results, rule.expect_outputs(graph, tensors), strict=True):
-        due.check(x, f"{graph}\n")
+    results, again = check_outputs(plan, graph, tensors), run_plan(plan, tensors)
     assert all(
         torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(results, again, strict=True)
     )
@@ -198,11 +195,7 @@ def test_rows_of_very_different_parts_are_merged() -> None:
     q, k = torch.full((1, 1, 66, 8), 10.0), torch.zeros(1, 1, 97, 8)
     k[:, :, :40], k[:, :, 70:] = 8.0, -8.0
     graph = ag.attention(*map(ag.TensorSpec.like, (q, k, k)), scale=1.0, stats=True)
-    plan = ag.compile(graph, backends=("triton",))
-    for x, due in zip(
-        run_plan(plan, (q, k, k)), rule.expect_outputs(graph, (q, k, k)), strict=True
-    ):
-        due.check(x)
+    check_outputs(ag.compile(graph, backends=("triton",)), graph, (q, k, k))
 
 
 @interpreting

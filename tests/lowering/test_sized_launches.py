@@ -27,10 +27,11 @@ from attn_graph.lowering.triton.symbols import SPECIAL
 from attn_graph.lowering.triton.work import work_of
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import bind
-from attn_graph.testing.agreement import run_gradients, run_plan
+from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import seeds
-from attn_graph.testing.tensors import cotangents_for, tensors_for
+from attn_graph.testing.tensors import tensors_for
 from tests.ir.test_dims import named_graphs
+from tests.support.calls import check_same_bits, is_same
 
 CPU, H200 = ag.Target.of("cpu"), ag.Target.of("h200")
 F16, I32 = torch.float16, torch.int32
@@ -228,7 +229,7 @@ def test_steps_of_random_sizes_are_one_build_for_each_pass(name: str) -> None:
             builds = ag.cache_info().builds
             assert builds == 2 * (1 + step // EACH)
             exact = ag.compile(replace_sizes(graph, sizes), target=CPU, backends=("triton",))
-            assert all(map(same_bits, ours, pull(exact, tensors)))
+            assert all(map(is_same, ours, pull(exact, tensors)))
     assert plan.sized.at.cache_info().misses == 0  # type: ignore[attr-defined]  # of lru_cache
 
 
@@ -253,22 +254,5 @@ def test_a_plan_gives_the_bits_of_the_plan_of_numbers(
     plan = ag.compile(graph, target=CPU, backends=("triton",))
     for _ in range(2):
         sizes = {s.name: data.draw(st.integers(1, s.most), label=s.name) for s in graph.symbols}
-        check_bits(plan, graph, sizes, seed)
-
-
-def check_bits(plan: ag.Plan, graph: ag.Graph, sizes: dict[str, int], seed: int) -> None:
-    """Assert that a plan gives what the plan of numbers gives, both passes, bit for bit."""
-    exact = ag.compile(replace_sizes(graph, sizes), target=CPU, backends=("triton",))
-    tensors = tensors_for(exact.graph, seed)
-    pairs = zip(run_plan(plan, tensors), run_plan(exact, tensors), strict=True)
-    assert all(same_bits(a, b) for a, b in pairs)
-    cotangents = cotangents_for(exact.graph, seed)
-    ours, due = (run_gradients(x, tensors, cotangents) for x in (plan, exact))
-    assert ours.keys() == due.keys()
-    assert all(same_bits(ours[name], due[name]) for name in ours)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors lie and are the same, NaN too."""
-    lies = TensorSpec.like(a) == TensorSpec.like(b)
-    return lies and torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
+        exact = ag.compile(replace_sizes(graph, sizes), target=CPU, backends=("triton",))
+        check_same_bits(plan, exact, tensors_for(exact.graph, seed), seed)

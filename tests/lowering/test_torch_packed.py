@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.vjp import result_spec
 from attn_graph.kernels import fused_cuda
-from attn_graph.spec import INF
-from attn_graph.testing.agreement import run_gradients, run_plan
-from attn_graph.testing.rule import expect_gradients, expect_outputs
+from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import Shape, seeds
-from tests.lowering.test_packed import Case, make_case
+from tests.lowering.test_packed import (
+    Case,
+    check_case,
+    check_gradients,
+    check_packed_gradients,
+    check_results,
+    make_case,
+)
 from tests.lowering.test_torch_cuda import H200, pulled, ran
-from tests.support.sequences import I32, SPEC, Batch, batches
+from tests.support.sequences import I32, SPEC, Batch, batches, draw_cotangents
 from tests.support.torch_kernels import PLAYED
 
 BF16 = torch.bfloat16
@@ -54,33 +59,6 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_cuda, "aten", PLAYED)
 
 
-def check_outputs(case: Case, plan: ag.Plan, outputs: Any) -> None:
-    """Results are those of padded tensors, and rows of no sequence 0, statistics -inf."""
-    dues = expect_outputs(case.padded, case.padded_tensors)
-    for x, due, i in zip(outputs, dues, plan.graph.outputs, strict=True):
-        padded = case.batch.pad(x)
-        there = torch.where(case.batch.real(padded), padded, due.ref.to(padded.dtype))
-        due.check(there, f"{case.packed}\n")
-        assert (case.batch.outside(x) == (-INF if x.ndim == 2 else 0.0)).all()
-        assert SPEC.like(x) == result_spec(plan.graph, i)
-
-
-def check_gradients(case: Case, grads: Any, cotangents: Any) -> None:
-    """The same of gradients."""
-    padded = [case.batch.pad(x) for x in cotangents]
-    for name, due in expect_gradients(case.padded, case.padded_tensors, padded).items():
-        side = {"q": 0, "k": 1, "v": 1}[name]
-        due.check(case.batch.pad(grads[name], side), f"{case.packed}\n")
-        assert (case.batch.outside(grads[name], side) == 0).all()
-
-
-def draw_cotangents(case: Case, plan: ag.Plan, seed: int) -> list[torch.Tensor]:
-    """One of each output, NaN in rows of no sequence."""
-    random = torch.Generator().manual_seed(seed)
-    types = plan.graph.output_types
-    return [case.batch.spoil(torch.randn(t.shape, generator=random).to(t.dtype), 0) for t in types]
-
-
 @pytest.mark.usefixtures("played")
 @given(case=cases(), seed=seeds)
 def test_by_the_kernels_contract_results_and_gradients_are_those_of_padded(
@@ -89,10 +67,12 @@ def test_by_the_kernels_contract_results_and_gradients_are_those_of_padded(
     """What is around the kernel: it is played, with its habits."""
     plan = plan_of(case.packed)
     outputs, saved = ran(plan, case.packed_tensors)
-    check_outputs(case, plan, outputs)
-    cotangents = draw_cotangents(case, plan, seed)
+    check_results(case, outputs)
+    assert [*map(SPEC.like, outputs)] == [result_spec(plan.graph, i) for i in plan.graph.outputs]
+    cotangents: Any = draw_cotangents(plan.graph, case.batch, seed)  # of all outputs
     needs = [i.spec.dtype.is_floating_point for i in case.packed.inputs]
-    check_gradients(case, pulled(plan, case.packed_tensors, saved, cotangents, needs), cotangents)
+    grads = pulled(plan, case.packed_tensors, saved, cotangents, needs)
+    check_packed_gradients(case, grads, cotangents)
 
 
 def packed(
@@ -231,11 +211,8 @@ def test_on_a_gpu_results_and_gradients_agree(mask: ag.Mask | None, dtype: torch
     dims = {"q": (0, 4, 64), "k": (1, 2, 64), "v": (1, 2, 64)}
     case = make_case(LONG, shape, dtype, dims, {"mask": mask, "stats": True}, 5, anyhow=False)
     plan = ag.compile(case.packed, backends=(NAME,))
-    tensors = [x.cuda() for x in case.packed_tensors]
-    check_outputs(case, plan, [x.cpu() for x in run_plan(plan, tensors)])
-    cotangents = draw_cotangents(case, plan, 5)
-    grads = run_gradients(plan, tensors, [x.cuda() for x in cotangents])
-    check_gradients(case, {name: x.cpu() for name, x in grads.items()}, cotangents)
+    check_case(plan, case, "cuda")
+    check_gradients(plan, case, 5, "cuda")
 
 
 @pytest.mark.gpu

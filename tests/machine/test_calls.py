@@ -15,7 +15,6 @@ from hypothesis import example, given
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.extend import Place
@@ -24,6 +23,7 @@ from attn_graph.testing import rule
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.support.calls import Leaves, check_gradients, leaves_of, output_of
+from tests.support.tracing import Watch
 
 CPU = ag.Target.of("cpu")
 X = ag.TensorSpec((2, 4, 16, 8), torch.float32)
@@ -200,13 +200,6 @@ def test_a_cotangent_is_copied_only_for_a_backend_that_needs_it() -> None:
 
 
 # Ambient state
-
-
-class Watch(TorchDispatchMode):
-    """A mode that sees every operation and changes none."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

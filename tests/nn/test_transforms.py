@@ -14,7 +14,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import attn_graph as ag
 from attn_graph.extend import Place
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
-from tests.support.tracing import traces
+from tests.support.tracing import Watch, traces
 
 CPU = ag.Target.of("cpu")
 X = ag.TensorSpec((2, 4, 5, 8), torch.float64)
@@ -119,12 +119,6 @@ def second(attend: Attend) -> Any:
 
 def second_by_mode(attend: Attend) -> Any:
     """Under a dispatch mode a call goes through the operator, and autograd records it."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own
-            return func(*args, **(kwargs or {}))
-
     leaves = [t.requires_grad_() for t in three()]
     with Watch():  # type: ignore[no-untyped-call]  # torch's own
         o = attend(*leaves)
@@ -307,12 +301,6 @@ def test_derivatives_that_are_not_there_raise(
 
 
 def test_tangents_of_what_requires_grad_are_refused_under_a_mode() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own
-            return func(*args, **(kwargs or {}))
-
     q, k, v = (t.requires_grad_() for t in three())
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, k.detach())

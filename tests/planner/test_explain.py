@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from attn_graph.planner.remedies import Remedy, Request, edits
 from attn_graph.testing.strategies import graphs, shapes
 from tests.support.cudnn_graphs import cudnn_graphs
 from tests.support.equipped import equip
+from tests.support.html import Reader
 from tests.support.reasons import skeleton
 
 CPU = Target.of("cpu")
@@ -178,9 +178,7 @@ def test_an_explanation_says_the_same_in_every_form(golden: Callable[[object], N
     assert told["memory"]["peak"] == found.memory.peak if found.memory else False
     assert told["backward"]["backend"] == "triton"
     assert told["through_lse"]["backend"] == "triton"
-    html = found._repr_html_()
-    read = Reader()
-    read.feed(html)
+    read = Reader(found._repr_html_())
     assert not read.open
     for part in (found.cause, *(x for r in found.refusals for x in map(str, r.told[1]))):
         assert part in read.text
@@ -188,24 +186,6 @@ def test_an_explanation_says_the_same_in_every_form(golden: Callable[[object], N
     assert "backward, if lse gets a gradient" in read.text
     nobody = ag.explain(graph, target=TARGETS[2], backends=("cudnn",))._repr_html_()
     assert "no backend can run this on " in nobody
-
-
-class Reader(HTMLParser):
-    """The text of a page, and the tags that are open at its end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def test_a_plan_explains_itself_as_the_library_does() -> None:

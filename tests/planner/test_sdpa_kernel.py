@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
 from attn_graph.machine.torch_switches import CUDNN_FIRST, KERNELS, USUAL, Switches
-from attn_graph.testing import rule
+from attn_graph.testing.agreement import as_leaves, check_outputs
 from attn_graph.testing.tensors import tensors_for
 from tests.planner.test_controls import chosen, reasons, switched
 from tests.support.equipped import equip
@@ -96,11 +96,7 @@ def test_where_only_math_is_on_a_cpu_runs_no_fused_kernel(monkeypatch: pytest.Mo
     assert "fused CPU kernel" not in told
     assert "matrix products" in told
     monkeypatch.setattr("attn_graph.kernels.fused_cpu.flash", None)
-    tensors = [t.requires_grad_() for t in tensors_for(graph, 0)]
-    outputs = plan(*tensors)
-    assert isinstance(outputs, tuple)
-    for found, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
-        due.check(found.detach())
+    check_outputs(plan, graph, as_leaves(tensors_for(graph, 0)))
 
 
 # Their order
