@@ -41,6 +41,7 @@ MASKS: tuple[ag.Mask | None, ...] = (
 )
 EXAMPLES = settings().max_examples
 FEW = max(1, EXAMPLES // 5) if CPU.interprets else EXAMPLES  # each is interpreted for seconds
+BATCH = 1 if CPU.interprets else 2
 LENGTHS = st.sampled_from([1, 17, 70]) if CPU.interprets else st.integers(1, 200)
 
 
@@ -84,11 +85,11 @@ def far_rows(draw: DrawFn, backend: str = BACKEND, most: float = -LOWEST) -> Far
     dtypes = [torch.float32, torch.bfloat16] + [torch.float64] * (not CPU.interprets)
     dtype = draw(st.sampled_from(dtypes))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    shape, bias = (2, G * r, M, 8), [draw(st.sampled_from([1, n])) for n in (2, G * r)]
+    shape, bias = (BATCH, G * r, M, 8), [draw(st.sampled_from([1, n])) for n in (BATCH, G * r)]
     more: dict[str, Any] = {"bias": SPEC((*bias, M, N), wide), "mask": draw(st.sampled_from(MASKS))}
     names = ["q", "k", "v"]
     if backend == "torch_sdpa":
-        more["mask"], G, shape = None, G * r, (2, G * r, M, 8)
+        more["mask"], G, shape = None, G * r, (BATCH, G * r, M, 8)
     else:
         if draw(st.booleans()):
             more["sinks"] = SPEC((G * r,), wide)
@@ -96,7 +97,7 @@ def far_rows(draw: DrawFn, backend: str = BACKEND, most: float = -LOWEST) -> Far
         if draw(st.booleans()):
             more["dropout"] = 0.5
         names += ["bias"] * draw(st.booleans())
-    q, k = SPEC(shape, dtype), SPEC((2, G, N, 8), dtype)
+    q, k = SPEC(shape, dtype), SPEC((BATCH, G, N, 8), dtype)
     graph = ag.attention(q, k, k, scale=step_of(offset), stats=True, **more)
     return Far(offset, graph, tuple(i.name for i in graph.inputs if i.name in names))
 
