@@ -14,9 +14,17 @@ from attrs import evolve
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import Backend, Executable, Foreseen, Options, RefusedError
+from attn_graph.lowering.backend import (
+    Backend,
+    DeviceTest,
+    Executable,
+    Foreseen,
+    Options,
+    RefusedError,
+)
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
+from attn_graph.lowering.small_graphs import shrink
 from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
 
 if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
@@ -29,6 +37,9 @@ if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
 
 VARIES = "divides sums among the more programs, the smaller the batch is"
 FRONTEND = "nvidia-cudnn-frontend"
+HOME = "attn_graph.lowering.cudnn.backend:BACKEND"
+DOCUMENTED = 256  # the widest heads of its support matrix
+WIDE_ROWS, WIDE_KEYS = 200, (251, 700)  # the most queries, and the keys of self-checks
 # Assumed versions of missing libraries, for finding the graph's own reasons as well.
 ASSUMED = ((9, 20, 0), (1, 28, 0))
 
@@ -239,4 +250,15 @@ def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
     return load_or_build(call, target, (case.backend, case.frontend), options).plans[1:]
 
 
-BACKEND = Backend("cudnn", why_not, lower, foresees, variants, one_size=True)
+def wide_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
+    """Small attentions of the head sizes beyond cuDNN's own support matrix; None within it."""
+    case, _ = describe_problem(graph, target, options)
+    problem = case.problem
+    if case.larger <= DOCUMENTED:
+        return None
+    M = min(problem.M, WIDE_ROWS)
+    small = tuple(shrink(graph, problem, M, N) for N in WIDE_KEYS)
+    return DeviceTest(HOME, f"heads of {problem.D} and {problem.E}, {M} queries", small)
+
+
+BACKEND = Backend("cudnn", why_not, lower, foresees, variants, one_size=True, device_test=wide_test)

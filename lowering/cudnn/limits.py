@@ -45,7 +45,6 @@ from attn_graph.lowering.reasons import (
     other_dtype,
     several_biases,
     uneven_heads,
-    wide_heads,
 )
 
 
@@ -263,9 +262,9 @@ RULES = (
     ),
     Rule(
         "head_forward",
-        lambda c: wide_heads(c.problem, 256),
-        "{it}",
-        "support matrix of cuDNN 9.20; kernels for Ampere run up to 512",
+        lambda c: once(c.problem.D > 576 or c.problem.E > 512),
+        "supports head sizes up to D = 576 and E = 512, and " + WIDTHS,
+        "MLA's sizes; the support matrix of cuDNN 9.20 ends at 256, and self-checks decide beyond",
         FORWARD,
         says="yes",
     ),

@@ -161,7 +161,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lse_gradient": ({"dlse": True, **BACK}, {}),
     "no_cotangent": ({"do": False, **BACK}, {}),
     "head_multiple": ({"D": 12, "like": {"q": ROWS, "k": KEYS, "v": KEYS}}, {}),
-    "head_forward": ({"D": 264}, {}),
+    "head_forward": ({"D": 584}, {}),
     "head_hopper": ({"D": 264, **BACK}, {}),
     "head_blackwell": ({"D": 136, **BACK}, {"sm": 100}),
     "head_ampere": ({"D": 136, **BACK}, {"sm": 89}),

@@ -102,6 +102,26 @@ def test_each_kind_of_gpu_has_plans(target: str) -> None:
     assert plan.memory().workspace_backward > 0
 
 
+@pytest.mark.parametrize("target", ["h100", "b200", "a100", "rtx4090"])
+def test_decoding_with_absorbed_latent_heads_has_a_plan(target: str, store: Store) -> None:
+    """Of 576 and 512: beyond cuDNN's own matrix, so a self-check comes before its first use."""
+    q, k, v = (
+        ag.TensorSpec(shape, torch.bfloat16)
+        for shape in ((1, 128, 1, 576), (1, 1, 8192, 576), (1, 1, 8192, 512))
+    )
+    graph = ag.attention(q, k, v)
+    found = ag.explain(graph, target=target, gradients=())
+    assert found.backend == "cudnn"
+    assert "a self-check on the device itself comes before its first use" in str(found)
+    plan = ag.compile(graph, target=target, backends=("cudnn",), store=store)
+    assert found.memory is not None
+    told = "forward" not in found.memory.untold  # by a formula, on Hopper
+    assert told == (target == "h100")
+    assert not told or found.memory.workspace_forward == plan.executable.workspace
+    wider = ag.attention(*(evolve(x, shape=(*x.shape[:3], 584), strides=None) for x in (q, k, v)))
+    assert ag.explain(wider, target=target, gradients=()).backend == "math"
+
+
 def test_cudnn_comes_first_where_it_is_the_faster() -> None:
     assert planned().backend == "cudnn"
     assert planned(target="a100").backend == "torch_flash"
