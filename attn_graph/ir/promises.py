@@ -16,10 +16,11 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.ir.addends import Addend
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.masks import LEAVES, And, Data, Mask, Not, Or, ragged_in
-from attn_graph.masks.formulas import Formula
+from attn_graph.masks.formulas import Formula, range_problems
 from attn_graph.masks.places import Block, Place
 from attn_graph.masks.runs import flags
 
@@ -36,15 +37,29 @@ def leaf_promise_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
         for part in mask.parts:
             yield from leaf_promise_problems(part, sizes)
     elif type(mask) not in LEAVES:
-        far = mask.range_problems(sizes) if isinstance(mask, Formula) else []
-        known = value_problems(mask) or far
-        yield from known or check_leaf(mask, checked_sizes(sizes, mask.needs))
+        yield from (
+            value_problems(mask)
+            or integer_problems(mask, sizes)
+            or check_leaf(mask, checked_sizes(sizes, mask.needs))
+        )
 
 
 def modifier_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    yield from value_problems(modifier) or check_modifier_once(
-        modifier, checked_sizes(sizes, {"s": None})
+    yield from (
+        value_problems(modifier)
+        or integer_problems(modifier, sizes)
+        or check_modifier_once(modifier, checked_sizes(sizes, {"s": None}))
     )
+
+
+def integer_problems(step: Mask | Modifier, sizes: Sizes) -> list[str]:
+    """Why the integers of a step written as text may be too large."""
+    match step:
+        case Formula():
+            return range_problems(step.text, step.elements, sizes)
+        case Addend():
+            return range_problems(step.text, step.integers, sizes)
+    return []
 
 
 def checked_sizes(sizes: Sizes, needs: Mapping[str, object]) -> Sizes:

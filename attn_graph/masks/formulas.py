@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any, final
 
@@ -138,6 +138,32 @@ def has_floats(node: ast.expr) -> bool:
     )
 
 
+def range_problems(text: str, elements: Elements, sizes: tuple[int, int, int, int]) -> list[str]:
+    """The integer part of a formula that may leave 64 bits at sizes B, H, M, N, with elements of
+    32 bits; none if there is no such part."""
+    known = {
+        name: Range(*(torch.tensor(float(end), device="cpu") for end in ends))
+        for name, ends in (
+            *((x, (0, n - 1)) for x, n in zip(AXES, map(int, sizes), strict=True)),
+            *((name, (-(2**31), 2**31)) for name, _ in elements),
+        )
+    }
+    names = {**known, "abs": abs}
+    for part in ast.walk(read_formula(text)):
+        if isinstance(part, ast.BinOp) and is_integer(part, names):
+            made = evaluate_formula(part, names)
+            ends = (made.least, made.most) if isinstance(made, Range) else (made,)
+            if max(abs(float(x)) for x in ends) > MOST_INTEGER:
+                return [f"formula: {ast.unparse(part)} may be beyond 64 bits for sizes {sizes}"]
+    return []
+
+
+def is_integer(node: ast.expr, names: Collection[str]) -> bool:
+    """True for an expression of integers. names: those of integers, and of functions of them."""
+    named = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+    return named <= set(names) and not has_floats(node)
+
+
 def block_range(block: Block, name: str, axes: str) -> Range | None:
     """The range of a block's part of a tensor; one for each key if it has the axis j.
 
@@ -190,24 +216,6 @@ class Formula(Mask):
 
     def keep(self, at: Place) -> Term:
         return evaluate_formula(read_formula(self.text), place_names(at, self.elements))
-
-    def range_problems(self, sizes: tuple[int, int, int, int]) -> list[str]:
-        """Parts that may leave 64 bits at sizes B, H, M, N, with elements of 32 bits."""
-        real = {
-            name: Range(*(torch.tensor(float(end), device="cpu") for end in ends))
-            for name, ends in (
-                *((x, (0, n - 1)) for x, n in zip(AXES, map(int, sizes), strict=True)),
-                *((name, (-(2**31), 2**31)) for name, _ in self.elements),
-            )
-        }
-        names = {**real, "abs": abs}
-        for part in ast.walk(read_formula(self.text)):
-            if isinstance(part, ast.BinOp):
-                made = evaluate_formula(part, names)
-                ends = (made.least, made.most) if isinstance(made, Range) else (made,)
-                if max(abs(float(x)) for x in ends) > MOST_INTEGER:
-                    return [f"formula: {ast.unparse(part)} may be beyond 64 bits for sizes {sizes}"]
-        return []
 
     def span(self, block: Block) -> Keys:
         bounds = self.bounds(block)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.device_code import WHERE, Tracer
@@ -93,7 +93,7 @@ class CuteArray:
         kind: Kind = "float" if self.dtype.is_floating_point else "int"
         kind = "bool" if self.dtype == torch.bool else kind
         text = f"read_{kind}(data[{self.slot}], {', '.join(places)})"
-        return self.code.add_line(text, kind, index)
+        return evolve(self.code.add_line(text, kind, index), reach=self.reach)
 
 
 def place_text(x: Operand) -> str:

@@ -424,12 +424,12 @@ def size_reach(*sizes: int) -> int:
 
 
 def element_reach(spec: TensorSpec, owner: Mask | Modifier | None) -> int:
-    """The most an integer of a tensor may be. A formula or a user's class may read any number of
-    its dtype; the library's own read lengths, and numbers to compare."""
+    """The most an integer of a tensor may be, or minus this. A formula or a user's class may read
+    any number of its dtype; the library's own read lengths, and numbers to compare."""
     is_known = is_ours(owner) if isinstance(owner, Mask) else type(owner) in MODIFIERS
     if is_known or spec.dtype == torch.bool:
         return LONG // 4
-    return torch.iinfo(spec.dtype).max if not spec.dtype.is_floating_point else LONG
+    return -torch.iinfo(spec.dtype).min if not spec.dtype.is_floating_point else LONG
 
 
 def reach(spec: TensorSpec) -> int:

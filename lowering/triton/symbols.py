@@ -269,7 +269,11 @@ class Symbol:
         return rest
 
     def __neg__(self) -> Symbol:
-        return self.named("negative")
+        return self.wide().named("negative")
+
+    def wide(self) -> Symbol:
+        """In 64 bits if 32 hold no negative of its least value."""
+        return self.named("long") if self.kind == "int" and self.reach > LONG else self
 
     def __lt__(self, x: Operand) -> Symbol:
         return self.binary("{0} < {1}", x, "bool", at_run_time=True)
@@ -294,26 +298,30 @@ class Symbol:
     def __and__(self, x: Operand) -> Symbol:
         if isinstance(x, bool) and self.kind == "bool":
             return self if x else self.named("never")
-        return self.binary("{0} & {1}", x)
+        return self.binary("{0} & {1}", x, reach=self.bits_reach(x))
 
     __rand__ = __and__
 
     def __or__(self, x: Operand) -> Symbol:
         if isinstance(x, bool) and self.kind == "bool":
             return self.named("always") if x else self
-        return self.binary("{0} | {1}", x)
+        return self.binary("{0} | {1}", x, reach=self.bits_reach(x))
 
     __ror__ = __or__
 
     def __xor__(self, x: Operand) -> Symbol:
         if isinstance(x, bool) and self.kind == "bool":
             return self.named("not") if x else self
-        return self.binary("{0} ^ {1}", x)
+        return self.binary("{0} ^ {1}", x, reach=self.bits_reach(x))
 
     __rxor__ = __xor__
 
     def __invert__(self) -> Symbol:
         return self.named("not")
+
+    def bits_reach(self, x: Operand) -> int:
+        """The most that bits of two operands may make, or minus this."""
+        return 2 ** self.larger_reach(x).bit_length()  # type: ignore[no-any-return]  # of an integer
 
     def truth(self) -> Symbol:
         """As a boolean: true unless it is 0."""
@@ -384,7 +392,7 @@ class Symbol:
         raise Untraceable(f"generated code has no {name}(); it has {', '.join(sorted(KNOWN))}")
 
     def abs(self) -> Symbol:
-        return self.named("abs")
+        return self.wide().named("abs")
 
     def __abs__(self) -> Symbol:
         return self.abs()

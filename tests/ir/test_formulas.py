@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
+from attrs import frozen
 
 import attn_graph as ag
 from attn_graph import testing
 from attn_graph.errors import GraphError
 from attn_graph.ir.addends import Addend
 from attn_graph.ir.passes import simplify
+from attn_graph.lowering.fa4.dialect import trace_problem
+from attn_graph.lowering.problem import sole
+from attn_graph.lowering.triton.device_code import Tracer
 from attn_graph.masks.formulas import Formula
 from attn_graph.masks.places import Block, Place
 from attn_graph.planner.content import CallContent, read_content, write_call
@@ -213,12 +217,14 @@ LARGE = [
     "abs(j - i) * 46116860184273879 >= 46116860184273879 * 3",
     "i // 3 * 2000000000 - j * 700000000 >= h * 1000000000",
     "m * 100000 >= j * w",
+    "abs(m) * 2 >= w + m",
 ]
+LEAST = -(2**31)  # of 32 bits, which hold no negative of it
 
 
 @pytest.mark.parametrize("text", LARGE)
 def test_integers_are_of_64_bits_on_every_backend(text: str) -> None:
-    elements = (("m", "bi"), ("w", "j")) if "m " in text else ()
+    elements = (("m", "bi"), ("w", "j")) if "w" in text else ()
     mask = Formula(text, elements)
     dtypes = {"m": torch.int32, "w": torch.int64}
     x = ag.TensorSpec((2, 3, S, 8), torch.float32)
@@ -229,9 +235,11 @@ def test_integers_are_of_64_bits_on_every_backend(text: str) -> None:
     graph = ag.attention(x, x, x, mask=mask | ag.Window(0, 0), **specs)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(0)
     given = {
-        name: torch.randint(-(2**31), 2**31, spec.shape, generator=random).to(spec.dtype)
+        name: torch.randint(LEAST, -LEAST, spec.shape, generator=random).to(spec.dtype)
         for name, spec in specs.items()
     }
+    if elements:
+        given["m"][:, ::3] = LEAST
     i, j = torch.arange(S)[:, None], torch.arange(S)[None, :]
     b, h = torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None]
     known = {"i": i, "j": j, "b": b, "h": h, "abs": abs}
@@ -244,10 +252,85 @@ def test_integers_are_of_64_bits_on_every_backend(text: str) -> None:
     torch.testing.assert_close(o, s.softmax(-1) @ v)
 
 
+@pytest.mark.parametrize(
+    "text", ["(i - j) * 100000000 % 3000000000 + abs(m)", "-m - j * 1000000000"]
+)
+def test_integers_of_an_addend_are_of_64_bits_too(text: str) -> None:
+    addend = Addend(f"real({text}) * 1e-9", integers=(("m", "i"),))
+
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, m: ag.Value) -> ag.Value:
+        return ag.scores(q, k).then(addend, m).softmax()[0].weigh(v)
+
+    x, m = ag.TensorSpec((1, 1, S, 8), torch.float32), ag.TensorSpec((S,), torch.int32)
+    plan = ag.compile(ag.graph(attend, q=x, k=x, v=x, m=m), target=CPU, backends=(BACKEND,))
+    q, k, v = torch.randn(3, *x.shape, generator=torch.Generator().manual_seed(0)).unbind()
+    given = torch.full((S,), LEAST, dtype=torch.int32)
+    known = {"i": torch.arange(S)[:, None], "j": torch.arange(S), "m": given.long()[:, None]}
+    term = eval(text, {}, known | {"abs": abs}) * 1e-9
+    torch.testing.assert_close(plan(q, k, v, given), (q @ k.mT * 8**-0.5 + term).softmax(-1) @ v)
+
+
+@final
+@frozen
+class Own(ag.Mask):
+    """A mask of a user's."""
+
+    text: str
+
+    def keep(self, at: Place) -> Any:  # Any: as `Mask.keep`
+        return eval(self.text, {}, {"i": at.i, "j": at.j})
+
+    def span(self, block: Block) -> ag.extend.Keys:
+        return block.all
+
+
+def test_integers_of_a_mask_of_ones_own_are_of_64_bits() -> None:
+    text = "(i * 3000000000 >= j * 3000000000) & ((i // 9 | j) * 100000000 >= 3) | (i == j)"
+    x = ag.TensorSpec((1, 1, S, 8), torch.float32)
+    plan = ag.compile(ag.attention(x, x, x, mask=Own(text)), target=CPU, backends=(BACKEND,))
+    q, k, v = torch.randn(3, *x.shape, generator=torch.Generator().manual_seed(0)).unbind()
+    keep = eval(text, {}, {"i": torch.arange(S)[:, None], "j": torch.arange(S)})
+    s = (q @ k.mT * 8**-0.5).masked_fill(~keep, float("-inf"))
+    torch.testing.assert_close(plan(q, k, v), s.softmax(-1) @ v)
+
+
+def texts_of(graph: ag.Graph) -> list[str]:
+    """A mask's function in Triton's language, and in that of FlashAttention 4's kernels."""
+    problem = sole(ag.vjp(graph)[0])
+    assert problem is not None
+    return [Tracer.of(problem).trace().keep, trace_problem(problem, with_mask=True).texts["keep"]]
+
+
+def is_wide(text: str) -> bool:
+    return "tl.int64" in text or "as_long" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "most"), [("i * j >= 7", 46340), ("(i // 1000 | j) * 3 >= 7", 2**29 - 1)]
+)
+def test_integers_beyond_32_bits_are_widened_and_no_others(text: str, most: int) -> None:
+    """most: of rows for which 32 bits are enough."""
+    for rows in (most, most + 1):
+        x = ag.TensorSpec((1, 1, rows, 8), torch.float32)
+        for each in texts_of(ag.attention(x, x, x, mask=Own(text))):
+            assert is_wide(each) == (rows > most)
+
+
+@pytest.mark.parametrize("text", ["abs(m) >= j", "-m >= j", "m >= j"])
+def test_the_least_number_of_32_bits_has_its_negative_in_64(text: str) -> None:
+    m = ag.TensorSpec((S,), torch.int32)
+    graph = ag.attention(X, X, X, mask=Formula(text, (("m", "i"),)), m=m)
+    for each in texts_of(graph):
+        assert is_wide(each) == (text != "m >= j")
+
+
 def test_a_formula_that_goes_beyond_64_bits_is_refused() -> None:
-    mask = Formula("abs(j - i) * 4611686018427387904 >= 0")
-    with pytest.raises(GraphError, match=r"abs\(j - i\) \* 4611686018427387904 may be beyond 64"):
-        ag.attention(X, X, X, mask=mask)
+    far = "abs(j - i) * 4611686018427387904"
+    addend = Addend(f"real({far}) * 0.5")
+    with pytest.raises(GraphError, match=re.escape(f"{far} may be beyond 64 bits")):
+        ag.attention(X, X, X, mask=Formula(f"{far} >= 0"))
+    with pytest.raises(GraphError, match=re.escape(f"{far} may be beyond 64 bits")):
+        ag.graph(lambda q, k: ag.scores(q, k).then(addend), q=X, k=X)
 
 
 @pytest.mark.parametrize("text", ["j <= 9223372036854775808", "i * (4611686018427387904 * 2) > j"])

@@ -18,6 +18,7 @@ from attn_graph.testing.tensors import tensors_for
 GENERATIONS = (80, 90, 100, 120)  # compute capabilities
 I32 = torch.int32
 CAUSAL = ag.Causal(align="bottom_right")
+WIDE = ag.Formula("i * 1000000000 >= j * 1000000000")  # beyond 32 bits
 WINDOW = CAUSAL & ag.Window(40, align="bottom_right")
 
 
@@ -72,7 +73,7 @@ CASES: dict[str, Callable[[], ag.Graph]] = {
     "slopes": lambda: attention(M=70, alibi=ag.TensorSpec((2,), torch.float32)),
     "alibi": lambda: attention(M=130, alibi=True, mask=CAUSAL),
     "dropout": lambda: attention(M=70, N=90, dropout=0.3),
-    "sinks": lambda: attention(M=70, sinks=ag.TensorSpec((2,), torch.float32)),
+    "sinks": lambda: attention(M=70, sinks=ag.TensorSpec((2,), torch.float32), mask=WIDE),
     "bf16": lambda: attention(M=130, dtype=torch.bfloat16, mask=CAUSAL),
     "f32": lambda: attention(M=70, N=90, dtype=torch.float32, mask=CAUSAL),
     "head dim 128": lambda: attention(M=130, D=128, H=1, mask=CAUSAL),
