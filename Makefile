@@ -67,7 +67,7 @@ slow: venv
 	TRITON_INTERPRET=1 $(SLOW) $(INTERPRETED)
 
 # Ten times as many examples, random: for a nightly job. Each run prints its seed; a failure comes
-# again with SEED=... of that run.
+# again with SEED=... of that run. EXAMPLES=500 draws twenty times as many again.
 deep: venv
 	HYPOTHESIS_PROFILE=deep $(PYTEST) $(PATIENT) $(SEED:%=--hypothesis-seed=%) $(ONCE)
 	HYPOTHESIS_PROFILE=deep TRITON_INTERPRET=1 $(PYTEST) $(PATIENT) $(SEED:%=--hypothesis-seed=%) $(INTERPRETED)

@@ -13,7 +13,8 @@ from hypothesis import Phase, settings
 
 STORED = TemporaryDirectory()  # no test reads what another run stored, nor leaves anything
 os.environ["XDG_CACHE_HOME"] = STORED.name
-EXAMPLES = 25  # a property in well under a second; `deep` draws ten times as many
+# A property in well under a second; `deep` draws ten times as many.
+EXAMPLES = int(os.environ.get("EXAMPLES", "25"))
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 settings.register_profile(

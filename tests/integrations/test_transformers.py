@@ -21,6 +21,7 @@ from transformers import DynamicCache, StaticCache
 
 from attn_graph.integrations import transformers as integration
 from attn_graph.nn.calls import attend_as
+from tests.conftest import PROFILE
 from tests.support.models import FAMILIES, LAYERS, VOCABULARY, WINDOW, Model
 from tests.support.tracing import traces
 from tests.support.transformer_calls import (
@@ -377,16 +378,19 @@ def decode(call: Callable[..., Any], prompt: Tensor, memory: Any, steps: int) ->
     return tokens
 
 
-SLOW_STEPS = [  # each family with each cache, each of both with a prompt below and above the window
-    pytest.param(name, cache, WINDOW + (3 if (n + c) % 2 else -3), marks=pytest.mark.slow)
-    for n, name in enumerate(("Llama", "Mistral", "Llama 4"))
-    for c, cache in enumerate(CACHES)
-    if (name, cache) != ("Mistral", "static")
+STEPS = [  # each family with each cache and a prompt below and above the window
+    (name, cache, length)
+    for name in ("Llama", "Mistral", "Llama 4")
+    for cache in CACHES
+    for length in (WINDOW - 3, WINDOW + 3)
+    if PROFILE == "deep" or ((length < WINDOW) == (cache == "static")) == (name != "Llama")
 ]
+QUICK_STEPS = [("Mistral", "static", WINDOW - 3)]
 
 
 @pytest.mark.parametrize(
-    ("name", "cache", "length"), [("Mistral", "static", WINDOW - 3), *SLOW_STEPS]
+    ("name", "cache", "length"),
+    [pytest.param(*step, marks=() if step in QUICK_STEPS else pytest.mark.slow) for step in STEPS],
 )
 @traces
 def test_compiled_steps_give_the_tokens_that_eager_gives(
