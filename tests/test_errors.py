@@ -105,6 +105,10 @@ BAD: dict[str, Bad] = {
         [["align 'left'", '"top_left"', '"bottom_right"']],
     ),
     "a window holds no key": (lambda: ag.Window(2, -3), [["left=2", "right=-3", "no key"]]),
+    "a window is bounded by others' -1": (
+        lambda: ag.Window(-1),
+        [["left=-1", "right=0", "no bound is None here, not -1"]],
+    ),
     "a prefix is negative": (lambda: ag.Prefix(-3), [["Prefix(-3)", "at least 0"]]),
     "anything that is not a mask": (call(mask=ag.Causal), [["Causal", "not a mask"]]),
     "a mask and a number": (lambda: ag.Causal() & 3, [["3", "not a mask"]]),  # type: ignore[operator]  # is wrong

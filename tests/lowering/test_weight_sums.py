@@ -92,6 +92,20 @@ def test_what_gathers_a_row_is_as_exact_as_plain_float32(N: int) -> None:
     assert dbias.square().mean().sqrt() <= 1.4 * low.square().mean().sqrt()
 
 
+@pytest.mark.skipif(CPU.interprets, reason="heads are many, and each is interpreted for seconds")
+def test_gradients_of_slopes_are_as_exact_as_plain_float32() -> None:
+    """Over 200 rows, in the root mean square over heads, which tells it to 9 %."""
+    H, M = 64, 200
+    x = SPEC((1, H, M, 16), F32)
+    graph = ag.attention(x, x, x, alibi=SPEC((H,), F32))
+    tensors = [*draw(graph, 0).values()]
+    do = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    (dslopes,) = gradients_by(graph, tensors, ["alibi"], do)
+    ref, low = (gradients(graph, tensors, [do], t)["alibi"] for t in (torch.float64, F32))
+    off, allowed = ((x.double() - ref).square().mean().sqrt() for x in (dslopes, low))
+    assert off <= 1.4 * allowed, (off, allowed)
+
+
 # Far rows of packed tensors and of pages; dense ones are in test_far_rows.py
 
 
