@@ -17,18 +17,21 @@ def extremes(
     columns,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    WIDTH_I: tl.constexpr,
+    WIDTH_J: tl.constexpr,
 ):
     """One program: the least and the greatest element of a block of x [B,H,rows,columns].
 
-    Both are int64, in C order by batch entry, head and block.
+    Both are int64, in C order by batch entry, head and block. WIDTH: powers of two, at least the
+    sizes of a block.
     """
     blocks_i, blocks_j = tl.cdiv(rows, BLOCK_I), tl.cdiv(columns, BLOCK_J)
     pid = tl.program_id(0)
     x, y = pid // blocks_j % blocks_i, pid % blocks_j
     each = pid // blocks_j // blocks_i
-    i = (x * BLOCK_I + tl.arange(0, BLOCK_I))[:, None]
-    j = (y * BLOCK_J + tl.arange(0, BLOCK_J))[None, :]
-    inside = (i < rows) & (j < columns)
+    row, column = tl.arange(0, WIDTH_I)[:, None], tl.arange(0, WIDTH_J)[None, :]
+    i, j = x * BLOCK_I + row, y * BLOCK_J + column
+    inside = (row < BLOCK_I) & (i < rows) & (column < BLOCK_J) & (j < columns)
     at = head_ptr(x_ptr, strides, each // H, each % H)
     value = tl.load(
         at + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3], mask=inside, other=0
@@ -42,14 +45,15 @@ def extremes(
 
 @triton.jit(do_not_specialize=SIZES)
 def list_tiles(
-    lists_ptr, data, numbers, lists_strides, H, M, N,
+    lists_ptr, kinds, data, numbers, lists_strides, H, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, BY_KEYS: tl.constexpr,
     CLASSIFY: tl.constexpr,
 ):  # fmt: skip
     """One program: the tiles of one block of queries, or, BY_KEYS, of one block of keys.
 
     A list is its block, the number of full tiles, the number of mixed ones, then the tiles, full
-    ones first.
+    ones first. With `kinds`, for another library's kernels, these get how many are mixed, which,
+    how many are full, and which; a tile past the last query or key is mixed there.
     TILES: a power of two, at least the number of tiles.
     """
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -62,15 +66,25 @@ def list_tiles(
     i1, j1 = tl.minimum(i0 + BLOCK_M, M) - 1, tl.minimum(j0 + BLOCK_N, N) - 1
     full, some = CLASSIFY(b, h, i0, i1, j0, j1, x, y, data, numbers)
     whole = i0 + BLOCK_M <= M if BY_KEYS else j0 + BLOCK_N <= N
+    if kinds is not None:
+        whole = (i0 + BLOCK_M <= M) & (j0 + BLOCK_N <= N)
     inside = t < count
     some = (some & inside) != 0  # a vector, even if CLASSIFY gives one scalar
     full = (full & some & whole) != 0
     mixed = some & (full == 0)
     ones, others = full.to(tl.int32), mixed.to(tl.int32)
     most = tl.sum(ones, 0)
-    lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
-    tl.store(lists_ptr, block)
-    tl.store(lists_ptr + 1, most)
-    tl.store(lists_ptr + 2, tl.sum(others, 0))
-    tl.store(lists_ptr + 2 + tl.cumsum(ones, 0), t, mask=full)
-    tl.store(lists_ptr + 2 + most + tl.cumsum(others, 0), t, mask=mixed)
+    if kinds is not None:
+        line = (b * H + h) * (columns if BY_KEYS else rows) + block
+        first = line.to(tl.int64) * count - 1
+        tl.store(kinds[0] + line, tl.sum(others, 0))
+        tl.store(kinds[1] + first + tl.cumsum(others, 0), t, mask=mixed)
+        tl.store(kinds[2] + line, most)
+        tl.store(kinds[3] + first + tl.cumsum(ones, 0), t, mask=full)
+    else:
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        tl.store(lists_ptr, block)
+        tl.store(lists_ptr + 1, most)
+        tl.store(lists_ptr + 2, tl.sum(others, 0))
+        tl.store(lists_ptr + 2 + tl.cumsum(ones, 0), t, mask=full)
+        tl.store(lists_ptr + 2 + most + tl.cumsum(others, 0), t, mask=mixed)

@@ -32,9 +32,11 @@ if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.fa4.call import Fa4Call
     from attn_graph.lowering.fa4.offline import CompiledKernel
     from attn_graph.lowering.fa4.run import Fa4Run
+    from attn_graph.lowering.triton.offline import MachineCode
 
 HOME = "attn_graph.lowering.fa4.backend:BACKEND"
 PACKAGE = "flash-attn-4"
+LISTED = "lists"  # the variant for self-checks, whose graphs are small
 MOST_SPILLED = 1024  # bytes of a thread: our limit, not the package's; no GPU has timed it
 SIZES = ((65, 123), (200, 251), (300, 700))  # queries and keys of self-checks
 VERSIONS = ((4, 0, 0, 35), (4, 0, 0, 36))  # b35, b36: the first and the last tested
@@ -93,16 +95,26 @@ def describe_fa4(graph: Graph, target: Target, options: Options) -> Fa4Call:
     """The call for a graph within the limits."""
     read = read_problem(graph)
     assert read is not None  # why_not said so
-    return make_fa4_call(*read, target.sm, options.deterministic)
+    listed = options.variant == LISTED
+    return make_fa4_call(*read, target, options.deterministic, options.max_workspace, listed)
 
 
 @lru_cache(maxsize=256)
 def make_fa4_call(
-    problem: Problem, sequences: CudnnSequences | None, sm: int, deterministic: bool
-) -> Fa4Call:
+    problem: Problem, sequences: CudnnSequences | None, target: Target, deterministic: bool,
+    most: int | None, listed: bool,
+) -> Fa4Call:  # fmt: skip
+    """most: bytes of workspace; None: no limit. listed: True to have each call list tiles, even if
+    that can't save time."""
     from attn_graph.lowering.fa4.call import DENSE, Fa4Call
+    from attn_graph.lowering.fa4.lists import MadeLists, may_repay
 
-    return Fa4Call.of(problem, sm, deterministic, sequences or DENSE)
+    def admits(lists: MadeLists) -> bool:
+        fits = most is None or lists.scratch.bytes <= most
+        runs = "triton" in dict(target.libraries)
+        return runs and fits and (listed or may_repay(lists, problem, target))
+
+    return Fa4Call.of(problem, target.sm, deterministic, sequences or DENSE, admits)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
@@ -112,16 +124,16 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     if target.tensors_on == target.kind and (against := [*stack_reasons(run, target, options)]):
         raise RefusedError(*against)  # virtual GPUs execute PTX, before anything is spilled
 
-    def kernels() -> list[CompiledKernel]:
-        return compile_for_target(run, target, options)
+    def kernels() -> list[CompiledKernel | MachineCode]:
+        return [*compile_lists(run.call, target), *compile_for_target(run, target, options)]
 
     return Executable(
         run.backward if backward else run.forward,
-        0,
+        run.leased,
         run.temporary,
         tuple(run.notes()),
         inspect=lambda: tuple(map(str, kernels())),
-        text=lambda: "\n".join([*run.call.code.texts.values(), *(x.ptx for x in kernels())]),
+        text=lambda: "\n".join([*run.call.texts, *(x.ptx for x in kernels())]),
         infer=run.backward if backward else run.inference,
         prepare=kernels,
     )
@@ -130,13 +142,14 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 def foresee_call(graph: Graph, target: Target, options: Options) -> Foreseen:
     """The needs of a call, without compiling."""
     run = describe_run(graph, target, options)
-    return Foreseen(0, run.temporary, tuple(run.notes()))
+    return Foreseen(run.leased, run.temporary, tuple(run.notes()))
 
 
 def describe_run(graph: Graph, target: Target, options: Options) -> Fa4Run:
     from attn_graph.lowering.fa4.run import Fa4Run
 
-    return Fa4Run(describe_fa4(graph, target, options), graph, options.store)
+    call = describe_fa4(graph, target, options)
+    return Fa4Run(call, graph, options.store, options.workspace)
 
 
 def stack_reasons(run: Fa4Run, target: Target, options: Options) -> Iterator[Reason]:
@@ -155,12 +168,28 @@ def compile_for_target(run: Fa4Run, target: Target, options: Options) -> list[Co
     return compile_call(call.plain(run.stores_lse), call.kernels, target, options.store)
 
 
+def compile_lists(call: Fa4Call, target: Target) -> list[MachineCode]:
+    """The kernels of lists made by each call, compiled for the target; none without such lists."""
+    from attn_graph.lowering.fa4.lists import MadeLists
+    from attn_graph.lowering.triton.offline import inspect_launches
+
+    if not isinstance(call.lists, MadeLists):
+        return []
+    made = call.lists.made
+    dtypes = {name: x.dtype for name, x in made.buffers.items()}
+    dtypes |= {name: x.dtype for name, x in call.problem.by_role.mask.items()}
+    return inspect_launches(made.launches, dtypes, target.sm)
+
+
 def small_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
     """The attention or gradient in small sizes, off the tiles."""
     call = describe_fa4(graph, target, options)
     problem = call.problem
     small = tuple(shrink(graph, problem, M, N) for M, N in SIZES)
-    return DeviceTest(HOME, call.variant, small)
+    from attn_graph.lowering.fa4.lists import MadeLists
+
+    way = LISTED if isinstance(call.lists, MadeLists) else None
+    return DeviceTest(HOME, call.variant, small, way=way)
 
 
 BACKEND = Backend("fa4", why_not, lower, foresee_call, device_test=small_test)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from hashlib import sha256
 from typing import Any, final
@@ -14,7 +14,14 @@ from attrs import frozen
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.lowering.cudnn.sequences import SIDES, CudnnSequences
 from attn_graph.lowering.fa4.dialect import CuteCode, as_read, trace_problem
-from attn_graph.lowering.fa4.lists import TileLists, backward_tile, forward_tile, make_lists
+from attn_graph.lowering.fa4.lists import (
+    MadeLists,
+    TileLists,
+    backward_tile,
+    forward_tile,
+    make_lists,
+    plan_lists,
+)
 from attn_graph.lowering.problem import Problem, is_misaligned, read_specs
 from attn_graph.masks import Band, Mask
 from attn_graph.masks.places import Place
@@ -116,14 +123,15 @@ def copied_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[s
 class Fa4Call:
     """A problem as the package computes it.
 
-    code: the functions of mask and modifiers. lists: of tiles; None: all are visited.
+    code: the functions of mask and modifiers. lists: of tiles, made with the plan or by each call;
+    None: all are visited.
     """
 
     problem: Problem
     sm: int
     native: NativeMask | None
     code: CuteCode
-    lists: TileLists | None
+    lists: TileLists | MadeLists | None
     deterministic: bool = False
     sequences: CudnnSequences = DENSE
 
@@ -134,17 +142,25 @@ class Fa4Call:
         sm: int,
         deterministic: bool = False,
         sequences: CudnnSequences = DENSE,
+        admits: Callable[[MadeLists], bool] = lambda _: True,
     ) -> Fa4Call:
-        """Raises Untraceable if the mask or a modifier can't be a kernel's function."""
+        """admits: True for lists that each call may make.
+
+        Raises Untraceable if the mask or a modifier can't be a kernel's function.
+        """
         native = native_mask(problem, packed=sequences.rows is not None)
         code = trace_problem(problem, with_mask=native is None)
         in_order = deterministic and problem.grad is not None  # lists have no order of sums
-        lists = None
+        lists: TileLists | MadeLists | None = None
         if native is None and not in_order and sequences == DENSE:
             assert problem.node.mask is not None
             exact = not problem.node.mask.needs and not code.axes
-            tile = forward_tile if problem.grad is None else backward_tile
-            lists = make_lists(problem, tile(sm, problem), exact=exact)
+            tile = (forward_tile if problem.grad is None else backward_tile)(sm, problem)
+            made = plan_lists(problem, tile)
+            if made is not None and admits(made):
+                lists = made
+            else:
+                lists = make_lists(problem, tile, exact=exact)
         return cls(problem, sm, native, code, lists, in_order, sequences)
 
     @cached_property
@@ -203,15 +219,22 @@ class Fa4Call:
             "numbers": [*self.code.numbers],
             "shared": self.shared,
             "tile": lists and [*lists.tile],
-            "lists": [[*x.shape] for x in lists.tensors] if lists else [],
+            "lists": [[*x] for x in lists.shapes] if lists else [],
             "deterministic": self.deterministic,
         }
+
+    @property
+    def texts(self) -> list[str]:
+        """The generated functions: of mask and modifiers, and to classify tiles."""
+        made = self.lists.made.launches if isinstance(self.lists, MadeLists) else ()
+        return [*self.code.texts.values(), *(x for each in made for x in each.texts.values())]
 
     @cached_property
     def variant(self) -> str:
         """A name of the kernels, independent of numbers and of all sizes but a head's."""
         plain, p = self.plain(True), self.problem
-        told = {name: x for name, x in plain.items() if name not in ("numbers", "lists")}
+        told = {name: x for name, x in plain.items() if name != "numbers"}
+        told["lists"] = [[p.B > b == 1, p.H > h == 1] for b, h, *_ in plain["lists"]]
         told["reads"] = [x[2] for x in plain["reads"]]
         told["tensors"] = {name: x[2] for name, x in plain["tensors"].items()}
         told["options"] = {name: x is not None for name, x in plain["options"].items()}

@@ -1,12 +1,14 @@
 """The tiles visited by FlashAttention 4's kernels: lists of mixed and of full ones, by the mask.
 
 A list ascends, since kernels for sm_90 compare only the last listed tile with the number of keys. A
-tile beyond the last query or key counts as mixed. A mask without tensors has exact lists; others
-have lists valid for all data.
+tile beyond the last query or key counts as mixed. A mask without tensors has exact lists, made with
+the plan. For one with tensors each call makes them on the device, as Triton's kernels get theirs;
+where that costs more than it could save, or can't be done, lists valid for all data stay.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import final
 
 import torch
@@ -14,9 +16,14 @@ from attrs import frozen
 
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.rates import least_seconds, peak_of
+from attn_graph.lowering.triton.device_lists import DeviceLists
+from attn_graph.lowering.triton.tile_lists import MOST_TILES as MOST_IN_LIST
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
-from attn_graph.masks.places import Block
-from attn_graph.masks.tiles import classify_tiles
+from attn_graph.machine.target import Target
+from attn_graph.machine.workspace import Scratch
+from attn_graph.masks.places import Block, Untraceable
+from attn_graph.masks.tiles import classify_tiles, most_pairs
 
 MIXED, FULL = 1, 2
 WORTH = 0.05  # of all tiles: with fewer empty or full ones, kernels without lists are as fast
@@ -36,6 +43,28 @@ class TileLists:
     tensors: tuple[torch.Tensor, ...]
     empty: int
     total: int
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(x.shape) for x in self.tensors)
+
+
+@final
+@frozen(eq=False)
+class MadeLists:
+    """Such lists made by each call on the device: [B or 1, H or 1, ..]."""
+
+    tile: tuple[int, int]
+    made: DeviceLists
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.made.buffers[name].shape for name in self.made.kinds)
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """The lists and their sources in the workspace."""
+        return Scratch(self.made.buffers)
 
 
 def forward_tile(sm: int, problem: Problem) -> tuple[int, int]:
@@ -97,3 +126,37 @@ def make_lists(problem: Problem, tile: tuple[int, int], *, exact: bool) -> TileL
         return None
     lines = kinds if p.grad is None else kinds.mT.contiguous()
     return TileLists(tile, (*list_kind(lines, MIXED), *list_kind(lines, FULL)), empty, total)
+
+
+def plan_lists(problem: Problem, tile: tuple[int, int]) -> MadeLists | None:
+    """The lists of a pass that data decide, in a gradient by keys. None if planning knows the
+    tiles, intervals can't follow the mask, or a block has too many tiles."""
+    p, mask = problem, problem.node.mask
+    assert mask is not None
+    by_keys = p.grad is not None
+    most = blocks(p.M, tile[0]) if by_keys else blocks(p.N, tile[1])
+    if not mask.needs or most > MOST_IN_LIST:
+        return None
+    names, tiling = tuple(p.by_role.mask), Tiling(*tile, 4, 1)
+    try:
+        made = DeviceLists.plan("lists", p, tiling, by_keys, names, by_kind=True)
+    except Untraceable:
+        return None
+    return MadeLists(tile, made)
+
+
+def may_repay(lists: MadeLists, problem: Problem, target: Target) -> bool:
+    """True if kernels without lists would take longer than the launches that make them: lists
+    can't save more. By published rates; True for a GPU without any."""
+    p = problem
+    widths = p.D + p.E if p.grad is None else 3 * p.D + 2 * p.E
+    backward = p.grad is not None
+    peak = peak_of(target, "fa4", p.dtype, max(p.D, p.E), backward=backward)
+    bandwidth = target.bandwidth
+    if peak is None or bandwidth is None:
+        return True
+    flops = 2.0 * most_pairs(p.node.mask, (p.B, p.H, p.G, p.M, p.N)) * widths
+    read = sum(x.type.bytes for x in p.by_role.mask.values())
+    launches = len(lists.made.launches)
+    price = least_seconds(0, peak, read, bandwidth, launches=launches)
+    return flops / peak > price

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from attn_graph.lowering.fa4.call import (
     copied_names,
     zeroed_names,
 )
+from attn_graph.lowering.fa4.lists import MadeLists, TileLists
 from attn_graph.lowering.fa4.offline import keep_kernels_in
 from attn_graph.lowering.lengths import sequence_rows
 from attn_graph.lowering.problem import (
@@ -39,6 +41,7 @@ from attn_graph.lowering.problem import (
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Store
+from attn_graph.machine.workspace import Workspace
 from attn_graph.spec import INF, TensorSpec
 
 Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -52,6 +55,7 @@ class Fa4Run:
     call: Fa4Call
     graph: Graph
     store: Store | None
+    workspace: Workspace
     lists: DeviceMemo[list[torch.Tensor]] = field(factory=DeviceMemo, init=False)
 
     @cached_property
@@ -108,16 +112,28 @@ class Fa4Run:
         ends |= {CU_SEQLENS[side]: x for side, x in self.starts(own).items()}
         ends |= {"page_table": own[-1]} if pools else {}
         tensors |= {name: as_whole(x) for name, x in ends.items()}
-        plain = self.plain["lse" in named]
+        plain, reads = self.plain["lse" in named], call.view_reads(data)
         with keep_kernels_in(self.store), torch.cuda.device_of(given.q):
-            return call_package(
-                plain, tensors, call.view_reads(data), self.lists_on(given.q.device)
-            )
+            if not isinstance(call.lists, MadeLists):
+                return call_package(plain, tensors, reads, self.lists_on(given.q.device))
+            with self.make_lists(call.lists, given.mask, given.q.device) as lists:
+                return call_package(plain, tensors, reads, lists)
+
+    @contextmanager
+    def make_lists(
+        self, lists: MadeLists, mask: Mapping[str, torch.Tensor], device: torch.device
+    ) -> Iterator[list[torch.Tensor]]:
+        """Lists of tiles by the mask's tensors, in the workspace."""
+        with self.workspace.lease(lists.scratch, device) as scratch:
+            named = {**mask, **scratch}
+            for launch in lists.made.launches:
+                launch(named)
+            yield [scratch[name] for name in lists.made.kinds]
 
     def lists_on(self, device: torch.device) -> list[torch.Tensor]:
-        """The lists of tiles on a device, brought there once."""
+        """The lists of tiles made with the plan on a device, brought there once."""
         lists = self.call.lists
-        if lists is None:
+        if not isinstance(lists, TileLists):
             return []
         return self.lists.get(
             device, lambda: [copy_to(device, x, "lists of tiles") for x in lists.tensors]
@@ -226,7 +242,7 @@ class Fa4Run:
         """Bytes allocated by the package, at most: for a gradient sums in float32 of queries and,
         with grouped heads, of keys; do and lists."""
         p, lists = self.call.problem, self.call.lists
-        own = sum(x.nbytes for x in lists.tensors) if lists else 0
+        own = sum(x.nbytes for x in lists.tensors) if isinstance(lists, TileLists) else 0
         own += sum(spec.type.bytes for spec in self.copied.values())
         if p.grad is None:
             return own
@@ -239,6 +255,12 @@ class Fa4Run:
         unwanted = sum(specs[f"d{name}"].type.bytes for name, w in pairs if not w)
         order = 12 * p.H * (rows // 64 + keys // 32) if self.call.deterministic else 0
         return own + sums + shared + unwanted + order + specs["dout"].type.bytes * p.grad.with_do
+
+    @property
+    def leased(self) -> int:
+        """Bytes of the workspace, for lists made by each call."""
+        lists = self.call.lists
+        return lists.scratch.bytes if isinstance(lists, MadeLists) else 0
 
     @cached_property
     def cleaned(self) -> tuple[str, ...]:
@@ -256,10 +278,12 @@ class Fa4Run:
     def notes(self) -> Iterator[str]:
         lists, native, p = self.call.lists, self.call.native, self.call.problem
         packed = bool(self.call.sequences.totals)
-        if lists is not None:
+        tile = " x ".join(map(str, lists.tile)) if lists else ""
+        if isinstance(lists, TileLists):
             share = 100 * lists.empty / lists.total
-            tile = " x ".join(map(str, lists.tile))
             yield f"lists of tiles of {tile}: {share:.0f} % are empty and skipped"
+        elif lists is not None:
+            yield f"each call lists tiles of {tile} by the mask's tensors; empty ones are skipped"
         elif native is None:
             yield "the mask is a function of each place; no tile is skipped"
         for name, spec in self.copied.items():

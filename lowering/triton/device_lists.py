@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import final
+from typing import Any, final
 
 import torch
 from attrs import frozen
@@ -12,10 +12,13 @@ from attrs import frozen
 from attn_graph.kernels.tilings import LISTS, Tiling
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launches import Launch, Pointers
-from attn_graph.lowering.triton.tile_lists import HEAD, ListCode, blocks, list_room
+from attn_graph.lowering.triton.tile_lists import HEAD, ListCode, blocks, list_room, most_listed
 from attn_graph.machine.workspace import Buffer
 from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.spec.formulas import is_one
+
+KINDS = ("mixed_count", "mixed", "full_count", "full")  # the tensors of lists by kind
+HELD = 2**14  # elements of a block held by four warps; of larger ones there are twice as many
 
 
 @final
@@ -23,28 +26,39 @@ from attn_graph.spec.formulas import is_one
 class DeviceLists:
     """The lists of one kernel's tiles.
 
-    shape: [B or 1, H or 1, blocks, at least 3 + tiles]. buffers: of the lists and of their sources,
-    by name. launches: in order.
+    shape: [B or 1, H or 1, blocks, at least 3 + tiles], of lists by kind [.., tiles]. buffers: of
+    the lists and of their sources, by name. launches: in order. kinds: for lists by kind the names
+    of the number of mixed tiles, of these tiles, and of both for full ones.
     """
 
     shape: tuple[int, ...]
     buffers: Mapping[str, Buffer]
     launches: tuple[Launch, ...]
+    kinds: tuple[str, ...] = ()
 
     @classmethod
     def plan(
-        cls, name: str, problem: Problem, tiling: Tiling, by_keys: bool, data: tuple[str, ...]
+        cls,
+        name: str,
+        problem: Problem,
+        tiling: Tiling,
+        by_keys: bool,
+        data: tuple[str, ...],
+        *,
+        by_kind: bool = False,
     ) -> DeviceLists:
         """name: of the lists' buffer. data: names of all tensors for kernels beside the operands,
-        the mask's last. Raises Untraceable for a mask beyond tracing."""
+        the mask's last. by_kind: True for mixed and full tiles in tensors of their own.
+
+        Raises Untraceable for a mask beyond tracing.
+        """
         code = ListCode.trace(problem, tiling)
         shape = code.shape(problem, tiling, by_keys)
         own = data[len(data) - len(code.reads) :]
         reads = zip(own, code.reads, strict=True)
         ends = [BlockEnds(name, x, *read, tiling) for x, read in reads]
-        fixed = {
+        fixed: dict[str, Any] = {  # Any: arguments of a kernel
             "numbers": code.numbers,
-            "lists_strides": dense_strides(shape)[:3],
             "H": shape[1],
             "M": problem.M,
             "N": problem.N,
@@ -53,15 +67,22 @@ class DeviceLists:
             "TILES": list_room(shape[3] - HEAD),
             "BY_KEYS": by_keys,
         }
-        pointers: Pointers = {
-            "lists_ptr": name,
-            "data": tuple(n for each in ends for n in each.names),
-        }
+        pointers: Pointers = {"data": tuple(n for each in ends for n in each.names)}
+        kinds = tuple(f"{name}.{kind}" for kind in KINDS) if by_kind else ()
+        if by_kind:
+            shape = *shape[:3], most_listed(fixed)
+            buffers = dict(zip(kinds, (shape[:3], shape) * 2, strict=True))
+            pointers["kinds"] = kinds
+            fixed |= {"lists_ptr": None, "lists_strides": (0, 0, 0)}
+        else:
+            buffers = {name: shape}
+            pointers["lists_ptr"] = name
+            fixed |= {"kinds": None, "lists_strides": dense_strides(shape)[:3]}
         texts = {"CLASSIFY": code.source}
         last = Launch("list_tiles", prod(shape[:3]), pointers, fixed, texts, *LISTS.options)
-        buffers = {name: Buffer(shape, torch.int32)}
-        buffers |= {n: x for each in ends for n, x in each.buffers()}
-        return cls(shape, buffers, (*(x for each in ends for x in each.launches()), last))
+        made = {n: Buffer(x, torch.int32) for n, x in buffers.items()}
+        made |= {n: x for each in ends for n, x in each.buffers()}
+        return cls(shape, made, (*(x for each in ends for x in each.launches()), last), kinds)
 
 
 @final
@@ -120,6 +141,7 @@ class BlockEnds:
             return
         (_, H, rows, columns), strides = self.layout
         least, most = self.names
+        widths = [1 << (size - 1).bit_length() for size in self.block]
         fixed = {
             "strides": strides,
             "H": H,
@@ -127,6 +149,9 @@ class BlockEnds:
             "columns": columns,
             "BLOCK_I": self.block[0],
             "BLOCK_J": self.block[1],
+            "WIDTH_I": widths[0],
+            "WIDTH_J": widths[1],
         }
         pointers = {"x_ptr": self.tensor, "least_ptr": least, "most_ptr": most}
-        yield Launch("extremes", self.count, pointers, fixed, {}, *LISTS.options)
+        warps = LISTS.warps * blocks(prod(widths), HELD)
+        yield Launch("extremes", self.count, pointers, fixed, {}, warps, LISTS.stages)

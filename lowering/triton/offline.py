@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import sha256
@@ -121,11 +121,23 @@ def compile_ahead(flash: Flash) -> None:
 
     Nothing under the interpreter.
     """
-    if is_interpreting():
-        return
-    tensors = mock_tensors(flash)
-    for launch in dict.fromkeys((*flash.launches, *flash.without_lse)):
-        compile_launch(launch, tensors, flash.target.sm)
+    if not is_interpreting():
+        tensors = mock_tensors(flash)
+        for launch in dict.fromkeys((*flash.launches, *flash.without_lse)):
+            compile_launch(launch, tensors, flash.target.sm)
+
+
+def inspect_launches(
+    launches: Sequence[Launch], dtypes: Mapping[str, torch.dtype], sm: int
+) -> list[MachineCode]:
+    """As `compile_launches`, of launches alone. dtypes: of their tensors, by name.
+
+    Nothing under the interpreter.
+    """
+    from triton.runtime.jit import MockTensor
+
+    tensors = {name: MockTensor(dtype) for name, dtype in dtypes.items()}
+    return [] if is_interpreting() else [inspect_launch(x, tensors, sm) for x in launches]
 
 
 def mock_tensors(flash: Flash) -> dict[str, Any]:  # Any: Triton's

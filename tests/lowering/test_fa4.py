@@ -10,6 +10,7 @@ import torch
 from attrs import evolve
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.errors import Reason
@@ -20,8 +21,9 @@ from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.dialect import in_place, read_axes_of
-from attn_graph.lowering.fa4.lists import FULL, MIXED, classify, make_lists
+from attn_graph.lowering.fa4.lists import FULL, MIXED, TileLists, classify, make_lists
 from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.triton.launches import Launch
 from attn_graph.machine.target import VIRTUAL
 from attn_graph.masks import LENGTHS
 from attn_graph.masks.places import Place, Untraceable
@@ -37,6 +39,7 @@ from tests.support.sequences import batches
 
 BF16 = torch.bfloat16
 H200 = evolve(ag.Target.of("h200"), libraries=((PACKAGE, "4.0.0b36"),))
+WITH_TRITON = evolve(H200, libraries=(*H200.libraries, ("triton", "3.7.1")))
 B200 = evolve(ag.Target.of("b200"), libraries=H200.libraries)
 JOINED = ag.Causal("top_left") & (ag.Window(64, 0, "top_left") | ag.Prefix(4))
 
@@ -285,10 +288,76 @@ def check_lists(mask: ag.Mask, M: int, N: int, tile: tuple[int, int], backward: 
 
 def test_lists_of_masks_that_read_tensors_hold_for_whatever_these_are() -> None:
     graph = make(segments=(spec(2, 300, dtype=torch.int64),) * 2, mask=ag.Causal())
-    lists = Fa4Call.of(problem_of(graph), 90).lists
-    assert lists is not None
+    lists = Fa4Call.of(problem_of(graph), 90, admits=lambda _: False).lists
+    assert isinstance(lists, TileLists)
     assert lists.empty == 3
     assert not lists.tensors[2].any()  # none is sure to be full
+
+
+def documents(length: int) -> ag.Graph:
+    """Causal attention within segments."""
+    numbers = spec(2, length, dtype=torch.int32)
+    return make(length, length, segments=(numbers, numbers), mask=ag.Causal())
+
+
+def test_tiles_that_data_decide_are_listed_by_each_call_where_that_may_repay() -> None:
+    """Without Triton, or where kernels without lists take less than the launches, planning lists
+    those that are empty whatever the data."""
+    for length, target, shown in (
+        (4096, WITH_TRITON, "each call lists tiles of 128 x 128 by the mask's tensors"),
+        (300, WITH_TRITON, "33 % are empty"),
+        (4096, H200, "48 % are empty"),
+    ):
+        for graph in (documents(length), simplify(ag.vjp(documents(length))[1])):
+            made = BACKEND.foreseen(graph, target, Options())
+            assert shown in "\n".join(made.notes)
+            assert bool(made.workspace) == ("each call" in shown)
+
+
+def test_lists_that_do_not_fit_the_workspace_are_not_made() -> None:
+    graph = documents(4096)
+    need = BACKEND.foreseen(graph, WITH_TRITON, Options()).workspace
+    assert need is not None
+    for most, room in ((need, need), (need - 1, 0)):
+        assert BACKEND.foreseen(graph, WITH_TRITON, Options(max_workspace=most)).workspace == room
+        assert not keys_of(graph, WITH_TRITON, Options(max_workspace=most))
+
+
+def test_self_checks_of_listed_tiles_list_tiles_though_their_graphs_are_small() -> None:
+    test = BACKEND.device_test(documents(4096), WITH_TRITON, Options())
+    assert test is not None
+    for graph in test.graphs:
+        made = BACKEND.foreseen(graph, WITH_TRITON, Options(variant=test.way))
+        assert any("each call lists" in note for note in made.notes)
+        again = BACKEND.device_test(graph, WITH_TRITON, Options(variant=test.way))
+        assert again is not None
+        assert again.variant == test.variant
+
+
+def test_a_call_that_lists_tiles_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads no element of a tensor, and gives the package lists of the workspace."""
+    launched, given = [], []
+    monkeypatch.setattr(Launch, "__call__", lambda self, tensors: launched.append(self.kernel))
+    monkeypatch.setattr(fa4_run, "call_package", lambda *x: given.append(x[3]))
+    monkeypatch.setattr("attn_graph.machine.target.VIRTUAL", {WITH_TRITON})
+    graph = documents(1024)
+    workspace = ag.Workspace()
+    made = BACKEND.lower(graph, WITH_TRITON, Options(variant="lists", workspace=workspace))
+    tensors = [torch.zeros(x.spec.shape, dtype=x.spec.dtype) for x in graph.inputs]
+    made.infer(*tensors)
+    assert launched == ["extremes", "extremes", "list_tiles"]
+    assert [x.shape for x in given[0]] == [(2, 1, 8), (2, 1, 8, 8)] * 2
+    assert workspace.bytes == made.workspace > 0
+    with NoReads():  # type: ignore[no-untyped-call]
+        made.infer(*tensors)
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses to read an element on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mask", [None, ag.Causal("bottom_right"), ag.Window(9, 2, "bottom_right")])
@@ -369,7 +438,7 @@ def test_places_are_undone_only_where_the_package_says_others() -> None:
 
 
 def test_it_is_predicted_before_triton_where_it_takes_the_graph() -> None:
-    libraries = (*H200.libraries, ("triton", "3.7.1"))
+    libraries = WITH_TRITON.libraries
     for target in (H200, B200):
         told = ag.explain(
             make(8192, 8192, mask=ag.Causal() | ag.Prefix(4)),

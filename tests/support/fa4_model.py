@@ -70,20 +70,27 @@ def function(text: str) -> Callable[..., Tensor]:
 
 
 def listed(plain: Mapping[str, Any], lists: Sequence[Tensor], M: int, N: int) -> Tensor:
-    """Which kind of tile each place lies in: 0 of none that is visited, 1 of a mixed, 2 of a full
-    one. Lists that do not ascend, or whose last axis has another stride than 1, are errors."""
+    """Which kind of tile each place lies in, [B or 1,H or 1,M,N]: 0 of none that is visited, 1 of
+    a mixed, 2 of a full one."""
     rows, columns = plain["tile"]
-    lines, count = -(-M // rows), -(-N // columns)
-    kinds = torch.zeros(lines, count, dtype=torch.long)
+    kinds = tile_kinds(lists, -(-M // rows), -(-N // columns), plain["backward"])
+    return kinds.repeat_interleave(rows, 2)[:, :, :M].repeat_interleave(columns, 3)[..., :N]
+
+
+def tile_kinds(lists: Sequence[Tensor], rows: int, columns: int, backward: bool) -> Tensor:
+    """The same of each tile. Lists that do not ascend, or whose last axis has another stride than
+    1, are errors."""
+    kinds = torch.zeros(*lists[0].shape[:2], rows, columns, dtype=torch.long)
+    by_line = kinds.mT if backward else kinds
     for kind, (counts, numbers) in enumerate((lists[:2], lists[2:]), start=1):
         assert numbers.stride(-1) == 1
-        by_line = kinds.T if plain["backward"] else kinds
-        for line, (n, each) in enumerate(zip(counts[0, 0], numbers[0, 0], strict=True)):
-            mine = each[: int(n)].tolist()
+        for at, n in enumerate(counts.flatten().tolist()):
+            mine = numbers.flatten(0, 2)[at, :n].tolist()
             assert mine == sorted(set(mine))
-            assert not by_line[line, mine].any(), "a tile is listed twice"
-            by_line[line, mine] = kind
-    return kinds.repeat_interleave(rows, 0)[:M].repeat_interleave(columns, 1)[:, :N]
+            b, h, line = torch.unravel_index(torch.tensor(at), counts.shape)
+            assert not by_line[b, h, line, mine].any(), "a tile is listed twice"
+            by_line[b, h, line, mine] = kind
+    return kinds
 
 
 def counts(given: Mapping[str, Tensor], M: int, N: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any, final
 
 import pytest
 import torch
+import triton
 from attrs import evolve, frozen
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -97,6 +98,42 @@ def test_plans_of_every_size_give_what_the_formula_says(sm: int, kind: str) -> N
         assert outcome.programs, outcome.refusal
 
     with virtual_gpu(known(sm)) as device:
+        check()
+
+
+# Lists of tiles made by each call
+
+LISTED: dict[str, Callable[[Numbers], ag.Graph]] = {
+    "segments": KINDS["segments"],
+    "boolean mask": KINDS["boolean mask"],
+    "boolean masks of heads, groups": lambda n: draw(
+        n, G=1, keep=ag.TensorSpec((1, 2, n.M, n.N), torch.bool), mask=n.joined
+    ),
+    "lengths, function, groups": lambda n: draw(
+        n, G=1, mask=n.joined, q_lengths=lengths(1), kv_lengths=lengths(1), soft_cap=5.0
+    ),
+}
+
+
+def listing(sm: int) -> ag.Target:
+    """The same GPU with Triton, of no known speed: lists are made wherever data decide."""
+    gpu = known(sm)
+    return evolve(gpu, libraries=(*gpu.libraries, ("triton", triton.__version__)), peaks=())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LISTED)
+@pytest.mark.parametrize("sm", EXAMPLES)
+def test_tiles_listed_by_each_call_give_what_the_formula_says(sm: int, kind: str) -> None:
+    @given(n=numbers, seed=seeds)
+    @settings(max_examples=EXAMPLES[sm] // 5, phases=(Phase.generate,))
+    def check(n: Numbers, seed: int) -> None:
+        listed = device.kernels["list_tiles"]
+        outcome = execute(device, LISTED[kind](n), seed, backend="fa4")
+        assert outcome.programs, outcome.refusal
+        assert device.kernels["list_tiles"] > listed
+
+    with virtual_gpu(listing(sm)) as device:
         check()
 
 
