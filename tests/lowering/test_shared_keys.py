@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -151,8 +151,13 @@ def chunks(draw: st.DrawFn) -> tuple[ag.Graph, int]:
     return ag.attention(*specs, **options, stats=True), draw(seeds)
 
 
+Q, K = (ag.TensorSpec((1, 2, n, 8), torch.float32) for n in (65, 98))
+WITH_SINKS = ag.attention(Q, K, K, sinks=ag.TensorSpec((2,), torch.float32), stats=True)
+
+
 @interpreting
 @given(chunk=chunks())
+@example(chunk=(WITH_SINKS, 1))
 @settings(max_examples=max(3, settings().max_examples // 5))  # each is interpreted
 def test_shared_keys_give_the_whole(chunk: tuple[ag.Graph, int]) -> None:
     """o and lse, against float64, and the same bits every time."""
