@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import (
@@ -121,8 +123,8 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """The package's call for a graph. Raises RefusedError if kernels spill much."""
     run = describe_run(graph, target, options)
     backward = run.call.problem.grad is not None
-    if target.tensors_on == target.kind and (against := [*stack_reasons(run, target, options)]):
-        raise RefusedError(*against)  # virtual GPUs execute PTX, before anything is spilled
+    if target.tensors_on == target.kind:  # virtual GPUs execute PTX, before anything is spilled
+        run = fit_registers(run, target, options)
 
     def kernels() -> list[CompiledKernel | MachineCode]:
         return [*compile_lists(run.call, target), *compile_for_target(run, target, options)]
@@ -150,6 +152,17 @@ def describe_run(graph: Graph, target: Target, options: Options) -> Fa4Run:
 
     call = describe_fa4(graph, target, options)
     return Fa4Run(call, graph, options.store, options.workspace)
+
+
+def fit_registers(run: Fa4Run, target: Target, options: Options) -> Fa4Run:
+    """The run, with narrow tiles if its kernels spill much. Raises RefusedError if those do too."""
+    against = [*stack_reasons(run, target, options)]
+    if not against:
+        return run
+    narrow = evolve(run, call=evolve(run.call, narrow=True)) if run.call.may_be_narrow else None
+    if narrow is None or [*stack_reasons(narrow, target, options)]:
+        raise RefusedError(*against)
+    return narrow
 
 
 def stack_reasons(run: Fa4Run, target: Target, options: Options) -> Iterator[Reason]:

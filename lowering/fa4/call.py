@@ -32,6 +32,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 SEQUSED = {"q_lengths": "seqused_q", "kv_lengths": "seqused_k"}
 CU_SEQLENS = {"rows": "cu_seqlens_q", "keys": "cu_seqlens_k"}
 MOST = {"rows": "max_seqlen_q", "keys": "max_seqlen_k"}
+NARROW = (128, 64)  # queries and keys of a tile; a kernel for sm_100 has one or two such of queries
 DENSE = CudnnSequences()
 Named = Mapping[str, torch.Tensor]
 Bounds = tuple[int | None, int | None]
@@ -124,7 +125,8 @@ class Fa4Call:
     """A problem as the package computes it.
 
     code: the functions of mask and modifiers. lists: of tiles, made with the plan or by each call;
-    None: all are visited.
+    None: all are visited. narrow: True for forward tiles of half as many keys, for kernels short
+    of registers; lists are of whole ones still.
     """
 
     problem: Problem
@@ -134,6 +136,7 @@ class Fa4Call:
     lists: TileLists | MadeLists | None
     deterministic: bool = False
     sequences: CudnnSequences = DENSE
+    narrow: bool = False
 
     @classmethod
     def of(
@@ -162,6 +165,14 @@ class Fa4Call:
             else:
                 lists = make_lists(problem, tile, exact=exact)
         return cls(problem, sm, native, code, lists, in_order, sequences)
+
+    @property
+    def may_be_narrow(self) -> bool:
+        """True if the package has narrower tiles for this: on sm_100, where a thread holds a row of
+        a tile. Of keys in pages it would read whole ones."""
+        p = self.problem
+        fits = self.sm // 10 in (10, 11) and max(p.D, p.E) <= 128
+        return fits and p.grad is None and not self.sequences.pools and not self.narrow
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
@@ -209,12 +220,13 @@ class Fa4Call:
         """All inputs of the kernels, as JSON. Sizes are among them: some decide the kernel."""
         lists = self.lists
         mask = (self.native or NativeMask()).arguments
+        own = self.most | ({"tile_mn": [*NARROW]} if self.narrow else {})
         return {
             "sm": self.sm,
             "backward": self.problem.grad is not None,
             "tensors": {n: plain_spec(x) for n, x in self.tensors(with_lse).items()},
             "reads": [plain_spec(x) for x in read_specs(self.problem)],
-            "options": {"softmax_scale": self.problem.node.scale, **mask, **self.most},
+            "options": {"softmax_scale": self.problem.node.scale, **mask, **own},
             "texts": dict(self.code.texts),
             "numbers": [*self.code.numbers],
             "shared": self.shared,

@@ -17,6 +17,7 @@ from attn_graph.ir.packed import LENGTHS
 from attn_graph.lowering.cudnn.sequences import SIDES
 from attn_graph.lowering.fa4.call import (
     CU_SEQLENS,
+    NARROW,
     SEQUSED,
     Fa4Call,
     call_package,
@@ -286,6 +287,9 @@ class Fa4Run:
             yield f"each call lists tiles of {tile} by the mask's tensors; empty ones are skipped"
         elif native is None:
             yield "the mask is a function of each place; no tile is skipped"
+        if self.call.narrow:
+            queries, keys = NARROW
+            yield f"tiles of {queries} x {keys}: kernels with more keys in a tile spill too much"
         for name, spec in self.copied.items():
             absent = f"with 0 in rows {'of no sequence' if packed else 'past their length'}"
             how = absent if name in self.cleaned else f"to rows at multiples of {ALIGNED} bytes"

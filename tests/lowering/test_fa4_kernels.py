@@ -19,7 +19,7 @@ from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.offline import CompiledKernel, keep_kernels_in, kernel_folder
-from tests.lowering.test_fa4 import H200, JOINED, make, problem_of, spec
+from tests.lowering.test_fa4 import B200, H200, JOINED, make, problem_of, spec
 from tests.lowering.test_python_calls import python_calls
 
 FORWARD, BACKWARD = 64, 160  # functions of Python of a call
@@ -39,6 +39,24 @@ def test_kernels_that_spill_much_are_refused_while_lowering(
     plan = ag.compile(graph, **options)
     assert plan.backend == backend
     assert ("its forward kernel spills 1025" in str(plan.explain())) is (backend == "math")
+
+
+@pytest.mark.parametrize(("spilled", "backend"), [(1024, "fa4"), (1025, "math")])
+def test_kernels_of_narrow_tiles_run_where_others_spill_much(
+    spilled: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sm_100, and if they spill little."""
+
+    def compile_wide(run: Any, *_: object) -> list[CompiledKernel]:
+        wide = 1536 if run.call.problem.grad is None else 0
+        return [CompiledKernel("forward", 128, spilled if run.call.narrow else wide, "")]
+
+    monkeypatch.setattr(fa4_backend, "compile_for_target", compile_wide)
+    x = spec(1, 2, 1000 + spilled, 64)  # no plan of before
+    plan = ag.compile(ag.attention(x, x, x), target=B200, backends=("fa4", "math"))
+    assert plan.backend == backend
+    assert ("tiles of 128 x 64" in str(plan.explain())) is (backend == "fa4")
+    assert ("its forward kernel spills 1536" in str(plan.explain())) is (backend == "math")
 
 
 @pytest.mark.parametrize(("sm", "kinds"), [(90, 1), (100, 2)])

@@ -16,6 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.lowering.fa4 import backend as fa4_backend
 from attn_graph.lowering.fa4.backend import PACKAGE
 from attn_graph.testing.gpu import VirtualGpu, virtual_gpu
 from attn_graph.testing.gpu.dsl import find_package
@@ -135,6 +136,23 @@ def test_tiles_listed_by_each_call_give_what_the_formula_says(sm: int, kind: str
 
     with virtual_gpu(listing(sm)) as device:
         check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["segments", "soft cap and ALiBi, groups"])
+def test_narrow_tiles_give_what_the_formula_says(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the forward on sm_100: its lists are of tiles twice as wide."""
+    usual = fa4_backend.describe_run
+
+    def describe_narrow(*given: Any) -> Any:
+        run = usual(*given)
+        return evolve(run, call=evolve(run.call, narrow=run.call.may_be_narrow))
+
+    monkeypatch.setattr(fa4_backend, "describe_run", describe_narrow)
+    with virtual_gpu(listing(100)) as device:
+        assert execute(device, KINDS[kind](Numbers(231, 299, 40)), 3, backend="fa4").programs
 
 
 # Packed sequences, and pages with NaN in rows that are nobody's keys
