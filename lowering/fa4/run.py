@@ -11,6 +11,7 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.errors import PlanMismatchError
+from attn_graph.ir.attention import Operands
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS
@@ -72,7 +73,13 @@ class Fa4Run:
     def operands(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The last equation's operands among a call's tensors, or of them: starts come last, and
         then the table of pages."""
-        return [tidy_strides(x) for x in read_operands(self.graph, tensors)]
+        own = read_operands(self.graph, tensors)
+        return [tidy_strides(x) for x in own] if self.is_untidy else own
+
+    @cached_property
+    def is_untidy(self) -> bool:
+        """True if a tensor of the graph has an axis of size 1."""
+        return any(1 in x.shape for x in self.graph.types)
 
     @cached_property
     def results(self) -> dict[str, TensorSpec]:
@@ -102,23 +109,47 @@ class Fa4Run:
         self, named: dict[str, torch.Tensor], own: Sequence[torch.Tensor]
     ) -> tuple[Any, ...]:  # Any: the package is untyped
         """Call the package. named: tensors by its names, as ours lie. own: the operands."""
-        call, given = self.call, self.call.problem.node.split(own)
-        data = [x for each in (*given.modifiers, given.mask) for x in each.values()]
-        pools = call.sequences.pools
-        padded = {n for n, x in named.items() if x.ndim == 4 and n not in pools}
-        tensors = {n: x.transpose(1, 2) if n in padded else x for n, x in named.items()}
-        if given.sinks is not None:
-            tensors["learnable_sink"] = given.sinks
-        ends = {SEQUSED[n]: given.mask[n] for n in call.lengths}
-        ends |= {CU_SEQLENS[side]: x for side, x in self.starts(own).items()}
-        ends |= {"page_table": own[-1]} if pools else {}
-        tensors |= {name: as_whole(x) for name, x in ends.items()}
-        plain, reads = self.plain["lse" in named], call.view_reads(data)
-        with keep_kernels_in(self.store), torch.cuda.device_of(given.q):
+        call, places = self.call, self.places
+        tensors = {n: x.transpose(1, 2) if n in self.padded else x for n, x in named.items()}
+        if places.sinks is not None:
+            tensors["learnable_sink"] = own[places.sinks]
+        if self.is_ended:
+            ends = {SEQUSED[n]: own[places.mask[n]] for n in call.lengths}
+            ends |= {CU_SEQLENS[side]: x for side, x in self.starts(own).items()}
+            ends |= {"page_table": own[-1]} if call.sequences.pools else {}
+            tensors |= {name: as_whole(x) for name, x in ends.items()}
+        plain, device = self.plain["lse" in named], own[0].device
+        reads = call.view_reads([own[n] for n in self.reads]) if self.reads else []
+        with keep_kernels_in(self.store), torch.cuda.device_of(own[0]):
             if not isinstance(call.lists, MadeLists):
-                return call_package(plain, tensors, reads, self.lists_on(given.q.device))
-            with self.make_lists(call.lists, given.mask, given.q.device) as lists:
+                return call_package(plain, tensors, reads, self.lists_on(device))
+            mask = {name: own[n] for name, n in places.mask.items()}
+            with self.make_lists(call.lists, mask, device) as lists:
                 return call_package(plain, tensors, reads, lists)
+
+    @cached_property
+    def places(self) -> Operands[int]:
+        """Where each operand stands among those of a call."""
+        node = self.call.problem.node
+        return node.split(range(len(node.ranks)))
+
+    @cached_property
+    def reads(self) -> tuple[int, ...]:
+        """Where the tensors stand that modifiers and mask read."""
+        groups = *self.places.modifiers, self.places.mask
+        return tuple(n for group in groups for n in group.values())
+
+    @cached_property
+    def padded(self) -> frozenset[str]:
+        """The tensors, by the package's names, that it takes with positions before heads."""
+        specs = self.call.tensors().items()
+        return frozenset(n for n, x in specs if len(x.shape) == 4) - {*self.call.sequences.pools}
+
+    @cached_property
+    def is_ended(self) -> bool:
+        """True if kernels are given lengths, starts or pages."""
+        call = self.call
+        return bool(call.lengths or call.sequences.totals or call.sequences.pools)
 
     @contextmanager
     def make_lists(
@@ -152,8 +183,10 @@ class Fa4Run:
             results["o"].zero_()
         if call.ends and with_lse:
             results["lse"].fill_(-INF)
-        rest = {"lse": results["lse"]} if with_lse else {}
-        self.ask(named | {"out": tidy_strides(results["o"])} | rest, own)
+        named["out"] = results["o"]
+        if with_lse:
+            named["lse"] = results["lse"]
+        self.ask(named, own)
         if with_lse and (sinks := call.problem.node.split(own).sinks) is not None:
             # Kernels add exp(sink - largest score): inf if all weight is the sink's.
             lse = results["lse"]
@@ -211,7 +244,7 @@ class Fa4Run:
 
     def clean(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """q, k and v, some copied for the kernels."""
-        named = dict(zip("qkv", own, strict=False))
+        named = {"q": own[0], "k": own[1], "v": own[2]}
         for name, spec in self.copied.items():
             copy = new_tensor(spec, own[0].device)
             absent = self.absent(SIDES[name], own) if name in self.cleaned else None

@@ -22,7 +22,7 @@ from attn_graph.lowering.fa4.offline import CompiledKernel, keep_kernels_in, ker
 from tests.lowering.test_fa4 import B200, H200, JOINED, make, problem_of, spec
 from tests.lowering.test_python_calls import python_calls
 
-FORWARD, BACKWARD = 64, 160  # functions of Python of a call
+FORWARD, BACKWARD = 56, 150  # functions of Python of a call
 
 
 @pytest.mark.parametrize(("spilled", "backend"), [(1024, "fa4"), (1025, "math")])
