@@ -340,7 +340,7 @@ LIMITS = (
         "page_size",
         lambda c: has_whole_pages(c) and f"they have {c.page}",
         "multiplies rows past a length by 0, where NaN would stay NaN, if pages have as many rows "
-        "as a tile of keys,",
+        "as a tile of keys",
         f"{INTERFACE}: paged_kv_tma; paged_kv.py leaves these rows out",
         backward=False,
         says="unasked",
