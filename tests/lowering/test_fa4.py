@@ -236,6 +236,19 @@ def test_lse_is_the_sink_where_it_is_far_above_all_scores(modelled: ag.Target) -
     assert lse.tolist() == torch.zeros(1, 2, 5).tolist()
 
 
+def test_a_gradient_of_rows_that_see_nothing_is_never_seen(modelled: ag.Target) -> None:
+    """The model multiplies it by 0, and NaN would stay NaN."""
+    x = spec(1, 2, 20, 8)
+    graph = ag.attention(x, x, x, mask=ag.Causal("top_left") & ~ag.Prefix(5))
+    plan = ag.compile(graph, target=modelled, backends=("fa4",))
+    given = [torch.randn(1, 2, 20, 8, dtype=BF16, requires_grad=True) for _ in range(3)]
+    o = plan(*given)
+    assert isinstance(o, torch.Tensor)
+    do = torch.ones_like(o)
+    do[:, :, :5] = torch.nan
+    assert all(x.isfinite().all() for x in torch.autograd.grad(o, given, do))
+
+
 # Masks
 
 
