@@ -54,6 +54,7 @@ with paused_collector():
         Causal,
         Data,
         Keep,
+        KeepBlocks,
         KeyLengths,
         Mask,
         Prefix,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from attn_graph.ir.addends import Addend
     from attn_graph.ir.vmap import vmap
     from attn_graph.masks.formulas import Formula
+    from attn_graph.masks.tables import select_blocks
     from attn_graph.masks.tiles import tiles
     from attn_graph.mesh.layout import Mesh
     from attn_graph.mesh.sharding import shard
@@ -92,6 +94,7 @@ __all__ = [
     "Graph",
     "GraphError",
     "Keep",
+    "KeepBlocks",
     "KeyLengths",
     "Mask",
     "Mesh",
@@ -129,6 +132,7 @@ __all__ = [
     "prefer",
     "replace_sdpa",
     "scores",
+    "select_blocks",
     "shard",
     "tiles",
     "vjp",
@@ -139,6 +143,7 @@ LATER = {  # imported at first use, by home module
     "Addend": "ir.addends",
     "Formula": "masks.formulas",
     "Mesh": "mesh.layout",
+    "select_blocks": "masks.tables",
     "from_flex": "integrations.flex",
     "from_flex_score": "integrations.flex",
     "from_xformers": "integrations.xformers",

@@ -15,23 +15,29 @@ def extremes(
     H,
     rows,
     columns,
-    BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    sizes,
+    starts,
+    TILE_I: tl.constexpr,
+    TILE_J: tl.constexpr,
     WIDTH_I: tl.constexpr,
     WIDTH_J: tl.constexpr,
 ):
-    """One program: the least and the greatest element of a block of x [B,H,rows,columns].
+    """One program: the least and the greatest element of x [B,H,...] for a tile of places.
 
-    Both are int64, in C order by batch entry, head and block. WIDTH: powers of two, at least the
-    sizes of a block.
+    Query i reads row (starts[0] + i) // sizes[0] of x, key j column (starts[1] + j) // sizes[1].
+    rows, columns: how many queries and keys there are. Both results are int64, in C order by batch
+    entry, head and tile. WIDTH: powers of two, at least the rows and columns that a tile reads.
     """
-    blocks_i, blocks_j = tl.cdiv(rows, BLOCK_I), tl.cdiv(columns, BLOCK_J)
+    tiles_i, tiles_j = tl.cdiv(rows, TILE_I), tl.cdiv(columns, TILE_J)
     pid = tl.program_id(0)
-    x, y = pid // blocks_j % blocks_i, pid % blocks_j
-    each = pid // blocks_j // blocks_i
-    row, column = tl.arange(0, WIDTH_I)[:, None], tl.arange(0, WIDTH_J)[None, :]
-    i, j = x * BLOCK_I + row, y * BLOCK_J + column
-    inside = (row < BLOCK_I) & (i < rows) & (column < BLOCK_J) & (j < columns)
+    x, y = pid // tiles_j % tiles_i, pid % tiles_j
+    each = pid // tiles_j // tiles_i
+    i0, j0 = x * TILE_I + starts[0], y * TILE_J + starts[1]
+    i1 = tl.minimum(i0 + TILE_I, rows + starts[0]) - 1
+    j1 = tl.minimum(j0 + TILE_J, columns + starts[1]) - 1
+    i = (i0 // sizes[0] + tl.arange(0, WIDTH_I))[:, None]
+    j = (j0 // sizes[1] + tl.arange(0, WIDTH_J))[None, :]
+    inside = (i <= i1 // sizes[0]) & (j <= j1 // sizes[1])
     at = head_ptr(x_ptr, strides, each // H, each % H)
     value = tl.load(
         at + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3], mask=inside, other=0

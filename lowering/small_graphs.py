@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from attrs import evolve
 
@@ -10,11 +10,12 @@ from attn_graph.ir.graph import Graph, Input
 from attn_graph.ir.packed import PLACES, Packed, operand_sides
 from attn_graph.ir.packing import row_count
 from attn_graph.lowering.problem import Problem
-from attn_graph.masks import needs_of
+from attn_graph.masks import Data, needs_of
 from attn_graph.spec import TensorSpec
 
 TOTALS = {"rows": "t", "keys": "u"}  # axes: of all packed rows
 MOST = {"rows": "i", "keys": "j"}  # and of those of one sequence
+Label = str | Data  # the axes of an operand
 
 
 def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
@@ -45,8 +46,8 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
     def resize(n: int, x: Input) -> Input:
         if n not in axes:  # nothing reads it
             return x
-        pairs = zip(axes[n], x.spec.shape, strict=True)
-        shape = tuple(sizes[axis] if size == before[axis] else 1 for axis, size in pairs)
+        each = zip(x.spec.shape, *(sizes_of(axes[n], own) for own in (before, sizes)), strict=True)
+        shape = tuple(new if size == old else 1 for size, old, new in each)
         return Input(x.name, TensorSpec(shape, x.spec.dtype))
 
     inputs = tuple(resize(n, x) for n, x in enumerate(graph.inputs))
@@ -62,12 +63,20 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
     return evolve(graph, inputs=inputs, eqns=tuple(eqns))
 
 
-def packed_axes(op: Packed, labels: Sequence[str]) -> Iterator[str]:
+def sizes_of(label: Label, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    if isinstance(label, Data):
+        return label.shape(sizes)
+    return tuple(sizes[axis] for axis in label)
+
+
+def packed_axes(op: Packed, labels: Sequence[Label]) -> Iterator[Label]:
     """The axes of the operands of an attention on packed tensors or pages, by those of padded ones:
     t: all rows, u: all keys, s: one more than sequences, n: all pages of p rows, w: those of one
     sequence."""
     for label, side in zip(labels, operand_sides(op.op), strict=True):
-        if side == "keys" and op.paged:
+        if isinstance(label, Data):
+            yield label
+        elif side == "keys" and op.paged:
             yield "np" + label[1] + label[3]
         elif side in op.sides:
             head, last = label[1], label[3:]
@@ -78,12 +87,12 @@ def packed_axes(op: Packed, labels: Sequence[str]) -> Iterator[str]:
     yield from ["bw"] * op.paged
 
 
-def operand_axes(problem: Problem) -> Iterator[str]:
-    """The axes of each operand, of "bhijgde"; seed and offset of dropout are not among them."""
+def operand_axes(problem: Problem) -> Iterator[Label]:
+    """The axes of each operand, of "bhijgde", or its `Data`; none of dropout's seed and offset."""
     node, grad = problem.node, problem.grad
     yield from ("bhid", "bgjd", "bgje")
     for needs in (*(m.needs for m in node.modifiers), needs_of(node.mask)):
-        yield from (data.axes for data in needs.values())
+        yield from needs.values()
     if node.sinks:
         yield "h"
     if grad is not None:  # o, lse, do and dlse

@@ -203,7 +203,7 @@ def data_of(mask: Mask | None, full: tuple[int, int, int, int]) -> dict[str, ag.
     """A spec for each tensor of a mask, by the sizes of all axes, "bhij"."""
     axes = dict(zip("bhij", full, strict=True))
     return {
-        name: ag.TensorSpec([axes[a] for a in data.axes], data.dtypes[-1])
+        name: ag.TensorSpec(data.shape(axes), data.dtypes[-1])
         for name, data in needs_of(mask).items()
     }
 

@@ -145,5 +145,4 @@ def dim_problems(graph: Graph) -> Iterator[str]:
 
 def read_off(n: int) -> tuple[NamedSize, ...]:
     """The symbol that a size determines: n is a multiple of it plus a number."""
-    symbols = n.symbols if isinstance(n, Dim) else ()
-    return symbols if len(symbols) == 1 else ()
+    return n.line[:1] if isinstance(n, Dim) and n.line is not None else ()

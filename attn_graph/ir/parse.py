@@ -24,12 +24,13 @@ from attn_graph.ir.views import VIEW_OPS
 from attn_graph.masks import And, Mask, Or, join_masks, require_mask
 from attn_graph.masks.formulas import Formula
 from attn_graph.spec import DTYPES, TensorSpec
-from attn_graph.spec.dims import Dim
+from attn_graph.spec.dims import Dim, floor_divide
 
 ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
+    ast.FloorDiv: floor_divide,
 }
 LEAVES: tuple[type[Mask], ...] = (*masks.LEAVES, Formula)
 OPS: tuple[type[Op], ...] = (
@@ -175,7 +176,7 @@ class Parser:
                 return join_masks(Or, map(self.mask, flatten_operator(node, ast.BitOr)))
             case ast.UnaryOp(ast.Invert(), operand):
                 return ~self.mask(operand)
-            case ast.BinOp() | ast.Name() | ast.UnaryOp(operand=ast.Name()) if self.names_dim(node):
+            case ast.BinOp() | ast.Name() | ast.UnaryOp() if self.names_dim(node):
                 return self.size(node)
             case ast.Tuple(parts):
                 return tuple(map(self.value, parts))
@@ -212,7 +213,7 @@ class Parser:
         return numbers
 
     def size(self, node: ast.expr) -> int | None:
-        """A number, a Dim by its name, or a sum or product of them; None for anything else."""
+        """A number, a Dim by its name, or arithmetic of them; None for anything else."""
         match node:
             case ast.Constant(value=value) if type(value) is int:
                 return value

@@ -379,13 +379,13 @@ def invent_tensors(needs: Mapping[str, Data], sizes: Sizes) -> dict[str, torch.T
     random = torch.Generator("cpu").manual_seed(0)
     full = dict(zip("bhij", sizes, strict=True))
     return {
-        name: fill_random([full[axis] for axis in data.axes], data.dtypes, min(sizes[2:]), random)
+        name: fill_random(data.shape(full), data.dtypes, min(sizes[2:]), random)
         for name, data in needs.items()
     }
 
 
 def fill_random(
-    shape: list[int], dtypes: Iterable[torch.dtype], most: int, random: torch.Generator
+    shape: tuple[int, ...], dtypes: Iterable[torch.dtype], most: int, random: torch.Generator
 ) -> torch.Tensor:
     """A random tensor of the first of these dtypes; its integers are below `most`."""
     dtype = next(iter(dtypes))

@@ -97,10 +97,9 @@ def find_reads(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Read]]:
     """Each name with an axis that gives it: alone, in multiples, or plus a number."""
     for n, spec in enumerate(specs):
         for axis, size in enumerate(spec.shape):
-            if isinstance(size, Dim) and len(size.symbols) == 1:
-                parts = {len(factors): by for factors, by in size.terms}
-                if parts.keys() <= {0, 1}:
-                    yield size.symbols[0].name, (n, axis, parts[1], parts.get(0, 0))
+            if isinstance(size, Dim) and size.line is not None:
+                symbol, *line = size.line
+                yield symbol.name, (n, axis, *line)
 
 
 def read_sizes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from attn_graph.printing.text import show_call
 from attn_graph.spec import INTEGERS, ValueType
 
 LETTERS = {"b": "B", "h": "H", "i": "M", "j": "N"}  # of axes, and the names of their sizes
+BLOCKS = {"x": "i", "y": "j"}  # the letters of axes of blocks, and of the positions in them
 DEEPEST = 128  # joins within joins: each takes up to four of the thousand calls that Python nests
 Align = Literal["top_left", "bottom_right"]
 
@@ -41,24 +42,53 @@ def to_dtypes(dtypes: torch.dtype | Iterable[torch.dtype]) -> tuple[torch.dtype,
 class Data:
     """A tensor read by a mask or a modifier: its axes and allowed dtypes.
 
-    axes: letters of "bhij", for batch entry, head, query and key. dtypes: one or several.
-    broadcasts: an axis may be 1 instead of full. Raises GraphError for other axes or dtypes.
+    axes: letters of "bhij", for batch entry, head, query and key; "x" and "y" are blocks of queries
+    and of keys. dtypes: one or several. broadcasts: an axis may be 1 instead of full. block: the
+    queries of an "x" and the keys of a "y"; query i reads element (start[0] + i) // block[0].
+    whole: the queries and keys divided into blocks, if the graph has a part of them. Raises
+    GraphError for other axes, dtypes and sizes.
     """
 
     axes: str
     dtypes: tuple[torch.dtype, ...] = field(default=INTEGERS, converter=to_dtypes)
     broadcasts: bool = False
+    block: tuple[int, int] = (1, 1)
+    start: tuple[int, int] = (0, 0)
+    whole: tuple[int, int] | None = None
 
     def __attrs_post_init__(self) -> None:
         text = self.axes if isinstance(self.axes, str) else "?"
-        if not (set(text) <= set("bhij") and len(set(text)) == len(text)):
-            raise GraphError(f'data: axes {self.axes!r} are not letters of "bhij", each once')
+        if not (set(text) <= {*LETTERS, *BLOCKS} and len(set(text)) == len(text)):
+            raise GraphError(f'data: axes {self.axes!r} are not letters of "bhijxy", each once')
+        if min(self.block) < 1 or min(self.start) < 0:
+            raise GraphError(
+                f"data: block {self.block} and start {self.start} are not sizes of at least 1 "
+                "and positions of at least 0"
+            )
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The full size of each axis. sizes: of "bhij", by letter."""
+        return tuple(
+            -(-self.positions(letter, sizes) // self.block["xy".index(letter)])
+            if letter in BLOCKS
+            else sizes[letter]
+            for letter in self.axes
+        )
+
+    def positions(self, letter: str, sizes: Mapping[str, int]) -> int:
+        """The queries of "x", or the keys of "y"."""
+        return self.whole["xy".index(letter)] if self.whole else sizes[BLOCKS[letter]]
+
+    def cells(self, letter: str, positions: range) -> range:
+        """The blocks that positions lie in. letter: "x" of queries, "y" of keys."""
+        size, start = (pair["xy".index(letter)] for pair in (self.block, self.start))
+        return range((start + positions.start) // size, -(-(start + positions.stop) // size))
 
     def problems(
         self, who: str, name: str, type_: ValueType, sizes: dict[str, int]
     ) -> Iterator[str]:
         """Why a tensor of this type does not fit. sizes: of the axes, by letter of "bhij"."""
-        full = tuple(sizes[x] for x in self.axes)
+        full = self.shape(sizes)
         rank, needed = len(type_.shape), len(full)
         if rank != needed:
             ways = list_readings(name, type_.shape, sizes) if self.broadcasts else ""

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 from attrs import Attribute, evolve, field, frozen
+from attrs.converters import optional
 
 from attn_graph.errors import GraphError, show
 from attn_graph.masks.joins import Align, Data, Mask
@@ -43,6 +44,12 @@ def to_nearest(value: float | None) -> int | None:
     """A bound clipped, without effect, so that its sum with any position fits into int64."""
     bound = to_whole(value)
     return None if bound is None else max(-FARTHEST // 2, min(FARTHEST // 2, bound))
+
+
+def as_pair(values: Iterable[int]) -> tuple[int, int]:
+    """Two positions as a tuple: fields of masks compare by value."""
+    i, j = values
+    return i, j
 
 
 def to_length(value: float) -> int:
@@ -329,6 +336,18 @@ class SameSegment(Mask):
         return Keys.where((segments == bounds[0]).all(0))
 
 
+def flags_of(block: Block, name: str, data: Data) -> torch.Tensor | None:
+    """A block's flags [rows, N or blocks of keys] as uint8; None if there are none.
+
+    PyTorch takes a maximum of bytes in a twentieth of the time of `any`.
+    """
+    flags = block.load(name, data.axes, x=data.cells("x", block.rows))
+    if flags is None or 0 in flags.shape:
+        return None
+    columns = data.shape({"b": 1, "h": 1, "i": block.M, "j": block.N})[-1]
+    return flags.flatten(0, 2).view(torch.uint8).expand(-1, columns)
+
+
 @final
 @frozen
 class Keep(Mask):
@@ -347,22 +366,65 @@ class Keep(Mask):
         return at.load(self.name, at.b, at.h, at.i, at.j)
 
     def span(self, block: Block) -> Keys:
-        rows = self.rows(block)
+        rows = flags_of(block, self.name, self.needs[self.name])
         return block.all if rows is None else Keys.where(rows.amax(0).view(torch.bool))
 
     def surely(self, block: Block) -> Keys:
-        rows = self.rows(block)
+        rows = flags_of(block, self.name, self.needs[self.name])
         return block.none if rows is None else Keys.where(rows.amin(0).view(torch.bool))
 
-    def rows(self, block: Block) -> torch.Tensor | None:
-        """A block's flags [rows,N] as uint8; None if there are none.
 
-        PyTorch takes a maximum of bytes in a twentieth of the time of `any`.
-        """
-        flags = block.load(self.name, "bhij")
-        if flags is None or 0 in flags.shape:
-            return None
-        return flags.flatten(0, 2).view(torch.uint8).expand(-1, block.N)
+@final
+@frozen
+class KeepBlocks(Mask):
+    """A boolean table decides for blocks of `rows` queries and `keys` keys: True may attend.
+
+    Query i sees key j where keep_blocks[b, h, i // rows, j // keys] is true: a table
+    [B|1, H|1, ceil(M / rows), ceil(N / keys)]. `math` and `triton` skip tiles without a kept block.
+    `select_blocks` makes a table of the blocks that a router selects. Two tables in one mask need
+    two names. start, whole: for a part of all queries and keys, as in `Data`. Raises GraphError for
+    sizes below 1.
+    """
+
+    rows: int = field(converter=to_length)
+    keys: int = field(converter=to_length)
+    name: str = "keep_blocks"
+    start: tuple[int, int] = field(default=(0, 0), converter=as_pair)
+    whole: tuple[int, int] | None = field(default=None, converter=optional(as_pair))
+
+    def __attrs_post_init__(self) -> None:
+        if min(self.rows, self.keys) < 1:
+            raise GraphError(
+                f"mask: {self} has blocks of {self.rows} queries and {self.keys} keys; both must "
+                "be at least 1"
+            )
+
+    @property
+    def data(self) -> Data:
+        """Axes and dtype of the table."""
+        return Data("bhxy", (torch.bool,), True, (self.rows, self.keys), self.start, self.whole)
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {self.name: self.data}
+
+    def keep(self, at: Place) -> Term:
+        i, j = at.i + self.start[0], at.j + self.start[1]
+        return at.load(self.name, at.b, at.h, i // self.rows, j // self.keys)
+
+    def span(self, block: Block) -> Keys:
+        rows = flags_of(block, self.name, self.data)
+        return block.all if rows is None else self.positions(rows.amax(0), block.N)
+
+    def surely(self, block: Block) -> Keys:
+        rows = flags_of(block, self.name, self.data)
+        return block.none if rows is None else self.positions(rows.amin(0), block.N)
+
+    def positions(self, flags: torch.Tensor, N: int) -> Keys:
+        """The keys of the blocks whose flags are not 0."""
+        kept = Keys.where(flags.view(torch.bool)).intervals
+        scaled = ((x * self.keys - self.start[1], y * self.keys - self.start[1]) for x, y in kept)
+        return Keys(tuple(scaled)) & Keys.between(0, N)
 
 
-LEAVES = (Causal, Window, Prefix, Keep, KeyLengths, QueryLengths, SameSegment, Band)
+LEAVES = (Causal, Window, Prefix, Keep, KeepBlocks, KeyLengths, QueryLengths, SameSegment, Band)

@@ -21,6 +21,7 @@ from attn_graph.masks.leaves import (
     LENGTHS,
     Band,
     Keep,
+    KeepBlocks,
     KeyLengths,
     Prefix,
     QueryLengths,
@@ -59,11 +60,11 @@ class Box:
         return self.rows == range(M) and self.keys == range(N)
 
     def cut(self, x: torch.Tensor, axes: str) -> torch.Tensor:
-        """A tensor's view of this box. axes: letters of "bhij"; an axis of size 1 stays."""
+        """A tensor's view of this box; an axis of size 1 stays, and one of no letter of "bhij"."""
         full = dict(zip("bhij", self.sizes, strict=True))
         for axis, letter in enumerate(axes):
-            own = self.ranges[letter]
-            if x.shape[axis] == full[letter]:
+            if letter in full and x.shape[axis] == full[letter]:
+                own = self.ranges[letter]
                 x = x.narrow(axis, own.start, len(own))
         return x
 
@@ -91,6 +92,10 @@ def move_mask(mask: Mask, box: Box) -> Mask:
             return Prefix(min(max(0, length - box.keys.start), len(box.keys)))
         case Formula():
             return move_formula(mask, box)
+        case KeepBlocks(start=(i, j)):
+            _, _, M, N = box.sizes
+            own = (i + box.rows.start, j + box.keys.start)
+            return evolve(mask, start=own, whole=mask.whole or (M, N))
         case KeyLengths() | QueryLengths() | SameSegment() | Keep():
             return mask
     raise GraphError(

@@ -142,7 +142,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         of queries with packed ones. Unused inputs have n too. Starts have the letters of STARTS.
         """
         letters: dict[int, str] = dict(zip(self.eqn.args, self.main_axes, strict=False))
-        hidden = str.maketrans("ij" if self.packs_rows else "j", "nn" if self.packs_rows else "n")
+        hidden = str.maketrans(dict.fromkeys("ijxy" if self.packs_rows else "jxy", "n"))
         whole = self.node.split(self.eqn.args)
         reads: list[tuple[Mapping[str, int], Mapping[str, Data]]] = [
             (inputs, step.needs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from keyword import iskeyword
 from math import prod
@@ -45,6 +45,17 @@ class NamedSize:
     most: int
     classes: tuple[int, ...] = ()
 
+    @property
+    def symbols(self) -> tuple[NamedSize, ...]:
+        return (self,)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return 0, self.most
+
+    def bind(self, sizes: Sizes) -> int:
+        return sizes[self.name]
+
     def problems(self, size: int) -> Iterator[str]:
         if size > self.most:
             yield (
@@ -63,7 +74,42 @@ class NamedSize:
         return f'{self.name} = Dim("{self.name}", {bound})'
 
 
-Terms = tuple[tuple[tuple[NamedSize, ...], int], ...]  # products of symbols, each with its factor
+@final
+@frozen
+class Quotient:
+    """A Dim divided by a number, rounded down."""
+
+    of: Dim
+    by: int
+
+    @property
+    def name(self) -> str:
+        return (
+            f"({self.of} // {self.by})"
+            if len(self.of.terms) == 1
+            else f"(({self.of}) // {self.by})"
+        )
+
+    @property
+    def symbols(self) -> tuple[NamedSize, ...]:
+        return self.of.symbols
+
+    @property
+    def most(self) -> int:
+        """Its number for the largest sizes."""
+        return int(self.of) // self.by
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        least, most = range_of(self.of)
+        return least // self.by, most // self.by
+
+    def bind(self, sizes: Sizes) -> int:
+        return self.of.bind(sizes) // self.by
+
+
+Factors = tuple[NamedSize | Quotient, ...]
+Terms = tuple[tuple[Factors, int], ...]  # products, each with its number
 
 
 @final
@@ -76,9 +122,10 @@ class Dim(int):
 
     classes: the only sizes allowed, ascending, as from `doubling`; the last is `most`.
 
-    Dims add, subtract and multiply: starts have `B + 1` elements. As an integer, for example in a
-    comparison, a Dim is its `most`. Raises GraphError for a name that is not a Python identifier,
-    for `most` below 1 and for arithmetic other than sums of products.
+    Dims add, subtract, multiply and divide by numbers: starts have `B + 1` elements, and N keys
+    `-(-N // 64)` blocks of 64. As an integer, for example in a comparison, a Dim is its `most`.
+    Raises GraphError for a name that is not a Python identifier, for `most` below 1 and for
+    other arithmetic.
     """
 
     terms: Terms
@@ -102,7 +149,17 @@ class Dim(int):
     @property
     def symbols(self) -> tuple[NamedSize, ...]:
         """The named sizes in its terms."""
-        return tuple(dict.fromkeys(x for factors, _ in self.terms for x in factors))
+        factors = (x for each, _ in self.terms for x in each)
+        return tuple(dict.fromkeys(symbol for x in factors for symbol in x.symbols))
+
+    @property
+    def line(self) -> tuple[NamedSize, int, int] | None:
+        """(x, by, more) if it is by * x + more of one named size x; None if not."""
+        more = next((n for factors, n in self.terms if not factors), 0)
+        match [term for term in self.terms if term[0]]:
+            case [((NamedSize() as symbol,), by)]:
+                return symbol, by, more
+        return None
 
     def fit(self, size: int) -> int:
         """The least allowed size >= `size`: how many rows of a buffer to pass.
@@ -121,7 +178,7 @@ class Dim(int):
 
     def bind(self, sizes: Sizes) -> int:
         """Its number for these sizes."""
-        return sum(n * prod([sizes[x.name] for x in factors]) for factors, n in self.terms)
+        return sum(n * prod([x.bind(sizes) for x in factors]) for factors, n in self.terms)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Dim) and self.terms == other.terms
@@ -150,9 +207,7 @@ class Dim(int):
     __radd__, __rmul__ = __add__, __mul__
 
     def __floordiv__(self, other: int) -> int:
-        if isinstance(other, Dim) or not other or any(n % other for _, n in self.terms):
-            raise GraphError(f"({self}) // {other}: Dims add, subtract and multiply")
-        return from_terms((factors, n // other) for factors, n in self.terms)
+        return floor_divide(self, other)
 
     def __mod__(self, other: int) -> int:
         return self - self // other * other
@@ -176,7 +231,7 @@ class Dim(int):
         return self
 
 
-def show_term(factors: Sequence[NamedSize], n: int) -> str:
+def show_term(factors: Factors, n: int) -> str:
     names = [x.name for x in factors]
     if not names:
         return str(n)
@@ -190,9 +245,9 @@ def make_dim(terms: Terms) -> Dim:
     return made
 
 
-def from_terms(terms: Iterable[tuple[tuple[NamedSize, ...], int]]) -> int:
+def from_terms(terms: Iterable[tuple[Factors, int]]) -> int:
     """The sum of terms: a Dim, or a number if no symbol is left."""
-    sums: Counter[tuple[NamedSize, ...]] = Counter()
+    sums: Counter[Factors] = Counter()
     for factors, n in terms:
         sums[tuple(sorted(factors, key=lambda x: x.name))] += n
     kept = [(factors, n) for factors, n in sums.items() if n]
@@ -201,7 +256,7 @@ def from_terms(terms: Iterable[tuple[tuple[NamedSize, ...], int]]) -> int:
     return make_dim(tuple(sorted(kept, key=order_of_term)))
 
 
-def order_of_term(term: tuple[tuple[NamedSize, ...], int]) -> tuple[bool, int, list[str]]:
+def order_of_term(term: tuple[Factors, int]) -> tuple[bool, int, list[str]]:
     """The sort key of a term: positive before negative, longer before shorter."""
     factors, n = term
     return n < 0, -len(factors), [x.name for x in factors]
@@ -221,15 +276,33 @@ def multiply(a: int, b: int) -> int:
     return from_terms(((*x, *y), n * m) for (x, n), (y, m) in pairs)
 
 
+def floor_divide(a: int, b: int) -> int:
+    """a // b. Raises GraphError for a divisor that is a Dim or below 1."""
+    if isinstance(b, Dim) or b < 1:
+        raise GraphError(f"({a}) // {b}: sizes divide by whole numbers of at least 1")
+    whole = from_terms((factors, n // b) for factors, n in terms_of(a) if n % b == 0)
+    rest = from_terms((factors, n) for factors, n in terms_of(a) if n % b)
+    return add(
+        whole, make_dim((((Quotient(rest, b),), 1),)) if isinstance(rest, Dim) else rest // b
+    )
+
+
 def are_numbers(*sizes: int) -> bool:
     return not any(isinstance(n, Dim) for n in sizes)
 
 
 def surely_least(x: int) -> int:
     """A lower bound of x for all values of its Dims."""
-    return sum(
-        min(0, n) * prod([s.most for s in factors]) if factors else n for factors, n in terms_of(x)
-    )
+    return range_of(x)[0]
+
+
+def range_of(x: int) -> tuple[int, int]:
+    """Bounds of x for all values of its Dims."""
+    least = most = 0
+    for factors, n in terms_of(x):
+        ends = [prod(each) for each in product((n,), *(factor.bounds for factor in factors))]
+        least, most = least + min(ends), most + max(ends)
+    return least, most
 
 
 def dims_in(value: object) -> Iterator[Dim]:

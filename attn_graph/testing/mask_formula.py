@@ -71,6 +71,14 @@ def same_segment(mask: masks.SameSegment, at: Places) -> Tensor:
     return q[:, None, :, None] == k[:, None, None, :]
 
 
+def keep_blocks(mask: masks.KeepBlocks, at: Places) -> Tensor:
+    """The element of the table for the blocks of i and j."""
+    table = at.data[mask.name]
+    i, j = ((at.axis(x) + n).flatten() for x, n in zip("ij", mask.start, strict=True))
+    x, y = (i // mask.rows) % table.shape[2], (j // mask.keys) % table.shape[3]
+    return table[:, :, x][..., y]
+
+
 LEAVES: dict[type[masks.Mask], Callable[[Any, Places], Tensor]] = {
     masks.Causal: causal,
     masks.Window: window,
@@ -78,6 +86,7 @@ LEAVES: dict[type[masks.Mask], Callable[[Any, Places], Tensor]] = {
     masks.SameSegment: same_segment,
     masks.Prefix: lambda mask, at: at.axis("j") < mask.length,
     masks.Keep: lambda mask, at: at.data[mask.name],
+    masks.KeepBlocks: keep_blocks,
     masks.KeyLengths: lambda mask, at: at.axis("j") < at.lengths("kv_lengths"),
     masks.QueryLengths: lambda mask, at: at.axis("i") < at.lengths("q_lengths"),
 }

@@ -163,12 +163,20 @@ def windows(draw: DrawFn, aligned: Aligned) -> m.Mask:
     return m.Window(left, right, draw(aligned))
 
 
+def keep_blocks(rows: int, keys: int) -> m.Mask:
+    """A table, with a name for each pair of sizes: a mask may have several."""
+    return m.KeepBlocks(rows, keys, f"blocks_{rows}_{keys}")
+
+
+block_sizes: SearchStrategy[int] = st.sampled_from([1, 2, 3, 5, 8])
+
 # Every leaf of the library; a test fails if one is missing.
 LEAVES: dict[type[m.Mask], Callable[[Aligned], SearchStrategy[m.Mask]]] = {
     m.Causal: lambda aligned: st.builds(m.Causal, aligned),
     m.Window: windows,
     m.Prefix: lambda _: st.builds(m.Prefix, st.integers(0, 12)),
     m.Keep: lambda _: st.builds(m.Keep, st.sampled_from(["keep", "local"])),
+    m.KeepBlocks: lambda _: st.builds(keep_blocks, block_sizes, block_sizes),
     m.KeyLengths: lambda _: st.just(m.KeyLengths()),
     m.QueryLengths: lambda _: st.just(m.QueryLengths()),
     m.SameSegment: lambda _: st.just(m.SameSegment()),
@@ -199,7 +207,7 @@ def masks(draw: DrawFn, shape: Shape, align: m.Align | None = None, depth: int =
 def data_specs(draw: DrawFn, needs: dict[str, m.Data], shape: Shape) -> dict[str, TensorSpec]:
     given = {}
     for name, data in needs.items():
-        full = shape.full(data.axes)
+        full = data.shape({"b": shape.B, "h": shape.H, "i": shape.M, "j": shape.N})
         sizes = draw(broadcast(full)) if data.broadcasts else full
         given[name] = draw(specs(sizes, draw(st.sampled_from(data.dtypes))))
     return given

@@ -248,10 +248,11 @@ class PackedRun:
         """
         sizes, entry = span.sizes, slice(span.entry, span.entry + 1)
         if isinstance(label, Data):
-            cuts = {"b": entry, "h": slice(None), "i": slice(sizes.rows), "j": slice(sizes.keys)}
+            most = {"b": 1, "h": self.specs[0].shape[1], "i": sizes.rows, "j": sizes.keys}
+            full = dict(zip(label.axes, map(slice, label.shape(most)), strict=True)) | {"b": entry}
             whole = [label.broadcasts and n == 1 for n in x.shape]
             pairs = zip(label.axes, whole, strict=True)
-            return x[tuple(slice(None) if all_ else cuts[axis] for axis, all_ in pairs)]
+            return x[tuple(slice(None) if all_ else full[axis] for axis, all_ in pairs)]
         first, n = (span.row, sizes.rows) if label == "rows" else (span.key, sizes.keys)
         if label == "keys" and span.pages is not None:
             return gather_pages(x, span.pages, n, room)

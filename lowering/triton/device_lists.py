@@ -14,11 +14,14 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launches import Launch, Pointers
 from attn_graph.lowering.triton.tile_lists import HEAD, ListCode, blocks, list_room, most_listed
 from attn_graph.machine.workspace import Buffer
+from attn_graph.masks import Data
+from attn_graph.masks.joins import BLOCKS
 from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.spec.formulas import is_one
 
 KINDS = ("mixed_count", "mixed", "full_count", "full")  # the tensors of lists by kind
-HELD = 2**14  # elements of a block held by four warps; of larger ones there are twice as many
+HELD = 2**14  # elements of a tile held by four warps; of larger ones there are twice as many
+POSITIONS = str.maketrans(BLOCKS)  # from the letters of blocks to letters of positions
 
 
 @final
@@ -56,7 +59,8 @@ class DeviceLists:
         shape = code.shape(problem, tiling, by_keys)
         own = data[len(data) - len(code.reads) :]
         reads = zip(own, code.reads, strict=True)
-        ends = [BlockEnds(name, x, *read, tiling) for x, read in reads]
+        sizes = problem.M, problem.N
+        ends = [TileEnds(name, x, *read, sizes, tiling) for x, read in reads]
         fixed: dict[str, Any] = {  # Any: arguments of a kernel
             "numbers": code.numbers,
             "H": shape[1],
@@ -87,22 +91,23 @@ class DeviceLists:
 
 @final
 @frozen
-class BlockEnds:
-    """The least and the greatest element of a mask's tensor in each block.
+class TileEnds:
+    """The least and the greatest element of a mask's tensor in each tile.
 
-    lists: the name of their lists. axes: of the tensor, of "bhij".
+    lists: the name of their lists. data: the axes of the tensor. sizes: M and N.
     """
 
     lists: str
     tensor: str
     spec: TensorSpec
-    axes: str
+    data: Data
+    sizes: tuple[int, int]
     tiling: Tiling
 
     @property
     def is_needed(self) -> bool:
         """True if the tensor has an axis of queries or of keys. Else kernels read it itself."""
-        return bool(set(self.axes) & set("ij"))
+        return bool(set(self.data.axes) & set("ijxy"))
 
     @property
     def names(self) -> tuple[str, str]:
@@ -113,24 +118,34 @@ class BlockEnds:
 
     @property
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes and strides by all of "bhij": 1 and 0 of absent axes."""
+        """Sizes and strides by batch entry, head, and queries and keys: 1 and 0 of absent axes."""
         pairs = zip(self.spec.shape, self.spec.strides, strict=True)
-        full = dict(zip(self.axes, pairs, strict=True))
+        full = dict(zip(self.data.axes.translate(POSITIONS), pairs, strict=True))
         sizes, strides = zip(*(full.get(axis, (1, 0)) for axis in "bhij"), strict=True)
         return sizes, strides
 
     @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns of a block: a tile's, or 1 if the tensor has one."""
-        _, _, rows, columns = self.layout[0]
-        return 1 if is_one(rows) else self.tiling.block_m, 1 if is_one(
-            columns
-        ) else self.tiling.block_n
+    def sides(self) -> tuple[AxisTiles, AxisTiles]:
+        """How a tile reads rows and columns."""
+        rows, columns = (
+            AxisTiles.of(n, axis in self.data.axes, *each)
+            for n, axis, *each in zip(
+                self.layout[0][2:],
+                BLOCKS,
+                self.sizes,
+                (self.tiling.block_m, self.tiling.block_n),
+                self.data.block,
+                self.data.start,
+                strict=True,
+            )
+        )
+        return rows, columns
 
     @property
     def count(self) -> int:
-        B, H, rows, columns = self.layout[0]
-        return B * H * blocks(rows, self.block[0]) * blocks(columns, self.block[1])
+        """The number of tiles, of all batch entries and heads of the tensor."""
+        B, H, *_ = self.layout[0]
+        return B * H * prod(blocks(side.positions, side.tile) for side in self.sides)
 
     def buffers(self) -> Iterator[tuple[str, Buffer]]:
         if self.is_needed:
@@ -139,19 +154,50 @@ class BlockEnds:
     def launches(self) -> Iterator[Launch]:
         if not self.is_needed:
             return
-        (_, H, rows, columns), strides = self.layout
+        (_, H, *_), strides = self.layout
         least, most = self.names
-        widths = [1 << (size - 1).bit_length() for size in self.block]
+        rows, columns = self.sides
         fixed = {
             "strides": strides,
             "H": H,
-            "rows": rows,
-            "columns": columns,
-            "BLOCK_I": self.block[0],
-            "BLOCK_J": self.block[1],
-            "WIDTH_I": widths[0],
-            "WIDTH_J": widths[1],
+            "rows": rows.positions,
+            "columns": columns.positions,
+            "sizes": (rows.block, columns.block),
+            "starts": (rows.start, columns.start),
+            "TILE_I": rows.tile,
+            "TILE_J": columns.tile,
+            "WIDTH_I": rows.room,
+            "WIDTH_J": columns.room,
         }
         pointers = {"x_ptr": self.tensor, "least_ptr": least, "most_ptr": most}
-        warps = LISTS.warps * blocks(prod(widths), HELD)
+        warps = LISTS.warps * blocks(rows.room * columns.room, HELD)
         yield Launch("extremes", self.count, pointers, fixed, {}, warps, LISTS.stages)
+
+
+@final
+@frozen
+class AxisTiles:
+    """How tiles of `tile` positions read the elements of one axis.
+
+    Position n reads element (start + n) // block.
+    """
+
+    positions: int
+    tile: int
+    block: int = 1
+    start: int = 0
+
+    @classmethod
+    def of(
+        cls, size: int, has_blocks: bool, positions: int, tile: int, block: int, start: int
+    ) -> AxisTiles:
+        """Of an axis of this size, with an element for each block or for each position."""
+        if is_one(size):
+            return cls(1, 1)
+        return cls(positions, tile, block, start) if has_blocks else cls(size, tile)
+
+    @property
+    def room(self) -> int:
+        """A power of two, at least one tile's elements."""
+        most = self.tile if self.block == 1 else (self.tile - 1) // self.block + 2
+        return 1 << (most - 1).bit_length()

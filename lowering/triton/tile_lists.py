@@ -17,11 +17,12 @@ from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.device_code import element_reach, size_reach
 from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol
-from attn_graph.masks import Mask
+from attn_graph.masks import Data, Mask
 from attn_graph.masks.intervals import Range, lower_end, upper_end
 from attn_graph.masks.places import Block, Place, Untraceable
 from attn_graph.masks.runs import AT_ONCE
 from attn_graph.spec import TensorSpec, dense_strides
+from attn_graph.spec.formulas import is_one
 
 MOST_TILES = 2**15  # in one list; a vector within one program
 HEAD = 3  # first elements of a list: its block, and the numbers of full and mixed tiles
@@ -110,13 +111,13 @@ class ListCode:
     """Code for making lists on the device.
 
     source: the text of the function to classify tiles. numbers: its integers. axes: the lists' axes
-    of "bh". reads: spec and axes of each tensor of the mask.
+    of "bh". reads: spec and `Data` of each tensor of the mask.
     """
 
     source: str
     numbers: tuple[int, ...]
     axes: str
-    reads: tuple[tuple[TensorSpec, str], ...]
+    reads: tuple[tuple[TensorSpec, Data], ...]
 
     @classmethod
     def trace(cls, problem: Problem, tiling: Tiling) -> ListCode:
@@ -131,18 +132,20 @@ class ListCode:
         data: dict[str, Extremes] = {}
         for slot, (name, spec) in enumerate(operands.items()):
             axes = mask.needs[name].axes
-            shape, strides = reduced_shape(spec, axes, tiling)
+            shape, strides = reduced_shape(spec, axes, p, tiling)
             texts = numbers.add_strides(strides, kernels_apart=False)
             kind = spec.dtype if set(axes) <= set("bh") else torch.int64
             most = element_reach(spec, mask)
             ends = (Array(code, 2 * slot + k, shape, kind, texts, False, {}, most) for k in (0, 1))
-            data[name] = Extremes(shape, next(ends), next(ends), places, spec.dtype == torch.bool)
+            cells = tuple({"x": x, "y": y}.get(axis) for axis in axes)
+            flags = spec.dtype == torch.bool
+            data[name] = Extremes(shape, next(ends), next(ends), places, cells, flags)
         b, h = code.argument("b"), code.argument("h")
         keep = mask.keep(Place(b, h, i, j, problem.H, problem.M, problem.N, data))
         bounds = [as_boolean(code, end(keep)) for end in (lower_end, upper_end)]
         axes = "".join(a for a in "bh" if any(a in x.axes for x in bounds))
         source = code.write_function("classify", CLASSIFY, *bounds)
-        reads = tuple((spec, mask.needs[name].axes) for name, spec in operands.items())
+        reads = tuple((spec, mask.needs[name]) for name, spec in operands.items())
         return cls(source, tuple(numbers.values), axes, reads)
 
     def shape(self, problem: Problem, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
@@ -153,13 +156,15 @@ class ListCode:
 
 
 def reduced_shape(
-    spec: TensorSpec, axes: str, tiling: Tiling
+    spec: TensorSpec, axes: str, problem: Problem, tiling: Tiling
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a tensor with one element for each block of queries and of keys."""
-    if not set(axes) & set("ij"):
+    """Shape and strides of a tensor with one element for each tile of queries and of keys."""
+    if not set(axes) & set("ijxy"):
         return spec.shape, spec.strides
-    size = {"i": tiling.block_m, "j": tiling.block_n}
-    shape = tuple(blocks(n, size.get(a, 1)) for a, n in zip(axes, spec.shape, strict=True))
+    tiles = blocks(problem.M, tiling.block_m), blocks(problem.N, tiling.block_n)
+    count = dict(zip("ijxy", tiles * 2, strict=True))
+    pairs = zip(axes, spec.shape, strict=True)
+    shape = tuple(n if is_one(n) else count.get(axis, n) for axis, n in pairs)
     return shape, dense_strides(shape)
 
 
@@ -178,22 +183,27 @@ def as_boolean(code: Code, x: Operand) -> Symbol:
 class Extremes:
     """Read by `Place.load` instead of a tensor: the least and greatest element of each block.
 
-    least, most: Arrays with one element per block, or twice the tensor itself without axes "i" and
-    "j". blocks: for the ranges of i and of j, by identity, the symbol for the number of the block.
+    least, most: Arrays with one element per tile, or twice the tensor itself if it has no axis of
+    positions or blocks. tiles: for the ranges of i and of j, by identity, the symbol for the number
+    of the tile. cells: this symbol for each axis of blocks, with one index; None for other axes.
     """
 
     shape: tuple[int, ...]
     least: Array
     most: Array
-    blocks: dict[int, Symbol]
+    tiles: dict[int, Symbol]
+    cells: tuple[Symbol | None, ...]
     is_bool: bool
 
     def __getitem__(self, index: tuple[Operand, ...]) -> Range:
-        if any(isinstance(x, Range) and id(x) not in self.blocks for x in index):
+        cells = zip(index, self.cells, strict=True)
+        own = [self.tiles.get(id(x)) if cell is None else cell for x, cell in cells]
+        pairs = [*zip(index, own, strict=True)]
+        if any(isinstance(x, Range) and tile is None for x, tile in pairs):
             raise Untraceable(
                 "tile lists support masks that read their tensors at i and j themselves"
             )
-        at = tuple(self.blocks[id(x)] if isinstance(x, Range) else x for x in index)
+        at = tuple(tile if isinstance(x, Range) else x for x, tile in pairs)
         values = Range(self.least[at], self.most[at])
         if self.is_bool and values.least.kind != "bool":
             return Range(values.least != 0, values.most != 0)

@@ -57,9 +57,14 @@ def number(x: int, sizes: Mapping[str, int] = SIZES) -> int:
     return x.bind(sizes) if isinstance(x, ag.Dim) else x
 
 
-@given(numbers, numbers, numbers)
-def test_dims_add_subtract_and_multiply_as_what_they_stand_for(a: int, b: int, c: int) -> None:
+@given(numbers, numbers, numbers, st.integers(1, 9))
+def test_dims_add_multiply_and_divide_as_what_they_stand_for(
+    a: int, b: int, c: int, d: int
+) -> None:
     for x, due in (
+        ((a - b) // d * c, (number(a) - number(b)) // d * number(c)),
+        (-(-(a * d + b) // d), number(a) - -number(b) // d),
+        ((a // d + b) // 3 % d, (number(a) // d + number(b)) // 3 % d),
         (a + b - c, number(a) + number(b) - number(c)),
         (a * b + c, number(a) * number(b) + number(c)),
         ((a - b) * (a + c), (number(a) - number(b)) * (number(a) + number(c))),
@@ -67,6 +72,7 @@ def test_dims_add_subtract_and_multiply_as_what_they_stand_for(a: int, b: int, c
     ):
         assert number(x) == due
         assert surely_least(x) <= due
+        assert eval(str(x), {}, SIZES) == due
     assert a - a == 0
     assert (a + b) * c == c * b + a * c
     assert (a + 1) - 1 == a
@@ -92,6 +98,8 @@ def test_a_dim_is_equal_to_itself_alone() -> None:
         (1 - M, "1 - M"),
         (N - M, "N - M"),
         (16 * M * N + 2 * B - 3, "16*M*N + 2*B - 3"),
+        (-(-M // 64), "-(-M // 64)"),
+        ((64 * N + B + 1) // 64 * B, "((B + 1) // 64)*B + B*N"),
     ],
 )
 def test_dims_print_as_python(size: int, text: str) -> None:
@@ -106,7 +114,8 @@ def test_dims_print_as_python(size: int, text: str) -> None:
         (lambda: ag.Dim("B", most=0), "most 0 is not a whole number"),
         (lambda: ag.Dim("B", classes=(4, 2)), "are ascending sizes"),
         (lambda: ag.Dim("B", most=4, classes=(2, 4)), "in place of most"),
-        (lambda: B // 3, r"\(B\) // 3: Dims add, subtract and multiply"),
+        (lambda: B // 0, r"\(B\) // 0: sizes divide by whole numbers of at least 1"),
+        (lambda: N // B, r"\(N\) // B: sizes divide by whole numbers of at least 1"),
         (lambda: ag.doubling(8, 4), "1 <= least <= most, got 8 and 4"),
         (lambda: ag.doubling(1, float("inf")), "whole numbers, .* got 1 and inf"),  # type: ignore[arg-type]  # is wrong
         (lambda: ag.doubling(1.5, 4), "whole numbers"),  # type: ignore[arg-type]  # is wrong

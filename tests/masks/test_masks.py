@@ -158,9 +158,14 @@ def test_loading_slices_gives_what_gathering_gives(drawn: MaskCase, data: st.Dat
     assert sliced.ranges is not None
     shape = [*map(len, sliced.ranges)]
     for name, reads in drawn.mask.needs.items():
-        index = [dict(zip("bhij", sliced.axes, strict=True))[x] for x in reads.axes]
-        a, b = sliced.load(name, *index), gathered.load(name, *index)
-        assert torch.equal(a.expand(shape), b.expand(shape))
+        index = dict(zip("bhij", sliced.axes, strict=True))
+        index |= {"x": sliced.i // reads.block[0], "y": sliced.j // reads.block[1]}
+        at = [index[x] for x in reads.axes]
+        a, b = sliced.load(name, *at), gathered.load(name, *at)
+        x = drawn.data[name]
+        due = x[tuple(0 if n == 1 else i for i, n in zip(at, x.shape, strict=True))]
+        assert torch.equal(a.expand(shape), due.expand(shape))
+        assert torch.equal(b.expand(shape), due.expand(shape))
 
 
 def test_loading_in_another_order_of_axes_gathers() -> None:

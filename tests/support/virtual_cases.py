@@ -65,6 +65,12 @@ CASES: dict[str, Callable[[], ag.Graph]] = {
     ),
     "lengths": lambda: attention(M=70, N=200, kv_lengths=lengths(1)),
     "boolean mask": lambda: attention(M=70, N=90, keep=ag.TensorSpec((1, 1, 70, 90), torch.bool)),
+    "tables": lambda: attention(
+        M=130,
+        N=200,
+        mask=ag.KeepBlocks(48, 32) & CAUSAL,
+        keep_blocks=ag.TensorSpec((1, 2, 3, 7), torch.bool),
+    ),
     "soft cap": lambda: attention(M=70, mask=CAUSAL, soft_cap=5.0),
     "bias": lambda: attention(M=70, N=90, bias=ag.TensorSpec((1, 2, 70, 90), torch.float16)),
     "bias of keys": lambda: attention(
