@@ -52,6 +52,7 @@ class Job:
     documents: tuple[int, ...] = ()  # lengths, one after the other, the same in each sequence
     lengths: tuple[int, ...] = ()  # keys of each sequence
     keep: bool = False  # a random mask [B,1,M,N]
+    block: int = 0  # queries and keys of a block; a random table keeps one of ten
     alibi: bool = False
     bias: bool = False  # [1,H,M,N], with a gradient
     soft_cap: float | None = None
@@ -95,7 +96,12 @@ class Job:
     def is_masked(self) -> bool:
         """Whether some places may be hidden."""
         return bool(
-            self.causal or self.left is not None or self.documents or self.lengths or self.keep
+            self.causal
+            or self.left is not None
+            or self.documents
+            or self.lengths
+            or self.keep
+            or self.block
         )
 
     @property
@@ -107,7 +113,7 @@ class Job:
     def is_foldable(self) -> bool:
         """Whether query heads that share a key head may be taken for rows of one head."""
         rows_differ = self.causal or self.left is not None or self.documents or self.keep
-        return not (rows_differ or self.alibi or self.bias)
+        return not (rows_differ or self.block or self.alibi or self.bias)
 
 
 def plain_jobs() -> Iterator[Job]:
@@ -213,6 +219,12 @@ def document_jobs() -> Iterator[Job]:
         yield from both_passes(job)
 
 
+def selected_jobs() -> Iterator[Job]:
+    """Blocks of 64 keys, of which each block of 64 queries sees one of ten."""
+    job = Job("one of ten blocks of 64", F32, (1, 4, 16384, 64), key_heads=1, block=64)
+    yield from both_passes(job, goal=5.0, beside="sdpa")
+
+
 def both_passes(job: Job, goal: float = LEAST, beside: str = BEST) -> Iterator[Job]:
     """The job forward, with this goal, and forward and backward, with the usual one."""
     yield evolve(job, goal=goal, beside=beside)
@@ -228,6 +240,7 @@ GROUPS = {
     "short": short_jobs,
     "mixed": mixed_jobs,
     "documents": document_jobs,
+    "selected": selected_jobs,
 }
 
 
@@ -245,6 +258,7 @@ def shrink_job(job: Job) -> Job:
         left=None if job.left is None else 5,
         documents=job.documents and (7, 1, 16),
         lengths=job.lengths and (N, 5)[: min(B, 2)],
+        block=job.block and 5,
     )
 
 
@@ -260,6 +274,9 @@ def make_operands(job: Job) -> Operands:
         x["q"] = x["q"].mT.contiguous().mT
     if job.keep:
         x["keep"] = (torch.rand(B, 1, M, N) < 0.5) | (torch.arange(N) == 0)  # no row is empty
+    if job.block:
+        side = -(-M // job.block), -(-N // job.block)
+        x["keep_blocks"] = (torch.rand(B, 1, *side) < 0.1) | torch.eye(*side, dtype=torch.bool)
     if job.lengths:
         x["kv_lengths"] = torch.tensor(job.lengths)
     if job.documents:
@@ -279,9 +296,10 @@ def make_graph(job: Job, operands: Operands) -> ag.Graph:
 
 
 def make_mask(job: Job) -> ag.Mask | None:
-    """What hides places by their positions alone."""
+    """What hides places, without lengths, documents and dense masks."""
     causal = ag.Causal() | ag.Prefix(job.prefix) if job.prefix else ag.Causal()
     parts = [causal] * job.causal + [ag.Window(job.left)] * (job.left is not None)
+    parts += [ag.KeepBlocks(job.block, job.block)] if job.block else []
     mask = reduce(and_, parts) if parts else None
     return mask if mask is None or not job.before else mask.aligned("bottom_right")
 

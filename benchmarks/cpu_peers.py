@@ -45,6 +45,8 @@ def visible_places(job: Job, x: Operands) -> torch.Tensor | None:
         seen = seen & (number[:, None] == number)
     if job.lengths:
         seen = seen & (j < x["kv_lengths"][:, None, None, None])
+    if job.block:
+        seen = seen & x["keep_blocks"][:, :, i[:, 0] // job.block][..., j // job.block]
     if job.keep:
         seen = x["keep"]
     return seen if job.is_masked else None
@@ -162,7 +164,7 @@ def make_flex(job: Job, x: Operands, *, compiled: bool = True) -> Attend:
     seen, blocks = visible_places(job, x), None
     if seen is not None:
         keep = flex_mask(job, x)
-        each = (B if job.lengths or job.keep else None, None, M, N)
+        each = (B if job.lengths or job.keep or job.block else None, None, M, N)
         blocks = create_block_mask(keep, *each, device="cpu")
     torch._dynamo.reset()  # else the ninth job would not be compiled
     call: Any = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
@@ -190,6 +192,8 @@ def flex_mask(job: Job, x: Operands) -> Callable[..., torch.Tensor]:
             seen = seen & (x["q_segments"][0][m] == x["q_segments"][0][j])
         if job.lengths:
             seen = seen & (j < x["kv_lengths"][b])
+        if job.block:
+            seen = seen & x["keep_blocks"][b, 0, m // job.block, j // job.block]
         return seen & x["keep"][b, 0, m, j] if job.keep else seen
 
     return keep

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import attn_graph as ag
-from attn_graph.lowering.cpu import fused_tiles
+from attn_graph.lowering.cpu import planned_tiles
 from attn_graph.planner import cost, explanation, predict, remedies
 from benchmarks.timing import save, seconds
 
@@ -26,7 +26,7 @@ CACHES: tuple[Any, ...] = (  # lru caches that an explanation fills for the next
     predict.predicted_seconds,
     cost.count_pairs_once,
     explanation.count_tiles_once,
-    fused_tiles.static_tiles,
+    planned_tiles.choose_way,
 )
 
 

@@ -22,7 +22,7 @@ from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import Target
-from attn_graph.masks import Keep, KeyLengths, Mask, Prefix
+from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, Prefix
 from attn_graph.masks.runs import leaves
 from attn_graph.spec import TensorSpec, normalise_strides
 from attn_graph.spec.dims import Dim, are_numbers
@@ -192,7 +192,7 @@ def tells_rows_apart(problem: Problem) -> bool:
 
 
 def reads_rows(leaf: Mask, data: Mapping[str, TensorSpec]) -> bool:
-    if isinstance(leaf, Keep):
+    if isinstance(leaf, Keep | KeepBlocks):
         return data[leaf.name].shape[1:3] != (1, 1)
     return not isinstance(leaf, (KeyLengths, Prefix))
 

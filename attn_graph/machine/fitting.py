@@ -98,8 +98,8 @@ def find_reads(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Read]]:
     for n, spec in enumerate(specs):
         for axis, size in enumerate(spec.shape):
             if isinstance(size, Dim) and size.line is not None:
-                symbol, *line = size.line
-                yield symbol.name, (n, axis, *line)
+                symbol, by, more = size.line
+                yield symbol.name, (n, axis, by, more)
 
 
 def read_sizes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> dict[str, int]:

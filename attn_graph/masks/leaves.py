@@ -422,9 +422,10 @@ class KeepBlocks(Mask):
 
     def positions(self, flags: torch.Tensor, N: int) -> Keys:
         """The keys of the blocks whose flags are not 0."""
+        size, start = self.keys, self.start[1]
         kept = Keys.where(flags.view(torch.bool)).intervals
-        scaled = ((x * self.keys - self.start[1], y * self.keys - self.start[1]) for x, y in kept)
-        return Keys(tuple(scaled)) & Keys.between(0, N)
+        ends = [(max(0, a * size - start), min(N, b * size - start)) for a, b in kept]
+        return Keys(tuple([(a, b) for a, b in ends if a < b]))
 
 
 LEAVES = (Causal, Window, Prefix, Keep, KeepBlocks, KeyLengths, QueryLengths, SameSegment, Band)

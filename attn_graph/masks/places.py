@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, final
 
 import torch
@@ -103,7 +105,8 @@ class Keys:
 
     def covers(self, start: int, stop: int) -> bool:
         """True if every position start <= j < stop is in this set."""
-        return start >= stop or any(a <= start and stop <= b for a, b in self.intervals)
+        at = bisect_right(self.intervals, start, key=itemgetter(0))
+        return start >= stop or (at > 0 and stop <= self.intervals[at - 1][1])
 
     def __len__(self) -> int:
         return sum(b - a for a, b in self.intervals)

@@ -17,7 +17,7 @@ from attrs import frozen
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.device_code import Tracer
-from attn_graph.masks import Keep, KeyLengths, Mask, Prefix, QueryLengths, SameSegment
+from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, Prefix, QueryLengths, SameSegment
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.joins import Not, Pair
 from attn_graph.masks.leaves import Band
@@ -80,6 +80,11 @@ def ask_mask(mask: Mask, data: Specs, at: Extent) -> Asked:
         case Keep(name=name):
             sizes = zip("bhij", data[name].shape, strict=True)
             return Asked("".join(x for x, n in sizes if n > 1), 0, 0)
+        case KeepBlocks(name=name):  # blocks of positions; selected rows; then selected keys
+            table = data[name].shape
+            axes = "".join(x for x, n in zip("bhij", table, strict=True) if n > 1)
+            made = at.count(axes)
+            return Asked(axes, made, 2 * (made + prod(table)) + 2 * WORD * (at.i + at.j))
         case _:
             axes = LEAVES.get(type(mask), "bhij")
             made = at.count(axes)

@@ -253,7 +253,7 @@ class TileCall:
         if results is None:
             results = torch.zeros_like(rows), rows.new_full(rows.shape[:3], -INF)
         if self.given.sinks is not None:
-            sink_(*results, self.given.sinks)
+            sink_(*results, self.given.sinks[slot.heads.start : slot.heads.stop])
         if not alone:
             refuse_far_rows(self.node, results[1])
         return results
@@ -291,9 +291,12 @@ class TileCall:
             return None if part.addend is None else constant_beside(part.addend, self.q)
         assert self.at is not None
         room = self.scratch["addend"][: part.count].view(part.shape)
-        at = slot_place(self.at, slot.tile, part.part)
-        node, mixed = self.node, part.part.kind == "mixed"
-        return fill_addend(room, node, self.given.modifiers, self.restores, at, mixed)
+        runs, node, mixed = part.part.runs, self.node, part.part.kind == "mixed"
+        pieces = room.split([*map(len, runs)], -1)
+        for piece, run in zip(pieces, runs, strict=True):
+            at = slot_place(self.at, slot, run)
+            fill_addend(piece, node, self.given.modifiers, self.restores, at, mixed)
+        return room
 
 
 def fill(room: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
+from itertools import pairwise
 from math import prod
 from operator import itemgetter
 from typing import final
@@ -60,10 +61,11 @@ class PartSlot:
 @final
 @frozen(eq=False)
 class TileSlot:
-    """A tile. rows: cuts its queries out of x [B,H,M,...]."""
+    """A tile. rows: cuts its queries out of x [B,H,M,...]. heads: its query heads."""
 
     tile: Tile
     rows: Cut
+    heads: range
     parts: tuple[PartSlot, ...]
 
 
@@ -112,9 +114,12 @@ def recent_addend(mask: Mask, rows: int, start: int, keys: int, dtype: torch.dty
 
 def tile_slot(tiles: FusedTiles, tile: Tile, held: Iterator[torch.Tensor] | None) -> TileSlot:
     """held: the addends of this tile's parts come next."""
+    p = tiles.problem
+    heads = tile.heads(p.H, p.G)
     return TileSlot(
         tile,
-        find_cut(tile, tile.rows, tiles.problem.B, tiles.problem.M),
+        find_cut(tile, tile.rows, heads, (p.B, p.H, p.M)),
+        heads,
         tuple(part_slot(tiles, tile, part, held) for part in tile.parts),
     )
 
@@ -124,7 +129,8 @@ def part_slot(
 ) -> PartSlot:
     p = tiles.problem
     adds = part.kind == "mixed" or bool(p.node.modifiers)
-    keys = find_cut(tile, range(part.start, part.stop), p.B, p.N)
+    hull = cut_keys(p, tile, range(part.start, part.stop))
+    keys = GatheredKeys.of(part, hull) if part.gathered else hull
     addend = next(held) if adds and held is not None else None
     makes, pieces = adds and addend is None, tuple(pieces_of(p, tile, part))
     windows = tuple(windows_of(tiles, tile, part))
@@ -144,16 +150,51 @@ def may_empty(tiles: FusedTiles, tile: Tile, part: Part) -> bool:
     return any(modifier.hides for modifier in tiles.problem.node.modifiers)
 
 
-def find_cut(tile: Tile, rows: range, B: int, L: int) -> Cut:
-    """Cuts these rows of a tile's batch entries out of x [B,H,L,...]; repeats become the first
-    axis."""
+def find_cut(tile: Tile, rows: range, heads: range, shape: tuple[int, int, int]) -> Cut:
+    """Cuts these rows and heads of a tile's batch entries out of x [B,H,L,...]; repeats become the
+    first axis."""
     if tile.repeat > 1:
         index = tile.batch.start, slice(None), slice(rows.start, rows.stop)
         return partial(cut_windows, index, tile.repeat, tile.step)
-    if (tile.batch, rows) == (range(B), range(L)):
+    if (tile.batch, heads, rows) == tuple(map(range, shape)):
         return keep_all
-    batch = slice(tile.batch.start, tile.batch.stop)
-    return itemgetter((batch, slice(None), slice(rows.start, rows.stop)))
+    return itemgetter(tuple(slice(x.start, x.stop) for x in (tile.batch, heads, rows)))
+
+
+def cut_keys(p: Problem, tile: Tile, keys: range) -> Cut:
+    """Cuts a run of keys of a tile out of x [B,G,N,D]."""
+    return find_cut(tile, keys, tile.heads(p.G, p.G), (p.B, p.G, p.N))
+
+
+@final
+@frozen(eq=False)
+class GatheredKeys:
+    """Copies a part's runs of keys, to lie side by side.
+
+    hull: cuts the part out of x [B,G,N,D], and what lies between its runs. sizes: the lengths of
+    the first run, of the gap behind it, of the next run, and so on.
+    """
+
+    hull: Cut
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, part: Part, hull: Cut) -> GatheredKeys:
+        edges = [edge for run in part.gathered for edge in (run.start, run.stop)]
+        return cls(hull, tuple(b - a for a, b in pairwise(edges)))
+
+    def runs(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the runs of x [B,G,N,D]."""
+        return [*self.hull(x).split(self.sizes, 2)][::2]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.runs(x), 2)
+
+    def add(self, total: torch.Tensor, share: torch.Tensor) -> None:
+        """total [B,G,N,D] += what lies side by side."""
+        runs = self.runs(total)
+        for run, own in zip(runs, share.split(self.sizes[::2], 2), strict=True):
+            run.add_(own)
 
 
 def keep_all(x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +217,7 @@ def pieces_of(p: Problem, tile: Tile, part: Part) -> Iterator[tuple[int, int, Cu
     for at in range(0, len(part), tile.step):
         stop = min(at + tile.step, len(part))
         rows = range(part.start + at, part.start + stop)
-        yield at, stop, find_cut(tile, rows, p.B, p.N)
+        yield at, stop, cut_keys(p, tile, rows)
 
 
 def windows_of(tiles: FusedTiles, tile: Tile, part: Part) -> Iterator[slice]:
@@ -190,7 +231,9 @@ def windows_of(tiles: FusedTiles, tile: Tile, part: Part) -> Iterator[slice]:
 
 def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot, windows: slice) -> None:
     """total [B,G,N,D] += a part's gradient; overlapping windows are added in disjoint slices."""
-    if not slot.pieces:
+    if isinstance(slot.keys, GatheredKeys):
+        slot.keys.add(total, share)
+    elif not slot.pieces:
         slot.keys(total).add_(share)
     for start, stop, cut in slot.pieces:
         cut(total)[windows].add_(share[:, :, start:stop])
@@ -213,15 +256,14 @@ def part_places(problem: Problem, tile: Tile, part: Part) -> Place:
     return Place.of(block, range(part.start, part.stop), torch.device("cpu"))
 
 
-def slot_place(at: Place, tile: Tile, part: Part) -> Place:
-    keys = range(part.start, part.stop)
-    return place_within(at, tile.batch, range(at.H), tile.rows, keys)
+def slot_place(at: Place, slot: TileSlot, keys: range) -> Place:
+    return place_within(at, slot.tile.batch, slot.heads, slot.tile.rows, keys)
 
 
 def addend_shape(tiles: FusedTiles, tile: Tile, part: Part) -> tuple[int, int, int, int]:
     """The shape of an addend: 1 for batch or heads if it does not depend on them."""
     b = len(tile.batch) if "b" in tiles.axes else 1
-    h = tiles.problem.H if "h" in tiles.axes else 1
+    h = len(tile.heads(tiles.problem.H, tiles.problem.G)) if "h" in tiles.axes else 1
     return b, h, len(tile.rows), len(part)
 
 

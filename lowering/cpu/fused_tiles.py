@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property, lru_cache
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, chain
 from math import prod
 from typing import final
 
@@ -23,43 +23,33 @@ from attn_graph.lowering.cpu.asking import (
 from attn_graph.lowering.cpu.layer_tiles import (
     POINTS_A_CALL,
     find_layers_of,
-    may_take_layers,
     takes_layers,
     tile_layers,
 )
+from attn_graph.lowering.cpu.planned_tiles import DATA_ROWS, LEAST_FULL, static_tiles
 from attn_graph.lowering.cpu.schedule import (
-    CALL_SECONDS,
-    MOST_TILES,
+    ROW_BLOCKS,
     Part,
     Tensors,
     Tile,
-    Way,
-    choose_cheapest,
-    estimate_seconds,
-    fold_tiles,
+    gather_parts,
     join_corner,
     join_entries,
     join_neighbours,
-    plain_tiles,
     row_tiles,
     shorten_parts,
 )
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
-from attn_graph.masks import needs_of
+from attn_graph.masks import KeepBlocks, needs_of
 from attn_graph.masks.canonical import is_ours
-from attn_graph.masks.layers import Kept
-from attn_graph.masks.regions import MOST_POINTS
+from attn_graph.masks.runs import leaves
 from attn_graph.spec import TensorSpec
 
-LEAST_FULL = 512  # keys: a longer run without mask is worth a call of its own and a merge
 FEW_QUERIES = 64  # k and v are read once or twice for them
 MOST_PACKED = 2**23  # bytes of k and v packed at a time for FEW_QUERIES
 LEAST_KEYS = FEW_QUERIES  # packed at a time
 MOST_HELD = 2**17  # elements of addends held by a plan: 512 KiB of float32
-DATA_ROWS = 128  # queries a tile, if data decides their keys
-FEW_ROUNDED = 512  # queries: from here on numbers with equal leading bits are tiled alike
-SIZE_BITS = 4  # leading bits of a rounded number
 MOST_SHARED = 2**19  # elements of dk made by windows at a time: 2 MiB; more is slower
 LEAST_TASKS = 32  # heads of windows: the kernel computes each in one thread
 JOINED = 2**21  # numbers added at a time to neighbours with the same keys, 8 MiB of float32
@@ -234,18 +224,18 @@ class FusedTiles:
 
     @property
     def temporary(self) -> int:
-        """Bytes beside the workspace, at most: results of a tile, unless they are the whole's, and
-        before them the memory of the mask and the modifiers."""
-        p = self.problem
+        """Bytes beside the workspace, at most: copied keys and results of a tile, unless they are
+        the whole's, and before these the memory of the mask and the modifiers."""
+        p, copied = self.problem, self.copied
         if p.grad is None:
-            return self.temporary_forward
+            return copied + self.temporary_forward
         lse = p.B * p.H * p.M * (p.wide.itemsize + torch.bool.itemsize)
         cotangent = p.B * p.H * p.M * self.width * p.wide.itemsize  # as the kernel reads it
         if self.static is not None and self.is_whole(self.static):
             return lse + max(self.asked, self.sum_bytes + cotangent)
         pairs = [(t, x) for t in self.reached for x in t.parts]
         shares = max((self.count_shares(*x, first=not n) for n, x in enumerate(pairs)), default=0)
-        return lse + max(self.asked, shares)
+        return copied + lse + max(self.asked, shares)
 
     @property
     def sum_bytes(self) -> int:
@@ -340,7 +330,7 @@ class FusedTiles:
             mask = self.problem.node.mask
             why = "data picks the keys" if needs_of(mask) else "each call lists them"
             kinds = "rectangles and triangles, else on " if self.layered else ""
-            return f"PyTorch's fused CPU kernel on {kinds}tiles of {DATA_ROWS} queries; {why}"
+            return f"PyTorch's fused CPU kernel on {kinds}tiles of {self.data_rows} queries; {why}"
         return describe_calls(self.problem, self.static)
 
     def tiles(self, data: Tensors) -> Sequence[Tile]:
@@ -353,20 +343,70 @@ class FusedTiles:
 
     def tiles_by_data(self, data: Tensors) -> list[Tile]:
         p = self.problem
-        rows, bounded = min(DATA_ROWS, p.M), bool(p.node.modifiers)
+        rows, bounded = min(self.data_rows, p.M), bool(p.node.modifiers)
         kept = find_layers_of(p, data, POINTS_A_CALL) if self.layered else None
         tiles = None if kept is None else tile_layers(p, kept, rows, LEAST_FULL, single=True)
         if tiles is not None:
             return tiles
         most, entries = max(rows * p.N, self.joined), [range(b, b + 1) for b in range(p.B)]
-        each = (row_tiles(p, p.node.mask, b, rows, LEAST_FULL, data) for b in entries)
-        joined = [join_neighbours(tiles, most, bounded) for tiles in each]
-        if not self.joins_entries:
-            return [tile for tiles in joined for tile in tiles]
-        return join_entries(joined, most if "b" in self.axes else None, bounded)
+        listed: list[Tile] = []
+        for groups in self.groups:
+            each = (row_tiles(p, p.node.mask, b, rows, LEAST_FULL, data, groups) for b in entries)
+            gathered = ([self.gather(tile) for tile in tiles] for tiles in each)
+            joined = [join_neighbours(tiles, most, bounded) for tiles in gathered]
+            if self.joins_entries:
+                listed += join_entries(joined, most if "b" in self.axes else None, bounded)
+            else:
+                listed += chain.from_iterable(joined)
+        return listed
+
+    @cached_property
+    def tables(self) -> tuple[KeepBlocks, ...]:
+        """The tables of blocks in the mask."""
+        mask = self.problem.node.mask
+        every = () if mask is None else leaves(mask)
+        return tuple(leaf for leaf in every if isinstance(leaf, KeepBlocks))
+
+    @cached_property
+    def data_rows(self) -> int:
+        """Queries of a tile, if data decides their keys: the least number of whole blocks of a
+        table, not below ROW_BLOCKS."""
+        blocks = [-(-ROW_BLOCKS[0] // leaf.rows) * leaf.rows for leaf in self.tables]
+        return min(DATA_ROWS, *blocks) if blocks else DATA_ROWS
+
+    @cached_property
+    def groups(self) -> Sequence[range | None]:
+        """The key/value heads of each tile: one, if tables tell heads apart; else all."""
+        p = self.problem
+        apart = any(p.by_role.mask[leaf.name].shape[1] > 1 for leaf in self.tables)
+        return [range(g, g + 1) for g in range(p.G)] if apart and p.G > 1 else [None]
+
+    def gather(self, tile: Tile) -> Tile:
+        """A tile with few parts: their keys are copied to lie side by side."""
+        return gather_parts(tile, LEAST_FULL, self.most_gathered) if self.most_gathered else tile
+
+    @cached_property
+    def most_gathered(self) -> int:
+        """The keys after which another part is begun, of those copied to lie side by side; 0 if
+        planning lists parts, or k and v are packed by them."""
+        if self.static is not None or self.keys_a_part is not None:
+            return 0
+        return MOST_PACKED // self.bytes_of_key
+
+    @property
+    def bytes_of_key(self) -> int:
+        """Bytes of k and v of one key of a tile listed by data. All batch entries may be joined."""
+        heads = self.problem.G if self.groups == [None] else 1
+        return self.problem.B * heads * 2 * self.width * self.computes.itemsize
+
+    @property
+    def copied(self) -> int:
+        """Bytes of the keys and values copied for a part."""
+        most = self.most_gathered
+        return min(self.problem.N, most + LEAST_FULL) * self.bytes_of_key if most else 0
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:
-        if len(tiles) != 1 or len(tiles[0].parts) != 1 or tiles[0].repeat > 1:
+        if len(tiles) != 1 or len(tiles[0].parts) != 1 or tiles[0].repeat > 1 or tiles[0].groups:
             return False
         p, tile = self.problem, tiles[0]
         rows, keys = len(tile.rows) == p.M, len(tile.parts[0]) == p.N
@@ -384,82 +424,3 @@ def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
     area, calls = sum(t.area for t in tiles), sum(len(t.parts) for t in tiles)
     share = f"{100 * area / whole:.3g} % of the {problem.H * whole} scores"
     return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
-
-
-def whole_tile(problem: Problem) -> Tile:
-    """All scores as one tile, with the mask evaluated everywhere."""
-    return Tile(range(problem.B), range(problem.M), (Part(0, problem.N, "mixed"),))
-
-
-def is_small(problem: Problem) -> bool:
-    """True if finding each batch entry's kept keys takes longer than it saves: half of all scores,
-    by assumption."""
-    looks = problem.B * -(-problem.M // DATA_ROWS)
-    return estimate_seconds(problem, [whole_tile(problem)]) <= 2 * looks * CALL_SECONDS
-
-
-def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
-    """The tiles; None if data decide them, or if there are too many to list."""
-    node = problem.node
-    mask, bounded = node.mask, bool(node.modifiers)
-    plain = plain_tiles(problem, mask)
-    if plain is not None and (not bounded or (mask is None and problem.M <= DATA_ROWS)):
-        return tuple(plain)
-    if mask is not None and mask.needs:
-        return (whole_tile(problem),) if is_small(problem) else None
-    way = choose_way(round_sizes(problem), axes)
-    if way is None:
-        return None
-    number, rows = way
-    ways = list_ways(problem, axes)
-    made = ways[number](rows) or ways[1 - number](rows)  # rounded sizes may have another
-    return None if made is None else tuple(made)
-
-
-def list_ways(problem: Problem, axes: str) -> tuple[Way, Way]:
-    """Two ways to tile: by blocks of rows, and by the exact layers of the mask. Layers are used
-    alone if the mask depends on j - i only."""
-    node, most = problem.node, DATA_ROWS * problem.N
-    mask, bounded = node.mask, bool(node.modifiers)
-    relative = mask is not None and mask.relative and all(m.relative for m in node.modifiers)
-
-    def tiles(rows: int) -> list[Tile] | None:
-        if mask is not None and relative and "b" not in axes:
-            return None if kept() else fold_tiles(problem, mask, rows, LEAST_FULL)
-        if rows * MOST_TILES < problem.M:
-            return None
-        in_rows = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)
-        return join_neighbours(in_rows, most, bounded)
-
-    @cache
-    def kept() -> list[Kept] | None:
-        return find_layers_of(problem, {}, MOST_POINTS) if may_take_layers(problem) else None
-
-    def exact(rows: int) -> list[Tile] | None:
-        layers = kept()
-        if layers is None:
-            return None
-        return tile_layers(problem, layers, rows, LEAST_FULL, single=False)
-
-    return tiles, exact
-
-
-@lru_cache(64)
-def choose_way(problem: Problem, axes: str) -> tuple[int, int] | None:
-    """The cheaper way and its queries a tile; None if each gives too many tiles."""
-    return choose_cheapest(problem, list_ways(problem, axes))
-
-
-def round_sizes(problem: Problem) -> Problem:
-    """The problem with up to an eighth more queries and keys, planned once for all sizes of equal
-    rounding: listing tiles takes longer than the rest of planning. Few queries, more queries than
-    keys, and users' masks, possibly limited to their sizes, are not rounded."""
-    q, k, v, *more = problem.specs
-    M, N, mask = problem.M, problem.N, problem.node.mask
-    if not FEW_ROUNDED <= M <= N or not (mask is None or is_ours(mask)):
-        return problem
-    grown = -M % (1 << (M.bit_length() - SIZE_BITS))
-    rows, keys = (*q.shape[:2], M + grown), (*k.shape[:2], N + grown)
-    sides = (rows, q), (keys, k), (keys, v)
-    specs = (TensorSpec((*shape, x.shape[3]), x.dtype) for shape, x in sides)
-    return evolve(problem, specs=(*specs, *more))

@@ -23,6 +23,8 @@ from attn_graph.lowering.cpu.run_mask import (
 from attn_graph.lowering.cpu.schedule import row_tiles
 from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.problem import Problem
+from attn_graph.masks import KeepBlocks, Mask
+from attn_graph.masks.runs import leaves
 
 # From LEAST_HALF multiplications of q k^T on products of half precision are faster; the kernel
 # reads a key in the time of READ_ROWS rows.
@@ -181,7 +183,12 @@ def suits_fused(problem: Problem) -> bool:
     data = set() if mask is None or caps_entries(p) else mask.needs
     if p.lines < FEW_ROWS:
         return bool(data) or not all(x.is_dense for x in p.specs[1:3]) or not sees_most(p)
-    return "q_segments" in data
+    return "q_segments" in data or (bool(data) and reads_tables(mask))
+
+
+def reads_tables(mask: Mask | None) -> bool:
+    """True if a table of blocks picks keys."""
+    return mask is not None and any(isinstance(leaf, KeepBlocks) for leaf in leaves(mask))
 
 
 def takes(problem: Problem) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Literal, final
 
 import torch
@@ -41,14 +41,23 @@ BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begi
 @frozen
 class Part:
     """Neighbouring keys [start, stop) of a tile. full: every query keeps all of them; causal:
-    the first query keeps the first one, the next one more, and so on; mixed: the mask must say."""
+    the first query keeps the first one, the next one more, and so on; mixed: the mask must say.
+
+    gathered: several runs of keys in their place, copied to lie side by side.
+    """
 
     start: int
     stop: int
     kind: Literal["full", "mixed", "causal"]
+    gathered: tuple[range, ...] = ()
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return sum(map(len, self.gathered)) if self.gathered else self.stop - self.start
+
+    @property
+    def runs(self) -> tuple[range, ...]:
+        """Its keys, in runs without a hole."""
+        return self.gathered or (range(self.start, self.stop),)
 
     def area(self, rows: int) -> int:
         """Computed scores of `rows` queries; of a causal part the kept ones."""
@@ -64,7 +73,8 @@ class Part:
 class Tile:
     """Queries `rows` of the batch entries `batch` against the keys of `parts`.
 
-    `repeat` > 1: this many copies in all, with rows and keys moved by `step` each time.
+    `repeat` > 1: this many copies in all, with rows and keys moved by `step` each time. groups: its
+    key/value heads; None: all.
     """
 
     batch: range
@@ -72,6 +82,13 @@ class Tile:
     parts: tuple[Part, ...]
     repeat: int = 1
     step: int = 0
+    groups: range | None = None
+
+    def heads(self, x: int, G: int) -> range:
+        """Its heads among the x heads of a tensor. G: all key/value heads."""
+        if self.groups is None:
+            return range(x)
+        return range(self.groups.start * x // G, self.groups.stop * x // G)
 
     @property
     def keys(self) -> int:
@@ -129,10 +146,12 @@ def row_tiles(
     rows: int,
     least_full: int,
     data: Mapping[str, torch.Tensor] | None = None,
+    groups: range | None = None,
 ) -> list[Tile]:
-    """A tile for each block of `rows` queries."""
+    """A tile for each block of `rows` queries. groups: of some key/value heads."""
     starts = range(0, problem.M, rows)
-    return [make_tile(problem, mask, batch, start, rows, least_full, data) for start in starts]
+    given = least_full, data, groups
+    return [make_tile(problem, mask, batch, start, rows, *given) for start in starts]
 
 
 def make_tile(
@@ -143,11 +162,34 @@ def make_tile(
     rows: int,
     least_full: int,
     data: Mapping[str, torch.Tensor] | None = None,
+    groups: range | None = None,
 ) -> Tile:
     """The tile of the block of queries from `start` on."""
     H, M, N = problem.H, problem.M, problem.N
-    block = Block(batch, range(H), range(start, min(start + rows, M)), H, M, N, data)
-    return Tile(batch, block.rows, parts_of(mask, block, least_full))
+    tile = Tile(batch, range(start, min(start + rows, M)), (), groups=groups)
+    block = Block(batch, tile.heads(H, problem.G), tile.rows, H, M, N, data)
+    return evolve(tile, parts=parts_of(mask, block, least_full))
+
+
+def gather_parts(tile: Tile, least: int, most: int) -> Tile:
+    """A tile with parts of fewer than `least` keys made one for each `most` keys: copying them
+    takes less time than a call for each, and a merge."""
+    parts = [part for part in tile.parts if len(part) >= least]
+    for kind in ("full", "mixed"):
+        short = [part for part in tile.parts if part.kind == kind and len(part) < least]
+        ends = [*accumulate(map(len, short))]
+        groups = groupby(zip(short, ends, strict=True), key=lambda pair: pair[1] // most)
+        parts += [side_by_side([part for part, _ in group]) for _, group in groups]
+    return evolve(tile, parts=tuple(parts))
+
+
+def side_by_side(parts: Sequence[Part]) -> Part:
+    """Parts of one kind as one."""
+    first, last = parts[0], parts[-1]
+    if len(parts) == 1:
+        return first
+    gathered = tuple(range(x.start, x.stop) for x in parts)
+    return Part(first.start, last.stop, first.kind, gathered)
 
 
 def shorten_parts(tile: Tile, most: int) -> Tile:

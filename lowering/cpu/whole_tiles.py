@@ -12,11 +12,8 @@ from attrs import frozen
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.fused_cpu import flash
 from attn_graph.lowering.cpu.far_rows import refuse_far_rows
-from attn_graph.lowering.cpu.fused_tiles import (
-    LEAST_FULL,
-    describe_calls,
-    is_small,
-)
+from attn_graph.lowering.cpu.fused_tiles import describe_calls
+from attn_graph.lowering.cpu.planned_tiles import LEAST_FULL, is_small
 from attn_graph.lowering.cpu.schedule import Part, Tile, parts_of
 from attn_graph.lowering.problem import (
     Problem,

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.cpu import fused_tiles
-from attn_graph.lowering.cpu.fused_tiles import DATA_ROWS, FusedTiles
+from attn_graph.lowering.cpu import fused_tiles, planned_tiles
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles
+from attn_graph.lowering.cpu.planned_tiles import DATA_ROWS
 from attn_graph.lowering.cpu.schedule import Tile
 from attn_graph.lowering.problem import sole
 from attn_graph.testing.agreement import check_gradients, check_outputs
@@ -50,7 +51,7 @@ def test_entries_with_the_same_keys_are_one_tile(heads: int, kinds: list[int], r
     graph = keeping(len(kinds), heads)
     keep = torch.stack([KINDS[kind] for kind in kinds])[:, None].expand(-1, heads, -1, -1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_tiles, "CALL_SECONDS", 0.0)  # else all scores are one tile
+        patch.setattr(planned_tiles, "CALL_SECONDS", 0.0)  # else all scores are one tile
         patch.setattr(fused_tiles, "JOINED", room * M * N * heads)
         forget_plans()
         tiles = tiles_of(graph, keep)

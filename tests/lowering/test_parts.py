@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.lowering.cpu import fused_tiles
+from attn_graph.lowering.cpu import fused_tiles, planned_tiles
 from attn_graph.testing.agreement import check_outputs
 from attn_graph.testing.tensors import tensors_for
 from tests.support.planning import forget_plans
@@ -61,7 +61,7 @@ def test_parts_add_up_to_the_whole(name: str, E: int, layout: str) -> None:
 def test_parts_of_tiles_that_data_decide_add_up_too(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_tiles, "CALL_SECONDS", 0.0)  # else all scores are one tile
+    monkeypatch.setattr(planned_tiles, "CALL_SECONDS", 0.0)  # else all scores are one tile
     graph = make_graph(stats=True, **OPTIONS[name])
     plan = ag.compile(graph, target=CPU, backends=("math",))
     for seed in range(3):

@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu import fused_tiles
-from attn_graph.lowering.cpu.fused_tiles import (
-    FEW_ROUNDED,
-    FusedTiles,
-    choose_way,
-    list_ways,
-    round_sizes,
-)
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles
+from attn_graph.lowering.cpu.planned_tiles import FEW_ROUNDED, choose_way, list_ways, round_sizes
 from attn_graph.lowering.cpu.schedule import estimate_seconds
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.masks.places import Block, Keys, Place
