@@ -7,12 +7,13 @@ from itertools import count
 from typing import Any, final
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 
 from attn_graph.integrations.affine import MIRRORED
 from attn_graph.integrations.terms import Element, Index, Real, Unread
-from attn_graph.masks import Keep, KeyLengths, Mask, QueryLengths, SameSegment
+from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, QueryLengths, SameSegment
 from attn_graph.masks.formulas import AXES, simplify_text
+from attn_graph.masks.joins import BLOCKS
 from attn_graph.spec import INTEGERS
 
 Tensors = dict[str, torch.Tensor]
@@ -35,13 +36,17 @@ class Captured:
         """A tensor's element at more indices. Raises Unread for others than b, h, i and j."""
         if not isinstance(element, Element):
             raise Unread("it indexes something that is not a captured tensor")
-        axes = element.axes
+        place: Element = element
         for index in indices:
             text = simplify_text(index.text) if isinstance(index, Index) else str(index)
-            if text not in (*AXES,) or text in axes:
-                raise Unread(f"it reads a tensor at {text}, which is not b, h, q_idx or kv_idx")
-            axes += text
-        return evolve(element, axes=axes)
+            further = place.at(text)
+            if further is None:
+                raise Unread(
+                    f"it reads a tensor at {text}, which is not b, h, q_idx or kv_idx, nor a "
+                    "block of the last two"
+                )
+            place = further
+        return place
 
     def resolve(self, element: Element) -> Any:  # Any: an Index, a Real or a Mask
         """An element as an integer, a real number or a boolean. Raises Unread for others."""
@@ -51,6 +56,11 @@ class Captured:
                 f"it reads a tensor {list(tensor.shape)} at {len(axes)} indices; "
                 "one without axes is to be captured as a number"
             )
+        if {"x", "y"} & {*axes}:
+            if tensor.dtype != torch.bool:
+                raise Unread(f"it reads a tensor of {tensor.dtype} by blocks; only booleans may be")
+            name = self.name("keep_blocks", element.by_blocks, full="bhxy")
+            return KeepBlocks(*element.block, name)
         if tensor.dtype == torch.bool:
             return Keep(self.name("keep", element, full="bhij"))
         if tensor.is_floating_point():
@@ -69,7 +79,7 @@ class Captured:
     def claim(self, name: str, element: Element, full: str = "") -> bool:
         """Reserve a name for an element's tensor; False if it is taken."""
         known = self.sources.setdefault(name, element)
-        if known.tensor is not element.tensor or known.axes != element.axes:
+        if known.tensor is not element.tensor or known.places != element.places:
             return False
         self.tensors[name] = self.arrange(element, full or sort_axes(element.axes))
         return True
@@ -78,8 +88,15 @@ class Captured:
         """The tensor with these axes in this order, 1 for a missing one, cut to the known sizes."""
         own = element.axes
         tensor = element.tensor.permute([own.index(x) for x in axes if x in own])
-        cuts = (slice(self.sizes.get(x)) if x in own else None for x in axes)
+        cuts = (slice(self.count(x, element)) if x in own else None for x in axes)
         return tensor[tuple(cuts)]
+
+    def count(self, axis: str, element: Element) -> int | None:
+        """The known size of an axis, or its number of blocks."""
+        if axis not in BLOCKS:
+            return self.sizes.get(axis)
+        known = self.sizes.get(BLOCKS[axis])
+        return None if known is None else -(-known // element.block["xy".index(axis)])
 
     def compare(self, name: str, a: Index, b: Index) -> Mask | None:
         """The leaf for a comparison of elements; None without such a leaf."""

@@ -32,6 +32,8 @@ SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
 }  # fmt: skip
+POSITIONS = "bhij"
+BLOCKS_OF = {"i": "x", "j": "y"}  # the letters of blocks of positions
 EVERYTHING: Mask = Window(None, None, "top_left")
 NOTHING: Mask = ~EVERYTHING
 CLOSE = 1e-12  # relative: 1 / cap times cap, in float64
@@ -44,10 +46,37 @@ class Unread(Exception):
 @final
 @frozen(eq=False)
 class Element:
-    """The element of a captured tensor at some of b, h, i, j, one letter for each axis so far."""
+    """The element of a captured tensor at some of b, h, i, j, one letter for each axis so far.
+
+    "x" and "y" are blocks of i and j. block: their sizes.
+    """
 
     tensor: torch.Tensor
     axes: str = ""
+    block: tuple[int, int] = (1, 1)
+
+    def at(self, text: str) -> Element | None:
+        """This element at one more index; None unless it is a free axis or its blocks."""
+        letter, _, size = text.partition(" // ")
+        if letter not in POSITIONS or {letter, BLOCKS_OF.get(letter)} & {*self.axes}:
+            return None
+        if not size:
+            return evolve(self, axes=self.axes + letter)
+        if letter not in BLOCKS_OF or not size.isdigit():
+            return None
+        rows, keys = self.block
+        block = (int(size), keys) if letter == "i" else (rows, int(size))
+        return evolve(self, axes=self.axes + BLOCKS_OF[letter], block=block)
+
+    @property
+    def places(self) -> tuple[str, tuple[int, int]]:
+        """Its axes and the sizes of their blocks."""
+        return self.axes, self.block
+
+    @property
+    def by_blocks(self) -> Element:
+        """The same element, with each position as a block of one."""
+        return evolve(self, axes=self.axes.replace("i", "x").replace("j", "y"))
 
 
 @final

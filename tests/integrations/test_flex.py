@@ -28,6 +28,7 @@ DATA = {  # what mods capture: numbers of documents, lengths, flags and tables
     "heads": torch.tensor([1, 5, 3], dtype=torch.int32),
     "flags": torch.tensor([True, False, True, True, False, True, False, False, True]),
     "slopes": torch.tensor([0.5, 0.25, 0.125]),
+    "chosen": torch.arange(45).reshape(9, 5) % 7 < 3,
     "table": torch.linspace(-1, 1, 81).reshape(9, 9),
 }
 
@@ -70,6 +71,8 @@ READ = {  # a mod, and what it is read as without sizes
     "k < lengths[b]": "KeyLengths()",
     "lengths[b] <= q": "~QueryLengths()",
     "flags[k] & (q >= k)": "(Keep() & Causal(align='top_left'))",
+    "chosen[q // 2, k // 4] & (q >= k)": "(KeepBlocks(rows=2, keys=4) & Causal(align='top_left'))",
+    "chosen[q][k // 128]": "KeepBlocks(rows=1, keys=128)",
     "h % 2 == 0": "Formula(text='h % 2 == 0')",
     "q // 4 >= k // 4": "Formula(text='i // 4 >= j // 4')",
     "documents[q] == documents[k]": "Formula(text='tensor_i == tensor_j', "
@@ -123,7 +126,7 @@ booleans: SearchStrategy[str] = st.deferred(
     lambda: st.one_of(
         comparisons,
         comparisons,
-        st.sampled_from(["flags[q]", "flags[k]"]),
+        st.sampled_from(["flags[q]", "flags[k]", "chosen[q // 2, k // 4]", "chosen[q, k // 3]"]),
         st.builds("({} {} {})".format, booleans, st.sampled_from("&|^"), booleans),
         st.builds("torch.logical_and({}, {})".format, booleans, booleans),
         st.builds("torch.where({}, {}, {})".format, booleans, booleans, booleans),
@@ -144,7 +147,7 @@ def test_a_mask_keeps_what_the_mod_keeps(text: str, sized: bool) -> None:
 def cut(x: torch.Tensor, data: ag.Data) -> torch.Tensor:
     """A tensor whose axes are no longer than these places."""
     full = dict(zip("bhij", SIZES, strict=True))
-    return x[tuple(slice(full[axis]) for axis in data.axes)]
+    return x[tuple(map(slice, data.shape(full)))]
 
 
 @given(booleans)
@@ -171,6 +174,7 @@ UNREAD = {  # a mod that cannot be read, and what is said of it
     "(q.bitwise_left_shift(1)) > k": "computes bitwise_left_shift() of i, 1",
     "torch.stack([q, k]).amax() > 2": "joins several terms into one",
     "torch.clamp(q, min=2) > k": "calls clamp() with min",
+    "documents[q // 2] == 2": "reads a tensor of torch.int64 by blocks; only booleans may be",
     "documents.to(torch.int8)[q] == 2": "reads a tensor of torch.int8",
 }
 
