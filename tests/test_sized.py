@@ -377,6 +377,18 @@ def test_a_backend_that_plans_for_one_size_says_so() -> None:
     assert said not in str(ag.explain(classes, target="h200"))
 
 
+def test_a_maximum_neither_requires_grad_nor_moves() -> None:
+    """As of a plan of numbers; a cotangent for it has nowhere to go, and PyTorch says so."""
+    plan = ag.compile(dense(M, N, mask=BOTTOM, stats=("max",)), target=CPU)
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 4, 9, 16)
+    o, most = plan(q.clone().requires_grad_(), k, k)
+    assert o.requires_grad
+    assert not most.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        most.sum().backward()
+    assert not torch.func.jvp(lambda q: plan(q, k, k)[1], (q,), (q,))[1].any()
+
+
 # What is known ahead
 
 

@@ -295,8 +295,6 @@ def packed_notes(call: CudnnCall, problem: Problem, sequences: CudnnSequences) -
         where = "that see nothing" if name == "do" else "of no sequence"
         yield f"{name} is copied, {format_bytes(count)}, with 0 in rows {where}"
     if sequences.table is not None:
-        yield "rows of a page past its entry's length have to be finite: their weights are 0"
-    if sequences.table:
         yield "pages is copied, with the first page of an entry in place of those past its length"
         yield "keys past a length, in its last page, have to be finite: cuDNN multiplies them by 0"
     totals = {side: round_total(T) for side, T in sequences.totals.items()}

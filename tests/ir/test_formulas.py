@@ -23,6 +23,7 @@ from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.device_code import Tracer
 from attn_graph.masks.formulas import Formula
 from attn_graph.masks.places import Block, Place
+from attn_graph.nn.functional import attention
 from attn_graph.planner.content import CallContent, read_content, write_call
 
 Step = Callable[[torch.Tensor, Place], torch.Tensor]
@@ -86,6 +87,20 @@ def test_formulas_and_addends_take_sizes_by_name(most: int) -> None:
         tensors = [torch.randn(2, 3, n, 8) for n in (rows, keys, keys)]
         due = ag.evaluate(plan.at(T=rows, N=keys).graph, tensors)
         torch.testing.assert_close(plan(*tensors), due[0].float())
+
+
+@compiled
+@pytest.mark.parametrize("lengths", [(3, 0), (1, 1), (4, 7)])
+def test_formulas_take_packed_sequences_of_few_rows(lengths: tuple[int, int]) -> None:
+    """Their number is a size by name."""
+    starts = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
+    q, k, v = torch.randn(3, sum(lengths), 2, 8).unbind()
+    o = attention(q, k, v, q_starts=starts, kv_starts=starts, mask=MASKS[0])
+    assert isinstance(o, torch.Tensor)
+    parts = (x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v, o))
+    for *given, found in zip(*parts, strict=True):
+        due = attention(*given, mask=MASKS[0], backends=("math",))
+        torch.testing.assert_close(found, due)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

@@ -267,6 +267,32 @@ def test_absent_rows_are_never_seen_step_by_step(dtype: torch.dtype, sinks: Opti
         assert are_same(poisoned, zeros), str(graph)
 
 
+def test_pytorchs_kernel_for_cpus_takes_no_lengths() -> None:
+    with pytest.raises(ag.NoBackendError, match="KeyLengths"):
+        ag.compile(issue(F32, 16, 40).graph, target=CPU, backends=("torch_sdpa",))
+
+
+@pytest.mark.parametrize("dtype", in_turn(1))
+@pytest.mark.parametrize("name", ["keep", "segments"])
+def test_keys_hidden_by_a_tensor_are_present(name: str, dtype: torch.dtype) -> None:
+    """NaN in one reaches the rows that see it, and no other entry of the batch."""
+    M, at, x = 20, 7, SPEC((2, 1, 20, 8), dtype)
+    places = torch.arange(M).expand(2, M) // 10
+    same = places[:, None, :, None] == places[:, None, None]
+    given = [same] if name == "keep" else [places, places]
+    specs: Any = SPEC.like(same) if name == "keep" else tuple(map(SPEC.like, given))
+    plan = planned(ag.attention(x, x, x, **{name: specs}), BACKEND)
+    random = torch.Generator().manual_seed(0)
+    q, k, v, do = torch.randn(4, *x.shape, generator=random).to(dtype).unbind()
+    results = list[list[Tensor]]()
+    for number in (1.0, torch.nan):
+        k[0, :, at], v[0, :, at] = number, number
+        tensors = [q, k, v, *given]
+        results.append([*run_plan(plan, tensors), *run_gradients(plan, tensors, [do]).values()])
+    assert are_same(*([y[1:] for y in each] for each in results))
+    assert results[1][0][0, :, :10].isnan().all()
+
+
 # Packed tensors and pages
 
 

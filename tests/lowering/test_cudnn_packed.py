@@ -36,6 +36,7 @@ from attn_graph.spec import FLOATS, INF
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, seeds
 from tests.lowering import test_paged as paging
+from tests.lowering.test_absent import are_same, fill
 from tests.lowering.test_packed import Case, check_packed_gradients, check_results, make_case
 from tests.support.cudnn_graphs import aligned, cudnn_options
 from tests.support.cudnn_model import Model
@@ -121,6 +122,7 @@ TIGHT = make_plain(
 def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
     case: Case, seed: int
 ) -> None:
+    """To the bit, whatever is in rows of no sequence."""
     simple = simplify(case.packed)
     assume(not refusals(simple))
     tensors = [*map(aligned, case.packed_tensors)]
@@ -131,9 +133,12 @@ def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
     lean, _ = modelled(evolve(simple, outputs=simple.outputs[:1]), stats=False).forward(*tensors)
     assert torch.equal(lean[0], o)
     do = case.batch.spoil(noise(o, seed), 0)
+    empty = [aligned(fill(x, False)) for x in tensors]
+    assert are_same(modelled(simple).forward(*empty)[0], outputs)
     back, names = gradient_of(simple, do)
     assume(not refusals(back))
     gradients, _ = modelled(back).backward(*tensors, o, lse, do)
+    assert are_same(modelled(back).backward(*empty, o, lse, fill(do, False))[0], gradients)
     cotangents = [do, *(None for _ in outputs[1:])]
     check_packed_gradients(case, dict(zip(names, gradients, strict=True)), cotangents)
 
@@ -321,6 +326,16 @@ def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: paging.Cas
     tensors = [aligned(x) for x in case.inputs]
     outputs, _ = modelled(simple).forward(*tensors)
     paging.check_results(case, outputs)
+
+
+def test_keys_past_a_length_in_pages_have_to_be_finite_which_is_told() -> None:
+    """The exception to the law of absent rows."""
+    case, call = describe_problem(decode(), H200, Options())
+    assert case.sequences is not None
+    (note,) = (x for x in packed_notes(call, case.problem, case.sequences) if "finite" in x)
+    assert note == (
+        "keys past a length, in its last page, have to be finite: cuDNN multiplies them by 0"
+    )
 
 
 def decode(B: int = 4, N: int = 4096, table: torch.dtype = I32, **options: Any) -> Graph:

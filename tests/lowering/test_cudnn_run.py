@@ -191,20 +191,22 @@ def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:
         assert temporary_bytes(run.call, run.problem, graph) == 8 * told + 2 * X.type.bytes
 
 
-def test_cudnn_is_given_no_row_past_a_length() -> None:
-    """NaN there reaches neither o nor gradients, which are those of zeros."""
-    lengths = torch.tensor([3, 6], dtype=torch.int32)
-    graph = ag.attention(X, X, X, kv_lengths=ag.TensorSpec.like(lengths))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cudnn_is_given_no_row_past_a_length(dtype: torch.dtype) -> None:
+    """NaN and Inf there reach neither o nor gradients, which are those of zeros."""
+    lengths, x = torch.tensor([3, 6], dtype=torch.int32), ag.TensorSpec(X.shape, dtype)
+    graph = ag.attention(x, x, x, kv_lengths=ag.TensorSpec.like(lengths))
     forward, found = simplify(graph), []
     (do,) = cotangents_for(forward, 1)
-    for value in (0.0, torch.nan):
+    for value in (0.0, torch.nan, torch.inf):
         q, k, v = (aligned(x) for x in tensors_for(graph, 1)[:3])
         for x in (k, v):
             x[0, :, 3:] = value
         o, lse = modelled(forward).forward(q, k, v, lengths)[1]
         back, _ = gradient_of(forward, do)
         found.append((o, lse, *modelled(back).backward(q, k, v, lengths, o, lse, do)[0]))
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    for each in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], each, strict=True))
 
 
 def test_gradients_that_nobody_asked_for_are_counted() -> None:

@@ -29,13 +29,14 @@ from attn_graph.masks import LENGTHS
 from attn_graph.masks.places import Place, Untraceable
 from attn_graph.testing import agreement, backend_check
 from attn_graph.testing import strategies as drawn
+from attn_graph.testing.agreement import run_plan
 from tests.lowering import test_absent as absent
 from tests.lowering import test_paged
 from tests.lowering.test_lowering import refused
 from tests.lowering.test_packed import Case as Packed
 from tests.lowering.test_packed import check_case, check_gradients, make_case
 from tests.support.fa4_model import call_model
-from tests.support.sequences import batches
+from tests.support.sequences import batches, draw_cotangents
 
 BF16 = torch.bfloat16
 H200 = evolve(ag.Target.of("h200"), libraries=((PACKAGE, "4.0.0b36"),))
@@ -111,7 +112,8 @@ def ended(draw: st.DrawFn) -> absent.Case:
     M, N = (draw(st.one_of(st.integers(1, 20), st.integers(129, 140))) for _ in "MN")
     G, B = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     size = drawn.Shape(B, G * draw(st.integers(1, 2)), G, M, N, 8, 16)
-    options = draw(drawn.mask_options(size)) | draw(drawn.score_options(size, BF16))
+    dtype = draw(st.sampled_from((BF16, torch.float16)))
+    options = draw(drawn.mask_options(size)) | draw(drawn.score_options(size, dtype))
     masks = st.sampled_from((None, ag.Causal("bottom_right"), ag.Window(9, 4, "bottom_right")))
     options |= {"scale": None, "dropout": 0.0, "stats": draw(st.booleans())}
     if not getattr(options.get("mask"), "needs", ()):
@@ -119,7 +121,7 @@ def ended(draw: st.DrawFn) -> absent.Case:
     names = draw(st.sets(st.sampled_from(("q_lengths", "kv_lengths")), min_size=1))
     most = {"q_lengths": M, "kv_lengths": N}
     ends = {n: tuple(draw(st.integers(0, most[n])) for _ in range(B)) for n in sorted(names)}
-    return absent.make_case(size, BF16, options, ends, draw(drawn.seeds))
+    return absent.make_case(size, dtype, options, ends, draw(drawn.seeds))
 
 
 @given(case=ended())
@@ -142,7 +144,8 @@ def packed(draw: st.DrawFn) -> Packed:
     batch, G = draw(batches()), draw(st.integers(1, 2))
     D, E = draw(st.sampled_from([(8, 8), (16, 16), (16, 8)]))
     shape = drawn.Shape(len(batch.rows), G * draw(st.integers(1, 2)), G, *batch.most, D, E)
-    options = draw(drawn.mask_options(shape)) | draw(drawn.score_options(shape, BF16))
+    dtype = draw(st.sampled_from((BF16, torch.float16)))
+    options = draw(drawn.mask_options(shape)) | draw(drawn.score_options(shape, dtype))
     options = {n: x for n, x in options.items() if n not in LENGTHS}
     options |= {"scale": None, "dropout": 0.0, "stats": draw(st.booleans())}
     options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
@@ -150,7 +153,7 @@ def packed(draw: st.DrawFn) -> Packed:
         own = (None, ag.Causal("bottom_right"), ag.Window(3, 1, "bottom_right"))
         options |= {"mask": draw(st.sampled_from(own))} if draw(st.booleans()) else {}
     dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
-    return make_case(batch, shape, BF16, dims, options, draw(drawn.seeds))
+    return make_case(batch, shape, dtype, dims, options, draw(drawn.seeds))
 
 
 @given(case=packed(), seed=drawn.seeds)
@@ -164,6 +167,8 @@ def test_packed_sequences_are_padded_ones(modelled: ag.Target, case: Packed, see
     assume(plan.backend == "fa4")
     check_case(plan, case)
     check_gradients(plan, case, seed)
+    cotangents = draw_cotangents(plan.graph, case.batch, seed)
+    absent.check_spoilt(plan, case.packed_tensors, cotangents)
 
 
 @st.composite
@@ -197,6 +202,8 @@ def test_pages_are_keys_in_one_piece(modelled: ag.Target, case: test_paged.Case)
         refused(error)
     assume(plan.backend == "fa4")
     test_paged.check_case(case, plan)
+    zeros, poisoned = ([absent.fill(x, spoilt) for x in case.inputs] for spoilt in (False, True))
+    assert absent.are_same(run_plan(plan, poisoned), run_plan(plan, zeros))
 
 
 def test_pages_as_large_as_a_tile_are_refused_and_so_are_gradients_over_any() -> None:

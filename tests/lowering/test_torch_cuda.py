@@ -245,6 +245,10 @@ FORWARD: tuple[Case, ...] = (
     ("torch_flash", chain(dropout=0.5), {}, "no dropout, and the rate is 0.5"),
     ("torch_flash", chain(sinks=spec(4, dtype=F32)), {}, "no sinks"),
     ("torch_flash", chain(mask=ag.Window(3)), {}, "the mask is Window"),
+    *(
+        (name, chain(kv_lengths=spec(2, dtype=torch.int32)), {}, "the mask is KeyLengths")
+        for name in ("torch_flash", "torch_efficient", "torch_cudnn")
+    ),
     ("torch_flash", chain(scale=-1.0), {}, "scale above 0, and it is -1.0"),
     ("torch_flash", chain(strided(8192, 2048, 1, 32), X, X), {}, "stride 1 .* and q is"),
     ("torch_flash", chain(X, strided(8448, 2112, 66, 1), X), {}, "16 bytes .* rows of k"),

@@ -15,6 +15,7 @@ from attn_graph.ir.vjp import result_spec
 from attn_graph.kernels import fused_cuda
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import Shape, seeds
+from tests.lowering.test_absent import are_same, fill
 from tests.lowering.test_packed import (
     Case,
     check_case,
@@ -73,6 +74,14 @@ def test_by_the_kernels_contract_results_and_gradients_are_those_of_padded(
     needs = [i.spec.dtype.is_floating_point for i in case.packed.inputs]
     grads = pulled(plan, case.packed_tensors, saved, cotangents, needs)
     check_packed_gradients(case, grads, cotangents)
+
+    def every_result(spoilt: bool) -> list[torch.Tensor]:
+        tensors = [fill(x, spoilt) for x in case.packed_tensors]
+        given = [fill(x, spoilt) for x in cotangents]
+        outputs, saved = ran(plan, tensors)
+        return [*outputs, *pulled(plan, tensors, saved, given, needs).values()]
+
+    assert are_same(every_result(True), every_result(False))
 
 
 def packed(
@@ -155,6 +164,10 @@ REFUSED: tuple[tuple[ag.Graph, str], ...] = (
     (packed(mask=ag.Window(5, -1, "bottom_right")), "bottom right in each sequence"),
     (packed(keys=80, **LENGTHS), "no gaps between sequences: starts say their lengths, and q_st"),
     (packed(starts=torch.int64), r"starts in i32, side by side, and q_starts is i64\[5\]"),
+    (
+        ag.attention(*[SPEC((64, 4, 64), BF16)] * 3, q_starts=SPEC((5,), I32, (2,))),
+        r"starts in i32, side by side, and q_starts is i32\[5\]",
+    ),
     (
         ag.attention(
             SPEC((64, 4, 64), BF16), *[SPEC((4, 2, 16, 64), BF16)] * 2, q_starts=SPEC((5,), I32)

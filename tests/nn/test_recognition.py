@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,25 @@ def test_a_mask_that_was_written_is_read_again_whoever_wrote_it(
     r = held.recognize(mask)
     assert r is None or torch.equal(dense(r, 1, 8, 8)[0, 0], mask)
     assert len(reads) == 3
+
+
+def test_a_mask_that_is_written_while_it_is_read_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call beside a write has the mask as it was copied; the next one has it as it is."""
+    mask, held, read = (d <= 0).clone(), recognition.Readings(), recognition.read_places
+
+    def write_and_read(places: torch.Tensor) -> recognition.Recognition | None:
+        writer = threading.Thread(target=mask.fill_, args=(True,))
+        writer.start()
+        writer.join()
+        return read(places)
+
+    monkeypatch.setattr(recognition, "read_places", write_and_read)
+    for due in (Causal("top_left"), None):
+        r = held.recognize(mask)
+        assert r is not None
+        assert r.mask == due
 
 
 def test_the_last_masks_are_held_and_no_more() -> None:
