@@ -163,6 +163,20 @@ def test_generation_gives_the_tokens_that_eager_gives(name: str, cache: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("name", "how"),
+    [("Mistral", {"num_beams": 3}), ("Llama", {"prompt_lookup_num_tokens": 3})],
+    ids=["beams", "prompt lookup"],
+)
+def test_beams_and_looked_up_tokens_are_those_of_eager(name: str, how: dict[str, int]) -> None:
+    """Caches are put in another order, and cut after tokens that are not taken."""
+    ids = draw_inputs(name, (12,))[0]["input_ids"].repeat(1, 2)
+    more: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, **how}
+    tokens = [model_of(name, x).generate(input_ids=ids, **more) for x in ("eager", "attn_graph")]
+    assert tokens[0].shape[1] > ids.shape[1]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize(
     ("name", "cache"),
     [
         *(("Llama", cache) for cache in ("dynamic", "static", "quantized")),

@@ -194,8 +194,8 @@ def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cudnn_is_given_no_row_past_a_length(dtype: torch.dtype) -> None:
     """NaN and Inf there reach neither o nor gradients, which are those of zeros."""
-    lengths, x = torch.tensor([3, 6], dtype=torch.int32), ag.TensorSpec(X.shape, dtype)
-    graph = ag.attention(x, x, x, kv_lengths=ag.TensorSpec.like(lengths))
+    lengths, spec = torch.tensor([3, 6], dtype=torch.int32), ag.TensorSpec(X.shape, dtype)
+    graph = ag.attention(spec, spec, spec, kv_lengths=ag.TensorSpec.like(lengths))
     forward, found = simplify(graph), []
     (do,) = cotangents_for(forward, 1)
     for value in (0.0, torch.nan, torch.inf):

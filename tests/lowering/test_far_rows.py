@@ -174,6 +174,37 @@ def test_few_queries_are_joined_of_parts_as_without_their_offset(offset: float, 
     check_far(Far(offset, graph, ("q", "k", "v", *more)), BACKEND, 0, True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("paged", [False, True])
+def test_rows_of_the_lowest_number_are_means_of_packed_values_and_of_pages(
+    paged: bool, dtype: torch.dtype
+) -> None:
+    """An additive mask, as models make it, that hides all keys of a query hides none."""
+    lowest, B, N = torch.finfo(torch.float32).min, 2, 16
+    random = torch.Generator().manual_seed(0)
+    q, v = (torch.randn(B * N, 1, 8, generator=random).to(dtype) for _ in range(2))
+    starts = torch.tensor([0, N, 2 * N], dtype=torch.int32)
+    lowest_bias = torch.full((1, 1, N, 1), lowest)
+    places: dict[str, Any] = {"q_starts": starts, "kv_starts": starts}
+    keys = v
+    if paged:
+        keys, table = v.view(B, N, 1, 8), torch.tensor([[1], [0]], dtype=torch.int32)
+        places = {"q_starts": starts, "pages": table}
+    given_ = {"bias": lowest_bias, **places}
+    most = N, None if paged else N
+    options: dict[str, Any] = {n: SPEC.like(x) for n, x in given_.items()}
+    graph = ag.attention(
+        SPEC.like(q), SPEC.like(keys), SPEC.like(keys), max_lengths=most, **options
+    )
+    plan = ag.compile(graph, target=CPU, backends=(BACKEND,))
+    tensors = {"q": q, "k": 0 * keys, "v": keys, **given_}
+    (o,) = run_plan(plan, [tensors[i.name] for i in graph.inputs])
+    means = v.double().view(B, N, 1, 8).mean(1, keepdim=True)
+    due = (means.flip(0) if paged else means).expand(B, N, 1, 8).reshape(o.shape)
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(o.double(), due, rtol=2 * unit, atol=unit)
+
+
 @given(far=far_rows(most=2.0**30), seed=seeds)
 @settings(max_examples=FEW)
 def test_tangents_are_those_without_the_offset(far: Far, seed: int) -> None:
