@@ -39,7 +39,7 @@ def leaf_promise_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
     elif type(mask) not in LEAVES:
         yield from (
             value_problems(mask)
-            or integer_problems(mask, sizes)
+            or overflow_problems(mask, sizes)
             or check_leaf(mask, checked_sizes(sizes, mask.needs))
         )
 
@@ -47,12 +47,12 @@ def leaf_promise_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
 def modifier_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
     yield from (
         value_problems(modifier)
-        or integer_problems(modifier, sizes)
+        or overflow_problems(modifier, sizes)
         or check_modifier_once(modifier, checked_sizes(sizes, {"s": None}))
     )
 
 
-def integer_problems(step: Mask | Modifier, sizes: Sizes) -> list[str]:
+def overflow_problems(step: Mask | Modifier, sizes: Sizes) -> list[str]:
     """Why the integers of a step written as text may be too large."""
     match step:
         case Formula():

@@ -150,7 +150,7 @@ def range_problems(text: str, elements: Elements, sizes: tuple[int, int, int, in
     }
     names = {**known, "abs": abs}
     for part in ast.walk(read_formula(text)):
-        if isinstance(part, ast.BinOp) and is_integer(part, names):
+        if isinstance(part, ast.BinOp) and has_integers_alone(part, names):
             made = evaluate_formula(part, names)
             ends = (made.least, made.most) if isinstance(made, Range) else (made,)
             if max(abs(float(x)) for x in ends) > MOST_INTEGER:
@@ -158,7 +158,7 @@ def range_problems(text: str, elements: Elements, sizes: tuple[int, int, int, in
     return []
 
 
-def is_integer(node: ast.expr, names: Collection[str]) -> bool:
+def has_integers_alone(node: ast.expr, names: Collection[str]) -> bool:
     """True for an expression of integers. names: those of integers, and of functions of them."""
     named = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
     return named <= set(names) and not has_floats(node)
