@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, final, overload
 
 import torch
@@ -46,7 +47,7 @@ from attn_graph.planner.arguments import (
     resolve_workspace,
 )
 from attn_graph.planner.builds import BuildLog, skeleton_of
-from attn_graph.planner.choose import choose, choose_and_lower, resolve_backends
+from attn_graph.planner.choose import Refusals, choose, choose_and_lower, resolve_backends
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.sized import Sized, lower_graph, many_sizes
 from attn_graph.planner.tuning import choose_fastest
@@ -56,7 +57,7 @@ from attn_graph.spec import TensorSpec
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from attn_graph.planner.explanation import Explanation
+    from attn_graph.planner.explanation import Explanation, Refusal
 
 CAPACITY = 1024  # plans; one is a few kilobytes
 
@@ -83,7 +84,23 @@ class Recipe:
     among: Backends | None
 
     def plan(self, graph: Graph) -> Plan:
-        return plan_simplified(simplify(graph), self.target, self.options, self.among)
+        """The plan of a graph. Raises NoBackendError, which searches for fixes when it is read."""
+        try:
+            return plan_simplified(simplify(graph), self.target, self.options, self.among)
+        except NoBackendError as error:
+            error.search = partial(self.explain, graph, error.refusals)
+            raise
+
+    def explain(self, graph: Graph, refusals: Refusals) -> tuple[Refusal, ...]:
+        """The refusals of a graph's forward, with their fixes."""
+        exact = replace_sizes(graph, complete_sizes(graph, "explain", {}))
+        quiet = evolve(self.options, on_fallback="ignore", resized=many_sizes(graph))
+        with neutral_state():
+            planner = load_modules("attn_graph.planner.explain")
+            told: tuple[Refusal, ...] = planner.explain_refusals(
+                exact, self.target, quiet, self.among and resolve_backends(self.among), refusals
+            )
+        return told
 
 
 class Compilable(ABC, Generic[PlanT, ExplanationT]):

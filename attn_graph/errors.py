@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from reprlib import Repr
 from typing import Any, NoReturn, TypeVar, final
@@ -62,21 +63,41 @@ class TensorDtypeError(TensorError, NotImplementedError):
     """No attention is computed in this dtype; a NotImplementedError too, as in PyTorch."""
 
 
+NO_BACKEND = "no backend supports this graph"
+
+
 class NoBackendError(RuntimeError):
     """All backends refuse the graph. `refusals` has each backend's name and all its reasons.
 
     Also raised, with another title, if only `math` supports it and on_fallback is "raise".
+
+    `explained` has the refusals with their fixes, as an explanation has them; empty if a gradient
+    was planned. The fixes are searched when it is first read or the error is printed.
     """
+
+    search: Callable[[], tuple[Any, ...]] = tuple  # Any: a Refusal of the planner, far above
 
     def __init__(
         self,
         graph: object,
         refusals: Iterable[tuple[str, tuple[Reason, ...]]],
-        title: str = "no backend supports this graph",
+        title: str = NO_BACKEND,
     ) -> None:
-        self.refusals = tuple(refusals)
-        lines = "\n".join(refusal_lines(self.refusals))
-        super().__init__(f"{title}\n{lines or 'no backend was tried'}\n{graph}")
+        self.graph, self.refusals, self.title = graph, tuple(refusals), title
+        super().__init__(graph, self.refusals, title)
+
+    @cached_property
+    def explained(self) -> tuple[Any, ...]:  # Any: as above
+        return self.search()
+
+    def __str__(self) -> str:
+        told = [each.told for each in self.explained] or self.refusals
+        lines = "\n".join(refusal_lines(told)) or "no backend was tried"
+        return f"{self.title}\n{lines}\n{self.graph}"
+
+    def __reduce__(self) -> tuple[type[NoBackendError], tuple[Any, ...]]:  # Any: its arguments
+        """Pickles without the search: another process sees the reasons."""
+        return NoBackendError, (self.graph, self.refusals, self.title)
 
 
 class FallbackWarning(UserWarning):

@@ -56,7 +56,7 @@ def test_explain_names_backends_reasons_and_bytes(capsys: pytest.CaptureFixture[
     told = printed("explain", capsys)
     assert "causal: torch_sdpa, " in told
     assert "window: math, " in told
-    assert "no backend supports this graph\ncudnn can't: needs an NVIDIA GPU" in told
+    assert "torch_sdpa and math do\ncudnn can't: needs an NVIDIA GPU" in told
     assert "triton runs this on h200 (cuda sm_90): " in told
     assert "iB backward, peak" in told
 

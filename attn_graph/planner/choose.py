@@ -10,6 +10,7 @@ from warnings import warn_explicit
 from attrs import evolve, frozen
 
 from attn_graph.errors import (
+    NO_BACKEND,
     FallbackWarning,
     GraphError,
     NoBackendError,
@@ -129,7 +130,7 @@ def choose(
     able = [b for b, against in reasons if not against]
     refusals = tuple((b.name, against) for b, against in reasons if against)
     if not able:
-        raise NoBackendError(graph, refusals)
+        raise NoBackendError(graph, refusals, refused_title(graph, target, options, among))
     first = able[0]
     if keeps_weights(graph):
         cause = KEPT
@@ -146,6 +147,22 @@ def choose(
     if choice.is_fallback:
         report_fallback(graph, options, refusals)
     return choice
+
+
+def refused_title(
+    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
+) -> str:
+    """The title if all allowed backends refuse: it names the others that support the graph."""
+    allowed, free = BACKENDS if among is None else among, evolve(options, avoid=())
+    shut = [b for b in BACKENDS if b not in allowed or b.name in options.avoid]
+    able = [b.name for b in shut if not known_reasons(b, graph, target, free)]
+    if not able:
+        return NO_BACKEND
+    if among is None:
+        who = f"no backend besides those to avoid, {', '.join(options.avoid)},"
+    else:
+        who = f"none of the backends allowed, {', '.join(b.name for b in among)},"
+    return f"{who} supports this graph; {' and '.join(able)} {'does' if len(able) == 1 else 'do'}"
 
 
 def format_rough(seconds: float) -> str:

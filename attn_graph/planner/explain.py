@@ -96,9 +96,8 @@ def explain_pass(
     question: Request, read: Read, target: Target, among: Among
 ) -> tuple[Explanation, Foreseen | None]:
     """The backend of one pass, and its needs; None if all backends refuse."""
-    graph, asked = read(question), BACKENDS if among is None else among
+    graph, by_name = read(question), by_names(among)
     peeled, core = peel(graph), core_of(graph)
-    by_name = {backend.name: backend for backend in asked}
 
     def refusals(against: Refusals) -> tuple[Refusal, ...]:
         return tuple(
@@ -125,6 +124,21 @@ def explain_pass(
     )
     name, cause, against = choice.backend.name, choice.cause, refusals(choice.refusals)
     return Explanation(graph, target, name, cause, against, more, choice.also), foreseen
+
+
+def explain_refusals(
+    graph: Graph, target: Target, options: Options, among: Among, refusals: Refusals
+) -> tuple[Refusal, ...]:
+    """Known refusals of a graph's forward, with the changes that lift them."""
+    question, by_name = Request.of(graph, options, ()), by_names(among)
+    return tuple(
+        explain_refusal(by_name[name], why, question, Request.forward, target)
+        for name, why in refusals
+    )
+
+
+def by_names(among: Among) -> dict[str, Backend]:
+    return {backend.name: backend for backend in (BACKENDS if among is None else among)}
 
 
 def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from attrs import evolve
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
+from attn_graph.compiler import Recipe
 from attn_graph.extend import BACKENDS, Backend, Executable, RefusedError
 from attn_graph.testing.tensors import tensors_for
 
@@ -155,10 +157,35 @@ def test_what_refuses_only_while_it_is_lowered_makes_a_fallback_too() -> None:
 
 
 def test_who_leaves_math_out_never_falls_back() -> None:
-    with pytest.raises(ag.NoBackendError, match="no backend supports this graph"):
+    with pytest.raises(ag.NoBackendError, match="allowed, torch_sdpa, supports this graph; math d"):
         chosen(WINDOW, backends=("torch_sdpa",))
-    with ag.avoid("math"), pytest.raises(ag.NoBackendError):
+    with ag.avoid("math"), pytest.raises(ag.NoBackendError, match=r"to avoid, math, .*; math does"):
         chosen(WINDOW)
+
+
+def test_an_error_shows_the_fixes_of_the_explanation_and_searches_them_when_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = ag.TensorSpec((2, 4, ag.Dim("N", most=16), 8), torch.float32)
+    sized = ag.attention(rows, rows, rows, mask=ag.Window(3))
+    cases = (WINDOW, ("torch_sdpa", "cudnn")), (PLAIN, ("cudnn",)), (sized, ("torch_sdpa",))
+    for graph, backends in cases:
+        with pytest.raises(ag.NoBackendError) as caught:
+            chosen(graph, backends=backends)
+        told = ag.explain(graph, target=CPU, backends=backends, gradients=()).refusals
+        assert [*map(str, caught.value.explained)] == [*map(str, told)]
+        fixed = [each.smallest and each.smallest.graph for each in caught.value.explained]
+        assert fixed == [each.smallest and each.smallest.graph for each in told]
+        assert all(str(each) in str(caught.value) for each in told)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert again.refusals == caught.value.refusals
+    searches: list[object] = []
+    monkeypatch.setattr(Recipe, "explain", lambda self, *_: searches.append(self) or ())
+    with pytest.raises(ag.NoBackendError) as caught:
+        chosen(WINDOW, backends=("torch_sdpa",))
+    assert not searches
+    assert "torch_sdpa can't" in str(caught.value)
+    assert len(searches) == 1
 
 
 def test_what_means_nothing_is_refused_with_what_does() -> None:
