@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
 from functools import cached_property
 from pathlib import Path
 from reprlib import Repr
@@ -124,6 +125,41 @@ class PlanMismatchError(ValueError):
 
 class PlanTargetError(RuntimeError):
     """A plan is for another machine, or a CUDA graph is captured before its first call."""
+
+
+class Declared:
+    """The base of classes that users write as masks and modifiers: attrs makes their methods.
+
+    What is defined here runs only in a class without attrs.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Raises GraphError: attrs has not made the class's own."""
+        raise GraphError(undecorated(type(self)))
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        """Raises GraphError, as above: from the class's own __init__."""
+        raise GraphError(undecorated(type(self)))
+
+
+def undecorated(kind: type) -> str:
+    """Why instances of a class have no fields known to attrs; "" if they have."""
+    name = kind.__name__
+    if is_dataclass(kind):
+        return (
+            f"{name} is a dataclass; masks and modifiers are attrs classes: replace @dataclass by "
+            "@attrs.frozen"
+        )
+    if "__attrs_attrs__" not in vars(kind):
+        return (
+            f"{name} is not decorated, so its fields are unknown; write @attrs.frozen above the "
+            "class"
+        )
+    if kind.__hash__ is None:
+        return f"{name} can change after it is made; write @attrs.frozen above the class"
+    return ""
 
 
 def problems_of(attempt: Callable[[], object]) -> tuple[str, ...]:

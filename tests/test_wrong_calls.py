@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -30,6 +31,66 @@ class Unfrozen(ag.Mask):
 
     def keep(self, at: object) -> torch.Tensor:
         raise NotImplementedError
+
+
+class Undecorated(ag.Mask):
+    """A mask whose author left out @frozen, with a field."""
+
+    step: int
+
+
+class OwnInit(ag.Mask):
+    """A mask whose author wrote __init__ as of an ordinary class."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Dataclass(ag.Mask):
+    """A mask by dataclasses."""
+
+    step: int
+
+    def keep(self, at: Place) -> Any:  # Any: a tensor, or a symbol of one
+        return at.j % self.step == 0
+
+
+@dataclass
+class OpenDataclass(ag.Mask):
+    """A mask by dataclasses, not frozen."""
+
+    step: int
+
+
+@attrs.define
+class Changeable(ag.Mask):
+    """A mask by attrs, not frozen."""
+
+    step: int
+
+
+@attrs.frozen
+class NoKeep(ag.Mask):
+    """A mask without a definition."""
+
+
+class UndecoratedStep(ag.Modifier):
+    """A modifier whose author left out @frozen."""
+
+    step: float
+
+
+@dataclass(frozen=True)
+class DataclassStep(ag.Modifier):
+    """A modifier by dataclasses."""
+
+    step: float
+
+
+@attrs.frozen
+class NoChange(ag.Modifier):
+    """A modifier without a definition."""
 
 
 @attrs.frozen
@@ -73,7 +134,32 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: attend(mask="causal"),
         "'causal' is not a mask; write a mask such as Causal()",
     ),
-    "unfrozen": (lambda: attend(mask=Unfrozen()), "decorate it with @attrs.frozen"),
+    "unfrozen": (lambda: attend(mask=Unfrozen()), "write @attrs.frozen above the class"),
+    "undecorated": (
+        lambda: Undecorated(4),
+        "Undecorated is not decorated, so its fields are unknown; write @attrs.frozen above",
+    ),
+    "own init": (lambda: OwnInit(4), "OwnInit is not decorated, so its fields are unknown; write"),
+    "dataclass": (
+        lambda: attend(mask=Dataclass(4)),
+        "Dataclass is a dataclass; masks and modifiers are attrs classes: replace @dataclass by",
+    ),
+    "open dataclass": (lambda: OpenDataclass(4), "OpenDataclass is a dataclass; masks and mod"),
+    "changeable": (
+        lambda: attend(mask=Changeable(4)),
+        "Changeable can change after it is made; write @attrs.frozen above the class",
+    ),
+    "no keep": (lambda: attend(mask=NoKeep()), "NoKeep defines no keep(self, at)"),
+    "no keep, seen": (lambda: NoKeep().picture(4, 4), "NoKeep defines no keep(self, at)"),
+    "undecorated step": (lambda: UndecoratedStep(4), "UndecoratedStep is not decorated, so its"),
+    "dataclass step": (
+        lambda: describe(modifiers=(DataclassStep(4),)),
+        "DataclassStep is a dataclass; masks and modifiers are attrs classes: replace @dataclass",
+    ),
+    "no change": (
+        lambda: describe(modifiers=(NoChange(),)),
+        "NoChange defines no change(self, s, at)",
+    ),
     "unplaced": (
         lambda: attend(mask=Unplaced()),
         "keep gives booleans [2, 8] for a block of places",

@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise, starmap
 from typing import Any, ClassVar, final
 
 import torch
-from attrs import frozen
+from attrs import define, frozen
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import Declared, GraphError
 from attn_graph.printing.text import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 from attn_graph.spec.dims import Dim, NamedSize
@@ -23,8 +23,8 @@ Gradients = tuple[Any, ...]  # a value for each operand, or None
 Emit = Callable[..., tuple[Any, ...]]
 
 
-@frozen
-class Op:
+@define(init=False, unsafe_hash=True)
+class Op(Declared):
     """The function of an equation. Fields are static parameters; operands are tensors.
 
     A subclass defines its meaning on any machine: `problems`, `infer`, `run`, `pull`. Backends

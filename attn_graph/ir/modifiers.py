@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import define, evolve, field, frozen
 
 from attn_graph.errors import GraphError, problems_of, refuse_truth
 from attn_graph.ir.checks import range_problem, require_positive
@@ -37,7 +37,7 @@ from attn_graph.masks.places import Block, Place, Term
 from attn_graph.spec import FLOATS, INF, INTEGERS, ValueType, to_number
 
 
-@frozen
+@define(init=False, unsafe_hash=True)
 class Modifier(Op):
     """s [B,H,M,N], operands -> s' [B,H,M,N]. A score of -inf is masked and stays -inf.
 
@@ -82,7 +82,7 @@ class Modifier(Op):
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         """s' of a block of scores [b,h,i,j], in the memory of s or in new memory."""
-        raise NotImplementedError
+        raise GraphError(f"{type(self).__name__} defines no change(self, s, at)")
 
     def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
         """The gradient of the step's input. ds: that of its result s. May overwrite both."""

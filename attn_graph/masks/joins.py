@@ -14,9 +14,9 @@ from itertools import combinations
 from typing import Literal, NoReturn, final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, define, field, frozen
 
-from attn_graph.errors import GraphError, refuse_truth, show
+from attn_graph.errors import Declared, GraphError, refuse_truth, show
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.printing.text import show_call
 from attn_graph.spec import INTEGERS, ValueType
@@ -130,8 +130,8 @@ def name_axes(axes: Sequence[str], shape: Sequence[int]) -> str:
     return f"[{','.join(names)}]"
 
 
-@frozen
-class Mask:
+@define(init=False, unsafe_hash=True)
+class Mask(Declared):
     """A boolean expression of (b, h, i, j). Your own leaf is a `@final @frozen` subclass."""
 
     @property
@@ -146,7 +146,7 @@ class Mask:
 
     def keep(self, at: Place) -> Term:
         """True if query at.i sees key at.j. Use operators only, so that integers work too."""
-        raise NotImplementedError
+        raise GraphError(f"{type(self).__name__} defines no keep(self, at)")
 
     def span(self, block: Block) -> Keys:
         """A superset of the keys that any query of the block keeps; by default all keys."""

@@ -147,7 +147,7 @@ class ByLengths(Leaf):
 
 LIMITS = {"limits": ag.TensorSpec((2,), torch.int64), "table": ag.TensorSpec((2, 6), torch.int64)}
 WRONG_MASKS: dict[str, tuple[Callable[[], ag.Mask], str]] = {
-    "no attrs class": (lambda: Undecorated(3), "Undecorated: the class has no fields of its own"),
+    "no attrs class": (lambda: Undecorated(3), "Undecorated is not decorated"),
     "tensor as a field": (
         lambda: Tabled(torch.ones(6, 6, dtype=torch.bool)),
         "Tabled: table is a Tensor",
@@ -280,7 +280,7 @@ def test_a_gradient_that_is_added_to_a_copy_is_refused() -> None:
 
 
 WRONG_STEPS: dict[Modifier, str] = {
-    Plain(): "Plain: the class has no fields of its own",
+    Plain(): "Plain is not decorated",
     Silent(): "Silent.change returns NoneType",
     SilentBack(): "SilentBack.back returns NoneType",
     Summed(): "Summed.change returns torch.float64 [2, 2, 6]",
