@@ -47,6 +47,18 @@ def test_importing_the_library_warns_of_nothing() -> None:
     assert any(need.startswith("numpy") for need in requires("attn-graph") or ())
 
 
+def test_derivatives_of_own_steps_warn_of_nothing() -> None:
+    """PyTorch scripts functions at the first tangent, and warns of its own torch.jit.script."""
+    code = (
+        "import torch; from attn_graph.ir.tracing import trace_along; "
+        "print(trace_along(torch.sin, torch.zeros(1), torch.ones(1)).item())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1.0\n", "")
+
+
 def test_the_library_is_imported_without_a_warning_where_numpy_is_absent() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", WITHOUT_NUMPY], capture_output=True, text=True

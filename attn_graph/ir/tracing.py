@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch.autograd import forward_ad
 
+from attn_graph.machine.imports import load_modules
+
 Tensors = Mapping[str, torch.Tensor]  # by name
+
+
+@cache
+def load_derivatives() -> None:
+    """Import what `make_dual` imports at its first call, without PyTorch's warning of its own code.
+
+    It scripts functions by torch.jit.script, which is deprecated.
+    """
+    if os.environ.get("PYTORCH_JIT", "1") == "1" and __debug__:  # as make_dual
+        with catch_warnings():
+            simplefilter("ignore", DeprecationWarning)
+            load_modules("torch._decomp.decompositions_for_jvp")
 
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
     """A context with forward mode: the current one, since PyTorch can't nest, or a new one."""
+    load_derivatives()
     level = nullcontext() if forward_ad._current_level >= 0 else forward_ad.dual_level()
     with forward_ad._set_fwd_grad_enabled(True), level:
         yield
