@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final, overload
+from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar, final, overload
 
 import torch
 from attrs import evolve, frozen
@@ -45,9 +45,10 @@ from attn_graph.planner.arguments import (
     resolve_store,
     resolve_target,
     resolve_workspace,
+    unknown_option,
 )
 from attn_graph.planner.builds import BuildLog, skeleton_of
-from attn_graph.planner.choose import Refusals, choose, choose_and_lower, resolve_backends
+from attn_graph.planner.choose import choose, choose_and_lower, resolve_backends
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.sized import Sized, lower_graph, many_sizes
 from attn_graph.planner.tuning import choose_fastest
@@ -57,6 +58,7 @@ from attn_graph.spec import TensorSpec
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from attn_graph.planner.choose import Refusals
     from attn_graph.planner.explanation import Explanation, Refusal
 
 CAPACITY = 1024  # plans; one is a few kilobytes
@@ -93,13 +95,8 @@ class Recipe:
 
     def explain(self, graph: Graph, refusals: Refusals) -> tuple[Refusal, ...]:
         """The refusals of a graph's forward, with their fixes."""
-        exact = replace_sizes(graph, complete_sizes(graph, "explain", {}))
-        quiet = evolve(self.options, on_fallback="ignore", resized=many_sizes(graph))
-        with neutral_state():
-            planner = load_modules("attn_graph.planner.explain")
-            told: tuple[Refusal, ...] = planner.explain_refusals(
-                exact, self.target, quiet, self.among and resolve_backends(self.among), refusals
-            )
+        search = load_modules("attn_graph.planner.explain").explain_refusals
+        told: tuple[Refusal, ...] = search(graph, self.target, self.options, self.among, refusals)
         return told
 
 
@@ -146,7 +143,7 @@ def compile(
     """The plan of a divided graph for this process, as one rank."""
 
 
-def compile(  # type: ignore[misc]  # the second has the first's options
+def compile(
     graph: Graph | Compilable[PlanT, Any],  # Any: as above
     *,
     target: Target | str | None = None,
@@ -161,6 +158,7 @@ def compile(  # type: ignore[misc]  # the second has the first's options
     store: Store | str | os.PathLike[str] | bool = True,
     tune: bool = False,
     group: ProcessGroup | None = None,
+    **unknown: Never,
 ) -> Plan | PlanT:
     """The plan that runs `graph` on `target`, by default on this machine.
 
@@ -194,6 +192,8 @@ def compile(  # type: ignore[misc]  # the second has the first's options
     workspace; `Plan.memory` reports them. Raises NoBackendError, with every backend's reasons, if
     all refuse the graph; GraphError for an invalid option.
     """
+    if unknown:
+        raise unknown_option(compile, unknown)
     among = preferred.get() if backends is None else as_tuple("backends", backends)
     shunned: Backends = avoided.get() if backends is None else ()
     if avoid != ():
@@ -288,37 +288,32 @@ def explain(
     compile. Raises GraphError for an invalid option.
     """
     if isinstance(graph, Compilable):
-        unread = {"backends": backends, "precision": precision, "max_workspace": max_workspace}
-        unread |= {
+        unread: dict[str, object] = {
+            "backends": backends,
+            "precision": precision,
+            "max_workspace": max_workspace,
             "avoid": avoid or None,
             "deterministic": deterministic or None,
+            "batch_invariant": batch_invariant or None,
             "gradients": gradients,
+            **sizes,
         }
-        unread |= {"batch_invariant": batch_invariant or None}
-        unread |= dict(sizes)
         for name, value in unread.items():
             require_absent(name, value, "graphs of one device")
         return graph.explain(resolve_target(target), link)
     check_graph(graph, "explain")
     if not any(symbol.name == "wants" for symbol in graph.symbols):
         gradients = read_renamed(sizes, "wants", "gradients", gradients)
+    if sizes and not graph.symbols:
+        raise unknown_option(explain, sizes)
     require_absent("link", link, "graphs that shard divided")
     among = preferred.get() if backends is None else as_tuple("backends", backends)
     shunned = (avoided.get() if backends is None else ()) + as_tuple("avoid", avoid)
     place = resolve_target(target)
-    options = Options(
-        store=resolve_store(store),
-        resized=many_sizes(graph),
-        **constraints(
-            place,
-            read_switches(),
-            shunned,
-            deterministic,
-            batch_invariant,
-            precision,
-            max_workspace,
-        ),
+    limits = constraints(
+        place, read_switches(), shunned, deterministic, batch_invariant, precision, max_workspace
     )
+    options = Options(store=resolve_store(store), resized=many_sizes(graph), **limits)
     exact = replace_sizes(graph, complete_sizes(graph, "explain", sizes))
     with neutral_state(), place.current():
         chosen = None if among is None else resolve_backends(among)

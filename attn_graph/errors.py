@@ -52,6 +52,10 @@ class GraphError(ValueError):
         super().__init__(join_lines(f"the graph has {len(problems)} problems", problems))
 
 
+class ArgumentError(GraphError, TypeError):
+    """A function has no such argument; a TypeError too, as Python raises."""
+
+
 class TensorError(GraphError, RuntimeError):
     """Tensors make no sense together; a RuntimeError too, as PyTorch's own functions raise."""
 

@@ -45,7 +45,7 @@ BAD: dict[str, Bad] = {
     ),
     "the batch of v differs": (
         call(v=spec(3, 2, 6, 8)),
-        [["f32[2, 4, 6, 6]", "f16[3, 2, 6, 8]", "batch", "2 and 3"]],
+        [["f32[2, 4, 6, 6]", "f16[3, 2, 6, 8]", "q has 2 batch entries and v has 3"]],
     ),
     "head sizes differ": (
         call(k=spec(2, 2, 6, 7)),
@@ -53,7 +53,7 @@ BAD: dict[str, Bad] = {
     ),
     "keys and values differ in number": (
         call(v=spec(2, 2, 5, 8)),
-        [["f32[2, 4, 6, 6]", "f16[2, 2, 5, 8]", "keys", "6 and 5"]],
+        [["f32[2, 4, 6, 6]", "f16[2, 2, 5, 8]", "k has 6 keys and v has 5"]],
     ),
     "heads are not a multiple": (
         call(k=spec(2, 3, 6, 8), v=spec(2, 3, 6, 8)),
@@ -197,7 +197,7 @@ BAD: dict[str, Bad] = {
         [
             ["batch"], ["head size", "8 and 7"], ["4 heads", "3 heads"], ["alibi f32[2]"],
             ["alibi", "align="], ["kv_lengths", "2 axes"], ["Causal()"],
-            ["nonsense"], ["keys", "7 and 9"],
+            ["nonsense"], ["k has 7 keys and v has 9"],
         ],
     ),
 }  # fmt: skip

@@ -16,7 +16,7 @@ import attn_graph as ag
 from attn_graph.extend import Place, Store
 from attn_graph.ir.builder import EXTRA
 from attn_graph.ir.elsewhere import SAID
-from attn_graph.nn.functional import attention
+from attn_graph.nn.functional import attention, scaled_dot_product_attention
 
 SPEC = ag.TensorSpec((2, 4, 8, 16), torch.float32)
 POOL = ag.TensorSpec((5, 4, 8, 16), torch.float32)
@@ -173,6 +173,92 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: plan_for("cuda:7"),
         "to plan for a GPU of another machine, write its name: a100",
     ),
+    "device": (
+        lambda: ag.compile(describe(), target=torch.device("cuda")),  # type: ignore[call-overload]  # wrong on purpose
+        'is not a Target, nor the name of one; write target="cuda", or Target.here("cuda") for',
+    ),
+    "mask function": (
+        lambda: attend(mask=lambda b, h, i, j: i >= j),
+        "is not a mask; a function is read by mask, tensors = ag.from_flex(function)",
+    ),
+    "mod with and": (
+        lambda: ag.from_flex(lambda b, h, i, j: i >= j and i - j < 8),
+        "use & and | in place of `and` and `or`, ~ in place of `not`, and torch.where in place",
+    ),
+    "mod with if, dense": (
+        lambda: ag.from_flex(lambda b, h, i, j: i if i > j else j, dense=True, sizes=(1, 1, 8, 8)),
+        "and torch.where in place of `if`",
+    ),
+    "mod of scores with if": (
+        lambda: ag.from_flex_score(lambda s, b, h, i, j: s if i > j else -s),
+        "and torch.where in place of `if`",
+    ),
+    "dtype as text": (
+        lambda: ag.TensorSpec((2, 8), "float32"),  # type: ignore[arg-type]  # wrong on purpose
+        "dtype 'float32' is a text; write torch.float32",
+    ),
+    "dtype as short text": (
+        lambda: ag.TensorSpec((2, 8), "bf16"),  # type: ignore[arg-type]  # wrong on purpose
+        "dtype 'bf16' is a text; write torch.bfloat16",
+    ),
+    "dtype of Python": (
+        lambda: ag.TensorSpec((2, 8), float),  # type: ignore[arg-type]  # wrong on purpose
+        "is not of PyTorch; write torch.float32",
+    ),
+    "sizes in a row": (
+        lambda: ag.TensorSpec(2, 8, 64, 32),  # type: ignore[arg-type]  # wrong on purpose
+        "4 arguments in a row; write the sizes in brackets and then the dtype, TensorSpec((2,",
+    ),
+    "values fewer": (
+        lambda: attention(Q, Q, Q[:, :, :5]),
+        "k has 8 keys and v has 5",
+    ),
+    "values of another batch": (
+        lambda: attention(Q, Q, Q[:1]),
+        "q has 2 batch entries and v has 1",
+    ),
+    "three axes": (
+        lambda: attention(Q[0], Q[0], Q[0]),
+        "has 3 axes and needs 4; write q[None], or give q_starts= if it is packed [T,H,D]",
+    ),
+    "two axes": (lambda: attention(Q, Q[0, 0], Q), "write k[None, None]"),
+    "one query": (
+        lambda: attention(Q[:, :, :1], Q, Q, mask=ag.Causal()),
+        "1 query and 8 keys need an alignment",
+    ),
+    "formula with and": (
+        lambda: ag.Formula("i >= j and i - j < 8"),
+        'is not one comparison; write Formula("i >= j") & Formula("i - j < 8")',
+    ),
+    "formula with | and ~": (
+        lambda: ag.Formula("(i >= j) | ~(i - j < 8)"),
+        'write Formula("i >= j") | (~Formula("i - j < 8"))',
+    ),
+    "formula with two ends": (
+        lambda: ag.Formula("0 <= i - j < 8"),
+        'write Formula("0 <= i - j") & Formula("i - j < 8")',
+    ),
+    "formula by other names": (
+        lambda: ag.Formula("q_idx >= kv_idx"),
+        "formula: q_idx is not read; write i",
+    ),
+    "a step without a spec": (
+        lambda: ag.graph(lambda q, k, v: ag.scores(q, k).softmax()[0].weigh(v), q=SPEC, k=SPEC),
+        "the function reads q, k, v, and specs are given for q, k; write one spec for each",
+    ),
+    "backend": (
+        lambda: compile_any(backend="math"),
+        "compile() has no argument backend; did you mean backends=('math',)?",
+    ),
+    "explained backend": (
+        lambda: explain_any(backend="math"),
+        "explain() has no argument backend; did you mean backends=('math',)?",
+    ),
+    "compile for a device": (lambda: compile_any(device="cpu"), "did you mean target='cpu'?"),
+    "sdpa with a mask": (
+        lambda: scaled_dot_product_attention(Q, Q, Q, mask=ag.Causal()),  # type: ignore[arg-type]  # wrong on purpose
+        "scaled_dot_product_attention() has no argument mask; write attn_mask= or is_causal=",
+    ),
     "target": (lambda: plan_for("A100-SXM"), "'A100-SXM' is not known; known are cpu, cuda, a100"),
     "seed": (lambda: attend(dropout=0.5, seed=2**63, offset=0), "is not a 64-bit integer"),
     "pool": (
@@ -218,6 +304,25 @@ def test_seeds_may_be_numbers() -> None:
     for name, number in numbers.items():
         tensors[name] = torch.tensor(number)
     assert attend(dropout=0.5, **numbers).equal(attend(dropout=0.5, **tensors))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "dropout= adds seed and offset: pass seed=torch.tensor(0), offset=torch.tensor(1)"),
+        ({"seed": 1, "offset": torch.tensor(0)}, "got 1; pass torch.tensor(1)"),
+    ],
+)
+def test_a_plan_with_dropout_is_told_what_its_seeds_are(given: dict[str, Any], told: str) -> None:
+    plan = ag.compile(describe(dropout=0.5))
+    with pytest.raises(ag.PlanMismatchError, match=re.escape(told)):
+        plan(Q, Q, Q, **given)
+
+
+@pytest.mark.parametrize("name", ["backend", "sizes in a row", "sdpa with a mask"])
+def test_an_unknown_argument_is_a_type_error_as_in_python(name: str) -> None:
+    with pytest.raises(TypeError):
+        WRONG[name][0]()
 
 
 def options_of(function: Callable[..., object]) -> list[str]:

@@ -171,6 +171,13 @@ def describe_term(term: Term) -> str:
 class Inliner(fx.Tracer):
     """Records a mod's computation, through captured modules and parameters."""
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Raises GraphError: a value that depends on the place is not true or false."""
+        raise GraphError(
+            "from_flex: the mod branches on a value that depends on the place; use & and | in "
+            "place of `and` and `or`, ~ in place of `not`, and torch.where in place of `if`"
+        )
+
     def create_arg(self, a: Any) -> Any:  # Any: as of its base
         """As the base, which accepts no parameter from outside a module."""
         if isinstance(a, torch.nn.Parameter) and not any(a is p for p in self.root.parameters()):

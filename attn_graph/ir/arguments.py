@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from inspect import signature
 from typing import TypeVar
 
 from attn_graph import masks
-from attn_graph.errors import GraphError, show
+from attn_graph.errors import ArgumentError, GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier
 
+PACKED = {  # the other way to write q, k and v of three axes
+    "q": ", or give q_starts= if it is packed [T,H,D]",
+    "k": ", or give kv_starts= if it is packed [T,G,D]",
+    "v": ", or give kv_starts= if it is packed [T,G,E]",
+}
 T = TypeVar("T")
 
 
@@ -58,3 +64,26 @@ def two_segments(segments: object, kind: type[T]) -> tuple[T, T]:
         f"attention: segments {show(segments)} is not a pair of {kind.__name__}; write "
         "segments=(x, x) if queries and keys share them, or (q_segments, kv_segments)"
     )
+
+
+def add_axes(role: str, count: int) -> str:
+    """How to write q, k or v with `count` more axes; "" for others."""
+    if role not in PACKED or count not in (1, 2):
+        return ""
+    starts = PACKED[role] if count == 1 else ""
+    return f"; write {role}[{', '.join(['None'] * count)}]{starts}"
+
+
+def require_parameters(fn: Callable[..., object], names: Iterable[str]) -> None:
+    """Raise ArgumentError unless a function can be called with these names."""
+    given = dict.fromkeys(names)
+    try:
+        signature(fn).bind(**given)
+    except TypeError as error:
+        read = ", ".join(signature(fn).parameters)
+        raise ArgumentError(
+            f"graph: the function reads {read or 'nothing'}, and specs are given for "
+            f"{', '.join(given) or 'nothing'}; write one spec for each, q=TensorSpec(...)"
+        ) from error
+    except ValueError:  # a function in C, whose signature is not known
+        return

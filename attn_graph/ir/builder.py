@@ -11,9 +11,23 @@ import torch
 from attrs import define, field, frozen
 
 from attn_graph import masks
-from attn_graph.errors import GraphError, problems_of, read_renamed, refuse_truth, show, user_line
+from attn_graph.errors import (
+    GraphError,
+    problems_of,
+    read_renamed,
+    refuse_truth,
+    show,
+    user_line,
+)
 from attn_graph.ir import ops
-from attn_graph.ir.arguments import read_by, require_modifiers, statistic_names, two_segments
+from attn_graph.ir.arguments import (
+    add_axes,
+    read_by,
+    require_modifiers,
+    require_parameters,
+    statistic_names,
+    two_segments,
+)
 from attn_graph.ir.elsewhere import unknown_argument
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
@@ -248,6 +262,7 @@ def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) 
         return [f"{who}: {len(types)} operands given, {len(ranks)} needed"]
     return [
         f"{who}: {roles.get(place, place)} {type_} has {len(type_.shape)} axes and needs {rank}"
+        f"{add_axes(str(roles.get(place)), rank - len(type_.shape))}"
         for place, (type_, rank) in enumerate(pairs)
         if rank is not None and len(type_.shape) != rank
     ]
@@ -267,6 +282,7 @@ def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) 
         raise GraphError(
             f"graph: {show(fn)} is not a function of values; see attention for one call"
         )
+    require_parameters(fn, specs)
     builder = Builder()
     outputs = fn(**{name: builder.input(name, spec) for name, spec in specs.items()})
     return builder.build(*(outputs if isinstance(outputs, tuple) else (outputs,)))

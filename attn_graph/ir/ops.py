@@ -388,9 +388,12 @@ class Weigh(Op):
         return 4, 4
 
     def problems(self, p: ValueType, v: ValueType) -> Iterator[str]:
-        for a, b, name in ((p.shape[0], v.shape[0], "batch"), (p.shape[3], v.shape[2], "keys")):
+        for a, b, who, name in (
+            (p.shape[0], v.shape[0], "q", "batch entries"),
+            (p.shape[3], v.shape[2], "k", "keys"),
+        ):
             if a != b:
-                yield f"weigh: p {p} and v {v} disagree in {name}, {a} and {b}"
+                yield f"weigh: p {p} and v {v} disagree: {who} has {a} {name} and v has {b}"
         if not are_numbers(p.shape[1], *v.shape[1::2]):
             yield f"weigh: p {p} and v {v} have names for heads or head sizes; give numbers"
             return

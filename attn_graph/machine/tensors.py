@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from attn_graph.errors import PlanMismatchError, PlanTargetError, show
+from attn_graph.errors import DECLARED, PlanMismatchError, PlanTargetError, show
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES, TensorSpec, layout_problem
 
+SEEDS = ("seed", "offset")  # inputs that dropout= adds
 DTENSORS = "torch.distributed.tensor"  # slow to import: whoever has a DTensor has imported it
 
 
@@ -69,7 +70,9 @@ def require_as_declared(
 def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
     """The differences between a tensor and its spec."""
     if not isinstance(tensor, torch.Tensor):
-        return [f"{name}: expected a tensor {spec}, got {show(tensor)}"]
+        number = spec.shape == () and isinstance(tensor, int)
+        way_out = f"; pass {as_tensor(tensor, target.tensors_on)}" if number else ""
+        return [f"{name}: expected a tensor {spec}, got {show(tensor)}{way_out}"]
     if is_distributed(tensor):
         return [
             f"{name}: expected a tensor of this process, got a DTensor; pass {name}.to_local(), or "
@@ -93,6 +96,12 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
     return differences
 
 
+def as_tensor(number: object, device: str) -> str:
+    """The code of a tensor of one number."""
+    where = "" if device == "cpu" else f', device="{device}"'
+    return f"torch.tensor({number}{where})"
+
+
 def arrange(
     specs: Mapping[str, TensorSpec],
     tensors: Sequence[torch.Tensor],
@@ -110,7 +119,10 @@ def arrange(
     if len(tensors) > len(specs):
         differences += [f"expected {len(specs)} tensors ({known}), got {len(tensors)}"]
     if differences:
-        raise PlanMismatchError(*differences)
+        seeds = [f"{name}=torch.tensor({n})" for n, (name, _) in enumerate(missing)]
+        only = len(seeds) == len(differences) and {*dict(missing)} <= {*SEEDS}
+        way_out = f"dropout= adds seed and offset: pass {', '.join(seeds)}" if only else DECLARED
+        raise PlanMismatchError(*differences, way_out=way_out)
     return tuple(both[name] for name in specs)
 
 

@@ -43,6 +43,7 @@ COMPARISONS: dict[type[ast.AST], Apply] = {
     ast.NotEq: operator.ne,
 }
 METHODS = ("cos", "exp", "exp2", "log", "log2", "rsqrt", "sigmoid", "sin", "sqrt", "tanh")
+FLEX_NAMES = {"q_idx": "i", "kv_idx": "j"}  # FlexAttention's names, and ours
 RESERVED = (*AXES, "abs", "real", *METHODS)
 
 
@@ -109,8 +110,32 @@ def evaluate_formula(node: ast.expr, names: Mapping[str, Term]) -> Term:
             return COMPARISONS[type(op)](*(evaluate_formula(x, names) for x in (a, b)))
         case ast.Call(ast.Name(id=name), [a], []) if name in names:
             return names[name](evaluate_formula(a, names))
-    known = ", ".join(sorted(names))
-    raise GraphError(f"formula: {ast.unparse(node)} is not read; it may name {known}")
+    known, text = ", ".join(sorted(names)), ast.unparse(node)
+    hint = f"; write {FLEX_NAMES[text]}" if text in FLEX_NAMES else ""
+    raise GraphError(f"formula: {text} is not read{hint}; it may name {known}")
+
+
+def join_formulas(node: ast.expr) -> str:
+    """The code that joins formulas for a text that joins comparisons; "" for others."""
+    match node:
+        case ast.BoolOp(op, parts):
+            sign, inner = " & " if isinstance(op, ast.And) else " | ", parts
+        case ast.BinOp(a, (ast.BitAnd() | ast.BitOr()) as bits, b):
+            sign, inner = " & " if isinstance(bits, ast.BitAnd) else " | ", [a, b]
+        case ast.UnaryOp(ast.Not() | ast.Invert(), a):
+            return f"~{in_brackets(a)}"
+        case ast.Compare(a, ops, [*rest]) if len(ops) > 1:
+            ends = zip([a, *rest[:-1]], ops, rest, strict=True)
+            sign, inner = " & ", [ast.Compare(x, [op], [y]) for x, op, y in ends]
+        case _:
+            return ""
+    return sign.join(map(in_brackets, inner))
+
+
+def in_brackets(node: ast.expr) -> str:
+    """A part of a join as code: a Formula, or a join of some, in brackets."""
+    within = join_formulas(node)
+    return f"({within})" if within else f'Formula("{ast.unparse(node)}")'
 
 
 def is_positive(node: ast.expr) -> bool:
@@ -205,6 +230,8 @@ class Formula(Mask):
     def __attrs_post_init__(self) -> None:
         node = read_formula(self.text)
         check_elements(self.elements)
+        if way_out := join_formulas(node):
+            raise GraphError(f"formula: {self.text!r} is not one comparison; write {way_out}")
         if not isinstance(node, ast.Compare) or has_floats(node):
             raise GraphError(f"formula: {self.text!r} is not a comparison of integers")
         check_constants(node)

@@ -221,6 +221,8 @@ def require_mask(_: object, __: object, value: Mask) -> None:
         way_out = "write a mask such as Causal() or Causal() & Window(64)"
         if isinstance(value, type) and issubclass(value, Mask):
             way_out = f"write {value.__name__}(...), an instance"
+        elif callable(value):
+            way_out = "a function is read by mask, tensors = ag.from_flex(function)"
         elif hasattr(value, "dtype"):
             way_out = "pass booleans [B, H, M, N] as keep=, and numbers to add as bias="
         raise GraphError(f"mask: {show(value)} is not a mask; {way_out}")

@@ -77,8 +77,9 @@ def diagonal_offset(align: Align | None, M: int, N: int, who: object) -> int:
     Raises GraphError if M and N differ and no alignment is given.
     """
     if align is None and M != N:
+        rows = f"{M} {'query' if M == 1 else 'queries'}"
         raise GraphError(
-            f"{who}: {M} queries and {N} keys need an alignment of the diagonal; "
+            f"{who}: {rows} and {N} keys need an alignment of the diagonal; "
             'pass align="top_left" (i sees j <= i) or align="bottom_right" (the last sees the last)'
         )
     return N - M if align == "bottom_right" else 0

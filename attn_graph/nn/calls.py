@@ -259,7 +259,12 @@ def make_graph(
     given |= {name: spec for name, spec in name_sizes(specs, caches).items() if name not in free}
     if given.keys() >= {*SEGMENTS}:
         given["segments"] = tuple(given.pop(name) for name in SEGMENTS)
-    return builder.attention(**given)
+    try:
+        return builder.attention(**given)
+    except GraphError:
+        if caches:
+            make_graph(specs, options)  # raises by numbers, without names unknown to the caller
+        raise
 
 
 def require_tensors(tensors: Named) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from typing import Never
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from attn_graph.compiler import Key
 from attn_graph.errors import (
+    ArgumentError,
     GraphError,
     PlanMismatchError,
     TensorDtypeError,
@@ -166,6 +168,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: Never,
 ) -> Tensor:
     """A replacement for `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -180,6 +183,11 @@ def scaled_dot_product_attention(
     Raises TensorError, a RuntimeError like PyTorch's, if the tensors make no sense together. This
     includes keys and values of different lengths, which PyTorch accepts on CPUs.
     """
+    if unknown:
+        raise ArgumentError(
+            f"scaled_dot_product_attention() has no argument {min(unknown)}; write attn_mask= or "
+            "is_causal=, as for PyTorch's, or call nn.functional.attention"
+        )
     kept = read_mask(attn_mask, is_causal)
     return attend_like_torch(query, key, value, kept, dropout_p, scale, enable_gqa, ())
 

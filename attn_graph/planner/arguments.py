@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from attn_graph.errors import GraphError, show
+import torch
+
+from attn_graph.errors import ArgumentError, GraphError, show
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.sizes import parse_bytes
@@ -33,6 +37,8 @@ FOR_GPUS = (
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
 Switch = Literal[True, False]
+SEVERAL = ("backends", "avoid", "gradients")  # options that are sequences of names
+MEANT = {"device": "target", "fallback": "on_fallback", "autotune": "tune"}  # other names
 
 
 def constraints(
@@ -57,6 +63,20 @@ def constraints(
         "avoid": backend_names(shunned),
         "switches": switches,
     }
+
+
+def unknown_option(
+    function: Callable[..., object],
+    given: Mapping[str, object],
+) -> ArgumentError:
+    """The error for options that a function lacks. given: their values by name."""
+    (name, value), *_ = given.items()
+    near = MEANT.get(name) or next(
+        iter(get_close_matches(name, signature(function).parameters)), ""
+    )
+    said = f"{near}={show((value,) if near in SEVERAL and isinstance(value, str) else value)}"
+    way_out = f"; did you mean {said}?" if near else ""
+    return ArgumentError(f"{function.__name__}() has no argument {name}{way_out}")
 
 
 def require_absent(name: str, value: object, kind: str) -> None:
@@ -90,7 +110,10 @@ def resolve_target(target: Target | str | None) -> Target:
     elif isinstance(target, str):
         target = Target.of(target)
     elif not isinstance(target, Target):
-        raise GraphError(f"target {show(target)} is not a Target, nor the name of one")
+        way_out = ""
+        if isinstance(target, torch.device):
+            way_out = f'; write target="{target.type}", or Target.here("{target}") for this machine'
+        raise GraphError(f"target {show(target)} is not a Target, nor the name of one{way_out}")
     if target.kind != "cpu" or target.interprets:
         load_modules(*FOR_GPUS)
     return target

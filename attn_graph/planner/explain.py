@@ -8,9 +8,11 @@ from functools import partial
 from attrs import evolve
 
 from attn_graph.errors import NoBackendError, Reason
+from attn_graph.ir.binding import complete_sizes, replace_sizes
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs
 from attn_graph.lowering.backend import Backend, Foreseen, Options
+from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import (
     BACKENDS,
@@ -23,6 +25,7 @@ from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph, recording_note
 from attn_graph.planner.remedies import Request, find_remedies, gradient_graph
 from attn_graph.planner.self_check import check_notes, known_reasons
+from attn_graph.planner.sized import many_sizes
 from attn_graph.planner.views import core_of, peel
 
 Among = Sequence[Backend] | None
@@ -127,18 +130,26 @@ def explain_pass(
 
 
 def explain_refusals(
-    graph: Graph, target: Target, options: Options, among: Among, refusals: Refusals
+    graph: Graph,
+    target: Target,
+    options: Options,
+    among: Sequence[str | Backend] | None,
+    refusals: Refusals,
 ) -> tuple[Refusal, ...]:
-    """Known refusals of a graph's forward, with the changes that lift them."""
-    question, by_name = Request.of(graph, options, ()), by_names(among)
-    return tuple(
-        explain_refusal(by_name[name], why, question, Request.forward, target)
-        for name, why in refusals
-    )
+    """Known refusals of a graph's forward at its largest sizes, with the changes that lift them."""
+    exact = replace_sizes(graph, complete_sizes(graph, "explain", {}))
+    quiet = evolve(options, on_fallback="ignore", resized=many_sizes(graph))
+    with neutral_state(), target.current():
+        question, by_name = Request.of(exact, quiet, ()), by_names(among)
+        return tuple(
+            explain_refusal(by_name[name], why, question, Request.forward, target)
+            for name, why in refusals
+        )
 
 
-def by_names(among: Among) -> dict[str, Backend]:
-    return {backend.name: backend for backend in (BACKENDS if among is None else among)}
+def by_names(among: Sequence[str | Backend] | None) -> dict[str, Backend]:
+    every = BACKENDS if among is None else resolve_backends(among)
+    return {backend.name: backend for backend in every}
 
 
 def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:

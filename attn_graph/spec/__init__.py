@@ -7,13 +7,13 @@ from functools import cached_property
 from itertools import permutations
 from math import prod
 from numbers import Real
-from typing import Any, final
+from typing import Any, Never, final
 
 import torch
 from attrs import field, frozen
 from torch.autograd import forward_ad
 
-from attn_graph.errors import GraphError, show
+from attn_graph.errors import ArgumentError, GraphError, show
 from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, to_index
 from attn_graph.spec.formulas import SizeFormula, is_one
 
@@ -122,9 +122,14 @@ class TensorSpec:
         shape: Sequence[int],
         dtype: torch.dtype,
         strides: Sequence[int] | None = None,
-        *,
+        *more: Never,
         layout: str | None = None,
     ) -> None:
+        if more:
+            raise ArgumentError(
+                f"spec: {3 + len(more)} arguments in a row; write the sizes in brackets and then "
+                "the dtype, TensorSpec((2, 8, 512, 64), torch.float16)"
+            )
         sizes = as_integers("shape", shape)
         given = None if strides is None else as_integers("strides", strides)
         problems = spec_problems(sizes, dtype, given, layout)
@@ -222,7 +227,7 @@ def spec_problems(
     problems = []
     sizes, steps = ([n for n in x if isinstance(n, int)] for x in (shape, strides or ()))
     if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
-        problems.append(f"spec: dtype {dtype} is not one of {', '.join(map(str, NAMES))}")
+        problems.append(f"spec: dtype {show(dtype)} {dtype_problem(dtype)}")
     if min(sizes, default=0) < 0:
         problems.append(f"spec: shape {shape} has a negative size; sizes are at least 0")
     if max((*sizes, *steps), default=0) > MOST:
@@ -239,6 +244,16 @@ def spec_problems(
             "a layout is an order of the letters of 'bhsd', for four axes"
         )
     return problems
+
+
+def dtype_problem(dtype: object) -> str:
+    """Why this is no dtype of a spec: a text, another library's dtype, or one without a use."""
+    own = getattr(dtype, "name", getattr(dtype, "__name__", ""))  # numpy's: of a dtype, of a class
+    name = str(dtype if isinstance(dtype, str) else own).removeprefix("torch.")
+    meant = DTYPES.get(name, getattr(torch, name, None))
+    if isinstance(dtype, torch.dtype) or meant not in NAMES:
+        return f"is not one of {', '.join(map(str, NAMES))}"
+    return f"is {'a text' if isinstance(dtype, str) else 'not of PyTorch'}; write {meant}"
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:

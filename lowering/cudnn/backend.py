@@ -82,8 +82,8 @@ def library_reasons(target: Target) -> Iterator[Reason]:
     if backend is None:
         yield missing_library(
             "cuDNN",
-            "PyTorch's builds for CUDA bring it, and pip install 'attn-graph[offline]' what plans "
-            "without a GPU need of it",
+            "PyTorch's CUDA build brings it; to plan without a GPU, "
+            "pip install 'attn-graph[offline]'",
         )
 
 

@@ -180,7 +180,12 @@ def test_an_error_shows_the_fixes_of_the_explanation_and_searches_them_when_it_i
         again = pickle.loads(pickle.dumps(caught.value))
         assert again.refusals == caught.value.refusals
     searches: list[object] = []
-    monkeypatch.setattr(Recipe, "explain", lambda self, *_: searches.append(self) or ())
+
+    def search(*given: object) -> tuple[()]:
+        searches.append(given)
+        return ()
+
+    monkeypatch.setattr(Recipe, "explain", search)
     with pytest.raises(ag.NoBackendError) as caught:
         chosen(WINDOW, backends=("torch_sdpa",))
     assert not searches
