@@ -93,6 +93,7 @@ class NoBackendError(RuntimeError):
 
     @cached_property
     def explained(self) -> tuple[Any, ...]:  # Any: as above
+        """The refusals with their fixes, searched at the first reading."""
         return self.search()
 
     def __str__(self) -> str:
@@ -141,14 +142,14 @@ class Declared:
 
     def __init__(self, *_: object, **__: object) -> None:
         """Raises GraphError: attrs has not made the class's own."""
-        raise GraphError(undecorated(type(self)))
+        raise GraphError(attrs_problem(type(self)))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         """Raises GraphError, as above: from the class's own __init__."""
-        raise GraphError(undecorated(type(self)))
+        raise GraphError(attrs_problem(type(self)))
 
 
-def undecorated(kind: type) -> str:
+def attrs_problem(kind: type) -> str:
     """Why instances of a class have no fields known to attrs; "" if they have."""
     name = kind.__name__
     if is_dataclass(kind):

@@ -15,7 +15,7 @@ import attrs
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.errors import GraphError, undecorated
+from attn_graph.errors import GraphError, attrs_problem
 from attn_graph.ir.addends import Addend
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.machine.ambient import neutral_state
@@ -75,7 +75,7 @@ def checked_sizes(sizes: Sizes, needs: Mapping[str, object]) -> Sizes:
 def value_problems(value: Mask | Modifier) -> list[str]:
     """Why equal values may differ in meaning: plans are looked up by these values."""
     kind = type(value)
-    if problem := undecorated(kind):
+    if problem := attrs_problem(kind):
         return [problem]
     return [
         f"{kind.__name__}: {field.name} is a {type(each).__name__}, and fields are numbers, texts "

@@ -71,7 +71,7 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
     """The differences between a tensor and its spec."""
     if not isinstance(tensor, torch.Tensor):
         number = spec.shape == () and isinstance(tensor, int)
-        way_out = f"; pass {as_tensor(tensor, target.tensors_on)}" if number else ""
+        way_out = f"; pass {tensor_code(tensor, target.tensors_on)}" if number else ""
         return [f"{name}: expected a tensor {spec}, got {show(tensor)}{way_out}"]
     if is_distributed(tensor):
         return [
@@ -96,7 +96,7 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
     return differences
 
 
-def as_tensor(number: object, device: str) -> str:
+def tensor_code(number: object, device: str) -> str:
     """The code of a tensor of one number."""
     where = "" if device == "cpu" else f', device="{device}"'
     return f"torch.tensor({number}{where})"

@@ -247,7 +247,7 @@ def spec_problems(
 
 
 def dtype_problem(dtype: object) -> str:
-    """Why this is no dtype of a spec: a text, another library's dtype, or one without a use."""
+    """Why a spec has no such dtype: a text, another library's dtype, or one without a use."""
     own = getattr(dtype, "name", getattr(dtype, "__name__", ""))  # numpy's: of a dtype, of a class
     name = str(dtype if isinstance(dtype, str) else own).removeprefix("torch.")
     meant = DTYPES.get(name, getattr(torch, name, None))
