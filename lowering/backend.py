@@ -18,7 +18,9 @@ from attn_graph.machine.workspace import Workspace, default_workspace
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[..., tuple[Tensors, Tensors]]  # of a graph: see Executable
+Write = Callable[..., Tensors]  # as above
 Fallback = Literal["ignore", "warn", "raise"]
+OUT_COPIED = "out= takes a copy: the kernels write to memory of their own"
 WORDS: dict[KernelName, str] = {  # for the kernels that PyTorch's switches turn on and off
     "math": "PyTorch's unfused attention, a tile at a time",
     "flash": "PyTorch's flash kernel",
@@ -153,7 +155,9 @@ class Executable:
     tensors may lie in any order. in_c_order: True if all of these but o lie in C order.
 
     infer: as `run`, for calls without a gradient afterwards. It saves nothing, and is `run` by
-    default. prepare: builds in advance for the first calls.
+    default. write: as `infer`, with the caller's tensors for the outputs first. It returns the
+    outputs, each in its tensor or, if kernels cannot write there, in memory of its own. None: they
+    never can. prepare: builds in advance for the first calls.
 
     workspace: bytes leased while either runs. temporary: bytes that kernels allocate, estimated
     from above. notes: lines for `explain`. These are called only on request: `launches` gives more
@@ -172,11 +176,22 @@ class Executable:
     prepare: Callable[[], object] = field(default=tuple, kw_only=True)
     launches: Callable[[], tuple[str, ...]] = field(default=tuple, kw_only=True)
     in_c_order: bool = field(default=False, kw_only=True)
+    write: Write | None = field(default=None, kw_only=True)
+
+    def place(self, rooms: Tensors, tensors: Tensors) -> Tensors:
+        """The outputs, in the caller's tensors if it can write there."""
+        return self.infer(*tensors)[0] if self.write is None else self.write(rooms, *tensors)
 
     @property
     def foreseen(self) -> Foreseen:
         """The needs of the lowered graph. They are exact."""
         return Foreseen(self.workspace, self.temporary, self.notes)
+
+
+def copies_out(executable: Executable, graph: Graph) -> Iterator[str]:
+    """For `explain`: a forward that cannot write into the caller's tensors."""
+    if executable.write is None and not graph.is_gradient:
+        yield OUT_COPIED
 
 
 def no_any(graph: Graph, target: Target, options: Options) -> Executable | None:
@@ -254,4 +269,5 @@ class Backend:
         if self.foresees is not None:
             return self.foresees(graph, target, options)
         lowered = self.lower(graph, target, options)
-        return evolve(lowered.foreseen, notes=(*lowered.notes, *lowered.launches()))
+        notes = (*lowered.notes, *lowered.launches(), *copies_out(lowered, graph))
+        return evolve(lowered.foreseen, notes=notes)

@@ -19,7 +19,7 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import SoftCap
 from attn_graph.ir.vjp import residuals
-from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors
+from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors, Write
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import Target
 from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, Prefix
@@ -37,13 +37,14 @@ class Folding:
     """A graph with its heads folded.
 
     By number, shapes that change: inputs: of this graph's inputs. outputs, saved: of results, in
-    the graph before.
+    the graph before. rooms: of the outputs, in this graph.
     """
 
     graph: Graph
     inputs: Shapes
     outputs: Shapes
     saved: Shapes
+    rooms: Shapes
 
     @property
     def note(self) -> str:
@@ -75,6 +76,11 @@ class Folding:
         """As `run`, and save nothing."""
         outputs, _ = run(*shape_each(tensors, self.inputs))
         return shape_each(outputs, self.outputs), ()
+
+    def write(self, write: Write, rooms: Tensors, *tensors: torch.Tensor) -> Tensors:
+        """As `Executable.write` of the graph before."""
+        made = write(shape_each(rooms, self.rooms), *shape_each(tensors, self.inputs))
+        return shape_each(made, self.outputs)
 
 
 def shape_each(tensors: Sequence[torch.Tensor], shapes: Shapes) -> list[torch.Tensor]:
@@ -135,6 +141,7 @@ def unfold(executable: Executable, folding: Folding) -> Executable:
         executable,
         run=partial(folding.run, executable.run),
         infer=partial(folding.infer, executable.infer),
+        write=executable.write and partial(folding.write, executable.write),
         temporary=max(executable.temporary, copied),
         notes=(*executable.notes, folding.note),
     )
@@ -156,7 +163,8 @@ def fold_heads(graph: Graph) -> Folding | None:
     after = b.graph(*(values[i] for i in graph.outputs))
     inputs = new_shapes(graph, after, range(len(specs)))
     outputs, saved = (new_shapes(after, graph, x) for x in (graph.outputs, residuals(graph)))
-    return Folding(after, inputs, outputs, saved)
+    rooms = new_shapes(graph, after, graph.outputs)
+    return Folding(after, inputs, outputs, saved, rooms)
 
 
 def shares_rows(graph: Graph) -> bool:

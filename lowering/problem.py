@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TypeVar, final
 
@@ -176,10 +176,22 @@ class Problem:
         shape = (self.B, self.H, self.M, self.E)
         return shape, dense_strides(shape, memory_order(self.specs[0]))
 
-    def new_o(self, device: torch.device) -> torch.Tensor:
-        """An uninitialised o."""
+    def new_o(
+        self, device: torch.device, rooms: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """An uninitialised o; the caller's, if it is among `rooms`."""
+        if rooms and (room := rooms.get("out.o")) is not None:
+            return room
         shape, strides = self.layout_of_o
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
+
+    def new_statistic(
+        self, name: str, device: torch.device, rooms: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """An uninitialised statistic [B,H,M]; the caller's, if it is among `rooms`."""
+        if (room := rooms.get(f"out.{name}")) is not None:
+            return room
+        return torch.empty((self.B, self.H, self.M), dtype=self.wide, device=device)
 
 
 def new_gradient(spec: TensorSpec) -> torch.Tensor:

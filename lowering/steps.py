@@ -6,7 +6,8 @@ memory again: so there are few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -15,11 +16,13 @@ from torch._C import _is_any_autocast_enabled, _set_grad_enabled
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, statistics
+from attn_graph.lowering.rooms import Rooms, room_name
 from attn_graph.machine.ambient import without_autocast
 from attn_graph.machine.workspace import Scratch, Views, Workspace
 
 Tensors = Sequence[torch.Tensor]
-Work = Callable[..., Tensors]  # of the device of a call, and of operands on it
+# Of the device of a call, and of operands on it. Some can write their results into `rooms`.
+Work = Callable[..., Tensors]
 
 
 @final
@@ -30,7 +33,8 @@ class Steps:
     leaner: by number of the equation, work that gives its first results alone, for calls that save
     nothing. saved, stats: the values that derivatives read, and the statistics of rows. only: the
     work of the only equation, if the graph returns just its first result; else None. place: the
-    device of graphs without inputs.
+    device of graphs without inputs. rooms: for each equation that can write into the caller's
+    tensors, the names of its results there and their places among the outputs.
     """
 
     graph: Graph
@@ -40,6 +44,7 @@ class Steps:
     stats: frozenset[int]
     only: Work | None
     place: torch.device
+    rooms: Mapping[int, Mapping[str, int]]
 
     @classmethod
     def of(
@@ -48,13 +53,16 @@ class Steps:
         calls: Sequence[tuple[Sequence[int], Work]],
         kind: str,
         leaner: Mapping[int, Work] | None = None,
+        writing: Collection[int] = (),
     ) -> Steps:
-        """calls: in the order of the equations. kind: of device."""
+        """calls: in the order of the equations. kind: of device. writing: the equations whose work
+        takes rooms."""
         leaner, inputs = leaner or {}, range(len(graph.inputs))
         alone = [args for args, _ in calls] == [(*inputs,)] and graph.outputs == (len(inputs),)
         only = leaner.get(0) if alone else None
         saved, stats = residuals(graph), statistics(graph)
-        return cls(graph, tuple(calls), leaner, saved, stats, only, torch.device(kind))
+        rooms = {n: name_rooms(graph, n) for n in writing}
+        return cls(graph, tuple(calls), leaner, saved, stats, only, torch.device(kind), rooms)
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The outputs, and the saved values."""
@@ -68,13 +76,26 @@ class Steps:
         """The outputs; nothing is saved."""
         if self.only is not None:
             return self.only(tensors[0].device, *tensors)[:1], ()
+        return self.write((), *tensors), ()
+
+    def write(self, outs: Tensors, *tensors: torch.Tensor) -> Tensors:
+        """The outputs, in the caller's tensors where an equation can write there; () for none."""
         values, at = dict(enumerate(tensors)), len(tensors)
         device = tensors[0].device if tensors else self.place
         for n, (args, call) in enumerate(self.calls):
-            made = self.leaner.get(n, call)(device, *[values[i] for i in args])
-            values.update(enumerate(made, at))
+            work = self.leaner.get(n, call)
+            if outs and n in self.rooms:
+                rooms = {name: outs[place] for name, place in self.rooms[n].items()}
+                work = partial(work, rooms=rooms)
+            values.update(enumerate(work(device, *[values[i] for i in args]), at))
             at += len(self.graph.eqns[n].outs)
-        return hand_out(values, self.graph.outputs, self.stats), ()
+        return hand_out(values, self.graph.outputs, self.stats)
+
+    @property
+    def writes_all(self) -> bool:
+        """True if `write` can leave all outputs in the caller's tensors."""
+        places = [place for named in self.rooms.values() for place in named.values()]
+        return sorted(places) == [*range(len(self.graph.outputs))]
 
     @property
     def bytes_between(self) -> int:
@@ -83,6 +104,13 @@ class Steps:
         saved = () if self.graph.gradient_problems else self.saved
         kept = {*range(len(self.graph.inputs)), *self.graph.outputs, *saved}
         return sum(t.bytes for i, t in enumerate(self.graph.types) if i not in kept)
+
+
+def name_rooms(graph: Graph, n: int) -> dict[str, int]:
+    """The results of an equation that are outputs, with their places there."""
+    eqn, outs = graph.numbered[n]
+    named = zip(eqn.op.names, outs, strict=True)
+    return {room_name(x): graph.outputs.index(i) for x, i in named if i in graph.outputs}
 
 
 def hand_out(
@@ -102,15 +130,16 @@ def lease_rooms(
     """Work with the buffers of `scratch` from the workspace; it takes nothing for none."""
     has_buffers = bool(scratch.buffers)
 
-    def call(device: torch.device, *operands: torch.Tensor) -> Tensors:
+    def call(device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None) -> Tensors:
         if _is_any_autocast_enabled():
             with without_autocast():
-                return call(device, *operands)
+                return call(device, *operands, rooms=rooms)
         room = workspace.take(device) if has_buffers else None
         recorded = torch.is_grad_enabled()
         _set_grad_enabled(False)  # as `torch.no_grad()`, which is six calls more
         try:
-            return work(operands, room[0].views(scratch) if room else {})
+            views = room[0].views(scratch) if room else {}
+            return work(operands, views if rooms is None else {**views, **rooms})
         finally:
             if room:
                 arena, idle = room

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -21,6 +22,13 @@ def is_watched(t: object) -> bool:
         isinstance(t, torch.Tensor)
         and type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]  # of torch's stubs
     )
+
+
+def read_array(x: Any) -> Any:  # Any: whatever is passed for a tensor
+    """A tensor in the memory of an array with DLPack; anything else unchanged."""
+    if isinstance(x, torch.Tensor) or not hasattr(x, "__dlpack__"):
+        return x
+    return torch.from_dlpack(x)  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 def is_distributed(t: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ from attn_graph.machine.tensors import (
     arrange,
     is_distributed,
     lay_as,
+    read_array,
     require_as_declared,
     require_device,
 )
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # imported at first use: calls need none of them
     from attn_graph.planner.explanation import Explanation
 
 Tensors = tuple[torch.Tensor, ...]
+Out = torch.Tensor | Sequence[torch.Tensor]
 Pattern = tuple[object, ...]  # of a backward: inputs with a gradient, outputs without a cotangent
 requires_grad = attrgetter("requires_grad")
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
@@ -60,6 +62,7 @@ class Memo:
     the likeness of the last backward's tensors, its pattern and plan. pushes: the plans of forward
     mode. content: the plan as text, made at first use. With named sizes: `sizes` of the last call,
     and `unsized`, the check of everything else in its tensors, and True if one requires grad.
+    rooms: sizes and looks of the caller's tensors for results, checked last.
     """
 
     looks: list[Look | None] = field(factory=list)
@@ -69,6 +72,7 @@ class Memo:
     pushes: dict[tuple[object, ...], Plan] = field(factory=dict)
     content: str = ""
     sizes: tuple[int, ...] = ()
+    rooms: list[object] = field(factory=list)
     unsized: tuple[Check, bool] = (never, False)
     recorded: Plan | None = None
 
@@ -84,10 +88,11 @@ class Plan:
     """A graph ready to run on a target. Made by `compile`; immutable, shared by threads, reusable.
 
     Call it with the graph's inputs, by position or by name; it returns the one output, or a tuple.
-    If an input requires grad, the results are differentiable by PyTorch's autograd, twice, and by
-    its forward mode. Raises PlanMismatchError for tensors other than declared, PlanTargetError for
-    a plan of another machine, or of another kind of GPU than the tensors are on, GraphError for
-    missing derivatives.
+    Arrays with DLPack are read in place. out: a tensor, or a tuple of them, to write the outputs
+    to, apart from the inputs; without gradients. If an input requires grad, the results are
+    differentiable by PyTorch's autograd, twice, and by its forward mode. Raises PlanMismatchError
+    for tensors other than declared, PlanTargetError for a plan of another machine, or of another
+    kind of GPU than the tensors are on, GraphError for missing derivatives.
 
     It pickles as graph, target and options, and is planned again on arrival. A copy, deep or not,
     is the plan itself.
@@ -123,7 +128,13 @@ class Plan:
     )
     memo: Memo = field(init=False, factory=Memo)
 
-    def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
+    def __call__(
+        self, /, *tensors: torch.Tensor, out: Out | None = None, **named: torch.Tensor
+    ) -> torch.Tensor | Tensors:
+        if out is not None:
+            from attn_graph.plan.outputs import write_outputs
+
+            return write_outputs(self, tensors, named, out)
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
         if (
@@ -135,6 +146,7 @@ class Plan:
             return self.call_op(tensors)
         check, wants = self.memo.call
         if True in map(getattr, tensors, *NESTED) or not check(*tensors):
+            tensors = tuple(map(read_array, tensors))
             wants = self.admit(tensors)
         if profiler._is_profiler_enabled:
             return self.run_profiled(tensors, wants)

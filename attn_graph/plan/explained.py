@@ -10,6 +10,7 @@ from attrs import evolve
 from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import complete_sizes
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
+from attn_graph.lowering.backend import copies_out
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles
 from attn_graph.planner.recorded import recording_note
 from attn_graph.printing import html
@@ -58,13 +59,15 @@ def explain_backward(plan: Plan, outputs: Sequence[int]) -> Explanation:
 
 def explain_side(plan: Plan) -> Explanation:
     """One pass alone: its backend and notes, and the other backends' refusals."""
+    made = plan.executable
+    notes = (*made.notes, *made.launches(), *copies_out(made, plan.graph), *made.inspect())
     return Explanation(
         plan.graph,
         plan.target,
         plan.backend,
         plan.cause,
         tuple(Refusal(name, reasons) for name, reasons in plan.refusals),
-        (*plan.executable.notes, *plan.executable.launches(), *plan.executable.inspect()),
+        tuple(dict.fromkeys(notes)),
         plan.also,
     )
 

@@ -79,7 +79,9 @@ class Sized:
     def executable(self) -> Executable:
         """An executable for tensors of any sizes. Its needs are those of the largest."""
         most = self.most.executable
-        return evolve(most, run=self.run, infer=self.infer, notes=(*most.notes, self.note))
+        notes = (*most.notes, self.note)
+        write = most.write and self.write
+        return evolve(most, run=self.run, infer=self.infer, write=write, notes=notes)
 
     @property
     def note(self) -> str:
@@ -95,6 +97,11 @@ class Sized:
     def infer(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         sizes, whole = self.fit.read(tensors), self.whole
         return (whole if whole and 0 not in sizes else self.at(sizes).executable).infer(*tensors)
+
+    def write(self, rooms: Tensors, *tensors: torch.Tensor) -> Tensors:
+        sizes, whole = self.fit.read(tensors), self.whole
+        executable = whole if whole and 0 not in sizes else self.at(sizes).executable
+        return executable.place(rooms, tensors)
 
     def plan_size(self, sizes: Shape) -> Bound:
         """Plan some sizes: in the backend of the largest, or in another if it refuses."""

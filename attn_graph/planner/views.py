@@ -14,7 +14,7 @@ from attn_graph.ir.sums import Zeros
 from attn_graph.ir.tangents import attention_in
 from attn_graph.ir.views import VIEW_OPS, VIEWS, spec_of_view
 from attn_graph.ir.vjp import statistics
-from attn_graph.lowering.backend import Executable, Foreseen, Tensors
+from attn_graph.lowering.backend import OUT_COPIED, Executable, Foreseen, Tensors
 from attn_graph.machine.ambient import plain_ops_on
 from attn_graph.machine.sizes import format_bytes
 
@@ -90,6 +90,7 @@ class Peeled:
             executable,
             run=partial(self.run, executable.run),
             infer=partial(self.run, executable.infer),
+            write=None,
             temporary=executable.temporary + self.temporary,
             notes=(*executable.notes, *self.notes()),
         )
@@ -124,6 +125,8 @@ class Peeled:
             if source >= len(self.graph.inputs) and own.name == "q":
                 given = next(i.spec for i in self.graph.inputs if i.name == own.name)
                 yield f"{own.name} {given.type} is seen as {types[source]}, and others likewise"
+        if not self.graph.is_gradient:
+            yield OUT_COPIED
         for name, count in self.copies.items():
             yield f"{name} is copied, {format_bytes(count)}, where its mapped axis lies apart"
 

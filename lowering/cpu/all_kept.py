@@ -17,7 +17,7 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import and_parts
 from attn_graph.ir.tangents import attention_in
-from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors
+from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors, Write
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.target import Target
 from attn_graph.masks import Keep
@@ -56,6 +56,7 @@ def join_open(
         usual,
         run=run_either(usual.run, other.run, read, looks),
         infer=run_either(usual.infer, other.infer, read, looks),
+        write=write_either(usual, other, read, looks),
         workspace=max(usual.workspace, other.workspace),
         temporary=max(usual.temporary, other.temporary),
         notes=(*usual.notes, f"where booleans keep all places, {'; '.join(other.notes)}"),
@@ -72,6 +73,19 @@ def run_either(usual: Run, other: Run, read: Sequence[int], looks: Sequence[int]
         return other(*[tensors[n] for n in read])
 
     return run
+
+
+def write_either(
+    usual: Executable, other: Executable, read: Sequence[int], looks: Sequence[int]
+) -> Write | None:
+    """`run_either` for outputs in the caller's tensors."""
+
+    def write(rooms: Tensors, *tensors: torch.Tensor) -> Tensors:
+        if all(keeps_all(tensors[n]) for n in looks):
+            return other.place(rooms, [tensors[n] for n in read])
+        return usual.place(rooms, tensors)
+
+    return usual.write and write
 
 
 def keeps_all(flags: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ gives a problem of numbers, as for a graph of its own, and runs in equal tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import cast, final
 
@@ -18,6 +18,7 @@ from attn_graph.ir.binding import settle_attention
 from attn_graph.ir.tangents import attention_in
 from attn_graph.lowering.folding import Shapes, fold_problem, shape_each
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.rooms import Rooms, room_name
 from attn_graph.lowering.steps import Work
 from attn_graph.machine.ambient import is_neutral, neutral_state
 from attn_graph.machine.fitting import Shape, Specs, compile_reads, compile_specs, find_reads
@@ -82,11 +83,15 @@ class SizedStep:
         keys = find_keys(op, specs, names)
         return cls(op, node, names, read, lay, moves, folds, lower, keys)
 
-    def call(self, device: torch.device, *operands: torch.Tensor) -> Tensors:
-        return self.at(self.read(operands))[0](device, *operands)
+    def call(
+        self, device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None
+    ) -> Tensors:
+        return self.at(self.read(operands))[0](device, *operands, rooms=rooms)
 
-    def infer(self, device: torch.device, *operands: torch.Tensor) -> Tensors:
-        return self.at(self.read(operands))[1](device, *operands)
+    def infer(
+        self, device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None
+    ) -> Tensors:
+        return self.at(self.read(operands))[1](device, *operands, rooms=rooms)
 
     def make(self, sizes: Shape) -> Ready:
         if is_neutral():  # as it mostly is
@@ -144,20 +149,32 @@ def unfold_ready(ready: Ready, problem: Problem, folded: Problem | None) -> Read
     given = {n: x.shape for n, x in enumerate(folded.specs) if x != problem.specs[n]}
     due, (call, infer) = result_shapes(problem, given), ready
     first = due if problem.grad is not None else {0: due[0]}
-    return partial(run_folded, call, given, due), partial(run_folded, infer, given, first)
+    rooms = {} if problem.grad is not None else room_shapes(folded)
+    lay = partial(partial, run_folded)
+    return lay(call, given, due, rooms), lay(infer, given, first, rooms)
 
 
 def run_selected(
-    work: Work, kept: Sequence[int], device: torch.device, *operands: torch.Tensor
-) -> Tensors:
-    return work(device, *[operands[n] for n in kept])
+    work: Work, kept: Sequence[int], device: torch.device, *operands: torch.Tensor,
+    rooms: Rooms | None = None,
+) -> Tensors:  # fmt: skip
+    return work(device, *[operands[n] for n in kept], rooms=rooms)
 
 
 def run_folded(
-    work: Work, given: Shapes, due: Shapes, device: torch.device, *operands: torch.Tensor
-) -> Tensors:
-    """given, due: shapes of the operands with heads as rows, and of the results."""
-    return shape_each(work(device, *shape_each(operands, given)), due)
+    work: Work, given: Shapes, due: Shapes, made: Mapping[str, Shape], device: torch.device,
+    *operands: torch.Tensor, rooms: Rooms | None = None,
+) -> Tensors:  # fmt: skip
+    """given, due: shapes of the operands with heads as rows, and of the results. made: shapes of
+    the results with heads as rows, by the names of rooms."""
+    folded = rooms and {name: x.reshape(made[name]) for name, x in rooms.items() if name in made}
+    return shape_each(work(device, *shape_each(operands, given), rooms=folded), due)
+
+
+def room_shapes(folded: Problem) -> dict[str, Shape]:
+    """The shapes of an attention's results, by the names of rooms."""
+    shape, _ = folded.layout_of_o
+    return {room_name("o"): shape} | {room_name(n): shape[:3] for n in folded.node.stats}
 
 
 def result_shapes(problem: Problem, folded: Collection[int]) -> Shapes:

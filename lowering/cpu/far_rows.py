@@ -18,6 +18,7 @@ from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.sink_sums import run_backward
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.rooms import Rooms
 from attn_graph.lowering.steps import Work, lease_rooms
 from attn_graph.spec import TensorSpec
 
@@ -37,11 +38,13 @@ def or_by_products(work: Work, op: Attention | AttentionGrad, options: Options) 
     """The work, done by matrix products if it raises FarRowsError."""
     again = by_products(op, options)
 
-    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+    def call(
+        device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None
+    ) -> Sequence[torch.Tensor]:
         try:
-            return work(device, *operands)
+            return work(device, *operands, rooms=rooms)
         except FarRowsError:
-            return again(device, *operands)
+            return again(device, *operands, rooms=rooms)
 
     return call
 
@@ -49,12 +52,15 @@ def or_by_products(work: Work, op: Attention | AttentionGrad, options: Options) 
 def by_products(op: Attention | AttentionGrad, options: Options) -> Work:
     """An attention, or its gradient, on tiles of whole rows, planned when first needed."""
 
-    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+    def call(
+        device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None
+    ) -> Sequence[torch.Tensor]:
         tiles = plan_products(op, (*map(TensorSpec.like, operands),))
         forward: Callable[..., Sequence[torch.Tensor]] = tiles.forward
         if tiles.problem.grad is not None:
             forward = partial(run_backward, tiles.problem, tiles.backward)
-        return lease_rooms(forward, tiles.scratch, options.workspace)(device, *operands)
+        leased = lease_rooms(forward, tiles.scratch, options.workspace)
+        return leased(device, *operands, rooms=rooms)
 
     return call
 

@@ -41,17 +41,14 @@ class FusedRun:
     """Runs an attention, or its gradient, on its tiles.
 
     slots: the tiles; None if each call has to list them, or make them ready. whole: True if they
-    are one call of the kernel. direct: True if the kernel's result is already the final o. made:
-    shape and strides of o. wide: the dtype of the computation. restores: as Attention has it. at:
-    every place, without data; None if each call makes them.
+    are one call of the kernel. direct: True if the kernel's result is already the final o.
+    restores: as Attention has it. at: every place, without data; None if each call makes them.
     """
 
     tiles: FusedTiles
     slots: tuple[TileSlot, ...] | None
     whole: bool
     direct: bool
-    made: tuple[tuple[int, ...], tuple[int, ...]]
-    wide: torch.dtype
     restores: tuple[bool, ...]
     at: Place | None
 
@@ -62,7 +59,7 @@ class FusedRun:
         whole = slots is not None and tiles.is_whole([slot.tile for slot in slots])
         few = p.B + p.H + p.M + p.N <= MOST_POSITIONS
         at = all_places(p, {}) if few and tiles.addends else None
-        return cls(tiles, slots, whole, tiles.is_direct, p.layout_of_o, p.wide, p.node.restores, at)
+        return cls(tiles, slots, whole, tiles.is_direct, p.node.restores, at)
 
     def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
         """The tiles of a call, given the mask's tensors; True if they are one call of the
@@ -90,9 +87,8 @@ class FusedRun:
         if whole and self.direct:
             (slot,) = slots
             return call.attend(slot, with_lse=with_lse)
-        shape, strides = self.made
-        o = torch.empty_strided(shape, strides, dtype=operands[0].dtype, device="cpu")
-        lse = torch.empty(shape[:3], dtype=self.wide, device="cpu")
+        p, device = self.tiles.problem, operands[0].device
+        o, lse = p.new_o(device, scratch), p.new_statistic("lse", device, scratch)
         for slot in slots:
             part, part_lse = call.attend(slot, with_lse=with_lse)
             slot.rows(o).copy_(part[..., : o.shape[3]])

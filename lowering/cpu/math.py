@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
-from typing import final
+from typing import Any, TypeVar, final
 
 import torch
 from attrs import evolve, frozen
@@ -21,7 +21,7 @@ from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad, keep_weights
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
-from attn_graph.lowering.backend import Backend, Executable, Options, Run, switch_name
+from attn_graph.lowering.backend import Backend, Executable, Options, Run, Write, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
 from attn_graph.lowering.cpu.all_kept import skips_booleans
@@ -62,6 +62,7 @@ MATH_IS_FASTER = {
 }
 NOTHING = Scratch()
 Tensors = Sequence[torch.Tensor]
+T = TypeVar("T")
 TileWork = Callable[[Tensors, Mapping[str, torch.Tensor]], Tensors]
 Dtypes = frozenset[torch.dtype]
 MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
@@ -225,7 +226,8 @@ def fuses(problem: Problem) -> bool:
 @final
 @frozen
 class Step:
-    """One equation, ready to run. infer: as `call`, for the first result alone."""
+    """One equation, ready to run. infer: as `call`, for the first result alone. writes: True if
+    both can write into the caller's tensors."""
 
     call: Work
     scratch: Scratch = NOTHING
@@ -233,6 +235,7 @@ class Step:
     note: str | None = None
     infer: Work | None = None
     in_c_order: bool = False
+    writes: bool = False
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
@@ -262,7 +265,7 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
     lower, gives = partial(lower_sequence, target, options), gives_statistics(graph, eqn)
     shortcut = partial(whole_sequence, target, options, gives)
     call, infer = lease_run(PackedRun(eqn, specs, lower, gives, shortcut), options.workspace)
-    return Step(call, infer=infer)
+    return Step(call, infer=infer, writes=True)
 
 
 def sized_step(
@@ -281,7 +284,8 @@ def sized_step(
         return ready_alone(tiles, options), isinstance(tiles, WholeTiles) and tiles.takes_any_keys
 
     step = SizedStep.of(op, specs, folds, lower)
-    return None if step is None else Step(step.call, infer=step.infer)
+    writes = isinstance(op, Attention)
+    return None if step is None else Step(step.call, infer=step.infer, writes=writes)
 
 
 def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Options) -> Executable:
@@ -291,10 +295,14 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
         for n, (eqn, step) in enumerate(zip(graph.eqns, steps, strict=True))
         if step.infer not in (None, step.call) and not gives_statistics(graph, eqn)
     }
-    plan = Steps.of(graph, calls, target.kind, leaner)
-    run, infer = plan.run, plan.infer if leaner else plan.run
+    writing = [n for n, step in enumerate(steps) if step.writes]
+    plan = Steps.of(graph, calls, target.kind, leaner, writing)
+    run: Run = plan.run
+    infer: Run = plan.infer if leaner else plan.run
+    write: Write | None = plan.write if plan.writes_all else None
     if options.exact(graph):
         run, infer = (partial(run_exact, f, target.kind) for f in (run, infer))
+        write = write and partial(run_exact, write, target.kind)
     return Executable(
         run,
         max((step.scratch.bytes for step in steps), default=0),
@@ -302,10 +310,11 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
         tuple(step.note for step in steps if step.note),
         infer=infer,
         in_c_order=all(step.in_c_order for step in steps),
+        write=write,
     )
 
 
-def run_exact(run: Run, kind: str, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+def run_exact(run: Callable[..., T], kind: str, *tensors: Any) -> T:  # Any: rooms come first
     """Run a plan for exact products on a kind of device. Raises PlanTargetError if PyTorch's may
     round by now."""
     if products_round(kind):
@@ -328,7 +337,18 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
     temporary = count_temporary(tiles) + (ends.bytes if ends else 0)
     note = "; ".join([tiles.summary(), *([ends.note] if ends else [])])
     by_products = isinstance(tiles, RowTiles | ProductTiles)
-    return Step(call, tiles.scratch, temporary, note, infer, in_c_order=by_products)
+    writes = writes_into(tiles)
+    return Step(call, tiles.scratch, temporary, note, infer, by_products, writes)
+
+
+def writes_into(tiles: Tiles) -> bool:
+    """True if tiles write into the caller's tensors: not as one call of PyTorch's kernel, which
+    allocates its results, nor for derivatives."""
+    if isinstance(tiles, TangentTiles | WholeTiles) or tiles.problem.grad is not None:
+        return False
+    if not isinstance(tiles, FusedTiles) or tiles.static is None:
+        return True
+    return not (tiles.is_direct and tiles.is_whole(tiles.static))
 
 
 def count_temporary(tiles: Tiles) -> int:
@@ -387,7 +407,8 @@ def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Ste
     specs, gives = tuple(operand_specs(graph, eqn)), gives_statistics(graph, eqn)
     plan = plan_packed(eqn, specs, lower, options.workspace, gives=gives)
     scratch = Scratch({"called": Buffer((plan.workspace,), torch.uint8)})  # leased by its callees
-    return Step(plan.call, scratch, plan.temporary, plan.note, plan.infer)
+    writes = plan.writes
+    return Step(plan.call, scratch, plan.temporary, plan.note, plan.infer, writes=writes)
 
 
 def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:

@@ -47,9 +47,10 @@ from attn_graph.lowering.cpu.sequences import (
     meta_pages,
     replace_lengths,
 )
+from attn_graph.lowering.rooms import room_name
 from attn_graph.lowering.steps import Work, lease_rooms
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
-from attn_graph.machine.workspace import Buffer, Scratch, Workspace
+from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
 from attn_graph.masks import Data, needs_of
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
 from attn_graph.spec import (
@@ -281,7 +282,7 @@ class PackedRun:
     ) -> list[torch.Tensor]:
         """The first results: the wanted labels."""
         spans = self.spans(operands)
-        results = self.new_results(spans, operands, wanted)
+        results = self.new_results(spans, operands, wanted, rooms)
         for span in spans:
             part = self.part_of(span.sizes, span.entry if self.node.dropout else 0)
             run = self.run_whole if part.blocks is None else self.run_blocks
@@ -331,19 +332,23 @@ class PackedRun:
             self.write(by[whole], labels[whole], span, y)
 
     def new_results(
-        self, spans: Sequence[Span], operands: Tensors, wanted: tuple[Label, ...]
+        self, spans: Sequence[Span], operands: Tensors, wanted: tuple[Label, ...], rooms: Views
     ) -> list[torch.Tensor]:
-        """Room for results: 0 in sums and in rows of no sequence, -inf in statistics."""
+        """Memory for results, the caller's if given: 0 in sums and in rows of no sequence, -inf in
+        statistics."""
         (q, k, *_), device = operands, operands[0].device
         covers = {
             "rows": self.covers("rows", q, sum(span.sizes.rows for span in spans), len(spans)),
             "keys": self.covers("keys", k, sum(span.sizes.keys for span in spans), len(spans)),
         }
         room: list[torch.Tensor] = []
+        given = {name: rooms[n] for name in self.op.names if (n := room_name(name)) in rooms}
         lies = zip(self.shapes_of(operands), self.layouts, strict=True)
         named = zip(self.op.names, wanted, strict=False)
         for (name, label), (layout, spec) in zip(named, lies, strict=False):
-            x = torch.empty_strided(*layout, dtype=spec.dtype, device=device)
+            x = given.get(name)
+            if x is None or x.dtype != spec.dtype:
+                x = torch.empty_strided(*layout, dtype=spec.dtype, device=device)
             if not covers.get(str(label), False):
                 x.fill_(-INF if self.op.hides(name) else 0.0)
             room.append(x)
@@ -426,7 +431,8 @@ class PackedRun:
 class PackedPlan:
     """The run of an equation on packed tensors, and its memory, in bytes.
 
-    infer: the run without anything saved for derivatives, if it is less work.
+    infer: the run without anything saved for derivatives, if it is less work. writes: True if both
+    write into the caller's tensors.
     """
 
     call: Work
@@ -434,6 +440,7 @@ class PackedPlan:
     workspace: int
     temporary: int
     note: str
+    writes: bool
 
 
 def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
@@ -463,4 +470,4 @@ def plan_packed(
     rooms = Scratch(run.rooms)
     most = max(probe.workspace for probe in run.probes) + rooms.bytes
     temporary = max(probe.temporary for probe in run.probes) + run.held
-    return PackedPlan(*lease_run(run, workspace), most, temporary, run.summary)
+    return PackedPlan(*lease_run(run, workspace), most, temporary, run.summary, each)

@@ -166,8 +166,8 @@ class ProductTiles(TileGrid):
         """The results of the attention, in the order of their names."""
         p, given = self.problem, self.problem.node.split(operands)
         k, v = self.packed(operands, scratch)
-        o, shape = p.new_o(given.q.device), (p.B, p.H, p.M)
-        stats = {n: torch.empty(shape, dtype=p.wide, device=o.device) for n in p.node.stats}
+        o = p.new_o(given.q.device, scratch)
+        stats = {n: p.new_statistic(n, o.device, scratch) for n in p.node.stats}
         results = {"o": o, **stats}
         for here in self.visits(given, scratch):
             here.attend(k, v, {name: here.slot.rows(x) for name, x in results.items()})

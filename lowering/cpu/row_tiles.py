@@ -56,8 +56,11 @@ class RowTiles(RowGrid):
     ) -> tuple[torch.Tensor, ...]:
         """o and lse, or o and weights if they are kept."""
         p, (own, seed) = self.problem, self.take_seed(operands)
-        shape, dtype = ((*p.sizes,), p.dtype) if self.kept else (p.sizes[:3], p.wide)
-        saved = torch.empty(shape, dtype=dtype, device=operands[0].device)
+        device = operands[0].device
+        if self.kept:
+            saved = torch.empty((*p.sizes,), dtype=p.dtype, device=device)
+        else:
+            saved = p.new_statistic("lse", device, scratch)
         return *self.infer(own, scratch, saved, seed), saved
 
     def take_seed(
@@ -81,7 +84,7 @@ class RowTiles(RowGrid):
                 return self.infer_entries(operands, scratch, saved, hiding)
             return self.infer_runs(operands, scratch, saved, hiding, seed)
         q, k, v = operands[:3]
-        o = self.problem.new_o(q.device)
+        o = self.problem.new_o(q.device, scratch)
         for spot in self.spots(operands, scratch, q):
             spot.attend((q, k, v), o, saved, seed)
         return (o,)
@@ -92,7 +95,7 @@ class RowTiles(RowGrid):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """o alone, on runs of heads. hiding: of each, by the mask."""
         q, k, v = operands[:3]
-        o = self.problem.new_o(q.device)
+        o = self.problem.new_o(q.device, scratch)
         core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
         if hiding and hiding.reach < self.problem.N:
             k, v = k[:, :, : hiding.reach], v[:, :, : hiding.reach]
@@ -113,7 +116,7 @@ class RowTiles(RowGrid):
         hiding: Hiding,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """o alone, one batch entry after the other, of the keys left by data."""
-        p, o = self.problem, self.problem.new_o(operands[0].device)
+        p, o = self.problem, self.problem.new_o(operands[0].device, scratch)
         core, fills = Core(self.steps, scratch, hiding.blind), self.fills_o
         each = [x.view(p.B, p.G, -1, x.shape[3]).unbind() for x in (*operands[:3], o)]
         rooms = repeat(None) if saved is None else saved.view(p.B, p.G, -1, 1).unbind()

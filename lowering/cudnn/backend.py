@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
@@ -24,6 +25,7 @@ from attn_graph.lowering.backend import (
 )
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
+from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
 
@@ -136,13 +138,15 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     if over := [*options.over_workspace(need.workspace or 0)]:
         raise RefusedError(*over)
     run = make_run(case, call, graph, options, plan)
+    call_run = run.forward if case.problem.grad is None else run.backward
     executable = Executable(
-        run.forward if case.problem.grad is None else run.backward,
+        call_run,
         need.workspace or 0,
         need.temporary,
         (str(plan), *need.notes),
         inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
+        write=partial(write_named, call_run, graph.result_names),
     )
     if case.problem.grad is not None or "lse" in graph.result_names:
         return executable
@@ -150,6 +154,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return evolve(
         executable,
         infer=lean,
+        write=partial(write_named, lean, graph.result_names),
         prepare=lean.prepare,
         inspect=lambda: (*executable.inspect(), str(lean)),
     )

@@ -44,6 +44,7 @@ from attn_graph.lowering.problem import (
     on_boundary,
     read_operands,
 )
+from attn_graph.lowering.rooms import NO_ROOMS, Rooms, require_aligned, room_or_new
 from attn_graph.machine.device_memo import DeviceMemo
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
@@ -94,30 +95,31 @@ class CudnnPackedRun:
         pages = ("pages",) if self.sequences.table else ()
         return (*operand_names(self.problem), *starts, *pages)
 
-    def forward(self, *tensors: torch.Tensor) -> Results:
+    def forward(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """o, and lse if it is stored."""
-        made = self.run(self.named(tensors))
+        made = self.run(self.named(tensors), rooms)
         return [made[name] for name in self.graph.result_names], [*made.values()]
 
-    def backward(self, *tensors: torch.Tensor) -> Results:
+    def backward(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """The wanted gradients of the operands, o, lse and the cotangents."""
-        made = self.run(self.named(tensors))
+        made = self.run(self.named(tensors), rooms)
         return [made[name] for name in self.graph.result_names], ()
 
     def named(self, tensors: Sequence[torch.Tensor]) -> Named:
         """The operands by name, with lengths from differences of starts."""
         return dict(zip(self.roles, read_operands(self.graph, tensors), strict=True))
 
-    def run(self, x: Named) -> Named:
+    def run(self, x: Named, rooms: Rooms) -> Named:
         device, ends = x["q"].device, self.ends(x)
+        require_aligned(rooms)
         with self.workspace.lease(self.scratch, device) as room:
             self.write_tables(x, ends, room)
             known = {**self.clean(x, room), **room, **self.lengths(ends)}
             given = [argument(slot, known) for slot in self.call.inputs]
-            made = {slot.source: self.blank(slot, x, room) for slot in self.call.outputs}
+            made = {slot.source: self.blank(slot, x, room, rooms) for slot in self.call.outputs}
             pack = dict(enumerate((*given, *made.values()), start=1))
             self.execute(pack, room.get("workspace"), device)
-            return self.finish(made, x, ends)
+            return self.finish(made, x, ends, rooms)
 
     # Tables
 
@@ -192,12 +194,13 @@ class CudnnPackedRun:
         T = self.sequences.totals.get(SIDES.get(slot.source, ""))
         return blank(slot)[:2] if T is None else packed_layout(slot, T)
 
-    def blank(self, slot: Slot, x: Named, room: Views) -> torch.Tensor:
+    def blank(self, slot: Slot, x: Named, room: Views, rooms: Rooms) -> torch.Tensor:
         """An empty result. It is 0 if cuDNN adds to it or leaves rows unwritten; lse has its value
         for rows without keys."""
         if slot.source == "lse" and slot.offsets:
             return self.blank_lse(x, room["stats"])
-        made = torch.empty_strided(*self.layout(slot), dtype=slot.dtype, device=x["q"].device)
+        lying = (*self.layout(slot), slot.dtype)
+        made = room_or_new(rooms, slot.source, lying, x["q"].device)
         return made.zero_() if slot.offsets or slot.source not in SIDES else made
 
     def blank_lse(self, x: Named, room: torch.Tensor) -> torch.Tensor:
@@ -207,14 +210,14 @@ class CudnnPackedRun:
         outside = ~self.inside("rows", x)
         return room.copy_(x["sinks"]).masked_fill_(outside[:, None], -INF)
 
-    def finish(self, made: Named, x: Named, ends: Named) -> Named:
+    def finish(self, made: Named, x: Named, ends: Named, rooms: Rooms) -> Named:
         """The results as we give them back."""
         totals, other = self.sequences.totals, {"rows": "keys", "keys": "rows"}
         cast_sinks(made, self.problem)
         for name, t in made.items():
             side = SIDES.get(name, "")
             if name == "lse" and side in totals:
-                made[name] = t.T.contiguous()
+                made[name] = rooms[name].copy_(t.T) if name in rooms else t.T.contiguous()
             elif side and side not in totals:
                 empty = (ends[other[side]] == 0).view(-1, *(1 for _ in t.shape[1:]))
                 made[name] = self.without_partner(name, t, empty, x)
@@ -227,7 +230,7 @@ class CudnnPackedRun:
         if name != "lse":
             return t.masked_fill_(empty, 0.0)
         blind = x["sinks"][:, None] if "sinks" in x else t.new_full((), -INF)
-        return torch.where(empty, blind, t)
+        return torch.where(empty, blind, t, out=t)
 
 
 def argument(slot: Slot, known: Named) -> torch.Tensor:

@@ -27,6 +27,7 @@ from attn_graph.lowering.problem import (
     on_boundary,
     select_outputs,
 )
+from attn_graph.lowering.rooms import NO_ROOMS, Rooms, require_aligned, room_or_new
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.sizes import format_bytes
@@ -140,19 +141,20 @@ class Run:
         )  # fmt: skip
 
     def forward(
-        self, *tensors: torch.Tensor
+        self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """o, and lse if it is stored."""
-        made = self.run(tensors)
+        made = self.run(tensors, rooms)
         results = {x.source: t for x, t in zip(self.call.outputs, made, strict=True)}
         return [results[name] for name in self.graph.result_names], made
 
     def backward(
-        self, *tensors: torch.Tensor
+        self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """The wanted gradients of the operands, o, lse and the cotangents."""
         assert self.problem.grad is not None
-        results = self.run(tensors if self.rows is None else self.cleared(tensors, *self.rows))
+        clean = tensors if self.rows is None else self.cleared(tensors, *self.rows)
+        results = self.run(clean, rooms)
         by_source = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
         cast_sinks(by_source, self.problem)
         return select_outputs(self.graph, [by_source[name] for name in self.problem.grad.names]), ()
@@ -178,7 +180,7 @@ class Run:
             clean[n] = copy.copy_(tensors[n]).masked_fill_(past[:, None, :, None], 0.0)
         return clean
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, tensors: Sequence[torch.Tensor], rooms: Rooms) -> list[torch.Tensor]:
         device = tensors[0].device
         if self.keys is not None:
             tensors = self.ended(tensors, *self.keys)
@@ -192,16 +194,24 @@ class Run:
             if t.data_ptr() % ALIGNED:
                 sources = (x.source for x in self.call.inputs)
                 raise PlanMismatchError(*find_misplaced(zip(sources, given, strict=True)))
-        made = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            for shape, strides, dtype in self.blanks
-        ]
+        made = self.new_results(device, rooms)
         for n in self.sums:
             made[n].zero_()
         with self.workspace.lease(self.scratch, device) as views:
             pack = dict(enumerate(given + made, start=1))
             self.execute(pack, views.get("workspace"), device)
         return made
+
+    def new_results(self, device: torch.device, rooms: Rooms) -> list[torch.Tensor]:
+        """Uninitialised results, in their rooms."""
+        if not rooms:
+            return [
+                torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                for shape, strides, dtype in self.blanks
+            ]
+        require_aligned(rooms)
+        each = zip(self.call.outputs, self.blanks, strict=True)
+        return [room_or_new(rooms, x.source, lying, device) for x, lying in each]
 
     def special(
         self, n: int, tensors: Sequence[torch.Tensor], device: torch.device
@@ -238,9 +248,9 @@ class Inference:
     run: Callable[..., Results] | None = None
     lock: threading.Lock = field(factory=threading.Lock, init=False)
 
-    def __call__(self, *tensors: torch.Tensor) -> Results:
+    def __call__(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         run = self.run or self.choose(tensors[0].device)
-        return run(*tensors)
+        return run(*tensors, rooms=rooms) if rooms else run(*tensors)
 
     def choose(self, device: torch.device) -> Callable[..., Results]:
         """The call to run before the plan is built."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
@@ -26,6 +26,7 @@ from attn_graph.lowering.backend import (
 from attn_graph.lowering.cudnn.backend import read_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
+from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.machine.target import Target
 
@@ -129,6 +130,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     def kernels() -> list[CompiledKernel | MachineCode]:
         return [*compile_lists(run.call, target), *compile_for_target(run, target, options)]
 
+    infer = run.backward if backward else run.inference
     return Executable(
         run.backward if backward else run.forward,
         run.leased,
@@ -136,7 +138,8 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         tuple(run.notes()),
         inspect=lambda: tuple(map(str, kernels())),
         text=lambda: "\n".join([*run.call.texts, *(x.ptx for x in kernels())]),
-        infer=run.backward if backward else run.inference,
+        infer=infer,
+        write=partial(write_named, infer, graph.result_names),
         prepare=kernels,
     )
 

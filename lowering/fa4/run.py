@@ -40,6 +40,7 @@ from attn_graph.lowering.problem import (
     select_outputs,
     tidy_strides,
 )
+from attn_graph.lowering.rooms import NO_ROOMS, Rooms, require_aligned, room_or_new
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Store
@@ -171,14 +172,16 @@ class Fa4Run:
             device, lambda: [copy_to(device, x, "lists of tiles") for x in lists.tensors]
         )
 
-    def attend(self, tensors: Sequence[torch.Tensor], *, with_lse: bool) -> dict[str, torch.Tensor]:
+    def attend(
+        self, tensors: Sequence[torch.Tensor], rooms: Rooms, *, with_lse: bool
+    ) -> dict[str, torch.Tensor]:
         """o, and lse if it is asked for."""
         own, call = self.operands(tensors), self.call
         named = self.clean(own)
         if texts := find_misplaced(named.items()):
             raise PlanMismatchError(*texts)
         names = ("o", "lse") if with_lse else ("o",)
-        results = {name: new_tensor(self.results[name], own[0].device) for name in names}
+        results = {name: new_result(name, self.results, own[0].device, rooms) for name in names}
         if call.ends:  # kernels write no row past a length
             results["o"].zero_()
         if call.ends and with_lse:
@@ -190,20 +193,20 @@ class Fa4Run:
         if with_lse and (sinks := call.problem.node.split(own).sinks) is not None:
             # Kernels add exp(sink - largest score): inf if all weight is the sink's.
             lse = results["lse"]
-            results["lse"] = torch.where(lse == INF, sinks.to(lse.dtype)[:, None], lse)
+            torch.where(lse == INF, sinks.to(lse.dtype)[:, None], lse, out=lse)
         return results
 
-    def forward(self, *tensors: torch.Tensor) -> Results:
+    def forward(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """The outputs, and o and lse for the backward."""
-        results = self.attend(tensors, with_lse=True)
+        results = self.attend(tensors, rooms, with_lse=True)
         return [results[name] for name in self.graph.result_names], (results["o"], results["lse"])
 
-    def inference(self, *tensors: torch.Tensor) -> Results:
+    def inference(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """The outputs, without lse unless it is one of them."""
-        results = self.attend(tensors, with_lse=returns_lse(self.graph))
+        results = self.attend(tensors, rooms, with_lse=returns_lse(self.graph))
         return [results[name] for name in self.graph.result_names], ()
 
-    def backward(self, *tensors: torch.Tensor) -> Results:
+    def backward(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """The gradients, in the order of the outputs."""
         p = self.call.problem
         grad = p.grad
@@ -217,7 +220,8 @@ class Fa4Run:
         if dlse is not None:
             blind = clear_blind_rows(dlse, read.lse) if self.is_blind else dlse
             named["dlse"] = blind.contiguous()
-        gradients = {name: new_tensor(x, lse.device) for name, x in self.gradients.items()}
+        own_results = self.gradients
+        gradients = {n: new_result(n, own_results, lse.device, rooms) for n in own_results}
         if self.call.ends:  # kernels write no row past a length
             gradients = {name: x.zero_() for name, x in gradients.items()}
         named |= gradients
@@ -334,8 +338,17 @@ class Fa4Run:
             yield from cotangent_note(p, f"lies otherwise than in rows of {ALIGNED} bytes")
 
 
+def new_result(
+    name: str, specs: Mapping[str, TensorSpec], device: torch.device, rooms: Rooms
+) -> torch.Tensor:
+    """An uninitialised result, in its room."""
+    require_aligned(rooms)
+    spec = specs[name]
+    return tidy_strides(room_or_new(rooms, name, (spec.shape, spec.strides, spec.dtype), device))
+
+
 def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """An uninitialised result, or copy of an operand."""
+    """Uninitialised memory for the copy of an operand."""
     made = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)
     return tidy_strides(made)
 

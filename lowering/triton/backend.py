@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from attn_graph.lowering.reasons import (
     untraceable,
     wide_heads,
 )
+from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
 from attn_graph.lowering.triton.layout import Layout
@@ -147,7 +148,8 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 def lower_part(part: Single, target: Target, options: Options) -> Executable:
     flash = plan_flash(part.work, target, options)
     call = TritonCall(flash, part.graph, options)
-    run = call.run
+    run, second = call.run, flash.push is not None and flash.problem.grad is not None
+    infer = run if part.graph.is_gradient or returns_lse(part.graph) else call.inference
     return Executable(
         run,
         flash.scratch.bytes,
@@ -156,7 +158,8 @@ def lower_part(part: Single, target: Target, options: Options) -> Executable:
         launches=lambda: tuple(launch_notes(flash)),
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
-        infer=run if part.graph.is_gradient or returns_lse(part.graph) else call.inference,
+        infer=infer,
+        write=None if second else partial(write_named, infer, part.graph.result_names),
         prepare=lambda: compile_kernels(flash),
     )
 
@@ -175,7 +178,9 @@ def lower_formulas(graph: Graph, target: Target, options: Options) -> Executable
     except Untraceable:
         return None
     saves = graph.is_gradient or returns_lse(graph)
-    return Executable(calls.run, infer=calls.run if saves else calls.infer)
+    infer = calls.run if saves else calls.infer
+    write = partial(write_named, infer, graph.result_names)
+    return Executable(calls.run, infer=infer, write=write)
 
 
 def join_parts(graph: Graph, parts: Sequence[Single], lowered: Sequence[Executable]) -> Executable:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from attrs import field, frozen
 
-from attn_graph.ir.attention import SAVED, GradientOperands
+from attn_graph.ir.attention import SAVED, AttentionGrad, GradientOperands
 from attn_graph.ir.gradient_ops import (
     clear_blind_rows,
     sink_gradient,
@@ -20,13 +20,14 @@ from attn_graph.ir.packed import LENGTHS
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, GradientTangents
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.problem import read_operands, read_specs, select_outputs
+from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms
 from attn_graph.lowering.triton.page_order import order_pages, sums_pages
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.triton.launches import Launch
-    from attn_graph.lowering.triton.plan import Flash, Lying
+    from attn_graph.lowering.triton.plan import Flash
 
 Named = dict[str, Any]  # tensors by their names in launches
 Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and saved tensors
@@ -51,48 +52,49 @@ class TritonCall:
             return self.push_backward if gradient else self.push
         return self.backward if gradient else self.forward
 
-    def forward(self, *tensors: torch.Tensor) -> Results:
+    def forward(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """o and statistics, then the saved values."""
-        results = self.attend(self.flash.launches, tensors, self.flash.problem.node.stats)
+        results = self.attend(self.flash.launches, tensors, self.flash.problem.node.stats, rooms)
         return [results[name] for name in self.graph.result_names], [
             results[name] for name in SAVED
         ]
 
-    def inference(self, *tensors: torch.Tensor) -> Results:
+    def inference(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """The forward without lse, for a graph without lse among its results."""
         stats = [name for name in self.flash.problem.node.stats if name != "lse"]
-        results = self.attend(self.flash.without_lse, tensors, stats)
+        results = self.attend(self.flash.without_lse, tensors, stats, rooms)
         return [results[name] for name in self.graph.result_names], ()
 
     def attend(
-        self, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], stats: Sequence[str]
-    ) -> Named:
+        self, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], stats: Sequence[str],
+        rooms: Rooms,
+    ) -> Named:  # fmt: skip
         """o and these statistics, by name."""
         every, count = self.operands(tensors), len(self.flash.problem.node.ranks)
         operands, tables = every[:count], every[count:]
-        results = self.new_results(("o", *stats), operands[0].device)
+        results = self.new_results(("o", *stats), operands[0].device, rooms)
         with self.launched(launches, {**results}, operands, tables=tables):
             pass
         return results
 
-    def push(self, *tensors: torch.Tensor) -> Results:
+    def push(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """The results of an AttentionJvp, and the tensors for its derivatives."""
         op = self.graph.eqns[0].op
         assert isinstance(op, AttentionJvp)
         own, moved = op.split(self.operands(tensors))
-        results = self.new_results(self.flash.results, own[0].device)
+        results = self.new_results(self.flash.results, own[0].device, rooms)
         with self.launched(self.flash.launches, {**results}, own, moved):
             pass
         every = [results[name] for name in op.names]
         return select_outputs(self.graph, every), [results[name] for name in op.saved]
 
-    def backward(self, *tensors: torch.Tensor) -> Results:
+    def backward(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """The wanted gradients of the operands, o, lse and the cotangents."""
         grad = self.flash.problem.grad
         assert grad is not None
         every, count = self.operands(tensors), len(grad.ranks)
         read = grad.split(every[:count])
-        named = self.name_gradient(read)
+        named = self.name_gradient(read, by_number(grad, rooms))
         if sums_pages(self.flash.layout):
             named |= self.order_pages(read.own, every[count:])
 
@@ -115,7 +117,7 @@ class TritonCall:
         op = self.graph.eqns[0].op
         assert isinstance(op, AttentionGradJvp)
         x = op.split(self.operands(tensors))
-        named = self.name_gradient(x.read) | name_directions(x)
+        named = self.name_gradient(x.read, NO_ROOMS) | name_directions(x)
         moved = op.grad.attention.split(x.own).sinks
 
         def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
@@ -131,16 +133,16 @@ class TritonCall:
         """The equation's operands, among the inputs of the graph."""
         return read_operands(self.graph, tensors)
 
-    def new_results(self, names: Iterable[str], device: torch.device) -> Named:
-        """Uninitialised results, by name."""
-        return {name: self.flash.new_result(name, device) for name in names}
+    def new_results(self, names: Iterable[str], device: torch.device, rooms: Rooms) -> Named:
+        """Uninitialised results, by name, in their rooms."""
+        return {name: self.flash.new_result(name, device, rooms) for name in names}
 
-    def name_gradient(self, read: GradientOperands[torch.Tensor]) -> Named:
+    def name_gradient(self, read: GradientOperands[torch.Tensor], rooms: Rooms) -> Named:
         """Other tensors for kernels of a gradient, and the gradients themselves."""
         contributions = self.flash.code.contributions.items()
         summed = {f"grad{n}" for n, x in contributions if not set("ij") <= set(x.axes)}
         stored = (name for name in self.flash.results if name not in summed)
-        return self.new_results(stored, read.o.device) | {
+        return self.new_results(stored, read.o.device, rooms) | {
             "o": read.o,
             "o.strides": self.flash.layout.strides("o", TensorSpec.like(read.o)),
             "lse": read.lse.contiguous(),  # ours is; another backend may have saved it otherwise
@@ -196,6 +198,12 @@ class TritonCall:
         """A list of tiles on a device, brought there once."""
         host = self.flash.tables[name]
         return self.tables.get((name, device), lambda: copy_to(device, host, "lists of tiles"))
+
+
+def by_number(grad: AttentionGrad, rooms: Rooms) -> Rooms:
+    """The rooms of gradients, by their names in launches."""
+    wanted = (f"grad{n}" for n, wants in enumerate(grad.wants) if wants)
+    return {own: rooms[name] for own, name in zip(wanted, grad.names, strict=True) if name in rooms}
 
 
 def name_operands(

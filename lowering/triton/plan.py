@@ -21,6 +21,7 @@ from attn_graph.kernels.tilings import (
     summed_columns,
 )
 from attn_graph.lowering.problem import Problem, read_specs
+from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms, room_or_new
 from attn_graph.lowering.triton.decode import (
     PARTS,
     PARTS_LSE,
@@ -48,7 +49,6 @@ from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.spec.formulas import decide, defer
 
-Lying = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype
 FORWARDS = ("forward", "merge_parts")  # they store lse, or lse of parts
 NOT_INVARIANT = "the order of sums would follow the batch, which batch_invariant=True forbids"
 NO_MAXIMA = "parts of the largest score are not put together"
@@ -141,9 +141,8 @@ class Flash:
         """Raise RuntimeError if Triton interprets a plan for compiled kernels, or the reverse."""
         check_interpreter(self.target.interprets)
 
-    def new_result(self, name: str, device: torch.device) -> torch.Tensor:
-        shape, strides, dtype = self.results[name]
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    def new_result(self, name: str, device: torch.device, rooms: Rooms = NO_ROOMS) -> torch.Tensor:
+        return room_or_new(rooms, name, self.results[name], device)
 
 
 @final

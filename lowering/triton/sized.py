@@ -20,6 +20,7 @@ from attrs import Factory, evolve, field, frozen
 
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import Options
+from attn_graph.lowering.rooms import NO_ROOMS, Rooms
 from attn_graph.lowering.triton.calls import Results, TritonCall
 from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.layout import Layout
@@ -144,13 +145,13 @@ class SizedCalls:
         """The sizes of tensors, in the order of the graph's symbols."""
         return tuple([(tensors[n].shape[axis] - more) // by for n, axis, by, more in self.reads])
 
-    def run(self, *tensors: torch.Tensor) -> Results:
+    def run(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """As `Executable.run`."""
-        return self.at(self.sizes_of(tensors)).run(*tensors)
+        return self.at(self.sizes_of(tensors)).run(*tensors, rooms=rooms)
 
-    def infer(self, *tensors: torch.Tensor) -> Results:
+    def infer(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """As `Executable.infer`."""
-        return self.at(self.sizes_of(tensors)).inference(*tensors)
+        return self.at(self.sizes_of(tensors)).inference(*tensors, rooms=rooms)
 
     def call_at(self, sizes: Shape) -> TritonCall:
         return TritonCall(self.plan_at(sizes), self.graph, self.options)

@@ -166,7 +166,7 @@ def watch_around_results(monkeypatch: pytest.MonkeyPatch) -> Rooms:
     return rooms
 
 
-def new_haloed(rooms: Rooms, flash: Flash, name: str, _device: torch.device) -> torch.Tensor:
+def new_haloed(rooms: Rooms, flash: Flash, name: str, *_given: object) -> torch.Tensor:
     """A result as `Flash.new_result` makes it, haloed."""
     shape, strides, dtype = flash.results[name]
     return haloed(SPEC(shape, dtype, strides), rooms)
