@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
+from torch.nn.attention.varlen import AuxRequest
 
 import attn_graph as ag
+from attn_graph import nn
+from attn_graph.errors import TensorError
 from attn_graph.machine.overlap import may_overlap, overlaps_itself
 from attn_graph.spec import dense_strides
 from attn_graph.testing.strategies import graphs, seeds, strides_of
@@ -23,6 +27,9 @@ X = ag.TensorSpec((2, 4, 48, 16), torch.float32)
 BSHD = ag.TensorSpec((2, 4, 48, 16), torch.float32, layout="bshd")
 CAUSAL = ag.attention(X, X, X, mask=ag.Causal(), stats=True)
 NAN = float("nan")
+attention: Any = nn.functional.attention  # Any: of arrays too
+varlen_attn: Any = nn.varlen_attn
+varlen_attn_out: Any = nn.varlen_attn_out
 Around = list[tuple[torch.Tensor, torch.Tensor]]  # memory, and its places outside results
 
 
@@ -226,7 +233,7 @@ def test_arrays_with_dlpack_are_read_and_written_in_place() -> None:
     numpy = pytest.importorskip("numpy")
     plan, tensors = ag.compile(CAUSAL, target=CPU), inputs()
     due = as_tuple(plan(*tensors))
-    arrays = [x.numpy() for x in tensors]
+    arrays: Any = [x.numpy() for x in tensors]
     assert all(map(torch.equal, as_tuple(plan(*arrays)), due))
     o, lse = (numpy.zeros(x.shape, "float32") for x in due)
     made = as_tuple(plan(*arrays, out=(o, lse)))
@@ -268,3 +275,68 @@ def test_parts_side_by_side_share_nothing(order: list[int], axis: int, n: int) -
     for m, x in enumerate(parts):
         assert not overlaps_itself(x)
         assert not any(may_overlap(x, y) for y in parts[:m])
+
+
+# Functions of tensors
+
+
+@pytest.mark.parametrize("stats", [False, True])
+def test_functions_of_tensors_write_into_the_callers_tensors(stats: bool) -> None:
+    for n in (40, 48, 48, 40):
+        q, k, v = (x[:, :, :n] for x in inputs(n))
+        due = as_tuple(attention(q, k, v, mask=ag.Causal(), stats=stats))
+        rooms, around = rooms_like(due, 3)
+        made = attention(q, k, v, mask=ag.Causal(), stats=stats, out=rooms if stats else rooms[0])
+        assert all(x is y for x, y in zip(as_tuple(made), rooms, strict=True))
+        assert all(map(torch.equal, rooms, due))
+        assert all((memory[outside] == 7.25).all() for memory, outside in around)
+
+
+def test_a_serving_loop_writes_packed_and_paged_rows_into_its_buffer() -> None:
+    """As it does each step, with other lengths and pages. One plan serves all of them."""
+    pool, buffer = torch.randn(9, 4, 2, 8), torch.zeros(16, 4, 8)
+    for step in range(4):
+        starts, rows = torch.tensor([0, 2, 5 + step]), 5 + step
+        lengths, pages = torch.tensor([6, 8 + step]), torch.randint(9, (2, 4))
+        reads = {"q_starts": starts, "pages": pages, "kv_lengths": lengths}
+        options = {"mask": ag.Causal("bottom_right"), "max_lengths": (8, None)}
+        q, out = torch.randn(rows, 4, 8), buffer[:rows]
+        due = attention(q, pool, pool, **reads, **options)
+        attention(q, pool, pool, **reads, **options, out=out)
+        assert torch.equal(out, due)
+
+
+def test_functions_of_tensors_read_arrays_with_dlpack() -> None:
+    pytest.importorskip("numpy")
+    q, k, v = inputs()
+    bias = torch.randn(1, 4, 48, 48)
+    due = attention(q, k, v, bias=bias)
+    assert torch.equal(attention(*(x.numpy() for x in (q, k, v)), bias=bias.numpy()), due)
+    o = torch.zeros(X.shape)
+    attention(q.numpy(), k, v.numpy(), bias=bias, out=o.numpy())
+    assert torch.equal(o, due)
+
+
+def test_functions_refuse_traces_unknown_names_and_other_results() -> None:
+    q, k, v = inputs()
+    o = torch.zeros(X.shape)
+    with pytest.raises(ag.GraphError, match="traced or transformed"):
+        torch.func.vmap(lambda x: attention(x, k, v, out=o))(q[None])
+    with pytest.raises(ag.GraphError, match="other"):
+        attention(q, k, v, other=k, out=o)
+    with pytest.raises(ag.PlanMismatchError, match="out o: expected"):
+        attention(q, k, v, out=o[:1])
+    with pytest.raises(ag.GraphError, match="out= has no gradient"):
+        attention(q.clone().requires_grad_(), k, v, out=o)
+
+
+def test_varlen_attn_out_writes_its_rows() -> None:
+    q, starts = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    rows, out = (q, q, q, starts, starts, 5, 5), torch.zeros(9, 2, 8)
+    due = varlen_attn(*rows, window_size=(-1, 0))
+    assert varlen_attn_out(out, *rows, window_size=(-1, 0)) is out
+    assert torch.equal(out, as_tuple(due)[0])
+    both = varlen_attn_out(out.zero_(), *rows, return_aux=AuxRequest(lse=True))
+    assert all(map(torch.equal, both, varlen_attn(*rows, return_aux=AuxRequest(lse=True))))
+    with pytest.raises(TensorError, match="out o: expected"):
+        varlen_attn_out(out[1:], *rows)

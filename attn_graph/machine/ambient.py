@@ -19,7 +19,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad, profiler
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes
+
+from attn_graph.errors import GraphError
 
 without_autocast = _DisableAutocast  # in this context operations keep the dtypes of tensors
 
@@ -37,6 +40,15 @@ def is_traced() -> bool:
     It may then be fake, wrapped or a part of another graph, and must not outlive the call.
     """
     return _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active() or _is_tracing()
+
+
+def require_untraced() -> None:
+    """Raise GraphError for results in the caller's tensors if the call is traced or transformed."""
+    if is_dynamo_compiling() or is_traced():
+        raise GraphError(
+            "out= is written while a call runs, and this one is traced or transformed; "
+            "write out.copy_(...) of its result"
+        )
 
 
 def is_neutral() -> bool:

@@ -4,13 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attn_graph.nn import functional, ops
-from attn_graph.nn.varlen import varlen_attn
+from attn_graph.nn.varlen import varlen_attn, varlen_attn_out
 
 if TYPE_CHECKING:
     from attn_graph.nn.modules import Attention, MultiheadAttention
 
 MODULES = ("Attention", "MultiheadAttention")  # imported at first use
-__all__ = ["Attention", "MultiheadAttention", "functional", "ops", "varlen_attn"]
+__all__ = ["Attention", "MultiheadAttention", "functional", "ops", "varlen_attn", "varlen_attn_out"]
 
 
 def __getattr__(name: str) -> object:

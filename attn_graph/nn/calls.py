@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from attn_graph.ir.arguments import require_modifiers
 from attn_graph.ir.builder import unknown_arguments
 from attn_graph.ir.checks import require_constant
 from attn_graph.ir.graph import Graph
-from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.ambient import is_traced, require_untraced
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import NESTED
 from attn_graph.machine.target import Target
-from attn_graph.machine.tensors import is_distributed, is_watched
+from attn_graph.machine.tensors import is_distributed, is_watched, read_array
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
 from attn_graph.nn.sharding import attend_in_parts
@@ -69,6 +69,11 @@ def attend_anew(
         steps = require_modifiers(options[MODIFIERS])
         if unknown := unknown_arguments(named, options[0], steps):
             raise GraphError(*unknown)
+    if not all(isinstance(t, Tensor) for t in tensors.values()):
+        tensors = {name: read_array(t) for name, t in tensors.items()}
+        require_tensors(tensors)
+        q, k, v, *more = tensors.values()
+        return attend_as(q, k, v, dict(zip(named, more, strict=True)), options)
     require_tensors(tensors)
     if any(map(is_distributed, tensors.values())):
         return attend_distributed(tensors, options)
@@ -205,6 +210,29 @@ def attend_as(
     if plan is not None:
         return plan(*tensors)
     return attend_by_value(q, k, v, named, options, key, anew)
+
+
+def attend_into(
+    out: Tensor | Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
+) -> Outputs:
+    """Attention with these options, its results in the caller's tensors."""
+    require_untraced()
+    each = zip(("q", "k", "v", *named), map(read_array, (q, k, v, *named.values())), strict=True)
+    require_tensors(tensors := dict(each))
+    q, k, v = (tensors.pop(name) for name in "qkv")
+    q, k, v, named = cast_inputs(q, k, v, tensors)
+    options, given = tuple(map(plain_option, options)), (q, k, v, *named.values())
+    key: Key = (options, attend_into, tuple(named), switches_that_count(q.is_cpu))
+    key = (*key, preferred.get(), avoided.get())
+    plan = recent.get(key)
+    if plan is None or not (plan.memo.call[0](*given) or serves_sizes(plan, given)):
+        plan = recall(key, given)
+    if plan is None:
+        if unknown := unknown_arguments(named, options[0], require_modifiers(options[MODIFIERS])):
+            raise GraphError(*unknown)
+        plan = new_plan(q, k, v, named, options)
+        remember(key, given, plan)
+    return plan(*given, out=out)
 
 
 def attend_by_value(

@@ -39,6 +39,7 @@ from attn_graph.nn.calls import (
     Outputs,
     attend_anew,
     attend_as,
+    attend_into,
     cast_inputs,
     draw_seed,
     new_plan,
@@ -92,6 +93,7 @@ def attention(
     on_fallback: Fallback = "ignore",
     max_workspace: int | str | None = None,
     batch_invariant: bool = False,
+    out: Tensor | Sequence[Tensor] | None = None,
     **data: Tensor,
 ) -> Outputs:
     """q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], and the statistics of `stats`.
@@ -107,6 +109,8 @@ def attention(
 
     q, k and v may be jagged nested tensors [B,H,j,D], k and v with the same offsets: they run as
     packed rows without a copy, and results are jagged with the lengths of q.
+
+    out: a tensor, or with `stats` a tuple of them, to write the results to: see `Plan`.
 
     seed, offset: integers, or int64 tensors of one element on q's device, for `dropout`. Without
     either, both are drawn from that device's default generator, once a call. dropout=0 ignores
@@ -137,6 +141,8 @@ def attention(
         q_starts, kv_starts, pages,
     )  # fmt: skip
     data = {name: x for name, x in zip(EXTRA, given, strict=True) if x is not None} | data
+    if out is not None:
+        return attend_into(out, q, k, v, data, options)
     if getattr(q, "is_nested", False):
         return attend_jagged(q, k, v, data, options)
     return attend_as(q, k, v, data, options)

@@ -20,7 +20,7 @@ from attn_graph.masks import Causal, Mask, Window
 from attn_graph.nn.calls import Outputs
 from attn_graph.nn.functional import attention
 from attn_graph.nn.packed_sizes import round_size
-from attn_graph.spec import INTEGERS, layout_problem
+from attn_graph.spec import INTEGERS, accumulator, layout_problem
 from attn_graph.spec.dims import to_index
 
 if TYPE_CHECKING:
@@ -71,13 +71,56 @@ def varlen_attn(
     Raises TensorError, a RuntimeError and a ValueError, for arguments that make no sense together;
     NoBackendError if no backend supports them.
     """
+    return attend_rows(
+        None, query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), return_aux, scale,
+        window_size, enable_gqa, seqused_k, block_table, num_splits,
+    )  # fmt: skip
+
+
+def varlen_attn_out(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: AuxRequest | None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Outputs:
+    """`varlen_attn`, with its rows written to `out`, as `torch.nn.attention.varlen` has it. Without
+    gradients; lse is a new tensor."""
+    return attend_rows(
+        out, query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), return_aux, scale,
+        window_size, enable_gqa, seqused_k, block_table, num_splits,
+    )  # fmt: skip
+
+
+def attend_rows(
+    out: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+    starts: tuple[Tensor, Tensor | None], most: tuple[int, int], return_aux: AuxRequest | None,
+    scale: float | None, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor | None,
+    block_table: Tensor | None, num_splits: int | None,
+) -> Outputs:  # fmt: skip
+    """`varlen_attn`, or `varlen_attn_out`."""
+    cu_seq_q, cu_seq_k = starts
     paged = block_table is not None
     require_layout(query, key, value, paged)
     require_heads(query.shape[1], key.shape[-2], enable_gqa)
     require_keys(cu_seq_k, seqused_k, paged)
     require_counts(cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=seqused_k, block_table=block_table)
-    longest = round_longest("max_q", max_q), round_longest("max_k", max_k)
+    longest = round_longest("max_q", most[0]), round_longest("max_k", most[1])
     mask, lse, invariant = make_window(window_size), wants_lse(return_aux), is_whole(num_splits)
+    rooms: Tensor | tuple[Tensor, Tensor] | None = out
+    if lse and out is not None:
+        rooms = out, query.new_empty(query.shape[1::-1], dtype=accumulator(query.dtype))
     try:
         return attention(
             query,
@@ -92,6 +135,7 @@ def varlen_attn(
             max_lengths=(longest[0], None if paged else longest[1]),
             stats=lse,
             batch_invariant=invariant,
+            out=rooms,
         )
     except TensorError:
         raise

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import increment_version
-from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import GraphError, PlanMismatchError, show
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import result_spec, value_names
-from attn_graph.machine.ambient import has_tangent, is_traced
+from attn_graph.machine.ambient import has_tangent, require_untraced
 from attn_graph.machine.likeness import NESTED, look_at
 from attn_graph.machine.overlap import may_overlap, overlaps_itself
 from attn_graph.machine.tensors import (
@@ -40,11 +39,7 @@ def write_outputs(
     """
     if "out" in plan.names:  # an input
         return plan(*plan.arranged(tensors, {**named, "out": out}))  # type: ignore[dict-item]
-    if is_traced() or is_dynamo_compiling():
-        raise GraphError(
-            "out= is written while a call runs, and this one is traced or transformed; "
-            "write out.copy_(plan(...))"
-        )
+    require_untraced()
     if named or len(tensors) != plan.count:
         tensors = plan.arranged(tensors, named)
     rooms, tensors = list_rooms(plan, out), tuple(map(read_array, tensors))
