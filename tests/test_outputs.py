@@ -340,3 +340,67 @@ def test_varlen_attn_out_writes_its_rows() -> None:
     assert all(map(torch.equal, both, varlen_attn(*rows, return_aux=AuxRequest(lse=True))))
     with pytest.raises(TensorError, match="out o: expected"):
         varlen_attn_out(out[1:], *rows)
+
+
+# Workspaces
+
+
+WINDOWS = tuple(
+    ag.attention(x, x, x, mask=ag.Causal() & ag.Window(9), soft_cap=2.0)
+    for x in (X, ag.TensorSpec(X.shape, torch.bfloat16))
+)
+
+
+@given(graph=st.sampled_from(WINDOWS), seed=seeds, offset=st.integers(0, 130))
+def test_a_plan_runs_in_the_callers_bytes_and_nowhere_else(
+    graph: ag.Graph, seed: int, offset: int
+) -> None:
+    """At any address: what lies before a multiple of 64 bytes is not used."""
+    plan = ag.compile(graph, target=CPU, backends=("math",))
+    need = plan.memory().workspace_forward
+    assert need
+    room = torch.full((offset + 64 + need + 99,), 7, dtype=torch.uint8)
+    lost = -(room.data_ptr() + offset) % 64
+    workspace = ag.Workspace(memory=room[offset : offset + lost + need])
+    own = ag.compile(graph, target=CPU, backends=("math",), workspace=workspace)
+    tensors = tensors_for(graph, seed)
+    for _ in range(2):
+        assert torch.equal(own(*tensors), plan(*tensors))  # type: ignore[arg-type]
+    assert (room[: offset + lost] == 7).all()
+    assert (room[offset + lost + need :] == 7).all()
+    assert not (room == 7).all()
+    assert workspace.bytes == lost + need
+    short = ag.Workspace(memory=room[offset : offset + lost + need - 1])
+    small = ag.compile(graph, target=CPU, backends=("math",), workspace=short)
+    with pytest.raises(
+        ag.GraphError, match=f"has {lost + need - 1} bytes, and the call needs {lost + need};"
+    ):
+        small(*tensors)
+
+
+def test_sequences_of_a_packed_call_share_the_callers_bytes() -> None:
+    """A run within a run takes what lies behind it."""
+    pool, pages = torch.randn(6, 4, 2, 8), torch.tensor([[3, 1], [0, 5]])
+    lengths, q = torch.tensor([7, 2]), torch.randn(2, 4, 3, 8)
+    spec = ag.TensorSpec.like
+    graph = ag.attention(
+        *map(spec, (q, pool, pool)), pages=spec(pages), kv_lengths=spec(lengths), soft_cap=2.0
+    )
+    plan = ag.compile(graph, target=CPU)
+    memory = torch.empty(plan.memory().workspace_forward, dtype=torch.uint8)
+    own = ag.compile(graph, target=CPU, workspace=ag.Workspace(memory=memory))
+    for _ in range(2):
+        given = (q, pool, pool, lengths, pages)
+        assert torch.equal(own(*given), plan(*given))  # type: ignore[arg-type]
+
+
+def test_other_memory_than_dense_bytes_is_refused() -> None:
+    wrong: Any
+    for wrong in (
+        64,
+        torch.empty(64),
+        torch.empty(8, 8, dtype=torch.uint8),
+        torch.empty(64, dtype=torch.uint8)[::2],
+    ):
+        with pytest.raises(ag.GraphError, match="the workspace's memory is"):
+            ag.Workspace(memory=wrong)

@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from attrs import define, field, frozen
 
+from attn_graph.errors import GraphError, show
 from attn_graph.machine.ambient import is_traced
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction needs
@@ -62,6 +63,8 @@ class Arena:
     """Memory for one run at a time, and the views of it by layout.
 
     `with arena:` gives the buffers of `scratch`; when the block ends, the arena goes to `idle`.
+    lent: the caller's memory from this arena's first byte on, which never grows; and `end`, the
+    bytes of it in use.
     """
 
     device: torch.device
@@ -69,6 +72,9 @@ class Arena:
     ready: dict[Scratch, Views] = field(init=False, factory=dict)
     scratch: Scratch = field(init=False, default=Scratch())
     idle: list[Arena] = field(init=False, factory=list)
+    lent: bool = False
+    start: int = field(init=False, default=0)
+    end: int = field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
         self.memory = allocate(0, self.device)
@@ -83,19 +89,52 @@ class Arena:
     def views(self, scratch: Scratch) -> Views:
         """The buffers as tensors in this memory; it grows if it is too small."""
         views = self.ready.get(scratch)
+        if self.lent:
+            self.end = self.start + scratch.bytes
         if views is None:
             self.make_room(scratch.bytes)
             views = self.ready[scratch] = scratch.views(self.memory)
         return views
 
     def make_room(self, need: int) -> None:
-        """Grow to `need` bytes. The old memory is freed first: both never exist at once."""
+        """Grow to `need` bytes. The old memory is freed first: both never exist at once. Raises
+        GraphError for memory of the caller's."""
+        if self.lent:
+            require_room(self.start + need, self.start + self.memory.numel())
         if need > self.memory.numel():
             self.ready.clear()
             self.memory = allocate(0, self.device)
             self.memory = allocate(need, self.device)
         if len(self.ready) >= MOST_LAYOUTS:
             self.ready.clear()
+
+    def lend(self, memory: torch.Tensor, start: int) -> None:
+        """Lie in the caller's memory, from this byte on."""
+        if start != self.start or not self.memory.numel():
+            self.ready.clear()
+            self.memory, self.start = memory[start:], start
+
+
+def require_room(need: int, given: int) -> None:
+    """Raise GraphError for a workspace of the caller's with fewer bytes than needed."""
+    if need > given:
+        raise GraphError(
+            f"the workspace's memory has {given} bytes, and the call needs {need}; pass "
+            f"torch.empty({need}, dtype=torch.uint8), or leave memory= out"
+        )
+
+
+def require_bytes(_: object, __: object, memory: torch.Tensor | None) -> None:
+    """A validator of the caller's memory. Raises GraphError."""
+    if memory is None:
+        return
+    if not isinstance(memory, torch.Tensor):
+        raise GraphError(f"the workspace's memory is {show(memory)}, not a tensor")
+    if memory.dtype != torch.uint8 or memory.ndim != 1 or not memory.is_contiguous():
+        raise GraphError(
+            f"the workspace's memory is {show(memory)} with strides {memory.stride()}; pass "
+            "torch.empty(n, dtype=torch.uint8), without gaps"
+        )
 
 
 Stream = tuple[torch.device, int]  # a device and a stream on it; CPU: stream 0
@@ -113,12 +152,20 @@ class Workspace:
     and lives as long as the graph, so graphs may be replayed at once, and `release` does them no
     harm. By default all plans share `default_workspace()`; make your own and pass it to `compile`
     to keep apart.
+
+    memory: the caller's bytes, a tensor [n] of uint8, in place of all this: as many as
+    `plan.memory()` gives for the workspace. It never grows, and serves captures too; one thread
+    and one stream at a time use it. Raises GraphError for other tensors; so do calls with too few
+    bytes.
     """
+
+    memory: torch.Tensor | None = field(default=None, kw_only=True, validator=require_bytes)
 
     # No locks: a fork could leave them held. Runs share these only by `append`, `pop`, `clear`,
     # `copy` and `setdefault`, each atomic, without the interpreter's lock too.
     idle: dict[Stream, list[Arena]] = field(factory=dict, init=False, repr=False)
     arenas: list[ref[Arena]] = field(factory=list, init=False, repr=False)  # also the ones in use
+    levels: list[Arena] = field(factory=list, init=False, repr=False)  # in the caller's memory
 
     def __reduce__(self) -> tuple[Callable[[], Workspace], tuple[()]]:
         """Unpickle as another one: the default one for the default one, else a new one."""
@@ -130,14 +177,18 @@ class Workspace:
 
         Memory of captured CUDA graphs is not counted; it is the graphs' own.
         """
+        if self.memory is not None:
+            return self.memory.numel()
         alive = (arena() for arena in tuple(self.arenas))
         return sum(arena.memory.numel() for arena in alive if arena is not None)
 
     def release(self) -> None:
-        """Free all memory, whichever thread allocated it.
+        """Free all memory but the caller's, whichever thread allocated it.
 
         Runs in progress are not disturbed: their memory is freed when the last of them ends.
         """
+        if self.memory is not None:
+            return
         released, self.idle = self.idle, {}
         for arenas in released.copy().values():
             arenas.clear()  # and not the dict alone: runs in progress hold these lists
@@ -156,6 +207,8 @@ class Workspace:
         """
         if is_traced():
             return Arena(device), []
+        if self.memory is not None:
+            return self.take_lent(self.memory, device)
         stream = 0
         if device.type == "cuda":
             if is_capturing(device):
@@ -166,6 +219,22 @@ class Workspace:
             return idle.pop(), idle
         except IndexError:
             return self.new_arena(device), idle
+
+    def take_lent(self, memory: torch.Tensor, device: torch.device) -> tuple[Arena, list[Arena]]:
+        """An arena in the caller's memory, behind those of the runs around this one."""
+        if memory.device != device:
+            raise GraphError(
+                f"the workspace's memory is on {memory.device}, and the call's tensors on {device}"
+            )
+        idle = self.idle.setdefault((device, 0), [])
+        busy = len(self.levels) - len(idle)
+        if not idle:
+            self.levels.append(Arena(device, lent=True))
+            idle.append(self.levels[-1])
+        start = self.levels[busy - 1].end if busy else -memory.data_ptr() % ALIGNMENT
+        arena = idle.pop()
+        arena.lend(memory, start)
+        return arena, idle
 
     def new_arena(self, device: torch.device) -> Arena:
         """An empty arena, counted by `bytes` for as long as it exists."""
