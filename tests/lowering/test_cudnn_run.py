@@ -26,6 +26,7 @@ from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.limits import reasons
 from attn_graph.lowering.cudnn.run import Inference, Run, run_notes, temporary_bytes
 from attn_graph.lowering.problem import returns_lse, sole
+from attn_graph.lowering.rooms import write_named
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
 from attn_graph.planner.choose import choose, resolve_backends
@@ -112,6 +113,44 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
     gradients = results(back, (*tensors, o, lse, *poisoned))
     for name, gradient in zip(names, gradients, strict=True):
         dues[name].check(gradient)
+
+
+@given(graph=cudnn_graphs(), seed=seeds)
+@example(graph=LENGTHS, seed=0)
+def test_results_are_written_into_the_callers_tensors(graph: Graph, seed: int) -> None:
+    simple = simplify(graph)
+    assume(not refusals(simple))
+    tensors = tuple(map(aligned, tensors_for(graph, seed)))
+    run = modelled(simple)
+    outputs, saved = run.forward(*tensors)
+    check_rooms(run.forward, simple, tensors, outputs)
+    (do, *_) = cotangents_for(simple, seed)
+    back, _ = gradient_of(simple, do)
+    assume(not refusals(back))
+    given = (*tensors, *saved, do)
+    check_rooms(modelled(back).backward, back, given, results(back, given))
+
+
+def check_rooms(
+    run: Callable[..., Any],
+    graph: Graph,
+    tensors: Sequence[torch.Tensor],
+    due: Sequence[torch.Tensor],
+) -> None:
+    """A call's results lie in tensors laid out as `due`, but sinks' gradient, cast to its dtype."""
+    rooms = [torch.empty_like(x).fill_(torch.nan) for x in due]
+    made = write_named(run, graph.result_names, rooms, *tensors)
+    for name, x, room, y in zip(graph.result_names, made, rooms, due, strict=True):
+        assert x.data_ptr() == room.data_ptr() or name == "dsinks"
+        assert torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
+def test_a_room_off_16_bytes_is_an_error_that_says_so() -> None:
+    graph = simplify(ag.attention(X, X, X))
+    tensors = tensors_for(graph, 0)
+    room = off(torch.zeros(X.shape, dtype=X.dtype))
+    with pytest.raises(ag.PlanMismatchError, match=r"o: expected an address .* 2 bytes past"):
+        write_named(modelled(graph).forward, ("o",), [room], *map(aligned, tensors))
 
 
 def test_what_cudnn_adds_to_is_zero_before(monkeypatch: pytest.MonkeyPatch) -> None:
