@@ -149,6 +149,12 @@ class Declared:
         raise GraphError(attrs_problem(type(self)))
 
 
+def asks_for_attrs(kind: type[T]) -> type[T]:
+    """A frozen class; a subclass without attrs that sets a field raises the error of `Declared`."""
+    kind.__setattr__ = Declared.__setattr__  # type: ignore[assignment]  # attrs' own raises another
+    return kind
+
+
 def attrs_problem(kind: type) -> str:
     """Why instances of a class have no fields known to attrs; "" if they have."""
     name = kind.__name__

@@ -27,7 +27,7 @@ from tests.support.sources import ROOT
 STEPS = (SoftCap(3.0), Bias(), Alibi(), Alibi(False, "bottom_right", ("kv_lengths",), True))
 MASKS = (
     *(ag.Causal(), ag.Window(2, 1, "bottom_right"), ag.Prefix(3), ag.Keep(), ag.KeyLengths()),
-    *(ag.QueryLengths(), ag.SameSegment(), Band(-2, 1, ("q_lengths",))),
+    *(ag.KeepBlocks(2, 3), ag.QueryLengths(), ag.SameSegment(), Band(-2, 1, ("q_lengths",))),
 )
 
 

@@ -56,14 +56,14 @@ class Dataclass(ag.Mask):
         return at.j % self.step == 0
 
 
-@dataclass
+@dataclass  # pyright: ignore[reportGeneralTypeIssues]  # the mistake
 class OpenDataclass(ag.Mask):
     """A mask by dataclasses, not frozen."""
 
     step: int
 
 
-@attrs.define
+@attrs.define  # pyright: ignore[reportGeneralTypeIssues]  # the mistake
 class Changeable(ag.Mask):
     """A mask by attrs, not frozen."""
 

@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise, starmap
 from typing import Any, ClassVar, final
 
 import torch
-from attrs import define, frozen
+from attrs import frozen
 
-from attn_graph.errors import Declared, GraphError
+from attn_graph.errors import Declared, GraphError, asks_for_attrs
 from attn_graph.printing.text import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 from attn_graph.spec.dims import Dim, NamedSize
@@ -23,7 +23,8 @@ Gradients = tuple[Any, ...]  # a value for each operand, or None
 Emit = Callable[..., tuple[Any, ...]]
 
 
-@define(init=False, unsafe_hash=True)
+@asks_for_attrs
+@frozen(init=False)
 class Op(Declared):
     """The function of an equation. Fields are static parameters; operands are tensors.
 

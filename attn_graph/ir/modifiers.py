@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, final
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import evolve, field, frozen
 
-from attn_graph.errors import GraphError, problems_of, refuse_truth
+from attn_graph.errors import GraphError, asks_for_attrs, problems_of, refuse_truth
 from attn_graph.ir.checks import range_problem, require_positive
 from attn_graph.ir.graph import Emit, Gradients, Op, Values, op_name
 from attn_graph.ir.sums import add_up, apply
@@ -37,7 +37,8 @@ from attn_graph.masks.places import Block, Place, Term
 from attn_graph.spec import FLOATS, INF, INTEGERS, ValueType, to_number
 
 
-@define(init=False, unsafe_hash=True)
+@asks_for_attrs
+@frozen(init=False)
 class Modifier(Op):
     """s [B,H,M,N], operands -> s' [B,H,M,N]. A score of -inf is masked and stays -inf.
 

@@ -14,9 +14,9 @@ from itertools import combinations
 from typing import Literal, NoReturn, final
 
 import torch
-from attrs import Factory, define, field, frozen
+from attrs import Factory, field, frozen
 
-from attn_graph.errors import Declared, GraphError, refuse_truth, show
+from attn_graph.errors import Declared, GraphError, asks_for_attrs, refuse_truth, show
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.printing.text import show_call
 from attn_graph.spec import INTEGERS, ValueType
@@ -130,7 +130,8 @@ def name_axes(axes: Sequence[str], shape: Sequence[int]) -> str:
     return f"[{','.join(names)}]"
 
 
-@define(init=False, unsafe_hash=True)
+@asks_for_attrs
+@frozen(init=False)
 class Mask(Declared):
     """A boolean expression of (b, h, i, j). Your own leaf is a `@final @frozen` subclass."""
 

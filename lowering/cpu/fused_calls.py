@@ -288,7 +288,7 @@ class TileCall:
         assert self.at is not None
         room = self.scratch["addend"][: part.count].view(part.shape)
         runs, node, mixed = part.part.runs, self.node, part.part.kind == "mixed"
-        pieces = room.split([*map(len, runs)], -1)
+        pieces = (room,) if len(runs) == 1 else room.split([*map(len, runs)], -1)
         for piece, run in zip(pieces, runs, strict=True):
             at = slot_place(self.at, slot, run)
             fill_addend(piece, node, self.given.modifiers, self.restores, at, mixed)

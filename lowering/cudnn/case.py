@@ -34,7 +34,7 @@ class Case:
     deterministic: bool = False
     sequences: CudnnSequences | None = None
 
-    @property
+    @cached_property
     def packed(self) -> tuple[str, ...]:
         """The packed sides, of "rows" and "keys"."""
         return () if self.sequences is None else tuple(self.sequences.totals)
@@ -48,7 +48,7 @@ class Case:
     def is_paged(self) -> bool:
         return self.sequences is not None and self.sequences.table is not None
 
-    @property
+    @cached_property
     def pass_(self) -> Pass:
         return "forward" if self.problem.grad is None else "backward"
 
@@ -68,7 +68,7 @@ class Case:
         refuses it."""
         return translate_mask(self.problem) or CudnnMask()
 
-    @property
+    @cached_property
     def diagonal(self) -> CudnnBand:
         """The band of the mask."""
         return self.mask.diagonal

@@ -6,6 +6,7 @@ Sources are files of flash_attn/cute in flash-attn-4 4.0.0b36; 4.0.0b35 refuses 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Literal, final
 
 import torch
@@ -56,12 +57,12 @@ class Fa4Case:
     deterministic: bool = False
     sequences: CudnnSequences | None = None
 
-    @property
+    @cached_property
     def family(self) -> int:
         """The architecture: 9 of sm_90."""
         return self.sm // 10
 
-    @property
+    @cached_property
     def is_backward(self) -> bool:
         return self.problem.grad is not None
 

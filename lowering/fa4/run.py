@@ -181,7 +181,7 @@ class Fa4Run:
         if texts := find_misplaced(named.items()):
             raise PlanMismatchError(*texts)
         names = ("o", "lse") if with_lse else ("o",)
-        results = {name: new_result(name, self.results, own[0].device, rooms) for name in names}
+        results = new_results({n: self.results[n] for n in names}, own[0].device, rooms)
         if call.ends:  # kernels write no row past a length
             results["o"].zero_()
         if call.ends and with_lse:
@@ -220,8 +220,7 @@ class Fa4Run:
         if dlse is not None:
             blind = clear_blind_rows(dlse, read.lse) if self.is_blind else dlse
             named["dlse"] = blind.contiguous()
-        own_results = self.gradients
-        gradients = {n: new_result(n, own_results, lse.device, rooms) for n in own_results}
+        gradients = new_results(self.gradients, lse.device, rooms)
         if self.call.ends:  # kernels write no row past a length
             gradients = {name: x.zero_() for name, x in gradients.items()}
         named |= gradients
@@ -338,17 +337,20 @@ class Fa4Run:
             yield from cotangent_note(p, f"lies otherwise than in rows of {ALIGNED} bytes")
 
 
-def new_result(
-    name: str, specs: Mapping[str, TensorSpec], device: torch.device, rooms: Rooms
-) -> torch.Tensor:
-    """An uninitialised result, in its room."""
+def new_results(
+    specs: Mapping[str, TensorSpec], device: torch.device, rooms: Rooms
+) -> dict[str, torch.Tensor]:
+    """Uninitialised results, in their rooms."""
+    if not rooms:
+        return {name: new_tensor(x, device) for name, x in specs.items()}
     require_aligned(rooms)
-    spec = specs[name]
-    return tidy_strides(room_or_new(rooms, name, (spec.shape, spec.strides, spec.dtype), device))
+    lying = {name: (x.shape, x.strides, x.dtype) for name, x in specs.items()}
+    made = {name: room_or_new(rooms, name, lies, device) for name, lies in lying.items()}
+    return {name: tidy_strides(x) for name, x in made.items()}
 
 
 def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory for the copy of an operand."""
+    """An uninitialised result, or copy of an operand."""
     made = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)
     return tidy_strides(made)
 

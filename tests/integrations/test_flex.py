@@ -166,7 +166,6 @@ def test_a_graph_under_a_mask_that_was_read_is_the_one_under_a_dense_mask(text: 
 
 
 UNREAD = {  # a mod that cannot be read, and what is said of it
-    "q + k if q > 2 else k": "cannot be traced: symbolically traced variables",
     "documents[q + 1] == 2": "reads a tensor at i + 1, which is not b, h, q_idx or kv_idx",
     "documents == q": "reads a tensor [9] at 0 indices",
     "torch.sin(q) > 0": "computes gt() of sin(real(i)), 0",

@@ -106,7 +106,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "wants by number": (lambda: ag.vjp(GRAPH, wants=3), "wants 3"),  # type: ignore[arg-type]  # is wrong
     "a list among wants": (lambda: ag.vjp(GRAPH, wants=[[]]), "named []"),  # type: ignore[list-item]  # is wrong
     "the gradient of no graph": (lambda: ag.vjp(3), "vjp: expected a Graph"),  # type: ignore[arg-type]  # is wrong
-    "axes that there are not": (lambda: ag.Data("bx"), "axes 'bx'"),
+    "axes that there are not": (lambda: ag.Data("bz"), "axes 'bz'"),
 }
 
 

@@ -44,7 +44,10 @@ GRAPH = ag.attention(
     SPEC,
     ag.TensorSpec((2, 2, 6, 8), torch.float16),
     ag.TensorSpec((2, 2, 6, 8), torch.float16),
-    mask=m.Causal("bottom_right") & m.Window(4) | ~m.Keep("local") | m.Prefix(3),
+    mask=m.Causal("bottom_right") & m.Window(4)
+    | ~m.Keep("local")
+    | m.Prefix(3)
+    | m.KeepBlocks(2, 3),
     soft_cap=30.0,
     bias=ag.TensorSpec((1, 4, 6, 6), torch.float16),
     alibi=ag.TensorSpec((2, 4), torch.float32),
@@ -55,6 +58,7 @@ GRAPH = ag.attention(
     dropout=0.1,
     stats=True,
     local=ag.TensorSpec((2, 1, 6, 6), torch.bool),
+    keep_blocks=ag.TensorSpec((1, 4, 3, 2), torch.bool),
 )
 
 
@@ -159,7 +163,7 @@ def test_the_graphs_whose_parts_are_changed_have_every_part() -> None:
 ATTENTION = Attention(0.5, (SoftCap(3.0),), m.Causal(), True, 0.5)
 EXAMPLES = (
     *(m.Causal(), m.Window(4, 1), m.Prefix(3), m.Keep(), m.KeyLengths(), m.QueryLengths()),
-    *(m.SameSegment(), m.Band(1, 2, ("kv_lengths",)), m.Causal() & m.Keep()),
+    *(m.KeepBlocks(2, 3), m.SameSegment(), m.Band(1, 2, ("kv_lengths",)), m.Causal() & m.Keep()),
     *(m.Causal() | m.Keep(), ~m.Causal("top_left")),
     *(SoftCap(3.0), Bias(), Alibi(False, "top_left", ("q_lengths",), True)),
     ag.Addend("real(slope) * real(j - i)", (("slope", "h"),)),

@@ -352,5 +352,5 @@ def test_a_plan_tells_what_cudnn_says_on_a_machine_without_it() -> None:
     ((_, refused),) = error.value.refusals
     told = tuple(map(str, refused))
     assert told[0].startswith("needs nvidia-cudnn-frontend, which is not installed; pip install")
-    assert told[1].startswith("needs cuDNN, which is not installed; PyTorch's builds for CUDA")
+    assert told[1].startswith("needs cuDNN, which is not installed; PyTorch's CUDA build brings it")
     assert told[2] == "needs compute capability sm_80, and the target has sm_70"

@@ -140,7 +140,7 @@ EXACT: dict[str, Callable[[int, int], dict[str, Any]]] = {
 @interpreted
 @pytest.mark.parametrize("name", EXACT)
 @given(st.integers(1, 500), st.integers(1, 500), drawn.seeds, tiles, st.booleans())
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples * 2 // 5)
 def test_lists_made_on_the_device_are_the_mask_by_tiles(
     name: str, M: int, N: int, seed: int, tile: tuple[int, int], backward: bool
 ) -> None:

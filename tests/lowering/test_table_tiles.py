@@ -52,7 +52,7 @@ def plain(rows: int, keys: int, N: int, table: tuple[int, ...]) -> ag.Graph:
 @given(graph=tabled(), seed=drawn.seeds, at_once=st.sampled_from((2**9, 2**23)))
 @example(graph=plain(64, 64, 200, (1, 4, 4, 4)), seed=3, at_once=2**23)
 @example(graph=plain(40, 8, 200, (1, 1, 5, 25)), seed=3, at_once=2**9)
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples * 12 // 5)
 def test_tiles_by_tables_add_up_to_the_whole(graph: ag.Graph, seed: int, at_once: int) -> None:
     """Values and gradients, however few keys are copied at a time."""
     with pytest.MonkeyPatch.context() as patch:

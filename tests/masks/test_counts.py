@@ -248,9 +248,9 @@ def test_planning_lists_few_tiles_whatever_the_sizes(mask: m.Mask, alibi: bool) 
         made = Counter[str]()
         tile = schedule.Tile
 
-        def note(*args: Any) -> schedule.Tile:  # Any: fields of a tile
+        def note(*args: Any, **named: Any) -> schedule.Tile:  # Any: fields of a tile
             made["tiles"] += 1
-            return tile(*args)
+            return tile(*args, **named)
 
         patch.setattr(schedule, "Tile", note)
         ag.explain(ag.attention(x, x, x, mask=mask, alibi=alibi), target="cpu")

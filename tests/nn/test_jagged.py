@@ -68,7 +68,9 @@ def copies(call: Callable[[], object]) -> int:
     call()
     with torch.profiler.profile() as profile:
         call()
-    return sum(event.name == "aten::copy_" for event in profile.events())
+    events = profile.events()
+    assert events is not None
+    return sum(event.name == "aten::copy_" for event in events)
 
 
 def test_a_call_does_what_the_packed_one_does_and_gives_the_query_s_lengths() -> None:
