@@ -11,7 +11,7 @@ from typing import Any, final
 import pytest
 import torch
 from attrs import frozen
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -50,7 +50,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     ),
     "layout": (lambda t: t.to_sparse(), "sparse_coo; pass x.to_dense"),
     "no tensor": (torch.Tensor.tolist, "k: expected a tensor"),
-    "looks like one": (lambda t: t.detach().numpy(), "k: expected a tensor"),
+    "looks like one": (lambda t: t.detach().numpy()[:1], "k: expected .*, got f32.1, 4, 16, 8"),
 }
 
 
@@ -220,6 +220,7 @@ AMBIENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no grad": torch.no_grad,
     "inference": torch.inference_mode,
 }
+UNRECORDED = ("no grad", "inference")
 IN_STEPS = ag.graph(
     lambda q, k, v: (lambda p: (p.weigh(v), p))(ag.scores(q, k).softmax()[0]), q=X, k=X, v=X
 )
@@ -266,6 +267,9 @@ def ran(graph: ag.Graph, tensors: Leaves, cotangents: Leaves) -> list[torch.Tens
 @example(graph=WEIGHED, seed=0)
 def test_no_ambient_state_changes_a_bit(name: str, graph: ag.Graph, seed: int) -> None:
     leaves, cotangents = leaves_of(graph, seed), cotangents_for(graph, seed)
+    plan = ag.compile(graph, target=CPU)
+    # A recorded call that keeps weights has other bits: docs/semantics.md.
+    assume(name not in UNRECORDED or plan.recorded is plan)
     due = ran(graph, leaves, cotangents)
     with AMBIENT[name]():
         found = ran(graph, leaves, cotangents)
