@@ -151,6 +151,13 @@ def one_after_another(call: Callable[..., Any], x: torch.Tensor, y: torch.Tensor
     return varlen_attn(q, k, k, starts, starts.clone(), 16, 16)
 
 
+def heads_innermost(call: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Of packed rows; o lies as q, and is read by its strides."""
+    starts = torch.tensor([0, 0], dtype=torch.int32)
+    q, k = (t.view(-1, 8, 2).transpose(1, 2) for t in (x, y))
+    return call(q, k, k, starts, starts.clone(), 16, 16).transpose(1, 2).view(-1, 16)
+
+
 SELECTIONS = [
     (by_rows, attention),
     (by_rows, partial(attention, mask=ag.Causal("bottom_right"), soft_cap=3.0)),
@@ -159,6 +166,7 @@ SELECTIONS = [
     (by_entries, scaled_dot_product_attention),
     (in_columns, attention),
     (one_after_another, None),
+    (heads_innermost, varlen_attn),
 ]
 
 
