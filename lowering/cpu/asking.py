@@ -17,9 +17,18 @@ from attrs import frozen
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.device_code import Tracer
-from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, Prefix, QueryLengths, SameSegment
+from attn_graph.masks import (
+    Keep,
+    KeepBlocks,
+    KeyLengths,
+    Mask,
+    Prefix,
+    QueryLengths,
+    SameSegment,
+    needs_of,
+)
 from attn_graph.masks.canonical import is_ours
-from attn_graph.masks.joins import Not, Pair
+from attn_graph.masks.joins import BLOCKS, Not, Pair
 from attn_graph.masks.leaves import Band
 from attn_graph.masks.places import Block, Place, Untraceable
 from attn_graph.spec import TensorSpec
@@ -154,14 +163,26 @@ def axes_of_mask(problem: Problem) -> str:
     mask, sizes = problem.node.mask, problem.sizes
     if mask is None:
         return ""
-    cut, data = cut_short if is_ours(mask) else tuple, problem.by_role.mask
-    given = tuple([(name, cut(x.shape), x.dtype) for name, x in data.items()])
-    return probe_axes(mask, cut(sizes) if given else cut_short(sizes), given)
+    ours, data, needs = is_ours(mask), problem.by_role.mask, needs_of(mask)
+    given = tuple(
+        [
+            (name, cut_positions(x.shape, needs[name].axes) if ours else tuple(x.shape), x.dtype)
+            for name, x in data.items()
+        ]
+    )
+    return probe_axes(mask, cut_short(sizes) if ours or not given else tuple(sizes), given)
 
 
 def cut_short(sizes: Sequence[int]) -> tuple[int, ...]:
     """Sizes of at most 2: a result of our masks broadcasts alike, and stays small."""
     return tuple([min(2, n) for n in sizes])
+
+
+def cut_positions(shape: Sequence[int], axes: str) -> tuple[int, ...]:
+    """`cut_short` of a tensor. axes: of its `Data`; blocks stay, as a part of a table may begin at
+    any of them."""
+    pairs = zip(shape, axes, strict=True)
+    return tuple([n if axis in BLOCKS else min(2, n) for n, axis in pairs])
 
 
 def shapes_of_data(problem: Problem) -> Tensors:

@@ -93,3 +93,18 @@ def test_nan_in_keys_stays_in_the_blocks_that_keep_them() -> None:
     (o,) = run_plan(plan, [q, k, v, table])
     finite = o.isfinite().unflatten(2, (16, 64)).all((3, 4))
     assert torch.equal(finite, ~table[..., 5])
+
+
+@pytest.mark.parametrize("keys", [range(2), range(2, 4), range(3, 7)], ids=str)
+def test_a_part_of_a_table_may_begin_at_any_block(keys: range) -> None:
+    """As blocks of pages and ranks of a mesh have them."""
+    q, k = (ag.TensorSpec((1, 1, n, 8), torch.float32) for n in (3, len(keys)))
+    part = ag.KeepBlocks(1, 1, start=(0, keys.start), whole=(3, 7))
+    table = ag.TensorSpec((1, 1, 3, 7), torch.bool)
+    graph = ag.attention(q, k, k, mask=part, keep_blocks=table)
+    tensors = tensors_for(graph, 0)
+    dense = ag.TensorSpec((1, 1, 3, len(keys)), torch.bool)
+    due = ag.compile(ag.attention(q, k, k, mask=ag.Keep(), keep=dense), target=CPU)
+    flags = tensors[3][..., keys.start : keys.stop].contiguous()
+    plan = ag.compile(graph, target=CPU)
+    torch.testing.assert_close(plan(*tensors), due(*tensors[:3], flags))
