@@ -367,7 +367,8 @@ WITH_TENSORS: dict[str, Callable[[object], object]] = {
 @pytest.mark.parametrize("name", WITH_TENSORS)
 def test_no_error_prints_the_numbers_of_a_tensor(name: str) -> None:
     for tensor in (torch.tensor([[0.123456, -9.87], [1.5, 2.5]]), [torch.tensor([0.123456, 7.0])]):
-        with pytest.raises((ag.GraphError, ag.PlanMismatchError, TypeError)) as caught:
+        kinds = (ag.PlanMismatchError,) if "(out=)" in name else (ag.GraphError, TypeError)
+        with pytest.raises(kinds) as caught:
             WITH_TENSORS[name](tensor)
         assert "0.123" not in str(caught.value)
 

@@ -26,14 +26,14 @@ from attn_graph.integrations.affine import (
 from attn_graph.ir.addends import Addend
 from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.masks import And, Causal, Mask, Or, Prefix, Window
-from attn_graph.masks.formulas import Elements, Formula, simplify_text
+from attn_graph.masks.formulas import AXES, Elements, Formula, simplify_text
+from attn_graph.masks.joins import BLOCKS
 
 SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
 }  # fmt: skip
-POSITIONS = "bhij"
-BLOCKS_OF = {"i": "x", "j": "y"}  # the letters of blocks of positions
+BLOCKS_OF = {position: blocks for blocks, position in BLOCKS.items()}
 EVERYTHING: Mask = Window(None, None, "top_left")
 NOTHING: Mask = ~EVERYTHING
 CLOSE = 1e-12  # relative: 1 / cap times cap, in float64
@@ -58,7 +58,7 @@ class Element:
     def at(self, text: str) -> Element | None:
         """This element at one more index; None unless it is a free axis or its blocks."""
         letter, _, size = text.partition(" // ")
-        if letter not in POSITIONS or {letter, BLOCKS_OF.get(letter)} & {*self.axes}:
+        if letter not in AXES or {letter, BLOCKS_OF.get(letter)} & {*self.axes}:
             return None
         if not size:
             return evolve(self, axes=self.axes + letter)
@@ -76,7 +76,7 @@ class Element:
     @property
     def by_blocks(self) -> Element:
         """The same element, with each position as a block of one."""
-        return evolve(self, axes=self.axes.replace("i", "x").replace("j", "y"))
+        return evolve(self, axes="".join(BLOCKS_OF.get(axis, axis) for axis in self.axes))
 
 
 @final

@@ -165,7 +165,7 @@ def has_floats(node: ast.expr) -> bool:
 
 def range_problems(text: str, elements: Elements, sizes: tuple[int, int, int, int]) -> list[str]:
     """The integer part of a formula that may leave 64 bits at sizes B, H, M, N, with elements of
-    32 bits; none if there is no such part."""
+    32 bits; none without such a part."""
     known = {
         name: Range(*(torch.tensor(float(end), device="cpu") for end in ends))
         for name, ends in (

@@ -32,7 +32,6 @@ from attn_graph.testing.mask_formula import Places, evaluate_mask
 from attn_graph.testing.strategies import Shape, data_specs, masks, seeds
 from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.support.sources import ROOT, load_file
-from tests.test_outputs import check_written
 
 CPU = ag.Target.of("cpu")
 NAN = float("nan")
@@ -469,37 +468,3 @@ def test_every_variant_of_the_tiles_computes_the_same(variant: str) -> None:
     dues = rule.expect_gradients(graph, tensors, cotangents)
     for name, found in zip("qkv", gradients, strict=True):
         dues[name].check(found)
-
-
-# Results in the caller's tensors
-
-ROWS = ag.TensorSpec((2, 4, 20, 16), torch.float32)
-SHARED = ag.TensorSpec((2, 2, 20, 16), torch.float32)
-NAMED = ag.TensorSpec((ag.Dim("B", most=4), 4, ag.Dim("M", most=64), 16), torch.float32)
-WRITTEN = (
-    ag.attention(ROWS, SHARED, SHARED, mask=ag.Causal(), stats=("lse", "max")),
-    ag.attention(ROWS, ROWS, ROWS, soft_cap=2.0),
-    ag.vjp(ag.attention(ROWS, SHARED, SHARED, mask=ag.Causal()))[1],
-)
-
-
-@pytest.mark.parametrize("graph", WRITTEN)
-def test_kernels_write_into_the_callers_tensors_and_nowhere_around(
-    graph: ag.Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = ag.compile(graph, target=CPU, backends=("triton",))
-    check_written(plan, tensors_for(graph, 2), 5)
-    tensors = tensors_for(graph, 2)
-    due = plan(*tensors)
-    monkeypatch.setattr(torch, "empty_strided", forbid)
-    plan(*tensors, out=due)
-
-
-def test_kernels_of_any_sizes_write_into_the_callers_tensors() -> None:
-    plan = ag.compile(ag.attention(NAMED, NAMED, NAMED), target=CPU, backends=("triton",))
-    for B, M in ((1, 3), (2, 5)):
-        check_written(plan, tensors_for(plan.at(B=B, M=M).graph, M), 1)
-
-
-def forbid(*_: object, **__: object) -> torch.Tensor:
-    raise AssertionError("a result is allocated")
