@@ -122,6 +122,21 @@ def test_decoding_with_absorbed_latent_heads_has_a_plan(target: str, store: Stor
     assert ag.explain(wider, target=target, gradients=()).backend == "math"
 
 
+def test_wide_heads_have_plans_in_packed_rows_and_in_pages_too(store: Store) -> None:
+    def bf16(*shape: int) -> ag.TensorSpec:
+        return ag.TensorSpec(shape, torch.bfloat16)
+
+    starts, table, lengths = (ag.TensorSpec(x, torch.int32) for x in ((9,), (4, 64), (4,)))
+    rows, pool = bf16(2048, 8, 512), bf16(500, 64, 1, 512)
+    packed = ag.attention(rows, rows, rows, q_starts=starts, max_lengths=(512, 512))
+    paged = ag.attention(bf16(4, 16, 1, 512), pool, pool, pages=table, kv_lengths=lengths)
+    for graph in (packed, paged):
+        plan = ag.compile(graph, target=H200, backends=("cudnn",), store=store)
+        told = ag.explain(graph, target=H200, gradients=()).memory
+        assert told is not None
+        assert "forward" in told.untold or told.workspace_forward == plan.executable.workspace
+
+
 def test_cudnn_comes_first_where_it_is_the_faster() -> None:
     assert planned().backend == "cudnn"
     assert planned(target="a100").backend == "torch_flash"
