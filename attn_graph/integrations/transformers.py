@@ -168,6 +168,8 @@ def read_keys_so_far(mask_function: MaskFunction, frame: Frame) -> tuple[Conditi
     """
     if not (torch.compiler.is_compiling() or is_traced()) and frame.is_on_cpu:
         shorter = frame.keys_so_far
+        if mask_function is causal_mask_function and shorter.is_last_token:  # mostly, in decoding
+            return Condition(ends=True), shorter
         condition = read_mask_function(mask_function, shorter)
         if condition.ends or shorter is frame:
             return condition, shorter
