@@ -23,7 +23,7 @@ from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tenso
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import Target
 from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, Prefix
-from attn_graph.masks.runs import leaves
+from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec, normalise_strides
 from attn_graph.spec.dims import Dim, are_numbers
 

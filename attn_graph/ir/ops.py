@@ -25,8 +25,8 @@ from attn_graph.ir.philox import ROOMS, WORDS, counters, draw_, place_in_whole
 from attn_graph.ir.promises import leaf_promise_problems
 from attn_graph.ir.sums import Zeros, add_up, apply
 from attn_graph.masks.canonical import canonical_mask
+from attn_graph.masks.joins import reading_problems
 from attn_graph.masks.places import Place
-from attn_graph.masks.runs import reading_problems
 from attn_graph.spec import FLOATS, INF, ValueType, accumulator, to_integer, to_number
 from attn_graph.spec.dims import are_numbers
 

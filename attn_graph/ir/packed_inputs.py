@@ -11,7 +11,7 @@ from attn_graph import masks
 from attn_graph.errors import GraphError, show
 from attn_graph.ir.packing import Lengths, Pack, Unpack, to_most
 from attn_graph.ir.paging import Unpage
-from attn_graph.masks.runs import leaves
+from attn_graph.masks.joins import leaves
 from attn_graph.spec.dims import are_numbers
 
 Value = Any  # a value of the graph's builder

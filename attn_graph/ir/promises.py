@@ -21,8 +21,7 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.masks import LEAVES, And, Data, Mask, Not, Or, ragged_in
 from attn_graph.masks.formulas import Formula, range_problems
-from attn_graph.masks.places import Block, Place
-from attn_graph.masks.runs import flags
+from attn_graph.masks.places import Block, Keys, Place
 
 SIDE = 512  # queries and keys, at most, for a mask without tensors
 READ_SIDE = 64  # queries and keys, at most, for one with tensors, which have to be invented
@@ -175,8 +174,8 @@ def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
     if strange:
         return strange
     here = kept[:, :, block.rows.start : block.rows.stop].flatten(0, 2)
-    lacking = here.any(0) & ~flags(some, block.N)
-    wrong = flags(every, block.N) & ~here.all(0)
+    lacking = here.any(0) & ~Keys(some).flags(block.N)
+    wrong = Keys(every).flags(block.N) & ~here.all(0)
     lies = (
         ("span", lacking, "lacks key {}, which one of them keeps"),
         ("surely", wrong, "has key {}, which one of them does not keep"),

@@ -20,7 +20,7 @@ from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
 from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
 from attn_graph.ir.vjp import value_names
 from attn_graph.masks import LEAVES, needs_of
-from attn_graph.masks.runs import leaves
+from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec, dense_strides, to_integer
 
 Axes = Mapping[str, int | None]

@@ -1,4 +1,4 @@
-"""The base class of masks, and their joins `&`, `|` and `~`. `leaves` has the leaves.
+"""The base class of masks, and their joins `&`, `|` and `~`. The module `leaves` has the leaves.
 
 A mask has three definitions. `keep` is exact, at one place. For a block of queries, `span` has all
 keys that some query of the block may keep (never too few), and `surely` has keys that all of them
@@ -367,3 +367,21 @@ class Not(Join):
 
     def __str__(self) -> str:
         return f"~{self.a}"
+
+
+def leaves(mask: Mask) -> tuple[Mask, ...]:
+    """The leaves of a mask, each once."""
+    if not isinstance(mask, Join):
+        return (mask,)
+    return tuple(dict.fromkeys(leaf for part in mask.parts for leaf in leaves(part)))
+
+
+def reading_problems(mask: Mask) -> Iterator[str]:
+    """Tensors read by two parts of a mask in two ways. `needs` has one of the ways alone."""
+    needs = mask.needs
+    for name, data in ((n, x) for leaf in leaves(mask) for n, x in leaf.needs.items()):
+        if data != needs[name]:
+            yield (
+                f"mask: two of its parts read {name} in two ways, {data} and {needs[name]}; "
+                "give each tensor a name of its own"
+            )

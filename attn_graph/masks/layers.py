@@ -17,14 +17,17 @@ from attn_graph.masks.joins import And, Mask, flatten_join, join_masks
 from attn_graph.masks.leaves import LENGTHS, SameSegment
 from attn_graph.masks.places import Block, Strip
 from attn_graph.masks.regions import (
+    MOST_POINTS,
     Bounds,
     Edge,
     Layer,
+    Region,
     Run,
     bound_entries,
     count_points,
     entry_at,
     find_layers,
+    group_entries,
     list_strips,
 )
 
@@ -69,6 +72,25 @@ def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None
         return None
     return [
         (b, join_layers(find_layers(mask, kind, entry_at(block, b.start)))) for b, kind in kinds
+    ]
+
+
+def find_regions(mask: Mask, block: Block) -> list[Region] | None:
+    """A region for each kind of batch entry of a mask made of strips, or of documents.
+
+    None for any other mask, and for one with too many edges. The block has all data.
+    """
+    if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
+        return []
+    if split_documents(mask)[0]:
+        kept = list_layers(mask, block, MOST_POINTS)
+        return None if kept is None else [Region(len(b) * len(block.heads), x) for b, x in kept]
+    kinds = group_entries(mask, block)
+    if kinds is None or sum(count_points(strips, block) for _, _, strips in kinds) > MOST_POINTS:
+        return None
+    return [
+        Region(count * len(block.heads), find_layers(mask, strips, entry_at(block, entry)))
+        for count, entry, strips in kinds
     ]
 
 

@@ -108,6 +108,13 @@ class Keys:
         at = bisect_right(self.intervals, start, key=itemgetter(0))
         return start >= stop or (at > 0 and stop <= self.intervals[at - 1][1])
 
+    def flags(self, keys: int) -> torch.Tensor:
+        """Booleans [keys], true inside this set."""
+        inside = torch.zeros(keys, dtype=torch.bool, device="cpu")
+        for start, stop in self.intervals:
+            inside[start:stop] = True
+        return inside
+
     def __len__(self) -> int:
         return sum(b - a for a, b in self.intervals)
 

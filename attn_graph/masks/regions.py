@@ -193,22 +193,6 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
 # Regions.
 
 
-def find_regions(mask: Mask, block: Block) -> list[Region] | None:
-    """A region for each kind of batch entry of a mask made of strips.
-
-    None for any other mask, and for one with too many edges. The block has all data.
-    """
-    if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
-        return []
-    kinds = group_entries(mask, block)
-    if kinds is None or sum(count_points(strips, block) for _, _, strips in kinds) > MOST_POINTS:
-        return None
-    return [
-        Region(count * len(block.heads), find_layers(mask, strips, entry_at(block, entry)))
-        for count, entry, strips in kinds
-    ]
-
-
 def find_breaks(mask: Mask, block: Block) -> list[int] | None:
     """The queries at which a mask's edges come, go or cross, with 0 and M.
 

@@ -1,13 +1,13 @@
 """Counts for a mask: pairs of query and key, queries with a key, tiles.
 
-Masks made of strips have closed forms, whatever the sizes (`regions`). Others are counted run by
-run (`runs`) if this takes at most a second or so. Otherwise the count is estimated from the `span`
-and `surely` of blocks of queries.
+Masks made of strips, and documents, have closed forms, whatever the sizes (`regions`, `layers`).
+Others are evaluated at every place if this takes at most a second or so. Otherwise the count is
+estimated from the `span` and `surely` of blocks of queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -15,23 +15,16 @@ from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError, show
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
-from attn_graph.masks.joins import And, Mask, Not, Or, needs_of, require_mask
+from attn_graph.masks.joins import And, Mask, Not, Or, needs_of, reading_problems, require_mask
+from attn_graph.masks.layers import find_regions
 from attn_graph.masks.leaves import Band
-from attn_graph.masks.places import Block
-from attn_graph.masks.regions import Region, bound_region, find_regions
-from attn_graph.masks.runs import (
-    AT_ONCE,
-    Budget,
-    OverBudget,
-    areas,
-    count_in_tiles,
-    count_keys,
-    parts,
-    reading_problems,
-)
+from attn_graph.masks.places import Block, Place
+from attn_graph.masks.regions import Region, bound_region
 from attn_graph.spec import TensorSpec, require_size
 
 UNKNOWN = "before the data are known"
+MOST_PLACES = 2**27  # at which a mask is evaluated for one count: about a second
+AT_ONCE = 2**20  # of these
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -101,16 +94,11 @@ def tiles(
     )
     most, least = bounds(mask, whole)
     total = B * H * -(-M // block[0]) * -(-N // block[1])
-    pair, estimated = find_both(most, least, whole), False
-    if pair is None:
-        try:
-            empty, full = count_tiles_by_runs(most, least, whole, block)
-            return Tiles(block, empty, total - empty - full, full, least == most)
-        except OverBudget:
-            pair, estimated = bound_both(most, least, whole, block[0]), True
-    outer, inner = pair
-    empty = total - sum(region.tiles(block) for region in outer)
-    full = total - sum(region.outside(N).tiles(block) for region in inner)
+    found, estimated = decide_tiles(most, least, whole, block), False
+    if found is None:
+        pair, estimated = bound_both(most, least, whole, block[0]), True
+        found = count_tiles_of(pair, whole, block)
+    empty, full = found
     exact = least == most and not estimated
     return Tiles(block, empty, total - empty - full, full, exact, estimated)
 
@@ -132,20 +120,26 @@ def bound_both(most: Mask, least: Mask, block: Block, size: int) -> Pair:
     ]
 
 
-def count_tiles_by_runs(
+def decide_tiles(
     most: Mask, least: Mask, block: Block, tile: tuple[int, int]
-) -> tuple[int, int]:
-    """(empty tiles of `most`, full tiles of `least`). Raises OverBudget."""
-    empty = full = 0
-    budget = Budget.of(block)
-    for rows in parts(block.rows, tile[0] * max(1, AT_ONCE // (block.N // tile[1] + 3))):
-        part = evolve(block, rows=rows)
-        places = count_in_tiles(most, part, *tile, budget)
-        empty += int((places == 0).sum()) * multiplicity(places, part)
-        if least != most:
-            places = count_in_tiles(least, part, *tile, budget)
-        full += int((places == areas(len(rows), block.N, *tile)).sum()) * multiplicity(places, part)
+) -> tuple[int, int] | None:
+    """(empty tiles of `most`, full tiles of `least`); None if it takes too long."""
+    pair = find_both(most, least, block)
+    if pair is not None:
+        return count_tiles_of(pair, block, tile)
+    some, every = (flag_tiles(mask, block, tile) for mask in (most, least))
+    if some is None or every is None:
+        return None
+    empty, full = (int(x.sum()) * multiplicity(x, block) for x in (~some[0], every[1]))
     return empty, full
+
+
+def count_tiles_of(pair: Pair, block: Block, tile: tuple[int, int]) -> tuple[int, int]:
+    """(empty tiles of the upper bound, full tiles of the lower)."""
+    lines, columns = -(-block.M // tile[0]), -(-block.N // tile[1])
+    total, (outer, inner) = len(block.batch) * len(block.heads) * lines * columns, pair
+    empty = total - sum(region.tiles(tile) for region in outer)
+    return empty, total - sum(region.outside(block.N).tiles(tile) for region in inner)
 
 
 def classify_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> torch.Tensor:
@@ -156,12 +150,10 @@ def classify_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> to
     most, least = bounds(mask, block)
     pair = find_both(most, least, block)
     if pair is None:
-        try:
-            budget = Budget.of(block)
-            places, sure = (count_in_tiles(x, block, *tile, budget)[0, 0] for x in (most, least))
-            return (places > 0).to(torch.int8) + (sure == areas(block.M, block.N, *tile))
-        except OverBudget:
-            pair = bound_both(most, least, block, tile[0])
+        some, every = (flag_tiles(x, block, tile) for x in (most, least))
+        if some is not None and every is not None:
+            return some[0][0, 0].to(torch.int8) + every[1][0, 0]
+        pair = bound_both(most, least, block, tile[0])
     outer, inner = pair
     lacking = [region.outside(block.N) for region in inner]
     return mark_tiles(outer, block, tile) + 1 - mark_tiles(lacking, block, tile)
@@ -207,10 +199,10 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
     most, least = bounds(mask, whole)
     regions, estimated = find_regions(most, whole), False
     if regions is None:
-        try:
-            return count_pairs_by_runs(most, whole, G, most == least)
-        except OverBudget:
-            regions, estimated = [bound_region(most, whole, 1, outer=True)], True
+        places = keep_places(most, whole)
+        if places is not None:
+            return cover_places(places, whole, G, most == least)
+        regions, estimated = [bound_region(most, whole, 1, outer=True)], True
     return Coverage(
         sum(region.pairs for region in regions),
         sum(region.queries for region in regions),
@@ -231,12 +223,68 @@ def most_pairs(mask: Mask | None, sizes: Sizes) -> int:
     return B * H * M * N if regions is None else sum(region.pairs for region in regions)
 
 
-def count_pairs_by_runs(mask: Mask, block: Block, G: int, exact: bool) -> Coverage:
-    """`count_pairs`, run by run. Raises OverBudget."""
-    counts = count_keys(mask, block, Budget.of(block))
-    each = multiplicity(counts.keys_of, block)
-    pairs, queries = int(counts.keys_of.sum()) * each, int((counts.keys_of > 0).sum()) * each
-    return Coverage(pairs, queries, count_seen_keys(counts.seen, len(block.batch), G), exact)
+def keep_places(mask: Mask, block: Block) -> Iterator[torch.Tensor] | None:
+    """Booleans [b,h,rows,N] of all queries in order, some at a time; None if it takes too long.
+
+    b is 1 if all batch entries are alike, and h if all heads are. The block has all data.
+    """
+    batch, heads = differing_ranges(mask, block)
+    each = max(1, len(batch) * len(heads) * block.N)
+    if each * len(block.rows) > MOST_PLACES:
+        return None
+    step, part = max(1, AT_ONCE // each), evolve(block, batch=batch, heads=heads)
+    some = (evolve(part, rows=block.rows[at : at + step]) for at in range(0, block.M, step))
+    return (ask_all(mask, x) for x in some)
+
+
+def ask_all(mask: Mask, block: Block) -> torch.Tensor:
+    shape = (len(block.batch), len(block.heads), len(block.rows), block.N)
+    kept = torch.as_tensor(mask.keep(Place.of(block, range(block.N), torch.device("cpu"))))
+    return kept.expand(shape)
+
+
+def differing_ranges(mask: Mask, block: Block) -> tuple[range, range]:
+    """The batch entries and heads to evaluate: only the first if all are alike."""
+    if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
+        return block.batch[:1], block.heads[:1]
+    some = evolve(block, batch=block.batch[:2], heads=block.heads[:2], rows=block.rows[:1])
+    kept = torch.as_tensor(mask.keep(Place.of(some, range(1), torch.device("cpu"))))
+    b, h, _, _ = [1] * (4 - kept.ndim) + [*kept.shape]
+    return block.batch if b > 1 else block.batch[:1], block.heads if h > 1 else block.heads[:1]
+
+
+Flags = tuple[torch.Tensor, torch.Tensor]  # some place, and every place, of each tile
+
+
+def flag_tiles(mask: Mask, block: Block, tile: tuple[int, int]) -> Flags | None:
+    """What a mask keeps of each tile [b,h,lines,columns]; None if it takes too long."""
+    places = keep_places(mask, block)
+    if places is None:
+        return None
+    rows = [
+        (by_parts(x, tile[1], False).any(-1), by_parts(x, tile[1], True).all(-1)) for x in places
+    ]
+    some, every = (torch.cat(x, 2).transpose(2, 3) for x in zip(*rows, strict=True))
+    some, every = by_parts(some, tile[0], False).any(-1), by_parts(every, tile[0], True).all(-1)
+    return some.transpose(2, 3), every.transpose(2, 3)
+
+
+def by_parts(x: torch.Tensor, size: int, beyond: bool) -> torch.Tensor:
+    """The last axis in parts of `size`, as two axes; the last part ends in `beyond`."""
+    size = min(size, x.shape[-1])
+    filled = torch.nn.functional.pad(x, (0, -x.shape[-1] % size), value=beyond)
+    return filled.view(*filled.shape[:-1], -1, size)
+
+
+def cover_places(places: Iterator[torch.Tensor], block: Block, G: int, exact: bool) -> Coverage:
+    """`count_pairs` of all places, some queries at a time."""
+    pairs, queries, seen = 0, 0, torch.zeros(1, 1, block.N, dtype=torch.bool, device="cpu")
+    for kept in places:
+        each = multiplicity(kept, block)
+        pairs += each * int(kept.sum())
+        queries += each * int(kept.any(-1).sum())
+        seen = seen | kept.any(2)
+    return Coverage(pairs, queries, count_seen_keys(seen, len(block.batch), G), exact)
 
 
 def count_seen_keys(seen: torch.Tensor, B: int, G: int) -> int:

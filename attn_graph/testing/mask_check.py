@@ -17,7 +17,6 @@ from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Block, Keys, Place
-from attn_graph.masks.runs import flags
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import strategies
 from attn_graph.testing.agreement import search
@@ -187,8 +186,8 @@ def check_block(mask: m.Mask, case: MaskCase, block: Block) -> None:
     here = case.kept[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop]
     here = here[:, :, block.rows.start : block.rows.stop]
     span, surely = mask.span(block), mask.surely(block)
-    lacking = here & ~flags(span.intervals, block.N)
-    wrong = ~here & flags(surely.intervals, block.N)
+    lacking = here & ~span.flags(block.N)
+    wrong = ~here & surely.flags(block.N)
     for name, keys, places, text in (
         ("span", span, lacking, "lacks key {j}, which is kept"),
         ("surely", surely, wrong, "has key {j}, which is not kept"),

@@ -43,7 +43,7 @@ from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import KeepBlocks, needs_of
 from attn_graph.masks.canonical import is_ours
-from attn_graph.masks.runs import leaves
+from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec
 
 FEW_QUERIES = 64  # k and v are read once or twice for them

@@ -24,7 +24,7 @@ from attn_graph.lowering.cpu.schedule import row_tiles
 from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import KeepBlocks, Mask
-from attn_graph.masks.runs import leaves
+from attn_graph.masks.joins import leaves
 
 # From LEAST_HALF multiplications of q k^T on products of half precision are faster; the kernel
 # reads a key in the time of READ_ROWS rows.

@@ -12,9 +12,9 @@ from attrs import evolve, frozen
 
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, Mask
+from attn_graph.masks.joins import leaves
 from attn_graph.masks.places import Block, Keys, Place
 from attn_graph.masks.regions import find_breaks
-from attn_graph.masks.runs import leaves
 
 CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, copying the result
 FLOP_SECONDS = 7e-12  # of a multiplication or addition on 2 cores: only ratios count

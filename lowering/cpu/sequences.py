@@ -13,7 +13,7 @@ from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts
 from attn_graph.masks import LEAVES as KNOWN_LEAVES
 from attn_graph.masks import Band, Join, KeyLengths, Mask, Prefix, QueryLengths
 from attn_graph.masks.canonical import EVERYTHING
-from attn_graph.masks.runs import leaves
+from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec
 
 

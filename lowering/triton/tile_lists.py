@@ -20,11 +20,11 @@ from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Sy
 from attn_graph.masks import Data, Mask
 from attn_graph.masks.intervals import Range, lower_end, upper_end
 from attn_graph.masks.places import Block, Place, Untraceable
-from attn_graph.masks.runs import AT_ONCE
 from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.spec.formulas import is_one
 
 MOST_TILES = 2**15  # in one list; a vector within one program
+AT_ONCE = 2**15  # tiles sorted at a time; for more PyTorch starts threads, which takes longer
 HEAD = 3  # first elements of a list: its block, and the numbers of full and mixed tiles
 CLASSIFY = "b, h, i0, i1, j0, j1, x, y, data, numbers"
 

@@ -19,11 +19,10 @@ from attn_graph import masks as m
 from attn_graph.ir.attention import Attention
 from attn_graph.lowering.cpu import schedule
 from attn_graph.lowering.problem import Problem
-from attn_graph.masks import runs
 from attn_graph.masks import tiles as counts
+from attn_graph.masks.layers import find_regions
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
-from attn_graph.masks.regions import Region, bound_region, find_regions, floor_sum
-from attn_graph.masks.runs import Budget, OverBudget
+from attn_graph.masks.regions import Region, bound_region, floor_sum
 from attn_graph.testing import mask_formula
 from attn_graph.testing.mask_check import MaskCase, mask_cases
 
@@ -91,18 +90,24 @@ def check_counts(drawn: MaskCase, mask: m.Mask, block: tuple[int, int]) -> None:
     found = ag.tiles(mask, M, N, block=block, B=B, H=H, data=drawn.data)
     assert found.exact
     assert (found.empty, found.mixed, found.full) == tile_kinds(due, block)
-    check_runs(most, whole, due, block)
+    if due.numel():
+        check_places(most, whole, due, block)
     closed = find_regions(most, whole)
     if closed is not None:
         check_regions(closed, N, due, block)
 
 
-def check_runs(mask: m.Mask, whole: Block, due: torch.Tensor, block: tuple[int, int]) -> None:
-    found = runs.count_keys(mask, whole, Budget.of(whole))
-    assert torch.equal(found.keys_of.expand(due.shape[:3]), due.sum(-1))
-    assert torch.equal(found.seen.expand(due.any(2).shape), due.any(2))
-    empty, _, full = tile_kinds(due, block)
-    assert counts.count_tiles_by_runs(mask, mask, whole, block) == (empty, full)
+def check_places(mask: m.Mask, whole: Block, due: torch.Tensor, block: tuple[int, int]) -> None:
+    """Counts of all places asked at once, whether the mask has a closed form or not."""
+    places, flags = counts.keep_places(mask, whole), counts.flag_tiles(mask, whole, block)
+    assert places is not None
+    assert flags is not None
+    found = counts.cover_places(places, whole, whole.H, exact=True)
+    pairs, queries, keys = (int(x.sum()) for x in (due, due.any(3), due.any(2)))
+    assert (found.pairs, found.queries, found.keys) == (pairs, queries, keys)
+    some, every = (int(x.sum()) * counts.multiplicity(x, whole) for x in flags)
+    _, mixed, full = tile_kinds(due, block)
+    assert (some, every) == (mixed + full, full)
 
 
 def check_regions(found: list[Region], N: int, due: torch.Tensor, block: tuple[int, int]) -> None:
@@ -130,15 +135,12 @@ def test_counts_are_those_of_every_place_asked(drawn: MaskCase, block: tuple[int
 
 
 @many
-@given(mask_cases(), sides, st.integers(1, 4), st.integers(1, 40))
+@given(mask_cases(), sides, st.integers(1, 40))
 def test_counts_do_not_depend_on_how_many_are_made_at_once(
-    drawn: MaskCase, block: tuple[int, int], most_edges: int, at_once: int
+    drawn: MaskCase, block: tuple[int, int], at_once: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "MOST_EDGES", most_edges)
-        patch.setattr(runs, "AT_ONCE", at_once)
         patch.setattr(counts, "AT_ONCE", at_once)
-        patch.setattr(runs, "MOST_OPEN", 2 * at_once)
         check_counts(drawn, drawn.mask, block)
 
 
@@ -197,7 +199,7 @@ middle, blocks = st.integers(1, 99), st.tuples(st.integers(1, 40), st.integers(1
 @given(strips, middle, middle, blocks, lengths)
 @example(m.Or(m.Band(None, -7), m.Not(m.Band(-9, None))), 97, 99, (13, 40), [(0, 0)])
 @example(m.Or(m.Band(-3, 0), m.Prefix(20)), 64, 80, (16, 16), [(0, 0)])
-def test_closed_forms_agree_with_counting_run_by_run(
+def test_closed_forms_agree_with_counting_place_by_place(
     mask: m.Mask, M: int, N: int, block: tuple[int, int], pairs: list[tuple[int, int]]
 ) -> None:
     q, k = (torch.tensor(x) for x in zip(*pairs, strict=True))
@@ -206,16 +208,10 @@ def test_closed_forms_agree_with_counting_run_by_run(
     whole = Block(range(len(pairs)), range(2), range(M), 2, M, N, read)
     found = find_regions(mask, whole)
     assert found is not None
-    kept = runs.count_keys(mask, whole, Budget.of(whole))
-    each = counts.multiplicity(kept.keys_of, whole)
-    assert sum(region.pairs for region in found) == kept.keys_of.sum() * each
-    assert sum(region.queries for region in found) == (kept.keys_of > 0).sum() * each
-    assert sum(r.count * len(r.keys) for r in found) == kept.seen.sum() * each
-    lines, columns = -(-M // block[0]), -(-N // block[1])
-    total = len(pairs) * 2 * lines * columns
-    empty, full = counts.count_tiles_by_runs(mask, mask, whole, block)
-    assert total - sum(region.tiles(block) for region in found) == empty
-    assert total - sum(region.outside(N).tiles(block) for region in found) == full
+    places = counts.keep_places(mask, whole)
+    assert places is not None
+    due = torch.cat([*places], 2).expand(len(pairs), 2, M, N)
+    check_regions(found, N, due, block)
 
 
 bands = st.recursive(
@@ -262,6 +258,13 @@ def test_segments_in_any_order_are_counted() -> None:
     data = {name: torch.tensor(values) for name, values in numbers.items()}
     found = ag.tiles(m.SameSegment(), 4, 4, block=(1, 1), data=data)
     assert (found.full, found.mixed, found.empty, found.exact) == (6, 0, 10, True)
+
+
+def test_documents_of_any_length_are_counted_exactly() -> None:
+    numbers = torch.arange(2**20)[None] // 2**17
+    data = {"q_segments": numbers, "kv_segments": numbers}
+    found = ag.tiles(ag.Causal() & m.SameSegment(), 2**20, 2**20, data=data)
+    assert (found.mixed, found.full, found.exact) == (2**13, 8 * 2**10 * (2**10 - 1) // 2, True)
 
 
 def test_a_long_run_of_keys_that_all_queries_keep_needs_no_mask() -> None:
@@ -339,7 +342,7 @@ def test_work_is_bounded_whatever_the_sizes(mask: m.Mask, exact: bool, size: int
     with counting() as calls:
         found = ag.tiles(mask, size, size, B=size, H=size)
         seen = counts.count_pairs(mask, (size, size, size, size, size), {})
-    assert sum(calls) <= runs.MOST_EVALUATED * runs.FEW_LEAVES
+    assert sum(calls) <= 4 * counts.MOST_PLACES
     assert found.exact == seen.exact == exact
     assert found.estimated == seen.estimated == (not exact)
     assert found.total == size**2 * (-(-size // 128)) ** 2
@@ -354,12 +357,6 @@ def test_a_span_of_ones_own_bounds_an_estimate() -> None:
     assert found.estimated
     assert found.empty > 0.9 * found.total
     assert "estimated" in str(found)
-
-
-def test_a_mask_that_is_over_budget_says_so() -> None:
-    whole = Block(range(1), range(1), range(64), 1, 64, 64, {})
-    with pytest.raises(OverBudget):
-        runs.count_keys(STRIPED, whole, Budget(100))
 
 
 @contextmanager
