@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import TypeVar, final
+from typing import TypeGuard, TypeVar, final
 
 import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
-from attn_graph.ir.graph import Eqn, Graph, check_graph
+from attn_graph.ir.graph import Eqn, Graph, Op, check_graph
 from attn_graph.ir.views import spec_of_view
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.places import Block, Place, Strip
@@ -228,12 +228,18 @@ def strip_sees_everywhere(strip: Strip, M: int, N: int) -> bool:
     return strip.rows is None or bool(strip.rows >= M)
 
 
+def has_problem(op: Op) -> TypeGuard[Attention | AttentionGrad]:
+    """True for an attention, or its gradient, by lse."""
+    match op:
+        case Attention(keeps=keeps) | AttentionGrad(attention=Attention(keeps=keeps)):
+            return not keeps
+    return False
+
+
 def problems_in(graph: Graph) -> list[Problem]:
     """Every attention and attention gradient of a graph."""
     return [
-        Problem.of(eqn.op, operand_specs(graph, eqn))
-        for eqn in graph.eqns
-        if isinstance(eqn.op, (Attention, AttentionGrad))
+        Problem.of(eqn.op, operand_specs(graph, eqn)) for eqn in graph.eqns if has_problem(eqn.op)
     ]
 
 

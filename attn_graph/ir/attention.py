@@ -13,13 +13,20 @@ from attn_graph import masks
 from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.checks import require_finite
-from attn_graph.ir.gradient_ops import WeighT, clear_blind_rows, sink_gradient, weigh_again
+from attn_graph.ir.gradient_ops import (
+    SoftmaxGrad,
+    WeighT,
+    clear_blind_rows,
+    sink_gradient,
+    weigh_again,
+)
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import Bias, Modifier, every_place, find_restores
-from attn_graph.spec import ValueType, to_number
+from attn_graph.ir.modifiers import Bias, Collect, Modifier, every_place, find_restores
+from attn_graph.spec import ValueType, accumulator, to_number
 
 T = TypeVar("T")
-SAVED = ("o", "lse")  # results of an attention read by its gradient
+SAVED = ("o", "lse")  # results of an attention read by its gradient, unless weights are kept
+RANKS = {"o": 4, "lse": 3, "weights": 4}
 
 
 def sort_statistics(names: Iterable[str]) -> tuple[str, ...]:
@@ -55,6 +62,21 @@ class Operands(Generic[T]):
 
 @final
 @frozen
+class KeepWeights(Op):
+    """p, p after dropout, v -> weights for a gradient: p in v's dtype, negative where dropped.
+
+    A step of an Attention, and in no graph: its gradient reads them, and nothing else does.
+    """
+
+    def infer(self, p: ValueType, left: ValueType, v: ValueType) -> tuple[ValueType]:
+        return (ValueType(p.shape, v.dtype),)
+
+    def run(self, p: torch.Tensor, left: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.where(left == 0, -p, p).to(v.dtype),)
+
+
+@final
+@frozen
 class Attention(Op):
     """q, k, v, operands of the modifiers, of the mask, sinks, seed and offset -> o, lse, ...
 
@@ -62,6 +84,10 @@ class Attention(Op):
     `stats`: the statistics of each row returned after o, by name: always lse, which the gradient
     reads, and any of STATISTICS. `origin`: as of Dropout. `part`: o and lse given to the gradient
     are of more keys, or of sinks too, so that the weights of a row add up to less than 1.
+
+    `keeps`: the results are o and the weights [B,H,M,N] of `KeepWeights`, for a gradient
+    without a softmax. This is worth its memory for short rows: weights take no more bytes than q,
+    k, v and o of as many heads while N <= 2 (D + E).
     """
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
@@ -72,22 +98,28 @@ class Attention(Op):
     stats: tuple[str, ...] = field(default=("lse",), converter=sort_statistics)
     origin: tuple[int, ...] = field(default=(), converter=ops.to_origin)
     part: bool = False
+    keeps: bool = field(default=False, converter=bool)
+
+    def __attrs_post_init__(self) -> None:
+        if self.keeps and not self.is_keepable:
+            limit = "keeps weights of a softmax of scores and a bias under a mask, and of no more"
+            raise GraphError(f"attention: {self} {limit}")
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("o", *self.stats)
+        return ("o", *(("weights",) if self.keeps else self.stats))
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        return self.stats
+        return () if self.keeps else self.stats
 
     @property
     def without_gradient(self) -> tuple[str, ...]:
-        return tuple(name for name in self.stats if name not in SAVED)
+        return tuple(name for name in self.names if name not in SAVED)
 
     @property
     def saved(self) -> tuple[str, ...]:
-        return SAVED
+        return ("weights",) if self.keeps else SAVED
 
     @property
     def reads(self) -> int:
@@ -105,8 +137,18 @@ class Attention(Op):
 
     @property
     def is_softmax(self) -> bool:
-        """True without sinks, dropout and statistics other than lse."""
-        return not (self.sinks or self.dropout or self.origin) and len(self.stats) == 1
+        """True without sinks, dropout, kept weights, and statistics other than lse."""
+        return not (self.sinks or self.dropout or self.origin or self.keeps) and not self.more_stats
+
+    @property
+    def is_keepable(self) -> bool:
+        """True for a softmax of scores, and perhaps a bias, under a mask and dropout."""
+        added = self.modifiers in ((), (Bias(),))
+        return added and not (self.sinks or self.origin or self.more_stats)
+
+    @property
+    def more_stats(self) -> tuple[str, ...]:
+        return tuple(name for name in self.stats if name != "lse")
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -171,11 +213,13 @@ class Attention(Op):
             (s,) = emit(modifier, s, *data.values())
         if self.mask is not None:
             (s,) = emit(ops.Mask(self.mask), s, *given.mask.values())
-        more = [emit(ops.STATISTICS[name](), s)[0] for name in self.stats if name != "lse"]
+        more = [emit(ops.STATISTICS[name](), s)[0] for name in self.more_stats]
         p, lse = emit(ops.Softmax(self.sinks), s, *([given.sinks] if self.sinks else []))
+        left = p
         if self.dropout:
-            (p,) = emit(ops.Dropout(self.dropout, self.origin), p, given.seed, given.offset)
-        return (*emit(ops.Weigh(), p, given.v), lse, *more)
+            (left,) = emit(ops.Dropout(self.dropout, self.origin), p, given.seed, given.offset)
+        (o,) = emit(ops.Weigh(), left, given.v)
+        return (o, *emit(KeepWeights(), p, left, given.v)) if self.keeps else (o, lse, *more)
 
     def problems(self, *types: ValueType) -> Iterator[str]:
         problems: list[str] = []
@@ -203,9 +247,9 @@ class Attention(Op):
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         ops.refuse_cotangents(self, grads)
         saved, given = (dict(zip(self.names, x, strict=True)) for x in (results, grads))
-        cotangents = [given[name] for name in SAVED]
+        cotangents = [given.get(name) for name in SAVED]
         gradient = AttentionGrad(self, self.trains, *(g is not None for g in cotangents))
-        read = (*(saved[name] for name in SAVED), *(g for g in cotangents if g is not None))
+        read = (*(saved[name] for name in self.saved), *(g for g in cotangents if g is not None))
         made = iter(emit(gradient, *operands, *read))
         return tuple(next(made) if wanted else None for wanted in self.trains)
 
@@ -252,6 +296,9 @@ class AttentionGrad(Op):
 
     A row that sees nothing, with lse = -inf, adds 0 to every gradient, for any do and dlse. `wants`
     flags the operands that get a gradient. Without `with_do` or `with_dlse` that cotangent is zero.
+
+    If the attention keeps its weights, they are read in place of o and lse: p is known, and delta
+    is sum_j p dp. The derivatives are of the gradient by o and lse, both computed anew.
     """
 
     attention: Attention = field(converter=as_saved)
@@ -264,6 +311,8 @@ class AttentionGrad(Op):
         given, needed = len(self.wants), len(self.attention.ranks)
         if given != needed:
             raise GraphError(f"attention_grad: {given} wants for {needed} operands; pass one each")
+        if self.attention.keeps and (self.with_dlse or not self.with_do):
+            raise GraphError("attention_grad: by kept weights it takes do and no dlse")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -276,32 +325,39 @@ class AttentionGrad(Op):
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
-        return (*self.attention.ranks, 4, 3, *((4,) * self.with_do), *((3,) * self.with_dlse))
+        return (*self.attention.ranks, *(RANKS[name.removeprefix("d")] for name in self.more))
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """Names of the operands after the attention's own."""
+        cotangents = *(("do",) * self.with_do), *(("dlse",) * self.with_dlse)
+        return (*self.attention.saved, *cotangents)
 
     def split(self, operands: Sequence[T]) -> GradientOperands[T]:
-        n = len(operands) - 2 - self.with_do - self.with_dlse
-        own, (o, lse, *rest) = operands[:n], operands[n:]
-        more = iter(rest)
-        do = next(more) if self.with_do else None
-        dlse = next(more) if self.with_dlse else None
-        return GradientOperands(tuple(own), o, lse, do, dlse)
+        """For a gradient that reads o and lse."""
+        n = len(operands) - len(self.more)
+        given = dict(zip(self.more, operands[n:], strict=True))
+        cotangents = given.get("do"), given.get("dlse")
+        return GradientOperands(tuple(operands[:n]), given["o"], given["lse"], *cotangents)
 
     def problems(self, *types: ValueType) -> Iterator[str]:
-        given = self.split(types)
-        yield from self.attention.problems(*given.own)
-        yield from self.attention.gradient_problems()
-        types_due: dict[str, ValueType] = dict(
-            zip(SAVED, self.attention.infer(*given.own), strict=True)
-        )
-        for name in ("o", "lse", "do", "dlse"):
-            type_, due = getattr(given, name), types_due[name.removeprefix("d")]
-            if type_ is not None and type_ != due:
+        node, n = self.attention, len(self.wants)
+        yield from node.problems(*types[:n])
+        yield from node.gradient_problems()
+        types_due = dict(zip(node.names, node.infer(*types[:n]), strict=True))
+        for name, type_ in zip(self.more, types[n:], strict=True):
+            if type_ != (due := types_due[name.removeprefix("d")]):
                 yield f"attention_grad: {name} {type_} should be {due}"
 
     @property
     def carried(self) -> tuple[int, ...]:
         n = len(self.wants)
-        return n, n + 1
+        return tuple(range(n, n + len(self.attention.saved)))
+
+    @property
+    def by_lse(self) -> AttentionGrad:
+        """This gradient, by o and lse."""
+        return evolve(self, attention=evolve(self.attention, keeps=False))
 
     def gradient_problems(self) -> Iterator[str]:
         for modifier in self.attention.modifiers:
@@ -314,13 +370,21 @@ class AttentionGrad(Op):
         return tuple(t for t, wanted in zip(types, self.wants, strict=False) if wanted)
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = self.split(operands)
-        lse = given.lse
-        do = torch.zeros_like(given.o) if given.do is None else given.do
-        dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
-        do, dlse = (clear_blind_rows(x.to(lse.dtype), lse) for x in (do, dlse))
-        gradients = compute_gradients(self.attention, given.own, given.o, lse, do, dlse)
+        if self.attention.keeps:
+            gradients = gradients_by_weights(self.attention, *operands)
+        else:
+            given = self.split(operands)
+            lse = given.lse
+            do = torch.zeros_like(given.o) if given.do is None else given.do
+            dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
+            do, dlse = (clear_blind_rows(x.to(lse.dtype), lse) for x in (do, dlse))
+            gradients = compute_gradients(self.attention, given.own, given.o, lse, do, dlse)
         return tuple(g for g, wanted in zip(gradients, self.wants, strict=True) if wanted)
+
+    def read_again(self, emit: Emit, operands: Values) -> Values:
+        """The operands of `by_lse`."""
+        *own, _, do = operands
+        return (*own, *emit(self.by_lse.attention, *own), do)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         """By the tangents of all results as q, k, v, ... move along the given cotangents.
@@ -329,6 +393,10 @@ class AttentionGrad(Op):
         """
         from attn_graph.ir.tangents import AttentionGradJvp, present, push_attention, some
 
+        if self.attention.keeps:
+            again = self.read_again(emit, operands)
+            *pulled, _, _, ddo = self.by_lse.pull(emit, again, results, grads)
+            return (*pulled, None, ddo)
         node, each = self.attention, iter(grads)
         moved = [next(each) if wanted else None for wanted in self.wants]
         own = operands[: len(moved)]
@@ -343,6 +411,10 @@ class AttentionGrad(Op):
         """o and lse move with q, k and v: their tangents are operands, or computed."""
         from attn_graph.ir.tangents import AttentionGradJvp, present, push_attention, some
 
+        if self.attention.keeps:
+            *moves, _, tdo = tangents
+            again = self.read_again(emit, operands)
+            return self.by_lse.push(emit, again, results, (*moves, None, None, tdo))
         given, x = self.split(tangents), self.split(operands)
         pairs = zip(given.own, self.attention.trains, strict=True)
         moved, turned = [t if has else None for t, has in pairs], (given.do, given.dlse)
@@ -395,6 +467,26 @@ def compute_gradients(
         tail += [sink_gradient(given.sinks, lse, surplus / total)]
     tail += [None, None] if node.dropout else []
     return [dq, dk, dv, *extra, *tail]  # type: ignore[list-item]  # None only for unwanted ones
+
+
+def gradients_by_weights(node: Attention, *operands: torch.Tensor) -> list[torch.Tensor]:
+    """The formulas of AttentionGrad by kept weights, for every operand."""
+    *own, weights, do = operands
+    given = node.split(own)
+    signed = weights.to(accumulator(given.q.dtype))
+    p, left = signed.abs(), signed.clamp(min=0.0) / (1 - node.dropout)
+    do = do.to(p.dtype).masked_fill((p == 0).all(-1, keepdim=True), 0.0)
+    (dp,) = ops.Scores().run(do, given.v.to(p.dtype))
+    dp = (dp / (1 - node.dropout)).masked_fill(signed < 0, 0.0)
+    (ds,) = SoftmaxGrad().run(p, dp, torch.zeros_like(dp[..., 0]))
+    steps = zip(node.modifiers, given.modifiers, strict=True)
+    made: list[torch.Tensor | None] = [
+        *ops.Weigh(node.scale).run(ds, given.k),
+        *WeighT(node.scale).run(ds, given.q, given.k),
+        *WeighT().run(left, do, given.v),
+        *(x for step, data in steps for x in Collect(step).run(ds, *data.values())),
+    ]
+    return [*made, *[None] * (len(own) - len(made))]  # type: ignore[list-item]  # as above
 
 
 def dropout_factor(node: Attention, given: Operands[torch.Tensor], s: torch.Tensor) -> torch.Tensor:

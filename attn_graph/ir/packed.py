@@ -11,7 +11,6 @@ from attrs import evolve, field, frozen
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad
 from attn_graph.ir.packing import (
     Pack,
     Unpack,
@@ -111,10 +110,6 @@ def with_operands(
         case AttentionGradJvp(grad=grad, tangents=tangents):
             within = with_operands(grad, node, kept)
             return evolve(op, grad=within, tangents=tuple(tangents[i] for i in kept))
-        case KeptAttention():
-            return evolve(op, attention=node)
-        case KeptAttentionGrad(wants=wants):
-            return evolve(op, attention=node, wants=tuple(wants[i] for i in kept))
         case Packed(op=inner):
             return evolve(op, op=with_operands(inner, node, kept))
     return node
@@ -169,6 +164,8 @@ class Packed(Op):
         parts = and_parts(self.attention.mask)
         if missing := [str(LEAVES[side]) for side in self.sides if LEAVES[side] not in parts]:
             raise GraphError(f"packed: the mask of {self.op} lacks & {' & '.join(missing)}")
+        if self.attention.keeps:
+            raise GraphError(f"packed: {self.op} keeps weights, which are of sequences in a batch")
         if self.paged and self.keys is not None:
             raise GraphError(f"packed: keys={self.keys}, but keys are in pages; pass keys=None")
 

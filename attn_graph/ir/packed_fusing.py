@@ -99,7 +99,7 @@ class Neighbours:
 
     def absorb(self, eqn: Eqn, outs: range) -> Absorbed | None:
         """An attention with its surroundings; None if they can't be one op."""
-        if not isinstance(eqn.op, Attention):
+        if not isinstance(eqn.op, Attention) or eqn.op.keeps:
             return None
         q, k, v, *rest = eqn.args
         rows, keys = self.side(eqn, "rows", q), self.side(eqn, "keys", k, v)

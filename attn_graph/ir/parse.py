@@ -17,7 +17,6 @@ from attn_graph.ir.addends import Addend
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op, op_name
-from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.views import VIEW_OPS
@@ -39,7 +38,6 @@ OPS: tuple[type[Op], ...] = (
     *(gradient_ops.SoftmaxJvp, gradient_ops.SoftmaxGradJvp, gradient_ops.SinkGradJvp),
     *(sums.Add, sums.Zeros, modifiers.Back, modifiers.Collect, modifiers.Bend, modifiers.Spread),
     *(*modifiers.MODIFIERS, Addend, Attention, AttentionGrad, AttentionJvp, AttentionGradJvp),
-    *(KeptAttention, KeptAttentionGrad),
     *(packing.Lengths, packing.Unpack, packing.Pack, Packed, paging.Unpage, paging.SumPages),
     *VIEW_OPS,
 )

@@ -14,12 +14,11 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.kept import KeptAttentionGrad
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packed_fusing import fuse_packed
 from attn_graph.ir.rewrite import Copy, replay
-from attn_graph.ir.tangents import AttentionGradJvp
+from attn_graph.ir.tangents import AttentionGradJvp, attention_in
 from attn_graph.masks.canonical import canonical_mask
 
 
@@ -208,7 +207,7 @@ def narrow(graph: Graph) -> Graph:
     """Let gradients of attention compute only the results that are read."""
     users, copy = count_users(graph), Copy(graph)
     for eqn, outs in graph.numbered:
-        if isinstance(fused_op(eqn.op), AttentionGrad | KeptAttentionGrad | AttentionGradJvp):
+        if isinstance(fused_op(eqn.op), AttentionGrad | AttentionGradJvp):
             op = select_results(eqn.op, [i in users for i in outs])
             copy.add(op, eqn.args, [i for i in outs if i in users])
         else:
@@ -223,10 +222,28 @@ def select_results(op: Op, read: Sequence[bool]) -> Any:  # Any: an op of the sa
             return evolve(op, op=select_results(inner, read))
         case AttentionGradJvp(grad=grad):
             return evolve(op, grad=select_results(grad, read))
-        case AttentionGrad() | KeptAttentionGrad():
+        case AttentionGrad():
             live = iter(read)
             return evolve(op, wants=tuple(wanted and next(live) for wanted in op.wants))
     return op
+
+
+def keep_weights(graph: Graph) -> Graph | None:
+    """A graph of one attention with kept weights, if o is its only output; else None."""
+    if len(graph.eqns) != 1 or graph.outputs != (len(graph.inputs),):
+        return None
+    (eqn,) = graph.eqns
+    if not isinstance(eqn.op, Attention) or not eqn.op.is_keepable:
+        return None
+    op = evolve(eqn.op, keeps=True)
+    outs = op.infer(*(graph.types[i] for i in eqn.args))
+    return evolve(graph, eqns=(Eqn(op, eqn.args, outs),))
+
+
+def keeps_weights(graph: Graph) -> bool:
+    """True if an attention keeps its weights, or a gradient reads kept ones."""
+    nodes = (attention_in(eqn.op) for eqn in graph.eqns)
+    return any(node is not None and node.keeps for node in nodes)
 
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (canonicalise, fuse, fuse_packed)

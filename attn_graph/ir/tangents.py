@@ -31,7 +31,6 @@ from attn_graph.ir.gradient_ops import (
     weigh_again,
 )
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad
 from attn_graph.ir.modifiers import Back, Collect, Modifier
 from attn_graph.ir.promises import tangent_promise_problems
 from attn_graph.ir.sums import add_up, apply
@@ -56,8 +55,6 @@ def attention_in(op: Op) -> Attention | None:
             return op
         case AttentionGrad(attention=node) | AttentionJvp(attention=node):
             return node
-        case KeptAttention(attention=node) | KeptAttentionGrad(attention=node):
-            return node
         case AttentionGradJvp(grad=grad):
             return grad.attention
     return None
@@ -70,6 +67,8 @@ def run_op(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def check_flags(name: str, node: Attention, flags: Sequence[bool]) -> None:
     """Raise GraphError unless each operand has a flag, false if it can't have a tangent."""
+    if node.keeps:
+        raise GraphError(f"{name}: {node} keeps weights, which have no tangent; pass keeps=False")
     if len(flags) != len(node.ranks):
         problem = f"{len(flags)} tangents for {len(node.ranks)} operands; pass a flag for each"
         raise GraphError(f"{name}: {problem}")
@@ -217,11 +216,12 @@ def some(values: Values) -> list[Any]:  # Any: values
 
 
 def push_attention(node: Attention, emit: Emit, operands: Values, tangents: Values) -> Values:
-    """The results of an AttentionJvp; empty if no operand has a tangent."""
+    """The results of an AttentionJvp, by lse; empty if no operand has a tangent."""
     moved = [t if trained else None for t, trained in zip(tangents, node.trains, strict=True)]
     if not some(moved):
         return ()
-    return emit(AttentionJvp(node, present(moved)), *operands, *some(moved))
+    by_lse = evolve(node, keeps=False)
+    return emit(AttentionJvp(by_lse, present(moved)), *operands, *some(moved))
 
 
 def push_scores(

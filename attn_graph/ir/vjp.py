@@ -9,7 +9,6 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, check_graph
-from attn_graph.ir.kept import KeptAttention
 from attn_graph.ir.packed import fused_op
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
@@ -157,7 +156,7 @@ def result_spec(graph: Graph, i: int) -> TensorSpec:
         if isinstance(eqn.op, Unfold) and i not in statistics(graph):
             return eqn.op.view(result_spec(graph, eqn.args[0]))
         q = spec_of_view(graph, eqn.args[0]) if eqn.args else None
-        kinds = Attention, KeptAttention, AttentionJvp, ops.Weigh
+        kinds = Attention, AttentionJvp, ops.Weigh
         follows = isinstance(fused_op(eqn.op), kinds)
         if q is not None and follows and eqn.op.names[i - outs[0]] in ("o", "to"):
             return TensorSpec(type_.shape, type_.dtype, dense_strides(type_.shape, memory_order(q)))

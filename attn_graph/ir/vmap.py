@@ -97,6 +97,7 @@ class Way:
 NOUNS = {"b": "batch", "h": "heads", "g": "key/value heads"}
 WAYS = (Way("b", True), Way("b", False), Way("h", True), Way("h", False))
 ROW, STATISTIC = "bhie", "bhi"  # the axes of o, and of lse
+RESULTS = {"o": ROW, "to": ROW, "weights": "bhij"}  # others are statistics
 
 
 def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
@@ -220,7 +221,7 @@ def result_letters(op: Op) -> tuple[str, ...]:
         case AttentionGrad(attention=node):
             return select_flagged(operand_letters(node), op.wants)
         case _:
-            return tuple(ROW if name in ("o", "to") else STATISTIC for name in op.names)
+            return tuple(RESULTS.get(name, STATISTIC) for name in op.names)
 
 
 def letters_of(graph: Graph) -> dict[int, str]:

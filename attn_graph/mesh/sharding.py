@@ -102,7 +102,7 @@ def check_attention(graph: Graph, placement: Placement) -> None:
     """Raise GraphError unless a simplified graph is one attention, divisible by the placement."""
     ops = [eqn.op for eqn in graph.eqns if not isinstance(eqn.op, Lengths)]
     node = fused_op(ops[0]) if len(ops) == 1 else None
-    if not isinstance(node, Attention):
+    if not isinstance(node, Attention) or node.keeps:
         text = ", ".join(op_name(type(op)) for op in ops) or "nothing"
         raise GraphError(f"shard: the graph is to be one attention, and is {text}; shard that part")
     if isinstance(ops[0], Packed) and placement in SEQUENCES:

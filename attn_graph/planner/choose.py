@@ -20,7 +20,7 @@ from attn_graph.errors import (
     user_frame,
 )
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.kept import keeps_weights
+from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.backend import Backend, Executable, Options, RefusedError
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa

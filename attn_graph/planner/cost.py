@@ -28,7 +28,6 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.gradient_ops import WeighT
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.kept import KeptAttentionGrad
 from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
@@ -325,7 +324,7 @@ def counterparts(op: Op) -> list[int | None]:
     None for o, lse, cotangents and their tangents: these have the rows of q.
     """
     match op:
-        case AttentionGrad() | KeptAttentionGrad():
+        case AttentionGrad():
             return [None] * (len(op.ranks) - len(op.wants))
         case AttentionJvp():
             return [i for i, flag in enumerate(op.tangents) if flag]
@@ -341,9 +340,7 @@ def summed_widths(op: Op, D: int, E: int) -> int:
     """The sum of the head sizes of all matrix products of an attention or a derivative of it."""
     match op:
         case AttentionGrad():
-            return gradient_widths(op, D, E)
-        case KeptAttentionGrad():
-            return gradient_widths(op.again, D, E) - D
+            return gradient_widths(op, D, E) - D * op.attention.keeps
         case AttentionJvp(tangents=(tq, tk, tv, *_)):
             return D * (1 + tq + tk) + E * (2 + tv)
         case AttentionGradJvp(tangents=(tq, tk, tv, *_), grad=grad):

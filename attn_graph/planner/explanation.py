@@ -11,7 +11,6 @@ from attrs import asdict, evolve, frozen
 from attn_graph.errors import Reason, refusal_lines
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.kept import KeptAttention
 from attn_graph.ir.packed import fused_op
 from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.backend import Foreseen
@@ -241,6 +240,5 @@ def saved_values(graph: Graph) -> set[int]:
 
     The backward reads them, or the graph returns them.
     """
-    kinds = Attention | KeptAttention
-    fused = {i for e, outs in graph.numbered if isinstance(fused_op(e.op), kinds) for i in outs}
+    fused = {i for e, outs in graph.numbered if isinstance(fused_op(e.op), Attention) for i in outs}
     return {*residuals(graph), *(fused & {*graph.outputs})}

@@ -140,7 +140,7 @@ def output_roles(graph: Graph) -> list[str]:
             case ops.Weigh():
                 names[outs[0]] = "o"
             case Attention():
-                names |= zip(outs, ("o", *eqn.op.stats), strict=True)
+                names |= zip(outs, eqn.op.names, strict=True)
     return [names[i] for i in graph.outputs]
 
 

@@ -14,8 +14,8 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
+from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.graph import Op
-from attn_graph.ir.kept import KeptAttentionGrad
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts, operand_sides, own_sides
 from attn_graph.ir.tangents import attention_in
 from attn_graph.machine.ambient import is_traced
@@ -127,7 +127,7 @@ def has_numbers(x: torch.Tensor) -> bool:
 
 def sides_of(op: Op) -> tuple[str, ...]:
     """ "rows" for each operand with q's rows, "keys" with k's; else ""."""
-    if isinstance(op, KeptAttentionGrad):
+    if isinstance(op, AttentionGrad) and op.attention.keeps:
         return (*own_sides(op), "", "rows")  # the weights are 0 in absent rows
     return operand_sides(op)
 

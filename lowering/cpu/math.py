@@ -17,9 +17,9 @@ from attrs import evolve, frozen
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad, keep_weights
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths
+from attn_graph.ir.passes import keep_weights
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, Write, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
@@ -38,7 +38,7 @@ from attn_graph.lowering.cpu.sink_sums import run_backward, sink_bytes
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
-from attn_graph.lowering.problem import Problem, operand_specs, sole
+from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
 from attn_graph.lowering.reasons import BY_THREADS
 from attn_graph.lowering.steps import Steps, Work, lease_rooms
 from attn_graph.machine.ambient import plain_ops_on
@@ -103,12 +103,11 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | N
     if isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)):
         empty = 0 in (*specs[0].shape, *specs[1].shape)
         return None if empty else TangentTiles.plan(eqn.op, specs)
-    if isinstance(eqn.op, (KeptAttention, KeptAttentionGrad)):
-        op, rate = eqn.op, eqn.op.attention.dropout
-        ways = (tile_kept(kept_problem(op, x), own, rate) for x in lay_out_kept(op, specs))
-        return next(filter(None, ways), None)
     if not isinstance(eqn.op, (Attention, AttentionGrad)):
         return None
+    if not has_problem(eqn.op):
+        ways = (tile_kept(*kept_problem(eqn.op, x), own) for x in lay_out_kept(eqn.op, specs))
+        return next(filter(None, ways), None)
     problem = Problem.of(eqn.op, specs)
     if problem.is_empty:
         return None
@@ -126,33 +125,36 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
     return WholeTiles.plan(problem) or FusedTiles.plan(problem)
 
 
-def kept_problem(op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
-    """The problem of an attention with kept weights, or of its gradient, without dropout."""
-    if isinstance(op, KeptAttention):
-        return without_dropout(Problem.of(op.attention, specs))
-    own, _, do = op.split(specs)
+def kept_problem(
+    op: Attention | AttentionGrad, specs: Sequence[TensorSpec]
+) -> tuple[Problem, float]:
+    """The problem of an attention with kept weights, or of its gradient, without dropout; and the
+    rate of dropout."""
+    if isinstance(op, Attention):
+        return without_dropout(Problem.of(op, specs)), op.dropout
+    *own, _, do = specs
     forward = without_dropout(Problem.of(op.attention, own))
     shape, strides = forward.layout_of_o
     saved = TensorSpec(shape, do.dtype, strides), TensorSpec(shape[:3], forward.wide)
     again = AttentionGrad(forward.node, op.wants[: forward.node.reads])
-    return Problem.of(again, (*forward.specs, *saved, do))
+    return Problem.of(again, (*forward.specs, *saved, do)), op.attention.dropout
 
 
 def lay_out_kept(
-    op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]
+    op: Attention | AttentionGrad, specs: Sequence[TensorSpec]
 ) -> Iterator[Sequence[TensorSpec]]:
     """The operands as they lie, and then with the gradient's do in C order, as tiles copy it."""
     yield specs
-    if isinstance(op, KeptAttentionGrad):
+    if isinstance(op, AttentionGrad):
         yield (*specs[:-1], TensorSpec(specs[-1].shape, specs[-1].dtype))
 
 
 def without_dropout(problem: Problem) -> Problem:
-    node = evolve(problem.node, dropout=0.0)
+    node = evolve(problem.node, dropout=0.0, keeps=False)
     return Problem.of(node, problem.specs[: node.reads])
 
 
-def tile_kept(problem: Problem, own: Dtypes, rate: float) -> RowTiles | None:
+def tile_kept(problem: Problem, rate: float, own: Dtypes) -> RowTiles | None:
     """None unless each tile is of whole heads. rate: of the dropout left out of the problem."""
     if problem.dtype not in own or problem.is_empty:
         return None
@@ -166,7 +168,7 @@ def record_weights(graph: Graph, target: Target) -> Graph | None:
     if problem is None or problem.grad is not None:
         return None
     alone, rate = without_dropout(problem), problem.node.dropout
-    if not row_choice.keeps(alone, own, rate) or tile_kept(alone, own, rate) is None:
+    if not row_choice.keeps(alone, own, rate) or tile_kept(alone, rate, own) is None:
         return None
     return keep_weights(graph)
 
@@ -258,7 +260,7 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
     specs = tuple(operand_specs(graph, eqn))
     if isinstance(eqn.op, Lengths):
         return Step(run_definition(eqn.op, specs))
-    if isinstance(eqn.op, (Attention, AttentionGrad)):
+    if has_problem(eqn.op):
         return sized_step(graph, eqn, eqn.op, target, options)
     if not runs_any_size(eqn, specs):
         return None
@@ -457,9 +459,8 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         with torch.no_grad(), plain_ops_on(device):
             results = op.run(*operands)
-            if isinstance(op, Attention | KeptAttention):
-                node = op if isinstance(op, Attention) else op.attention
-                return Problem.of(node, specs).new_o(device).copy_(results[0]), *results[1:]
+            if isinstance(op, Attention):
+                return Problem.of(op, specs).new_o(device).copy_(results[0]), *results[1:]
             if isinstance(op, AttentionJvp):  # o and to in the memory order of q
                 like = Problem.of(op.attention, specs).new_o
                 named = zip(op.names, results, strict=True)

@@ -27,7 +27,6 @@ from attn_graph.ir.gradient_ops import (
     WeighT,
 )
 from attn_graph.ir.graph import Input, Op
-from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad
 from attn_graph.ir.modifiers import Alibi, Back, Bend, Bias, Collect, SoftCap, Spread
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths, Pack, Unpack
@@ -182,8 +181,8 @@ EXAMPLES = (
     AttentionGrad(ATTENTION, (True,) * 6),
     AttentionJvp(ATTENTION, (True,) * 4 + (False,) * 2),
     AttentionGradJvp(AttentionGrad(ATTENTION, (True,) * 6), (True,) * 4 + (False,) * 2),
-    KeptAttention(Attention(0.5, mask=m.Causal())),
-    KeptAttentionGrad(Attention(0.5, mask=m.Causal()), (True,) * 3),
+    Attention(0.5, mask=m.Causal(), keeps=True),
+    AttentionGrad(Attention(0.5, mask=m.Causal(), keeps=True), (True,) * 3),
     *(Lengths(), Unpack(5), Pack(7), Packed(Attention(mask=m.KeyLengths()), keys=4)),
     *(Unpage(), SumPages(5, 4), Packed(Attention(), paged=True)),
     *(views.Fold(1, 0, 3, True), views.Unfold(1, 0, 3, True), views.Repeat(0, 3)),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad, keep_weights
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.ir.passes import simplify
+from attn_graph.ir.passes import keep_weights, simplify
 from attn_graph.ir.reference import evaluate
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.vjp import backward, cotangent_specs
 from attn_graph.testing.strategies import Shape, masks, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
@@ -59,14 +59,15 @@ def test_weights_are_those_of_the_softmax(graph: ag.Graph, seed: int) -> None:
 def test_gradients_by_weights_are_those_by_lse(graph: ag.Graph, seed: int) -> None:
     """Also where do is not finite in rows that see nothing."""
     tensors = tensors_for(graph, seed)
-    (eqn,) = kept(graph).eqns
-    assert isinstance(eqn.op, KeptAttention)
-    o, lse = eqn.op.attention.run(*tensors)
+    (by_lse,), (eqn,) = simplify(graph).eqns, kept(graph).eqns
+    assert isinstance(by_lse.op, Attention)
+    assert isinstance(eqn.op, Attention)
+    o, lse = by_lse.op.run(*tensors)
     do = torch.randn_like(o).masked_fill((lse == -torch.inf)[..., None], torch.nan)
-    wants = eqn.op.attention.trains
+    wants = eqn.op.trains
     _, weights = eqn.op.run(*tensors)
-    made = KeptAttentionGrad(eqn.op.attention, wants).run(*tensors, weights, do)
-    dues = AttentionGrad(eqn.op.attention, wants).run(*tensors, o, lse, do)
+    made = AttentionGrad(eqn.op, wants).run(*tensors, weights, do)
+    dues = AttentionGrad(by_lse.op, wants).run(*tensors, o, lse, do)
     for gradient, due in zip(made, dues, strict=True):
         torch.testing.assert_close(gradient, due)
 
@@ -86,7 +87,7 @@ def test_a_gradient_reads_weights_and_no_attention_again() -> None:
     graph = kept(ag.attention(*[ag.TensorSpec((1, 2, 8, 4), torch.float32)] * 3))
     gradient = gradient_of(graph)
     assert [i.name for i in gradient.inputs] == ["q", "k", "v", "weights", "do"]
-    assert [type(eqn.op) for eqn in gradient.eqns] == [KeptAttentionGrad]
+    assert [type(eqn.op) for eqn in gradient.eqns] == [AttentionGrad]
     assert gradient.carried == {3}
 
 
@@ -128,16 +129,22 @@ def test_more_than_a_softmax_under_a_mask_keeps_no_weights() -> None:
     bias = ag.TensorSpec((1, 2, 8, 8), torch.float32)
     assert keep_weights(simplify(ag.attention(x, x, x, bias=bias, soft_cap=3.0))) is None
     assert keep_weights(gradient_of(simplify(ag.attention(x, x, x)))) is None
-    with pytest.raises(ag.GraphError, match="more than a softmax of scores and a bias"):
-        KeptAttention(Attention(modifiers=(SoftCap(3.0),)))
+    with pytest.raises(
+        ag.GraphError, match="weights of a softmax of scores and a bias under a mas"
+    ):
+        Attention(modifiers=(SoftCap(3.0),), keeps=True)
+    with pytest.raises(ag.GraphError, match="by kept weights it takes do and no dlse"):
+        AttentionGrad(Attention(keeps=True), (True,) * 3, with_dlse=True)
+    with pytest.raises(ag.GraphError, match="which have no tangent"):
+        AttentionJvp(Attention(keeps=True), (True,) * 3)
 
 
 def test_wrong_types_are_named() -> None:
     q = ag.TensorSpec((1, 2, 8, 4), torch.float32).type
     weights = ag.TensorSpec((1, 2, 8, 9), torch.float32).type
-    op = KeptAttentionGrad(Attention(), (True,) * 3)
+    op = AttentionGrad(Attention(keeps=True), (True,) * 3)
     assert [*op.problems(q, q, q, weights, q)] == [
-        "kept_attention_grad: weights f32[1, 2, 8, 9] should be f32[1, 2, 8, 8]"
+        "attention_grad: weights f32[1, 2, 8, 9] should be f32[1, 2, 8, 8]"
     ]
 
 

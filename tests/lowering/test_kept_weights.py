@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
-from attn_graph.ir.kept import keeps_weights
+from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.cpu import product_slots, row_choice
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.kept import keeps_weights
+from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_slots import share_evenly
 from attn_graph.lowering.cpu.row_tiles import RowTiles

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.extend import Options
-from attn_graph.ir.kept import keeps_weights
+from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.cpu import product_slots, row_choice
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
