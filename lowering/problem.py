@@ -139,11 +139,9 @@ class Problem:
         """True if the gradient is wanted of a tensor that modifiers read alike for all keys."""
         if self.grad is None or self.node.part:
             return False
-        axes = (data.axes for m in self.node.modifiers for data in m.needs.values())
-        each = zip(axes, self.grad.wants[3:], self.specs[3:], strict=False)
-        return any(
-            wants and dict(zip(x, s.shape, strict=True)).get("j", 1) == 1 for x, wants, s in each
-        )
+        each = zip(self.node.takes, self.grad.wants, self.specs, strict=False)
+        read = [(role.axes, s.shape) for role, wants, s in each if wants and role.rank is None]
+        return any(dict(zip(*x, strict=True)).get("j", 1) == 1 for x in read)
 
     @property
     def drops_rounded(self) -> bool:

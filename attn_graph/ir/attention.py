@@ -13,6 +13,7 @@ from attn_graph import masks
 from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.checks import require_finite
+from attn_graph.ir.fused import Fused, Role, mark_flagged, select_flagged
 from attn_graph.ir.gradient_ops import (
     SoftmaxGrad,
     WeighT,
@@ -26,7 +27,7 @@ from attn_graph.spec import ValueType, accumulator, to_number
 
 T = TypeVar("T")
 SAVED = ("o", "lse")  # results of an attention read by its gradient, unless weights are kept
-RANKS = {"o": 4, "lse": 3, "weights": 4}
+QKV = Role("q", "bhid", 4, 0, True), Role("k", "bgjd", 4, 1, True), Role("v", "bgje", 4, 2, True)
 
 
 def sort_statistics(names: Iterable[str]) -> tuple[str, ...]:
@@ -77,7 +78,7 @@ class KeepWeights(Op):
 
 @final
 @frozen
-class Attention(Op):
+class Attention(Fused):
     """q, k, v, operands of the modifiers, of the mask, sinks, seed and offset -> o, lse, ...
 
     The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` emits it step by step.
@@ -105,9 +106,19 @@ class Attention(Op):
             limit = "keeps weights of a softmax of scores and a bias under a mask, and of no more"
             raise GraphError(f"attention: {self} {limit}")
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("o", *(("weights",) if self.keeps else self.stats))
+    @cached_property
+    def takes(self) -> tuple[Role, ...]:
+        data = [(name, x, name in m.trains) for m in self.modifiers for name, x in m.needs.items()]
+        data += [(name, x, False) for name, x in masks.needs_of(self.mask).items()]
+        more = [Role(name, x.axes, None, trains=trains) for name, x, trains in data]
+        more += [Role("sinks", "h", 1, trains=True)] * self.sinks
+        more += [Role("seed", "", 0), Role("offset", "", 0)] if self.dropout else []
+        return (*QKV, *(evolve(role, like=n) for n, role in enumerate(more, len(QKV))))
+
+    @cached_property
+    def gives(self) -> tuple[Role, ...]:
+        names = ("o", *(("weights",) if self.keeps else self.stats))
+        return tuple([Role.of_rows(name) for name in names])
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -120,10 +131,6 @@ class Attention(Op):
     @property
     def saved(self) -> tuple[str, ...]:
         return ("weights",) if self.keeps else SAVED
-
-    @property
-    def reads(self) -> int:
-        return len(self.ranks)
 
     @property
     def is_bare(self) -> bool:
@@ -151,35 +158,9 @@ class Attention(Op):
         return tuple(name for name in self.stats if name != "lse")
 
     @property
-    def roles(self) -> tuple[str, ...]:
-        return (
-            *("q", "k", "v"),
-            *(name for modifier in self.modifiers for name in modifier.needs),
-            *masks.needs_of(self.mask),
-            *(("sinks",) if self.sinks else ()),
-            *(("seed", "offset") if self.dropout else ()),
-        )
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return (
-            *(4, 4, 4),
-            *(rank for modifier in self.modifiers for rank in modifier.ranks[1:]),
-            *(None for _ in masks.needs_of(self.mask)),
-            *((1,) if self.sinks else ()),
-            *((0, 0) if self.dropout else ()),
-        )
-
-    @property
     def trains(self) -> tuple[bool, ...]:
         """For each operand: does it have a gradient?"""
-        return (
-            *(True, True, True),
-            *(name in m.trains for m in self.modifiers for name in m.needs),
-            *(False for _ in masks.needs_of(self.mask)),
-            *((True,) if self.sinks else ()),
-            *((False, False) if self.dropout else ()),
-        )
+        return tuple([role.trains for role in self.takes])
 
     @property
     def restores(self) -> tuple[bool, ...]:
@@ -204,6 +185,18 @@ class Attention(Op):
             next(more) if self.sinks else None,
             *((next(more), next(more)) if self.dropout else (None, None)),
         )
+
+    @property
+    def slots(self) -> Operands[int]:
+        """The number of each operand."""
+        return self.split(range(len(self.takes)))
+
+    def slots_under(self, mask: masks.Mask | None) -> tuple[int, ...]:
+        """The numbers of the operands that it reads with another mask of the same tensors."""
+        known, every = self.slots.mask, range(len(self.takes))
+        first = min(known.values(), default=0)
+        after = every[first + len(known) :]
+        return (*every[:first], *(known[name] for name in masks.needs_of(mask)), *after)
 
     def unfold(self, emit: Emit, operands: Values) -> tuple[Any, ...]:  # Any: values
         """Emit the single steps one by one; return the results in the order of `names`."""
@@ -282,7 +275,7 @@ def as_saved(attention: Attention) -> Attention:
 
 @final
 @frozen
-class AttentionGrad(Op):
+class AttentionGrad(Fused):
     """The operands of an Attention, o, lse, do, dlse -> a gradient for each wanted operand.
 
     With p = exp(s - lse) and z the kept places of dropout over (1 - rate):
@@ -308,24 +301,19 @@ class AttentionGrad(Op):
     is_gradient = True
 
     def __attrs_post_init__(self) -> None:
-        given, needed = len(self.wants), len(self.attention.ranks)
+        given, needed = len(self.wants), len(self.attention.takes)
         if given != needed:
             raise GraphError(f"attention_grad: {given} wants for {needed} operands; pass one each")
         if self.attention.keeps and (self.with_dlse or not self.with_do):
             raise GraphError("attention_grad: by kept weights it takes do and no dlse")
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        named = zip(self.attention.roles, self.wants, strict=True)
-        return tuple(f"d{role}" for role, wanted in named if wanted)
+    @cached_property
+    def takes(self) -> tuple[Role, ...]:
+        return (*self.attention.takes, *map(Role.of_rows, self.more))
 
-    @property
-    def reads(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return (*self.attention.ranks, *(RANKS[name.removeprefix("d")] for name in self.more))
+    @cached_property
+    def gives(self) -> tuple[Role, ...]:
+        return mark_flagged(self.attention.takes, self.wants, "d")
 
     @property
     def more(self) -> tuple[str, ...]:
@@ -367,7 +355,7 @@ class AttentionGrad(Op):
         yield from self.gradient_problems()
 
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
-        return tuple(t for t, wanted in zip(types, self.wants, strict=False) if wanted)
+        return select_flagged(types[: len(self.wants)], self.wants)
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.attention.keeps:
@@ -379,7 +367,7 @@ class AttentionGrad(Op):
             dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
             do, dlse = (clear_blind_rows(x.to(lse.dtype), lse) for x in (do, dlse))
             gradients = compute_gradients(self.attention, given.own, given.o, lse, do, dlse)
-        return tuple(g for g, wanted in zip(gradients, self.wants, strict=True) if wanted)
+        return select_flagged(gradients, self.wants)
 
     def read_again(self, emit: Emit, operands: Values) -> Values:
         """The operands of `by_lse`."""

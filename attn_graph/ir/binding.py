@@ -15,7 +15,7 @@ from attn_graph.ir.packed import Packed, fused_op, with_operands
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.tangents import attention_in
-from attn_graph.masks import Mask, needs_of
+from attn_graph.masks import Mask
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.spec.dims import Dim, NamedSize, Sizes, are_numbers, bind
 
@@ -75,12 +75,9 @@ def settle_attention(
     modifiers = tuple([modifier.resolved(M, N) for modifier in node.modifiers])
     if (mask, modifiers) == (node.mask, node.modifiers):
         return op, None
-    before, own = 3 + sum(len(m.needs) for m in modifiers), len(node.ranks)
-    known = {name: before + n for n, name in enumerate(needs_of(node.mask))}
-    after = range(before + len(known), count)
-    kept = (*range(before), *(known[name] for name in needs_of(mask)), *after)
-    settled = evolve(node, mask=mask, modifiers=modifiers)
-    changed = with_operands(op, settled, [i for i in kept if i < own])
+    own = node.slots_under(mask)
+    kept = (*own, *range(len(node.takes), count))
+    changed = with_operands(op, evolve(node, mask=mask, modifiers=modifiers), own)
     return changed, None if len(kept) == count else kept
 
 

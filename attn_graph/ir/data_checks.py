@@ -48,7 +48,7 @@ def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch
         if op.paged:
             n, page = types[PLACES["keys"]].shape[:2]
             deque(list_entries(page, n, *(known[n] for n in where["keys"])), 0)
-    read = node.split(numbers[: len(node.ranks)]).mask
+    read = node.slots.mask
     for side, name in LENGTHS.items():
         if name in read and side not in where:
             check_lengths(name, known[read[name]], padded[PLACES[side]].shape[2])

@@ -10,6 +10,7 @@ from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.packing import (
     Pack,
@@ -26,7 +27,6 @@ from attn_graph.spec import ValueType
 
 T = TypeVar("T")
 X = TypeVar("X", ValueType, torch.Tensor)
-OWN = ("rows", "keys", "keys")  # the sides of q, k and v
 STARTS = {"rows": "q_starts", "keys": "kv_starts"}
 LENGTHS = {"rows": "q_lengths", "keys": "kv_lengths"}
 PLACES = {"rows": 0, "keys": 1}  # of the first operand of a side
@@ -46,56 +46,9 @@ def fused_attention(op: Op) -> Attention:
     return node
 
 
-def label_operands(op: Op, own: Sequence[T], row: T) -> tuple[T, ...]:
-    """A label for each operand of a fused op.
-
-    own: labels of the attention's operands and of their tangents. row: the label of o, lse and
-    other operands with the rows of q.
-    """
-    match op:
-        case AttentionGrad():
-            return (*own, *(row for _ in op.ranks[len(own) :]))
-        case AttentionJvp():
-            return (*own, *select_flagged(own, op.tangents))
-        case AttentionGradJvp():
-            first = (*label_operands(op.grad, own, row), row, row)
-            return (
-                *first,
-                *select_flagged(own, op.tangents),
-                *(row,) * (op.with_tdo + op.with_tdlse),
-            )
-        case _:
-            return tuple(own)
-
-
-def label_results(op: Op, own: Sequence[T], row: T) -> tuple[T, ...]:
-    """A label for each result of a fused op: a gradient has the label of its operand."""
-    match op:
-        case AttentionGrad():
-            return select_flagged(own, op.wants)
-        case AttentionGradJvp():
-            return select_flagged(own, op.grad.wants)
-        case _:
-            return (row,) * len(op.names)
-
-
-def own_sides(op: Op) -> tuple[str, ...]:
-    """For each operand of the attention: "rows" for q, "keys" for k and v, else ""."""
-    return (*OWN, *("" for _ in fused_attention(op).ranks[3:]))
-
-
-def operand_sides(op: Op) -> tuple[str, ...]:
+def operand_sides(op: Fused) -> tuple[str, ...]:
     """For each operand of a fused op: "rows" if laid out like q, "keys" if like k, else ""."""
-    return label_operands(op, own_sides(op), "rows")
-
-
-def result_sides(op: Op) -> tuple[str, ...]:
-    """For each result of a fused op: "rows" if laid out like q, "keys" if like k, else ""."""
-    return label_results(op, own_sides(op), "rows")
-
-
-def select_flagged(values: Sequence[T], flags: Sequence[bool]) -> tuple[T, ...]:
-    return tuple(x for x, flag in zip(values, flags, strict=True) if flag)
+    return tuple([role.side for role in op.takes])
 
 
 def with_operands(
@@ -155,7 +108,7 @@ class Packed(Op):
     read, entries of the table included; without it all pages count.
     """
 
-    op: Op = field()
+    op: Fused
     rows: int | None = field(default=None, converter=to_most)
     keys: int | None = field(default=None, converter=to_most)
     paged: bool = field(default=False, converter=bool)
@@ -241,7 +194,7 @@ class Packed(Op):
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
-        pairs = zip(self.op.ranks, operand_sides(self.op), strict=True)
+        pairs = ((role.rank, role.side) for role in self.op.takes)
         own = (n - 1 if n is not None and side in self.sides else n for n, side in pairs)
         return (*own, *(1 for _ in self.sides), *((2,) * self.paged))
 
@@ -250,8 +203,8 @@ class Packed(Op):
 
         These are starts and lengths, or pages and, if they end the keys, lengths.
         """
-        count, node = len(self.op.ranks), self.attention
-        mask = node.split(operands[: len(node.ranks)]).mask
+        count, node = len(self.op.takes), self.attention
+        mask = {name: operands[n] for name, n in node.slots.mask.items()}
         starts = zip(self.sides, operands[count:], strict=False)
         where: dict[str, tuple[T, ...]] = {side: (x, mask[LENGTHS[side]]) for side, x in starts}
         if self.paged:
@@ -288,12 +241,12 @@ class Packed(Op):
     ) -> tuple[X, ...]:
         """Its results from those of `op`. operands: its own. use: applies an op to values."""
         writers, (_, where) = self.writers([x.shape for x in operands]), self.split(operands)
-        named = zip(self.names, results, result_sides(self.op), strict=True)
+        named = zip(results, self.op.gives, strict=True)
         return tuple(
-            use(blind_in(writers[side], self.hides(name)), x, *where[side])
-            if side in writers
+            use(blind_in(writers[role.side], self.hides(role.name)), x, *where[role.side])
+            if role.side in writers
             else x
-            for name, x, side in named
+            for x, role in named
         )
 
     def problems(self, *types: ValueType) -> Iterator[str]:
@@ -332,19 +285,19 @@ class Packed(Op):
         """An `emit` for derivatives of `op`, which packs them like this op."""
 
         def emit_packed(op: Op, *operands: object) -> tuple[object, ...]:
-            if attention_in(op) is None:
+            if not isinstance(op, Fused):
                 return emit(op, *operands)
             return emit(evolve(self, op=op), *operands, *where)
 
         return emit_packed
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        count = len(self.op.ranks)
+        count = len(self.op.takes)
         own, where = operands[:count], operands[count:]
         made = self.op.pull(self.within(emit, where), own, results, grads)
         return (*made, *(None for _ in where))
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        count = len(self.op.ranks)
+        count = len(self.op.takes)
         own, where = operands[:count], operands[count:]
         return self.op.push(self.within(emit, where), own, results, tangents[:count])

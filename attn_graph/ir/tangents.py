@@ -8,6 +8,7 @@ cotangents of dq, dk and dv are directions in which q, k and v move.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -23,6 +24,7 @@ from attn_graph.ir.attention import (
     as_flags,
     dropout_factor,
 )
+from attn_graph.ir.fused import Fused, Role, mark_flagged
 from attn_graph.ir.gradient_ops import (
     WeighT,
     clear_blind_rows,
@@ -99,7 +101,7 @@ def misfits(
 
 @final
 @frozen
-class AttentionJvp(Op):
+class AttentionJvp(Fused):
     """The operands of an Attention, tangents of those flagged -> o, lse, ..., to, tlse.
 
     With r the products, p = exp(s - lse) and z the kept places of dropout over (1 - rate):
@@ -119,9 +121,14 @@ class AttentionJvp(Op):
     def __attrs_post_init__(self) -> None:
         check_flags("attention_jvp", self.attention, self.tangents)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.attention.names, *MOVED)
+    @cached_property
+    def takes(self) -> tuple[Role, ...]:
+        own = self.attention.takes
+        return (*own, *mark_flagged(own, self.tangents, "t"))
+
+    @cached_property
+    def gives(self) -> tuple[Role, ...]:
+        return (*self.attention.gives, *map(Role.of_rows, MOVED))
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -135,23 +142,9 @@ class AttentionJvp(Op):
     def saved(self) -> tuple[str, ...]:
         return (*SAVED, *MOVED)
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        own = self.attention.roles
-        return (*own, *(f"t{x}" for x, flag in zip(own, self.tangents, strict=True) if flag))
-
-    @property
-    def reads(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        own = self.attention.ranks
-        return (*own, *(n for n, flag in zip(own, self.tangents, strict=True) if flag))
-
     def split(self, operands: Sequence[T]) -> tuple[tuple[T, ...], tuple[T | None, ...]]:
         """The attention's own operands, and the tangent of each, or None."""
-        n = len(self.attention.ranks)
+        n = len(self.tangents)
         return tuple(operands[:n]), spread_flags(self.tangents, operands[n:])
 
     def problems(self, *types: ValueType) -> Iterator[str]:
@@ -168,7 +161,7 @@ class AttentionJvp(Op):
         yield NO_SECOND_PUSH
 
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
-        results = self.attention.infer(*types[: len(self.attention.ranks)])
+        results = self.attention.infer(*types[: len(self.tangents)])
         return (*results, *results[:2])
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -266,7 +259,7 @@ class GradientTangents(Generic[T]):
 
 @final
 @frozen
-class AttentionGradJvp(Op):
+class AttentionGradJvp(Fused):
     """The operands of an AttentionGrad, to, tlse, tangents -> the tangent of each gradient.
 
     With the letters of AttentionGrad and AttentionJvp, and g = dp - delta + dlse:
@@ -292,25 +285,19 @@ class AttentionGradJvp(Op):
     def __attrs_post_init__(self) -> None:
         check_flags("attention_grad_jvp", self.grad.attention, self.tangents)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(f"t{name}" for name in self.grad.names)
+    @cached_property
+    def takes(self) -> tuple[Role, ...]:
+        moved = mark_flagged(self.grad.attention.takes, self.tangents, "t")
+        last = *(("tdo",) * self.with_tdo), *(("tdlse",) * self.with_tdlse)
+        rows = Role.of_rows
+        return (*self.grad.takes, *map(rows, MOVED), *moved, *map(rows, last))
 
-    @property
-    def reads(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        own = self.grad.attention.ranks
-        moved = (n for n, flag in zip(own, self.tangents, strict=True) if flag)
-        return (
-            *(*self.grad.ranks, 4, 3, *moved),
-            *(*((4,) * self.with_tdo), *((3,) * self.with_tdlse)),
-        )
+    @cached_property
+    def gives(self) -> tuple[Role, ...]:
+        return tuple([role.marked("t") for role in self.grad.gives])
 
     def split(self, operands: Sequence[T]) -> GradientTangents[T]:
-        n = len(self.grad.ranks)
+        n = len(self.grad.takes)
         (to, tlse, *moved), count = operands[n:], sum(self.tangents)
         rest = iter(moved[count:])
         return GradientTangents(
@@ -324,7 +311,7 @@ class AttentionGradJvp(Op):
 
     def problems(self, *types: ValueType) -> Iterator[str]:
         given, node = self.split(types), self.grad.attention
-        yield from self.grad.problems(*types[: len(self.grad.ranks)])
+        yield from self.grad.problems(*types[: len(self.grad.takes)])
         o, lse = node.infer(*given.read.own)
         moved = [*given.own, given.to, given.tlse, given.tdo, given.tdlse]
         names = [*(f"t{x}" for x in node.roles), *MOVED, "tdo", "tdlse"]
@@ -336,7 +323,7 @@ class AttentionGradJvp(Op):
 
     @property
     def carried(self) -> tuple[int, ...]:
-        n = len(self.grad.ranks)
+        n = len(self.grad.takes)
         return (*self.grad.carried, n, n + 1)
 
     def gradient_problems(self) -> Iterator[str]:
@@ -346,7 +333,7 @@ class AttentionGradJvp(Op):
         yield NO_THIRD
 
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
-        return self.grad.infer(*types[: len(self.grad.ranks)])
+        return self.grad.infer(*types[: len(self.grad.takes)])
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tangents = gradient_tangents(self.grad.attention, clear_cotangents(self.split(operands)))

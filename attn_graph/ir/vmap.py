@@ -11,15 +11,16 @@ from attn_graph.errors import GraphError, show
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
 from attn_graph.ir.modifiers import MODIFIERS, Alibi
-from attn_graph.ir.packed import select_flagged, with_operands
+from attn_graph.ir.packed import with_operands
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.sums import Add, Zeros
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
+from attn_graph.ir.tangents import AttentionGradJvp, attention_in
 from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
 from attn_graph.ir.vjp import value_names
-from attn_graph.masks import LEAVES, needs_of
+from attn_graph.masks import LEAVES
 from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec, dense_strides, to_integer
 
@@ -96,8 +97,6 @@ class Way:
 
 NOUNS = {"b": "batch", "h": "heads", "g": "key/value heads"}
 WAYS = (Way("b", True), Way("b", False), Way("h", True), Way("h", False))
-ROW, STATISTIC = "bhie", "bhi"  # the axes of o, and of lse
-RESULTS = {"o": ROW, "to": ROW, "weights": "bhij"}  # others are statistics
 
 
 def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
@@ -189,48 +188,13 @@ def node_problems(node: Attention) -> Iterator[str]:
         )
 
 
-def operand_letters(op: Op) -> tuple[str, ...]:
-    """The axes of each operand of an attention or its derivative.
-
-    "b" batch, "h" heads, "g" key/value heads, any other letter for an axis that stays.
-    """
-    match op:
-        case Attention(modifiers=modifiers, mask=mask):
-            read = [data for m in modifiers for data in m.needs.values()]
-            read += needs_of(mask).values()
-            numbers = ("",) * (2 if op.dropout else 0)
-            return ("bhid", "bgjd", "bgje", *(d.axes for d in read), *("h" * op.sinks), *numbers)
-        case AttentionGrad(attention=node):
-            more = (*((ROW,) * op.with_do), *((STATISTIC,) * op.with_dlse))
-            return (*operand_letters(node), ROW, STATISTIC, *more)
-        case AttentionJvp(attention=node):
-            own = operand_letters(node)
-            return (*own, *select_flagged(own, op.tangents))
-        case AttentionGradJvp(grad=grad):
-            moved = select_flagged(operand_letters(grad.attention), op.tangents)
-            more = (*((ROW,) * op.with_tdo), *((STATISTIC,) * op.with_tdlse))
-            return (*operand_letters(grad), ROW, STATISTIC, *moved, *more)
-        case _:
-            return ()
-
-
-def result_letters(op: Op) -> tuple[str, ...]:
-    match op:
-        case AttentionGradJvp(grad=grad):
-            return result_letters(grad)
-        case AttentionGrad(attention=node):
-            return select_flagged(operand_letters(node), op.wants)
-        case _:
-            return tuple(RESULTS.get(name, STATISTIC) for name in op.names)
-
-
 def letters_of(graph: Graph) -> dict[int, str]:
     """The axes of each value that attentions read or give, and of their sums."""
     letters: dict[int, str] = {}
     for eqn, outs in graph.numbered:
-        if attention_in(eqn.op) is not None:
-            letters |= dict(zip(eqn.args, operand_letters(eqn.op), strict=True))
-            letters |= dict(zip(outs, result_letters(eqn.op), strict=True))
+        if isinstance(eqn.op, Fused):
+            letters |= {i: role.axes for i, role in zip(eqn.args, eqn.op.takes, strict=True)}
+            letters |= {i: role.axes for i, role in zip(outs, eqn.op.gives, strict=True)}
         elif isinstance(eqn.op, Add):
             letters[outs[0]] = letters[eqn.args[0]]
     return letters
@@ -242,7 +206,7 @@ class MappedGraph:
     """A graph and the axis that it is mapped over.
 
     axes: the place of the axis in each input that has it. inputs: those of the mapped graph.
-    letters: the axes of each value, from `operand_letters`.
+    letters: the axes of each value, as of `Role`.
     """
 
     graph: Graph
@@ -359,7 +323,7 @@ class MappedGraph:
             return eqn.op
         (B, H, *_) = self.graph.types[eqn.args[0]].shape
         whole = evolve(node, origin=(0, 0, 0, 0, H, max(1, B)))
-        op: Op = with_operands(eqn.op, whole, range(len(node.ranks)))
+        op: Op = with_operands(eqn.op, whole, range(len(node.takes)))
         return op
 
     def enter(self, x: Value, n: int, way: Way) -> Value:

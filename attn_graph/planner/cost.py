@@ -26,6 +26,7 @@ from attrs import asdict, frozen
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.fused import Fused
 from attn_graph.ir.gradient_ops import WeighT
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packed import Packed, fused_op
@@ -197,7 +198,7 @@ def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
 def masks_operands(eqn: Eqn) -> dict[str, int]:
     """The number of each tensor's value, by its name in an attention's mask."""
     node = attention_in(fused_op(eqn.op))
-    return node.split(eqn.args[: len(node.roles)]).mask if node else {}
+    return node.split(eqn.args[: len(node.takes)]).mask if node else {}
 
 
 def masks_inputs(graph: Graph, eqn: Eqn) -> dict[str, int]:
@@ -287,6 +288,7 @@ def attention_share(
 ) -> Share:
     """An attention's part of the cost, or its gradient's. written: bytes of the results."""
     op, types = fused_op(whole), [x.type for x in operands]
+    assert isinstance(op, Fused)
     if isinstance(whole, Packed):
         types = whole.padded(types)
     (B, H, M, D), (_, G, N, _), E = types[0].shape, types[1].shape, types[2].shape[3]
@@ -297,12 +299,10 @@ def attention_share(
     most: list[int | None] = [coverage.queries * D, coverage.keys * D, coverage.keys * E]
     read = [data for modifier in node.modifiers for data in modifier.needs.values()]
     most += [coverage.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
-    most += [None] * (len(node.roles) - len(most))
-    more = zip(types[len(most) :], counterparts(op), strict=True)
-    most += [
-        coverage.queries * (E if len(x.shape) == 4 else 1) if own is None else most[own]
-        for x, own in more
-    ]
+    most += [None] * (len(node.takes) - len(most))
+    rows = {"bhie": coverage.queries * E, "bhi": coverage.queries, "bhij": coverage.pairs}
+    more = op.takes[len(most) :]
+    most += [rows[role.axes] if role.like is None else most[role.like] for role in more]
     moved = sum(
         (distinct_elements(x) if cap is None else min(distinct_elements(x), cap)) * x.dtype.itemsize
         for x, cap in zip_longest(operands, most)
@@ -316,24 +316,6 @@ def attention_share(
 def count_pairs_once(mask: Mask | None, sizes: Sizes) -> Coverage:
     """The pairs kept by a mask without its data, cached for all passes and targets."""
     return count_pairs(mask, sizes, {})
-
-
-def counterparts(op: Op) -> list[int | None]:
-    """The operand of the attention whose tangent each further operand is.
-
-    None for o, lse, cotangents and their tangents: these have the rows of q.
-    """
-    match op:
-        case AttentionGrad():
-            return [None] * (len(op.ranks) - len(op.wants))
-        case AttentionJvp():
-            return [i for i, flag in enumerate(op.tangents) if flag]
-        case AttentionGradJvp():
-            own = [i for i, flag in enumerate(op.tangents) if flag]
-            saved = len(op.grad.ranks) + 2 - len(op.tangents)
-            return [*[None] * saved, *own, *[None] * (op.with_tdo + op.with_tdlse)]
-        case _:
-            return []
 
 
 def summed_widths(op: Op, D: int, E: int) -> int:

@@ -14,9 +14,9 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.ir.attention import AttentionGrad
+from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Op
-from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts, operand_sides, own_sides
+from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.ir.tangents import attention_in
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.sizes import format_bytes
@@ -127,9 +127,9 @@ def has_numbers(x: torch.Tensor) -> bool:
 
 def sides_of(op: Op) -> tuple[str, ...]:
     """ "rows" for each operand with q's rows, "keys" with k's; else ""."""
-    if isinstance(op, AttentionGrad) and op.attention.keeps:
-        return (*own_sides(op), "", "rows")  # the weights are 0 in absent rows
-    return operand_sides(op)
+    assert isinstance(op, Fused)
+    weights = "weights"  # are 0 in absent rows
+    return tuple([role.side if role.name != weights else "" for role in op.takes])
 
 
 def ends_finite(x: torch.Tensor, counts: Sequence[int]) -> bool:

@@ -15,15 +15,9 @@ from attrs import Factory, evolve, field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder
+from attn_graph.ir.fused import label_roles
 from attn_graph.ir.graph import Eqn, Op
-from attn_graph.ir.packed import (
-    LENGTHS,
-    OWN,
-    Packed,
-    label_operands,
-    label_results,
-    with_operands,
-)
+from attn_graph.ir.packed import LENGTHS, Packed, operand_sides, with_operands
 from attn_graph.ir.packing import list_sequences, row_count
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.padded import PaddedRun
@@ -122,11 +116,11 @@ class PackedRun:
 
     @cached_property
     def labels(self) -> tuple[Label, ...]:
-        return label_operands(self.op.op, self.own, "rows")
+        return label_roles(self.op.op.takes, self.own, "rows")
 
     @cached_property
     def results(self) -> tuple[Label, ...]:
-        return label_results(self.op.op, self.own, "rows")
+        return label_roles(self.op.op.gives, self.own, "rows")
 
     @cached_property
     def most(self) -> dict[str, int]:
@@ -163,8 +157,8 @@ class PackedRun:
     @cached_property
     def sources(self) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
         """The numbers of the operands that place each side, and of the mask's operands."""
-        own, where = self.op.split(range(len(self.specs)))
-        return where, self.node.split(own[: len(self.node.ranks)]).mask
+        _, where = self.op.split(range(len(self.specs)))
+        return where, self.node.slots.mask
 
     def with_pages(
         self, spans: list[Span], pool: torch.Tensor, table: torch.Tensor, *lengths: torch.Tensor
@@ -233,11 +227,7 @@ class PackedRun:
             numbers = replace_lengths(node.mask, sizes, self.ending, self.most)
             alike = numbers == EVERYTHING
             mask = None if alike else canonical_mask(numbers, sizes.rows, sizes.keys)
-        before = 3 + sum(len(m.needs) for m in node.modifiers)
-        known = {name: before + n for n, name in enumerate(needs_of(node.mask))}
-        after = range(before + len(known), len(node.ranks))
-        kept = (*range(before), *(known[name] for name in needs_of(mask)), *after)
-        rest = range(len(node.ranks), len(op.ranks))
+        kept, rest = node.slots_under(mask), range(len(node.takes), len(op.takes))
         return with_operands(op, evolve(node, mask=mask), kept), (*kept, *rest)
 
     def cut(
@@ -324,7 +314,7 @@ class PackedRun:
             for x, label, y in zip(results, self.results, outputs, strict=False):
                 self.write(x, label, span, y)
             return
-        by = dict(zip(label_results(self.op.op, range(len(self.own)), -1), results, strict=True))
+        by = {role.like: x for role, x in zip(self.op.op.gives, results, strict=True)}
         labels = dict(zip(by, self.results, strict=True))
         totals = blocks.backward(views, pages, rooms, lambda n, x, own: add_to_pages(by[n], x, own))
         for n, y in totals.items():
@@ -414,11 +404,11 @@ class PackedRun:
     @cached_property
     def layouts(self) -> tuple[TensorSpec, ...]:
         """The specs of the results: gradients like their operands, o like q. Sums are wider."""
-        numbers = label_results(self.op.op, range(len(self.own)), -1)
         main, wide = len(self.specs[0].shape), accumulator(self.specs[0].dtype)
         specs = []
-        for n, type_, label in zip(numbers, self.eqn.outs, self.results, strict=True):
-            like = self.specs[max(n, 0)] if n >= 0 or len(type_.shape) == main else None
+        for role, type_, label in zip(self.op.op.gives, self.eqn.outs, self.results, strict=True):
+            n = role.like
+            like = self.specs[n or 0] if n is not None or len(type_.shape) == main else None
             order = None if like is None else memory_order(like)
             sums = isinstance(label, Data) or (label == "keys" and self.op.paged)
             dtype = wide if sums else type_.dtype
@@ -449,7 +439,9 @@ def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
     op = eqn.op
     if not isinstance(op, Packed) or not is_separable(op) or (op.paged and not op.ended):
         return False
-    padded = [x for x, side in zip(specs[:2], OWN, strict=False) if side not in op.sides]
+    padded = [
+        x for x, side in zip(specs[:2], operand_sides(op.op), strict=False) if side not in op.sides
+    ]
     numbers = are_numbers(*(n for x in padded for n in x.shape[1:]))
     return numbers and all(are_numbers(*x.strides) for x in specs if len(x.shape) != 2)
 

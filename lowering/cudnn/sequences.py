@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import OWN, PLACES, STARTS, Packed, operand_sides
+from attn_graph.ir.packed import PLACES, STARTS, Packed, operand_sides
 from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
 from attn_graph.lowering.lengths import gapless_sides, shares_lengths
@@ -127,7 +127,7 @@ def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> CudnnSequences:
     copies = copied_places(op.op)
     own = (
         (name, x)
-        for n, (name, x, side) in enumerate(zip("qkv", specs, OWN, strict=False))
+        for n, (name, x, side) in enumerate(zip("qkv", specs, operand_sides(op.op), strict=False))
         if side in op.readers and (side not in op.sides or n not in copies)
     )
     totals = {side: row_count(specs[PLACES[side]].shape) for side in op.sides}
