@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from attn_graph import types as types
     from attn_graph.integrations.flex import from_flex, from_flex_score
     from attn_graph.integrations.xformers import from_xformers
-    from attn_graph.ir.addends import Addend
+    from attn_graph.ir.addends import Addend, Factor
     from attn_graph.ir.vmap import vmap
     from attn_graph.masks.formulas import Formula
     from attn_graph.masks.tables import select_blocks
@@ -89,6 +89,7 @@ __all__ = [
     "Causal",
     "Data",
     "Dim",
+    "Factor",
     "FallbackWarning",
     "Formula",
     "Graph",
@@ -141,6 +142,7 @@ __all__ = [
 PARTS = ("extend", "testing", "types")  # imported at first use
 LATER = {  # imported at first use, by home module
     "Addend": "ir.addends",
+    "Factor": "ir.addends",
     "Formula": "masks.formulas",
     "Mesh": "mesh.layout",
     "select_blocks": "masks.tables",

@@ -7,7 +7,7 @@ Unreadable parts are made dense only with `dense=True`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, final
 
@@ -19,30 +19,36 @@ from torch.nn.attention.flex_attention import create_mask
 
 from attn_graph.errors import GraphError, show
 from attn_graph.integrations.affine import MIRRORED
-from attn_graph.integrations.captured import Captured, Tensors
+from attn_graph.integrations.captured import Captured, Mod, Tensors, with_tables
 from attn_graph.integrations.terms import (
+    DTYPES,
+    HIDE,
     Element,
     Index,
+    Penalty,
     Real,
     Score,
+    Term,
     Unread,
-    absolute_index,
-    apply_method,
+    apply_to_masks,
+    apply_to_numbers,
     as_mask,
+    change_format,
     combine_indices,
-    combine_masks,
     combine_reals,
     compare_indices,
-    negate,
-    negate_index,
+    convert,
+    describe_term,
+    extreme_index,
+    is_integer,
+    is_number,
+    join,
 )
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier
-from attn_graph.masks import Mask
-from attn_graph.masks.formulas import AXES, METHODS, simplify_text
+from attn_graph.masks import And, Mask, Or
+from attn_graph.masks.formulas import AXES, simplify_text
 
-Mod = Callable[..., Any]  # Any: tensors, or whatever stands for them
 Sizes = Sequence[int | None]
-Term = Any  # a value of `terms`, a mask, or a number
 
 ALIASES = {  # the names of torch's functions and of tensors' methods, less their underscores
     "absolute": "abs",
@@ -50,6 +56,7 @@ ALIASES = {  # the names of torch's functions and of tensors' methods, less thei
     "bitwise_not": "invert",
     "bitwise_or": "or",
     "bitwise_xor": "xor",
+    "clip": "clamp",
     "div": "truediv",
     "divide": "truediv",
     "floor_divide": "floordiv",
@@ -61,6 +68,8 @@ ALIASES = {  # the names of torch's functions and of tensors' methods, less thei
     "logical_not": "invert",
     "logical_or": "or",
     "logical_xor": "xor",
+    "maximum": "max",
+    "minimum": "min",
     "multiply": "mul",
     "negative": "neg",
     "not_equal": "ne",
@@ -68,6 +77,7 @@ ALIASES = {  # the names of torch's functions and of tensors' methods, less thei
     "subtract": "sub",
     "true_divide": "truediv",
 }
+KEYWORDS = {"clamp": ("min", "max"), "to": ("dtype", "device")}  # after the first operand
 SUMS = ("add", "sub")
 JOINS = ("and", "or", "xor", "invert", "output")
 WAY_OUT = "say dense=True and sizes=(B, H, M, N), which makes a tensor of that part"
@@ -81,7 +91,8 @@ def from_flex(
     Comparisons of positions become `Causal`, `Window`, `Prefix` or a `Formula`; equal numbers of
     documents `SameSegment`, captured lengths `KeyLengths` and `QueryLengths`, captured booleans
     `Keep`. Captured tensors are returned under the names of the graph's and the plan's arguments,
-    as views if their dtype allows; captured numbers are read now, once.
+    as views where one does; captured numbers and lists are read now, once, and so are tensors of
+    integers read at an element of others, at a position less a number, or by blocks.
 
     sizes: B, H, M, N, for a mask of these sizes only. B or H may be None if the mod does not depend
     on it. Longer captured tensors are cut, and documents without a batch axis are repeated. dense:
@@ -89,6 +100,7 @@ def from_flex(
     the obstacle.
     """
     reader = Reader(Captured(check_sizes(sizes, dense)), dense)
+    mask_mod = with_tables(mask_mod)
     try:
         result = reader.walk(lambda b, h, i, j: mask_mod(b, h, i, j), [*map(Index.axis, AXES)])
     except Unread as error:
@@ -101,30 +113,32 @@ def from_flex(
 
 def from_flex_score(
     score_mod: Mod, *, sizes: Sizes | None = None, dense: bool = False
-) -> tuple[tuple[Modifier, ...], Tensors]:
-    """Translate a FlexAttention `score_mod(s, b, h, q_idx, kv_idx)`: modifiers, and their tensors.
+) -> tuple[tuple[Modifier | Mask, ...], Tensors]:
+    """Translate a FlexAttention `score_mod(s, b, h, q_idx, kv_idx)`: steps, and their tensors.
 
-    A tanh between a factor and its inverse is a `SoftCap`; an added element of a captured tensor is
-    a `Bias`, with its gradient; subtracted slopes times |q_idx - kv_idx| are an `Alibi`; other
-    added arithmetic of positions and captured tensors is an `Addend`. The tensors are returned by
-    the names in the modifiers' `needs`.
+    A tanh of scores is a `SoftCap`; an added element of a captured tensor is a `Bias`, with its
+    gradient; subtracted slopes times |q_idx - kv_idx| are an `Alibi`; other added arithmetic of
+    positions and captured tensors is an `Addend`, and a product a `Factor`. -inf in place of scores
+    is a mask as of `from_flex`, among the modifiers: `modifiers=` takes it there. A row that is all
+    -inf gives zeros here, and NaN there. The tensors are returned by the names in the steps'
+    `needs`.
 
     sizes: as of `from_flex`. dense: an unreadable added term, or one with trained tensors, becomes
-    a `Bias` [B,H,M,N]. Raises GraphError for it otherwise, and for steps other than additions:
-    express hidden keys, such as -inf, by a mask_mod.
+    a `Bias` [B,H,M,N]. Raises GraphError for it otherwise, and for other steps.
     """
     reader = Reader(Captured(check_sizes(sizes, dense)), dense)
     names = [Score(), *map(Index.axis, AXES)]
+    score_mod = with_tables(score_mod)
     try:
         result = reader.walk(lambda s, b, h, i, j: score_mod(s, b, h, i, j), names)
-        modifiers = require_scores(result).finished().modifiers
+        steps = require_scores(result).finished().steps
     except Unread as error:
         raise GraphError(
             f"from_flex_score: the mod is not read, since {error}; {WAY_OUT}, if it is added; "
-            "any other step is a modifier of your own, and what hides keys is a mask_mod"
+            "any other step is a modifier of your own"
         ) from error
-    needs = (name for modifier in modifiers for name in modifier.needs)
-    return modifiers, {name: reader.captured.tensors[name] for name in needs}
+    needs = (name for step in steps for name in step.needs)
+    return steps, {name: reader.captured.tensors[name] for name in needs}
 
 
 def check_sizes(sizes: Sizes | None, dense: bool) -> dict[str, int]:
@@ -156,16 +170,6 @@ def require_scores(result: Term) -> Score:
     if not isinstance(result, Score):
         raise Unread(f"it returns {describe_term(result)} and no score")
     return result
-
-
-def describe_term(term: Term) -> str:
-    """A term in words."""
-    match term:
-        case Index(text) | Real(text):
-            return simplify_text(text)
-        case Score():
-            return "the scores"
-    return str(term)
 
 
 class Inliner(fx.Tracer):
@@ -204,7 +208,8 @@ class Reader:
         try:
             graph = self.tracer.trace(mod)
         except (TraceError, TypeError, RuntimeError) as error:  # `if`; range(), len() of a position
-            raise Unread(f"it cannot be traced: {error}") from error
+            way_out = f"; {HIDE}" if "finfo" in str(error) else ""  # finfo(score.dtype).min
+            raise Unread(f"it cannot be traced: {error}{way_out}") from error
         given = iter(arguments)
         for node in graph.nodes:
             try:
@@ -223,15 +228,19 @@ class Reader:
             return Element(attrgetter(str(node.target))(self.tracer.root))
         if name in ("new_ones", "new_zeros") and node.kwargs.get("dtype") is torch.bool:
             return name == "new_ones"
-        if node.kwargs:
-            raise Unread(f"it calls {name}() with {', '.join(node.kwargs)}")
+        names = KEYWORDS.get(name, ())
+        if unknown := [x for x in node.kwargs if x not in names]:
+            raise Unread(f"it calls {name}() with {', '.join(unknown)}")
         if name == "getitem":
             (element,), indices = self.terms(node.args[0]), self.terms(node.args[1])
             return self.captured.at(element, [*indices])
+        args = node.args
+        if node.kwargs:
+            args = (*args, *(node.kwargs.get(x) for x in names[len(args) - 1 :]))
         try:
-            return self.apply(name, [self.operand(x) for x in node.args])
+            return self.apply(name, [self.operand(x) for x in args])
         except Unread as error:
-            return self.apply(name, [*self.dense_operands(name, node.args, error)])
+            return self.apply(name, [*self.dense_operands(name, args, error)])
 
     def terms(self, argument: object) -> Iterator[Term]:
         """The values of one argument, possibly several. Raises Unread for one without a value."""
@@ -294,7 +303,7 @@ class Reader:
         scores = [
             torch.zeros((), device=self.device)
             for each in self.values.values()
-            if isinstance(each, Score) and not each.modifiers
+            if isinstance(each, Score) and not each.steps
         ][:1]
         return lambda b, h, i, j: module(*scores, b, h, i, j)
 
@@ -322,54 +331,77 @@ class Reader:
         match name, operands:
             case "output", [x]:
                 return x
-            case (("and" | "or" | "xor"), [Mask() | bool() as a, Mask() | bool() as b]):
-                return combine_masks(name, a, b)
-            case "invert", [Mask() | bool() as a]:
-                return negate(as_mask(a))
-            case "where", [Mask() as c, Mask() | bool() as a, Mask() | bool() as b]:
-                return combine_masks(
-                    "or", combine_masks("and", c, a), combine_masks("and", negate(c), b)
-                )
-            case (("add" | "sub" | "mul" | "truediv" | "tanh"), [*_]) if any(
-                isinstance(x, Score) for x in operands
-            ):
-                return self.apply_to_scores(name, operands)
+            case (("to" | "getattr"), [x, *formats]):
+                return change_format(name, x, formats)
+            case _, [x] if name in DTYPES:
+                return convert(x, DTYPES[name])
             case _, [a, b] if is_integer(a) and is_integer(b):
                 return self.apply_to_integers(name, Index.of(a), Index.of(b))
-            case "neg", [Index() as a]:
-                return negate_index(a)
-            case "abs", [Index() as a]:
-                return absolute_index(a)
+        if any(isinstance(x, Mask | bool) for x in operands):
+            return apply_to_masks(name, operands)
+        if any(isinstance(x, Score) for x in operands):
+            return self.apply_to_scores(name, operands)
         return apply_to_numbers(name, operands)
 
     def apply_to_integers(self, name: str, a: Index, b: Index) -> Mask | Index | Real:
         """A comparison of integers, or their sum, product and the like."""
+        if name in ("lt", "le", "gt", "ge") and (a.ends or b.ends):
+            return self.compare_ends(name, a, b)
         if name in MIRRORED:
             known = self.captured.compare(name, a, b)
             return compare_indices(name, a, b) if known is None else known
+        if name in ("max", "min"):
+            return extreme_index(name, a, b)
         if name in ("add", "sub", "mul", "floordiv", "mod"):
             return combine_indices(name, a, b)
         return apply_to_numbers(name, [a, b])
 
+    def compare_ends(self, name: str, a: Index, b: Index) -> Mask:
+        """A comparison of a maximum or minimum, as those of the two it is of."""
+        if a.ends is None:
+            return self.compare_ends(MIRRORED[name], b, a)
+        which, *two = a.ends
+        kind = And if (which == "max") == (name in ("lt", "le")) else Or
+        first, second = (self.apply(name, [each, b]) for each in two)
+        return join(kind, first, second)
+
     def apply_to_scores(self, name: str, operands: list[Term]) -> Score:
-        """Scores after a sum, a product with a number, or tanh. Raises Unread for other steps."""
+        """Scores after a sum, a product, or tanh. Raises Unread for other steps."""
         match name, operands:
             case "tanh", [Score() as s]:
                 return s.tanh()
-            case ("mul", [Score() as s, int() | float() as x]) | (
-                "mul",
-                [int() | float() as x, Score() as s],
-            ):
-                return s.scaled(x)
+            case "neg", [Score() as s]:
+                return s.scaled(-1)
+            case (("add" | "mul"), [x, Score() as s]) if not isinstance(x, Score):
+                return self.apply_to_scores(name, [s, x])
+            case "mul", [Score() as s, x] if is_number(x):
+                return self.multiply(s, x)
             case "truediv", [Score() as s, int() | float() as x] if x:
                 return s.scaled(1 / x)
-            case ("add", [Score() as s, x]) | ("add", [x, Score() as s]) if is_number(x):
+            case "truediv", [Score() as s, Index() | Real() as x]:
+                return self.multiply(s, combine_reals("truediv", 1, x))
+            case "add", [Score() as s, Penalty(mask, x)]:
+                return (s if x == 0 else self.add(s, Real.of(x))).then(mask)
+            case "add", [Score() as s, x] if is_number(x):
                 return self.add(s, Real.of(x))
             case "sub", [Score() as s, x] if is_number(x):
                 return self.add(s, Real.of(x).negative())
+        soft = "; cap * torch.tanh(score / cap) is a soft cap" if name == "clamp" else ""
         raise Unread(
-            f"no modifier does {name}() of scores and {', '.join(map(describe_term, operands))}"
+            f"no modifier computes {name}() of {', '.join(map(describe_term, operands))}{soft}"
         )
+
+    def multiply(self, score: Score, x: Term) -> Score:
+        """Scores times a number or a term. Raises Unread for one that is trained."""
+        if isinstance(x, int | float):
+            return score.scaled(x)
+        term = Real.of(x)
+        if any(self.captured.tensors[name].requires_grad for name, _ in term.elements):
+            raise Unread(
+                f"it multiplies the scores by {simplify_text(term.text)}, of a tensor with a "
+                "gradient, which no modifier gives; multiply q by it instead"
+            )
+        return score.times(term)
 
     def add(self, score: Score, term: Real) -> Score:
         """Scores plus a term: as a bias or as ALiBi if it is one."""
@@ -382,29 +414,6 @@ class Reader:
         if term.distance and term.sign < 0 and is_slope and self.captured.claim("alibi", element):
             return score.then(Alibi(align="top_left", per_batch=per_batch))
         return score.plus(term)
-
-
-def apply_to_numbers(name: str, operands: list[Term]) -> Real:
-    """The result of an operation on real numbers. Raises Unread for an unknown one."""
-    if all(map(is_number, operands)):
-        match name, operands:
-            case (("add" | "sub" | "mul" | "truediv"), [a, b]):
-                return combine_reals(name, a, b)
-            case "neg", [Real() as a]:
-                return a.negative()
-            case _, [a] if name in METHODS:
-                return apply_method(name, a)
-    raise Unread(f"it computes {name}() of {', '.join(map(describe_term, operands))}")
-
-
-def is_integer(x: Term) -> bool:
-    """True for an integer term, at a place or constant."""
-    return isinstance(x, Index | int) and not isinstance(x, bool)
-
-
-def is_number(x: Term) -> bool:
-    """True for a number term, at a place or constant."""
-    return isinstance(x, Index | Real | int | float) and not isinstance(x, bool)
 
 
 def operation_name(node: fx.Node) -> str:

@@ -7,7 +7,7 @@ text, for a `Formula`. Booleans are masks from the start.
 from __future__ import annotations
 
 import math
-from typing import final
+from typing import Any, final
 
 import torch
 from attrs import evolve, field, frozen
@@ -23,17 +23,29 @@ from attn_graph.integrations.affine import (
     coefficients,
     diagonal_mask,
 )
-from attn_graph.ir.addends import Addend
+from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.masks import And, Causal, Mask, Or, Prefix, Window
-from attn_graph.masks.formulas import AXES, Elements, Formula, simplify_text
+from attn_graph.masks.formulas import AXES, METHODS, Elements, Formula, simplify_text
 from attn_graph.masks.joins import BLOCKS
+from attn_graph.spec import INF, INTEGERS
 
 SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
 }  # fmt: skip
 BLOCKS_OF = {position: blocks for blocks, position in BLOCKS.items()}
+DTYPES = {
+    "bool": torch.bool, "int": torch.int32, "long": torch.int64,
+    "half": torch.float16, "bfloat16": torch.bfloat16,
+    "float": torch.float32, "double": torch.float64,
+}  # fmt: skip
+EXACT = (torch.float32, torch.float64)  # hold scores and positions
+Term = Any  # a value of this module, a mask, or a number
+HIDE = (
+    "a finite number hides no key from a row without larger ones; write -float('inf'), which is a "
+    "mask"
+)
 EVERYTHING: Mask = Window(None, None, "top_left")
 NOTHING: Mask = ~EVERYTHING
 CLOSE = 1e-12  # relative: 1 / cap times cap, in float64
@@ -85,7 +97,7 @@ class Index:
     """An integer at a place.
 
     affine: None if it is not affine in b, h, i and j. inside: the integer under its absolute value.
-    element: its element of a tensor.
+    element: its element of a tensor. ends: "max" or "min", and the two integers it is that of.
     """
 
     text: str
@@ -93,6 +105,7 @@ class Index:
     affine: Affine | None = None
     inside: Index | None = None
     element: Element | None = None
+    ends: tuple[str, Index, Index] | None = None
 
     @classmethod
     def of(cls, x: Index | int) -> Index:
@@ -150,6 +163,14 @@ def negate_index(a: Index) -> Index:
 def absolute_index(a: Index) -> Index:
     """|a|."""
     return Index(f"abs({a.text})", a.elements, inside=a)
+
+
+def extreme_index(name: str, x: Index | int, y: Index | int) -> Index:
+    """The "max" or "min" of two, as half of their sum plus or minus their distance."""
+    a, b = Index.of(x), Index.of(y)
+    sign = "+" if name == "max" else "-"
+    text = f"(({a.text} + {b.text} {sign} abs({a.text} - {b.text})) // 2)"
+    return Index(text, unite(a.elements, b.elements), ends=(name, a, b))
 
 
 def unite(a: Elements, b: Elements) -> Elements:
@@ -259,7 +280,7 @@ class Real:
                 return cls(f"real({x.text})", distance=x.is_distance, integers=x.elements)
             case _ if math.isfinite(x):
                 return cls(f"({float(x)})")
-        raise Unread(f"it adds {x}; what hides keys belongs into a mask_mod")
+        raise Unread(f"it adds {x}; -inf by torch.where hides keys")
 
     def negative(self) -> Real:
         """-self."""
@@ -288,38 +309,58 @@ def apply_method(name: str, x: Real | Index) -> Real:
 
 @final
 @frozen(eq=False)
-class Score:
-    """The scores after these modifiers, and then outer * f(inner * s), f the identity or tanh."""
+class Penalty:
+    """A term that is -inf where a mask is false, and elsewhere another one."""
 
-    modifiers: tuple[Modifier, ...] = ()
+    mask: Mask
+    term: Real | Index | float
+
+
+@final
+@frozen(eq=False)
+class Score:
+    """The scores after these steps, and then outer * f(inner * s), f the identity or tanh."""
+
+    steps: tuple[Modifier | Mask, ...] = ()
     inner: float = 1.0
     is_tanh: bool = False
     outer: float = field(default=1.0)
 
     def scaled(self, factor: float) -> Score:
-        """Times a number."""
+        """Times a number. Raises Unread for infinity, NaN and what may show hidden keys."""
+        if not math.isfinite(factor):
+            raise Unread(f"it multiplies the scores by {factor}")
+        if factor <= 0:
+            self.require_all_seen(f"multiplies the scores by {factor:g}")
         if self.is_tanh:
             return evolve(self, outer=self.outer * factor)
         return evolve(self, inner=self.inner * factor)
 
     def tanh(self) -> Score:
-        """Their tanh. Raises Unread for a tanh of a tanh."""
-        if self.is_tanh:
-            return evolve(self.finished(), is_tanh=True)
-        return evolve(self, is_tanh=True)
+        """Their tanh. Raises Unread if it shows hidden keys."""
+        self.require_all_seen("computes tanh() of the scores")
+        return evolve(self.finished() if self.is_tanh else self, is_tanh=True)
 
     def finished(self) -> Score:
-        """The same scores with a tanh as a soft cap. Raises Unread for scores that are scaled."""
-        if not math.isclose(self.inner * self.outer, 1, rel_tol=CLOSE):
-            factor = self.inner * self.outer
-            raise Unread(f"it multiplies the scores by {factor:g}; say scale= instead")
-        if not self.is_tanh:
-            return self
-        return Score((*self.modifiers, SoftCap(self.outer)))
+        """The same scores with a tanh as a soft cap and a product as a factor. Raises Unread for a
+        tanh of 0.
+        """
+        steps, factor = self.steps, self.inner * self.outer
+        is_one = math.isclose(factor, 1, rel_tol=CLOSE)
+        if self.is_tanh and not self.inner:
+            raise Unread("it multiplies the scores by 0 under a tanh")
+        if self.is_tanh:
+            steps = (*steps, SoftCap(abs(self.outer) if is_one else 1 / abs(self.inner)))
+        return Score(steps if is_one else (*steps, Factor(str(factor))))
 
-    def then(self, modifier: Modifier) -> Score:
-        """With one more modifier."""
-        return Score((*self.finished().modifiers, modifier))
+    def then(self, step: Modifier | Mask) -> Score:
+        """With one more step."""
+        return Score((*self.finished().steps, step))
+
+    def times(self, term: Real) -> Score:
+        """Times a term. Raises Unread for a trained one."""
+        self.require_all_seen(f"multiplies the scores by {simplify_text(term.text)}")
+        return self.then(Factor(simplify_text(term.text), term.elements, term.integers))
 
     def plus(self, term: Real) -> Score:
         """Plus a term. Raises Unread for one that is not linear in a captured tensor."""
@@ -327,3 +368,116 @@ class Score:
             return self.then(Addend(simplify_text(term.text), term.elements, term.integers))
         except GraphError as error:
             raise Unread(str(error)) from error
+
+    def require_all_seen(self, what: str) -> None:
+        """Raise Unread if a step has hidden keys, whose scores of -inf may then be others."""
+        if any(isinstance(step, Mask) for step in self.steps):
+            raise Unread(f"it {what} after it hides some by -inf; hide them last")
+
+
+# Operations
+
+
+def describe_term(term: Term) -> str:
+    """A term in words."""
+    match term:
+        case Index(text) | Real(text):
+            return simplify_text(text)
+        case Score():
+            return "the scores"
+        case Penalty():
+            return "-inf at some places"
+    return str(term)
+
+
+def read_choice(mask: Mask, x: Term, y: Term) -> Score | Penalty:
+    """x where a mask is true, else y, of which one is -inf. Raises Unread for others."""
+    if is_infinite(x):
+        mask, x, y = negate(mask), y, x
+    if is_infinite(y) and isinstance(x, Score):
+        return x.then(mask)
+    if is_infinite(y) and is_number(x):
+        return Penalty(mask, x)
+    score, number = (x, y) if isinstance(x, Score) else (y, x)
+    if isinstance(score, Score) and is_number(number):
+        raise Unread(f"it puts {describe_term(number)} in place of some scores; {HIDE}")
+    raise Unread(f"it computes where() of {describe_term(x)}, {describe_term(y)}")
+
+
+def is_infinite(x: Term) -> bool:
+    return isinstance(x, float) and x == -INF
+
+
+def convert(x: Term, dtype: torch.dtype) -> Term:
+    """A term in another dtype. Raises Unread if that changes it."""
+    whole, kept = is_integer(x), dtype_of(x)
+    if dtype == torch.bool and whole:
+        return compare_indices("ne", Index.of(x), Index.of(0))
+    if (
+        dtype == kept
+        or (dtype in EXACT and kept in EXACT)
+        or (whole and dtype in (*INTEGERS, *EXACT))
+    ):
+        return x
+    raise Unread(f"it turns {describe_term(x)} into {dtype}")
+
+
+def dtype_of(x: Term) -> torch.dtype:
+    """The dtype in which a term is computed here."""
+    return torch.bool if isinstance(x, Mask | bool) else torch.int64 if is_integer(x) else EXACT[0]
+
+
+def apply_to_numbers(name: str, operands: list[Term]) -> Index | Real:
+    """The result of an operation on numbers. Raises Unread for an unknown one."""
+    match name, operands:
+        case "neg", [Index() as a]:
+            return negate_index(a)
+        case "neg", [Real() as a]:
+            return a.negative()
+        case "abs", [Index() as a]:
+            return absolute_index(a)
+        case "clamp", [Index() as a, *ends] if all(x is None or is_integer(x) for x in ends):
+            for each, x in zip(("max", "min"), ends, strict=False):
+                a = a if x is None else extreme_index(each, a, x)
+            return a
+        case (("add" | "sub" | "mul" | "truediv"), [a, b]) if is_number(a) and is_number(b):
+            return combine_reals(name, a, b)
+        case _, [a] if name in METHODS and is_number(a):
+            return apply_method(name, a)
+    raise Unread(f"it computes {name}() of {', '.join(map(describe_term, operands))}")
+
+
+def apply_to_masks(name: str, operands: list[Term]) -> Term:
+    """The result of an operation on booleans, or of a choice. Raises Unread for others."""
+    match name, operands:
+        case (("and" | "or" | "xor"), [Mask() | bool() as a, Mask() | bool() as b]):
+            return combine_masks(name, a, b)
+        case "invert", [a]:
+            return negate(as_mask(a))
+        case "where", [Mask() | bool() as c, Mask() | bool() as a, Mask() | bool() as b]:
+            kept, others = combine_masks("and", c, a), combine_masks("and", negate(as_mask(c)), b)
+            return combine_masks("or", kept, others)
+        case ("where", [Mask() | bool() as c, a, b]) | (
+            "masked_fill",
+            [b, Mask() | bool() as c, a],
+        ):
+            return read_choice(as_mask(c), a, b)
+    raise Unread(f"it computes {name}() of {', '.join(map(describe_term, operands))}")
+
+
+def change_format(name: str, x: Term, formats: list[Term]) -> Term:
+    """x.to(*formats), or an attribute of x of that name. Raises Unread if its value changes."""
+    if name == "getattr":
+        return dtype_of(x) if formats == ["dtype"] else None
+    dtypes = [dtype for dtype in formats if isinstance(dtype, torch.dtype)]
+    return convert(x, dtypes[0]) if dtypes else x
+
+
+def is_integer(x: Term) -> bool:
+    """True for an integer term, at a place or constant."""
+    return isinstance(x, Index | int) and not isinstance(x, bool)
+
+
+def is_number(x: Term) -> bool:
+    """True for a number term, at a place or constant."""
+    return isinstance(x, Index | Real | int | float) and not isinstance(x, bool)

@@ -1,4 +1,5 @@
-"""Terms written as text, which are added to scores: see `attn_graph.masks.formulas`."""
+"""Terms written as text, which scores are added to or multiplied by: see
+`attn_graph.masks.formulas`."""
 
 from __future__ import annotations
 
@@ -62,31 +63,20 @@ class Addend(Modifier):
     integers: Elements = field(default=(), converter=as_elements)
 
     def __attrs_post_init__(self) -> None:
-        one, node = torch.ones((), device="cpu"), read_formula(self.text)
-        check_elements((*self.elements, *self.integers))
-        check_constants(node)
-        names = (*AXES, *dict(self.elements), *dict(self.integers))
-        evaluate_formula(node, {**dict.fromkeys(names, one), **functions_for(one.dtype)})
+        node = check_term(self)
         if bent := [name for name, _ in self.elements if degree(node, name) > 1]:
             raise GraphError(f"addend: {self.text!r} is not linear in {', '.join(bent)}")
 
     @property
     def needs(self) -> dict[str, Data]:
-        real = {name: Data(axes, FLOATS) for name, axes in self.elements}
-        return real | {name: Data(axes) for name, axes in self.integers}
+        return read_tensors(self)
 
     @property
     def trains(self) -> tuple[str, ...]:
         return tuple(dict(self.elements))
 
-    def term(self, at: Place, dtype: torch.dtype, **values: float) -> Term:
-        """The term at a place. values: numbers in place of elements."""
-        elements = (*self.elements, *self.integers)
-        names = {**place_names(at, elements), **functions_for(dtype), **values}
-        return evaluate_formula(read_formula(self.text), names)
-
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
-        changed: torch.Tensor = s + self.term(at, s.dtype)
+        changed: torch.Tensor = s + term_at(self, at, s.dtype)
         return changed
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
@@ -94,7 +84,7 @@ class Addend(Modifier):
         axes = dict(zip(AXES, at.axes, strict=True))
         for name, own in self.elements:
             if name in totals:
-                one, zero = (self.term(at, ds.dtype, **{name: x}) for x in (1.0, 0.0))
+                one, zero = (term_at(self, at, ds.dtype, **{name: x}) for x in (1.0, 0.0))
                 share = at.reading(totals).load(name, *(axes[x] for x in own))
                 share += (ds * (one - zero)).sum_to_size(share.shape)
 
@@ -106,9 +96,71 @@ class Addend(Modifier):
         for name, own in self.elements:
             if name in tangents:
                 moved = at.reading(tangents).load(name, *(axes[x] for x in own)).to(ts.dtype)
-                one, zero = (self.term(at, ts.dtype, **{name: x}) for x in (1.0, 0.0))
+                one, zero = (term_at(self, at, ts.dtype, **{name: x}) for x in (1.0, 0.0))
                 ts = ts.add_(moved * (one - zero))
         return ts
+
+
+@final
+@frozen
+class Factor(Modifier):
+    """s -> s times a term as of `Addend`: `Factor("0.5")`, `Factor("real(t)", (("t", "h"),))`.
+
+    Its tensors have no gradient: multiply q by a trained factor instead. Raises GraphError for
+    other text.
+    """
+
+    text: str = field(validator=require_text)
+    elements: Elements = field(default=(), converter=as_elements)
+    integers: Elements = field(default=(), converter=as_elements)
+
+    def __attrs_post_init__(self) -> None:
+        check_term(self)
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return read_tensors(self)
+
+    @property
+    def number(self) -> float | None:
+        """Its value, if it is constant."""
+        node = read_formula(self.text)
+        if any(isinstance(x, ast.Name) and x.id in (*AXES, *self.needs) for x in ast.walk(node)):
+            return None
+        return float(evaluate_formula(node, functions_for(torch.float64)))
+
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
+        changed: torch.Tensor = s * term_at(self, at, s.dtype)
+        return changed
+
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
+        return self.change(ds, at)
+
+    def bend(self, ds: torch.Tensor, t: torch.Tensor, s: torch.Tensor, at: Place) -> None:
+        """None: `back` does not depend on s."""
+
+
+def check_term(step: Addend | Factor) -> ast.expr:
+    """The syntax tree of a step's term. Raises GraphError unless it is one."""
+    one, node = torch.ones((), device="cpu"), read_formula(step.text)
+    check_elements((*step.elements, *step.integers))
+    check_constants(node)
+    names = (*AXES, *dict(step.elements), *dict(step.integers))
+    evaluate_formula(node, {**dict.fromkeys(names, one), **functions_for(one.dtype)})
+    return node
+
+
+def read_tensors(step: Addend | Factor) -> dict[str, Data]:
+    """The tensors that a step reads."""
+    real = {name: Data(axes, FLOATS) for name, axes in step.elements}
+    return real | {name: Data(axes) for name, axes in step.integers}
+
+
+def term_at(step: Addend | Factor, at: Place, dtype: torch.dtype, **values: float) -> Term:
+    """A step's term at a place. values: numbers in place of elements."""
+    elements = (*step.elements, *step.integers)
+    names = {**place_names(at, elements), **functions_for(dtype), **values}
+    return evaluate_formula(read_formula(step.text), names)
 
 
 def degree(node: ast.expr, name: str) -> float:

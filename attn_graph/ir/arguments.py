@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from inspect import signature
+from operator import and_
 from typing import TypeVar
 
 from attn_graph import masks
@@ -19,19 +21,34 @@ PACKED = {  # the other way to write q, k and v of three axes
 T = TypeVar("T")
 
 
-def require_modifiers(modifiers: object) -> tuple[Modifier, ...]:
-    """The modifiers. Raises GraphError for anything but a sequence of them."""
+def require_modifiers(modifiers: object) -> tuple[Modifier | masks.Mask, ...]:
+    """Modifiers, and masks among them. Raises GraphError for anything but a sequence of them."""
     if isinstance(modifiers, Sequence):
-        steps = tuple(step for step in modifiers if isinstance(step, Modifier))
+        steps = tuple(step for step in modifiers if isinstance(step, Modifier | masks.Mask))
         if len(steps) == len(modifiers):
             return steps
     raise GraphError(
-        f"attention: modifiers {show(modifiers)} are not a sequence of Modifiers; write "
+        f"attention: modifiers {show(modifiers)} are not a sequence of Modifiers and Masks; write "
         "modifiers=m, **tensors, where m, tensors = from_flex_score(score_mod)"
     )
 
 
-def read_by(mask: object, modifiers: Iterable[Modifier]) -> set[str]:
+def take_masks(
+    mask: masks.Mask | None, steps: Iterable[Modifier | masks.Mask]
+) -> tuple[masks.Mask | None, tuple[Modifier, ...]]:
+    """A mask joined with those among steps, and the other steps: a masked place stays masked.
+
+    Raises GraphError unless the mask is one.
+    """
+    parts = [step for step in steps if isinstance(step, masks.Mask)]
+    if parts and mask is not None:
+        masks.require_mask(None, None, mask)
+        parts.insert(0, mask)
+    whole = reduce(and_, parts) if parts else mask
+    return whole, tuple(step for step in steps if isinstance(step, Modifier))
+
+
+def read_by(mask: object, modifiers: Iterable[Modifier | masks.Mask]) -> set[str]:
     """The names of the tensors that a mask and modifiers read."""
     needs = mask.needs if isinstance(mask, masks.Mask) else ()
     return {*needs, *(name for step in modifiers for name in step.needs)}

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.ir.addends import Addend
+from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Eqn
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, default_slopes
@@ -97,7 +97,7 @@ def move_modifier(modifier: Modifier, box: Box) -> Modifier:
             return modifier
         case Alibi():
             return move_alibi(modifier, box)
-        case Addend(text, elements, integers):
+        case Addend(text, elements, integers) | Factor(text, elements, integers):
             refuse_lengths({**dict(elements), **dict(integers)})
             return evolve(modifier, text=move_text(text, box))
     raise GraphError(

@@ -26,6 +26,7 @@ from attn_graph.ir.arguments import (
     require_modifiers,
     require_parameters,
     statistic_names,
+    take_masks,
     two_segments,
 )
 from attn_graph.ir.elsewhere import unknown_argument
@@ -65,9 +66,12 @@ class Value:
         """Raises GraphError: the data of a value is known only when the graph runs."""
         refuse_truth("value", self.type, "compare with None: a graph has no branches on its data")
 
-    def then(self, op: Op, *more: Value) -> Value:
-        """The single result of `op` on this value and `more`. Raises GraphError."""
-        (result,) = self.builder.emit(op, self, *more)
+    def then(self, op: Op | masks.Mask, *more: Value) -> Value:
+        """The single result of `op`, or of masking by it, on this value and `more`. Raises
+        GraphError.
+        """
+        step = ops.Mask(op) if isinstance(op, masks.Mask) else op
+        (result,) = self.builder.emit(step, self, *more)
         return result
 
     def attempt(self, make: Callable[[], Op], *more: Value) -> Value:
@@ -323,7 +327,7 @@ def attention(
     kv_starts: TensorSpec | None = None,
     pages: TensorSpec | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
-    modifiers: Sequence[Modifier] = (),
+    modifiers: Sequence[Modifier | masks.Mask] = (),
     **data: TensorSpec,
 ) -> Graph:
     """Attention as a graph: q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E].
@@ -334,10 +338,10 @@ def attention(
     and `offset`.
 
     `keep`, lengths and segments are joined to `mask` with `&` unless `mask` reads them itself.
-    `modifiers` are applied in order, as `from_flex_score` gives them; a bias or slopes that one of
-    them reads are not applied again. `data` has the tensors of further leaves of `mask` and of
-    `modifiers`. `align` applies to every part of the graph that compares positions without an
-    alignment of its own, except `modifiers`.
+    `modifiers` are applied in order, as `from_flex_score` gives them, and masks among them joined
+    to `mask`; a bias or slopes that one of them reads are not applied again. `data` has the tensors
+    of further leaves of `mask` and of `modifiers`. `align` applies to every part of the graph that
+    compares positions without an alignment of its own, except modifiers.
 
     `stats` names the statistics [B,H,M] returned after o, in order: "lse", the natural logarithm of
     the softmax's denominator, and "max", the largest score of each row, which has no gradient. True
@@ -359,7 +363,8 @@ def attention(
     """
     b = Builder()
     max_lengths = read_renamed(data, "most", "max_lengths", max_lengths)
-    steps = b.attempt(lambda: require_modifiers(modifiers)) or ()
+    given_steps = b.attempt(lambda: require_modifiers(modifiers)) or ()
+    mask, steps = b.attempt(lambda: take_masks(mask, given_steps)) or (mask, ())
     b.problem(*unknown_arguments(data, mask, steps))
     data = {name: spec for name, spec in data.items() if name in (*EXTRA, *read_by(mask, steps))}
     slopes = None if isinstance(alibi, bool) else alibi
@@ -428,7 +433,7 @@ def change_scores(
 
 
 def unknown_arguments(
-    names: Iterable[str], mask: object, modifiers: Iterable[Modifier] = ()
+    names: Iterable[str], mask: object, modifiers: Iterable[Modifier | masks.Mask] = ()
 ) -> list[str]:
     """Messages for names that neither an attention nor its mask nor its modifiers read."""
     known = {*EXTRA, *read_by(mask, modifiers)}

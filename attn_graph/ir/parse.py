@@ -13,7 +13,7 @@ import attrs
 from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import gradient_ops, modifiers, ops, packing, paging, sums
-from attn_graph.ir.addends import Addend
+from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op, op_name
@@ -37,7 +37,8 @@ OPS: tuple[type[Op], ...] = (
     *(gradient_ops.Unmasked, gradient_ops.SoftmaxGrad, gradient_ops.SinkGrad, gradient_ops.WeighT),
     *(gradient_ops.SoftmaxJvp, gradient_ops.SoftmaxGradJvp, gradient_ops.SinkGradJvp),
     *(sums.Add, sums.Zeros, modifiers.Back, modifiers.Collect, modifiers.Bend, modifiers.Spread),
-    *(*modifiers.MODIFIERS, Addend, Attention, AttentionGrad, AttentionJvp, AttentionGradJvp),
+    *(*modifiers.MODIFIERS, Addend, Factor),
+    *(Attention, AttentionGrad, AttentionJvp, AttentionGradJvp),
     *(packing.Lengths, packing.Unpack, packing.Pack, Packed, paging.Unpage, paging.SumPages),
     *VIEW_OPS,
 )

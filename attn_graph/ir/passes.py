@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
@@ -11,6 +12,7 @@ from attrs import define, evolve, frozen
 
 from attn_graph import masks
 from attn_graph.ir import ops
+from attn_graph.ir.addends import Factor
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Op
@@ -54,10 +56,16 @@ def emit_mask(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Valu
 
 
 def emit_modifier(b: Builder, op: Modifier, operands: tuple[Value, ...]) -> Value:
-    """Emit a modifier with its alignment resolved, before an earlier mask of its scores."""
+    """Emit a modifier with its alignment resolved, before an earlier mask of its scores; a number
+    that multiplies q k^T joins its scale."""
     s, *given = operands
     op = op.resolved(*s.type.shape[2:])
     under = producer_of(b, s)
+    if under is not None and isinstance(under.op, ops.Scores) and isinstance(op, Factor):
+        scale = under.op.scale * (math.nan if op.number is None else op.number)
+        if math.isfinite(scale):
+            q, k = (Value(b, i) for i in under.args)
+            return q.then(ops.Scores(scale), k)
     if under is None or not isinstance(under.op, ops.Mask):
         return s.then(op, *given)
     first, *data = (Value(b, i) for i in under.args)

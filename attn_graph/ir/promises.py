@@ -16,7 +16,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError, attrs_problem
-from attn_graph.ir.addends import Addend
+from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.masks import LEAVES, And, Data, Mask, Not, Or, ragged_in
@@ -56,7 +56,7 @@ def overflow_problems(step: Mask | Modifier, sizes: Sizes) -> list[str]:
     match step:
         case Formula():
             return range_problems(step.text, step.elements, sizes)
-        case Addend():
+        case Addend() | Factor():
             return range_problems(step.text, step.integers, sizes)
     return []
 

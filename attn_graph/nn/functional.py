@@ -85,7 +85,7 @@ def attention(
     kv_starts: Tensor | None = None,
     pages: Tensor | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
-    modifiers: Sequence[Modifier] = (),
+    modifiers: Sequence[Modifier | Mask] = (),
     backends: Sequence[str | Backend] | None = None,
     avoid: Sequence[str | Backend] = (),
     deterministic: bool = False,

@@ -50,7 +50,7 @@ class Attention(torch.nn.Module):
         on_fallback: Fallback = "ignore",
         max_workspace: int | str | None = None,
         max_lengths: tuple[int | None, int | None] | None = None,
-        modifiers: Sequence[Modifier] = (),
+        modifiers: Sequence[Modifier | Mask] = (),
         batch_invariant: bool = False,
         **renamed: Any,  # Any: `most`, the former name of max_lengths
     ) -> None:

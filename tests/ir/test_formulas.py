@@ -16,7 +16,7 @@ from attrs import frozen
 import attn_graph as ag
 from attn_graph import testing
 from attn_graph.errors import GraphError
-from attn_graph.ir.addends import Addend
+from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.fa4.dialect import trace_problem
 from attn_graph.lowering.problem import sole
@@ -46,6 +46,8 @@ MODIFIERS = [
     Addend("real(u) * real(w) + real(n)", (("u", "i"), ("w", "j")), (("n", "hj"),)),
     Addend("exp2(-(real(h + 1) * 8.0 / 4.0)) * real(j - i)"),
     Addend("-tanh(real(abs(i - j) % 3))"),
+    Factor("-0.5"),
+    Factor("real(n - i) / 64.0", integers=(("n", "hj"),)),
 ]
 compiled = pytest.mark.skipif(CPU.interprets, reason="draws sizes of 0, which triton refuses")
 
@@ -58,7 +60,7 @@ def test_a_formula_holds_what_a_mask_promises(mask: Formula) -> None:
 
 @compiled
 @pytest.mark.parametrize("modifier", MODIFIERS, ids=str)
-def test_an_addend_holds_what_a_modifier_promises(modifier: Addend) -> None:
+def test_a_term_holds_what_a_modifier_promises(modifier: Addend | Factor) -> None:
     testing.check_modifier(modifier)
 
 
@@ -115,7 +117,9 @@ def test_attention_under_a_formula_is_what_it_says(mask: Formula) -> None:
 
 
 @pytest.mark.parametrize("modifier", MODIFIERS, ids=str)
-def test_attention_with_an_addend_and_its_gradients_are_what_they_say(modifier: Addend) -> None:
+def test_attention_with_a_term_and_its_gradients_are_what_they_say(
+    modifier: Addend | Factor,
+) -> None:
     def attend(q: ag.Value, k: ag.Value, v: ag.Value, **data: ag.Value) -> ag.Value:
         s = ag.scores(q, k).then(modifier, *(data[name] for name in modifier.needs))
         return s.softmax()[0].weigh(v)
@@ -159,7 +163,7 @@ def by_hand(x: dict[str, torch.Tensor], step: Step) -> torch.Tensor:
 
 @pytest.mark.parametrize("modifier", MODIFIERS, ids=str)
 def test_the_text_of_a_graph_with_formulas_is_all_that_it_takes_to_read_it(
-    modifier: Addend,
+    modifier: Addend | Factor,
 ) -> None:
     def attend(q: ag.Value, k: ag.Value, v: ag.Value, **data: ag.Value) -> ag.Value:
         s = ag.scores(q, k).then(modifier, *(data[name] for name in modifier.needs))
