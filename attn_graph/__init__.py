@@ -46,7 +46,7 @@ with paused_collector():
     from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
     from attn_graph.ir.parse import parse
     from attn_graph.ir.reference import evaluate
-    from attn_graph.ir.vjp import vjp
+    from attn_graph.ir.vjp import lay_out, vjp
     from attn_graph.machine.target import Target
     from attn_graph.machine.workspace import Workspace, default_workspace
     from attn_graph.masks import (
@@ -129,6 +129,7 @@ __all__ = [
     "from_xformers",
     "graph",
     "jvp",
+    "lay_out",
     "parse",
     "prefer",
     "replace_sdpa",

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, final
+from typing import Literal, TypeVar, final
 
 import torch
 from attrs import Factory, evolve, field, frozen
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.vjp import output_names, result_spec
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import LIBRARIES, KernelName, Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
+from attn_graph.spec import TensorSpec, new_strides, normalise_strides
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[..., tuple[Tensors, Tensors]]  # of a graph: see Executable
 Write = Callable[..., Tensors]  # as above
+Needs = TypeVar("Needs", bound="Foreseen | Executable")
 Fallback = Literal["ignore", "warn", "raise"]
 OUT_COPIED = "out= takes a copy: the kernels write to memory of their own"
 WORDS: dict[KernelName, str] = {  # for the kernels that PyTorch's switches turn on and off
@@ -137,6 +140,7 @@ class Foreseen:
     workspace: int | None = None
     temporary: int = 0
     notes: tuple[str, ...] = ()
+    copies_out: bool = False
 
     def or_more(self, other: Foreseen) -> Foreseen:
         """The needs of whichever of two needs more. Both are known."""
@@ -157,7 +161,8 @@ class Executable:
     infer: as `run`, for calls without a gradient afterwards. It saves nothing, and is `run` by
     default. write: as `infer`, with the caller's tensors for the outputs first. It returns the
     outputs, each in its tensor or, if kernels cannot write there, in memory of its own. None: they
-    never can. prepare: builds in advance for the first calls.
+    never can. writes_anywhere: True if they can in tensors of any strides. copies_out: True if they
+    can in none. prepare: builds in advance for the first calls.
 
     workspace: bytes leased while either runs. temporary: bytes that kernels allocate, estimated
     from above. notes: lines for `explain`. These are called only on request: `launches` gives more
@@ -177,6 +182,10 @@ class Executable:
     launches: Callable[[], tuple[str, ...]] = field(default=tuple, kw_only=True)
     in_c_order: bool = field(default=False, kw_only=True)
     write: Write | None = field(default=None, kw_only=True)
+    writes_anywhere: bool = field(default=False, kw_only=True)
+    copies_out: bool = field(
+        default=Factory(lambda executable: executable.write is None, takes_self=True), kw_only=True
+    )
 
     def place(self, rooms: Tensors, tensors: Tensors) -> Tensors:
         """The outputs, in the caller's tensors if it can write there."""
@@ -185,13 +194,92 @@ class Executable:
     @property
     def foreseen(self) -> Foreseen:
         """The needs of the lowered graph. They are exact."""
-        return Foreseen(self.workspace, self.temporary, self.notes)
+        return Foreseen(self.workspace, self.temporary, self.notes, self.copies_out)
 
 
-def copies_out(executable: Executable, graph: Graph) -> Iterator[str]:
-    """For `explain`: a forward that cannot write into the caller's tensors."""
-    if executable.write is None and not graph.is_gradient:
+def out_notes(graph: Graph, needs: Foreseen | Executable) -> Iterator[str]:
+    """For `explain`: the copies of `out=`."""
+    if needs.copies_out:
         yield OUT_COPIED
+    elif graph.is_gradient:
+        yield "out= takes a copy of gradients that lie otherwise than without it"
+
+
+@final
+@frozen(eq=False)
+class LaidOut:
+    """Runs a graph by an executable that lays some outputs in its own way.
+
+    specs: of all outputs. places: of the outputs to lay.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    places: tuple[int, ...]
+    executable: Executable
+
+    def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        outputs, saved = self.executable.run(*tensors)
+        made = self.lay(outputs)
+        known = {id(x): y for x, y in zip(outputs, made, strict=True)}
+        return made, [known.get(id(x), x) for x in saved]
+
+    def infer(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        if not self.executable.writes_anywhere:
+            return self.lay(self.executable.infer(*tensors)[0]), ()
+        rooms = [new_output(spec, tensors[0].device) for spec in self.specs]
+        return self.lay(self.executable.place(rooms, tensors), rooms), ()
+
+    def write(self, rooms: Tensors, *tensors: torch.Tensor) -> Tensors:
+        """The outputs, each in its room or still to be copied there."""
+        return self.executable.place(rooms, tensors)
+
+    def lay(self, outputs: Tensors, rooms: Tensors = ()) -> list[torch.Tensor]:
+        """The outputs as declared, in their rooms."""
+        made = [*outputs]
+        for n in self.places:
+            x, spec = made[n].detach(), self.specs[n]
+            if normalise_strides(x.shape, x.stride()) != spec.strides:
+                made[n] = (rooms[n] if rooms else new_output(spec, x.device)).copy_(x)
+        return made
+
+
+def new_output(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, new_strides(spec), dtype=spec.dtype, device=device)
+
+
+def lay_out_results(executable: Executable, graph: Graph, seen: Graph) -> Executable:
+    """An executable of a graph, from one of the graph as `seen`, with fewer layouts."""
+    if not (places := places_to_lay(graph, seen)):
+        return executable
+    each = LaidOut(tuple(result_spec(graph, i) for i in graph.outputs), places, executable)
+    made = evolve(executable, run=each.run, infer=each.infer, write=each.write)
+    return add_copies(made, graph, seen, recorded=executable.writes_anywhere)
+
+
+def places_to_lay(graph: Graph, seen: Graph) -> tuple[int, ...]:
+    """The places of the outputs that a graph lays otherwise than the graph as `seen`: of gradients,
+    which backends lay in their own ways, perhaps."""
+    if graph.layouts == seen.layouts:
+        return ()
+    own = seen.layouts or (None,) * len(graph.outputs)
+    declared = [n for n, (x, y) in enumerate(zip(graph.layouts, own, strict=True)) if x != y]
+    if graph.is_gradient:
+        return tuple(declared)
+    pairs = ((n, graph.outputs[n]) for n in declared)
+    return tuple(n for n, i in pairs if result_spec(graph, i) != result_spec(seen, i))
+
+
+def add_copies(needs: Needs, graph: Graph, seen: Graph, *, recorded: bool = False) -> Needs:
+    """Needs with the copies of outputs to declared layouts. recorded: in a training step alone."""
+    places, names, types = places_to_lay(graph, seen), output_names(graph), graph.output_types
+    is_copied = "may be copied" if graph.is_gradient else "is copied"
+    end = ", in calls that autograd records" if recorded else ""
+    notes = (
+        f"{names[n]} {is_copied}, {format_bytes(types[n].bytes)}, to its declared layout{end}"
+        for n in places
+    )
+    more = sum(types[n].bytes for n in places)
+    return evolve(needs, temporary=needs.temporary + more, notes=(*needs.notes, *notes))
 
 
 def no_any(graph: Graph, target: Target, options: Options) -> Executable | None:
@@ -223,6 +311,11 @@ class DeviceTest:
     way: str | None = None
 
 
+def no_layouts(graph: Graph) -> Iterable[int]:
+    """All outputs are copied to their declared layouts."""
+    return ()
+
+
 def no_device_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
     """Tests have run the backend."""
     return None
@@ -241,7 +334,9 @@ class Backend:
     of other ways to lower, for tuning to measure. device_test: a test to pass on this machine's
     device before the backend runs the graph there, or None. lower_any: runs tensors of any sizes of
     at least 1, for a graph with Dims as sizes; None if each size is lowered by itself, at its first
-    call. one_size: True if building is too slow for a plan of many sizes.
+    call. one_size: True if building is too slow for a plan of many sizes. lays: the places of the
+    outputs that it writes in any declared layout (`Graph.layouts`). It sees no other layout: these
+    outputs are copied.
     """
 
     name: str
@@ -252,10 +347,11 @@ class Backend:
     device_test: Callable[[Graph, Target, Options], DeviceTest | None] = no_device_test
     lower_any: Callable[[Graph, Target, Options], Executable | None] = no_any
     one_size: bool = False
+    lays: Callable[[Graph], Iterable[int]] = no_layouts
 
     def reasons(self, graph: Graph, target: Target, options: Options) -> tuple[Reason, ...]:
         """Every reason against a graph, from the options too. Without one, it takes the graph."""
-        against = self.why_not(graph, target, options)
+        against = self.why_not(self.seen(graph), target, options)
         return (*options.avoided(self.name), *self.fixed(options), *map(Reason.of, against))
 
     def fixed(self, options: Options) -> Iterator[Reason]:
@@ -267,7 +363,20 @@ class Backend:
     def foreseen(self, graph: Graph, target: Target, options: Options) -> Foreseen:
         """The needs of a graph it takes."""
         if self.foresees is not None:
-            return self.foresees(graph, target, options)
-        lowered = self.lower(graph, target, options)
-        notes = (*lowered.notes, *lowered.launches(), *copies_out(lowered, graph))
-        return evolve(lowered.foreseen, notes=notes)
+            needs = self.foresees(self.seen(graph), target, options)
+            return add_copies(needs, graph, self.seen(graph)) if graph.layouts else needs
+        lowered = self.lowered(graph, target, options)
+        return evolve(lowered.foreseen, notes=(*lowered.notes, *lowered.launches()))
+
+    def lowered(self, graph: Graph, target: Target, options: Options) -> Executable:
+        """The graph ready to run, its outputs as declared."""
+        seen = self.seen(graph)
+        return lay_out_results(self.lower(seen, target, options), graph, seen)
+
+    def seen(self, graph: Graph) -> Graph:
+        """The graph with no more layouts than it writes itself."""
+        if not graph.layouts:
+            return graph
+        own = {*self.lays(graph)}
+        layouts = tuple([x if n in own else None for n, x in enumerate(graph.layouts)])
+        return evolve(graph, layouts=layouts if own else ())

@@ -89,7 +89,7 @@ class Steps:
                 work = partial(work, rooms=rooms)
             values.update(enumerate(work(device, *[values[i] for i in args]), at))
             at += len(self.graph.eqns[n].outs)
-        return hand_out(values, self.graph.outputs, self.stats)
+        return hand_out(values, self.graph.outputs, self.stats if not outs else frozenset())
 
     @property
     def writes_all(self) -> bool:

@@ -36,7 +36,9 @@ def replace_sizes(graph: Graph, sizes: Sizes) -> Graph:
     for eqn in graph.eqns:
         op, operands = settle(bind(eqn.op, sizes), [values[i] for i in eqn.args])
         values += b.emit(op, *operands)
-    return b.graph(*(values[i] for i in graph.outputs))
+    outputs = (values[i] for i in graph.outputs)
+    declared = graph.declared_outputs if graph.layouts else ()
+    return b.graph(*outputs, layouts=tuple(x and x.bind(sizes).strides for x in declared))
 
 
 def require_numbers(graph: Graph, who: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import NoReturn, TypeVar, final
 
@@ -249,9 +249,10 @@ class Builder:
         self.check()
         return self.graph(*outputs)
 
-    def graph(self, *outputs: Value) -> Graph:
+    def graph(self, *outputs: Value, layouts: tuple[tuple[int, ...] | None, ...] = ()) -> Graph:
         """The graph so far, unchecked: for passes, which keep graphs correct."""
-        return Graph(tuple(self.inputs), tuple(self.eqns), tuple(v.index for v in outputs))
+        numbers = tuple(v.index for v in outputs)
+        return Graph(tuple(self.inputs), tuple(self.eqns), numbers, layouts)
 
 
 def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) -> list[str]:
@@ -328,6 +329,7 @@ def attention(
     pages: TensorSpec | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
     modifiers: Sequence[Modifier | masks.Mask] = (),
+    outputs: Mapping[str, TensorSpec | str] | None = None,
     **data: TensorSpec,
 ) -> Graph:
     """Attention as a graph: q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E].
@@ -358,6 +360,9 @@ def attention(
     a pool [n,G,P,D] as its transpose(1, 2). The keys of entry b are the rows of the pages pages[b,
     0], pages[b, 1], ... in order: the first `kv_lengths[b]`, by default all, so N is count * P.
     Nothing past them is read, entries of the table included.
+
+    `outputs` declares the memory layouts of o and statistics, as `lay_out` takes them: {"o":
+    "bshd"}, say.
 
     Raises GraphError with every problem.
     """
@@ -405,7 +410,14 @@ def attention(
     stats_of = {name: s.then(ops.STATISTICS[name]()) for name in names if name != "lse"}
     stats_of |= {"lse": lse}
     results = p.weigh(unpacked["v"]), *(stats_of[name] for name in names)
-    return b.build(*(rows.pack(r, x["q"], n > 0) if rows else r for n, r in enumerate(results)))
+    packed = (rows.pack(r, x["q"], n > 0) if rows else r for n, r in enumerate(results))
+    return declare_outputs(b.build(*packed), outputs)
+
+
+def declare_outputs(graph: Graph, outputs: Mapping[str, TensorSpec | str] | None) -> Graph:
+    from attn_graph.ir.vjp import lay_out  # which imports this module
+
+    return graph if outputs is None else lay_out(graph, outputs)
 
 
 def change_scores(

@@ -164,12 +164,14 @@ class Graph:
 
     Values are numbered in order: first the inputs, then each equation's results. Graphs compare by
     content: equal graphs are one cache entry. `print(graph)` shows Python text for `parse`. Build
-    one with `attention` or `graph`.
+    one with `attention` or `graph`. layouts: the declared strides of each output, None without;
+    empty if none has any. See `lay_out`.
     """
 
     inputs: tuple[Input, ...]
     eqns: tuple[Eqn, ...]
     outputs: tuple[int, ...]
+    layouts: tuple[tuple[int, ...] | None, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         count = len(self.inputs)
@@ -179,6 +181,10 @@ class Graph:
             count += len(eqn.outs)
         if any(not 0 <= i < count for i in self.outputs):
             raise GraphError(f"graph: outputs {self.outputs} of {count} values")
+        if self.layouts and len(self.layouts) != len(self.outputs):
+            raise GraphError(
+                f"graph: {len(self.layouts)} layouts of {len(self.outputs)} outputs; see lay_out"
+            )
 
     @cached_property
     def types(self) -> tuple[ValueType, ...]:
@@ -191,6 +197,15 @@ class Graph:
         dims = [dim for i in self.inputs for dim in i.spec.dims]
         dims += [n for eqn in self.eqns for t in eqn.outs for n in t.shape if isinstance(n, Dim)]
         return tuple(dict.fromkeys(symbol for dim in dims for symbol in dim.symbols))
+
+    @property
+    def declared_outputs(self) -> tuple[TensorSpec | None, ...]:
+        """The spec of each output, None for one without a declared layout."""
+        types, layouts = self.output_types, self.layouts or (None,) * len(self.outputs)
+        return tuple(
+            None if strides is None else TensorSpec(t.shape, t.dtype, strides)
+            for t, strides in zip(types, layouts, strict=True)
+        )
 
     @property
     def output_types(self) -> tuple[ValueType, ...]:
@@ -285,7 +300,9 @@ def show_graph(graph: Graph) -> str:
     """A graph as Python, one line an equation: the inverse of `parse`."""
     names = [i.name for i in graph.inputs]
     inputs = ",\n".join(f"    {i.name}: {i.spec}" for i in graph.inputs)
-    lines = [*map(str, graph.symbols), f"def graph(\n{inputs},\n):" if names else "def graph():"]
+    end = f"){show_layouts(graph)}:"
+    head = f"def graph(\n{inputs},\n{end}" if names else f"def graph({end}"
+    lines = [*map(str, graph.symbols), head]
     for eqn in graph.eqns:
         results = list(unused_names(eqn.op.names, names))
         args = ", ".join([names[i] for i in eqn.args] + show_fields(eqn.op))
@@ -293,6 +310,14 @@ def show_graph(graph: Graph) -> str:
         names += results
         lines.append(f"    {', '.join(results)} = {op_name(type(eqn.op))}({args})  # {types}")
     return "\n".join([*lines, f"    return {', '.join(names[i] for i in graph.outputs)}"])
+
+
+def show_layouts(graph: Graph) -> str:
+    """The declared layouts as the type of a function's results; "" without any."""
+    specs = [*map(str, graph.declared_outputs)]
+    if not graph.layouts:
+        return ""
+    return f" -> ({', '.join(specs)})" if len(specs) > 1 else f" -> {specs[0]}"
 
 
 def unused_names(wanted: Iterable[str], taken: Iterable[str]) -> Iterator[str]:

@@ -79,7 +79,9 @@ def push_graph(graph: Graph, moved: Sequence[int], specs: Sequence[TensorSpec]) 
         for i in graph.differentiable_outputs
     ]
     b.check()
-    return narrow(prune(b.graph(*(values[i] for i in graph.outputs), *due)))
+    outputs, layouts = (values[i] for i in graph.outputs), graph.layouts
+    more = (None,) * len(due) if layouts else ()
+    return narrow(prune(b.graph(*outputs, *due, layouts=(*layouts, *more))))
 
 
 def push_equation(

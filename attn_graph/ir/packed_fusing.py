@@ -74,7 +74,7 @@ def replace_absorbed(graph: Graph, absorbed: Mapping[int, Absorbed]) -> Graph:
         elif outs[0] not in values:
             made = b.add(eqn.op, [values[i] for i in eqn.args], eqn.outs)
             values |= dict(zip(outs, made, strict=True))
-    return prune(b.graph(*(values[i] for i in graph.outputs)))
+    return prune(b.graph(*(values[i] for i in graph.outputs), layouts=graph.layouts))
 
 
 @final

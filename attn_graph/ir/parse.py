@@ -18,8 +18,10 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op, op_name
 from attn_graph.ir.packed import Packed
+from attn_graph.ir.passes import simplify
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.views import VIEW_OPS
+from attn_graph.ir.vjp import lay_out, output_names
 from attn_graph.masks import And, Mask, Or, join_masks, require_mask
 from attn_graph.masks.formulas import Formula
 from attn_graph.spec import DTYPES, TensorSpec
@@ -132,7 +134,9 @@ class Parser:
         match body:
             case [
                 ast.FunctionDef(
-                    args=ast.arguments(args=params), body=[*eqns, ast.Return(value=out) as last]
+                    args=ast.arguments(args=params),
+                    body=[*eqns, ast.Return(value=out) as last],
+                    returns=returns,
                 )
             ]:
                 pass
@@ -148,7 +152,18 @@ class Parser:
                 env |= self.equation(b, env, eqn)
                 b.check()
         with errors_at_line(last.lineno):
-            return b.build(*(look_up(env, n) for n in names_in(out)))
+            graph = b.build(*(look_up(env, n) for n in names_in(out)))
+        return graph if returns is None else self.lay_out(graph, returns)
+
+    def lay_out(self, graph: Graph, node: ast.expr) -> Graph:
+        """The graph with the layouts of outputs in the text. Raises GraphError for other types."""
+        nodes = node.elts if isinstance(node, ast.Tuple) else [node]
+        with errors_at_line(node.lineno):
+            specs = [None if is_none(part) else self.spec(part) for part in nodes]
+            if len(specs) != len(graph.outputs):
+                raise GraphError(f"{len(graph.outputs)} outputs, and {len(specs)} layouts")
+            names = output_names(simplify(graph))
+            return lay_out(graph, {n: x for n, x in zip(names, specs, strict=True) if x})
 
     def equation(self, b: Builder, env: dict[str, Value], eqn: ast.stmt) -> dict[str, Value]:
         """Add an equation to the builder; return the values it names."""
@@ -256,6 +271,10 @@ class Parser:
             raise
         except (TypeError, ValueError, OverflowError) as error:  # of converters
             raise GraphError(f"{cls.__name__}: {error}") from error
+
+
+def is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def flatten_operator(node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:

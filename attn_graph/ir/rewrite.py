@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Op
@@ -39,7 +39,7 @@ class Copy:
 
     def finish(self) -> Graph:
         outputs = tuple(self.numbers[i] for i in self.graph.outputs)
-        return Graph(self.graph.inputs, tuple(self.eqns), outputs)
+        return evolve(self.graph, eqns=tuple(self.eqns), outputs=outputs)
 
 
 def replay(graph: Graph, rule: Rule) -> Graph:
@@ -49,7 +49,7 @@ def replay(graph: Graph, rule: Rule) -> Graph:
     for eqn in graph.eqns:
         operands = tuple([values[i] for i in eqn.args])
         values += rule(b, eqn, operands) or b.add(eqn.op, operands, eqn.outs)
-    return prune(b.graph(*(values[i] for i in graph.outputs)))
+    return prune(b.graph(*(values[i] for i in graph.outputs), layouts=graph.layouts))
 
 
 def prune(graph: Graph) -> Graph:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from attrs import evolve
 
 from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
@@ -15,7 +18,11 @@ from attn_graph.ir.rewrite import prune
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.views import Unfold, spec_of_view
-from attn_graph.spec import FLOATS, TensorSpec, dense_strides, memory_order
+from attn_graph.machine.overlap import overlaps_itself
+from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_strides, memory_order
+from attn_graph.spec.dims import NamedSize
+
+Layouts = Mapping[str, TensorSpec | str]  # of outputs, by name
 
 
 def vjp(
@@ -23,6 +30,7 @@ def vjp(
     wants: Sequence[str] | None = None,
     *,
     cotangents: Sequence[str] | None = None,
+    outputs: Layouts | None = None,
 ) -> tuple[Graph, Graph]:
     """(forward, backward). Both are fused graphs; together they are the gradient of `graph`.
 
@@ -37,21 +45,28 @@ def vjp(
     as zero. With stats=True, `cotangents=("o",)` gives the backward of a step that uses o alone.
 
     Residuals are named as in `forward`, cotangents `d` and the output's name. Both are declared
-    like the outputs: o in the memory order of q, all else in C order.
+    like the outputs: as `lay_out` declared them, else o in the memory order of q, all else in C
+    order. outputs: the layouts of gradients, as `lay_out` takes them.
 
     The backward of a vjp's backward, or of a jvp, is a graph too, in as little memory. o and lse of
     the first, which move with its other inputs, have no gradient of their own.
 
     Raises GraphError if `wants` names anything but a floating input, or `cotangents` anything but
-    an output with a gradient, for your own modifier without a gradient, and for a graph that is
-    already a second derivative.
+    an output with a gradient, for wrong layouts, for your own modifier without a gradient, and for
+    a graph that is already a second derivative.
     """
     check_graph(graph, "vjp")
     graph = simplify(graph)
-    more = tuple(i for i in residuals(graph) if i not in graph.outputs)
-    forward = Graph(graph.inputs, graph.eqns, graph.outputs + more)
     specs = cotangent_specs(graph, named_outputs(graph, cotangents))
-    return forward, backward(graph, wanted_inputs(graph, wants), specs)
+    back = backward(graph, wanted_inputs(graph, wants), specs)
+    return with_residuals(graph), lay_out(back, outputs or {})
+
+
+def with_residuals(graph: Graph) -> Graph:
+    """A graph that also returns the values that its backward reads."""
+    more = tuple(i for i in residuals(graph) if i not in graph.outputs)
+    layouts = graph.layouts and (*graph.layouts, *(None for _ in more))
+    return evolve(graph, outputs=graph.outputs + more, layouts=layouts)
 
 
 def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
@@ -148,8 +163,12 @@ def residuals(graph: Graph) -> tuple[int, ...]:
 
 
 def result_spec(graph: Graph, i: int) -> TensorSpec:
-    """The spec of value i as an output: o and its tangent like q, else C order."""
+    """Value i as an output: as declared; else o and its tangent like q; else C order."""
     type_ = graph.types[i]
+    if graph.layouts and i in graph.outputs:
+        declared = graph.declared_outputs[graph.outputs.index(i)]
+        if declared is not None:
+            return declared
     for eqn, outs in graph.numbered:
         if i not in outs:
             continue
@@ -176,6 +195,81 @@ def value_names(graph: Graph) -> dict[int, str]:
             names[i] = next(name for name in tries if not {name, f"d{name}"} & taken)
             taken |= {names[i], f"d{names[i]}"}
     return names
+
+
+def output_names(graph: Graph) -> list[str]:
+    names = {n: i.name for n, i in enumerate(graph.inputs)} | value_names(graph)
+    return [names[i] for i in graph.outputs]
+
+
+def lay_out(graph: Graph, outputs: Layouts) -> Graph:
+    """The graph with declared memory layouts of outputs, by name.
+
+    A layout is a TensorSpec with the output's shape, dtype and any strides that give each element a
+    place, or an order of axes such as "bshd". Other outputs keep theirs: by default o lies in the
+    memory order of q, gradients in that of their inputs, all else in C order.
+
+    Outputs are named as in `plan(out=)`: o, lse and other statistics, dq, dk, dv and other
+    gradients, the t and the name for tangents. The layouts are part of the graph's value and text.
+    Backends write there directly, or in one more copy, as `explain` says.
+
+    >>> lay_out(graph, {"o": "bshd", "lse": TensorSpec((2, 8, 512), torch.float32, (4096, 1, 8))})
+
+    Raises GraphError with every problem.
+    """
+    check_graph(graph, "lay_out")
+    if not isinstance(outputs, Mapping):
+        raise GraphError(
+            f"lay_out: outputs {show(outputs)} is not a mapping of names to layouts; write "
+            '{"o": "bshd"}'
+        )
+    names = output_names(simplify(graph))
+    numbers_of("outputs", "output", [*outputs], dict.fromkeys(names, 0), "lay_out")
+    pairs = zip(names, graph.output_types, graph.declared_outputs, strict=True)
+    specs = [as_layout(n, outputs[n], t) if n in outputs else due for n, t, due in pairs]
+    known = {*graph.symbols}
+    if problems := [
+        text
+        for name, spec in zip(names, specs, strict=True)
+        if name in outputs and spec is not None
+        for text in layout_problems(name, spec, known)
+    ]:
+        raise GraphError(*problems)
+    return evolve(graph, layouts=tuple(x and x.strides for x in specs) if any(specs) else ())
+
+
+def require_no_layouts(graph: Graph, who: str) -> None:
+    """Raise GraphError for a graph with declared layouts. who: the function for the message."""
+    if graph.layouts:
+        raise GraphError(
+            f"{who}: the graph declares layouts of outputs, and the results of {who} lie in their "
+            "own; declare none"
+        )
+
+
+def as_layout(name: str, layout: object, due: ValueType) -> TensorSpec:
+    """A layout of an output of type `due` as a spec. Raises GraphError for anything else."""
+    if isinstance(layout, str):
+        return TensorSpec(due.shape, due.dtype, layout=layout)
+    if not isinstance(layout, TensorSpec):
+        raise GraphError(
+            f"lay_out: {name} {show(layout)} is neither a TensorSpec nor an order of axes such as "
+            '"bshd"'
+        )
+    if layout.type != due:
+        raise GraphError(f"lay_out: {name} is {due}, and its layout is for {layout.type}")
+    return layout
+
+
+def layout_problems(name: str, spec: TensorSpec, known: Container[NamedSize]) -> Iterator[str]:
+    """Why results can't lie so. known: the graph's named sizes."""
+    symbols = [symbol for dim in spec.dims for symbol in dim.symbols]
+    if strange := [symbol.name for symbol in symbols if symbol not in known]:
+        yield f"lay_out: {name} {spec} has {strange[0]}, which is not a size of the graph"
+        return
+    most = spec.bind({symbol.name: symbol.most for symbol in symbols})
+    if overlaps_itself(torch.empty_strided(most.shape, most.strides, device="meta")):
+        yield f"lay_out: {name} {spec} has elements in one place; give each a place of its own"
 
 
 def saved_specs(graph: Graph) -> dict[str, TensorSpec]:

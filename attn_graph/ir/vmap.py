@@ -19,7 +19,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import AttentionGradJvp, attention_in
 from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
-from attn_graph.ir.vjp import value_names
+from attn_graph.ir.vjp import require_no_layouts, value_names
 from attn_graph.masks import LEAVES
 from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec, dense_strides, to_integer
@@ -56,6 +56,7 @@ def vmap(
     """
     check_graph(graph, "vmap")
     require_numbers(graph, "vmap")
+    require_no_layouts(graph, "vmap")
     graph = simplify(graph)
     count = to_integer(size)
     if count is None or count < 1:

@@ -15,6 +15,7 @@ from attn_graph.ir.graph import Graph, check_graph, op_name
 from attn_graph.ir.packed import Packed, fused_attention, fused_op
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.vjp import require_no_layouts
 from attn_graph.machine.tensors import is_distributed
 from attn_graph.masks.moving import Box
 from attn_graph.masks.tiles import check_tensors
@@ -55,6 +56,7 @@ def shard(
     """
     check_graph(graph, "shard")
     require_numbers(graph, "shard")
+    require_no_layouts(graph, "shard")
     check_choice("placements", placements, get_args(Placement))
     if not isinstance(mesh, Mesh):
         raise GraphError(f"shard: mesh {show(mesh)} is not a Mesh; say ag.Mesh(8)")

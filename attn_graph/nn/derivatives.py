@@ -8,17 +8,12 @@ from torch import Tensor
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.jvp import push_graph
-from attn_graph.ir.vjp import backward, residuals
+from attn_graph.ir.vjp import backward, residuals, with_residuals
 from attn_graph.plan import Plan
 from attn_graph.planner.content import write_plan
 from attn_graph.spec import TensorSpec
 
 Tensors = Sequence[Tensor]
-
-
-def with_residuals(graph: Graph) -> Graph:
-    more = tuple(i for i in residuals(graph) if i not in graph.outputs)
-    return Graph(graph.inputs, graph.eqns, graph.outputs + more)
 
 
 def write_gradient(

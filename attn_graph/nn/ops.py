@@ -54,8 +54,7 @@ from attn_graph.spec import (
     TensorSpec,
     ValueType,
     accumulator,
-    dense_strides,
-    memory_order,
+    new_strides,
     normalise_strides,
 )
 from attn_graph.spec.dims import bind
@@ -166,7 +165,7 @@ def lay(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 def result_layouts(graph: Graph) -> tuple[tuple[ValueType, tuple[int, ...]], ...]:
     every = (*graph.outputs, *(i for i in residuals(graph) if i not in graph.outputs))
     specs = [result_spec(graph, i) for i in every]
-    return tuple((s.type, dense_strides(s.shape, memory_order(s))) for s in specs)
+    return tuple((s.type, new_strides(s)) for s in specs)
 
 
 # Results for fake tensors

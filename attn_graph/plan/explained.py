@@ -10,7 +10,7 @@ from attrs import evolve
 from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import complete_sizes
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
-from attn_graph.lowering.backend import copies_out
+from attn_graph.lowering.backend import out_notes
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles
 from attn_graph.planner.recorded import recording_note
 from attn_graph.printing import html
@@ -28,6 +28,7 @@ def explain_plan(plan: Plan, sizes: Mapping[str, int]) -> Explanation:
     usual, every = main_outputs(plan.graph), plan.graph.differentiable_outputs
     gradient = explain_backward(plan, usual) if plan.has_gradient else None
     side, recorded = explain_side(plan), plan.recorded
+    side = evolve(side, notes=(*side.notes, *out_notes(plan.graph, plan.executable)))
     if recorded is not plan:
         side = evolve(side, notes=(*side.notes, recording_note(recorded.graph)))
     return evolve(
@@ -60,7 +61,7 @@ def explain_backward(plan: Plan, outputs: Sequence[int]) -> Explanation:
 def explain_side(plan: Plan) -> Explanation:
     """One pass alone: its backend and notes, and the other backends' refusals."""
     made = plan.executable
-    notes = (*made.notes, *made.launches(), *copies_out(made, plan.graph), *made.inspect())
+    notes = (*made.notes, *made.launches(), *made.inspect())
     return Explanation(
         plan.graph,
         plan.target,

@@ -10,8 +10,7 @@ from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import increment_version
 
 from attn_graph.errors import GraphError, PlanMismatchError, show
-from attn_graph.ir.graph import Graph
-from attn_graph.ir.vjp import result_spec, value_names
+from attn_graph.ir.vjp import output_names, result_spec
 from attn_graph.machine.ambient import has_tangent, require_untraced
 from attn_graph.machine.likeness import NESTED, look_at
 from attn_graph.machine.overlap import may_overlap, overlaps_itself
@@ -74,11 +73,6 @@ def list_rooms(plan: Plan, out: object) -> Tensors:
             f"out: expected a tuple of {len(plan.graph.outputs)} tensors ({names}), got {show(out)}"
         )
     return rooms
-
-
-def output_names(graph: Graph) -> list[str]:
-    names = {n: i.name for n, i in enumerate(graph.inputs)} | value_names(graph)
-    return [names[i] for i in graph.outputs]
 
 
 def admit(plan: Plan, tensors: Tensors) -> bool:

@@ -105,7 +105,7 @@ def try_graph(
     """The errors of each run, as shares of the allowance. Raises RefusedError on refusal."""
     if against := backend.reasons(graph, target, options):
         raise RefusedError(*against)
-    executable = backend.lower(graph, target, options)
+    executable = backend.lowered(graph, target, options)
     host = tensors_of(graph)
     tensors = [tensor.to(device) for tensor in host]
     for run in (executable.run, executable.infer, executable.run):  # races need not show at once

@@ -11,7 +11,7 @@ from attn_graph.errors import NoBackendError, Reason
 from attn_graph.ir.binding import complete_sizes, replace_sizes
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs
-from attn_graph.lowering.backend import Backend, Foreseen, Options
+from attn_graph.lowering.backend import Backend, Foreseen, Options, out_notes
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import (
@@ -49,6 +49,8 @@ def explain_graph(
     question = Request.of(graph, options, wants)
     simple = question.forward()
     forward, ahead = explain_pass(question, Request.forward, target, among)
+    if ahead is not None:
+        forward = evolve(forward, notes=(*forward.notes, *out_notes(simple, ahead)))
     recorded, most, asked, read = simple, ahead, among, Request.backward
     kept = None if named else find_recorded(question, forward, target, among)
     if kept is not None and ahead is not None:

@@ -136,7 +136,7 @@ def find_check(
     backend: Backend, graph: Graph, target: Target, options: Options
 ) -> SelfCheck | None:
     """The check that a backend must pass before it runs a graph; None: it needs none."""
-    test = backend.device_test(graph, target, options)
+    test = backend.device_test(backend.seen(graph), target, options)
     return None if test is None else SelfCheck(backend.name, test, target, options.store)
 
 
@@ -161,7 +161,7 @@ def lower_checked(backend: Backend, graph: Graph, target: Target, options: Optio
     check = find_check(backend, graph, target, options)
     if check and target.device is not None and (against := [*check.reasons(check.prove())]):
         raise RefusedError(*against)
-    executable = backend.lower(graph, target, options)
+    executable = backend.lowered(graph, target, options)
     notes = tuple(check_notes(backend, graph, target, options))
     return evolve(executable, notes=(*executable.notes, *notes)) if notes else executable
 

@@ -17,7 +17,7 @@ from attrs import Factory, evolve, field, frozen
 from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import bind_graph, largest, require_readable
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import Backend, Executable, Options, Tensors
+from attn_graph.lowering.backend import Backend, Executable, Options, Tensors, places_to_lay
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.fitting import Fit, Shape
 from attn_graph.machine.target import Target
@@ -70,9 +70,10 @@ class Sized:
         fit = Fit.of(specs, graph.symbols, target)
         most = lower_bound(graph, largest(graph), target, options, among)
         whole = None
-        if peel(graph) is None:
+        backend = most.choice.backend
+        if peel(graph) is None and not places_to_lay(graph, backend.seen(graph)):
             with neutral_state(), target.current():
-                whole = most.choice.backend.lower_any(graph, target, options)
+                whole = backend.lower_any(backend.seen(graph), target, options)
         return cls(graph, target, options, among, fit, most, whole)
 
     @property

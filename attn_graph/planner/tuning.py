@@ -104,7 +104,7 @@ def candidates(
 ) -> Iterator[Candidate]:
     yield Candidate(backend)
     try:
-        names = backend.variants(graph, target, options)
+        names = backend.variants(backend.seen(graph), target, options)
     except RefusedError:  # lowering raises it again, and then it is reported
         return
     yield from (Candidate(backend, name) for name in names)

@@ -14,7 +14,13 @@ from attn_graph.ir.sums import Zeros
 from attn_graph.ir.tangents import attention_in
 from attn_graph.ir.views import VIEW_OPS, VIEWS, spec_of_view
 from attn_graph.ir.vjp import statistics
-from attn_graph.lowering.backend import OUT_COPIED, Executable, Foreseen, Tensors
+from attn_graph.lowering.backend import (
+    Executable,
+    Foreseen,
+    Tensors,
+    add_copies,
+    lay_out_results,
+)
 from attn_graph.machine.ambient import plain_ops_on
 from attn_graph.machine.sizes import format_bytes
 
@@ -86,19 +92,24 @@ class Peeled:
 
     def wrap(self, executable: Executable) -> Executable:
         """An executable of the graph, from one of the core."""
-        return evolve(
+        made = evolve(
             executable,
             run=partial(self.run, executable.run),
             infer=partial(self.run, executable.infer),
             write=None,
+            writes_anywhere=False,
+            copies_out=True,
             temporary=executable.temporary + self.temporary,
             notes=(*executable.notes, *self.notes()),
         )
+        return lay_out_results(made, self.graph, evolve(self.graph, layouts=()))
 
     def foresee(self, foreseen: Foreseen) -> Foreseen:
         """The needs of the graph, from those of the core."""
         notes = (*foreseen.notes, *self.notes())
-        return evolve(foreseen, temporary=foreseen.temporary + self.temporary, notes=notes)
+        temporary = foreseen.temporary + self.temporary
+        needs = evolve(foreseen, temporary=temporary, notes=notes, copies_out=True)
+        return add_copies(needs, self.graph, evolve(self.graph, layouts=()))
 
     @cached_property
     def copies(self) -> dict[str, int]:
@@ -125,8 +136,6 @@ class Peeled:
             if source >= len(self.graph.inputs) and own.name == "q":
                 given = next(i.spec for i in self.graph.inputs if i.name == own.name)
                 yield f"{own.name} {given.type} is seen as {types[source]}, and others likewise"
-        if not self.graph.is_gradient:
-            yield OUT_COPIED
         for name, count in self.copies.items():
             yield f"{name} is copied, {format_bytes(count)}, where its mapped axis lies apart"
 

@@ -277,6 +277,12 @@ def memory_order(spec: TensorSpec) -> tuple[int, ...]:
     return order_axes(spec.shape, spec.strides)
 
 
+def new_strides(spec: TensorSpec) -> tuple[int, ...]:
+    """Strides for a new tensor: without gaps if the spec has none, along axes of size 1 too."""
+    dense = dense_strides(spec.shape, memory_order(spec))
+    return dense if normalise_strides(spec.shape, dense) == spec.strides else spec.strides
+
+
 def order_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Axes from the outermost in memory to the innermost; sizes may be symbolic.
 

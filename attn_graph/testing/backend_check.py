@@ -14,7 +14,7 @@ from attn_graph.machine.target import Target
 from attn_graph.plan import Plan
 from attn_graph.testing.agreement import check_gradients, check_outputs, search
 from attn_graph.testing.strategies import graphs as any_graph
-from attn_graph.testing.strategies import seeds, simple_graphs
+from attn_graph.testing.strategies import seeds, simple_graphs, with_layouts
 from attn_graph.testing.tensors import tensors_for
 
 
@@ -43,7 +43,7 @@ def check_backend(
         if runs:
             check_runs(plan, graph, seed, skip, machine)
 
-    drawn = st.one_of(simple_graphs(), any_graph()) if graphs is None else graphs
+    drawn = with_layouts(st.one_of(simple_graphs(), any_graph())) if graphs is None else graphs
     search(check, graph=drawn, seed=seeds, skip=st.sampled_from((None, 0, 1)))
     assert taken, f"{backend.name} supports none of the drawn graphs; pass graphs= that fit it"
 

@@ -19,8 +19,11 @@ from attn_graph.ir import builder, ops
 from attn_graph.ir.builder import Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.vjp import lay_out, output_names
+from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.masks import needs_of
-from attn_graph.spec import FLOATS, TensorSpec
+from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 T = TypeVar("T")
 DEPTH = 3  # of a mask's expression: joins within joins
@@ -280,6 +283,24 @@ def graphs(
     options = draw(mask_options(size)) | draw(score_options(size, kind))
     stats = draw(st.sampled_from(STATISTICS)) if stats is None else stats
     return builder.attention(q, k, v, **options, stats=stats)
+
+
+@st.composite
+def with_layouts(draw: DrawFn, graphs: SearchStrategy[Graph]) -> Graph:
+    """A graph with declared layouts of any of its outputs, or of none."""
+    graph = draw(graphs)
+    pairs = zip(output_names(simplify(graph)), graph.output_types, strict=True)
+    chosen = {name: type_ for name, type_ in pairs if draw(st.booleans())}
+    return lay_out(graph, {name: draw(places_of(type_)) for name, type_ in chosen.items()})
+
+
+@st.composite
+def places_of(draw: DrawFn, type_: ValueType) -> TensorSpec:
+    """A spec of this type in which each element has a place of its own."""
+    apart = strides_of(type_.shape).filter(
+        lambda x: not overlaps_itself(torch.empty_strided(type_.shape, x, device="meta"))
+    )
+    return TensorSpec(type_.shape, type_.dtype, draw(apart))
 
 
 @st.composite

@@ -313,6 +313,7 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
         infer=infer,
         in_c_order=all(step.in_c_order for step in steps),
         write=write,
+        writes_anywhere=write is not None,
     )
 
 

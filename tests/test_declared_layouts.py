@@ -1,0 +1,183 @@
+"""Outputs in declared layouts: `attention(..., outputs={"o": "bshd"})`, `lay_out`, `vjp`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+
+import attn_graph as ag
+from attn_graph.testing.agreement import as_leaves, run_plan
+from attn_graph.testing.strategies import graphs, places_of, seeds, with_layouts
+from attn_graph.testing.tensors import tensors_for
+from tests.ir.test_dims import draw_sizes, named_graphs
+from tests.test_outputs import check_written
+
+CPU = ag.Target.of("cpu")
+X = ag.TensorSpec((2, 4, 48, 16), torch.float32)
+LSE = ag.TensorSpec((2, 4, 48), torch.float32, (400, 1, 8))
+GAPS = ag.TensorSpec(X.shape, X.dtype, (10000, 40, 200, 2))
+NAMES = st.sampled_from(("math", "torch_sdpa", ""))
+
+
+def plain(graph: ag.Graph) -> ag.Graph:
+    return ag.Graph(graph.inputs, graph.eqns, graph.outputs)
+
+
+def check_laid(plan: ag.Plan, due: ag.Plan, tensors: tuple[torch.Tensor, ...]) -> None:
+    """The bits of a plan without layouts, in the declared ones; in the caller's tensors too."""
+    pairs = zip(run_plan(plan, tensors), run_plan(due, tensors), strict=True)
+    for (x, y), spec in zip(pairs, plan.graph.declared_outputs, strict=True):
+        assert torch.equal(x.nan_to_num(3.5), y.nan_to_num(3.5))
+        assert ag.TensorSpec.like(x) == (spec or ag.TensorSpec.like(y))
+    check_written(plan, tensors, 3)
+
+
+@given(graph=with_layouts(graphs()))
+def test_layouts_are_a_part_of_the_value_and_of_the_text(graph: ag.Graph) -> None:
+    assert ag.parse(str(graph)) == graph
+    assert (graph == plain(graph)) == (not graph.layouts)
+    forward, _ = ag.vjp(graph) if graph.has_gradient else (graph, None)
+    assert forward.layouts[: len(graph.layouts)] == graph.layouts
+    assert ag.lay_out(plain(graph), {}) == plain(graph)
+
+
+@given(graph=with_layouts(graphs()), seed=seeds, name=NAMES)
+def test_results_lie_as_declared(graph: ag.Graph, seed: int, name: str) -> None:
+    among = (name, "math") if name else None
+    plan, due = (ag.compile(g, target=CPU, backends=among) for g in (graph, plain(graph)))
+    check_laid(plan, due, tensors_for(graph, seed))
+
+
+@given(graph=graphs(), seed=seeds, data=st.data())
+def test_gradients_lie_as_declared(graph: ag.Graph, seed: int, data: st.DataObject) -> None:
+    due = ag.compile(graph, target=CPU)
+    assume(due.has_gradient)
+    back = data.draw(with_layouts(st.just(due.vjp.graph)))
+    check_laid(ag.compile(back, target=CPU), due.vjp, tensors_for(back, seed))
+
+
+@given(graph=with_layouts(graphs(stats=True)), seed=seeds)
+def test_autograd_and_forward_mode_follow_declared_layouts(graph: ag.Graph, seed: int) -> None:
+    """The backward reads o where the forward left it, and gives what it gives of any o."""
+    plans = [ag.compile(g, target=CPU) for g in (graph, plain(graph))]
+    assume(plans[0].has_gradient)
+    tensors, made = tensors_for(graph, seed), list[list[torch.Tensor]]()
+    for plan in plans:
+        leaves = as_leaves(tensors)
+        outputs = run_plan(plan, leaves)
+        wanted = [x for x in leaves if x.requires_grad]
+        cotangents = [torch.ones_like(x) for x in outputs]
+        made.append([*outputs, *torch.autograd.grad(outputs, wanted, cotangents)])
+        with forward_ad.dual_level():
+            moved = [forward_ad.make_dual(x, x) if x.is_floating_point() else x for x in tensors]
+            primal, _ = forward_ad.unpack_dual(run_plan(plan, tuple(moved))[0])
+            assert ag.TensorSpec.like(primal) == ag.TensorSpec.like(outputs[0])
+    for x, y in zip(*made, strict=True):
+        torch.testing.assert_close(x, y, equal_nan=True)
+
+
+@given(graph=named_graphs(), seed=seeds, data=st.data())
+def test_sizes_by_name_keep_the_order_of_axes(
+    graph: ag.Graph, seed: int, data: st.DataObject
+) -> None:
+    laid = ag.lay_out(graph, {"o": data.draw(st.sampled_from(("bshd", "sbhd", "bhds")))})
+    assert ag.parse(str(laid)) == laid
+    plan, due = (ag.compile(g, target=CPU) for g in (laid, graph))
+    for _ in range(2):
+        sizes = draw_sizes(data, graph)
+        tensors = tensors_for(due.at(**sizes).graph, seed)
+        exact = plan.at(**sizes).graph
+        for x, y in zip(run_plan(plan, tensors), run_plan(due, tensors), strict=True):
+            assert torch.equal(x.nan_to_num(3.5), y.nan_to_num(3.5))
+        spec = exact.declared_outputs[0]
+        assert ag.TensorSpec.like(run_plan(plan, tensors)[0]) == spec
+
+
+@given(data=st.data())
+def test_packed_and_paged_results_lie_as_declared(data: st.DataObject) -> None:
+    like, starts = ag.TensorSpec.like, torch.tensor([0, 3, 3, 9, 14])
+    q, k = torch.randn(16, 4, 8), torch.randn(16, 2, 8)
+    specs, most = [*map(like, (q, k, k))], (9, 9)
+    rows = ag.attention(*specs, q_starts=like(starts), max_lengths=most, stats=True)
+    pool, pages = torch.randn(6, 4, 2, 8), torch.tensor([[3, 1], [0, 5]])
+    one = torch.randn(2, 4, 1, 8)
+    paged = ag.attention(*map(like, (one, pool, pool)), pages=like(pages), stats=True)
+    for graph, tensors in (rows, (q, k, k, starts)), (paged, (one, pool, pool, pages)):
+        laid = data.draw(with_layouts(st.just(graph)))
+        check_laid(ag.compile(laid, target=CPU), ag.compile(graph, target=CPU), tensors)
+
+
+@given(spec=places_of(X.type))
+def test_traced_calls_know_declared_layouts(spec: ag.TensorSpec) -> None:
+    plan = ag.compile(ag.attention(X, X, X, outputs={"o": spec}), target=CPU)
+    with FakeTensorMode() as mode:
+        fake = plan(*(mode.from_tensor(torch.empty(X.shape)) for _ in "qkv"))
+    assert isinstance(fake, torch.Tensor)
+    assert fake.stride() == run_plan(plan, tensors_for(plan.graph, 0))[0].stride()
+
+
+def test_explain_tells_each_copy_to_a_declared_layout() -> None:
+    graph = ag.attention(X, X, X, stats=True, outputs={"o": GAPS, "lse": LSE})
+    text = str(ag.explain(graph, target=CPU, backends=("torch_sdpa",)))
+    assert "o is copied, 24 KiB, to its declared layout\n" in text
+    assert "lse is copied, 1.5 KiB, to its declared layout\n" in text
+    assert "out= takes a copy" in text
+    capped = ag.attention(X, X, X, soft_cap=3.0, outputs={"o": GAPS})
+    text = str(ag.explain(capped, target=CPU, backends=("math",)))
+    assert "out= takes" not in text
+    assert "o is copied, 24 KiB, to its declared layout, in calls that autograd records" in text
+    due = ag.attention(X, X, X, stats=True, outputs={"o": X})
+    assert "declared" not in str(ag.explain(due, target=CPU))
+
+
+def test_explain_tells_the_copies_of_out_for_gradients() -> None:
+    _, back = ag.vjp(ag.attention(X, X, X))
+    texts = [str(ag.explain(back, target=CPU)), str(ag.compile(back, target=CPU).explain())]
+    assert all("out= takes a copy: the kernels write to memory of their own" in t for t in texts)
+    for name in ("triton", "cudnn"):
+        half = ag.TensorSpec(X.shape, torch.bfloat16)
+        _, back = ag.vjp(ag.attention(half, half, half))
+        text = str(ag.explain(back, target="h100", backends=(name,)))
+        assert "out= takes a copy of gradients that lie otherwise than without it" in text
+    whole = str(ag.explain(ag.attention(X, X, X, soft_cap=2.0), target=CPU, backends=("math",)))
+    assert "out= takes" not in whole
+
+
+WRONG: dict[str, Any] = {  # Any: wrong ones
+    r"outputs 'bshd' is not a mapping": "bshd",
+    r"no output is named p; there are o, lse": {"p": X},
+    r"o 3 is neither a TensorSpec nor an order of axes": {"o": 3},
+    r"lse is f32\[2, 4, 48\], and its layout is for f32\[2, 4, 48, 16\]": {"lse": X},
+    r"layout 'bsh' for 4 axes": {"o": "bsh"},
+    r"o .* has elements in one place": {"o": ag.TensorSpec(X.shape, X.dtype, (0, 1, 4, 8))},
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_layouts_are_refused(text: str) -> None:
+    with pytest.raises(ag.GraphError, match=text):
+        ag.attention(X, X, X, stats=True, outputs=WRONG[text])
+
+
+def test_sizes_of_no_input_are_refused() -> None:
+    size = ag.Dim("Z", most=9)
+    strides = (size * 100000, 10000, 100, 1)
+    with pytest.raises(ag.GraphError, match="has Z, which is not a size of the graph"):
+        ag.attention(X, X, X, outputs={"o": ag.TensorSpec(X.shape, X.dtype, strides)})
+
+
+def test_maps_and_meshes_have_layouts_of_their_own() -> None:
+    graph = ag.attention(X, X, X, outputs={"o": "bshd"})
+    with pytest.raises(ag.GraphError, match="vmap: the graph declares layouts"):
+        ag.vmap(graph, size=2)
+    with pytest.raises(ag.GraphError, match="shard: the graph declares layouts"):
+        ag.shard(graph, ag.Mesh(2), "heads")
+    mapped = ag.lay_out(ag.vmap(plain(graph), size=2), {"o": ag.TensorSpec((2, *X.shape), X.dtype)})
+    tensors = tensors_for(mapped, 0)
+    assert ag.TensorSpec.like(run_plan(ag.compile(mapped, target=CPU), tensors)[0]).is_dense
