@@ -186,7 +186,7 @@ def fold_problem(problem: Problem) -> Problem | None:
         if row is None:
             return None
         specs.append(row)
-    folded = evolve(problem, specs=tuple(specs))
+    folded = evolve(problem, specs=tuple(specs), lies=())
     return folded if keeps_order(problem, folded) else None
 
 

@@ -20,10 +20,13 @@ from attn_graph.spec import (
     accumulator,
     dense_strides,
     memory_order,
+    new_strides,
 )
 from attn_graph.spec.formulas import decide, follows_sizes, is_one
 
 T = TypeVar("T")
+ROWS = ("o", "dq", "dk", "dv")  # results stored by rows of a head
+Lies = tuple[tuple[str, tuple[int, ...]], ...]
 ALIGNED = 16  # bytes: the width of a kernel's loads
 MOST_BLOCKS = 64  # of queries, in which `sees_everywhere` looks for one that sees no key
 
@@ -35,19 +38,22 @@ class Problem:
 
     node: scale, modifiers, mask, sinks and dropout. specs: of q, k and v, then of other operands by
     `node.roles`; of a gradient also o, lse and the given cotangents. grad: the wanted gradients;
-    None for the forward pass.
+    None for the forward pass. lies: the declared strides of results, by name.
     """
 
     node: Attention
     specs: tuple[TensorSpec, ...]
     grad: AttentionGrad | None = None
+    lies: Lies = ()
 
     @classmethod
-    def of(cls, op: Attention | AttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
+    def of(
+        cls, op: Attention | AttentionGrad, specs: Sequence[TensorSpec], lies: Lies = ()
+    ) -> Problem:
         """specs: of the operands, in their order."""
         if isinstance(op, AttentionGrad):
-            return cls(op.attention, tuple(specs), op)
-        return cls(op, tuple(specs))
+            return cls(op.attention, tuple(specs), op, lies)
+        return cls(op, tuple(specs), None, lies)
 
     @cached_property
     def by_role(self) -> Operands[TensorSpec]:
@@ -170,9 +176,19 @@ class Problem:
 
     @cached_property
     def layout_of_o(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of o [B,H,M,E]: dense in the memory order of q."""
-        shape = (self.B, self.H, self.M, self.E)
-        return shape, dense_strides(shape, memory_order(self.specs[0]))
+        """Shape and strides of o [B,H,M,E]."""
+        return self.o.shape, new_strides(self.o)
+
+    @property
+    def o(self) -> TensorSpec:
+        """How o [B,H,M,E] lies: as declared, or dense in the memory order of q."""
+        return self.lay("o", (self.B, self.H, self.M, self.E), self.specs[0])
+
+    def lay(self, name: str, shape: Sequence[int], like: TensorSpec) -> TensorSpec:
+        """How a result lies: as declared, or dense in the memory order of `like`."""
+        declared = dict(self.lies).get(name)
+        strides = dense_strides(shape, memory_order(like)) if declared is None else declared
+        return TensorSpec(shape, like.dtype, strides)
 
     def new_o(
         self, device: torch.device, rooms: Mapping[str, torch.Tensor] | None = None
@@ -237,8 +253,27 @@ def has_problem(op: Op) -> TypeGuard[Attention | AttentionGrad]:
 def problems_in(graph: Graph) -> list[Problem]:
     """Every attention and attention gradient of a graph."""
     return [
-        Problem.of(eqn.op, operand_specs(graph, eqn)) for eqn in graph.eqns if has_problem(eqn.op)
+        Problem.of(eqn.op, operand_specs(graph, eqn), declared_strides(graph, eqn, outs))
+        for eqn, outs in graph.numbered
+        if has_problem(eqn.op)
     ]
+
+
+def declared_strides(graph: Graph, eqn: Eqn, outs: range) -> Lies:
+    """The declared strides of an equation's results, by name."""
+    pairs = zip(graph.outputs, graph.layouts, strict=False)  # mostly there are no layouts
+    known = ((i, strides) for i, strides in pairs if strides is not None and i in outs)
+    return tuple([(eqn.op.names[i - outs.start], strides) for i, strides in known])
+
+
+def places_of_rows(graph: Graph) -> Iterator[int]:
+    """The places of o and of the gradients of q, k and v, for kernels that store contiguous rows at
+    multiples of 16 bytes, of one attention that is not packed."""
+    if sole(graph) is None:
+        return
+    for n, (name, x) in enumerate(zip(graph.result_names, graph.declared_outputs, strict=True)):
+        if name in ROWS and x is not None and x.unit_last and not is_misaligned(x):
+            yield n
 
 
 def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:

@@ -60,7 +60,7 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
         outs = op.infer(*(types[n] for n in eqn.args))
         types += outs
         eqns.append(evolve(eqn, op=op, outs=outs))
-    return evolve(graph, inputs=inputs, eqns=tuple(eqns))
+    return evolve(graph, inputs=inputs, eqns=tuple(eqns), layouts=())
 
 
 def sizes_of(label: Label, sizes: Mapping[str, int]) -> tuple[int, ...]:

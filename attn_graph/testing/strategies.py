@@ -23,7 +23,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import lay_out, output_names
 from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.masks import needs_of
-from attn_graph.spec import FLOATS, TensorSpec, ValueType
+from attn_graph.spec import FLOATS, TensorSpec
 
 T = TypeVar("T")
 DEPTH = 3  # of a mask's expression: joins within joins
@@ -286,21 +286,22 @@ def graphs(
 
 
 @st.composite
-def with_layouts(draw: DrawFn, graphs: SearchStrategy[Graph]) -> Graph:
+def with_layouts(
+    draw: DrawFn,
+    graphs: SearchStrategy[Graph],
+    layouts: Callable[[Sequence[int], torch.dtype], SearchStrategy[TensorSpec]] = specs,
+) -> Graph:
     """A graph with declared layouts of any of its outputs, or of none."""
     graph = draw(graphs)
     pairs = zip(output_names(simplify(graph)), graph.output_types, strict=True)
-    chosen = {name: type_ for name, type_ in pairs if draw(st.booleans())}
-    return lay_out(graph, {name: draw(places_of(type_)) for name, type_ in chosen.items()})
+    chosen = {name: x for name, x in pairs if draw(st.booleans())}
+    apart = {n: draw(layouts(x.shape, x.dtype).filter(has_places)) for n, x in chosen.items()}
+    return lay_out(graph, apart)
 
 
-@st.composite
-def places_of(draw: DrawFn, type_: ValueType) -> TensorSpec:
-    """A spec of this type in which each element has a place of its own."""
-    apart = strides_of(type_.shape).filter(
-        lambda x: not overlaps_itself(torch.empty_strided(type_.shape, x, device="meta"))
-    )
-    return TensorSpec(type_.shape, type_.dtype, draw(apart))
+def has_places(spec: TensorSpec) -> bool:
+    """True if each element has a place of its own."""
+    return not overlaps_itself(torch.empty_strided(spec.shape, spec.strides, device="meta"))
 
 
 @st.composite

@@ -23,7 +23,7 @@ from attn_graph.lowering.backend import (
     Options,
     RefusedError,
 )
-from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.problem import Problem, places_of_rows, sole
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
@@ -266,4 +266,7 @@ def wide_test(graph: Graph, target: Target, options: Options) -> DeviceTest | No
     return DeviceTest(HOME, f"heads of {problem.D} and {problem.E}, {M} queries", small)
 
 
-BACKEND = Backend("cudnn", why_not, lower, foresees, variants, one_size=True, device_test=wide_test)
+BACKEND = Backend(
+    "cudnn", why_not, lower, foresees, variants, one_size=True, device_test=wide_test,
+    lays=places_of_rows,
+)  # fmt: skip

@@ -7,12 +7,12 @@ from math import prod
 from typing import Any, final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.cudnn.masks import CudnnMask
 from attn_graph.lowering.problem import Problem
-from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
+from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order, new_strides
 
 Option = float | bool | str | None
 
@@ -147,7 +147,7 @@ def forward_call(
     problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
 ) -> CudnnCall:
     """The call of `sdpa`; options: those of both passes, and generate_stats."""
-    output = Slot("o", "o", *problem.layout_of_o, problem.dtype)
+    output = result_slot("o", "o", problem.o)
     inputs = (*operand_slots(problem), *lengths)
     outputs = (output, lse_slot(problem)) if options["generate_stats"] else (output,)
     return CudnnCall("sdpa", inputs, outputs, tuple(options.items()))
@@ -194,8 +194,8 @@ def gradient_slots(problem: Problem) -> Iterator[Slot]:
     """dQ, dK, dV, always computed by cuDNN, and the gradients of bias and sinks if wanted."""
     assert problem.grad is not None
     for source, spec in zip("qkv", problem.specs, strict=False):
-        strides = dense_strides(spec.shape, memory_order(spec))
-        yield Slot(f"d{source.upper()}", f"d{source}", spec.shape, strides, spec.dtype)
+        due = problem.lay(f"d{source}", spec.shape, spec)
+        yield result_slot(f"d{source.upper()}", f"d{source}", due)
     wanted = zip(problem.node.roles, problem.specs, problem.grad.wants, strict=False)
     for role, spec, wants in wanted:
         if wants and role == "bias":
@@ -221,6 +221,12 @@ def per_head_slot(argument: str, source: str, H: int) -> Slot:
     """A float32 for each head: our [H] as cuDNN's [1,H,1,1]."""
     shape = (1, H, 1, 1)
     return Slot(argument, source, shape, dense_strides(shape), torch.float32)
+
+
+def result_slot(argument: str, source: str, spec: TensorSpec) -> Slot:
+    """A result with its own strides."""
+    strides, given = new_strides(spec), slot(argument, source, spec)
+    return given if strides == spec.strides else evolve(given, strides=strides)
 
 
 def slot(argument: str, source: str, spec: TensorSpec) -> Slot:

@@ -24,7 +24,7 @@ from attn_graph.lowering.backend import (
     RefusedError,
 )
 from attn_graph.lowering.cudnn.backend import read_problem
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
@@ -208,4 +208,4 @@ def small_test(graph: Graph, target: Target, options: Options) -> DeviceTest | N
     return DeviceTest(HOME, call.variant, small, way=way)
 
 
-BACKEND = Backend("fa4", why_not, lower, foresee_call, device_test=small_test)
+BACKEND = Backend("fa4", why_not, lower, foresee_call, device_test=small_test, lays=places_of_rows)

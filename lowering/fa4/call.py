@@ -195,18 +195,17 @@ class Fa4Call:
         return tuple(name for name in self.ends if name not in gapless)
 
     def own_spec(self, side: str, spec: TensorSpec) -> TensorSpec:
-        """The spec of a new tensor for the problem's [B,H,L,D] or [B,H,L]: as it is, in the memory
-        order of its spec, or packed."""
+        """The spec of a new tensor for the problem's [B,H,L,D] or [B,H,L]: itself, or packed."""
         T = self.sequences.totals.get(side)
         if T is None:
-            return new_like(spec)
+            return spec
         _, H, _, *last = spec.shape
         return TensorSpec((T, H, *last) if last else (H, T), spec.dtype)
 
     def given_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
         """The spec of q, k or v as a call reads it; of pages the pool [n,P,G,D]."""
         if name in copied_names(self.problem, self.sequences):
-            return self.own_spec(SIDES[name], spec)
+            return self.own_spec(SIDES[name], new_like(spec))
         return dict(self.sequences.specs).get(name, spec)
 
     @property
@@ -264,15 +263,14 @@ class Fa4Call:
         """The specs of operands and results as the package takes them, by its names."""
         p, own = self.problem, self.problem.by_role
         specs = {n: self.given_spec(n, x) for n, x in zip("qkv", p.specs, strict=False)}
-        o = self.own_spec("rows", TensorSpec(p.layout_of_o[0], p.dtype, p.layout_of_o[1]))
+        o = self.own_spec("rows", p.o)
         lse = self.own_spec("rows", TensorSpec((p.B, p.H, p.M), torch.float32))
         if p.grad is None:
             specs |= {"out": o}
         else:
             given = p.grad.split(p.specs)
             specs |= {"out": o if len(o.shape) == 3 else given.o, "dout": o}
-            each = zip("qkv", p.specs, strict=False)
-            specs |= {f"d{n}": self.own_spec(SIDES[n], x) for n, x in each}
+            specs |= self.gradients
         padded = {n for n, x in specs.items() if len(x.shape) == 4} - {*self.sequences.pools}
         named = {n: rows_first(x) if n in padded else x for n, x in specs.items()}
         named |= {"lse": lse} if with_lse or p.grad is not None else {}
@@ -284,6 +282,13 @@ class Fa4Call:
         if (table := self.sequences.table) is not None:
             named["page_table"] = TensorSpec(table.shape, torch.int32)
         return named | ({"learnable_sink": own.sinks} if own.sinks is not None else {})
+
+    @property
+    def gradients(self) -> dict[str, TensorSpec]:
+        """How the gradients of q, k and v lie."""
+        each = ((n, f"d{n}", x) for n, x in zip("qkv", self.problem.specs, strict=False))
+        lies = ((n, name, self.problem.lay(name, x.shape, x)) for n, name, x in each)
+        return {name: self.own_spec(SIDES[n], x) for n, name, x in lies}
 
     def rounded(self, side: str, tile: int) -> int:
         """Rows or keys of all sequences, as the package rounds them up for its sums, at most."""

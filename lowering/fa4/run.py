@@ -86,15 +86,14 @@ class Fa4Run:
     def results(self) -> dict[str, TensorSpec]:
         """How o and lse lie."""
         p = self.call.problem
-        given = {"o": TensorSpec(p.layout_of_o[0], p.dtype, p.layout_of_o[1])}
+        given = {"o": p.o}
         given["lse"] = TensorSpec((p.B, p.H, p.M), torch.float32)
         return {name: self.call.own_spec("rows", x) for name, x in given.items()}
 
     @cached_property
     def gradients(self) -> dict[str, TensorSpec]:
         """How the gradients of q, k and v lie."""
-        each = zip("qkv", self.call.problem.specs, strict=False)
-        return {f"d{n}": self.call.own_spec(SIDES[n], x) for n, x in each}
+        return self.call.gradients
 
     @cached_property
     def is_blind(self) -> bool:

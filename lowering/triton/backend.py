@@ -14,7 +14,7 @@ from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
 from attn_graph.lowering.backend import Backend, Executable, Options
-from attn_graph.lowering.problem import Problem, returns_lse
+from attn_graph.lowering.problem import ROWS, Problem, returns_lse
 from attn_graph.lowering.reasons import (
     missing_library,
     no_elements,
@@ -29,9 +29,9 @@ from attn_graph.lowering.reasons import (
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
-from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.layout import LONGEST, Layout
 from attn_graph.lowering.triton.page_order import order_bytes
-from attn_graph.lowering.triton.work import Single, Work, split_graph
+from attn_graph.lowering.triton.work import Single, Work, split_graph, work_of
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec
@@ -105,8 +105,7 @@ def address_reasons(flash: Flash) -> Iterator[Reason]:
     from attn_graph.lowering.triton.tile_lists import MOST_TILES, most_listed
 
     for name, spec in flash.specs().items():
-        strides = flash.layout.strides(name, spec)
-        far = (MOST_ROWS - 1) * strides[2] + (spec.shape[-1] - 1) * strides[-1]
+        far = tile_reach(flash.layout, name, spec)
         if far > LONG:
             limit = f"counts within a tile up to {LONG} elements"
             yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
@@ -280,4 +279,22 @@ def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
     return tuple(VARIANTS)
 
 
-BACKEND = Backend("triton", why_not, lower, variants=variants, lower_any=lower_formulas)
+def lays(graph: Graph) -> Iterator[int]:
+    """The places of o and of the gradients of q, k and v: kernels store their rows in any strides
+    within a tile's addresses."""
+    layout = work_of(graph)
+    if not isinstance(layout, Layout):
+        return
+    each = zip(graph.result_names, graph.declared_outputs, strict=True)
+    for n, (name, spec) in enumerate(each):
+        if name in ROWS and spec is not None and tile_reach(layout, name, spec) <= LONGEST:
+            yield n
+
+
+def tile_reach(layout: Layout, name: str, spec: TensorSpec) -> int:
+    """The largest offset within a tile of rows of a tensor, in elements."""
+    strides = layout.strides(name, spec)
+    return (MOST_ROWS - 1) * strides[2] + (spec.shape[-1] - 1) * strides[-1]
+
+
+BACKEND = Backend("triton", why_not, lower, variants=variants, lower_any=lower_formulas, lays=lays)

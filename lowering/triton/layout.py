@@ -18,8 +18,8 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS, Packed, operand_sides
 from attn_graph.ir.packing import Lengths, row_count
-from attn_graph.lowering.problem import Problem, operand_specs, sole
-from attn_graph.spec import TensorSpec, dense_strides, memory_order
+from attn_graph.lowering.problem import Lies, Problem, declared_strides, operand_specs, sole
+from attn_graph.spec import TensorSpec
 from attn_graph.spec.formulas import capacity
 
 MOST_BATCH = 2 * 4096  # more than AT_ONCE of kernels/sequences.py
@@ -53,15 +53,16 @@ class Layout:
         last, outs = graph.numbered[-1]
         if not isinstance(last.op, Packed) or min(graph.outputs) < outs.start:
             return None
-        return cls.packed(last.op, operand_specs(graph, last))
+        return cls.packed(last.op, operand_specs(graph, last), declared_strides(graph, last, outs))
 
     @classmethod
     def dense(cls, problem: Problem) -> Layout:
         return cls(problem, problem.specs)
 
     @classmethod
-    def packed(cls, op: Packed, specs: list[TensorSpec]) -> Layout | None:
-        """specs: of all operands of the op. None for an op beyond `Problem`."""
+    def packed(cls, op: Packed, specs: list[TensorSpec], lies: Lies = ()) -> Layout | None:
+        """specs: of all operands of the op. lies: as of Problem, of results as they are. None for
+        an op beyond `Problem`."""
         if not isinstance(op.op, (Attention, AttentionGrad)):
             return None
         own, where = op.split(specs)
@@ -70,7 +71,7 @@ class Layout:
             TensorSpec(type_.shape, type_.dtype) if side in where else spec
             for spec, type_, side in zip(own, padded, operand_sides(op.op), strict=True)
         ]
-        return cls(Problem.of(op.op, whole), own, op, tuple(specs[len(own) :]))
+        return cls(Problem.of(op.op, whole, lies), own, op, tuple(specs[len(own) :]))
 
     @property
     def layout(self) -> Layout:
@@ -145,13 +146,10 @@ class Layout:
         return (0, head, row, *each) if each else (0, row, head)
 
     def o(self) -> TensorSpec:
-        """How o lies: dense in the memory order of q."""
-        if self.T is None:
-            shape, strides = self.problem.layout_of_o
-            return TensorSpec(shape, self.problem.dtype, strides)
-        shape = (self.T, self.problem.H, self.problem.E)
-        strides = dense_strides(shape, memory_order(self.specs[0]))
-        return TensorSpec(shape, self.problem.dtype, strides)
+        """How o lies: as declared, or dense in the memory order of q."""
+        p = self.problem
+        shape = (p.B, p.H, p.M, p.E) if self.T is None else (self.T, p.H, p.E)
+        return p.lay("o", shape, self.specs[0])
 
     def statistic(self) -> tuple[int, ...]:
         """The shape of lse and other statistics of rows."""
@@ -164,9 +162,9 @@ class Layout:
         return (p.B, p.H, p.M) if self.T is None else (1, p.H, self.T)
 
     def gradient(self, n: int) -> TensorSpec:
-        """How the gradient of operand n lies: dense, in the operand's memory order."""
+        """How the gradient of q, k or v lies: as declared, or dense in the operand's order."""
         spec = self.specs[n]
-        return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, memory_order(spec)))
+        return self.problem.lay(f"d{self.problem.node.roles[n]}", spec.shape, spec)
 
     # Programs
 

@@ -102,6 +102,29 @@ def test_each_kind_of_gpu_has_plans(target: str) -> None:
     assert plan.memory().workspace_backward > 0
 
 
+PADDED = ag.TensorSpec(X.shape, X.dtype, (144 * 8 * 1024, 144, 144 * 8, 1))
+
+
+@pytest.mark.parametrize(
+    ("target", "layout"), [("h100", PADDED), ("b200", "sbhd"), ("a100", "bhsd")]
+)
+def test_other_strides_of_outputs_have_plans_without_a_copy(
+    target: str, layout: ag.TensorSpec | str, store: Store
+) -> None:
+    """Built by cuDNN itself: o of the forward, and all three gradients, in strides unlike q's."""
+    graph = ag.attention(X, X, X, mask=ag.Causal(), stats=True, outputs={"o": layout})
+    laid = dict.fromkeys(("dq", "dk", "dv"), layout)
+    _, back = ag.vjp(graph, cotangents=("o",), outputs=laid)
+    for each, slots in (graph, ("o",)), (back, ("dQ", "dK", "dV")):
+        plan = planned(each, target=target, backends=("cudnn",), store=store)
+        strides = each.declared_outputs[0].strides  # type: ignore[union-attr]  # a spec
+        assert all(
+            re.search(rf"{x}=\w+ \S+\[.*?\]\(strides={re.escape(str(strides))}\)", plan.text())
+            for x in slots
+        )
+        assert not any("declared layout" in note for note in plan.executable.notes)
+
+
 @pytest.mark.parametrize("target", ["h100", "b200", "a100", "rtx4090"])
 def test_decoding_with_absorbed_latent_heads_has_a_plan(target: str, store: Store) -> None:
     """Of 576 and 512: beyond cuDNN's own matrix, so a self-check comes before its first use."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from attrs import evolve
 from hypothesis import assume, example, given
+from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.compiler import loses
@@ -20,6 +21,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.lowering.backend import Options, RefusedError
+from attn_graph.lowering.cudnn.backend import BACKEND as cudnn
 from attn_graph.lowering.cudnn.backend import request_case
 from attn_graph.lowering.cudnn.case import needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call
@@ -32,10 +34,11 @@ from attn_graph.machine.workspace import Workspace
 from attn_graph.planner.choose import choose, resolve_backends
 from attn_graph.spec import FLOATS
 from attn_graph.testing import formula, rule
-from attn_graph.testing.strategies import seeds
+from attn_graph.testing.strategies import seeds, with_layouts
 from attn_graph.testing.tensors import cotangents_for, tensors_for
-from tests.support.cudnn_graphs import aligned, cudnn_graphs
+from tests.support.cudnn_graphs import aligned, cudnn_graphs, spaced
 from tests.support.cudnn_model import Model
+from tests.test_outputs import rooms_like
 
 VERSIONS = (
     ("triton", "3.4"),
@@ -86,12 +89,12 @@ LENGTHS, HALF_SINKS = (
 )
 
 
-@given(graph=cudnn_graphs(), seed=seeds)
+@given(graph=with_layouts(cudnn_graphs(), spaced), seed=seeds)
 @example(graph=LENGTHS, seed=0)
 @example(graph=LENGTHS, seed=3)
 @example(graph=HALF_SINKS, seed=0)
 def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) -> None:
-    simple = simplify(graph)
+    simple = cudnn.seen(simplify(graph))
     assume(not refusals(simple))
     tensors = tuple(map(aligned, tensors_for(graph, seed)))
     run = modelled(simple)
@@ -115,10 +118,10 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
         dues[name].check(gradient)
 
 
-@given(graph=cudnn_graphs(), seed=seeds)
+@given(graph=with_layouts(cudnn_graphs(), spaced), seed=seeds)
 @example(graph=LENGTHS, seed=0)
 def test_results_are_written_into_the_callers_tensors(graph: Graph, seed: int) -> None:
-    simple = simplify(graph)
+    simple = cudnn.seen(simplify(graph))
     assume(not refusals(simple))
     tensors = tuple(map(aligned, tensors_for(graph, seed)))
     run = modelled(simple)
@@ -131,18 +134,36 @@ def test_results_are_written_into_the_callers_tensors(graph: Graph, seed: int) -
     check_rooms(modelled(back).backward, back, given, results(back, given))
 
 
+@given(graph=cudnn_graphs(), seed=seeds, data=st.data())
+def test_gradients_lie_as_declared(graph: Graph, seed: int, data: st.DataObject) -> None:
+    simple = simplify(graph)
+    (do, *_) = cotangents_for(simple, seed)
+    back, _ = gradient_of(simple, do)
+    laid = cudnn.seen(data.draw(with_layouts(st.just(back), spaced)))
+    assume(not refusals(back))
+    tensors = tuple(map(aligned, tensors_for(graph, seed)))
+    given = (*tensors, *modelled(simple).forward(*tensors)[1], do)
+    dues = results(back, given)
+    for x, due, spec in zip(results(laid, given), dues, laid.declared_outputs, strict=True):
+        assert torch.equal(x.nan_to_num(), due.nan_to_num())
+        assert ag.TensorSpec.like(x) == (spec or ag.TensorSpec.like(due))
+    check_rooms(modelled(laid).backward, laid, given, results(laid, given))
+
+
 def check_rooms(
     run: Callable[..., Any],
     graph: Graph,
     tensors: Sequence[torch.Tensor],
     due: Sequence[torch.Tensor],
 ) -> None:
-    """A call's results lie in tensors laid out as `due`, but sinks' gradient, cast to its dtype."""
-    rooms = [torch.empty_like(x).fill_(torch.nan) for x in due]
+    """A call's results lie in tensors laid out as `due`, but the gradient of sinks, which is cast,
+    and nowhere around."""
+    rooms, around = rooms_like(due, 8)
     made = write_named(run, graph.result_names, rooms, *tensors)
     for name, x, room, y in zip(graph.result_names, made, rooms, due, strict=True):
         assert x.data_ptr() == room.data_ptr() or name == "dsinks"
         assert torch.equal(x.nan_to_num(), y.nan_to_num())
+    assert all((memory[outside] == 7.25).all() for memory, outside in around)
 
 
 def test_a_room_off_16_bytes_is_an_error_that_says_so() -> None:

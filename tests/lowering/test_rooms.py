@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.testing.agreement import run_plan
+from attn_graph.testing.strategies import seeds, with_layouts
 from attn_graph.testing.tensors import tensors_for
+from tests.test_declared_layouts import check_laid
 from tests.test_outputs import check_written
 
 CPU = ag.Target.of("cpu")
@@ -33,6 +38,49 @@ def test_kernels_write_into_the_callers_tensors_and_nowhere_around(
     due = plan(*tensors)
     monkeypatch.setattr(torch, "empty_strided", forbid)
     plan(*tensors, out=due)
+
+
+STARTS = torch.tensor([0, 3, 3, 11, 20])
+T = ag.TensorSpec((20, 4, 16), torch.float32)
+POOL = ag.TensorSpec((6, 8, 2, 16), torch.float32)
+LIKE = ag.TensorSpec.like
+RAGGED = (
+    ag.attention(T, T, T, q_starts=LIKE(STARTS), mask=ag.Causal(), stats=True),
+    ag.attention(ROWS, POOL, POOL, pages=LIKE(torch.tensor([[3, 1], [0, 5]])), stats=True),
+)
+GRADIENTS = tuple(ag.vjp(graph)[1] for graph in RAGGED)
+
+
+@settings(max_examples=max(3, settings().max_examples // 8))  # each runs several kernels
+@given(graph=with_layouts(st.sampled_from((*WRITTEN, *RAGGED, *GRADIENTS))), seed=seeds)
+def test_kernels_write_o_and_gradients_in_declared_layouts(graph: ag.Graph, seed: int) -> None:
+    plain = ag.Graph(graph.inputs, graph.eqns, graph.outputs)
+    plan, due = (ag.compile(g, target=CPU, backends=("triton",)) for g in (graph, plain))
+    tensors = [
+        {"q_starts": STARTS, "kv_starts": STARTS, "pages": torch.tensor([[3, 1], [0, 5]])}.get(
+            i.name, x
+        )
+        for i, x in zip(graph.inputs, tensors_for(graph, seed), strict=True)
+    ]
+    check_laid(plan, due, tuple(tensors))
+    notes = "\n".join(plan.executable.notes)
+    assert not any(f"{name} is copied" in notes for name in ("o", "dq", "dk", "dv"))
+    assert not any(f"{name} may be copied" in notes for name in ("o", "dq", "dk", "dv"))
+
+
+def test_kernels_of_any_sizes_write_in_declared_layouts() -> None:
+    graph = ag.attention(NAMED, NAMED, NAMED, stats=True, outputs={"o": "bhds"})
+    plain = ag.Graph(graph.inputs, graph.eqns, graph.outputs)
+    plan, due = (ag.compile(g, target=CPU, backends=("triton",)) for g in (graph, plain))
+    assert plan.sized is not None
+    assert plan.sized.whole is not None
+    for B, M in ((1, 3), (2, 5)):
+        tensors = tensors_for(due.at(B=B, M=M).graph, M)
+        (o, lse), (due_o, due_lse) = run_plan(plan, tensors), run_plan(due, tensors)
+        assert torch.equal(o, due_o)
+        assert torch.equal(lse, due_lse)
+        assert o.mT.is_contiguous()
+        check_written(plan, tensors, 1)
 
 
 def test_kernels_of_any_sizes_write_into_the_callers_tensors() -> None:

@@ -72,8 +72,8 @@ def length_specs(shape: Shape) -> SearchStrategy[TensorSpec]:
 @st.composite
 def spaced(draw: DrawFn, shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
     """Any order of the outer axes, gaps of 8 elements, or one head or batch entry for all."""
-    strides, step = [0, 0, 0, 1], shape[-1] + 8 * draw(st.integers(0, 1))
-    for axis in draw(st.permutations(range(3))):
+    strides, step = [*shape[:-1], 1], shape[-1] + 8 * draw(st.integers(0, 1))
+    for axis in draw(st.permutations(range(len(shape) - 1))):
         strides[axis] = step
         step = step * shape[axis] + 8 * draw(st.integers(0, 1))
     shared = draw(st.sampled_from([(), (), (), (0,), (1,), (0, 1)]))
