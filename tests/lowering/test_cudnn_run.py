@@ -36,6 +36,7 @@ from attn_graph.spec import FLOATS
 from attn_graph.testing import formula, rule
 from attn_graph.testing.strategies import seeds, with_layouts
 from attn_graph.testing.tensors import cotangents_for, tensors_for
+from tests.machine.test_memory import allocated
 from tests.support.cudnn_graphs import aligned, cudnn_graphs, spaced
 from tests.support.cudnn_model import Model
 from tests.test_outputs import rooms_like
@@ -164,6 +165,35 @@ def check_rooms(
         assert x.data_ptr() == room.data_ptr() or name == "dsinks"
         assert torch.equal(x.nan_to_num(), y.nan_to_num())
     assert all((memory[outside] == 7.25).all() for memory, outside in around)
+
+
+@pytest.mark.parametrize("side", ["forward", "backward"])
+def test_a_captured_call_is_cudnns_plan_alone(side: str) -> None:
+    """With `out=` a call allocates nothing, and a replay of what it launched writes the results of
+    other numbers in the same places."""
+    graph = simplify(ag.attention(X, X, X, mask=ag.Causal("top_left"), stats=True))
+    do = ag.TensorSpec(X.shape, X.dtype)
+    back = backward(graph, (0, 1, 2), [do, None])
+    run = modelled(graph if side == "forward" else back)
+    drawn = [tuple(map(aligned, tensors_for(run.graph, seed))) for seed in range(2)]
+    tensors, call = [t.clone() for t in drawn[0]], getattr(run, side)
+    rooms = [torch.full_like(x, torch.nan) for x in call(*tensors)[0]]
+    launched: list[tuple[Any, ...]] = []
+    recorded = getattr(evolve(run, execute=lambda *given: launched.append(given)), side)
+
+    def step() -> object:
+        return write_named(recorded, run.graph.result_names, rooms, *tensors)
+
+    step()  # warms up: the workspace grows
+    launched.clear()
+    _, held, most = allocated(step)
+    assert (held, most) == (0, 0)
+    for x, y in zip(tensors, drawn[1], strict=True):
+        x.copy_(y)
+    for arguments in launched:
+        run.execute(*arguments)
+    for x, y in zip(rooms, call(*drawn[1])[0], strict=True):
+        assert torch.equal(x, y)
 
 
 def test_a_room_off_16_bytes_is_an_error_that_says_so() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.lowering.triton.launches import Launch
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import seeds, with_layouts
 from attn_graph.testing.tensors import tensors_for
+from tests.machine.test_memory import allocated
 from tests.test_declared_layouts import check_laid
 from tests.test_outputs import check_written
 
@@ -38,6 +42,33 @@ def test_kernels_write_into_the_callers_tensors_and_nowhere_around(
     due = plan(*tensors)
     monkeypatch.setattr(torch, "empty_strided", forbid)
     plan(*tensors, out=due)
+
+
+@pytest.mark.parametrize("graph", [*WRITTEN[:2], ag.vjp(WRITTEN[1])[1]])
+def test_a_captured_call_is_launches_alone(
+    graph: ag.Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `out=` a call allocates nothing, and a replay of what it launched writes the results of
+    other numbers in the same places."""
+    plan = ag.compile(graph, target=CPU, backends=("triton",))
+    drawn = [tensors_for(graph, seed) for seed in range(2)]
+    tensors = tuple(x.clone() for x in drawn[0])
+    rooms = tuple(torch.full_like(x, torch.nan) for x in run_plan(plan, tensors))
+    out = rooms[0] if plan.single else rooms
+    launched: list[tuple[Launch, dict[str, Any]]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Launch, "__call__", lambda *given: launched.append((given[0], {**given[1]})))
+        plan(*tensors, out=out)  # warms up: tensors are checked
+        launched.clear()
+        _, held, most = allocated(lambda: plan(*tensors, out=out))
+    assert launched
+    assert (held, most) == (0, 0)
+    for x, y in zip(tensors, drawn[1], strict=True):
+        x.copy_(y)
+    for launch, named in launched:
+        launch(named)
+    for x, y in zip(rooms, run_plan(plan, drawn[1]), strict=True):
+        assert torch.equal(x, y)
 
 
 STARTS = torch.tensor([0, 3, 3, 11, 20])
