@@ -39,6 +39,11 @@ def field_of(a: int, start: int, count: int) -> int:
     return a >> (start & 255) & ((1 << min(count & 255, 32)) - 1)
 
 
+def replace_field(a: int, b: int, start: int, count: int) -> int:
+    field = ((1 << min(count & 255, 32)) - 1) << (start & 255)
+    return b & ~field | a << (start & 255) & field
+
+
 def signed_field(a: int, start: int, count: int) -> int:
     """Bits that lie behind the last one are copies of the sign."""
     count = min(count & 255, 32)
@@ -54,6 +59,7 @@ def bytes_by(a: int, b: int, c: int) -> int:
 
 
 WHOLE: dict[str, Exact] = {
+    "bfi": replace_field,
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul.lo": lambda a, b: a * b,

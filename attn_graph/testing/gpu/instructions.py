@@ -5,6 +5,7 @@ from functools import lru_cache
 from attn_graph.testing.gpu import (
     arithmetic,
     barriers,
+    bit_fields,
     bulk,
     copies,
     lanes,
@@ -20,6 +21,7 @@ from attn_graph.testing.gpu.translate import Translation, translate_kernel
 HOMES = (
     arithmetic,
     barriers,
+    bit_fields,
     bulk,
     copies,
     lanes,
