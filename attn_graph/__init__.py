@@ -46,6 +46,7 @@ with paused_collector():
     from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
     from attn_graph.ir.parse import parse
     from attn_graph.ir.reference import evaluate
+    from attn_graph.ir.relative import RelativeBias
     from attn_graph.ir.vjp import lay_out, vjp
     from attn_graph.machine.target import Target
     from attn_graph.machine.workspace import Workspace, default_workspace
@@ -106,6 +107,7 @@ __all__ = [
     "PlanTargetError",
     "Prefix",
     "QueryLengths",
+    "RelativeBias",
     "SameSegment",
     "SelfCheckWarning",
     "SoftCap",

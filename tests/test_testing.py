@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph import testing
 from attn_graph.extend import BACKENDS, Backend, Block, Executable, Keys, Options, Place, sole
-from attn_graph.ir.modifiers import MODIFIERS, Alibi, Bias, SoftCap
+from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
+from attn_graph.ir.relative import MODIFIERS, RelativeBias
 from attn_graph.lowering.cpu.math import BACKEND as MATH
 from attn_graph.masks import LEAVES, Band
 from attn_graph.testing import strategies
@@ -24,7 +25,10 @@ from attn_graph.testing.formula import cast, read_chain
 from attn_graph.testing.rule import operand_terms
 from tests.support.sources import ROOT
 
-STEPS = (SoftCap(3.0), Bias(), Alibi(), Alibi(False, "bottom_right", ("kv_lengths",), True))
+STEPS = (
+    *(SoftCap(3.0), Bias(), Alibi(), Alibi(False, "bottom_right", ("kv_lengths",), True)),
+    *(RelativeBias(5, "bottom_right", ("kv_lengths",)), RelativeBias(4, places=True)),
+)
 MASKS = (
     *(ag.Causal(), ag.Window(2, 1, "bottom_right"), ag.Prefix(3), ag.Keep(), ag.KeyLengths()),
     *(ag.KeepBlocks(2, 3), ag.QueryLengths(), ag.SameSegment(), Band(-2, 1, ("q_lengths",))),

@@ -14,6 +14,7 @@ from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Eqn
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, default_slopes
+from attn_graph.ir.relative import RelativeBias
 from attn_graph.masks import Data, needs_of
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.moving import WHOLE, Box, cut_tensor, move_mask, move_text, refuse_lengths
@@ -93,8 +94,12 @@ def list_feeds(needs: Mapping[str, Data], inputs: Mapping[str, int]) -> Iterator
 def move_modifier(modifier: Modifier, box: Box) -> Modifier:
     """The modifier of a box. Raises GraphError for a user's own."""
     match modifier:
-        case SoftCap() | Bias():
+        case SoftCap() | Bias() | RelativeBias(places=True):
             return modifier
+        case RelativeBias():
+            first = modifier.start[0] + box.rows.start, modifier.start[1] + box.keys.start
+            sizes = modifier.whole or box.sizes[2:]
+            return modifier if box.has_all_positions else evolve(modifier, start=first, whole=sizes)
         case Alibi():
             return move_alibi(modifier, box)
         case Addend(text, elements, integers) | Factor(text, elements, integers):

@@ -151,12 +151,9 @@ class Modifier(Op):
         for (name, data), type_ in zip(self.needs.items(), given, strict=True):
             yield from data.problems(op_name(type(self)), name, type_, sizes)
         yield from problems_of(lambda: self.resolved(M, N))
-        if type(self) not in MODIFIERS:
-            from attn_graph.ir.promises import (
-                modifier_promise_problems,  # which imports this module
-            )
+        from attn_graph.ir.promises import modifier_promise_problems  # which imports this module
 
-            yield from modifier_promise_problems(self, (B, H, M, N))
+        yield from modifier_promise_problems(self, (B, H, M, N))
 
     def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
         return (s,)
@@ -347,9 +344,6 @@ def default_slopes(heads: int) -> list[float]:
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     between = [2 ** (-4 * (2 * h + 1) / power) for h in range(power)]
     return (slopes + between)[:heads]
-
-
-MODIFIERS = (SoftCap, Bias, Alibi)
 
 
 @frozen

@@ -18,6 +18,7 @@ from attrs import evolve, frozen
 from attn_graph.errors import GraphError, attrs_problem
 from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.relative import MODIFIERS
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.masks import LEAVES, And, Data, Mask, Not, Or, ragged_in
 from attn_graph.masks.formulas import Formula, range_problems
@@ -44,11 +45,12 @@ def leaf_promise_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
 
 
 def modifier_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    yield from (
-        value_problems(modifier)
-        or overflow_problems(modifier, sizes)
-        or check_modifier_once(modifier, checked_sizes(sizes, {"s": None}))
-    )
+    if type(modifier) not in MODIFIERS:
+        yield from (
+            value_problems(modifier)
+            or overflow_problems(modifier, sizes)
+            or check_modifier_once(modifier, checked_sizes(sizes, {"s": None}))
+        )
 
 
 def overflow_problems(step: Mask | Modifier, sizes: Sizes) -> list[str]:
@@ -296,8 +298,6 @@ def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
 
 
 def tangent_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    from attn_graph.ir.modifiers import MODIFIERS
-
     if type(modifier) not in MODIFIERS and 0 not in sizes:
         checks = problems_of_spread, problems_of_sums, problems_of_bend
         yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs), checks)

@@ -13,9 +13,10 @@ from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
-from attn_graph.ir.modifiers import MODIFIERS, Alibi
+from attn_graph.ir.modifiers import Alibi
 from attn_graph.ir.packed import with_operands
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.relative import MODIFIERS
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import AttentionGradJvp, attention_in
 from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at

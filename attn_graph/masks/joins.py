@@ -43,10 +43,10 @@ class Data:
     """A tensor read by a mask or a modifier: its axes and allowed dtypes.
 
     axes: letters of "bhij", for batch entry, head, query and key; "x" and "y" are blocks of queries
-    and of keys. dtypes: one or several. broadcasts: an axis may be 1 instead of full. block: the
-    queries of an "x" and the keys of a "y"; query i reads element (start[0] + i) // block[0].
-    whole: the queries and keys divided into blocks, if the graph has a part of them. Raises
-    GraphError for other axes, dtypes and sizes.
+    and of keys, "n" is an axis of `entries` elements. dtypes: one or several. broadcasts: an axis
+    may be 1 instead of full. block: the queries of an "x" and the keys of a "y"; query i reads
+    element (start[0] + i) // block[0]. whole: the queries and keys divided into blocks, if the
+    graph has a part of them. Raises GraphError for other axes, dtypes and sizes.
     """
 
     axes: str
@@ -55,11 +55,12 @@ class Data:
     block: tuple[int, int] = (1, 1)
     start: tuple[int, int] = (0, 0)
     whole: tuple[int, int] | None = None
+    entries: int = 1
 
     def __attrs_post_init__(self) -> None:
         text = self.axes if isinstance(self.axes, str) else "?"
-        if not (set(text) <= {*LETTERS, *BLOCKS} and len(set(text)) == len(text)):
-            raise GraphError(f'data: axes {self.axes!r} are not letters of "bhijxy", each once')
+        if not (set(text) <= {*LETTERS, *BLOCKS, "n"} and len(set(text)) == len(text)):
+            raise GraphError(f'data: axes {self.axes!r} are not letters of "bhijxyn", each once')
         if min(self.block) < 1 or min(self.start) < 0:
             raise GraphError(
                 f"data: block {self.block} and start {self.start} are not sizes of at least 1 "
@@ -68,10 +69,11 @@ class Data:
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The full size of each axis. sizes: of "bhij", by letter."""
+        full = {**sizes, "n": self.entries}
         return tuple(
             -(-self.positions(letter, sizes) // self.block["xy".index(letter)])
             if letter in BLOCKS
-            else sizes[letter]
+            else full[letter]
             for letter in self.axes
         )
 

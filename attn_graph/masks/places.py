@@ -197,7 +197,7 @@ class Block:
 
 
 def read_at(x: Term, index: tuple[Term, ...]) -> Term:
-    """x[index]; axis by axis where each index varies along an axis of its own, in their order.
+    """x[index]; axis by axis where each index varies along axes of its own, in their order.
 
     PyTorch selects whole rows by one index in a tenth of the time in which it gathers elements.
     """
@@ -208,7 +208,7 @@ def read_at(x: Term, index: tuple[Term, ...]) -> Term:
     tensors = [n for n in index if isinstance(n, torch.Tensor)]
     long = [[axis - n.ndim for axis, size in enumerate(n.shape) if size > 1] for n in tensors]
     varied = [axis for axes in long for axis in axes]
-    if not tensors or any(len(axes) > 1 for axes in long) or varied != sorted({*varied}):
+    if not tensors or varied != sorted({*varied}):
         return x[index]
     shape = torch.broadcast_shapes(*(n.shape for n in tensors))
     for axis, n in enumerate(index):
@@ -218,6 +218,18 @@ def read_at(x: Term, index: tuple[Term, ...]) -> Term:
             else x.narrow(axis, 0, 1)
         )
     return x.reshape(shape)
+
+
+def add_columns(total: torch.Tensor, share: torch.Tensor, n: torch.Tensor) -> None:
+    """total [H|1, entries] += share [b,H,i,j] at columns n [b|1,1,i,j], in a fixed order."""
+    n = n.long() if total.shape[1] > 1 else torch.zeros_like(n, dtype=torch.int64)
+    share = share.sum_to_size((n.shape[0], len(total), *share.shape[2:])).to(total.dtype)
+    share, n = share.transpose(0, 1).flatten(1), n.flatten().expand(len(total), -1)
+    if total.is_cpu:
+        total.scatter_add_(1, n, share)
+    else:  # on a GPU the order of `scatter_add_` is not fixed
+        rows = torch.arange(len(total), device=n.device)[:, None]
+        total.index_put_((rows, n), share, accumulate=True)
 
 
 @final
@@ -268,6 +280,17 @@ class Place:
             return tensor[tuple(slots)]
         pairs = zip(index, tensor.shape, strict=True)
         return read_at(tensor, tuple(0 if is_one(n) else x for x, n in pairs))
+
+    def add(self, total: Term, share: Term, h: Term, n: Term) -> None:
+        """Add each place's share [b,h,i,j] to total [H|1, entries] at (h, n), in a fixed order.
+
+        h: this place's own; n [b|1,1,i,j]: integers below `entries`.
+        """
+        if not isinstance(total, torch.Tensor):
+            total.add_at(share, h, n)
+        elif self.ranges is not None:
+            own = self.ranges[1]
+            add_columns(total if len(total) == 1 else total[own.start : own.stop], share, n)
 
     def refusal(self, name: str, indices: int) -> GraphError:
         """The error for a missing tensor or a wrong number of indices."""

@@ -22,6 +22,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
+from attn_graph.ir.relative import RelativeBias
 from attn_graph.spec import INF
 from attn_graph.testing.mask_formula import Data, Places, evaluate_mask
 
@@ -165,10 +166,27 @@ def alibi_penalty(op: Alibi, s: Tensor, at: Places) -> Tensor:
     return slopes * (at.aligned_rows(op.align, ragged) - at.axis("j")).abs().to(s.dtype)
 
 
+def table_columns(op: RelativeBias, at: Places) -> Tensor:
+    """The column of the table read at each place, [B|1,1,M,N]."""
+    if op.places:
+        column = at.data["places"]
+    else:
+        ragged = op.ragged if op.align == "bottom_right" else ()
+        column = at.axis("j") - at.aligned_rows(op.align, ragged) + op.entries // 2
+    everywhere = torch.zeros(1, 1, *at.sizes[2:], dtype=torch.int64)
+    return everywhere + column.clamp(0, op.entries - 1)
+
+
+def read_table(op: RelativeBias, table: Tensor, at: Places) -> Tensor:
+    """table [H|1, entries] at the column of each place, [B|1,H|1,M,N]."""
+    return table.expand(-1, op.entries)[:, table_columns(op, at)[:, 0]].transpose(0, 1)
+
+
 STEPS: dict[type[Modifier], Callable[[Any, Tensor, Places], Tensor]] = {
     SoftCap: lambda op, s, at: op.cap * torch.tanh(s / op.cap),
     Bias: lambda op, s, at: s + at.data["bias"].to(s.dtype),
     Alibi: lambda op, s, at: s - alibi_penalty(op, s, at),
+    RelativeBias: lambda op, s, at: s + read_table(op, at.data["table"].to(s.dtype), at),
 }
 
 

@@ -13,6 +13,7 @@ from attrs import frozen
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
+from attn_graph.ir.relative import RelativeBias
 from attn_graph.ir.tracing import trace_along_data
 from attn_graph.spec import INF
 from attn_graph.testing.formula import (
@@ -28,6 +29,7 @@ from attn_graph.testing.formula import (
     output_roles,
     per_head,
     read_chain,
+    read_table,
 )
 from attn_graph.testing.mask_formula import Data, Places
 
@@ -231,12 +233,23 @@ def operand_terms(
     if isinstance(op, Alibi):
         far = ds * alibi_penalty(op, ds, Places(c.sizes, {**data, name: torch.ones(1, 1)}))
         return far.sum((2, 3)).sum_to_size(x.shape)
+    if isinstance(op, RelativeBias):
+        return table_terms(op, x, ds, Places(c.sizes, data))
     units = torch.eye(x.numel(), dtype=ds.dtype).reshape(x.numel(), *x.shape)
     slopes = (
         trace_along_data(lambda s, t: op.change(s, every_place(s, t)), before, data, {name: unit})
         for unit in units
     )
     return ds.new_tensor([(ds * each.abs()).sum() for each in slopes]).reshape(x.shape)
+
+
+def table_terms(op: RelativeBias, table: Tensor, ds: Tensor, at: Places) -> Tensor:
+    """sum|terms| of the gradient of a table."""
+    with torch.enable_grad():
+        zeros = torch.zeros(table.shape, dtype=ds.dtype, requires_grad=True)
+        read = read_table(op, zeros, at).expand(ds.shape)
+        (terms,) = torch.autograd.grad(read, zeros, ds)
+    return terms
 
 
 def sum_groups(x: Tensor, like: Tensor) -> Tensor:

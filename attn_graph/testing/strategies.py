@@ -20,6 +20,7 @@ from attn_graph.ir.builder import Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.relative import RelativeBias
 from attn_graph.ir.vjp import lay_out, output_names
 from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.masks import needs_of
@@ -250,6 +251,15 @@ def sink_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
     )
 
 
+def relative_biases(
+    aligned: Aligned, lengths: SearchStrategy[tuple[str, ...]]
+) -> SearchStrategy[RelativeBias]:
+    """Tables by distance, of up to 4 keys, and by numbers of places."""
+    odd = st.integers(0, 4).map(lambda reach: 2 * reach + 1)
+    by_place = st.builds(RelativeBias, st.integers(1, 9), places=st.just(True))
+    return st.one_of(st.builds(RelativeBias, odd, aligned, lengths), by_place)
+
+
 @st.composite
 def modifiers(draw: DrawFn, shape: Shape) -> Modifier:
     """Any one modifier, with an alignment if it needs one."""
@@ -260,6 +270,7 @@ def modifiers(draw: DrawFn, shape: Shape) -> Modifier:
         SoftCap: st.builds(SoftCap, caps),
         Bias: st.just(Bias()),
         Alibi: alibi.filter(lambda op: not (op.default and op.per_batch)),
+        RelativeBias: relative_biases(st.just(align), lengths),
     }
     return draw(drawn[draw(st.sampled_from(sorted(drawn, key=lambda kind: kind.__name__)))])
 
@@ -343,17 +354,31 @@ def mask_options(draw: DrawFn, shape: Shape) -> dict[str, Any]:  # Any: options 
 def score_options(
     draw: DrawFn, shape: Shape, dtype: torch.dtype
 ) -> dict[str, Any]:  # Any: options of `attention`
-    """scale=, soft_cap=, bias=, alibi=, sinks=, dropout=; align= if ALiBi needs one."""
+    """scale=, soft_cap=, bias=, alibi=, sinks=, dropout=, modifiers=; align= if needed."""
     alibi = draw(maybe(st.one_of(st.just(True), slope_specs(shape, dtype))))
     align = draw(aligns) if alibi is not None and shape.M != shape.N else None
-    return {
+    options: dict[str, Any] = {} if align is None else {"align": align}
+    return options | {
         "scale": draw(scales),
         "soft_cap": draw(maybe(caps)),
         "bias": draw(maybe(bias_specs(shape, dtype))),
         "alibi": alibi,
         "sinks": draw(maybe(sink_specs(shape, dtype))),
         "dropout": draw(maybe(rates)) or 0.0,
-    } | ({"align": align} if align is not None else {})
+        **draw(st.one_of(st.just({}), st.just({}), relative_options(shape, dtype))),
+    }
+
+
+@st.composite
+def relative_options(
+    draw: DrawFn, shape: Shape, dtype: torch.dtype
+) -> dict[str, Any]:  # Any: options of `attention`
+    """modifiers= with a RelativeBias, and its tensors."""
+    op = draw(relative_biases(alignments(shape, None), st.just(())))
+    needs = draw(data_specs(op.needs, shape))
+    kind = draw(st.sampled_from([dtype, torch.float32]))
+    table = draw(specs(needs.pop("table").shape, kind))
+    return {"modifiers": (op,), "table": table} | needs
 
 
 @st.composite

@@ -10,6 +10,7 @@ from torch.func import jvp, vjp
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
+from attn_graph.ir.relative import RelativeBias
 from attn_graph.spec import INF
 from attn_graph.testing.formula import (
     Chain,
@@ -20,6 +21,7 @@ from attn_graph.testing.formula import (
     cast,
     per_head,
     read_chain,
+    read_table,
 )
 from attn_graph.testing.mask_formula import Places
 from attn_graph.testing.rule import (
@@ -28,6 +30,7 @@ from attn_graph.testing.rule import (
     Expectation,
     add_exp_error,
     low_dtype,
+    operand_terms,
     slope,
     sum_groups,
 )
@@ -165,6 +168,8 @@ class Sizes:
                 slopes = self.move(data["alibi"])[..., None, None]
                 ones = Places(c.sizes, {**data, "alibi": torch.ones(1, 1, dtype=torch.float64)})
                 moved = moved + slopes * alibi_penalty(op, after, ones)
+            if isinstance(op, RelativeBias):
+                moved = moved + read_table(op, self.move(data["table"]), Places(c.sizes, data))
             ts.append(moved.masked_fill(f.steps[-1] == -INF, 0.0))
         return ts
 
@@ -220,12 +225,8 @@ class Sizes:
             add(c.sinks, (share * ((self.move(c.sinks)[:, None] + tlse) * g + tg)).sum((0, 2)))
         steps = zip(c.modifiers, f.finite_steps, f.finite_steps[1:], ts[1:], strict=False)
         for (op, data), before, after, t in reversed([*steps]):
-            if isinstance(op, Bias):
-                add(data["bias"], tds.sum_to_size(data["bias"].shape))
-            if isinstance(op, Alibi) and not op.default:
-                ones = Places(c.sizes, {**data, "alibi": torch.ones(1, 1, dtype=torch.float64)})
-                far = (tds * alibi_penalty(op, after, ones)).sum((2, 3))
-                add(data["alibi"], far.sum_to_size(data["alibi"].shape))
+            for name in op.trains:
+                add(data[name], operand_terms(c, op, data, before, name, tds))
             bent = 2 * ds * after.abs() / op.cap**2 * t if isinstance(op, SoftCap) else 0.0
             tds = tds * slope(op, data, before, after) + bent
             ds = ds * slope(op, data, before, after)

@@ -15,6 +15,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.ir.relative import RelativeBias
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.device_code import Tracer
 from attn_graph.masks import (
@@ -111,8 +112,24 @@ def ask_modifier(modifier: Modifier, data: Specs, at: Extent, wide: int) -> int:
             return wide * at.count(axes) if bias.dtype.itemsize < wide else 0
         case Alibi(ragged=ragged):  # distances before and behind `abs`
             return 2 * WORD * at.count("bij" if ragged else "ij")
+        case RelativeBias(places=True):  # columns, then what is read there
+            columns, read = WORD * at.count("ij"), wide * at.count("hij")
+            return columns + max(columns, read)
+        case RelativeBias(ragged=ragged):  # columns of diagonals and their biases, then all
+            b = "b" if ragged else ""
+            line = 3 * WORD * at.count(b) + wide * at.count(b + "h")
+            return line * (at.i + at.j) + wide * at.count(b + "hij")
         case _:
             return (POSITIONS + 2 * wide) * at.count("bhij")
+
+
+def ask_collect(modifier: Modifier, at: Extent) -> int:
+    """Numbers made by the sums of a step's gradients."""
+    match modifier:
+        case RelativeBias(places=False, ragged=ragged):  # rows that hold all diagonals
+            return at.count("hij") + at.count("bhi" if ragged else "hi") * (at.i + at.j)
+        case _:
+            return at.count("bhij")
 
 
 def ask_modifiers(

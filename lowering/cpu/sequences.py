@@ -10,6 +10,7 @@ from attrs import frozen
 
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts
+from attn_graph.ir.relative import RelativeBias
 from attn_graph.masks import LEAVES as KNOWN_LEAVES
 from attn_graph.masks import Band, Join, KeyLengths, Mask, Prefix, QueryLengths
 from attn_graph.masks.canonical import EVERYTHING
@@ -51,8 +52,8 @@ def is_separable(op: Packed) -> bool:
 
 
 def is_relative(modifier: Modifier, op: Packed) -> bool:
-    if isinstance(modifier, Alibi):
-        fixed = modifier.align == "top_left"
+    if isinstance(modifier, Alibi | RelativeBias):
+        fixed = modifier.align == "top_left" or getattr(modifier, "places", False)
         named = {LENGTHS[side] for side in ending_sides(op)} <= {*modifier.ragged}
         return fixed or (modifier.align == "bottom_right" and named)
     return isinstance(modifier, SoftCap | Bias)

@@ -14,7 +14,8 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import Operands
-from attn_graph.ir.modifiers import MODIFIERS, Modifier, back_
+from attn_graph.ir.modifiers import Modifier, back_
+from attn_graph.ir.relative import MODIFIERS
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, GradientTangents
 from attn_graph.kernels import products
 from attn_graph.lowering.cpu.product_slots import packs

@@ -23,9 +23,11 @@ from attn_graph.lowering.problem import read_operands, read_specs, select_output
 from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms
 from attn_graph.lowering.triton.page_order import order_pages, sums_pages
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
+from attn_graph.masks.places import add_columns
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
+    from attn_graph.lowering.triton.device_code import Contribution
     from attn_graph.lowering.triton.launches import Launch
     from attn_graph.lowering.triton.plan import Flash
 
@@ -140,7 +142,7 @@ class TritonCall:
     def name_gradient(self, read: GradientOperands[torch.Tensor], rooms: Rooms) -> Named:
         """Other tensors for kernels of a gradient, and the gradients themselves."""
         contributions = self.flash.code.contributions.items()
-        summed = {f"grad{n}" for n, x in contributions if not set("ij") <= set(x.axes)}
+        summed = {f"grad{n}" for n, x in contributions if not x.is_whole}
         stored = (name for name in self.flash.results if name not in summed)
         return self.new_results(stored, read.o.device, rooms) | {
             "o": read.o,
@@ -166,7 +168,8 @@ class TritonCall:
             for n, collected in flash.code.contributions.items():
                 if f"grad{n}" not in named:
                     lying = flash.results[f"grad{n}"]
-                    named[f"grad{n}"] = sum_collected(scratch[f"sums{n}"], collected.axes, lying)
+                    places = None if collected.places is None else own[collected.places]
+                    named[f"grad{n}"] = sum_collected(scratch[f"sums{n}"], collected, lying, places)
             if flash.problem.node.sinks and grad.wants[at := roles.index("sinks")]:
                 named[f"grad{at}"] = of_sinks(own[at], scratch)
         made = [named[f"grad{n}"] for n, wanted in enumerate(grad.wants) if wanted]
@@ -241,9 +244,17 @@ def shrink_by_rest(surplus: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     return surplus if rest is None else surplus.mul_(torch.exp2(rest.neg()))
 
 
-def sum_collected(sums: torch.Tensor, axes: str, lying: Lying) -> torch.Tensor:
-    """A tensor's gradient from sums [B,H,M] or [B,H,N] over its reads. axes: of it."""
-    shape, _, dtype = lying
+def sum_collected(
+    sums: torch.Tensor, collected: Contribution, lying: Lying, places: torch.Tensor | None
+) -> torch.Tensor:
+    """A tensor's gradient from sums over its reads: [B,H,M] or [B,H,N]; of a table [B,H,.,.,n], or
+    by `places` [1,H|1,M,N]."""
+    (shape, _, dtype), axes = lying, collected.axes
+    if places is not None:
+        table = sums.new_zeros(shape)
+        add_columns(table, sums, places.clamp(0, shape[1] - 1)[None, None])
+        return table.to(dtype)
     line = "j" if "j" in axes else "i"
     over = [n for n, axis in enumerate(("b", "h", line)) if axis not in axes]
+    over += [3] if collected.column else []
     return (sums.sum(over) if over else sums).reshape(shape).to(dtype, copy=not over)

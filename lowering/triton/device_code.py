@@ -17,8 +17,9 @@ from typing import Any, final
 import torch
 from attrs import field, frozen
 
-from attn_graph.ir.modifiers import MODIFIERS, Modifier
+from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
+from attn_graph.ir.relative import MODIFIERS
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.bounds import keep_by_bounds
 from attn_graph.lowering.triton.symbols import (
@@ -52,12 +53,20 @@ class Contribution:
     """The share of each place in the gradient of one tensor of a modifier.
 
     source: the text of the function for it. axes: the gradient's, of "bhij"; shares are summed
-    along the others. spec: of the tensor.
+    along the others. spec: of the tensor. column: of a table, the text of the function for a
+    place's column, a function of j - i. places: of a table, the operand that has the columns.
     """
 
     source: str
     axes: str
     spec: TensorSpec
+    column: str = ""
+    places: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if kernels store the gradient itself, not sums still to add up."""
+        return {*"ij"} <= {*self.axes} and self.places is None
 
 
 @final
@@ -301,13 +310,13 @@ class Tracer:
         for k, modifier in enumerate(problem.node.modifiers):
             for name in modifier.needs:
                 if problem.grad is not None and problem.grad.wants[n]:
-                    yield n, self.collect(k, name, problem.specs[n])
+                    yield n, self.collect(k, name, n)
                 n += 1
 
-    def collect(self, k: int, name: str, spec: TensorSpec) -> Contribution:
-        """The contribution of each place to the gradient of one tensor of modifier k, or to the
-        gradient's tangent."""
-        code = self.start()
+    def collect(self, k: int, name: str, n: int) -> Contribution:
+        """The contribution of each place to the gradient of one tensor of modifier k, operand n, or
+        to the gradient's tangent."""
+        code, spec = self.start(), self.problem.specs[n]
         modifier, steps = self.problem.node.modifiers[k], self.chain(code, scores_code(code))
         if self.moved is None:
             ds, arguments = self.gradients(code, steps)[k + 1], f"ds, s, {WHERE}"
@@ -320,7 +329,13 @@ class Tracer:
         share = total.sum[0] if total.sum else ds * 0.0
         pairs = zip(total.axes, spec.shape, strict=False)
         axes = "".join(a for a, n in pairs if not is_one(n))
-        return Contribution(code.write_function("collect", arguments, *first, share), axes, spec)
+        source = code.write_function("collect", arguments, *first, share)
+        if not total.column:
+            return Contribution(source, axes, spec)
+        if "places" in modifier.needs:
+            return Contribution(source, axes + "ij", spec, places=n + 1)
+        column = code.write_function("column", WHERE, *total.column)
+        return Contribution(source, axes, spec, column)
 
 
 @final
@@ -329,12 +344,19 @@ class Total:
     """Stands for the gradient of a tensor in `collect` of a modifier.
 
     sum: the sum so far, one symbol or none. axes: its axes, of "bhij"; "-" for an axis of one
-    element.
+    element. column: of a table, the column of a place, one symbol or none.
     """
 
     shape: tuple[int, ...]
     sum: list[Symbol] = field(factory=list)
     axes: list[str] = field(factory=list)
+    column: list[Symbol] = field(factory=list)
+
+    def add_at(self, share: Symbol, h: Symbol, n: Symbol) -> None:
+        """Add to column n of a table [H|1, entries]: once, unless it has one column."""
+        self[h, 0].__iadd__(share)
+        if not is_one(self.shape[1]):
+            self.column.append(n)
 
     def __getitem__(self, index: tuple[object, ...]) -> Total:
         axes = [x.text if isinstance(x, Symbol) else "-" for x in index]

@@ -33,6 +33,7 @@ HOMES = {
     "sum_pages": "page_sums",
     "collect_places": "collect",
     "collect_lines": "collect",
+    "collect_columns": "collect",
     "extremes": "lists",
     "list_tiles": "lists",
 }

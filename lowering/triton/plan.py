@@ -457,38 +457,44 @@ class FlashBuilder(LaunchList):
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums still to add up."""
         tile = self.tiling("query_gradient")
-        texts = self.texts("keep", "strip", "ends", "change", "push") | {
-            "COLLECT": collected.source
-        }
-        if set("ij") <= set(collected.axes):
+        texts = self.texts("keep", "strip", "ends", "change", "push")
+        texts["COLLECT"] = collected.source
+        if {*"ij"} <= {*collected.axes}:
             self.collect_places(n, collected, tile, texts)
         else:
-            self.collect_lines(n, "j" in collected.axes, tile, texts)
+            self.collect_lines(n, collected, tile, texts)
 
     def collect_places(
         self, n: int, collected: Contribution, tile: Tiling, texts: dict[str, str]
     ) -> None:
         """One program for each tile of the gradient."""
         p, axes = self.problem, collected.axes
-        more: Fixed = {
-            "B": p.B,
-            "H": p.H,
-            "PER_BATCH": "b" in axes,
-            "PER_HEAD": "h" in axes,
-            "out_strides": dense_strides(collected.spec.shape),
-        }
+        out, shape = f"grad{n}", collected.spec.shape
+        if not collected.is_whole:
+            out, shape = f"sums{n}", (1, p.H if "h" in axes else 1, p.M, p.N)
+            self.buffers[out] = Buffer(shape, torch.float32)
+        more: Fixed = {"B": p.B, "H": p.H, "out_strides": dense_strides(shape)}
+        more |= {"PER_BATCH": "b" in axes, "PER_HEAD": "h" in axes}
         tiles = blocks(p.M, tile.block_m) * blocks(p.N, tile.block_n)
         lines = tiles * (p.B if "b" in axes else 1) * (p.H if "h" in axes else 1)
-        pointers: Pointers = {"out_ptr": f"grad{n}"}
-        self.launch("collect_places", lines, tile, READ + MOVED, more, texts, pointers)
+        self.launch("collect_places", lines, tile, READ + MOVED, more, texts, {"out_ptr": out})
 
-    def collect_lines(self, n: int, by_keys: bool, tile: Tiling, texts: dict[str, str]) -> None:
-        """One program for each block of queries, or of keys."""
-        p = self.problem
+    def collect_lines(
+        self, n: int, collected: Contribution, tile: Tiling, texts: dict[str, str]
+    ) -> None:
+        """One program for each block of queries, or of keys; of a table for each of queries."""
+        p, by_keys = self.problem, "j" in collected.axes
         lists, listed = self.listed(tile, by_keys)
         length, block = (p.N, tile.block_n) if by_keys else (p.M, tile.block_m)
-        self.buffers[f"sums{n}"] = Buffer((p.B, p.H, length), torch.float32)
-        more: Fixed = {"H": p.H, "BY_KEYS": by_keys, **listed}
+        more: Fixed = {"H": p.H, **listed}
+        count, kernel, shape = blocks(length, block), "collect_lines", [length]
+        if collected.column:
+            entries, folds = collected.spec.shape[1], blocks(block, tile.block_n) + 1
+            kernel, shape = "collect_columns", [count, folds, entries]
+            more |= {"ENTRIES": entries, "FOLDS": folds}
+            texts["COLUMN"] = collected.column
+        else:
+            more["BY_KEYS"] = by_keys
+        self.buffers[f"sums{n}"] = Buffer((p.B, p.H, *shape), torch.float32)
         pointers = lists | {"out_ptr": f"sums{n}"}
-        lines = blocks(length, block) * p.H * p.B
-        self.launch("collect_lines", lines, tile, READ + MOVED, more, texts, pointers)
+        self.launch(kernel, count * p.H * p.B, tile, READ + MOVED, more, texts, pointers)

@@ -165,6 +165,7 @@ EXAMPLES = (
     *(m.KeepBlocks(2, 3), m.SameSegment(), m.Band(1, 2, ("kv_lengths",)), m.Causal() & m.Keep()),
     *(m.Causal() | m.Keep(), ~m.Causal("top_left")),
     *(SoftCap(3.0), Bias(), Alibi(False, "top_left", ("q_lengths",), True)),
+    ag.RelativeBias(5, "top_left", ("q_lengths",)),
     ag.Addend("real(slope) * real(j - i)", (("slope", "h"),)),
     *(Back(SoftCap(3.0)), Collect(Alibi()), ops.Scores(), ops.Mask(m.Causal()), ops.Softmax()),
     *(
@@ -229,7 +230,7 @@ def said_step_by_step(graph: ag.Graph, *, masked_first: bool) -> ag.Graph:
         found: dict[type, Any] = {type(e.op): e.op for e in graph.eqns}  # Any: ops, by their class
         s = ag.scores(x["q"], x["k"], scale=found[ops.Scores].scale)
         s = under_masks(s, found.get(ops.Mask), x) if masked_first else s
-        for kind in (SoftCap, Bias, Alibi):
+        for kind in (SoftCap, Bias, Alibi, ag.RelativeBias):
             if kind in found:
                 s = changed(s, found[kind], steps[kind], x)
         s = s if masked_first else under_masks(s, found.get(ops.Mask), x)
@@ -260,6 +261,8 @@ def changed(s: ag.Value, op: Op, given: list[ag.Value], x: dict[str, ag.Value]) 
         case Alibi():
             lengths = {name: x[name] for name in op.ragged}
             return s.alibi(None if op.default else x["alibi"], align=op.align, **lengths)
+        case ag.RelativeBias():
+            return s.then(op, *(x[name] for name in op.needs))
         case _:
             return s.bias(x["bias"])
 

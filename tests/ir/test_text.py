@@ -23,6 +23,7 @@ from attn_graph.ir import (
     packing,
     paging,
     parse,
+    relative,
     sums,
     tangents,
     views,
@@ -89,7 +90,19 @@ def test_a_wanted_gradient_alone_reads_back_too(graph: ag.Graph, seed: int) -> N
 
 
 def test_every_op_can_be_read() -> None:
-    homes = (ops, modifiers, addends, gradient_ops, sums, tangents, packed, packing, paging, views)
+    homes = (
+        ops,
+        modifiers,
+        relative,
+        addends,
+        gradient_ops,
+        sums,
+        tangents,
+        packed,
+        packing,
+        paging,
+        views,
+    )
     declared = {
         kind
         for home in homes

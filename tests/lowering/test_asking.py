@@ -44,6 +44,7 @@ def test_asking_takes_what_the_axes_of_each_leaf_make(name: str) -> None:
 
 
 SLOPES = ag.TensorSpec((3,), torch.float32)
+TABLE = ag.TensorSpec((3, 9), torch.float32)
 STEPS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": True},
     "slopes": {"alibi": SLOPES},
@@ -51,6 +52,17 @@ STEPS: dict[str, dict[str, Any]] = {
     "bias": {"bias": ag.TensorSpec((2, 1, 64, 48), torch.float32)},
     "narrow bias": {"bias": ag.TensorSpec((2, 1, 64, 48), torch.bfloat16)},
     "soft cap": {"soft_cap": 3.0},
+    "table": {"modifiers": (ag.RelativeBias(9, "top_left"),), "table": TABLE},
+    "moved table": {
+        "modifiers": (ag.RelativeBias(9, "bottom_right", ("kv_lengths",)),),
+        "table": TABLE,
+        "kv_lengths": ag.TensorSpec((2,), torch.int64),
+    },
+    "table of places": {
+        "modifiers": (ag.RelativeBias(9, places=True),),
+        "table": TABLE,
+        "places": ag.TensorSpec((64, 48), torch.int64),
+    },
 }
 
 
