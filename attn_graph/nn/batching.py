@@ -103,8 +103,12 @@ def is_foldable(content: Content) -> bool:
     """True if a longer batch computes each entry as alone.
 
     False for plans, whose sizes are fixed; for dropout, which counts entries; for a user's own
-    masks, which may; and for packed tensors and pages, which have no axis of the batch.
+    masks, which may; for packed tensors and pages, and for `modifiers` with tensors, such as a
+    table, which have no axis of the batch.
     """
     if not isinstance(content, CallContent) or PACKING & {*content.names}:
         return False
-    return not content.own and not content.dropout
+    if content.own or content.dropout:
+        return False
+    read = (x for step in content.restore()["modifiers"] for x in step.needs.values())
+    return all(x.axes.startswith("b") for x in read)

@@ -205,7 +205,19 @@ TENSORS: dict[str, Callable[..., torch.Tensor]] = {
     "sinks": lambda *n: randn(*n, 4),
     "keep": lambda *n: torch.rand(*n, 1, 1, 5, 5) < 0.7,
     "kv_lengths": lambda *n: torch.randint(1, 6, (*n, 2)),
+    "table": lambda *n: randn(*n, 4, 5),
+    "slope": lambda *n: randn(*n, 4),
 }
+READERS: dict[str, ag.Modifier] = {  # the steps that read some of them
+    "table": ag.RelativeBias(5),
+    "slope": ag.Addend("real(slope) * real(j - i)", (("slope", "h"),)),
+}
+
+
+def tensors_of(name: str, x: torch.Tensor) -> dict[str, Any]:
+    """A tensor as an option of a call, with the step that reads it."""
+    role = name.split()[0]
+    return {role: x} | ({"modifiers": (READERS[role],)} if role in READERS else {})
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
@@ -213,10 +225,9 @@ TENSORS: dict[str, Callable[..., torch.Tensor]] = {
 def test_vmap_is_a_loop_whatever_is_mapped(name: str, is_mapped: bool) -> None:
     q, k, v = three(3)
     x = TENSORS[name](3) if is_mapped else TENSORS[name]()
-    role = name.split()[0]
 
     def one(q: torch.Tensor, x: torch.Tensor) -> Any:
-        o, lse = attention(q, k[0], v[0], align="top_left", stats=True, **{role: x})  # type: ignore[arg-type]
+        o, lse = attention(q, k[0], v[0], align="top_left", stats=True, **tensors_of(name, x))
         return o.sin().sum() + lse[..., :1].sum()
 
     every = [(q[i], x[i] if is_mapped else x) for i in range(3)]
@@ -239,8 +250,8 @@ def test_vmap_takes_no_entries_and_entries_of_nothing(
     seeds = dict.fromkeys(("seed", "offset"), torch.tensor(1)) if form else {}
 
     def one(q: torch.Tensor) -> Any:
-        options = {name.split()[0]: x, **seeds, **form}
-        return attention(q, q, q, align="top_left", **options)  # type: ignore[arg-type]
+        options = tensors_of(name, x) | seeds | form
+        return attention(q, q, q, align="top_left", **options)
 
     q = randn(entries, B, 4, 5, 8)
     assert vmap(one)(q).shape == q.shape
