@@ -29,8 +29,15 @@ from attn_graph.kernels.common import (
     rows_of,
     store_rows,
     tile_bounds,
-    tile_of,
     walk_part,
+)
+from attn_graph.kernels.pieces import (
+    add_pieces,
+    key_pieces,
+    multiply_pieces,
+    query_pieces,
+    store_pieces,
+    zero_pieces,
 )
 from attn_graph.kernels.sequences import (
     head_at,
@@ -198,12 +205,14 @@ def query_gradient(
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
-    q = tile_of(q_desc, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
+    q = query_pieces(
+        q_desc, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST
+    )
     lse = outweigh(load_statistics(lse_ptr + line, first, M, float("-inf"), BLOCK_M, False))
     lse = lse[:, None]
     rest = load_rest(rest_ptr, line, first, M, BLOCK_M, False)[:, None]
     surplus = load_statistics(delta_ptr + line, first, M, 0.0, BLOCK_M, False)[:, None]
-    do = q
+    do = q[0]
     if do_ptr is not None:
         do_head = head_at(do_ptr, do_strides, b, h, q_starts_ptr, row, 0)
         do = live_tile_of(
@@ -212,7 +221,7 @@ def query_gradient(
         )  # fmt: skip
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
-    dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
+    dq = zero_pieces(BLOCK_M, WIDTH_D)
 
     list_ptr = list_of(lists_ptr, lists_strides, b, h, place, q_starts_ptr, first, M)
     bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, False)
@@ -237,9 +246,10 @@ def query_gradient(
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
-    dq = within_sequence(dq, q_starts_ptr, first, M, 0.0, BLOCK_M)
     dq_head = head_at(dq_ptr, dq_strides, b, head, q_starts_ptr, row, 0)
-    store_rows(dq_head, dq_strides, first, extent, dq * scale, D, BLOCK_M, WIDTH_D, UPCAST)
+    store_pieces(
+        dq_head, dq_strides, first, extent, dq, scale, q_starts_ptr, M, D, BLOCK_M, WIDTH_D, UPCAST
+    )
 
 
 @triton.jit
@@ -255,11 +265,11 @@ def add_query_gradient(
     """dq [BLOCK_M,D] + ds k over keys `key`.. before `keys`, still to be scaled."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
-    k = key_rows(
+    k = key_pieces(
         k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s = multiply_pieces(q, k, PRECISION)
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if do_ptr is not None:
         v = key_rows(
@@ -276,7 +286,7 @@ def add_query_gradient(
         s, dp, lse, rest, surplus, b, h, i, j, M, N, scale, data, numbers,
         CHANGE, KEEP, BACK, MIXED, False,
     )  # fmt: skip
-    return tl.dot(round_to(ds, k_head.dtype.element_ty, UPCAST), k, dq, input_precision=PRECISION)
+    return add_pieces(dq, round_to(ds, k_head.dtype.element_ty, UPCAST), k, PRECISION)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -326,7 +336,7 @@ def key_gradient(
     j = (first + tl.arange(0, BLOCK_N))[:, None]
     k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, PAGE)
-    k = key_rows(
+    k = key_pieces(
         k_desc, k_head, k_strides, pages_ptr, pages, b, g, first, keys, POOL,
         D, BLOCK_N, WIDTH_D, False, PAGE, UPCAST,
     )  # fmt: skip
@@ -334,7 +344,7 @@ def key_gradient(
         v_desc, v_head, v_strides, pages_ptr, pages, b, g, first, keys, POOL,
         E, BLOCK_N, WIDTH_E, False, PAGE, UPCAST,
     )  # fmt: skip
-    dk = tl.zeros([BLOCK_N, WIDTH_D], tl.float32)
+    dk = zero_pieces(BLOCK_N, WIDTH_D)
     dv = tl.zeros([BLOCK_N, WIDTH_E], tl.float32)
     bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, True)
     for r in range(tl.minimum(each, GROUP - split * each) if GROUPED else 1):
@@ -367,9 +377,11 @@ def key_gradient(
                 KEEP, CHANGE, BACK, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
             )  # fmt: skip
     if dk_ptr is not None:
-        dk = within_sequence(dk, kv_starts_ptr, first, N, 0.0, BLOCK_N)
         dk_head = head_at(dk_ptr, dk_strides, b, part, kv_starts_ptr, key, 0)
-        store_rows(dk_head, dk_strides, first, extent, dk * scale, D, BLOCK_N, WIDTH_D, UPCAST)
+        store_pieces(
+            dk_head, dk_strides, first, extent, dk, scale, kv_starts_ptr, N,
+            D, BLOCK_N, WIDTH_D, UPCAST,
+        )  # fmt: skip
     if dv_ptr is not None:
         dv = within_sequence(dv, kv_starts_ptr, first, N, 0.0, BLOCK_N)
         dv_head = head_at(dv_ptr, dv_strides, b, part, kv_starts_ptr, key, 0)
@@ -389,14 +401,14 @@ def add_key_gradient(
 ):  # fmt: skip
     """dk + ds^T q, still to be scaled, and dv + (p z)^T do, of queries `query`.. before `rows`."""
     i = (query + tl.arange(0, BLOCK_M))[None, :]
-    q = tile_of(
+    q = query_pieces(
         q_desc, q_head, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST
     )
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    s = multiply_pieces(k, q, PRECISION)
     lse = outweigh(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
     rest = load_rest(rest_ptr, at, query, M, BLOCK_M, not MIXED)[None, :]
     surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
-    do = q
+    do = q[0]
     dp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if do_ptr is not None:
         do = live_tile_of(
@@ -422,7 +434,7 @@ def add_key_gradient(
             round_to(p, do_head.dtype.element_ty, UPCAST), do, dv, input_precision=PRECISION
         )
     if dk_ptr is not None:
-        dk = tl.dot(round_to(ds, q_head.dtype.element_ty, UPCAST), q, dk, input_precision=PRECISION)
+        dk = add_pieces(dk, round_to(ds, q_head.dtype.element_ty, UPCAST), q, PRECISION)
     return dk, dv
 
 

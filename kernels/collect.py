@@ -26,6 +26,7 @@ from attn_graph.kernels.common import (
     tile_bounds,
 )
 from attn_graph.kernels.gradient_jvp import load_row_tangents, push_dot, push_score_gradient
+from attn_graph.kernels.pieces import add_rest, query_pieces
 
 
 @triton.jit
@@ -45,10 +46,11 @@ def contribution(
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
     rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
-    q = rows_of(q_ptr, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, UPCAST)
-    k = rows_of(k_ptr, k_strides, b, g, key, keys, D, BLOCK_N, WIDTH_D, UPCAST)
+    q_head, k_head = head_ptr(q_ptr, q_strides, b, h), head_ptr(k_ptr, k_strides, b, g)
+    q = query_pieces(None, q_head, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
+    k = query_pieces(None, k_head, k_strides, b, g, key, keys, D, BLOCK_N, WIDTH_D, False, UPCAST)
     v = rows_of(v_ptr, v_strides, b, g, key, keys, E, BLOCK_N, WIDTH_E, UPCAST)
-    tq, tk, do, tdo, tv = q, k, q, q, v
+    tq, tk, do, tdo, tv = q[0], k[0], q[0], q[0], v
     if tq_ptr is not None:
         tq = rows_of(tq_ptr, tq_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, UPCAST)
     if tk_ptr is not None:
@@ -59,7 +61,8 @@ def contribution(
         do = rows_of(do_ptr, do_strides, b, h, query, rows, E, BLOCK_M, WIDTH_E, UPCAST)
     if tdo_ptr is not None:
         tdo = rows_of(tdo_ptr, tdo_strides, b, h, query, rows, E, BLOCK_M, WIDTH_E, UPCAST)
-    s, ts = push_dot(q, tq, k, tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
+    s, ts = push_dot(q[0], tq, k[0], tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
+    s = add_rest(s, q, k, PRECISION)  # tangents have no wide heads
     dp, tdp = push_dot(do, tdo, v, tv, do_ptr, tdo_ptr, k_ptr, tv_ptr, BLOCK_M, BLOCK_N, PRECISION)
     if DROPOUT:
         z = dropout_keeps_tile(

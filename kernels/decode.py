@@ -24,6 +24,7 @@ from attn_graph.kernels.common import (
     store_rows,
 )
 from attn_graph.kernels.forward import attend, store_part, store_statistic
+from attn_graph.kernels.pieces import pieces_at
 from attn_graph.kernels.sequences import head_at, length_of
 
 
@@ -35,7 +36,7 @@ def split_forward(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, V_IN_K: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
     FOLD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -53,14 +54,11 @@ def split_forward(
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < GROUP * M
     h, i = (g * GROUP + tl.minimum(row // M, GROUP - 1))[:, None], (row % M)[:, None]
-    col = tl.arange(0, WIDTH_D)[None, :]
     at = head_ptr(q_ptr, q_strides, b, 0) + h.to(tl.int64) * q_strides[1] + i * q_strides[2]
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)
     rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     read = there[:, None] & (i < rows)
-    q = tl.load(at + col * q_strides[3], mask=read & (col < D), other=0.0)
-    if UPCAST and q_ptr.dtype.element_ty == tl.bfloat16:
-        q = q.to(tl.float32)
+    q = pieces_at(at, q_strides[3], read, D, WIDTH_D, UPCAST)
     pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, PAGE)
@@ -76,7 +74,7 @@ def split_forward(
             acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
             b, h, 1, H, M, N, keys, POOL, scale, 0, None, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, 1, KEEP, CHANGE, FOLD, False, False, UPCAST, PRECISION,
+            PAGE, 1, V_IN_K, KEEP, CHANGE, FOLD, False, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(end - begin - (full_stop - full_start)):
         n = mixed_tile(t, None, (begin, full_start, full_stop, end), 0, False)
@@ -85,7 +83,7 @@ def split_forward(
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
             b, h, 1, H, M, N, keys, POOL, scale, 0, None,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, 1, KEEP, CHANGE, FOLD, False, True, UPCAST, PRECISION,
+            PAGE, 1, V_IN_K, KEEP, CHANGE, FOLD, False, True, UPCAST, PRECISION,
         )  # fmt: skip
 
     total = tl.sum(total, 1)

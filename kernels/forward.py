@@ -22,9 +22,9 @@ from attn_graph.kernels.common import (
     store_rows,
     sum_columns,
     tile_bounds,
-    tile_of,
     walk_part,
 )
+from attn_graph.kernels.pieces import key_pieces, multiply_pieces, query_pieces
 from attn_graph.kernels.sequences import (
     head_at,
     key_rows,
@@ -47,6 +47,7 @@ def forward(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     BATCH: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, PARTED: tl.constexpr,
+    V_IN_K: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
     FOLD: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -57,8 +58,9 @@ def forward(
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm), max
     [B,H,M] (of the scores); both float32 in C order, and not stored where their pointer is None.
     GROUP = H / G. q, k and v are read by descriptors of their tiles where these are given. FOLD,
-    COLUMNS: see `softmax_step` and `sum_columns`. PARTED: o and lse have H * PARTS heads, o is
-    float32 and lse two numbers a row; see `merge_parts`.
+    COLUMNS: see `softmax_step` and `sum_columns`. V_IN_K: v is the first piece of k, read once.
+    PARTED: o and lse have H * PARTS heads, o is float32 and lse two numbers a row; see
+    `merge_parts`.
 
     With q_starts_ptr q is packed, T rows of each head, and so are o and the statistics [H,T]; with
     kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. With pages_ptr
@@ -77,7 +79,9 @@ def forward(
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
-    q = tile_of(q_desc, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
+    q = query_pieces(
+        q_desc, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST
+    )
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -96,7 +100,7 @@ def forward(
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
             b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, COLUMNS, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
+            PAGE, COLUMNS, V_IN_K, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed_begin, mixed_end):
         n = mixed_tile(t, list_ptr, bounds, full, LISTED)
@@ -105,7 +109,7 @@ def forward(
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
             b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, COLUMNS, KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
+            PAGE, COLUMNS, V_IN_K, KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
 
     total = tl.sum(total, 1)
@@ -158,8 +162,8 @@ def attend(
     b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
-    KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr,
-    MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    V_IN_K: tl.constexpr, KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr,
+    DROPOUT: tl.constexpr, MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_M,E], total [BLOCK_M,COLUMNS] and m [BLOCK_M] with keys `key`.. before `keys`
     too.
@@ -168,11 +172,11 @@ def attend(
     """
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
-    k = key_rows(
+    k = key_pieces(
         k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s = multiply_pieces(q, k, PRECISION)
     p, m, shrink = softmax_step(
         s, m, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
     )
@@ -182,10 +186,12 @@ def attend(
             seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
         )
         p = tl.where(z, p, 0.0)
-    v = key_rows(
-        v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
-        E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
-    )  # fmt: skip
+    v = k[0]
+    if not V_IN_K:
+        v = key_rows(
+            v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
+            E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
+        )  # fmt: skip
     p = round_to(p, v_head.dtype.element_ty, UPCAST)
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, m

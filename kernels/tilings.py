@@ -10,7 +10,8 @@ from attrs import evolve, frozen
 Pass = Literal["forward", "query_gradient", "key_gradient"]
 PushPass = Literal["push", "push_query_gradient", "push_key_gradient"]  # of forward mode
 ARCHS = (80, 90, 100, 120)
-WIDTHS = (16, 32, 64, 128, 256)
+WIDTHS = (16, 32, 64, 128, 256, 512)
+HELD = WIDTHS[-1]  # columns of one tile of rows; see kernels/pieces.py
 # The most bytes of shared memory for one program: CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability", less 1 KiB for the system.
 SHARED = {
@@ -68,6 +69,9 @@ def split_tiling(sm: int, itemsize: int, width: int, rows: int) -> Tiling:
     """The tiling of few rows; programs share their keys. rows: of all heads with common keys."""
     if sm == 0:
         return INTERPRETED_SPLIT
+    if width == HELD:
+        held = min(WIDE_SPLIT_ROWS[itemsize], padded_head_size(rows))
+        return Tiling(held, *WIDE_SPLIT[itemsize][table_arch(sm)])
     imprecise = itemsize == 4 and table_arch(sm) == 100
     most = IMPRECISE_ROWS // 2 if imprecise else MOST_SPLIT_ROWS
     held = min(most, padded_head_size(rows))
@@ -92,8 +96,13 @@ def summed_columns(sm: int, itemsize: int) -> int:
 
 
 def padded_head_size(size: int) -> int:
-    """A head size as kernels hold it: a power of two, and at least 16, as matrix units need."""
+    """A head size as one tile holds it: a power of two, and at least 16, as matrix units need."""
     return 16 if size <= 16 else 1 << (size - 1).bit_length()
+
+
+def held_head_size(size: int) -> int:
+    """A head size of q and k as kernels hold it, in pieces if it is wide: 576 as 512 + 64."""
+    return padded_head_size(size) if size <= HELD else HELD + padded_head_size(size - HELD)
 
 
 def shared_memory(sm: int) -> int:
@@ -141,6 +150,13 @@ SPLIT = {
 }
 # In float32, by width and rows of a tile, if more rows need more warps.
 SPLIT_MANY = {(128, 64): (32, 16, 2), (256, 32): (16, 8, 2), (256, 64): (16, 16, 1)}
+# Of heads 512 wide and wider: the most rows of a tile, since sums of more would fill the registers,
+# and by row of the table, as far as shared memory goes, the others.
+WIDE_SPLIT_ROWS = {2: 32, 4: 16}
+WIDE_SPLIT = {
+    2: {80: (32, 8, 2), 90: (64, 8, 2), 100: (32, 8, 2), 120: (16, 8, 2)},
+    4: dict.fromkeys(ARCHS, (16, 8, 1)),
+}
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. In half
 # precision and 64 or 128 wide, the tiles of 80, 90 and 120, and of 100 for dk and dv without
@@ -156,6 +172,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(128, 64, 4, 2), Tiling(128, 128, 8, 2)),
         128: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
         256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        512: (Tiling(64, 16, 8, 2), Tiling(64, 16, 8, 2)),
     },
     (80, 2, "query_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
@@ -163,6 +180,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
         128: (Tiling(64, 32, 4, 2), Tiling(64, 64, 4, 2)),
         256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+        512: (Tiling(32, 16, 8, 2), Tiling(32, 16, 8, 2)),
     },
     (80, 2, "key_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
@@ -170,6 +188,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
         128: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
         256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
+        512: (Tiling(16, 32, 8, 2, True), Tiling(16, 32, 8, 2, True)),
     },
     (80, 4, "forward"): {
         16: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
@@ -198,6 +217,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(128, 64, 4, 2), Tiling(64, 64, 4, 2)),
         128: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
         256: (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2)),
+        512: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
     },
     (90, 2, "query_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
@@ -205,6 +225,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
         128: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
         256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        512: (Tiling(32, 16, 8, 2), Tiling(32, 16, 8, 2)),
     },
     (90, 2, "key_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
@@ -212,6 +233,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)),
         128: (Tiling(32, 64, 4, 2), Tiling(32, 64, 4, 2)),
         256: (Tiling(32, 128, 8, 2, True), Tiling(16, 128, 8, 2, True)),
+        512: (Tiling(16, 32, 8, 2, True), Tiling(16, 32, 8, 2, True)),
     },
     (90, 4, "forward"): {
         16: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
@@ -240,6 +262,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(128, 64, 8, 3), Tiling(128, 128, 8, 3)),
         128: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
         256: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        512: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
     },
     (100, 2, "query_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
@@ -247,6 +270,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
         128: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
         256: (Tiling(64, 64, 8, 2), Tiling(64, 32, 4, 2)),
+        512: (Tiling(32, 16, 8, 2), Tiling(32, 16, 8, 2)),
     },
     (100, 2, "key_gradient"): {
         16: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
@@ -254,6 +278,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(64, 128, 4, 2), Tiling(64, 128, 8, 3)),
         128: (Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 3)),
         256: (Tiling(32, 128, 8, 2, True), Tiling(32, 128, 8, 2, True)),
+        512: (Tiling(16, 32, 8, 2, True), Tiling(16, 32, 8, 2, True)),
     },
     (100, 4, "forward"): {
         16: (Tiling(32, 32, 8, 2), Tiling(32, 64, 8, 2)),
@@ -282,6 +307,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
         128: (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2)),
         256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        512: (Tiling(32, 16, 8, 2), Tiling(32, 16, 8, 2)),
     },
     (120, 2, "query_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
@@ -289,6 +315,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
         128: (Tiling(128, 32, 8, 2), Tiling(128, 32, 8, 2)),
         256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+        512: (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
     },
     (120, 2, "key_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
@@ -296,6 +323,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         64: (Tiling(32, 128, 8, 2), Tiling(32, 128, 8, 2)),
         128: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
         256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
+        512: (Tiling(16, 16, 8, 2, True), Tiling(16, 16, 8, 2, True)),
     },
 }
 # By row of the table, widths with tiles brought by the copy engine in half precision: with others
@@ -334,6 +362,12 @@ DROPOUT = {
 }
 # Float32 has no matrix units here, and 80's tiles fit the least shared memory.
 TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}
+
+# Without matrix units one tile does for all in float32.
+for (_, itemsize, pass_), tiles in TABLE.items():
+    if itemsize == 4:
+        tiles[HELD] = (Tiling(16, 16, 8, 1, pass_ == "key_gradient"),) * 2
+WIDE_GRADIENT = 139264  # bytes of shared memory of these in a gradient, by machine code
 
 # Of forward mode, by compute capability, bytes of an element and pass: four tiles of keys and
 # values, and two sums of rows, against the forward's two and one; and of a gradient in a direction,

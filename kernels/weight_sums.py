@@ -24,6 +24,7 @@ from attn_graph.kernels.common import (
     tile_of,
 )
 from attn_graph.kernels.forward import store_statistic, with_sink
+from attn_graph.kernels.pieces import key_pieces, multiply_pieces, query_pieces
 from attn_graph.kernels.sequences import (
     head_at,
     key_rows,
@@ -81,8 +82,8 @@ def sum_weights(
     pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
-    q = tile_of(None, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
-    do = q
+    q = query_pieces(None, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
+    do = q[0]
     if do_ptr is not None:
         do_head = head_at(do_ptr, do_strides, b, h, q_starts_ptr, row, 0)
         do = tile_of(
@@ -133,11 +134,11 @@ def add_weights(
     """weighed [BLOCK_M,1] = sum_j p z do v^T, total and m [BLOCK_M] with keys `key`.. before `keys`
     too. See `softmax_step`."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
-    k = key_rows(
+    k = key_pieces(
         None, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
         D, BLOCK_N, WIDTH_D, False, PAGE, UPCAST,
     )  # fmt: skip
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s = multiply_pieces(q, k, PRECISION)
     p, m, shrink = softmax_step(
         s, m, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, False, True
     )

@@ -107,9 +107,13 @@ def other_dtype(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterator[Rea
         yield Reason("dtype", limit, f"the graph is in {NAMES[problem.dtype]}")
 
 
-def wide_heads(problem: Problem, widest: int) -> Iterator[Reason]:
-    if max(problem.D, problem.E) > widest:
-        yield Reason("head_widest", f"supports head sizes up to {widest}", head_sizes(problem))
+def wide_heads(problem: Problem, widest: int, rest: int = 0) -> Iterator[Reason]:
+    """Against head sizes above `widest`, of q and k above `widest + rest`."""
+    if widest + rest < problem.D or widest < problem.E:
+        key, more = "head_widest", ""
+        if rest:
+            key, more = "head_pieces", f", of q and k up to {widest + rest}"
+        yield Reason(key, f"supports head sizes up to {widest}{more}", head_sizes(problem))
 
 
 def uneven_heads(problem: Problem, step: int) -> Iterator[Reason]:

@@ -84,7 +84,8 @@ class Attention(Fused):
     The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` emits it step by step.
     `stats`: the statistics of each row returned after o, by name: always lse, which the gradient
     reads, and any of STATISTICS. `origin`: as of Dropout. `part`: o and lse given to the gradient
-    are of more keys, or of sinks too, so that the weights of a row add up to less than 1.
+    are of more keys, or of sinks too, so that the weights of a row add up to less than 1. `v_in_k`:
+    v is the first E elements of each key, in one memory, so that kernels may read it once.
 
     `keeps`: the results are o and the weights [B,H,M,N] of `KeepWeights`, for a gradient
     without a softmax. This is worth its memory for short rows: weights take no more bytes than q,
@@ -100,6 +101,7 @@ class Attention(Fused):
     origin: tuple[int, ...] = field(default=(), converter=ops.to_origin)
     part: bool = False
     keeps: bool = field(default=False, converter=bool)
+    v_in_k: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.keeps and not self.is_keepable:

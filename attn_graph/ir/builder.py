@@ -34,6 +34,7 @@ from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed_inputs import alignment_problems, find_packed_sides
 from attn_graph.ir.paging import Unpage
+from attn_graph.ir.views import Leading
 from attn_graph.masks import Align
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
@@ -309,7 +310,7 @@ def default_scale(q: ValueType) -> float:
 def attention(
     q: TensorSpec,
     k: TensorSpec,
-    v: TensorSpec,
+    v: TensorSpec | int,
     *,
     scale: float | None = None,
     mask: masks.Mask | None = None,
@@ -344,6 +345,10 @@ def attention(
     to `mask`; a bias or slopes that one of them reads are not applied again. `data` has the tensors
     of further leaves of `mask` and of `modifiers`. `align` applies to every part of the graph that
     compares positions without an alignment of its own, except modifiers.
+
+    `v` may be a number: the values are the first `v` elements of each key, v = k[..., :512] in
+    absorbed latent attention (MLA). The plan takes q and k then, kernels that can read both once,
+    and the gradient by k has that by v in it.
 
     `stats` names the statistics [B,H,M] returned after o, in order: "lse", the natural logarithm of
     the softmax's denominator, and "max", the largest score of each row, which has no gradient. True
@@ -381,12 +386,14 @@ def attention(
     if rate:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
     given |= {"q_starts": q_starts, "kv_starts": kv_starts, "pages": pages}
-    specs = {"q": q, "k": k, "v": v}
+    specs = {"q": q, "k": k} | ({} if isinstance(v, int) else {"v": v})
     more = {name: given.get(name) for name in EXTRA} | data
     specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = {name: b.input(name, spec) for name, spec in specs.items()}
+    if isinstance(v, int):
+        x["v"] = x["k"].then(Leading(v))
     b.problem(*pool_problems(q, k, pages))
-    b.problem(*dtype_problems(q, v, bias=bias, alibi=slopes, sinks=sinks))
+    b.problem(*dtype_problems(q, x["v"].type, bias=bias, alibi=slopes, sinks=sinks))
     if wrong := problems_of(lambda: masks.Causal(align)):
         b.problem(*wrong)
         align = "top_left"
@@ -453,7 +460,7 @@ def unknown_arguments(
     return [unknown_argument(name, sorted(own)) for name in sorted({*names} - known)]
 
 
-def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> Iterator[str]:
+def dtype_problems(q: TensorSpec, v: ValueType, **more: TensorSpec | None) -> Iterator[str]:
     if v.dtype != q.dtype:
         yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
     for name, x in more.items():

@@ -1,12 +1,13 @@
-"""Views of tensors with one axis folded into another, for mapped graphs.
+"""Views of tensors: one axis folded into another, for mapped graphs, and values within keys.
 
 `Fold` and `Repeat` make a mapped axis a part of the batch or of the heads; `Unfold` and
-`SumRepeats` take it out again. Each is linear, and the derivative of another.
+`SumRepeats` take it out again. `Leading` has the first elements of each row, `Widen` adds zeros
+behind them. Each is linear, and the derivative of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar, final
 
 import torch
@@ -164,8 +165,56 @@ class SumRepeats(Linear):
         return emit(Repeat(self.into, self.size), grads[0])
 
 
-VIEWS = (Fold, Unfold, Repeat)
-VIEW_OPS: tuple[type[Op], ...] = (*VIEWS, SumRepeats)
+@final
+@frozen
+class Leading(Linear):
+    """x -> the first `size` elements along the last axis: v of keys that begin with their values.
+
+    So lie the keys of absorbed latent attention (MLA): v = k[..., :512].
+    """
+
+    size: int = field(converter=int)
+    is_view = True
+    names = ("v",)
+
+    def problems(self, x: ValueType) -> Iterator[str]:
+        if not x.shape or not 1 <= self.size <= x.shape[-1]:
+            yield f"leading: {x} has no first {self.size} elements along its last axis"
+
+    def infer(self, x: ValueType) -> tuple[ValueType]:
+        return (ValueType((*x.shape[:-1], self.size), x.dtype),)
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x[..., : self.size],)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return emit(Widen(operands[0].type.shape[-1]), grads[0])
+
+    def view(self, x: TensorSpec) -> TensorSpec:
+        """The spec of the result."""
+        return TensorSpec((*x.shape[:-1], self.size), x.dtype, x.strides)
+
+
+@final
+@frozen
+class Widen(Linear):
+    """x -> x with zeros behind it along the last axis, `size` elements in all."""
+
+    size: int = field(converter=int)
+    is_gradient = True
+
+    def infer(self, x: ValueType) -> tuple[ValueType]:
+        return (ValueType((*x.shape[:-1], self.size), x.dtype),)
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.nn.functional.pad(x, (0, self.size - x.shape[-1])),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return emit(Leading(operands[0].type.shape[-1]), grads[0])
+
+
+VIEWS = (Fold, Unfold, Repeat, Leading)
+VIEW_OPS: tuple[type[Op], ...] = (*VIEWS, SumRepeats, Widen)
 
 
 def check_axes(who: str, x: ValueType, *axes: int) -> None:

@@ -297,6 +297,7 @@ def attention_share(
     sizes = (B, H, G, M, N)
     coverage = count_pairs(node.mask, sizes, data) if data else count_pairs_once(node.mask, sizes)
     most: list[int | None] = [coverage.queries * D, coverage.keys * D, coverage.keys * E]
+    most[2] = 0 if node.v_in_k else most[2]  # read with k
     read = [data for modifier in node.modifiers for data in modifier.needs.values()]
     most += [coverage.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
     most += [None] * (len(node.takes) - len(most))

@@ -131,7 +131,8 @@ def pairs_once(mask: Mask | None, sizes: Sizes) -> int:
 
 
 def moved_bytes(problem: Problem, graph: Graph) -> int:
-    read = sum(distinct_elements(x) * x.dtype.itemsize for x in problem.specs)
+    once = problem.specs[:2] + problem.specs[2 + problem.node.v_in_k :]
+    read = sum(distinct_elements(x) * x.dtype.itemsize for x in once)
     return read + sum(type_.bytes for type_ in graph.output_types)
 
 

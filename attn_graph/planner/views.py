@@ -9,15 +9,18 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.graph import Eqn, Graph, Input, Op
+from attn_graph.ir.packed import fused_op, with_operands
 from attn_graph.ir.sums import Zeros
 from attn_graph.ir.tangents import attention_in
-from attn_graph.ir.views import VIEW_OPS, VIEWS, spec_of_view
+from attn_graph.ir.views import VIEW_OPS, VIEWS, Leading, equation_of, spec_of_view
 from attn_graph.ir.vjp import statistics
 from attn_graph.lowering.backend import (
     Executable,
     Foreseen,
     Tensors,
+    Write,
     add_copies,
     lay_out_results,
 )
@@ -59,6 +62,17 @@ class Peeled:
             x.contiguous() if flat else x for x, (*_, flat) in zip(outputs, self.exits, strict=True)
         ], saved
 
+    @property
+    def writes(self) -> bool:
+        """True if the core writes the graph's outputs."""
+        return self.results == self.graph.outputs
+
+    def write(self, write: Write, rooms: Tensors, *tensors: torch.Tensor) -> Tensors:
+        """The outputs in the caller's tensors, by a function that writes those of the core."""
+        with torch.no_grad(), plain_ops_on(rooms[0].device):
+            values = self.enter(dict(enumerate(tensors)))
+        return write(rooms, *(values[i] for i in self.sources))
+
     def view(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Some inputs by name, viewed for the core; inputs outside the core stay as they are."""
         numbers = {i.name: n for n, i in enumerate(self.graph.inputs)}
@@ -92,13 +106,14 @@ class Peeled:
 
     def wrap(self, executable: Executable) -> Executable:
         """An executable of the graph, from one of the core."""
+        write = executable.write
         made = evolve(
             executable,
             run=partial(self.run, executable.run),
             infer=partial(self.run, executable.infer),
-            write=None,
-            writes_anywhere=False,
-            copies_out=True,
+            write=partial(self.write, write) if write and self.writes else None,
+            writes_anywhere=self.writes and executable.writes_anywhere,
+            copies_out=executable.copies_out or not self.writes,
             temporary=executable.temporary + self.temporary,
             notes=(*executable.notes, *self.notes()),
         )
@@ -108,7 +123,8 @@ class Peeled:
         """The needs of the graph, from those of the core."""
         notes = (*foreseen.notes, *self.notes())
         temporary = foreseen.temporary + self.temporary
-        needs = evolve(foreseen, temporary=temporary, notes=notes, copies_out=True)
+        copies = foreseen.copies_out or not self.writes
+        needs = evolve(foreseen, temporary=temporary, notes=notes, copies_out=copies)
         return add_copies(needs, self.graph, evolve(self.graph, layouts=()))
 
     @cached_property
@@ -192,19 +208,32 @@ def assemble(
     for i in sources:
         spec = spec_of_view(graph, i)
         assert spec is not None  # values outside the core are inputs, or views of them
-        inputs.append(evolve(graph.inputs[root_of(graph, i)], spec=spec))
+        inputs.append(Input(name_of(graph, i), spec))
     if len({i.name for i in inputs}) < len(inputs):
         return None
     eqns = []
     for eqn, outs in core:
-        eqns.append(evolve(eqn, args=tuple(numbers[i] for i in eqn.args)))
+        op = with_values_in_keys(graph, eqn)
+        eqns.append(evolve(eqn, op=op, args=tuple(numbers[i] for i in eqn.args)))
         numbers |= {i: len(numbers) + n for n, i in enumerate(outs)}
     inner = Graph(tuple(inputs), tuple(eqns), tuple(numbers[i] for i in results))
     return Peeled(graph, inner, ahead, behind, tuple(sources), tuple(results))
 
 
-def root_of(graph: Graph, i: int) -> int:
-    for eqn, outs in reversed(graph.numbered):
-        if i in outs:
-            i = eqn.args[0]
-    return i
+def name_of(graph: Graph, i: int) -> str:
+    """The name of an input, of the one that a value is a view of, or of values within it."""
+    eqn = equation_of(graph, i)
+    if eqn is None:
+        return graph.inputs[i].name
+    return eqn.op.names[0] if isinstance(eqn.op, Leading) else name_of(graph, eqn.args[0])
+
+
+def with_values_in_keys(graph: Graph, eqn: Eqn) -> Op:
+    """The op of an equation; an attention knows then whether its values begin its keys."""
+    node = fused_op(eqn.op)
+    view = equation_of(graph, eqn.args[2]) if isinstance(node, Attention) else None
+    if view is None or not isinstance(view.op, Leading) or view.args[0] != eqn.args[1]:
+        return eqn.op
+    assert isinstance(node, Attention)
+    op: Op = with_operands(eqn.op, evolve(node, v_in_k=True), ())
+    return op

@@ -23,6 +23,7 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
 from attn_graph.ir.relative import RelativeBias
+from attn_graph.ir.views import Leading
 from attn_graph.spec import INF
 from attn_graph.testing.mask_formula import Data, Places, evaluate_mask
 
@@ -68,7 +69,10 @@ def read_chain(graph: Graph, tensors: Sequence[Tensor]) -> Chain:
         "offset": 0,
         "origin": (),
     }
-    for eqn in graph.eqns:
+    for eqn, outs in graph.numbered:
+        if isinstance(eqn.op, Leading):
+            values[outs[0]] = values[eqn.args[0]][..., : eqn.op.size]
+            continue
         fields |= read_step(eqn.op, [values.get(i, torch.empty(0)) for i in eqn.args], fields)
     return Chain(**fields)
 

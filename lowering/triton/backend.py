@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.triton.plan import Flash
 
 LEAST_SM = 80
-WIDEST = 256
+WIDEST, REST = 512, 64  # of a head, and of q's and k's beside: see kernels/pieces.py
 MOST_ROWS = 256  # of one tile
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -59,6 +59,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         against.append(other_equations(graph, pushes=True, packs=True))
     for work in parts:
         against += [*attention_reasons(work.problem, work.layout.totals), *work.reasons()]
+        against += large_tiles(work.problem, target)
     yield from dict.fromkeys(against)
     if not against:
         planned = (plan_reasons(work, target, options) for work in parts)
@@ -75,7 +76,7 @@ def target_reasons(target: Target) -> Iterator[Reason]:
 def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[Reason]:
     """Against sizes, dtypes and statistics. totals: as `no_elements`."""
     yield from other_dtype(problem, DTYPES)
-    yield from wide_heads(problem, WIDEST)
+    yield from wide_heads(problem, WIDEST, REST)
     yield from no_elements(problem, totals)
     if max(problem.M, problem.N) >= POSITIONS:
         limit = f"counts positions below {POSITIONS}"
@@ -84,6 +85,18 @@ def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[R
     if problem.node.origin and problem.node.origin[3] % WORDS:
         limit = f"draws dropout of parts that begin at a multiple of {WORDS} keys"
         yield Reason("dropout_origin", limit, f"this one begins at key {problem.node.origin[3]}")
+
+
+def large_tiles(problem: Problem, target: Target) -> Iterator[Reason]:
+    """Against gradients in float32 whose least tiles exceed the GPU's shared memory."""
+    from attn_graph.kernels.tilings import HELD, WIDE_GRADIENT, shared_memory
+    from attn_graph.lowering.triton.operands import table_width
+
+    single = problem.grad is not None and problem.dtype == torch.float32
+    most = WIDE_GRADIENT if target.interprets else shared_memory(target.sm)
+    if single and table_width(problem) == HELD and most < WIDE_GRADIENT:
+        limit = f"needs {WIDE_GRADIENT} bytes of shared memory for gradients of such heads in f32"
+        yield Reason("wide_gradient", limit, f"the GPU has {most}")
 
 
 def plan_reasons(work: Work, target: Target, options: Options) -> Iterator[Reason]:

@@ -11,12 +11,20 @@ from typing import Any, final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.kernels.tilings import MERGE, VARIANTS, Tiling, padded_head_size, split_tiling
+from attn_graph.kernels.tilings import (
+    HELD,
+    MERGE,
+    VARIANTS,
+    Tiling,
+    padded_head_size,
+    split_tiling,
+)
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import FILLS
 from attn_graph.lowering.triton.few_rows import LEAST_KEYS, choose_parts, is_decoding
 from attn_graph.lowering.triton.launches import Launch, Pointers
 from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.operands import table_width
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Buffer
@@ -66,6 +74,8 @@ def divide_keys(
         return None
     rows = p.M * (p.H // p.G)
     tile = choose_split_tiling(p, target, rows, variant)
+    if tile.block_m < p.M:
+        return None
     tiles = -(-p.N // tile.block_n)
     if invariant:
         each = 2 if target.interprets else FIXED_KEYS // tile.block_n
@@ -87,12 +97,13 @@ def divide_keys(
 
 
 def choose_split_tiling(problem: Problem, target: Target, rows: int, variant: str | None) -> Tiling:
-    """The table's tiling, or a variant. A tile holds all queries."""
+    """The table's tiling, or a variant. A tile holds all queries, unless heads are wide."""
     p = problem
-    width = padded_head_size(max(p.D, p.E))
-    tile = split_tiling(target.sm, p.dtype.itemsize, width, rows)
+    tile = split_tiling(target.sm, p.dtype.itemsize, table_width(p), rows)
     if variant is not None:
         tile = VARIANTS[variant](tile)
+    if table_width(p) == HELD:
+        return tile
     return evolve(tile, block_m=max(tile.block_m, padded_head_size(p.M)))
 
 

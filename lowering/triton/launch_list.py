@@ -10,7 +10,7 @@ import torch
 from attrs import Factory, define, field
 
 from attn_graph.ir.philox import flat_origin, threshold
-from attn_graph.kernels.tilings import Pass, PushPass, Tiling, padded_head_size
+from attn_graph.kernels.tilings import Pass, PushPass, Tiling, held_head_size, padded_head_size
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.device_code import (
     DeviceCode,
@@ -125,7 +125,7 @@ class LaunchList:
             "origin": flat_origin(p.node.origin),
             "D": p.D,
             "E": p.E,
-            "WIDTH_D": padded_head_size(p.D),
+            "WIDTH_D": held_head_size(p.D),
             "WIDTH_E": padded_head_size(p.E),
             "DROPOUT": rate > 0,
             "UPCAST": self.target.interprets,

@@ -37,7 +37,7 @@ from attn_graph.lowering.triton.divisions import Division, divide_work, may_divi
 from attn_graph.lowering.triton.launch_list import MOVED, PASS_OF, READ, TILED, Fixed, LaunchList
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
 from attn_graph.lowering.triton.layout import Layout
-from attn_graph.lowering.triton.operands import takes_tf32
+from attn_graph.lowering.triton.operands import reads_v_in_k, takes_tf32
 from attn_graph.lowering.triton.page_order import DTYPES, NAMED, ORDER, sums_pages
 from attn_graph.lowering.triton.programs import estimate_tiles
 from attn_graph.lowering.triton.tile_lists import blocks
@@ -195,7 +195,7 @@ class FlashBuilder(LaunchList):
         there, sizes = self.placed()
         named, absent = self.operands("q", "k", "v", "o", "lse", "sinks")
         data = self.data() or None
-        fixed = self.common() | absent | sizes
+        fixed = self.common() | absent | sizes | {"V_IN_K": reads_v_in_k(self.problem)}
         pointers = named | there | ({"data": data} if data else {})
         self.buffers |= division.buffers(self.problem)
         texts = self.texts("keep", "strip", "ends", "change")
@@ -218,6 +218,7 @@ class FlashBuilder(LaunchList):
             "H": p.H,
             "FOLD": p.folds_scale,
             "COLUMNS": summed_columns(self.target.sm, p.dtype.itemsize),
+            "V_IN_K": reads_v_in_k(p),
         }
         names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
         lines = self.layout.row_programs(way.tile.block_m) * way.parts

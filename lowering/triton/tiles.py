@@ -11,14 +11,13 @@ from attn_graph.kernels.tilings import (
     Pass,
     PushPass,
     Tiling,
-    padded_head_size,
     push_tiling,
     table_arch,
     tiling,
 )
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.few_rows import ENOUGH
-from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles
+from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles, table_width
 from attn_graph.lowering.triton.programs import count_programs, count_strip_tiles, static_strip
 from attn_graph.machine.target import Target
 
@@ -33,7 +32,7 @@ def choose_tiling(
     dense: True if operands are neither packed nor in pages.
     """
     p = problem
-    width = padded_head_size(max(p.D, p.E))
+    width = table_width(p)
     modified, drops = bool(p.node.modifiers), p.node.dropout > 0
     copied = dense and copies_tiles(p, target) and all(map(is_copied_in_tiles, p.specs[:3]))
     decided = p.node.mask is not None and bool(p.node.mask.needs)
@@ -48,14 +47,14 @@ def choose_push_tiling(
     problem: Problem, target: Target, pass_: PushPass, variant: str | None = None
 ) -> Tiling:
     """The table's tiling for forward mode, or a variant."""
-    width = padded_head_size(max(problem.D, problem.E))
+    width = table_width(problem)
     usual = push_tiling(target.sm, problem.dtype.itemsize, width, pass_)
     return usual if variant is None else VARIANTS[variant](usual)
 
 
 def short_tiling(problem: Problem, target: Target, pass_: Pass) -> Tiling | None:
     """The tile of a narrow mask, if there is one of its own."""
-    width = padded_head_size(max(problem.D, problem.E))
+    width = table_width(problem)
     strip = static_strip(problem)
     narrow = strip is not None and strip.low is not None and strip.high is not None
     return SHORT.get((table_arch(target.sm), pass_, width)) if narrow else None
@@ -82,7 +81,7 @@ def spread_tilings(problem: Problem, target: Target, pass_: Pass, usual: Tiling)
     if short_tiling(p, target, pass_) is not None:
         return [usual]
     arch, side, tiles = table_arch(target.sm), "keys" if by_keys else "queries", [usual]
-    alone = ALONE.get((arch, side, padded_head_size(max(p.D, p.E))))
+    alone = ALONE.get((arch, side, table_width(p)))
     if alone is not None and usual.warps < FULL:
         tiles.append(VARIANTS[alone](usual))
     if (arch, side) in HALVED and tiles[-1].warps == FULL:

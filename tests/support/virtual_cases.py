@@ -96,6 +96,8 @@ CASES: dict[str, Callable[[], ag.Graph]] = {
     "head dim 128": lambda: attention(M=130, D=128, H=1, mask=CAUSAL),
     "head dim 80 and 40": lambda: attention(M=70, D=80, E=40),
     "head dim 5": lambda: attention(M=70, D=5, dtype=torch.float32),
+    "wide heads": lambda: attention(M=20, D=576, E=512, H=1, mask=CAUSAL),
+    "values in keys": lambda: ag.attention(spec(1, 20, 1, 576), spec(1, 1, 70, 576), 512),
     "gaps": lambda: attention(M=130, lay={"gap": 8}),
     "odd gaps": lambda: attention(M=130, lay={"gap": 3}),
     "heads within positions": lambda: attention(M=130, lay={"swap": True}, mask=CAUSAL),

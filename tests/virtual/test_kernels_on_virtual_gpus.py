@@ -33,8 +33,11 @@ from tests.support.virtual_cases import (
 
 Golden = Callable[[object], None]
 QUICK = (  # a share for the default tests
-    *((80, name) for name in ("causal, groups", "boolean mask", "one query", "odd gaps")),
-    *((90, name) for name in ("causal, groups", "segments", "f32", "one key")),
+    *(
+        (80, name)
+        for name in ("causal, groups", "boolean mask", "one query", "odd gaps", "wide heads")
+    ),
+    *((90, name) for name in ("causal, groups", "segments", "f32", "one key", "values in keys")),
     (100, "one query of 64"),
     (120, "window"),
 )

@@ -1,0 +1,124 @@
+"""Rows of heads wider than HELD, in two pieces: their first HELD columns, and the rest.
+
+Tiles are powers of two wide. As one tile, a head of 576 would be 1024 wide, almost half of it
+zeros; as two it is 512 and 64. Narrower heads are one piece. Pieces are a tuple.
+"""
+
+import triton
+import triton.language as tl
+
+from attn_graph.kernels.common import store_rows
+from attn_graph.kernels.sequences import key_rows, within_sequence
+
+HELD: tl.constexpr = tl.constexpr(512)
+
+
+@triton.jit
+def query_pieces(
+    desc, head, strides, b, h, first, count,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """`tile_of` in pieces."""
+    return key_pieces(
+        desc, head, strides, None, None, b, h, first, count, 0, SIZE, ROWS, WIDTH, WHOLE, 0, UPCAST
+    )
+
+
+@triton.jit
+def key_pieces(
+    desc, ptr, strides, pages_ptr, line, b, g, first, count, POOL,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    PAGE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """`key_rows` in pieces."""
+    if WIDTH <= HELD:
+        return (
+            key_rows(
+                desc, ptr, strides, pages_ptr, line, b, g, first, count, POOL,
+                SIZE, ROWS, WIDTH, WHOLE, PAGE, UPCAST,
+            ),
+        )  # fmt: skip
+    return (
+        key_rows(
+            desc, ptr, strides, pages_ptr, line, b, g, first, count, POOL,
+            HELD, ROWS, HELD, WHOLE, PAGE, UPCAST,
+        ),
+        key_rows(
+            desc, ptr + HELD * strides[3], strides, pages_ptr, line, b, g, first, count, POOL,
+            SIZE - HELD, ROWS, WIDTH - HELD, WHOLE, PAGE, UPCAST,
+        ),
+    )  # fmt: skip
+
+
+@triton.jit
+def pieces_at(at, step, read, SIZE: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr):
+    """Rows that begin at pointers `at` [ROWS,1], their elements `step` apart, in pieces; 0 where
+    not `read`."""
+    if WIDTH <= HELD:
+        return (columns_at(at, step, read, SIZE, WIDTH, UPCAST),)
+    return (
+        columns_at(at, step, read, HELD, HELD, UPCAST),
+        columns_at(at + HELD * step, step, read, SIZE - HELD, WIDTH - HELD, UPCAST),
+    )
+
+
+@triton.jit
+def columns_at(at, step, read, SIZE: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr):
+    """Columns [ROWS,WIDTH] of such rows."""
+    col = tl.arange(0, WIDTH)[None, :]
+    x = tl.load(at + col * step, mask=read & (col < SIZE), other=0.0)
+    if UPCAST and x.dtype == tl.bfloat16:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def zero_pieces(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums of rows [ROWS,WIDTH] in pieces, to begin with."""
+    if WIDTH <= HELD:
+        return (tl.zeros([ROWS, WIDTH], tl.float32),)
+    return (
+        tl.zeros([ROWS, HELD], tl.float32),
+        tl.zeros([ROWS, WIDTH - HELD], tl.float32),
+    )
+
+
+@triton.jit
+def multiply_pieces(x, y, PRECISION: tl.constexpr):
+    """x y^T."""
+    s = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+    return add_rest(s, x, y, PRECISION)
+
+
+@triton.jit
+def add_rest(s, x, y, PRECISION: tl.constexpr):
+    """s, the product of first pieces, with the others' added."""
+    if len(x) > 1:
+        s = tl.dot(x[1], tl.trans(y[1]), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def add_pieces(total, p, x, PRECISION: tl.constexpr):
+    """total + p x."""
+    first = tl.dot(p, x[0], total[0], input_precision=PRECISION)
+    if len(x) > 1:
+        return first, tl.dot(p, x[1], total[1], input_precision=PRECISION)
+    return (first,)
+
+
+@triton.jit
+def store_pieces(
+    ptr, strides, first, extent, x, scale, starts_ptr, count,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Write scale * x as `store_rows`; 0 in unused rows of packed ones, past `count`."""
+    one = within_sequence(x[0], starts_ptr, first, count, 0.0, ROWS) * scale
+    if len(x) > 1:
+        store_rows(ptr, strides, first, extent, one, HELD, ROWS, HELD, UPCAST)
+        more = within_sequence(x[1], starts_ptr, first, count, 0.0, ROWS) * scale
+        at = ptr + HELD * strides[3]
+        store_rows(at, strides, first, extent, more, SIZE - HELD, ROWS, WIDTH - HELD, UPCAST)
+    else:
+        store_rows(ptr, strides, first, extent, one, SIZE, ROWS, WIDTH, UPCAST)

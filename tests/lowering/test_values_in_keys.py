@@ -1,0 +1,108 @@
+"""Values that begin each key, as in absorbed MLA: to the bit what values of their own give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.operands import reads_v_in_k
+from attn_graph.planner.views import core_of
+from attn_graph.testing.agreement import run_gradients, run_plan
+from attn_graph.testing.strategies import mask_options, score_options, seeds, shapes, specs
+from attn_graph.testing.tensors import cotangents_for, tensors_for
+from tests.lowering.test_lowering import planned
+
+CPU = ag.Target.of("cpu")
+BACKEND = "triton" if CPU.interprets else "math"
+SPEC = ag.TensorSpec
+SOME = -(-settings().max_examples // 3)
+Pair = tuple[ag.Graph, ag.Graph]
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Pair:
+    """An attention whose values begin its keys, and the same with values of their own."""
+    size, kind = draw(shapes(most=40, heads=4)), draw(st.sampled_from((torch.float32, torch.half)))
+    size = evolve(size, E=draw(st.integers(1, size.D)))
+    q, k = draw(specs(size.q, kind)), draw(specs(size.k, kind))
+    options = draw(mask_options(size)) | draw(score_options(size, kind))
+    options["stats"] = draw(st.booleans())
+    v = SPEC(size.v, kind, k.strides)
+    return ag.attention(q, k, size.E, **options), ag.attention(q, k, v, **options)
+
+
+def check_pair(pair: Pair, tensors: Sequence[torch.Tensor], seed: int) -> None:
+    """Equal results; and dk has the dv of values of their own in it."""
+    graph, apart = pair
+    assert ag.parse(str(graph)) == graph
+    size = apart.inputs[2].spec.shape[-1]
+    beside = (*tensors[:2], tensors[1][..., :size], *tensors[2:])
+    plan, other = planned(graph, BACKEND), planned(apart, BACKEND)
+    pairs = zip(run_plan(plan, tensors), run_plan(other, beside), strict=True)
+    for a, b in pairs:
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    cotangents = cotangents_for(plan.graph, seed)
+    ours, theirs = (
+        run_gradients(x, given, cotangents) for x, given in ((plan, tensors), (other, beside))
+    )
+    dk, dv = theirs.pop("k"), theirs.pop("v")
+    theirs["k"] = dk + F.pad(dv, (0, dk.shape[-1] - size))
+    for name, due in theirs.items():
+        assert torch.equal(ours[name].nan_to_num(), due.nan_to_num()), name
+
+
+@given(pair=pairs(), seed=seeds)
+@settings(max_examples=SOME)
+def test_values_in_keys_are_values_beside_them(pair: Pair, seed: int) -> None:
+    check_pair(pair, tensors_for(pair[0], seed), seed)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_so_they_are_in_packed_rows_and_in_pages(paged: bool) -> None:
+    """And kernels read them once, in whatever layout."""
+    I32, starts, table = torch.int32, [0, 3, 8], [[2, 0], [3, 1]]
+    q = SPEC((8, 4, 20), torch.half)
+    k = SPEC((4, 16, 2, 20) if paged else (50, 2, 20), torch.half)
+    more: dict[str, Any] = {
+        "q_starts": SPEC((3,), I32),
+        "mask": ag.Causal("bottom_right"),
+        "stats": True,
+    }
+    where = {"pages": SPEC((2, 2), I32)} if paged else {"kv_starts": SPEC((3,), I32)}
+    more |= where
+    given = [torch.tensor(x, dtype=I32) for x in (starts, table if paged else [0, 17, 50])]
+    graph = ag.attention(q, k, 18, **more)
+    v = SPEC((*k.shape[:-1], 18), torch.half, k.strides)
+    tensors = [torch.randn(x.shape).half() for x in (q, k)]
+    check_pair((graph, ag.attention(q, k, v, **more)), (*tensors, *given), 0)
+    layout = Layout.of(core_of(simplify(graph)))
+    assert layout is not None
+    assert reads_v_in_k(layout.problem)
+
+
+@pytest.mark.parametrize("size", [0, 25])
+def test_values_beyond_a_key_are_refused(size: int) -> None:
+    x = SPEC((1, 2, 3, 24), torch.half)
+    with pytest.raises(ag.GraphError, match=f"no first {size} elements"):
+        ag.attention(x, x, size)
+
+
+def test_the_cost_counts_keys_that_have_the_values_once() -> None:
+    q, k = (SPEC((1, h, n, 576), torch.half) for h, n in ((128, 1), (1, 8192)))
+    once = ag.compile(ag.attention(q, k, 512), target="h100").cost().forward
+    twice = (
+        ag.compile(ag.attention(q, k, SPEC((1, 1, 8192, 512), torch.half)), target="h100")
+        .cost()
+        .forward
+    )
+    assert twice.bytes - once.bytes == 2 * 8192 * 512
