@@ -41,13 +41,15 @@ class FusedRun:
     """Runs an attention, or its gradient, on its tiles.
 
     slots: the tiles; None if each call has to list them, or make them ready. whole: True if they
-    are one call of the kernel. direct: True if the kernel's result is already the final o.
-    restores: as Attention has it. at: every place, without data; None if each call makes them.
+    are one call of the kernel. alone: its keys, if the call is of operands in place. direct: True
+    if the kernel's result is already the final o. restores: as Attention has it. at: every place,
+    without data; None if each call makes them.
     """
 
     tiles: FusedTiles
     slots: tuple[TileSlot, ...] | None
     whole: bool
+    alone: PartSlot | None
     direct: bool
     restores: tuple[bool, ...]
     at: Place | None
@@ -57,9 +59,10 @@ class FusedRun:
         """Tiles with everything that can be made ready before a call."""
         p, slots = tiles.problem, ready_slots(tiles)
         whole = slots is not None and tiles.is_whole([slot.tile for slot in slots])
+        alone = None if slots is None or tiles.alone is None else slots[0].parts[0]
         few = p.B + p.H + p.M + p.N <= MOST_POSITIONS
         at = all_places(p, {}) if few and tiles.addends else None
-        return cls(tiles, slots, whole, tiles.is_direct, p.node.restores, at)
+        return cls(tiles, slots, whole, alone, tiles.is_direct, p.node.restores, at)
 
     def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
         """The tiles of a call, given the mask's tensors; True if they are one call of the
@@ -82,6 +85,8 @@ class FusedRun:
         self, operands: Sequence[torch.Tensor], scratch: Tensors, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, lse; the latter is meaningless unless wanted."""
+        if self.alone is not None:
+            return self.attend_alone(self.alone, operands, with_lse)
         call = self.call(operands, scratch)
         slots, whole = self.listed(call.given.mask)
         if whole and self.direct:
@@ -96,6 +101,17 @@ class FusedRun:
                 slot.rows(lse).copy_(part_lse)
             del part, part_lse  # else two of them would need room
         return o, lse
+
+    def attend_alone(
+        self, part: PartSlot, operands: Sequence[torch.Tensor], with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = operands[0], part.keys(operands[1]), part.keys(operands[2])
+        addend, unseen = None, None
+        if part.part.kind == "mixed":
+            addend = torch.where(operands[3], 0.0, -INF).to(q.dtype)
+            unseen = fused_cpu.find_unseen(addend) if with_lse else None
+        scale = self.tiles.problem.node.scale
+        return fused_cpu.attend(q, k, v, scale, part.causal, addend, unseen)
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors

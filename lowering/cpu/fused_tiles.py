@@ -41,7 +41,7 @@ from attn_graph.lowering.cpu.schedule import (
 )
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
-from attn_graph.masks import KeepBlocks, needs_of
+from attn_graph.masks import Keep, KeepBlocks, needs_of
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec
@@ -194,9 +194,27 @@ class FusedTiles:
             yield from ((tile, x) for x in tile.parts if x.kind == "mixed" or everywhere)
 
     @cached_property
+    def alone(self) -> Part | None:
+        """The keys of the kernel's only call, if it reads all operands in place and gives o. If
+        they are "mixed", booleans of each batch entry hide some of them."""
+        p, static = self.problem, self.static
+        packs = any(self.packs(name, spec) for name, spec in self.operands().items())
+        if packs or static is None or not (self.is_whole(static) and self.is_direct):
+            return None
+        (part,) = static[0].parts
+        suits = part.kind != "mixed" or hides_whole_keys(p)
+        return part if suits and not (p.node.modifiers or p.node.sinks) else None
+
+    @property
+    def takes_any_keys(self) -> bool:
+        """True if a call may bring another number of keys: it reads all of them."""
+        part = self.alone
+        return part is not None and part.kind != "causal" and len(part) == self.problem.N
+
+    @cached_property
     def addends(self) -> int:
-        """Elements of a call's largest addend; 0 without one."""
-        if self.holds:
+        """Elements of a call's largest addend in scratch; 0 without one."""
+        if self.holds or self.alone is not None:
             return 0
         b = self.problem.B if "b" in self.axes and self.static is not None else 1
         return self.most_scores * b * (self.problem.H if "h" in self.axes else 1)
@@ -251,6 +269,8 @@ class FusedTiles:
         tile of all, o and lse are results."""
         p, wide, most = self.problem, self.problem.wide.itemsize, self.asked
         narrow = self.computes != p.wide
+        if self.alone is not None and self.alone.kind == "mixed":
+            most += prod(p.specs[3].shape) * p.dtype.itemsize
         for tile in self.reached:
             rows, parts = tile.repeat * len(tile.batch) * p.H * len(tile.rows), len(tile.parts)
             beside = rows * (MERGED * wide + torch.bool.itemsize)
@@ -406,10 +426,11 @@ class FusedTiles:
         return min(self.problem.N, most + LEAST_FULL) * self.bytes_of_key if most else 0
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:
+        """True if one call of the kernel gives all results."""
         if len(tiles) != 1 or len(tiles[0].parts) != 1 or tiles[0].repeat > 1 or tiles[0].groups:
             return False
         p, tile = self.problem, tiles[0]
-        rows, keys = len(tile.rows) == p.M, len(tile.parts[0]) == p.N
+        rows, keys = len(tile.rows) == p.M, p.grad is None or len(tile.parts[0]) == p.N
         return rows and keys and len(tile.batch) == p.B
 
     def keeps_order(self) -> bool:
@@ -424,3 +445,11 @@ def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
     area, calls = sum(t.area for t in tiles), sum(len(t.parts) for t in tiles)
     share = f"{100 * area / whole:.3g} % of the {problem.H * whole} scores"
     return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
+
+
+def hides_whole_keys(problem: Problem) -> bool:
+    """True if a forward has a boolean mask of the keys of each batch entry, and no other."""
+    p, mask = problem, problem.node.mask
+    if p.grad is not None or not isinstance(mask, Keep):
+        return False
+    return p.by_role.mask[mask.name].shape[1:] == (1, 1, p.N)

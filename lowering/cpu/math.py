@@ -36,7 +36,6 @@ from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.sink_sums import run_backward, sink_bytes
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
-from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
 from attn_graph.lowering.reasons import BY_THREADS
@@ -47,7 +46,7 @@ from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
-AttentionTiles = WholeTiles | FusedTiles | RowTiles | ProductTiles
+AttentionTiles = FusedTiles | RowTiles | ProductTiles
 Tiles = AttentionTiles | TangentTiles
 # Cases of the blocked math lowering, half precision computed in float32, faster than PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and True if the CPU has the dtype natively. For
@@ -122,7 +121,7 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
         return RowTiles.plan(problem)
     if pays or not fused:
         return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
-    return WholeTiles.plan(problem) or FusedTiles.plan(problem)
+    return FusedTiles.plan(problem)
 
 
 def kept_problem(
@@ -283,7 +282,7 @@ def sized_step(
 
     def lower(problem: Problem) -> Lowered:
         tiles = tile(problem)
-        return ready_alone(tiles, options), isinstance(tiles, WholeTiles) and tiles.takes_any_keys
+        return ready_alone(tiles, options), isinstance(tiles, FusedTiles) and tiles.takes_any_keys
 
     step = SizedStep.of(op, specs, folds, lower)
     writes = isinstance(op, Attention)
@@ -347,7 +346,7 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
 def writes_into(tiles: Tiles) -> bool:
     """True if tiles write into the caller's tensors: not as one call of PyTorch's kernel, which
     allocates its results, nor for derivatives."""
-    if isinstance(tiles, TangentTiles | WholeTiles) or tiles.problem.grad is not None:
+    if isinstance(tiles, TangentTiles) or tiles.problem.grad is not None:
         return False
     if not isinstance(tiles, FusedTiles) or tiles.static is None:
         return True
@@ -372,8 +371,7 @@ def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
 
     def lease(work: TileWork) -> Work:
         leased = lease_rooms(work, tiles.scratch, options.workspace)
-        whole = isinstance(tiles, WholeTiles) and tiles.problem.grad is not None
-        if not (whole or isinstance(tiles, FusedTiles)):
+        if not isinstance(tiles, FusedTiles) or (tiles.alone and tiles.problem.grad is None):
             return leased
         return or_by_products(leased, tiles.problem.grad or tiles.problem.node, options)
 
@@ -434,8 +432,8 @@ def whole_sequence(
     folded = fold_problem(problem)
     part = problem if folded is None else folded
     pays = row_choice.pays(part, own_products(target), gives)
-    tiles = None if pays else WholeTiles.plan(part)
-    if tiles is None:
+    tiles = None if pays else FusedTiles.plan(part)
+    if tiles is None or tiles.alone is None:
         return None
     call, _ = unfold_ready(ready_alone(tiles, options), problem, folded)
 

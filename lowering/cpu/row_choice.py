@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from attn_graph.kernels.row_sums import has_whole_rows
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_slots import (
     LEAST_FULL,
     WHOLE_MASKED_ROWS,
@@ -21,7 +22,6 @@ from attn_graph.lowering.cpu.run_mask import (
     reads_numbers,
 )
 from attn_graph.lowering.cpu.schedule import row_tiles
-from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import KeepBlocks, Mask
 from attn_graph.masks.joins import leaves
@@ -146,7 +146,7 @@ def copies_gaps(problem: Problem) -> bool:
     kernel reads them in place, in 0.6 to 0.7 of the time forward and 0.85 of both passes, with one
     thread and with two."""
     flat = all(map(lies_flat, problem.specs[:3]))
-    return not flat and WholeTiles.plan(problem) is not None
+    return not flat and FusedTiles.plan(problem).alone is not None
 
 
 def sums_rows(problem: Problem, parts: int = 1) -> bool:
