@@ -1,4 +1,4 @@
-"""How fast backends' kernels are on GPUs, at best: shares of a GPU's peak, and a launch's time."""
+"""How fast kernels are: shares of a GPU's peak and a launch's time, and a CPU's own rates."""
 
 from __future__ import annotations
 
@@ -57,6 +57,37 @@ def rates() -> dict[tuple[str, int], Rate]:
 def read_shares(table: dict[str, float]) -> Shares:
     """A table of the file, the least head size first."""
     return tuple(sorted((int(size), share) for size, share in table.items()))
+
+
+@final
+@frozen(kw_only=True)
+class CpuRates:
+    """How fast a thread of some CPUs is, in units of rates.toml."""
+
+    native_half: bool
+    kernel_call: float
+    product_call: float
+    look: float
+    f32: float
+    half: float
+    softmax: float
+    kernel_softmax: float
+    kernel_reads: float
+    product_reads: float
+    copies: float
+    hides: float
+    hides_by_tile: float
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Of products in a dtype."""
+        return self.half if dtype in HALF else self.f32 * torch.float32.itemsize / dtype.itemsize
+
+
+@cache
+def cpu_rates(native_half: bool) -> CpuRates:
+    """The row of a CPU with, or without, products in bfloat16."""
+    rows = [CpuRates(**fields) for fields in read_rates()["cpu"]]
+    return next(row for row in rows if row.native_half == native_half)
 
 
 @cache

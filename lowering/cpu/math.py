@@ -15,16 +15,16 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import PlanTargetError, Reason
-from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
+from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import keep_weights
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, Write, switch_name
-from attn_graph.lowering.cpu import row_choice, sdpa
+from attn_graph.lowering.cpu import sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
-from attn_graph.lowering.cpu.all_kept import skips_booleans
+from attn_graph.lowering.cpu.all_kept import open_graph, skips_booleans
 from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.asking import POSITIONS
 from attn_graph.lowering.cpu.far_rows import or_by_products
@@ -36,6 +36,7 @@ from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.sink_sums import run_backward, sink_bytes
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
+from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase, cheapest_way, keeps, sdpa_seconds
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
 from attn_graph.lowering.reasons import BY_THREADS
@@ -46,25 +47,12 @@ from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
-AttentionTiles = FusedTiles | RowTiles | ProductTiles
 Tiles = AttentionTiles | TangentTiles
-# Cases of the blocked math lowering, half precision computed in float32, faster than PyTorch's own
-# half precision kernel on CPUs: by dtype and pass, and True if the CPU has the dtype natively. For
-# native bf16, `is_fast` decides by size.
-# Measured by benchmarks/choice.py; benchmarks/results has the figures of a CPU with native bf16.
-MATH_IS_FASTER = {
-    ("f16", "forward", False),
-    ("f16", "backward", False),
-    ("f16", "forward", True),
-    ("f16", "backward", True),
-    ("bf16", "backward", False),
-}
 NOTHING = Scratch()
 Tensors = Sequence[torch.Tensor]
 T = TypeVar("T")
 TileWork = Callable[[Tensors, Mapping[str, torch.Tensor]], Tensors]
 Dtypes = frozenset[torch.dtype]
-MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
@@ -115,13 +103,8 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | N
 
 def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -> AttentionTiles:
     """statistics: as `gives_statistics` has it."""
-    pays = row_choice.pays(problem, own, statistics)
-    fused = fused and fuses(problem)
-    if pays and row_choice.takes(problem):
-        return RowTiles.plan(problem)
-    if pays or not fused:
-        return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
-    return FusedTiles.plan(problem)
+    case = CpuCase(problem, own, fused, statistics)
+    return cheapest_way(case)[0].tile(case)
 
 
 def kept_problem(
@@ -162,30 +145,34 @@ def tile_kept(problem: Problem, rate: float, own: Dtypes) -> RowTiles | None:
 
 
 def record_weights(graph: Graph, target: Target) -> Graph | None:
-    """The graph with kept weights, if both passes are faster for it; else None."""
-    problem, own = sole(graph), own_products(target)
+    """The graph with kept weights, if both passes are faster for it, and for it without boolean
+    masks that may keep all places; else None."""
+    opened, own = open_graph(graph), own_products(target)
+    each = graph, *(opened[:1] if opened else ())
+    return keep_weights(graph) if all(gains_by_weights(x, own) for x in each) else None
+
+
+def gains_by_weights(graph: Graph, own: Dtypes) -> bool:
+    problem = sole(graph)
     if problem is None or problem.grad is not None:
-        return None
+        return False
     alone, rate = without_dropout(problem), problem.node.dropout
-    if not row_choice.keeps(alone, own, rate) or tile_kept(alone, rate, own) is None:
-        return None
-    return keep_weights(graph)
+    return keeps(alone, own, rate) and tile_kept(alone, rate, own) is not None
 
 
 def where_faster(graph: Graph, target: Target) -> str | None:
-    """The dtype, pass and size, if math is faster than PyTorch's kernel; else None."""
-    dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
-    pass_ = "backward" if graph.is_gradient else "forward"
-    if (dtype, pass_, dtype in target.native) in MATH_IS_FASTER:
-        return f"{dtype} {pass_}"
-    return f"{dtype} {pass_} of this size" if is_fast(graph, target) else None
-
-
-def is_fast(graph: Graph, target: Target) -> bool:
+    """The dtype and pass, if math is faster than one call of PyTorch's kernel; else None."""
     problem = sole(graph)
-    if problem is None:
-        return False
-    return row_choice.pays(problem, own_products(target), gives_statistics(graph, graph.eqns[0]))
+    if problem is None or problem.is_empty:
+        return None
+    statistics = gives_statistics(graph, graph.eqns[0])
+    case = CpuCase(fold_problem(problem) or problem, own_products(target), statistics=statistics)
+    way, seconds = cheapest_way(case)
+    if seconds >= sdpa_seconds(case):
+        return None
+    pass_ = "backward" if graph.is_gradient else "forward"
+    size = "" if way.name == "kernel" else " of this size"
+    return f"{NAMES[problem.dtype]} {pass_}{size}"
 
 
 def gives_statistics(graph: Graph, eqn: Eqn) -> bool:
@@ -204,24 +191,6 @@ def own_products(target: Target) -> Dtypes:
         return frozenset()
     half = {torch.bfloat16} if "bf16" in target.native else set[torch.dtype]()
     return frozenset({torch.float32, torch.float64, *half})
-
-
-def fuses(problem: Problem) -> bool:
-    """True if PyTorch's fused CPU kernel can compute the tiles: it adds, gives o and lse, and pulls
-    to q, k, v."""
-    node, grad = problem.node, problem.grad
-    if node.dropout or not all(m.additive for m in node.modifiers):
-        return False
-    if node.names != SAVED:
-        return False
-    sizes = problem.D, problem.E
-    if node.mask is not None and max(sizes) >= MOST_PADDING * min(sizes):
-        return False
-    if grad is None:
-        return True
-    trained = (name for m in node.modifiers for name in m.needs)
-    wanted = dict(zip(node.roles[3:], grad.wants[3:], strict=True))
-    return grad.with_do and not grad.with_dlse and not any(wanted[name] for name in trained)
 
 
 @final
@@ -427,13 +396,12 @@ def whole_sequence(
     if not isinstance(op, Attention | AttentionGrad) or target.kind != "cpu":
         return None
     problem = Problem.of(op, specs)
-    if problem.is_empty or not (options.switches.flash and fuses(problem)):
+    if problem.is_empty:
         return None
     folded = fold_problem(problem)
     part = problem if folded is None else folded
-    pays = row_choice.pays(part, own_products(target), gives)
-    tiles = None if pays else FusedTiles.plan(part)
-    if tiles is None or tiles.alone is None:
+    tiles = tile_problem(gives, options.switches.flash, own_products(target), part)
+    if not isinstance(tiles, FusedTiles) or tiles.alone is None:
         return None
     call, _ = unfold_ready(ready_alone(tiles, options), problem, folded)
 

@@ -195,10 +195,10 @@ class TileGrid:
     @property
     def packing(self) -> int:
         """Bytes allocated by oneDNN for products in half precision, at most: keys and values of a
-        tile, rows of sums, and for a gradient transposed weights."""
+        tile, rows of sums, and weights."""
         p, heads = self.problem, self.batch * self.groups
         lines, item = heads * self.r * self.rows, p.dtype.itemsize
-        weights = lines * self.reach * item if p.grad is not None else 0
+        weights = lines * self.reach * item
         return max(p.D, p.E) * (lines * p.wide.itemsize + heads * self.reach * item) + weights
 
     def wants(self, operand: int) -> bool:

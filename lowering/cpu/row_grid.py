@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import prod
 from typing import Self
 
 import torch
 from attrs import frozen
 
 from attn_graph.ir.philox import WORDS
-from attn_graph.kernels.row_sums import count_sum_bytes
+from attn_graph.kernels.row_sums import count_sum_bytes, has_whole_rows
 from attn_graph.lowering.cpu.asking import WORD, Extent, ask_mask
 from attn_graph.lowering.cpu.dropping import needed_to_draw
 from attn_graph.lowering.cpu.product_slots import (
@@ -22,7 +23,6 @@ from attn_graph.lowering.cpu.product_slots import (
     has_few_scores,
     lies_flat,
 )
-from attn_graph.lowering.cpu.row_choice import just_reads, reads_much, sums_rows
 from attn_graph.lowering.cpu.row_core import MOST_CAST, RowSteps
 from attn_graph.lowering.cpu.run_mask import caps_entries, cuts_entries
 from attn_graph.lowering.problem import Problem, cotangent_bytes
@@ -33,6 +33,14 @@ from attn_graph.spec import NAMES, TensorSpec
 # rows; and in half precision, unless rows are shorter than LONG_ROW and no multiple of VECTORS: it
 # takes what is left one by one. Elsewhere several passes are as fast or up to a third faster.
 SINGLE_ROWS, VECTORS, LONG_ROW = 64, 32, 400
+# For at most MOST_READING rows that read LEAST_READ bytes of k, k q^T takes a third of the time of
+# q k^T.
+MOST_READING, LEAST_READ = 4, 2**22
+# For at most MOST_SUMMED rows of a key/value head, p v is made as sums of rows of v, if v has
+# LEAST_SUMMED numbers, in float32 only from E = LONG_NUMBERS on. Sums take half the time of a
+# product, in float16 a twentieth.
+LONG_NUMBERS = 128
+MOST_SUMMED, LEAST_SUMMED = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 4}, 2**20
 
 
 @frozen
@@ -280,3 +288,22 @@ class RowGrid(TileGrid):
 
 def runs_by_entries(problem: Problem) -> bool:
     return not has_few_scores(problem) and caps_entries(problem)
+
+
+def sums_rows(problem: Problem, parts: int = 1) -> bool:
+    """True if p v of a problem, or of each of its parts, is made as sums of rows of v."""
+    p, v = problem, problem.specs[2]
+    few = p.grad is None and MOST_SUMMED.get(p.dtype, 0) >= p.lines
+    suits = p.E >= LONG_NUMBERS or p.dtype != torch.float32
+    return few and suits and prod(v.shape) >= parts * LEAST_SUMMED and has_whole_rows(v)
+
+
+def just_reads(problem: Problem) -> bool:
+    """True if few queries in float32 read much of k and v, in place in products."""
+    p, (k, v) = problem, problem.specs[1:3]
+    suits = p.grad is None and p.node.mask is None and p.dtype == p.wide
+    return suits and reads_much(p) and lies_flat(k) and lies_flat(v)
+
+
+def reads_much(problem: Problem, parts: int = 1) -> bool:
+    return problem.lines <= MOST_READING and problem.specs[1].type.bytes >= parts * LEAST_READ

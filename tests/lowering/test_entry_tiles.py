@@ -21,7 +21,7 @@ from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.strategies import mask_options, seeds, shapes, specs
 from attn_graph.testing.tensors import tensors_for
-from tests.support.planning import forget_plans
+from tests.support.planning import forget_plans, prefer_way
 
 DTYPES = st.sampled_from((torch.float32, torch.float64))
 # Of a few numbers `low` may be right by luck.
@@ -42,7 +42,7 @@ def every_entry_is_worth_it() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_mask, "LEAST_CUT", 0)
         patch.setattr(product_slots, "FEW_SCORES", 2**8)
-        forget_plans()
+        prefer_way(patch, "rows")
         yield
     forget_plans()
 

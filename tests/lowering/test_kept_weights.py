@@ -15,14 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
 from attn_graph.ir.passes import keeps_weights
-from attn_graph.lowering.cpu import product_slots, row_choice
+from attn_graph.lowering.cpu import product_slots
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
-from tests.support.planning import forget_plans
+from tests.support.planning import forget_plans, prefer_kept_weights
 
 NATIVE = evolve(Target.of("cpu"), native=("bf16",))
 DTYPES = st.sampled_from((torch.bfloat16, torch.float32, torch.float64))
@@ -35,11 +35,9 @@ DRAWN = graphs(shapes(most=60).filter(lambda s: s.B * s.H * s.M * s.N >= 256), D
 @pytest.fixture(autouse=True)
 def every_size_pays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems keep their weights too, in several tiles."""
-    for name in ("LEAST_KEPT", "LEAST_KEPT_OF_FEW", "LEAST_SEEN"):
-        monkeypatch.setattr(row_choice, name, 0)
     monkeypatch.setattr(product_slots, "FEW_SCORES", 2**8)
     monkeypatch.setattr(product_slots, "SCORES", 2**12)
-    forget_plans()
+    prefer_kept_weights(monkeypatch)
     yield
     forget_plans()
 
@@ -117,7 +115,7 @@ def test_dropout_keeps_weights_whatever_is_hidden(
 def test_few_scores_with_dropout_keep_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few: the gradient would draw again."""
     x = ag.TensorSpec((1, 1, 8, 8), torch.float32)
-    monkeypatch.setattr(row_choice, "LEAST_KEPT_OF_FEW", 2**22)
+    monkeypatch.undo()
     forget_plans()
     assert keeps(ag.compile(ag.attention(x, x, x, dropout=0.5)))
     assert not keeps(ag.compile(ag.attention(x, x, x)))

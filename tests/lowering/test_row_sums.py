@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.kernels import row_sums
-from attn_graph.lowering.cpu import row_choice, row_core
+from attn_graph.lowering.cpu import row_core, row_grid
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_slots import lies_flat
 from attn_graph.lowering.cpu.row_tiles import RowTiles
@@ -23,7 +23,7 @@ from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.strategies import seeds, strides_of
 from attn_graph.testing.tensors import tensors_for
 from tests.machine.test_memory import SMALL, allocated
-from tests.support.planning import forget_plans
+from tests.support.planning import forget_plans, prefer_way
 
 INF = float("inf")
 CPU = evolve(Target.of("cpu"), native=("bf16",))
@@ -164,17 +164,17 @@ def test_what_is_traced_is_a_product() -> None:
 
 # Plans
 
-PATCHED = {"LEAST_SUMMED": 0, "LONG_NUMBERS": 0, "LEAST_READ": 0, "LEAST_HALF": 0}
+PATCHED = {"LEAST_SUMMED": 0, "LONG_NUMBERS": 0, "LEAST_READ": 0}
 
 
 @pytest.fixture
 def small_problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems run so too, and casts are of few keys of few heads."""
     for name, number in PATCHED.items():
-        monkeypatch.setattr(row_choice, name, number)
+        monkeypatch.setattr(row_grid, name, number)
     monkeypatch.setattr(row_core, "MOST_CAST", 64)
     monkeypatch.setattr(row_core, "LEAST_KEYS", 3)
-    forget_plans()
+    prefer_way(monkeypatch, "rows")
     yield
     forget_plans()
 
@@ -246,7 +246,6 @@ def test_small_decoding_sums_rows(dtype: torch.dtype) -> None:
         (torch.float32, (1, 16, 16, 1, 1024, 128, 128), "sums"),
         (torch.float32, (1, 32, 16, 1, 1024, 128, 128), "sums"),
         (torch.float32, (1, 64, 16, 1, 1024, 128, 128), "products"),  # of more rows
-        (torch.float32, (1, 128, 16, 1, 2048, 128, 128), None),
         (torch.float32, (1, 64, 64, 1, 512, 64, 64), "products"),  # of short rows
         (torch.bfloat16, (1, 8, 8, 1, 2048, 64, 64), "sums"),
         (torch.bfloat16, (1, 8, 8, 1, 1024, 64, 64), "products"),
@@ -256,7 +255,7 @@ def test_small_decoding_sums_rows(dtype: torch.dtype) -> None:
         (torch.float16, (1, 16, 8, 1, 8192, 64, 64), "casts"),
         (torch.float16, (1, 16, 8, 1, 2**14, 64, 64), "casts"),
         (torch.float16, (1, 16, 8, 1, 2**14 + 1, 64, 64), None),
-        (torch.float16, (1, 32, 8, 1, 2048, 64, 64), None),
+        (torch.float16, (1, 32, 8, 1, 2048, 64, 64), "casts"),
         (torch.float16, (8, 32, 8, 1, 512, 64, 64), "casts"),
         (torch.float16, (1, 8, 8, 1, 1024, 64, 64), None),
     ],

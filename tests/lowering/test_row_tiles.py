@@ -15,7 +15,7 @@ import attn_graph as ag
 from attn_graph.ir.boxes import move_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.cpu import product_slots, row_choice
+from attn_graph.lowering.cpu import product_slots, row_grid
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
@@ -30,7 +30,7 @@ from attn_graph.testing.agreement import (
 from attn_graph.testing.rule import expect_gradients
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
-from tests.support.planning import forget_plans
+from tests.support.planning import forget_plans, prefer_way
 
 NATIVE = evolve(Target.of("cpu"), native=("bf16",))
 OTHER = evolve(NATIVE, native=())
@@ -44,13 +44,11 @@ DRAWN = graphs(shapes(most=150).filter(lambda s: s.B * s.H * s.M * s.N >= 256), 
 def every_size_pays() -> Iterator[None]:
     """Small problems run on these tiles too, several tiles a side."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("LEAST_HALF", "LEAST_READ", "FEW_ROWS", "SHORT_HEADS", "SHORT_ROWS"):
-            patch.setattr(row_choice, name, 0)
-        patch.setattr(row_choice, "MOST_SHORT", 2**30)
+        patch.setattr(row_grid, "LEAST_READ", 0)
         patch.setattr(product_slots, "FEW_SCORES", 2**8)
         patch.setattr(product_slots, "SCORES", 2**12)
         patch.setattr(product_slots, "WHOLE_MASKED_ROWS", 32)
-        forget_plans()
+        prefer_way(patch, "rows")
         yield
     forget_plans()
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attn_graph as ag
 from attn_graph.extend import Options
 from attn_graph.ir.passes import keeps_weights
-from attn_graph.lowering.cpu import product_slots, row_choice
+from attn_graph.lowering.cpu import product_slots
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import MOST_NUMBERS
@@ -22,7 +22,7 @@ from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
-from tests.support.planning import forget_plans
+from tests.support.planning import forget_plans, prefer_kept_weights, prefer_way
 
 NATIVE = evolve(Target.of("cpu"), native=("bf16",))
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -107,14 +107,17 @@ def test_short_sequences_with_lengths_train(dtype: torch.dtype) -> None:
 
 
 @pytest.fixture
-def nothing_is_few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small problems pay, and their scores are not few."""
-    monkeypatch.setattr(product_slots, "FEW_SCORES", 2**8)
-    for name in ("LEAST_HALF", "SHORT_HEADS", "SHORT_ROWS"):
-        monkeypatch.setattr(row_choice, name, 0)
-    forget_plans()
+def on_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Problems run on whole rows."""
+    prefer_way(monkeypatch, "rows")
     yield
     forget_plans()
+
+
+@pytest.fixture
+def nothing_is_few(on_rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small problems run on whole rows, and their scores are not few."""
+    monkeypatch.setattr(product_slots, "FEW_SCORES", 2**8)
 
 
 @pytest.mark.usefixtures("nothing_is_few")
@@ -137,8 +140,11 @@ def test_runs_of_batch_entries_hide_what_the_lengths_of_each_say(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_that_data_hides_has_gradients_of_zero(dtype: torch.dtype) -> None:
+def test_a_row_that_data_hides_has_gradients_of_zero(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever its cotangent holds. Other rows are as they are without it."""
+    prefer_kept_weights(monkeypatch)
     x = ag.TensorSpec((8, 12, 64, 16), dtype)
     graph = ag.attention(x, x, x, keep=ag.TensorSpec((8, 1, 64, 64), torch.bool))
     q, k, v, keep = tensors_for(graph, 1)
@@ -211,6 +217,7 @@ def test_what_lengths_hide_is_held_by_their_numbers() -> None:
     assert mask.read((q, k, v, lengths + 1)) is not first
 
 
+@pytest.mark.usefixtures("on_rows")
 def test_many_lengths_are_not_read_as_numbers() -> None:
     for B in (MOST_NUMBERS, MOST_NUMBERS + 1):
         graph = ragged((B, 1, 1, 16), (B, 1, 8, 16), torch.bfloat16)
@@ -220,6 +227,7 @@ def test_many_lengths_are_not_read_as_numbers() -> None:
         check_outputs(plan_of(graph), graph, tensors_for(graph, 1))
 
 
+@pytest.mark.usefixtures("on_rows")
 def test_what_no_data_decides_is_held_for_every_batch() -> None:
     x = ag.TensorSpec((64, 4, 64, 64), torch.float32)
     graph = ag.attention(x, x, x, mask=ag.Causal())

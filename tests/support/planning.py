@@ -1,6 +1,13 @@
-"""What tests that change limits of planning need."""
+"""What tests that change how CPUs plan need."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from attrs import evolve
 
 import attn_graph as ag
+from attn_graph.lowering.cpu import ways
 from attn_graph.lowering.cpu.math import tile_equations
 
 
@@ -8,3 +15,25 @@ def forget_plans() -> None:
     """Graphs that come again are planned again, by the limits of then."""
     ag.clear_cache()
     tile_equations.cache_clear()
+
+
+def prefer_way(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Every problem runs this way on CPUs, unless the way refuses it."""
+    free = [evolve(way, seconds=lambda _: 0.0) if way.name == name else way for way in ways.WAYS]
+    patch.setattr(ways, "WAYS", tuple(free))
+    forget_plans()
+
+
+@contextmanager
+def one_way(name: str) -> Iterator[None]:
+    """Plans made meanwhile run this way, so graphs with and without sizes give the same bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        prefer_way(patch, name)
+        yield
+    forget_plans()
+
+
+def prefer_kept_weights(patch: pytest.MonkeyPatch) -> None:
+    """Every forward keeps its weights that can, in no more memory than its operands take."""
+    patch.setattr(ways, "kept_seconds", lambda _: 0.0)
+    forget_plans()

@@ -1,0 +1,226 @@
+"""Three ways to compute an attention on CPUs: each is right, and the cheapest one runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.passes import keeps_weights
+from attn_graph.lowering.cpu import ways
+from attn_graph.lowering.cpu.math import own_products, plan_tiles
+from attn_graph.lowering.cpu.product_slots import share_evenly
+from attn_graph.lowering.cpu.row_tiles import RowTiles
+from attn_graph.lowering.problem import problems_in
+from attn_graph.lowering.rates import cpu_rates, read_rates
+from attn_graph.machine.target import Target
+from attn_graph.testing.agreement import check_gradients, check_outputs
+from attn_graph.testing.strategies import graphs, seeds, shapes
+from attn_graph.testing.tensors import tensors_for
+from tests.support.planning import forget_plans, prefer_way
+
+NATIVE = evolve(Target.of("cpu"), native=("bf16",))
+OTHER = evolve(NATIVE, native=())
+BF16, F32 = torch.bfloat16, torch.float32
+NAMES = [way.name for way in ways.WAYS]
+DTYPES = st.sampled_from((torch.bfloat16, torch.float32, torch.float64))
+# Of a few numbers `low` may be right by luck.
+DRAWN = graphs(shapes(most=40).filter(lambda s: s.B * s.H * s.M * s.N >= 256), DTYPES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(graph=DRAWN, seed=seeds)
+def test_every_way_is_within_the_rule(name: str, graph: ag.Graph, seed: int) -> None:
+    """On every problem that it does not refuse, each draw in new plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        prefer_way(patch, name)
+        plan, tensors = (
+            ag.compile(graph, target=NATIVE, backends=("math",)),
+            tensors_for(graph, seed),
+        )
+        check_outputs(plan, graph, tensors)
+        try:
+            check_gradients(plan, graph, tensors, seed)
+        except ag.NoBackendError:  # there is no gradient of what it returns
+            reject()
+        finally:
+            forget_plans()
+
+
+@given(graph=DRAWN, native=st.sampled_from((NATIVE, OTHER)))
+def test_the_cheapest_way_that_does_not_refuse_runs(graph: ag.Graph, native: Target) -> None:
+    plan = ag.compile(graph, target=native, backends=("math",))
+    for problem in problems_in(plan.graph):
+        if problem.is_empty:
+            continue
+        case = ways.CpuCase(problem, own_products(native))
+        chosen, seconds = ways.cheapest_way(case)
+        assert chosen.refuses(case) is None
+        assert all(seconds <= x.seconds(case) or x.refuses(case) for x in ways.WAYS)
+
+
+def problem_of(dtype: torch.dtype, *sizes: int, **options: Any) -> ways.CpuCase:
+    """The case of B, H, G, M and N of heads of 64."""
+    B, H, G, M, N = sizes
+    q, k = (ag.TensorSpec((B, *x, 64), dtype) for x in ((H, M), (G, N)))
+    graph = ag.compile(ag.attention(q, k, k, **options), target=NATIVE, backends=("math",)).graph
+    (problem,) = problems_in(graph)
+    return ways.CpuCase(problem, own_products(NATIVE))
+
+
+@given(
+    dtype=DTYPES,
+    sizes=st.tuples(*(st.integers(1, most) for most in (8, 8, 64, 256))),
+    mask=st.sampled_from((None, ag.Causal("bottom_right"), ag.KeyLengths())),
+)
+def test_more_batch_entries_cost_more(
+    dtype: torch.dtype, sizes: tuple[int, int, int, int], mask: ag.Mask | None
+) -> None:
+    B, H, M, N = sizes
+    prices = []
+    for entries in (B, 2 * B):
+        lengths = {"kv_lengths": ag.TensorSpec((entries,), torch.int32)}
+        more = lengths if isinstance(mask, ag.KeyLengths) else {}
+        case = problem_of(dtype, entries, H, H, M, N, mask=mask, **more)
+        prices.append([way.seconds(case) for way in ways.WAYS])
+    assert all(0 < few < many for few, many in zip(*prices, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "name"),
+    [
+        (BF16, (1, 32, 8, 1, 8192), "rows"),
+        (BF16, (16, 12, 12, 128, 128), "rows"),
+        (BF16, (1, 1, 1, 1, 8), "kernel"),
+        (F32, (1, 32, 32, 1, 8192), "rows"),  # k and v are read once
+        (F32, (2, 16, 16, 256, 256), "kernel"),
+        (torch.float16, (8, 12, 12, 1, 1024), "rows"),
+        (torch.float16, (8, 12, 12, 256, 256), "kernel"),
+    ],
+)
+def test_jobs_of_the_benchmark_run_the_fastest_way(
+    dtype: torch.dtype, sizes: tuple[int, ...], name: str
+) -> None:
+    assert ways.cheapest_way(problem_of(dtype, *sizes))[0].name == name
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_window_of_few_keys_makes_the_kernel_cheaper(dtype: torch.dtype) -> None:
+    mask = ag.Window(63, align="bottom_right")
+    case = problem_of(dtype, 3, 16, 16, 64, 4096, mask=mask)
+    assert ways.cheapest_way(case)[1] < ways.cheapest_way(evolve_mask(case))[1] / 4
+
+
+@pytest.mark.parametrize("key_heads", [4, 16])
+@pytest.mark.parametrize("tokens", [4096, 16384])
+@pytest.mark.parametrize("mask", [ag.Causal(), None], ids=str)
+def test_training_on_documents_copies_no_operands_for_a_little_time(
+    mask: ag.Mask | None, tokens: int, key_heads: int
+) -> None:
+    """Only sums of the gradients of keys are in float32."""
+    q, k = (ag.TensorSpec((1, heads, tokens, 128), BF16) for heads in (16, key_heads))
+    document, of = ag.SameSegment(), ag.TensorSpec((1, tokens), torch.int64)
+    mask = document if mask is None else mask & document
+    graph = ag.attention(q, k, k, mask=mask, q_segments=of, kv_segments=of)
+    needed = ag.compile(graph, target=NATIVE, backends=("math",)).memory().workspace_backward
+    sums, tile = 2 * 2 * k.type.bytes, 2**26
+    assert needed is not None
+    assert needed <= sums + tile
+
+
+def evolve_mask(case: ways.CpuCase) -> ways.CpuCase:
+    p = case.problem
+    return evolve(case, problem=evolve(p, node=evolve(p.node, mask=None)))
+
+
+@pytest.mark.parametrize("mask", [None, ag.Causal("top_left")], ids=str)
+@pytest.mark.parametrize("sizes", [(8, 4, 128, 64), (16, 12, 128, 64), (32, 8, 16, 64)])
+def test_short_rows_with_gaps_are_read_as_they_lie(
+    sizes: tuple[int, ...], mask: ag.Mask | None
+) -> None:
+    """As layers of models bring heads: one call of the kernel, forward and in training."""
+    _, H, M, D = sizes
+    for step in (H * D, 3 * H * D):  # q alone, or beside k and v
+        x = ag.TensorSpec(sizes, F32, (M * step, D, step, 1))
+        plan = ag.compile(ag.attention(x, x, x, mask=mask))
+        assert {plan.backend, plan.recorded.backend} == {"torch_sdpa"}
+        assert not keeps_weights(plan.recorded.graph)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("rows", [1, 128])
+def test_short_sequences_with_a_mask_of_booleans_keep_weights(
+    dtype: torch.dtype, rows: int
+) -> None:
+    x = ag.TensorSpec((16, 12, 128, 64), dtype)
+    keep = ag.TensorSpec((16, 1, rows, 128), torch.bool)
+    plan = ag.compile(ag.attention(x, x, x, keep=keep), target=NATIVE)
+    assert keeps_weights(plan.recorded.graph)
+    (tiles,) = plan_tiles(plan.recorded.graph, NATIVE, ag.extend.Options())
+    assert isinstance(tiles, RowTiles)
+    assert tiles.by_entries
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "keeps"),
+    [(BF16, 16, True), (BF16, 256, True), (F32, 16, False), (F32, 256, True), (F32, 1024, False)],
+)
+def test_a_mask_of_booleans_keeps_weights_where_the_graph_without_it_does(
+    dtype: torch.dtype, keys: int, keeps: bool
+) -> None:
+    """A call that keeps all places runs without the mask, and gives the same bits."""
+    x, keep = ag.TensorSpec((8, 12, keys, 64), dtype), ag.TensorSpec((8, 1, 1, keys), torch.bool)
+    graphs = ag.attention(x, x, x, keep=keep), ag.attention(x, x, x)
+    recorded = [ag.compile(graph, target=NATIVE).recorded for graph in graphs]
+    assert [keeps_weights(each.graph) for each in recorded] == [keeps, keeps]
+
+
+@pytest.mark.parametrize("sizes", [(160, 16, 256, 64), (2, 130, 520, 130)])
+def test_a_backward_of_many_tiles_reads_kept_weights_too(sizes: tuple[int, ...]) -> None:
+    x, side = ag.TensorSpec(sizes, F32), sizes[2]
+    graph = ag.attention(x, x, x, bias=ag.TensorSpec((1, 1, side, side), F32))
+    plan = ag.compile(graph, target=OTHER)
+    assert keeps_weights(plan.recorded.graph)
+    for each in (plan.recorded, plan.training_vjp):
+        (tiles,) = plan_tiles(each.graph, OTHER, ag.extend.Options())
+        assert isinstance(tiles, RowTiles)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 16, 256), (3, 1, 16, 256), (4, 2, 16, 1024)])
+def test_the_choice_for_grouped_heads_is_that_of_rows_of_one(sizes: tuple[int, ...]) -> None:
+    """So a call takes no more memory than a limit of the workspace counts."""
+    B, G, r, N = sizes
+    q, k = (ag.TensorSpec(x, F32) for x in ((B, G * r, 1, 64), (B, G, N, 64)))
+    workspace = ag.Workspace()
+    options: dict[str, Any] = {"backends": ("math",), "workspace": workspace}
+    plan = ag.compile(ag.attention(q, k, k), max_workspace=2**22, **options)
+    plan(torch.randn(q.shape), *(torch.randn(k.shape) for _ in range(2)))
+    assert workspace.bytes == plan.memory().workspace_forward
+
+
+def test_heads_that_share_keys_are_cut_where_their_scores_are_many() -> None:
+    tiles = {2**14: "128 heads x 1 queries", 2**15: "1 x 1 heads x 64 queries"}
+    for keys, size in tiles.items():
+        q, k = (ag.TensorSpec((1, *s, 64), BF16) for s in ((128, 1), (1, keys)))
+        plan = ag.compile(ag.attention(q, k, k), target=NATIVE, backends=("math",))
+        assert f"products on tiles of {size}" in str(plan.explain())
+        assert "rows of one: q is [1, 1, 128, 64]" in str(plan.explain())
+
+
+def test_each_kind_of_cpu_has_at_most_twelve_rates() -> None:
+    assert {cpu_rates(half).native_half for half in (True, False)} == {True, False}
+    assert all(len(row) <= 13 for row in read_rates()["cpu"])  # and the kind
+
+
+@given(count=st.integers(1, 300), most=st.integers(1, 300))
+def test_even_shares_are_as_many_as_full_ones(count: int, most: int) -> None:
+    share = share_evenly(count, most)
+    shares = -(-count // share)
+    assert share <= most
+    assert shares == -(-count // most)
+    assert share == 1 or -(-count // (share - 1)) > shares
