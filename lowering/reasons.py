@@ -11,7 +11,7 @@ from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Pack, Unpack
 from attn_graph.ir.paging import SumPages, Unpage
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES
@@ -19,7 +19,6 @@ from attn_graph.spec import NAMES
 PACKING = (Unpack, Pack)
 PAGING = (Unpage, SumPages)
 BY_THREADS = "has products that PyTorch divides among threads by the size of the batch"
-DERIVED = (AttentionJvp, AttentionGradJvp)  # ops of forward mode
 
 
 def other_device(limit: str, target: Target) -> Reason:
@@ -52,10 +51,10 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
     pages.
     """
     ops = [eqn.op for eqn in graph.eqns]
-    pushed = [op for op in ops if isinstance(fused_op(op), DERIVED)]
-    packed = any(isinstance(op, Packed) for op in pushed)
+    pushed = [within for op in ops if isinstance(within := fused_op(op), AttentionJvp)]
+    packed = any(isinstance(op, Packed) and op.op in pushed for op in ops)
     if pushed and (packed or not pushes):
-        names = ", ".join(type(fused_op(op)).__name__ for op in pushed)
+        names = ", ".join(f"AttentionJvp{' of a gradient' if op.grad else ''}" for op in pushed)
         limit = f"computes no tangents{' of packed tensors' * pushes}"
         others = "math supports it" if packed else "math and triton compute them"
         return Reason("tangents", limit, f"the graph has {names}; {others}")

@@ -381,7 +381,7 @@ class AttentionGrad(Fused):
 
         The second derivative is symmetric. o and lse move with q, k and v: they have no gradient.
         """
-        from attn_graph.ir.tangents import AttentionGradJvp, present, push_attention, some
+        from attn_graph.ir.tangents import AttentionJvp, present, push_attention, some
 
         if self.attention.keeps:
             again = self.read_again(emit, operands)
@@ -391,7 +391,7 @@ class AttentionGrad(Fused):
         moved = [next(each) if wanted else None for wanted in self.wants]
         own = operands[: len(moved)]
         to, tlse = push_attention(node, emit, own, moved)[-2:]
-        op = AttentionGradJvp(evolve(self, wants=node.trains), present(moved))
+        op = AttentionJvp(evolve(self, wants=node.trains), present(moved))
         made = iter(emit(op, *operands, to, tlse, *some(moved)))
         gradients = (next(made) if trained else None for trained in node.trains)
         cotangents = (*((to,) * self.with_do), *((tlse,) * self.with_dlse))
@@ -399,7 +399,7 @@ class AttentionGrad(Fused):
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         """o and lse move with q, k and v: their tangents are operands, or computed."""
-        from attn_graph.ir.tangents import AttentionGradJvp, present, push_attention, some
+        from attn_graph.ir.tangents import AttentionJvp, present, push_attention, some
 
         if self.attention.keeps:
             *moves, _, tdo = tangents
@@ -414,7 +414,7 @@ class AttentionGrad(Fused):
         to, tlse = given.o, given.lse
         if to is None or tlse is None:
             to, tlse = push_attention(self.attention, emit, x.own, moved)[-2:]
-        op = AttentionGradJvp(self, present(moved), *present(turned))
+        op = AttentionJvp(self, present(moved), *present(turned))
         return emit(op, *operands, to, tlse, *some(moved), *some(turned))
 
 

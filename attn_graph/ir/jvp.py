@@ -99,7 +99,7 @@ def push_equation(
     pushed = eqn.op.push(b.emit, operands, results, moved)
     last = b.eqns[-1]
     pushed_op, own = fused_op(last.op), fused_op(eqn.op)
-    if isinstance(pushed_op, AttentionJvp) and pushed_op.attention == own:
+    if isinstance(pushed_op, AttentionJvp) and not pushed_op.grad and pushed_op.of == own:
         first = len(b.types) - len(last.outs)
         results = tuple(Value(b, first + n) for n in range(len(results)))
     return results, pushed

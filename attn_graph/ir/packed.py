@@ -21,7 +21,7 @@ from attn_graph.ir.packing import (
     to_most,
 )
 from attn_graph.ir.paging import SumPages, Unpage, table_problems
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
+from attn_graph.ir.tangents import AttentionJvp, attention_in
 from attn_graph.masks import And, KeyLengths, Mask, QueryLengths, flatten_join
 from attn_graph.spec import ValueType
 
@@ -58,11 +58,9 @@ def with_operands(
     match op:
         case AttentionGrad(wants=wants):
             return evolve(op, attention=node, wants=tuple(wants[i] for i in kept))
-        case AttentionJvp(tangents=tangents):
-            return evolve(op, attention=node, tangents=tuple(tangents[i] for i in kept))
-        case AttentionGradJvp(grad=grad, tangents=tangents):
-            within = with_operands(grad, node, kept)
-            return evolve(op, grad=within, tangents=tuple(tangents[i] for i in kept))
+        case AttentionJvp(of=of, tangents=tangents):
+            within = with_operands(of, node, kept)
+            return evolve(op, of=within, tangents=tuple(tangents[i] for i in kept))
         case Packed(op=inner):
             return evolve(op, op=with_operands(inner, node, kept))
     return node

@@ -20,7 +20,7 @@ from attn_graph.ir.graph import Graph, Op, op_name
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.relative import MODIFIERS
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.views import VIEW_OPS
 from attn_graph.ir.vjp import lay_out, output_names
 from attn_graph.masks import And, Mask, Or, join_masks, require_mask
@@ -41,7 +41,7 @@ OPS: tuple[type[Op], ...] = (
     *(gradient_ops.SoftmaxJvp, gradient_ops.SoftmaxGradJvp, gradient_ops.SinkGradJvp),
     *(sums.Add, sums.Zeros, modifiers.Back, modifiers.Collect, modifiers.Bend, modifiers.Spread),
     *(*MODIFIERS, Addend, Factor),
-    *(Attention, AttentionGrad, AttentionJvp, AttentionGradJvp),
+    *(Attention, AttentionGrad, AttentionJvp),
     *(packing.Lengths, packing.Unpack, packing.Pack, Packed, paging.Unpage, paging.SumPages),
     *VIEW_OPS,
 )

@@ -20,7 +20,7 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packed_fusing import fuse_packed
 from attn_graph.ir.rewrite import Copy, replay
-from attn_graph.ir.tangents import AttentionGradJvp, attention_in
+from attn_graph.ir.tangents import AttentionJvp, attention_in, gradient_in
 from attn_graph.masks.canonical import canonical_mask
 
 
@@ -215,7 +215,7 @@ def narrow(graph: Graph) -> Graph:
     """Let gradients of attention compute only the results that are read."""
     users, copy = count_users(graph), Copy(graph)
     for eqn, outs in graph.numbered:
-        if isinstance(fused_op(eqn.op), AttentionGrad | AttentionGradJvp):
+        if gradient_in(fused_op(eqn.op)) is not None:
             op = select_results(eqn.op, [i in users for i in outs])
             copy.add(op, eqn.args, [i for i in outs if i in users])
         else:
@@ -228,8 +228,8 @@ def select_results(op: Op, read: Sequence[bool]) -> Any:  # Any: an op of the sa
     match op:
         case Packed(op=inner):
             return evolve(op, op=select_results(inner, read))
-        case AttentionGradJvp(grad=grad):
-            return evolve(op, grad=select_results(grad, read))
+        case AttentionJvp(of=AttentionGrad() as grad):
+            return evolve(op, of=select_results(grad, read))
         case AttentionGrad():
             live = iter(read)
             return evolve(op, wants=tuple(wanted and next(live) for wanted in op.wants))

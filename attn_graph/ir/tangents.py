@@ -1,7 +1,7 @@
-"""Forward mode through a whole attention, and through its gradient, each as one op.
+"""Forward mode through a whole attention, or through its gradient, as one op.
 
-With these two ops every second derivative is a graph. Forward over reverse, the tangent of a
-gradient, is AttentionGradJvp. So is double backward, since second derivatives are symmetric: the
+With it every second derivative is a graph. Forward over reverse is the tangent of a gradient. So is
+double backward, since second derivatives are symmetric: the
 cotangents of dq, dk and dv are directions in which q, k and v move.
 """
 
@@ -57,9 +57,13 @@ def attention_in(op: Op) -> Attention | None:
             return op
         case AttentionGrad(attention=node) | AttentionJvp(attention=node):
             return node
-        case AttentionGradJvp(grad=grad):
-            return grad.attention
     return None
+
+
+def gradient_in(op: Op) -> AttentionGrad | None:
+    """The gradient of an attention that an op is or pushes; None for other ops."""
+    within = op.of if isinstance(op, AttentionJvp) else op
+    return within if isinstance(within, AttentionGrad) else None
 
 
 def run_op(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -101,86 +105,154 @@ def misfits(
 
 @final
 @frozen
-class AttentionJvp(Fused):
-    """The operands of an Attention, tangents of those flagged -> o, lse, ..., to, tlse.
+class GradientTangents(Generic[T]):
+    """The operands of an AttentionJvp through a gradient, and their tangents.
 
-    With r the products, p = exp(s - lse) and z the kept places of dropout over (1 - rate):
+    own: of the attention's operands, None for those without.
+    """
+
+    read: GradientOperands[T]
+    to: T
+    tlse: T
+    own: tuple[T | None, ...]
+    tdo: T | None
+    tdlse: T | None
+
+
+@final
+@frozen
+class AttentionJvp(Fused):
+    """Forward mode through an attention, or through its gradient.
+
+    The operands of `of`, tangents of those flagged -> o, lse, ..., to, tlse. With r the products,
+    p = exp(s - lse) and z the kept places of dropout over (1 - rate):
 
         tr   = scale (tq k^T + q tk^T)
         ts   = tr, forward through the modifiers; 0 where s is -inf
         tlse = sum_j p ts + exp(sinks - lse) tsinks
         to   = sum_j (p z) (ts v + tv) - tlse o
 
-    `tangents` flags the operands that have one; the others stay fixed.
+    Through a gradient: its operands, to, tlse, tangents -> the tangent of each gradient. With the
+    letters of AttentionGrad, and g = dp - delta + dlse:
+
+        tp     = p (ts - tlse)
+        tdp    = (tdo v^T + do tv^T) z
+        tdelta = sum_e (tdo o + do to)
+        tg     = tdp - tdelta + tdlse,   tds = tp g + p tg   then back through the modifiers
+        tdq    = scale (tds k + ds tk),  tdk = scale (tds^T q + ds^T tq)
+        tdv    = (tp z)^T do + (p z)^T tdo
+        tdsinks = sum_bi exp(sinks - lse) ((tsinks - tlse) (dlse - delta) + tdlse - tdelta)
+
+    `tangents` flags the operands of the attention that have one, `with_tdo` and `with_tdlse` the
+    cotangents; the others stay fixed.
     """
 
-    attention: Attention
+    of: Attention | AttentionGrad
     tangents: tuple[bool, ...] = field(converter=as_flags)
+    with_tdo: bool = False
+    with_tdlse: bool = False
     is_gradient = True
 
     def __attrs_post_init__(self) -> None:
         check_flags("attention_jvp", self.attention, self.tangents)
+        if self.grad is None and (self.with_tdo or self.with_tdlse):
+            raise GraphError(
+                "attention_jvp: tangents of do and dlse go with a gradient, not a forward"
+            )
+
+    @property
+    def grad(self) -> AttentionGrad | None:
+        """The gradient it goes through; None if it goes through an attention."""
+        return self.of if isinstance(self.of, AttentionGrad) else None
+
+    @property
+    def attention(self) -> Attention:
+        return self.of.attention if isinstance(self.of, AttentionGrad) else self.of
 
     @cached_property
     def takes(self) -> tuple[Role, ...]:
-        own = self.attention.takes
-        return (*own, *mark_flagged(own, self.tangents, "t"))
+        moved = mark_flagged(self.attention.takes, self.tangents, "t")
+        first = MOVED if self.grad else ()
+        last = *(("tdo",) * self.with_tdo), *(("tdlse",) * self.with_tdlse)
+        return (*self.of.takes, *map(Role.of_rows, first), *moved, *map(Role.of_rows, last))
 
     @cached_property
     def gives(self) -> tuple[Role, ...]:
+        if self.grad is not None:
+            return tuple([role.marked("t") for role in self.grad.gives])
         return (*self.attention.gives, *map(Role.of_rows, MOVED))
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        return (*self.attention.statistics, "tlse")
+        return () if self.grad else (*self.attention.statistics, "tlse")
 
     @property
     def without_gradient(self) -> tuple[str, ...]:
-        return self.attention.without_gradient
+        return self.of.without_gradient
 
     @property
     def saved(self) -> tuple[str, ...]:
-        return (*SAVED, *MOVED)
+        return () if self.grad else (*SAVED, *MOVED)
+
+    @property
+    def carried(self) -> tuple[int, ...]:
+        n = len(self.of.takes)
+        return (*self.of.carried, *((n, n + 1) if self.grad else ()))
 
     def split(self, operands: Sequence[T]) -> tuple[tuple[T, ...], tuple[T | None, ...]]:
-        """The attention's own operands, and the tangent of each, or None."""
-        n = len(self.tangents)
-        return tuple(operands[:n]), spread_flags(self.tangents, operands[n:])
+        """The operands of `of`, and the tangent of each of the attention's own, or None."""
+        n = len(self.of.takes)
+        first = n + len(MOVED) if self.grad else n
+        return tuple(operands[:n]), spread_flags(self.tangents, operands[first:])
+
+    def directions(self, operands: Sequence[T]) -> GradientTangents[T]:
+        """The operands by role, through a gradient."""
+        assert self.grad is not None
+        read, moved = self.split(operands)
+        (to, tlse, *more), count = operands[len(read) :], sum(self.tangents)
+        rest = iter(more[count:])
+        return GradientTangents(
+            self.grad.split(read),
+            to,
+            tlse,
+            moved,
+            next(rest) if self.with_tdo else None,
+            next(rest) if self.with_tdlse else None,
+        )
 
     def problems(self, *types: ValueType) -> Iterator[str]:
-        own, moved = self.split(types)
-        yield from self.attention.problems(*own)
-        yield from misfits("attention_jvp", [f"t{x}" for x in self.attention.roles], moved, own)
-        yield from promise_problems(self.attention, types)
+        node, (read, moved) = self.attention, self.split(types)
+        own = read[: len(self.tangents)]
+        yield from self.of.problems(*read)
+        who, names = "attention_jvp", [f"t{x}" for x in node.roles]
+        yield from misfits(who, names, moved, own)
+        if self.grad is not None:
+            x, (o, lse) = self.directions(types), node.infer(*own)
+            yield from misfits(
+                who, [*MOVED, "tdo", "tdlse"], [x.to, x.tlse, x.tdo, x.tdlse], [o, lse, o, lse]
+            )
+            yield from self.of.gradient_problems()
+        yield from promise_problems(node, types)
 
     def gradient_problems(self) -> Iterator[str]:
-        for modifier in self.attention.modifiers:
+        if self.grad is not None:
+            yield NO_THIRD
+        for modifier in () if self.grad else self.attention.modifiers:
             yield from modifier.second_problems()
 
     def push_problems(self) -> Iterator[str]:
-        yield NO_SECOND_PUSH
+        yield NO_THIRD if self.grad else NO_SECOND_PUSH
 
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
-        results = self.attention.infer(*types[: len(self.tangents)])
-        return (*results, *results[:2])
+        results = self.of.infer(*types[: len(self.of.takes)])
+        return results if self.grad else (*results, *results[:2])
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        own, moved = self.split(operands)
-        results = self.attention.run(*own)
-        given, tangents = self.attention.split(own), self.attention.split(moved)
-        wide = results[1].dtype
-        lse = results[1].to(wide)
-        steps, ts = push_scores(self.attention, own, moved)
-        p, total = weigh_again(steps[-1], lse, given.sinks, self.attention.part)
-        tlse = (p * ts[-1]).sum(-1)
-        if given.sinks is not None and tangents.sinks is not None:
-            tlse = tlse + sink_tangent(given.sinks, tangents.sinks, lse) / total
-        weights = p * dropout_factor(self.attention, given, p)
-        (to,) = ops.Weigh().run(weights * ts[-1], given.v.to(wide))
-        if tangents.v is not None:
-            to = to + ops.Weigh().run(weights, tangents.v.to(wide))[0]
-        (o,) = ops.Weigh().run(weights, given.v.to(wide))
-        return (*results, (to - tlse[..., None] * o).to(results[0].dtype), tlse)
+        if self.grad is None:
+            return push_whole(self.attention, *self.split(operands))
+        given = clear_cotangents(self.directions(operands))
+        wanted = zip(gradient_tangents(self.attention, given), self.grad.wants, strict=True)
+        return tuple(t for t, want in wanted if want and t is not None)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         """First gradients by the tangents; second derivatives along them by the others."""
@@ -194,10 +266,29 @@ class AttentionJvp(Fused):
             return (*spread_flags(node.trains, made), *(None for _ in some(moved)))
         alone = emit(AttentionGrad(node, self.tangents, *present(second)), *read, *some(second))
         grad = AttentionGrad(node, node.trains, *present(second))
-        along = AttentionGradJvp(grad, self.tangents, *present(usual))
+        along = AttentionJvp(grad, self.tangents, *present(usual))
         moves = [*(saved[name] for name in MOVED), *some(moved), *some(usual)]
         made = emit(along, *read, *some(second), *moves)
         return (*spread_flags(node.trains, made), *alone)
+
+
+def push_whole(
+    node: Attention, own: Sequence[torch.Tensor], moved: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """The formulas of AttentionJvp through an attention, on whole arrays."""
+    results, given, tangents = node.run(*own), node.split(own), node.split(moved)
+    lse, wide = results[1], results[1].dtype
+    steps, ts = push_scores(node, own, moved)
+    p, total = weigh_again(steps[-1], lse, given.sinks, node.part)
+    tlse = (p * ts[-1]).sum(-1)
+    if given.sinks is not None and tangents.sinks is not None:
+        tlse = tlse + sink_tangent(given.sinks, tangents.sinks, lse) / total
+    weights = p * dropout_factor(node, given, p)
+    (to,) = ops.Weigh().run(weights * ts[-1], given.v.to(wide))
+    if tangents.v is not None:
+        to = to + ops.Weigh().run(weights, tangents.v.to(wide))[0]
+    (o,) = ops.Weigh().run(weights, given.v.to(wide))
+    return (*results, (to - tlse[..., None] * o).to(results[0].dtype), tlse)
 
 
 def present(values: Values) -> tuple[bool, ...]:
@@ -241,106 +332,6 @@ def push_scores(
     return steps, ts
 
 
-@final
-@frozen
-class GradientTangents(Generic[T]):
-    """The operands of an AttentionGradJvp: the gradient's operands and their tangents.
-
-    own: of the attention's operands, None for those without.
-    """
-
-    read: GradientOperands[T]
-    to: T
-    tlse: T
-    own: tuple[T | None, ...]
-    tdo: T | None
-    tdlse: T | None
-
-
-@final
-@frozen
-class AttentionGradJvp(Fused):
-    """The operands of an AttentionGrad, to, tlse, tangents -> the tangent of each gradient.
-
-    With the letters of AttentionGrad and AttentionJvp, and g = dp - delta + dlse:
-
-        tp     = p (ts - tlse)
-        tdp    = (tdo v^T + do tv^T) z
-        tdelta = sum_e (tdo o + do to)
-        tg     = tdp - tdelta + tdlse,   tds = tp g + p tg   then back through the modifiers
-        tdq    = scale (tds k + ds tk),  tdk = scale (tds^T q + ds^T tq)
-        tdv    = (tp z)^T do + (p z)^T tdo
-        tdsinks = sum_bi exp(sinks - lse) ((tsinks - tlse) (dlse - delta) + tdlse - tdelta)
-
-    `tangents` flags the operands of the attention that have one, `with_tdo` and `with_tdlse` the
-    cotangents.
-    """
-
-    grad: AttentionGrad
-    tangents: tuple[bool, ...] = field(converter=as_flags)
-    with_tdo: bool = False
-    with_tdlse: bool = False
-    is_gradient = True
-
-    def __attrs_post_init__(self) -> None:
-        check_flags("attention_grad_jvp", self.grad.attention, self.tangents)
-
-    @cached_property
-    def takes(self) -> tuple[Role, ...]:
-        moved = mark_flagged(self.grad.attention.takes, self.tangents, "t")
-        last = *(("tdo",) * self.with_tdo), *(("tdlse",) * self.with_tdlse)
-        rows = Role.of_rows
-        return (*self.grad.takes, *map(rows, MOVED), *moved, *map(rows, last))
-
-    @cached_property
-    def gives(self) -> tuple[Role, ...]:
-        return tuple([role.marked("t") for role in self.grad.gives])
-
-    def split(self, operands: Sequence[T]) -> GradientTangents[T]:
-        n = len(self.grad.takes)
-        (to, tlse, *moved), count = operands[n:], sum(self.tangents)
-        rest = iter(moved[count:])
-        return GradientTangents(
-            self.grad.split(operands[:n]),
-            to,
-            tlse,
-            spread_flags(self.tangents, moved),
-            next(rest) if self.with_tdo else None,
-            next(rest) if self.with_tdlse else None,
-        )
-
-    def problems(self, *types: ValueType) -> Iterator[str]:
-        given, node = self.split(types), self.grad.attention
-        yield from self.grad.problems(*types[: len(self.grad.takes)])
-        o, lse = node.infer(*given.read.own)
-        moved = [*given.own, given.to, given.tlse, given.tdo, given.tdlse]
-        names = [*(f"t{x}" for x in node.roles), *MOVED, "tdo", "tdlse"]
-        due = [*given.read.own, o, lse, o, lse]
-        yield from misfits("attention_grad_jvp", names, moved, due)
-        for modifier in node.modifiers:
-            yield from modifier.second_problems()
-        yield from promise_problems(node, types)
-
-    @property
-    def carried(self) -> tuple[int, ...]:
-        n = len(self.grad.takes)
-        return (*self.grad.carried, n, n + 1)
-
-    def gradient_problems(self) -> Iterator[str]:
-        yield NO_THIRD
-
-    def push_problems(self) -> Iterator[str]:
-        yield NO_THIRD
-
-    def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
-        return self.grad.infer(*types[: len(self.grad.takes)])
-
-    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tangents = gradient_tangents(self.grad.attention, clear_cotangents(self.split(operands)))
-        wanted = zip(tangents, self.grad.wants, strict=True)
-        return tuple(t for t, want in wanted if want and t is not None)
-
-
 def clear_cotangents(given: GradientTangents[torch.Tensor]) -> GradientTangents[torch.Tensor]:
     """These operands with o, do, to, ... in lse's dtype, and 0 in rows that see nothing."""
     read, lse = given.read, given.read.lse
@@ -362,7 +353,7 @@ def clear_cotangents(given: GradientTangents[torch.Tensor]) -> GradientTangents[
 def gradient_tangents(
     node: Attention, x: GradientTangents[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """The formulas of AttentionGradJvp on whole arrays, for every trained operand."""
+    """The formulas of AttentionJvp through a gradient, on whole arrays, for every operand."""
     given, moved, read = node.split(x.read.own), node.split(x.own), x.read
     do, dlse, tdo, tdlse = read.do, read.dlse, x.tdo, x.tdlse
     assert do is not None and dlse is not None and tdo is not None and tdlse is not None  # noqa: PT018

@@ -8,7 +8,7 @@ from typing import final
 from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError, show
-from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.fused import Fused
@@ -18,7 +18,7 @@ from attn_graph.ir.packed import with_operands
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.relative import MODIFIERS
 from attn_graph.ir.sums import Add, Zeros
-from attn_graph.ir.tangents import AttentionGradJvp, attention_in
+from attn_graph.ir.tangents import attention_in, gradient_in
 from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
 from attn_graph.ir.vjp import require_no_layouts, value_names
 from attn_graph.masks import LEAVES
@@ -292,8 +292,8 @@ class MappedGraph:
             r = self.width(eqn.args[0], "h") // max(1, self.width(eqn.args[1], "g"))
             if r > 1 and not way.before and not self.shares_keys(way):
                 yield f"{r} query heads share a key/value head, and would not lie side by side"
-        grad = eqn.op.grad if isinstance(eqn.op, AttentionGradJvp) else eqn.op
-        if isinstance(grad, AttentionGrad):
+        grad = gradient_in(eqn.op)
+        if grad is not None:
             for n, wanted in zip(eqn.args, grad.wants, strict=False):
                 if wanted and n < len(self.inputs) and self.stays(n, way):
                     name = self.inputs[n].name

@@ -31,7 +31,7 @@ from attn_graph.ir.gradient_ops import WeighT
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Lengths
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
+from attn_graph.ir.tangents import AttentionJvp, attention_in
 from attn_graph.ir.vjp import training_gradient
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
@@ -324,9 +324,9 @@ def summed_widths(op: Op, D: int, E: int) -> int:
     match op:
         case AttentionGrad():
             return gradient_widths(op, D, E) - D * op.attention.keeps
-        case AttentionJvp(tangents=(tq, tk, tv, *_)):
+        case AttentionJvp(tangents=(tq, tk, tv, *_), grad=None):
             return D * (1 + tq + tk) + E * (2 + tv)
-        case AttentionGradJvp(tangents=(tq, tk, tv, *_), grad=grad):
+        case AttentionJvp(tangents=(tq, tk, tv, *_), grad=AttentionGrad() as grad):
             cotangents = E * (2 * grad.with_do + 2 * op.with_tdo + (tv and grad.with_do))
             return D * (1 + tq + tk) + cotangents + D * (2 + tk + tq)
         case _:

@@ -20,7 +20,7 @@ from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import keep_weights
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, Write, switch_name
 from attn_graph.lowering.cpu import sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
@@ -87,7 +87,7 @@ def tile_equations(graph: Graph, fused: bool, own: Dtypes) -> tuple[Tiles | None
 
 def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | None:
     specs = operand_specs(graph, eqn)
-    if isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)):
+    if isinstance(eqn.op, AttentionJvp):
         empty = 0 in (*specs[0].shape, *specs[1].shape)
         return None if empty else TangentTiles.plan(eqn.op, specs)
     if not isinstance(eqn.op, (Attention, AttentionGrad)):
@@ -428,7 +428,7 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
             results = op.run(*operands)
             if isinstance(op, Attention):
                 return Problem.of(op, specs).new_o(device).copy_(results[0]), *results[1:]
-            if isinstance(op, AttentionJvp):  # o and to in the memory order of q
+            if isinstance(op, AttentionJvp) and not op.grad:  # o and to in the memory order of q
                 like = Problem.of(op.attention, specs).new_o
                 named = zip(op.names, results, strict=True)
                 return [like(device).copy_(x) if n in ("o", "to") else x for n, x in named]

@@ -13,10 +13,10 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.attention import Operands
+from attn_graph.ir.attention import AttentionGrad, Operands
 from attn_graph.ir.modifiers import Modifier, back_
 from attn_graph.ir.relative import MODIFIERS
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, GradientTangents
+from attn_graph.ir.tangents import AttentionJvp, GradientTangents
 from attn_graph.kernels import products
 from attn_graph.lowering.cpu.product_slots import packs
 from attn_graph.lowering.cpu.product_tiles import Here, ProductTiles
@@ -34,26 +34,21 @@ Maybe = torch.Tensor | None
 @final
 @frozen
 class TangentTiles:
-    """The tiles of an AttentionJvp or an AttentionGradJvp. tiles: of the function it
-    differentiates.
+    """The tiles of an AttentionJvp. tiles: of the function it differentiates.
 
     moved: the spec of each tangent of the attention's operands; None without a tangent.
     """
 
-    op: AttentionJvp | AttentionGradJvp
+    op: AttentionJvp
     tiles: ProductTiles
     moved: tuple[TensorSpec | None, ...]
 
     @classmethod
-    def plan(cls, op: AttentionJvp | AttentionGradJvp, specs: Sequence[TensorSpec]) -> TangentTiles:
+    def plan(cls, op: AttentionJvp, specs: Sequence[TensorSpec]) -> TangentTiles:
         """specs: of the operands, in their order."""
-        if isinstance(op, AttentionJvp):
-            own, moved = op.split(specs)
-            problem = Problem(op.attention, own)
-            return cls(op, ProductTiles.plan(problem, problem.wide), moved)
-        read = tuple(specs[: len(op.grad.ranks)])
-        problem = Problem(op.grad.attention, read, op.grad)
-        return cls(op, ProductTiles.plan(problem, problem.wide), op.split(specs).own)
+        read, moved = op.split(specs)
+        problem = Problem.of(op.of, read)
+        return cls(op, ProductTiles.plan(problem, problem.wide), moved)
 
     @property
     def problem(self) -> Problem:
@@ -97,9 +92,9 @@ class TangentTiles:
         return f"tangents by {self.tiles.summary()}"
 
     def run(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> Sequence[torch.Tensor]:
-        if isinstance(self.op, AttentionJvp):
+        if self.op.grad is None:
             return self.push(*self.op.split(operands), scratch)
-        return self.push_gradient(self.op, self.op.split(operands), scratch)
+        return self.push_gradient(self.op.grad, self.op.directions(operands), scratch)
 
     def moves(self, own: Sequence[torch.Tensor], moved: Sequence[Maybe], scratch: Tensors) -> Moves:
         """k, v and their tangents as products read them, in scratch if they must be."""
@@ -129,7 +124,7 @@ class TangentTiles:
         return tuple(results[name] for name in self.op.names)
 
     def push_gradient(
-        self, op: AttentionGradJvp, x: GradientTangents[torch.Tensor], scratch: Tensors
+        self, grad: AttentionGrad, x: GradientTangents[torch.Tensor], scratch: Tensors
     ) -> list[torch.Tensor]:
         p, own = self.problem, x.read.own
         given = p.node.split(own)
@@ -141,7 +136,7 @@ class TangentTiles:
         gradients |= self.tiles.collected(given, sums.totals)
         if given.sinks is not None and sums.sinks is not None:
             gradients[p.node.roles.index("sinks")] = sums.sinks.to(given.sinks.dtype)
-        return [gradients[i] for i, wanted in enumerate(op.grad.wants) if wanted]
+        return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
     def start_sums(self, given: Operands[torch.Tensor], scratch: Tensors) -> Sums:
         """Room for the tangents of the wanted gradients: zeros, but for dq, written by its rows."""
@@ -315,7 +310,7 @@ def take_softmax(here: Here, moves: Moves, outs: Pair, stats: Pair, results: Ten
 
 
 def push_back(here: Here, moves: Moves, x: GradientTangents[torch.Tensor], sums: Sums) -> None:
-    """Add this tile's share of every tangent, by the formulas of AttentionGradJvp."""
+    """Add this tile's share of every tangent, by the formulas of AttentionJvp."""
     lse, mu = here.room("lse", 1), here.room("mu", 1)
     here.heads(lse).copy_(here.slot.rows(x.read.lse)[..., None])
     here.heads(mu).copy_(here.slot.rows(x.tlse)[..., None])

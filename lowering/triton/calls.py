@@ -17,7 +17,7 @@ from attn_graph.ir.gradient_ops import (
 )
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, GradientTangents
+from attn_graph.ir.tangents import AttentionJvp, GradientTangents
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.problem import read_operands, read_specs, select_outputs
 from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms
@@ -115,12 +115,12 @@ class TritonCall:
         return order_pages(where["pages"], where.get(LENGTHS["keys"]), page, pool)
 
     def push_backward(self, *tensors: torch.Tensor) -> Results:
-        """The tangents of the wanted gradients, of an AttentionGradJvp."""
+        """The tangents of the wanted gradients, of an AttentionJvp."""
         op = self.graph.eqns[0].op
-        assert isinstance(op, AttentionGradJvp)
-        x = op.split(self.operands(tensors))
+        assert isinstance(op, AttentionJvp)
+        x = op.directions(self.operands(tensors))
         named = self.name_gradient(x.read, NO_ROOMS) | name_directions(x)
-        moved = op.grad.attention.split(x.own).sinks
+        moved = op.attention.split(x.own).sinks
 
         def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
             tsinks = torch.zeros_like(sinks) if moved is None else moved

@@ -9,17 +9,16 @@ from typing import final
 from attrs import evolve, frozen
 
 from attn_graph.errors import Reason
-from attn_graph.ir.attention import Attention, AttentionGrad, Operands
+from attn_graph.ir.attention import Operands
 from attn_graph.ir.graph import Eqn, Graph, Input, unused_names
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
+from attn_graph.ir.tangents import AttentionJvp, gradient_in
 from attn_graph.ir.vjp import result_spec
-from attn_graph.lowering.problem import Problem, operand_specs
+from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.lowering.reasons import wide_heads
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.spec import TensorSpec
 
 WIDEST = 128  # two sums of rows, and as many tangents, have no room beyond
-FORWARD, BACKWARD = (Attention, AttentionJvp), (AttentionGrad, AttentionGradJvp)
 
 
 @final
@@ -32,24 +31,23 @@ class Push:
     """
 
     problem: Problem
-    op: AttentionJvp | AttentionGradJvp
+    op: AttentionJvp
     moved: tuple[TensorSpec | None, ...]
     cotangents: tuple[TensorSpec | None, TensorSpec | None] = (None, None)
 
     @classmethod
     def of(cls, graph: Graph) -> Push | None:
-        """Of a graph of one AttentionJvp or AttentionGradJvp; None of others."""
+        """Of a graph of one AttentionJvp; None of others."""
         if len(graph.eqns) != 1:
             return None
         op, specs = graph.eqns[0].op, operand_specs(graph, graph.eqns[0])
-        if isinstance(op, AttentionJvp):
-            own, moved = op.split(specs)
-            return cls(Problem(op.attention, own), op, moved)
-        if isinstance(op, AttentionGradJvp):
-            given, read = op.split(specs), tuple(specs[: len(op.grad.ranks)])
-            problem = Problem(op.grad.attention, read, op.grad)
-            return cls(problem, op, given.own, (given.tdo, given.tdlse))
-        return None
+        if not isinstance(op, AttentionJvp):
+            return None
+        read, moved = op.split(specs)
+        given = op.directions(specs) if op.grad else None
+        return cls(
+            Problem.of(op.of, read), op, moved, (given.tdo, given.tdlse) if given else (None, None)
+        )
 
     @property
     def layout(self) -> Layout:
@@ -106,12 +104,12 @@ def split_graph(graph: Graph) -> tuple[Single, ...]:
     None without kernels for one of them. None without a tangent too, since several attentions are
     several graphs, and if one equation reads a gradient of another.
     """
-    gradients = {i for eqn, outs in graph.numbered if isinstance(eqn.op, BACKWARD) for i in outs}
+    gradients = {i for eqn, outs in graph.numbered if gradient_in(eqn.op) for i in outs}
     read = {i for eqn in graph.eqns for i in eqn.args}
     if work := work_of(graph):
         return (Single(tuple(range(len(graph.inputs))), graph, work),)
-    moves = any(isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)) for eqn in graph.eqns)
-    known = all(isinstance(eqn.op, (*FORWARD, *BACKWARD)) for eqn in graph.eqns)
+    moves = any(isinstance(eqn.op, AttentionJvp) for eqn in graph.eqns)
+    known = all(isinstance(eqn.op, AttentionJvp) or has_problem(eqn.op) for eqn in graph.eqns)
     if not known or not moves or gradients & read:
         return ()
     return tuple(cut_equation(graph, eqn) for eqn in graph.eqns)

@@ -33,7 +33,7 @@ from attn_graph.ir.packing import Lengths, Pack, Unpack
 from attn_graph.ir.paging import SumPages, Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.sums import Add, Zeros
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.printing.text import show_value
 from attn_graph.spec import DTYPES
 from attn_graph.testing.strategies import graphs
@@ -181,7 +181,7 @@ EXAMPLES = (
     *(SoftmaxJvp(), SoftmaxGradJvp(), SinkGradJvp(), Bend(SoftCap(3.0)), Spread(Bias(), ("bias",))),
     AttentionGrad(ATTENTION, (True,) * 6),
     AttentionJvp(ATTENTION, (True,) * 4 + (False,) * 2),
-    AttentionGradJvp(AttentionGrad(ATTENTION, (True,) * 6), (True,) * 4 + (False,) * 2),
+    AttentionJvp(AttentionGrad(ATTENTION, (True,) * 6), (True,) * 4 + (False,) * 2),
     Attention(0.5, mask=m.Causal(), keeps=True),
     AttentionGrad(Attention(0.5, mask=m.Causal(), keeps=True), (True,) * 3),
     *(Lengths(), Unpack(5), Pack(7), Packed(Attention(mask=m.KeyLengths()), keys=4)),

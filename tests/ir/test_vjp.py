@@ -21,7 +21,7 @@ from attn_graph.ir.modifiers import Bend, Spread
 from attn_graph.ir.passes import canonicalise
 from attn_graph.ir.reference import evaluate
 from attn_graph.ir.rewrite import prune
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.vjp import (
     backward,
     cotangent_specs,
@@ -355,7 +355,7 @@ def test_the_page_on_gradients_runs_and_both_ways_agree() -> None:
 
 @pytest.mark.parametrize("op", parse.OPS)
 def test_every_op_has_forward_mode_and_every_step_of_a_forward_reverse_mode(op: type[Op]) -> None:
-    jvps = (AttentionJvp, AttentionGradJvp, SoftmaxJvp, SoftmaxGradJvp, SinkGradJvp, Bend, Spread)
+    jvps = (AttentionJvp, SoftmaxJvp, SoftmaxGradJvp, SinkGradJvp, Bend, Spread)
     assert (op.push is Op.push) == (op in jvps)
     if not op.is_gradient:
         assert op.pull is not Op.pull
