@@ -9,7 +9,8 @@ or, for a loaded model, `model.set_attn_implementation("attn_graph")`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attn_graph.compiler import explain
@@ -36,13 +37,20 @@ from attn_graph.ir.builder import EXTRA
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.target import Target
-from attn_graph.masks import And, Causal, Mask, SameSegment, flatten_join
+from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
 from attn_graph.nn.calls import SEGMENTS, Named, attend_as, draw_seed
+from attn_graph.nn.packed_sizes import round_size
 from attn_graph.planner.explanation import Explanation
 from attn_graph.spec import TensorSpec
 
 NAME = "attn_graph"
+BATCHES = "attn_graph_flash"  # transformers batches requests by names of this kind, or SDPA
 TOP_LEFT = Causal("top_left")
+LAST = Causal("bottom_right")
+WEIGHTS = (
+    "output_attentions: weights [B,H,M,N] are never made; for them say "
+    'model.set_attn_implementation("eager")'
+)
 Tensors = dict[str, Any]  # Any: a tensor, or the two of `segments`
 Options = dict[str, Any]  # Any: what `attention` takes that is not a tensor
 logger = logging.getLogger(__name__)
@@ -236,10 +244,7 @@ def attend_layer(
     since they are never made, and for documents with different queries and keys.
     """
     if output_attentions:
-        raise GraphError(
-            "output_attentions: weights [B,H,M,N] are never made; for them say "
-            'model.set_attn_implementation("eager")'
-        )
+        raise GraphError(WEIGHTS)
     if isinstance(attention_mask, MaskDescription):
         mask, tensors = attention_mask.mask, {**attention_mask.tensors}
         if (n := attention_mask.keys) is not None:
@@ -327,6 +332,76 @@ def keeps_segments_apart(mask: Mask | None) -> bool:
 keeps_segments_apart._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
 
 
+def attend_batch(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool | None = False,
+    cache: Any = None,  # Any: transformers' PagedAttentionCache
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **given: Any,  # Any: what the cache reads and changes
+) -> tuple[Tensor, None]:
+    """The attention interface of `continuous_batching`: query [1,H,T,D], key and value [1,G,T,D] of
+    the new tokens of all requests -> [1,T,H,D], and None.
+
+    Raises GraphError without a cache, for what a batch has no place for, and if weights are wanted.
+    """
+    if output_attentions:
+        raise GraphError(WEIGHTS)
+    if cache is None or cu_seq_lens_q is None:
+        raise GraphError(
+            "continuous_batching: the model is called without a paged cache; within the block call "
+            "model.generate_batch, and anything else outside it"
+        )
+    others = {"dropout": dropout, **{x: given.get(x) for x in ("position_bias", "block_table")}}
+    for name, x in others.items():
+        if x is not None and not (isinstance(x, float) and x == 0):
+            raise GraphError(f"continuous_batching: a layer passes {name}, which it does not read")
+    key, value = cache.update(key, value, module.layer_idx, given)
+    window = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
+    mask = LAST if window is None else Window(window - 1, 0, "bottom_right")
+    starts = {"q_starts": cu_seq_lens_q, "kv_starts": given["cu_seq_lens_k"]}
+    longest = round_size(max_length_q), round_size(given["max_length_k"])
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    named = name_tensors(starts if s_aux is None else {**starts, "sinks": s_aux})
+    o = attend_as(q, k, v, named, (mask, scaling, None, softcap, False, 0.0, False, longest, ()))
+    assert isinstance(o, Tensor)  # without statistics
+    return o[None], None
+
+
+@contextmanager
+def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
+    """A block in which plans compute the attention of `model.generate_batch`.
+
+    >>> with continuous_batching(model):
+    ...     model.generate_batch(inputs=[[3, 4, 5], [6, 7]])
+
+    All requests of a step are one packed call. Raises GraphError for a model without an attention
+    interface.
+    """
+    if not model._can_set_attn_implementation():
+        raise GraphError(
+            f"continuous_batching: {type(model).__name__} has no attention interface, by which "
+            "transformers calls others' attention"
+        )
+    configs = model.config, model.config.get_text_config(decoder=True)
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = BATCHES
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
+
+
 def make_layer_graph(
     query: Tensor, key: Tensor, value: Tensor, tensors: Tensors, options: Options
 ) -> Graph:
@@ -381,3 +456,5 @@ def no_layers(model: torch.nn.Module) -> str:
 
 AttentionInterface.register(NAME, attend_layer)
 AttentionMaskInterface.register(NAME, decode_mask)
+AttentionInterface.register(BATCHES, attend_batch)
+AttentionMaskInterface.register(BATCHES, lambda *_, **__: None)

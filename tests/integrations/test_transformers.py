@@ -263,8 +263,8 @@ def test_weights_that_are_never_made_are_refused() -> None:
         )
 
 
-def test_continuous_batching_is_refused_by_transformers() -> None:
-    """Whose list of implementations is fixed: the day it is not, the guide is to say so."""
+def test_continuous_batching_outside_its_block_is_refused_by_transformers() -> None:
+    """Whose list of implementations is fixed: the day it is not, the block can go."""
     with pytest.raises(ValueError, match="attn_graph is not supported for continuous batching"):
         model_of("Llama", "attn_graph").generate_batch(inputs=[[3, 4, 5]])
 
