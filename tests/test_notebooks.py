@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 
 import pytest
+import torch
 
 from tests.support.sources import ROOT
 
@@ -16,6 +18,13 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 def test_a_notebook_is_text_that_begins_with_its_title(name: str) -> None:
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     assert re.match(r"# %% \[markdown\]\n# # \w", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runpy.run_path(str(FOLDER / f"{name}.py"))
 
 
 def test_the_site_shows_every_notebook_and_there_are_no_others() -> None:

@@ -4,7 +4,7 @@
 # Scaled dot product attention of GPT-2, as cuDNN's samples show it: a batch of 4, 12 heads, 1,024
 # tokens, head size 64, float16, causal, with the statistics that a backward pass reads. It is
 # declared here without a tensor, planned for an H200 that need not be there, and then run on the
-# machine at hand.
+# machine at hand, into buffers of our own.
 #
 # o = softmax(q kᵀ / √D) v
 
@@ -20,18 +20,33 @@ import attn_graph as ag
 # The shape is logical, `[batch, heads, positions, head size]`, whatever the order in memory; `bshd`
 # is that of a projection's output. `stats=True` returns the logarithm of the softmax's denominator
 # beside o.
+#
+# | cuDNN's sample | here |
+# |---|---|
+# | `graph.tensor(dim=..., stride=..., data_type=...)` | `TensorSpec(shape, dtype, strides)` |
+# | `graph.sdpa(..., use_causal_mask=True)` | `attention(..., mask=Causal())` |
+# | `generate_stats=True` | `stats=True` |
+# | `o.set_output(True).set_dim(...).set_stride(...)` | `outputs={"o": ...}` |
+# | `graph.build([cudnn.heur_mode.A])` | `compile(graph)` |
+# | `graph.get_workspace_size()` | `plan.memory().workspace_forward` |
+# | `graph.execute({q: q_gpu, ..., o: o_gpu}, ...)` | `plan(q, k, v, out=o)` |
+# | `graph.execute(..., workspace)` | `compile(graph, workspace=Workspace(memory=workspace))` |
 
 # %%
 B, H, S, D = 4, 12, 1024, 64
-x = ag.TensorSpec((B, H, S, D), torch.float16, layout="bshd")
-graph = ag.attention(x, x, x, mask=ag.Causal(), stats=True)
+x = ag.TensorSpec((B, H, S, D), torch.float16)
+graph = ag.attention(x, x, x, mask=ag.Causal(), stats=True, outputs={"o": "bshd"})
 print(graph)
 
 # %% [markdown]
+# q, k and v are dense here, and o is to lie like the input of the projection behind it: the text
+# says so after the arrow. Without `outputs=` o would lie like q.
+#
 # ## Ask who would run it
 #
 # `explain` builds nothing and needs no GPU. It says which backend runs the graph on a machine, what
-# speaks against the others, and what the call costs at least. Here it is asked for cuDNN first.
+# speaks against the others, and what the call costs at least. Here it is asked for cuDNN first,
+# which writes o in these strides itself.
 
 # %%
 explanation = ag.explain(graph, target="h200", backends=("cudnn", "triton"), gradients=())
@@ -44,15 +59,21 @@ print(f"{work.flops / 1e9:.2f} Gflop, at least {1e6 * work.seconds:.1f} us, boun
 # %% [markdown]
 # ## Run it here
 #
-# The same graph, planned for the current GPU, or for the CPU where there is none. The plan takes
-# tensors as declared, and refuses others.
+# The same graph, planned for the current GPU, or for the CPU where there is none. The workspace and
+# the results are ours: the call allocates neither. The plan takes tensors as declared, and refuses
+# others.
 
 # %%
 device = "cuda" if torch.cuda.is_available() else "cpu"
-plan = ag.compile(graph)
+count = ag.compile(graph).memory().workspace_forward
+workspace = torch.empty(count, dtype=torch.uint8, device=device)
+plan = ag.compile(graph, workspace=ag.Workspace(memory=workspace))
+
 torch.manual_seed(0)
-q, k, v = (torch.randn(B, S, H, D, device=device).half().transpose(1, 2) for _ in "qkv")
-o, lse = plan(q, k, v)
+q, k, v = (torch.randn(B, H, S, D, device=device).half() for _ in "qkv")
+o = torch.empty(B, S, H, D, dtype=torch.float16, device=device).transpose(1, 2)
+lse = torch.empty(B, H, S, device=device)
+plan(q, k, v, out=(o, lse))
 print(plan.backend, list(o.shape), o.stride(), list(lse.shape))
 
 # %% [markdown]
