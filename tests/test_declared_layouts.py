@@ -18,6 +18,7 @@ from attn_graph.testing.tensors import tensors_for
 from tests.ir.test_dims import draw_sizes, named_graphs
 from tests.test_outputs import check_written
 
+attention: Any = ag.nn.functional.attention  # Any: with wrong arguments
 CPU = ag.Target.of("cpu")
 X = ag.TensorSpec((2, 4, 48, 16), torch.float32)
 LSE = ag.TensorSpec((2, 4, 48), torch.float32, (400, 1, 8))
@@ -120,6 +121,15 @@ def test_traced_calls_know_declared_layouts(graph: ag.Graph) -> None:
         fake = plan(*(mode.from_tensor(torch.empty(X.shape)) for _ in "qkv"))
     assert isinstance(fake, torch.Tensor)
     assert fake.stride() == run_plan(plan, tensors_for(plan.graph, 0))[0].stride()
+
+
+@given(graph=with_layouts(graphs()), seed=seeds)
+def test_memory_counts_the_gaps_of_declared_layouts(graph: ag.Graph, seed: int) -> None:
+    plan = ag.compile(graph, target=CPU)
+    outputs = run_plan(plan, tensors_for(graph, seed))
+    assert plan.memory().outputs == sum(x.untyped_storage().nbytes() for x in outputs)
+    with pytest.raises(ag.GraphError, match="has no argument outputs; use out="):
+        attention(*tensors_for(graph, 0)[:3], outputs={"o": "bshd"})
 
 
 def test_explain_tells_each_copy_to_a_declared_layout() -> None:

@@ -49,6 +49,7 @@ SAID: dict[str, str] = {
     "cu_seq_q": STARTS,
     "cu_seqlens_k": "kv_starts=starts [B + 1]; as q's where they are left out",
     "cu_seq_k": "kv_starts=starts [B + 1]; as q's where they are left out",
+    "outputs": "out=tensor in the layout that o should have",
     "max_seqlen_q": "max_lengths=(M, N), the most queries and keys of a sequence",
     "max_seqlen_k": "max_lengths=(M, N), the most queries and keys of a sequence",
 }

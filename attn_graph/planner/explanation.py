@@ -12,7 +12,7 @@ from attn_graph.errors import Reason, refusal_lines
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import fused_op
-from attn_graph.ir.vjp import residuals
+from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.lowering.backend import Foreseen
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
@@ -222,17 +222,24 @@ def sum_memory(
     graph: Graph, ahead: Foreseen, gradient: Graph | None = None, behind: Foreseen | None = None
 ) -> Memory:
     """The memory of a graph, by its passes' needs; a backward without a backend needs none."""
-    types, both = graph.types, {"forward": ahead} | ({"backward": behind} if behind else {})
+    both = {"forward": ahead} | ({"backward": behind} if behind else {})
     return Memory(
-        outputs=sum(t.bytes for t in graph.output_types),
-        saved=sum(types[i].bytes for i in saved_values(graph)),
+        outputs=sum(value_bytes(graph, i) for i in graph.outputs),
+        saved=sum(value_bytes(graph, i) for i in saved_values(graph)),
         workspace_forward=ahead.workspace or 0,
         workspace_backward=(behind.workspace or 0) if behind else 0,
         temporary_forward=ahead.temporary,
         temporary_backward=behind.temporary if behind else 0,
-        gradients=sum(t.bytes for t in gradient.output_types) if gradient and behind else 0,
+        gradients=sum(value_bytes(gradient, i) for i in gradient.outputs)
+        if gradient and behind
+        else 0,
         untold=tuple(name for name, x in both.items() if x.workspace is None),
     )
+
+
+def value_bytes(graph: Graph, i: int) -> int:
+    """The memory of a value, with the gaps of a declared layout."""
+    return result_spec(graph, i).bytes if graph.layouts else graph.types[i].bytes
 
 
 def saved_values(graph: Graph) -> set[int]:

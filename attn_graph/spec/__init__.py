@@ -153,6 +153,13 @@ class TensorSpec:
         """Shape and dtype, without strides."""
         return ValueType(self.shape, self.dtype)
 
+    @property
+    def bytes(self) -> int:
+        """Memory from the first element to the end of the last, gaps included."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        count = 0 if 0 in self.shape else 1 + sum((n - 1) * s for n, s in pairs)
+        return count * self.dtype.itemsize
+
     @cached_property
     def dims(self) -> tuple[Dim, ...]:
         """The Dims in its shape and strides."""
