@@ -33,6 +33,7 @@ Pair = tuple[ag.Graph, ag.Graph]
 def pairs(draw: st.DrawFn) -> Pair:
     """An attention whose values begin its keys, and the same with values of their own."""
     size, kind = draw(shapes(most=40, heads=4)), draw(st.sampled_from((torch.float32, torch.half)))
+    size = evolve(size, D=draw(st.sampled_from((size.D, 20, 40, 70))))
     size = evolve(size, E=draw(st.integers(1, size.D)))
     q, k = draw(specs(size.q, kind)), draw(specs(size.k, kind))
     options = draw(mask_options(size)) | draw(score_options(size, kind))
