@@ -24,7 +24,7 @@ from attn_graph.lowering.rates import FILLS
 from attn_graph.lowering.triton.few_rows import LEAST_KEYS, choose_parts, is_decoding
 from attn_graph.lowering.triton.launches import Launch, Pointers
 from attn_graph.lowering.triton.layout import Layout
-from attn_graph.lowering.triton.operands import table_width
+from attn_graph.lowering.triton.operands import reads_v_in_k, table_width
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Buffer
@@ -172,7 +172,8 @@ def describe_division(problem: Problem, target: Target, division: KeyDivision) -
     keys = max(division.each * tile.block_n, -(-p.N // division.parts))
     shared = f"{p.H // p.G} heads that share keys are rows of one tile; " if p.H > p.G else ""
     scratch, itemsize = division.scratch(p), p.dtype.itemsize
-    moved = itemsize * (p.B * p.G * p.N * (p.D + p.E) + p.B * p.H * p.M * (p.D + p.E)) + 2 * scratch
+    key = p.D if reads_v_in_k(p) else p.D + p.E
+    moved = itemsize * (p.B * p.G * p.N * key + p.B * p.H * p.M * (p.D + p.E)) + 2 * scratch
     bandwidth = target.bandwidth
     time = "" if bandwidth is None else f", {moved / bandwidth * 1e3:.2g} ms at its bandwidth"
     count = (
