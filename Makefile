@@ -16,7 +16,7 @@ PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
 QUICK := $(BIN)/pytest -n $(JOBS) --durations 20 -m "not gpu and not slow"
 SLOW := $(BIN)/pytest -n $(JOBS) --durations 20 -m "slow and not deep and not gpu"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
-INTERPRETED := $(wildcard $(addprefix tests/*/test_,absent.py calls.py copy_engine.py decode.py dropout_bits.py extensions.py fa4_lists.py far_rows.py formulas.py gpu_sequences.py lowering.py page_sums.py programs.py rooms.py sequences.py shared_keys.py sized_launches.py statistics.py tables.py tangents.py tanh.py triton.py values_in_keys.py weight_sums.py wide_heads.py))
+INTERPRETED := $(wildcard $(addprefix tests/*/test_,absent.py calls.py copy_engine.py decode.py dropout_bits.py extensions.py fa4_lists.py far_rows.py formulas.py gpu_sequences.py lowering.py page_sums.py programs.py rooms.py scaled_kernels.py sequences.py shared_keys.py sized_launches.py statistics.py tables.py tangents.py tanh.py triton.py values_in_keys.py weight_sums.py wide_heads.py))
 # Those of them that test something else where Triton compiles; all others run interpreted alone.
 COMPILED := $(wildcard $(addprefix tests/*/test_,absent.py extensions.py far_rows.py formulas.py lowering.py programs.py shared_keys.py sized_launches.py statistics.py tables.py tangents.py weight_sums.py))
 ONCE := $(patsubst %,--ignore=%,$(filter-out $(COMPILED),$(INTERPRETED)))

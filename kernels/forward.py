@@ -41,7 +41,8 @@ def forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
     q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr, q_desc, k_desc, v_desc,
     data, numbers, q_steps, kv_steps, q_strides, k_strides, v_strides, o_strides, lists_strides,
-    sinks_stride, pages_stride, B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
+    scales, scale_strides, sinks_stride, pages_stride,
+    B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -64,7 +65,8 @@ def forward(
 
     With q_starts_ptr q is packed, T rows of each head, and so are o and the statistics [H,T]; with
     kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. With pages_ptr
-    k and v are POOL pages of PAGE rows; see kernels/sequences.py.
+    k and v are POOL pages of PAGE rows; see kernels/sequences.py. scales: of quantised k and v, a
+    number a row, or None.
     """
     N = even_length(N, EVEN)
     heads = count_parts(H, PARTS, PARTED)
@@ -84,6 +86,10 @@ def forward(
     )
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
+    k_scale, v_scale = k_head, v_head
+    if scales is not None:
+        k_scale = head_at(scales[0], scale_strides[0], b, h // GROUP, kv_starts_ptr, key, PAGE)
+        v_scale = head_at(scales[1], scale_strides[1], b, h // GROUP, kv_starts_ptr, key, PAGE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
@@ -98,6 +104,7 @@ def forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
+            k_scale, v_scale, scale_strides,
             b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, COLUMNS, V_IN_K, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
@@ -107,6 +114,7 @@ def forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
+            k_scale, v_scale, scale_strides,
             b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, COLUMNS, V_IN_K, KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
@@ -159,7 +167,7 @@ def store_statistic(line_ptr, values, first, count, BLOCK_M: tl.constexpr):
 def attend(
     acc, total, m, q, k_head, v_head, k_desc, v_desc, key, first, i,
     seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-    b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
+    k_scale, v_scale, scale_strides, b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
     V_IN_K: tl.constexpr, KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr,
@@ -168,7 +176,9 @@ def attend(
     """acc [BLOCK_M,E], total [BLOCK_M,COLUMNS] and m [BLOCK_M] with keys `key`.. before `keys`
     too.
 
-    See `softmax_step` and `sum_columns`.
+    See `softmax_step` and `sum_columns`. scale_strides: of k and v in 8 bits, which become q's
+    dtype: scores are multiplied by k's scales, since they are exact then, and values before they
+    are weighed, since weights times small scales would underflow; or None.
     """
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
@@ -177,6 +187,13 @@ def attend(
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
     s = multiply_pieces(q, k, PRECISION)
+    if scale_strides is not None:
+        s *= tl.trans(
+            key_rows(
+                None, k_scale, scale_strides[0], pages_ptr, pages, b, g, key, keys, POOL,
+                1, BLOCK_N, 1, not MIXED, PAGE, UPCAST,
+            )
+        )  # fmt: skip
     p, m, shrink = softmax_step(
         s, m, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
     )
@@ -192,7 +209,15 @@ def attend(
             v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
             E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
         )  # fmt: skip
-    p = round_to(p, v_head.dtype.element_ty, UPCAST)
+    if scale_strides is None:
+        p = round_to(p, v_head.dtype.element_ty, UPCAST)
+    else:
+        factor = key_rows(
+            None, v_scale, scale_strides[1], pages_ptr, pages, b, g, key, keys, POOL,
+            1, BLOCK_N, 1, not MIXED, PAGE, UPCAST,
+        )  # fmt: skip
+        v = (v.to(tl.float32) * factor).to(q[0].dtype)
+        p = p.to(q[0].dtype)
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, m
 

@@ -86,8 +86,8 @@ def zero_pieces(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def multiply_pieces(x, y, PRECISION: tl.constexpr):
-    """x y^T."""
-    s = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+    """x y^T, in x's dtype."""
+    s = tl.dot(x[0], tl.trans(y[0].to(x[0].dtype)), input_precision=PRECISION)
     return add_rest(s, x, y, PRECISION)
 
 
@@ -95,7 +95,7 @@ def multiply_pieces(x, y, PRECISION: tl.constexpr):
 def add_rest(s, x, y, PRECISION: tl.constexpr):
     """s, the product of first pieces, with the others' added."""
     if len(x) > 1:
-        s = tl.dot(x[1], tl.trans(y[1]), s, input_precision=PRECISION)
+        s = tl.dot(x[1], tl.trans(y[1].to(x[1].dtype)), s, input_precision=PRECISION)
     return s
 
 

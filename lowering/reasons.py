@@ -11,6 +11,7 @@ from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Pack, Unpack
 from attn_graph.ir.paging import SumPages, Unpage
+from attn_graph.ir.scaling import Dequantise
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
@@ -58,11 +59,23 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
         limit = f"computes no tangents{' of packed tensors' * pushes}"
         others = "math supports it" if packed else "math and triton compute them"
         return Reason("tangents", limit, f"the graph has {names}; {others}")
-    return (not packs and packing_reason(ops)) or Reason(
-        "equations",
-        "supports one attention",
-        f"the graph has {len(ops)} equations: {', '.join(type(op).__name__ for op in ops)}",
+    return (
+        scaling_reason(ops)
+        or (not packs and packing_reason(ops))
+        or Reason(
+            "equations",
+            "supports one attention",
+            f"the graph has {len(ops)} equations: {', '.join(type(op).__name__ for op in ops)}",
+        )
     )
+
+
+def scaling_reason(ops: Sequence[Op]) -> Reason | None:
+    """Against quantised keys and values; None without them."""
+    if any(isinstance(op, Dequantise) or (isinstance(op, Packed) and op.scaled) for op in ops):
+        actual = "the graph has some; math reads them, and triton in forwards"
+        return Reason("quantised", "reads no quantised keys", actual)
+    return None
 
 
 def packing_reason(ops: Sequence[Op]) -> Reason | None:

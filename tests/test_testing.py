@@ -243,7 +243,7 @@ def test_terms_of_a_gradient_do_not_cancel_among_places() -> None:
 
     x, tilt = ag.TensorSpec((2, 3, 5, 4), torch.float64), ag.TensorSpec((3,), torch.float32)
     graph = ag.graph(attend, q=x, k=x, v=x, tilt=tilt)
-    chain = read_chain(graph, cast(testing.tensors_for(graph, 0), torch.float64))
+    chain = read_chain(graph, cast(graph, testing.tensors_for(graph, 0), torch.float64))
     ds = torch.rand(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ((op, data),) = chain.modifiers
     far = (torch.arange(5)[:, None] - torch.arange(5)).abs()

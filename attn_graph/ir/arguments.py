@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from inspect import signature
 from operator import and_
 from typing import TypeVar
 
+import torch
+
 from attn_graph import masks
 from attn_graph.errors import ArgumentError, GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.scaling import PAIRS, SCALES
+from attn_graph.spec import FLOATS, QUANTISED, TensorSpec, ValueType
 
 PACKED = {  # the other way to write q, k and v of three axes
     "q": ", or give q_starts= if it is packed [T,H,D]",
@@ -104,3 +108,39 @@ def require_parameters(fn: Callable[..., object], names: Iterable[str]) -> None:
         ) from error
     except ValueError:  # a function in C, whose signature is not known
         return
+
+
+def scale_problems(x: Mapping[str, TensorSpec]) -> Iterator[str]:
+    """Quantised keys and values without scales, and scales of one of them alone."""
+    if len(x.keys() & {*SCALES}) == 1:
+        given, missing = sorted(SCALES, key=lambda name: name not in x)
+        yield f"attention: {given} is given, and {missing} is not; k and v are quantised together"
+    elif "v" not in x and "k_scale" in x:
+        yield "attention: quantised values are a tensor, not a number of the first elements of k"
+    for name, scale in PAIRS:
+        if name in x and x[name].dtype in QUANTISED and not x.keys() & {*SCALES}:
+            yield f"attention: {name} {x[name]} is quantised; pass {scale}= in torch.float32"
+
+
+def dtype_problems(q: TensorSpec, v: ValueType, **more: TensorSpec | None) -> Iterator[str]:
+    if v.dtype != q.dtype and v.dtype not in QUANTISED:
+        yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
+    for name, x in more.items():
+        if x is not None and x.dtype in FLOATS and x.dtype not in (q.dtype, torch.float32):
+            also = "" if q.dtype == torch.float32 else f", or {torch.float32}"
+            yield f"attention: {name} {x} must have q's dtype, {q.dtype}{also}"
+
+
+def pool_problems(q: TensorSpec, k: TensorSpec, pages: TensorSpec | None) -> Iterator[str]:
+    if pages is None or len(k.shape) != 4 or len(q.shape) not in (3, 4):
+        return
+    heads, rows, own = q.shape[1], k.shape[1], k.shape[2]
+    if (
+        all(type(x) is int and x > 0 for x in (heads, rows, own))
+        and heads % own
+        and not heads % rows
+    ):
+        yield (
+            f"pages: k {k} is read as [pages, rows, heads, D], and its {own} heads do not divide "
+            f"q's {heads}; if it is [pages, heads, rows, D], pass k.transpose(1, 2)"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import NoReturn, TypeVar, final
 
@@ -22,9 +22,12 @@ from attn_graph.errors import (
 from attn_graph.ir import ops
 from attn_graph.ir.arguments import (
     add_axes,
+    dtype_problems,
+    pool_problems,
     read_by,
     require_modifiers,
     require_parameters,
+    scale_problems,
     statistic_names,
     take_masks,
     two_segments,
@@ -34,14 +37,16 @@ from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed_inputs import alignment_problems, find_packed_sides
 from attn_graph.ir.paging import Unpage
+from attn_graph.ir.scaling import PAIRS, SCALES, Dequantise
 from attn_graph.ir.views import Leading
 from attn_graph.masks import Align
-from attn_graph.spec import FLOATS, TensorSpec, ValueType
+from attn_graph.spec import TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
 
 EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
     *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
     *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts", "pages"),
+    *SCALES,
 )
 JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by &: the tensors each reads
     leaf: frozenset(leaf.needs)
@@ -141,6 +146,10 @@ class Value:
         """
         ends = () if lengths is None else (lengths,)
         return self.then(Unpage(bool(ends)), table, *ends)
+
+    def dequantise(self, scale: Value, like: Value) -> Value:
+        """A tensor in 8 bits times its scale, each axis full or 1, in the dtype of `like`."""
+        return self.then(Dequantise(), scale, like)
 
     def weigh(self, v: Value) -> Value:
         """Weights p [B,H,M,N] and v [B,G,N,E] -> o [B,H,M,E]."""
@@ -328,6 +337,8 @@ def attention(
     q_starts: TensorSpec | None = None,
     kv_starts: TensorSpec | None = None,
     pages: TensorSpec | None = None,
+    k_scale: TensorSpec | None = None,
+    v_scale: TensorSpec | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
     modifiers: Sequence[Modifier | masks.Mask] = (),
     outputs: Mapping[str, TensorSpec | str] | None = None,
@@ -366,6 +377,9 @@ def attention(
     0], pages[b, 1], ... in order: the first `kv_lengths[b]`, by default all, so N is count * P.
     Nothing past them is read, entries of the table included.
 
+    `k_scale`, `v_scale`: k and v, in float8 or int8, stand for k * k_scale and v * v_scale. Scales
+    are float32, with the axes of k and v, each full or 1, and 1 for the last. None has a gradient.
+
     `outputs` declares the memory layouts of o and statistics, as `lay_out` takes them: {"o":
     "bshd"}, say.
 
@@ -378,7 +392,7 @@ def attention(
     b.problem(*unknown_arguments(data, mask, steps))
     data = {name: spec for name, spec in data.items() if name in (*EXTRA, *read_by(mask, steps))}
     slopes = None if isinstance(alibi, bool) else alibi
-    given = {"bias": bias, "alibi": slopes, "keep": keep}
+    given = {"bias": bias, "alibi": slopes, "keep": keep, "k_scale": k_scale, "v_scale": v_scale}
     given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
     if segments is not None:
         given["q_segments"], given["kv_segments"] = two_segments(segments, TensorSpec)
@@ -393,6 +407,9 @@ def attention(
     if isinstance(v, int):
         x["v"] = x["k"].then(Leading(v))
     b.problem(*pool_problems(q, k, pages))
+    if unscaled := [*scale_problems(specs)]:
+        b.problem(*unscaled)
+        b.check()
     b.problem(*dtype_problems(q, x["v"].type, bias=bias, alibi=slopes, sinks=sinks))
     if wrong := problems_of(lambda: masks.Causal(align)):
         b.problem(*wrong)
@@ -404,7 +421,8 @@ def attention(
     whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))
     slanted = None if alibi is None or alibi is False else align or ""
     b.problem(*alignment_problems(whole, slanted, rows, keys))
-    unpacked = {n: keys.unpack(x[n]) if keys else x[n] for n in "kv"}
+    own = {n: x[n].dequantise(x[s], x["q"]) if s in x else x[n] for n, s in PAIRS}
+    unpacked = {name: keys.unpack(own[name]) if keys else own[name] for name in own}
     s = scores(rows.unpack(x["q"]) if rows else x["q"], unpacked["k"], scale=scale)
     s = change_scores(s, soft_cap, slanted is not None, align, steps, x)
     if whole is not None:
@@ -458,30 +476,6 @@ def unknown_arguments(
     known = {*EXTRA, *read_by(mask, modifiers)}
     own = known | signature(attention).parameters.keys()
     return [unknown_argument(name, sorted(own)) for name in sorted({*names} - known)]
-
-
-def dtype_problems(q: TensorSpec, v: ValueType, **more: TensorSpec | None) -> Iterator[str]:
-    if v.dtype != q.dtype:
-        yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
-    for name, x in more.items():
-        if x is not None and x.dtype in FLOATS and x.dtype not in (q.dtype, torch.float32):
-            also = "" if q.dtype == torch.float32 else f", or {torch.float32}"
-            yield f"attention: {name} {x} must have q's dtype, {q.dtype}{also}"
-
-
-def pool_problems(q: TensorSpec, k: TensorSpec, pages: TensorSpec | None) -> Iterator[str]:
-    if pages is None or len(k.shape) != 4 or len(q.shape) not in (3, 4):
-        return
-    heads, rows, own = q.shape[1], k.shape[1], k.shape[2]
-    if (
-        all(type(x) is int and x > 0 for x in (heads, rows, own))
-        and heads % own
-        and not heads % rows
-    ):
-        yield (
-            f"pages: k {k} is read as [pages, rows, heads, D], and its {own} heads do not divide "
-            f"q's {heads}; if it is [pages, heads, rows, D], pass k.transpose(1, 2)"
-        )
 
 
 def whole_mask(

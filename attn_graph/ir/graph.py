@@ -75,6 +75,11 @@ class Op(Declared):
         return ()
 
     @property
+    def constants(self) -> tuple[int, ...]:
+        """Places of the operands of floating dtypes without a derivative, as scales have none."""
+        return ()
+
+    @property
     def without_gradient(self) -> tuple[str, ...]:
         """Names of the results without a gradient, which have no cotangent."""
         return ()
@@ -248,6 +253,12 @@ class Graph:
         for eqn, outs in reversed(self.numbered):
             if eqn.op.is_view and outs[0] in read:
                 read.add(eqn.args[0])
+        return frozenset(i for i in read if i < len(self.inputs))
+
+    @property
+    def constants(self) -> frozenset[int]:
+        """The inputs without a derivative: quantised tensors and their scales."""
+        read = {eqn.args[n] for eqn in self.eqns for n in eqn.op.constants}
         return frozenset(i for i in read if i < len(self.inputs))
 
     @cached_property

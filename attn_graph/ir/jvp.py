@@ -12,8 +12,8 @@ from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.sums import Zeros
 from attn_graph.ir.tangents import AttentionJvp
-from attn_graph.ir.vjp import numbers_of
-from attn_graph.spec import FLOATS, TensorSpec, dense_strides, memory_order
+from attn_graph.ir.vjp import floating_inputs, numbers_of, refuse_constants
+from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 
 def jvp(graph: Graph, tangents: Sequence[str] | None = None) -> Graph:
@@ -38,9 +38,9 @@ def jvp(graph: Graph, tangents: Sequence[str] | None = None) -> Graph:
 
 
 def moving_inputs(graph: Graph, names: Sequence[str] | None) -> tuple[int, ...]:
-    floating = {i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS}
+    floating, fixed = floating_inputs(graph), graph.carried | graph.constants
     if names is None:
-        return tuple(n for n in floating.values() if n not in graph.carried)
+        return tuple(n for n in floating.values() if n not in fixed)
     moved = {*numbers_of("tangents", "floating input", names, floating, "jvp")}
     if moved & graph.carried and not graph.carried <= moved:
         missing = (graph.inputs[n].name for n in sorted(graph.carried - moved))
@@ -63,6 +63,7 @@ def push_graph(graph: Graph, moved: Sequence[int], specs: Sequence[TensorSpec]) 
     """
     if problems := [text for eqn in graph.eqns for text in eqn.op.push_problems()]:
         raise GraphError(*dict.fromkeys(problems))
+    refuse_constants(graph, moved, "jvp")
     b = Builder()
     values = [b.input(i.name, i.spec) for i in graph.inputs]
     known = [i.name for i in graph.inputs]

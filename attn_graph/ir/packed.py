@@ -1,4 +1,4 @@
-"""An attention, or a derivative, on packed tensors or pages as one op for lowerings."""
+"""An attention, or a derivative, on packed, paged or quantised tensors as one op for lowerings."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from attn_graph.ir.packing import (
     to_most,
 )
 from attn_graph.ir.paging import SumPages, Unpage, table_problems
+from attn_graph.ir.scaling import SCALES, Dequantise
 from attn_graph.ir.tangents import AttentionJvp, attention_in
 from attn_graph.masks import And, KeyLengths, Mask, QueryLengths, flatten_join
 from attn_graph.spec import ValueType
@@ -93,10 +94,11 @@ def blind_in(writer: Pack | SumPages, hides: bool) -> Pack | SumPages:
 @final
 @frozen
 class Packed(Op):
-    """A fused op with q, or k and v, or all, packed, or with k and v in pages.
+    """A fused op with q, or k and v, or all, packed, with k and v in pages, or quantised.
 
-    Its operands are those of `op`, then q_starts and kv_starts of the packed sides, or `pages`
-    last. Its meaning: unpack q, k and v, do `op`, pack the results.
+    Its operands are those of `op`, then k_scale and v_scale, q_starts and kv_starts of the packed
+    sides, or `pages` last. Its meaning: dequantise k and v, unpack q, k and v, do `op`, pack the
+    results.
 
     rows, keys: the most rows of a sequence of q and of k; None for a side that is not packed. The
     mask of `op` has the lengths: QueryLengths() if q is packed, KeyLengths() if k and v are.
@@ -104,12 +106,15 @@ class Packed(Op):
     paged: k and v, their gradients and tangents are pools [n,P,G,D], and pages is [B,pages]. With
     KeyLengths() in the mask the keys of a sequence end by kv_lengths, and nothing past them is
     read, entries of the table included; without it all pages count.
+
+    scaled: k and v are quantised, as operands of `Dequantise` with q last. They have no gradient.
     """
 
     op: Fused
     rows: int | None = field(default=None, converter=to_most)
     keys: int | None = field(default=None, converter=to_most)
     paged: bool = field(default=False, converter=bool)
+    scaled: bool = field(default=False, converter=bool)
 
     def __attrs_post_init__(self) -> None:
         parts = and_parts(self.attention.mask)
@@ -188,13 +193,23 @@ class Packed(Op):
     @property
     def roles(self) -> tuple[str, ...]:
         starts = (STARTS[side] for side in self.sides)
-        return (*self.op.roles, *starts, *(("pages",) * self.paged))
+        return (*self.op.roles, *SCALES * self.scaled, *starts, *(("pages",) * self.paged))
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
         pairs = ((role.rank, role.side) for role in self.op.takes)
-        own = (n - 1 if n is not None and side in self.sides else n for n, side in pairs)
-        return (*own, *(1 for _ in self.sides), *((2,) * self.paged))
+        own = [n - 1 if n is not None and side in self.sides else n for n, side in pairs]
+        return (*own, *own[1:3] * self.scaled, *(1 for _ in self.sides), *((2,) * self.paged))
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        count = len(self.op.takes)
+        return (1, 2, count, count + 1) if self.scaled else self.op.constants
+
+    def scales(self, operands: Sequence[T]) -> dict[int, T]:
+        """The scale of each quantised operand, by number."""
+        first = len(self.op.takes)
+        return dict(enumerate(operands[first : first + 2], 1)) if self.scaled else {}
 
     def split(self, operands: Sequence[T]) -> tuple[tuple[T, ...], dict[str, tuple[T, ...]]]:
         """The operands of `op`, and, by side, the further operands of its reader.
@@ -203,7 +218,7 @@ class Packed(Op):
         """
         count, node = len(self.op.takes), self.attention
         mask = {name: operands[n] for name, n in node.slots.mask.items()}
-        starts = zip(self.sides, operands[count:], strict=False)
+        starts = zip(self.sides, operands[count + 2 * self.scaled :], strict=False)
         where: dict[str, tuple[T, ...]] = {side: (x, mask[LENGTHS[side]]) for side, x in starts}
         if self.paged:
             ends = (mask[LENGTHS["keys"]],) if self.ended else ()
@@ -212,7 +227,9 @@ class Packed(Op):
 
     def entries(self, types: Sequence[X]) -> int:
         """B, from the operands or their types."""
-        return types[-1].shape[0] if self.paged else count_sequences(types[-1])
+        if self.sides and not self.paged:
+            return count_sequences(types[-1])
+        return types[-1 if self.paged else 0].shape[0]
 
     def fewest(self, types: Sequence[ValueType]) -> int:
         """The fewest sequences possible: all as long as possible."""
@@ -229,6 +246,10 @@ class Packed(Op):
         """The operands of `op`. use: applies an op to values."""
         own, where = self.split(operands)
         readers, sides = self.readers, operand_sides(self.op)
+        scales = self.scales(operands)
+        own = tuple(
+            use(Dequantise(), x, scales[n], own[0]) if n in scales else x for n, x in enumerate(own)
+        )
         return [
             use(readers[side], x, *where[side]) if side in readers else x
             for x, side in zip(own, sides, strict=True)
@@ -253,6 +274,8 @@ class Packed(Op):
             yield from integer_problems("packed", **{STARTS[side]: where[side][0]})
         if self.paged:
             yield from table_problems("packed", *where["keys"])
+        for n, scale in self.scales(types).items():
+            yield from Dequantise().problems(types[n], scale, types[0])
         yield from self.op.problems(*self.padded(types))
         entries = {count_sequences(where[side][0]) for side in self.sides} | {self.entries(types)}
         if len(entries) > 1:

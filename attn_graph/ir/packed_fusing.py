@@ -1,4 +1,4 @@
-"""A pass: an attention and the unpacking, paging and packing around it become a Packed."""
+"""A pass: an attention and the unpacking, scaling and packing around it become a Packed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, extent_of
 from attn_graph.ir.packing import Pack, Unpack, row_count
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.rewrite import prune
+from attn_graph.ir.scaling import Dequantise
 
 READERS = Unpack, Unpage
 
@@ -49,12 +50,12 @@ class Absorbed:
 
 
 def fuse_packed(graph: Graph) -> Graph:
-    """Turn each attention between Unpack or Unpage and Pack into one Packed.
+    """Turn each attention between Unpack or Unpage and Pack, or after Dequantise, into one Packed.
 
     It stays as is if k and v have different layouts, if a result is also read unpacked or packed
     differently, and if the mask does not end the sequences by the same lengths.
     """
-    if not any(isinstance(eqn.op, READERS) for eqn in graph.eqns):
+    if not any(isinstance(eqn.op, (*READERS, Dequantise)) for eqn in graph.eqns):
         return graph
     around = Neighbours(graph)
     tries = {outs[0]: around.absorb(eqn, outs) for eqn, outs in graph.numbered}
@@ -105,13 +106,22 @@ class Neighbours:
         rows, keys = self.side(eqn, "rows", q), self.side(eqn, "keys", k, v)
         results = dict(zip(outs, range(len(outs)), strict=True))
         packs = results if rows is None else self.packs(eqn.op, results, rows)
-        if (rows is None and keys is None) or packs is None:
-            return None
         starts = [side.where[0] for side in (rows, keys) if side]
-        tensors = *(rows.tensors if rows else (q,)), *(keys.tensors if keys else (k, v))
+        query, tensors = rows.tensors[0] if rows else q, keys.tensors if keys else (k, v)
+        tensors, scales = self.scaled(query, tensors)
+        if not (rows or keys or scales) or packs is None:
+            return None
         paged = keys is not None and isinstance(keys.op, Unpage)
-        op = Packed(eqn.op, rows and rows.most, keys and keys.most, paged)
-        return Absorbed(op, (*tensors, *rest, *starts), packs)
+        op = Packed(eqn.op, rows and rows.most, keys and keys.most, paged, bool(scales))
+        return Absorbed(op, (query, *tensors, *rest, *scales, *starts), packs)
+
+    def scaled(self, q: int, tensors: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """k and v before both are dequantised like q, and their scales; themselves without."""
+        made = [self.makers.get(i) for i in tensors]
+        args = [x.args for x in made if x is not None and isinstance(x.op, Dequantise)]
+        if [x[2] for x in args] != [q, q]:
+            return tensors, ()
+        return tuple(x[0] for x in args), tuple(x[1] for x in args)
 
     def side(self, eqn: Eqn, name: str, *operands: int) -> Side | None:
         """One side of an attention; None if it is not unpacked, or its mask goes beyond."""

@@ -71,20 +71,34 @@ def with_residuals(graph: Graph) -> Graph:
 
 def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
     """The numbers of the inputs to differentiate by. Raises GraphError for wrong names."""
-    carried = graph.carried
-    floating = {
-        i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS and n not in carried
-    }
+    carried, known = graph.carried, floating_inputs(graph)
+    floating = {name: n for name, n in known.items() if n not in carried}
     if own := [graph.inputs[n].name for n in carried if graph.inputs[n].name in (wants or ())]:
         raise GraphError(
             f"vjp: no gradient by {', '.join(sorted(own))}: as a result of the forward it moves "
             "with the other inputs"
         )
     return (
-        tuple(floating.values())
+        tuple(n for n in floating.values() if n not in graph.constants)
         if wants is None
         else numbers_of("wants", "floating input", wants, floating)
     )
+
+
+def floating_inputs(graph: Graph) -> dict[str, int]:
+    """The floating inputs, and the constants among the others, which are refused by name."""
+    constants = graph.constants
+    pairs = enumerate(graph.inputs)
+    return {i.name: n for n, i in pairs if i.spec.dtype in FLOATS or n in constants}
+
+
+def refuse_constants(graph: Graph, numbers: Iterable[int], who: str) -> None:
+    """Raise GraphError if derivatives by quantised tensors or their scales are wanted."""
+    if own := sorted(graph.constants & {*numbers}):
+        raise GraphError(
+            f"{who}: no derivative by {', '.join(graph.inputs[n].name for n in own)}: quantised "
+            "tensors and their scales are constants; differentiate by the others"
+        )
 
 
 def numbers_of(
@@ -297,6 +311,7 @@ def backward(
     GraphError for a graph without a gradient, and for a cotangent of an output without one.
     """
     check_gradient(graph)
+    refuse_constants(graph, wants, "vjp")
     check_cotangents(graph, cotangents)
     b, types, names = Builder(), graph.types, value_names(graph)
     declared = saved_specs(graph)

@@ -107,6 +107,10 @@ def check_attention(graph: Graph, placement: Placement) -> None:
     if not isinstance(node, Attention) or node.keeps:
         text = ", ".join(op_name(type(op)) for op in ops) or "nothing"
         raise GraphError(f"shard: the graph is to be one attention, and is {text}; shard that part")
+    if isinstance(ops[0], Packed) and ops[0].scaled:
+        raise GraphError(
+            "shard: quantised keys and values are not divided; pass k * k_scale and v * v_scale"
+        )
     if isinstance(ops[0], Packed) and placement in SEQUENCES:
         raise GraphError(
             f"shard: sequences that are packed or in pages are divided whole, by 'batch', or by "

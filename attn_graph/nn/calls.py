@@ -25,6 +25,7 @@ from attn_graph.ir.arguments import require_modifiers
 from attn_graph.ir.builder import unknown_arguments
 from attn_graph.ir.checks import require_constant
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.scaling import SCALES
 from attn_graph.machine.ambient import is_traced, require_untraced
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import NESTED
@@ -35,7 +36,7 @@ from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
 from attn_graph.nn.sharding import attend_in_parts
 from attn_graph.nn.tracing import fix
 from attn_graph.plan import Plan
-from attn_graph.spec import TensorSpec, layout_problem, to_number
+from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
 
 # The options of a call, in this order: those of a graph, then those of `compile`.
 GRAPH_OPTIONS = (
@@ -52,6 +53,7 @@ USUAL_CHOICE = (None, (), False, None, "ignore", None, False)
 SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself
 SEGMENTS = ("q_segments", "kv_segments")  # inputs that a graph takes as a pair
 NUMBERS = ("scale", "soft_cap", "dropout")  # options that are floats
+CAST = frozenset(FLOATS) - {torch.float64}  # dtypes changed by autocast
 MOST_SEED = 2**62  # bound of the numbers drawn for SEED
 
 Outputs = Tensor | tuple[Tensor, ...]
@@ -113,6 +115,11 @@ def attend_distributed(tensors: Named, options: Options) -> Outputs:
         raise TensorError(
             f"attention: {min(packed)} is given, but packed tensors and pages can't be divided "
             "among processes; pass local tensors"
+        )
+    if scales := {*SCALES} & tensors.keys():
+        raise TensorError(
+            f"attention: {min(scales)} is given, but quantised keys and values of DTensors are not "
+            "divided; pass local tensors, or k * k_scale and v * v_scale"
         )
     if given["modifiers"]:
         raise TensorError(
@@ -324,6 +331,6 @@ def cast_inputs(
 def cast_input(x: Tensor) -> Tensor:
     """A tensor in the dtype of autocast, if it is on for its device; float64 stays."""
     kind = x.device.type
-    if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
+    if x.dtype not in CAST or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))

@@ -25,11 +25,15 @@ DTYPES = {
     "i32": torch.int32,
     "i64": torch.int64,
     "bool": torch.bool,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
+    "i8": torch.int8,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INF = float("inf")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # of keys and values, with scales
 LAYOUTS = tuple("".join(letters) for letters in permutations("bhsd"))
 MOST = 2**63 - 1  # of one size or stride: PyTorch's largest integer
 

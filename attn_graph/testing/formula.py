@@ -23,6 +23,7 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
 from attn_graph.ir.relative import RelativeBias
+from attn_graph.ir.scaling import Dequantise
 from attn_graph.ir.views import Leading
 from attn_graph.spec import INF
 from attn_graph.testing.mask_formula import Data, Places, evaluate_mask
@@ -72,6 +73,9 @@ def read_chain(graph: Graph, tensors: Sequence[Tensor]) -> Chain:
     for eqn, outs in graph.numbered:
         if isinstance(eqn.op, Leading):
             values[outs[0]] = values[eqn.args[0]][..., : eqn.op.size]
+            continue
+        if isinstance(eqn.op, Dequantise):  # `cast` has multiplied it
+            values[outs[0]] = values[eqn.args[0]]
             continue
         fields |= read_step(eqn.op, [values.get(i, torch.empty(0)) for i in eqn.args], fields)
     return Chain(**fields)
@@ -357,8 +361,16 @@ def softmax(s: Tensor, keep: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tens
     return torch.where(blind, 0.0, p), torch.where(blind, -INF, sums)[..., 0]
 
 
-def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Inputs of the formula: floats in `dtype`, as leaves of a new autograd graph."""
+def cast(graph: Graph, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Inputs of the formula: floats in `dtype`, as leaves of a new autograd graph.
+
+    Quantised tensors are multiplied by their scales in float64, and rounded once.
+    """
+    tensors = [*tensors]
+    for eqn in graph.eqns:
+        if isinstance(eqn.op, Dequantise):
+            n, scale, _ = eqn.args
+            tensors[n] = tensors[n].double() * tensors[scale].double()
     return [
         x.detach().to("cpu", dtype).clone() if x.is_floating_point() else x.detach().cpu()
         for x in tensors
@@ -369,7 +381,7 @@ def evaluate(
     graph: Graph, tensors: Sequence[Tensor], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:
     """The outputs, every step of the formula in `dtype`."""
-    values = attend(read_chain(graph, cast(tensors, dtype)))
+    values = attend(read_chain(graph, cast(graph, tensors, dtype)))
     return tuple(values[role] for role in output_roles(graph))
 
 
@@ -380,11 +392,11 @@ def gradients(
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
     """The gradient of every floating input, by its name; a cotangent of None is zero."""
-    given = cast(tensors, dtype)
+    given = cast(graph, tensors, dtype)
     leaves = {
         i.name: x.requires_grad_()
-        for i, x in zip(graph.inputs, given, strict=True)
-        if x.is_floating_point()
+        for n, (i, x) in enumerate(zip(graph.inputs, given, strict=True))
+        if x.is_floating_point() and n not in graph.constants
     }
     values = attend(read_chain(graph, given))
     pairs = [
@@ -409,7 +421,7 @@ def poison_blind_rows(
     seed: int,
 ) -> tuple[Any, ...]:  # Any: tensors, None for a missing cotangent
     """The cotangents with NaN and infinities in rows that see nothing, where they count 0."""
-    blind = attend(read_chain(graph, cast(tensors, torch.float64))).lse == -INF
+    blind = attend(read_chain(graph, cast(graph, tensors, torch.float64))).lse == -INF
     random = torch.Generator().manual_seed(seed)
     poison = torch.tensor([math.nan, INF, -INF])[torch.randint(3, blind.shape, generator=random)]
 

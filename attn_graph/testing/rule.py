@@ -110,7 +110,7 @@ def low_dtype(graph: Graph) -> torch.dtype:
 def expect_outputs(graph: Graph, tensors: Sequence[Tensor]) -> tuple[Expectation, ...]:
     """The right outputs of a graph of one attention, within the accuracy rule."""
     refs, lows = evaluate(graph, tensors), evaluate(graph, tensors, low_dtype(graph))
-    c = read_chain(graph, cast(tensors, torch.float64))
+    c = read_chain(graph, cast(graph, tensors, torch.float64))
     sizes = forward_terms(c, attend(c))
     if low_dtype(graph) in HALF:
         sizes["lse"] = sizes["lse"] + EXP_ERROR / (2 * UNIT[torch.float32])  # terms count twice
@@ -129,7 +129,7 @@ def expect_gradients(
     """
     refs = gradients(graph, tensors, cotangents)
     lows = gradients(graph, tensors, cotangents, low_dtype(graph))
-    exact = cast(tensors, torch.float64)
+    exact = cast(graph, tensors, torch.float64)
     c, given = read_chain(graph, exact), dict(zip(output_roles(graph), cotangents, strict=True))
     do, dlse = (
         torch.zeros(()) if x is None else x.detach().cpu() for x in map(given.get, ("o", "lse"))

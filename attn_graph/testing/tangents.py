@@ -77,7 +77,7 @@ def push_formula(
     graph: Graph, tensors: Sequence[Tensor], tangents: Named, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """o, lse, to and tlse by PyTorch's forward mode over the formula, every step in `dtype`."""
-    given = cast(tensors, dtype)
+    given = cast(graph, tensors, dtype)
     known = floating_inputs(graph, given)
     moves = {
         n: tangents[n].to(dtype) if n in tangents else torch.zeros_like(x) for n, x in known.items()
@@ -90,7 +90,7 @@ def push_gradient_formula(
     graph: Graph, tensors: Sequence[Tensor], along: Directions, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The tangent of each floating input's gradient: forward over reverse, in `dtype`."""
-    given, along = cast(tensors, dtype), along.to(dtype)
+    given, along = cast(graph, tensors, dtype), along.to(dtype)
     known, call = floating_inputs(graph, given), formula_at(graph, given)
     zeros = {n: torch.zeros_like(x) for n, x in known.items()}
 
@@ -144,7 +144,7 @@ class Sizes:
 
     @classmethod
     def of(cls, graph: Graph, tensors: Sequence[Tensor], tangents: Named) -> Sizes:
-        exact = cast(tensors, torch.float64)
+        exact = cast(graph, tensors, torch.float64)
         c = read_chain(graph, exact)
         names = {id(x): i.name for i, x in zip(graph.inputs, exact, strict=True)}
         return cls(c, attend(c), names, {n: x.double().abs() for n, x in tangents.items()})

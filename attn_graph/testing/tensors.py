@@ -10,6 +10,7 @@ import torch
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.scaling import SCALES
 from attn_graph.spec import TensorSpec, ValueType, dense_strides
 
 BETWEEN = 77  # integers in gaps, never to be read
@@ -27,7 +28,7 @@ def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Ten
     shift = {6: EXTREME, 7: -EXTREME}.get(seed % 8, 0.0)
     sizes = {i.name: i.spec.shape for i in graph.inputs}
     most = {"q_lengths": sizes.get("q", (0,) * 4)[2], "kv_lengths": sizes.get("k", (0,) * 4)[2]}
-    means = centres(graph, shift)
+    means = centres(graph, shift) | dict.fromkeys(SCALES, 1.0)
     tensors = []
     for i in graph.inputs:
         name = i.name.rstrip("0123456789")  # a second one of a kind
@@ -51,7 +52,7 @@ def hide(tensor: torch.Tensor, random: torch.Generator) -> None:
         storage[at.to(tensor.device)] = -torch.inf  # axes of stride 0 can't be written through
 
 
-SPREADS = {"alibi": 0.3, "sinks": 2.0}
+SPREADS = {"alibi": 0.3, "sinks": 2.0} | dict.fromkeys(SCALES, 0.3)
 
 
 def centres(graph: Graph, shift: float) -> dict[str, float]:
@@ -78,6 +79,8 @@ def filler(
             return torch.rand(count, generator=random) < share
         if not type_.shape:  # seed or offset: all 64 bits
             return torch.randint(-(2**63), 2**63 - 1, (count,), generator=random)
+        if kind == torch.int8:
+            return torch.randint(-6, 7, (count,), generator=random).to(kind)
         return torch.randint(most + 1, (count,), generator=random).to(kind)
 
     return numbers
@@ -128,7 +131,8 @@ def fill_gaps(
         return storage
     gaps = torch.ones(len(storage) + 3, dtype=torch.bool)
     gaps[torch.arange(len(storage)).as_strided(shape, strides, start)] = False
-    return torch.cat([storage, storage.new_zeros(3)]).masked_fill_(gaps, torch.nan)
+    wide = torch.cat([storage, storage.new_zeros(3)]).double()  # PyTorch fills no float8
+    return wide.masked_fill_(gaps, torch.nan).to(storage.dtype)
 
 
 def cotangents_for(

@@ -30,15 +30,18 @@ from attn_graph.lowering.cpu.paged import (
     as_meta,
     block_keys,
     check_table,
+    dequantise_keys,
     gather_pages,
+    key_bytes,
+    meta_pages,
 )
 from attn_graph.lowering.cpu.sequences import (
     Sizes,
     Span,
     cut_rows,
     ending_sides,
+    expand_scales,
     is_separable,
-    meta_pages,
     replace_lengths,
 )
 from attn_graph.lowering.rooms import room_name
@@ -116,7 +119,8 @@ class PackedRun:
 
     @cached_property
     def labels(self) -> tuple[Label, ...]:
-        return label_roles(self.op.op.takes, self.own, "rows")
+        labels = label_roles(self.op.op.takes, self.own, "rows")
+        return (*labels, *("keys", "keys") * self.op.scaled)
 
     @cached_property
     def results(self) -> tuple[Label, ...]:
@@ -191,12 +195,11 @@ class PackedRun:
             return SequenceRun(blocks.executable, reads, blocks)
         pages = meta_pages(self.specs[1], sizes.keys) if self.op.paged else None
         span = Span(0, 0, 0, sizes, pages)
-        views = [self.cut(as_meta(self.specs[n]), self.labels[n], span) for n in reads]
-        given = [*map(TensorSpec.like, views)]
+        given = [*map(TensorSpec.like, self.views(reads, self.metas, span, {}))]
         if (executable := self.shortcut(op, given)) is not None:
             return SequenceRun(executable, reads)
         b = Builder(True)
-        values = [b.input(f"x{n}", x) for n, x in zip(reads, given, strict=True)]
+        values = [b.input(f"x{n}", x) for n, x in zip(reads, given, strict=False)]
         results = b.emit(op, *values)
         return SequenceRun(self.lower(b.graph(*(results[:1] if self.saves else results))), reads)
 
@@ -206,16 +209,35 @@ class PackedRun:
         return isinstance(self.op.op, Attention) and not self.gives
 
     def make_blocks(self, op: Op, reads: tuple[int, ...], sizes: Sizes) -> BlockRun | None:
-        """The run of a sequence block by block, if its keys lie in many pages."""
-        if not self.op.paged or not isinstance(op, Attention | AttentionGrad):
+        """The run of a sequence block by block, if its keys lie in many pages or are quantised."""
+        paged, scaled = self.op.paged, self.op.scaled
+        if not (paged or scaled) or not isinstance(op, Attention | AttentionGrad):
             return None
-        if sizes.keys <= (size := block_keys(self.specs[1:3])):
+        if sizes.keys <= (size := block_keys(self.op, self.specs)):
             return None
-        metas, span = [as_meta(spec) for spec in self.specs], Span(0, 0, 0, sizes)
-        views = [
-            metas[n] if n in (1, 2) else self.cut(metas[n], self.labels[n], span) for n in reads
+        views = self.whole_keys(reads, self.metas, Span(0, 0, 0, sizes))
+        specs = tuple(map(TensorSpec.like, views))
+        return BlockRun(op, specs, sizes.keys, size, self.lower, paged, scaled)
+
+    @cached_property
+    def metas(self) -> list[torch.Tensor]:
+        """Its operands without memory."""
+        return expand_scales(self.op, [as_meta(spec) for spec in self.specs])
+
+    def views(self, reads: tuple[int, ...], operands: Tensors, span: Span, rooms: Rooms) -> Tensors:
+        """The operands of a sequence's op. k and v are dequantised."""
+        cut = [self.cut(operands[n], self.labels[n], span, rooms.get(n)) for n in reads]
+        return dequantise_keys(cut, self.op.scaled)
+
+    def whole_keys(self, reads: tuple[int, ...], operands: Tensors, span: Span) -> Tensors:
+        """The operands of a sequence's op, but whole pools of keys in pages, and k and v as they
+        are."""
+        return [
+            operands[n]
+            if self.op.paged and self.labels[n] == "keys"
+            else self.cut(operands[n], self.labels[n], span)
+            for n in reads
         ]
-        return BlockRun(op, tuple(map(TensorSpec.like, views)), sizes.keys, size, self.lower)
 
     def within(self, sizes: Sizes, entry: int) -> tuple[Op, tuple[int, ...]]:
         """The op of a sequence, and the operands it reads."""
@@ -227,7 +249,8 @@ class PackedRun:
             numbers = replace_lengths(node.mask, sizes, self.ending, self.most)
             alike = numbers == EVERYTHING
             mask = None if alike else canonical_mask(numbers, sizes.rows, sizes.keys)
-        kept, rest = node.slots_under(mask), range(len(node.takes), len(op.takes))
+        kept = node.slots_under(mask)
+        rest = range(len(node.takes), len(op.takes) + 2 * self.op.scaled)
         return with_operands(op, evolve(node, mask=mask), kept), (*kept, *rest)
 
     def cut(
@@ -258,7 +281,7 @@ class PackedRun:
             return {}
         (_, P, G, _), keys = self.specs[1].shape, self.at_once["keys"]
         rows = -(-keys // max(1, P)) * P * G
-        pools = [n for n, label in enumerate(self.labels) if label == "keys"]
+        pools = [n for n, x in enumerate(self.labels[: len(self.op.op.ranks)]) if x == "keys"]
         return {n: Buffer((rows * self.specs[n].shape[3],), self.specs[n].dtype) for n in pools}
 
     def run(self, operands: Tensors, rooms: Rooms) -> list[torch.Tensor]:
@@ -271,7 +294,7 @@ class PackedRun:
         self, operands: Tensors, rooms: Rooms, wanted: tuple[Label, ...]
     ) -> list[torch.Tensor]:
         """The first results: the wanted labels."""
-        spans = self.spans(operands)
+        spans, operands = self.spans(operands), expand_scales(self.op, operands)
         results = self.new_results(spans, operands, wanted, rooms)
         for span in spans:
             part = self.part_of(span.sizes, span.entry if self.node.dropout else 0)
@@ -282,7 +305,7 @@ class PackedRun:
     def run_whole(
         self, part: SequenceRun, span: Span, operands: Tensors, results: Tensors, rooms: Rooms
     ) -> None:
-        views = [self.cut(operands[n], self.labels[n], span, rooms.get(n)) for n in part.reads]
+        views = self.views(part.reads, operands, span, rooms)
         run = part.executable
         if self.saves:
             made = run.infer(*views)[0] if len(results) == 1 else run.run(*views)[1]
@@ -304,11 +327,7 @@ class PackedRun:
     ) -> None:
         blocks, pages = part.blocks, span.pages
         assert blocks is not None
-        assert pages is not None
-        views = [
-            operands[n] if self.labels[n] == "keys" else self.cut(operands[n], self.labels[n], span)
-            for n in part.reads
-        ]
+        views = self.whole_keys(part.reads, operands, span)
         if isinstance(blocks.op, Attention):
             outputs = blocks.forward(views, pages, rooms)
             for x, label, y in zip(results, self.results, outputs, strict=False):
@@ -355,8 +374,11 @@ class PackedRun:
 
     @property
     def held(self) -> int:
-        """Bytes of the longest sequence's results, and of sums in wider precision."""
+        """Bytes of the longest sequence's results, of sums in wider precision, and of dequantised
+        keys."""
         sums = sum(x.type.bytes for x in self.layouts if x.dtype != self.specs[0].dtype)
+        if self.op.scaled:  # in float32, times their scales, and rounded
+            sums += 3 * self.at_once["keys"] * key_bytes(self.op, self.specs)
         return sums + sum(
             spec.type.bytes // max(1, self.count_rows(spec, label)) * self.at_once[label]
             for spec, label in zip(self.layouts, self.results, strict=True)
@@ -372,14 +394,16 @@ class PackedRun:
     @cached_property
     def at_once(self) -> dict[str, int]:
         """The most rows of a side held at a time."""
-        blocks = self.op.paged and isinstance(self.op.op, Attention | AttentionGrad)
-        most = block_keys(self.specs[1:3]) if blocks else self.most["keys"]
+        parted = self.op.paged or self.op.scaled
+        blocks = parted and isinstance(self.op.op, Attention | AttentionGrad)
+        most = block_keys(self.op, self.specs) if blocks else self.most["keys"]
         return self.most | {"keys": min(most, self.most["keys"])}
 
     @property
     def summary(self) -> str:
-        whole, paged = "; ".join(self.probes[0].notes), self.op.paged
-        gathers = f", {self.at_once['keys']} keys gathered at a time" * paged
+        whole, op = "; ".join(self.probes[0].notes), self.op
+        reads = "dequantised" if op.scaled else "gathered"
+        gathers = f", {self.at_once['keys']} keys {reads} at a time" * (op.paged or op.scaled)
         return (
             f"each of {self.entries} sequences by itself{gathers}, its memory estimated; "
             f"the longest: {whole}"

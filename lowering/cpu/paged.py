@@ -1,4 +1,4 @@
-"""Keys in pages on a CPU: gathered a block at a time, into memory that stays small.
+"""Keys in pages, or quantised, on a CPU: read a block at a time, into memory that stays small.
 
 A block of keys is an attention of its own, under a mask moved there. Results of blocks are joined
 by their lse. Gradients are added: the lse of all keys makes them independent.
@@ -19,18 +19,21 @@ from attn_graph.ir.boxes import Piece, move_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.ops import join_statistics
+from attn_graph.ir.packed import Packed, run_one
 from attn_graph.ir.paging import list_entries
+from attn_graph.ir.scaling import Dequantise
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.sink_sums import sink_gradient_of
 from attn_graph.masks.moving import Box
 from attn_graph.spec import TensorSpec, accumulator
 
-BLOCK_BYTES = 2**22  # of k and v gathered at a time
+BLOCK_BYTES = 2**22  # of k and v read at a time
 MOST_BLOCKS = 256  # executables kept by a sequence's run
 Lower = Callable[[Graph], Executable]
 Tensors = Sequence[torch.Tensor]
 Rooms = Mapping[int, torch.Tensor]  # for gathered operands, by number
+Keys = torch.Tensor | slice  # of a block: its pages, or a range of keys
 
 
 def gather_pages(
@@ -71,11 +74,26 @@ def add_to_pages(pool: torch.Tensor, x: torch.Tensor, pages: torch.Tensor) -> No
         pool[int(pages[full]), :rest] += rows[full * P :]
 
 
-def block_keys(pools: Sequence[TensorSpec]) -> int:
-    """How many keys are gathered at a time: of whole pages. pools: specs of k and v."""
-    page = pools[0].shape[1]
-    key = sum(x.shape[2] * x.shape[3] * x.dtype.itemsize for x in pools)
-    return max(1, BLOCK_BYTES // max(1, key * page)) * page
+def dequantise_keys(operands: Tensors, scaled: bool) -> Tensors:
+    """The operands, with k and v times their scales, the last two, if these are `scaled`."""
+    if not scaled:
+        return operands
+    q, k, v, *rest, k_scale, v_scale = operands
+    pairs = (k, k_scale), (v, v_scale)
+    return [q, *(run_one(Dequantise(), x, scale, q) for x, scale in pairs), *rest]
+
+
+def block_keys(op: Packed, specs: Sequence[TensorSpec]) -> int:
+    """How many keys are read at a time: of whole pages. specs: of the operands."""
+    page = specs[1].shape[1] if op.paged else 1
+    return max(1, BLOCK_BYTES // max(1, key_bytes(op, specs) * page)) * page
+
+
+def key_bytes(op: Packed, specs: Sequence[TensorSpec]) -> int:
+    """Bytes of one key and its value of all heads, dequantised."""
+    q, k, v = specs[:3]
+    dtype = accumulator(q.dtype) if op.scaled else k.dtype
+    return k.shape[2 if op.paged else 1] * (k.shape[-1] + v.shape[-1]) * dtype.itemsize
 
 
 def check_table(pool: Sequence[int], table: torch.Tensor, *lengths: torch.Tensor) -> None:
@@ -94,6 +112,10 @@ def as_meta(spec: TensorSpec) -> torch.Tensor:
     return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
 
 
+def meta_pages(pool: TensorSpec, keys: int) -> torch.Tensor:
+    return torch.empty(-(-keys // max(1, pool.shape[1])), dtype=torch.int64, device="meta")
+
+
 @final
 @frozen
 class KeyBlock:
@@ -110,8 +132,8 @@ class KeyBlock:
 class BlockRun:
     """Runs an attention, or its gradient, of one sequence, a block of keys at a time.
 
-    specs: of its operands, with the pools of k and v. keys: of the sequence. size: of a block, in
-    keys.
+    specs: of its operands, with the pools of k and v if these are in pages. keys: of the sequence.
+    size: of a block, in keys. scaled: k and v are quantised, and their scales the last operands.
     """
 
     op: Attention | AttentionGrad
@@ -119,6 +141,8 @@ class BlockRun:
     keys: int
     size: int
     lower: Lower
+    paged: bool = True
+    scaled: bool = False
     block_at: Callable[[int], KeyBlock] = field(
         init=False,
         default=Factory(lambda run: lru_cache(MOST_BLOCKS)(run.make_block), takes_self=True),
@@ -151,31 +175,38 @@ class BlockRun:
             op = evolve(self.op, attention=piece.node, wants=wants)
             gives = tuple(n for n in sources if n is not None and self.op.wants[n])
         metas = [as_meta(spec) for spec in self.specs]
-        pages = torch.empty(-(-len(keys) // metas[1].shape[1]), dtype=torch.int64, device="meta")
-        tensors = self.tensors(piece, metas, pages, {})
+        own = meta_pages(self.specs[1], len(keys)) if self.paged else slice(keys.start, keys.stop)
+        tensors = self.tensors(piece, metas, own, {})
         b = Builder(trusts=True)
         values = [b.input(f"x{n}", TensorSpec.like(x)) for n, x in enumerate(tensors)]
         return KeyBlock(piece, self.lower(b.graph(*b.emit(op, *values))), gives)
 
     def tensors(
-        self, piece: Piece, operands: Tensors, pages: torch.Tensor, rooms: Rooms
+        self, piece: Piece, operands: Tensors, own: Keys, rooms: Rooms
     ) -> list[torch.Tensor]:
-        """The operands of a block. pages: of the block. rooms: for k and v."""
-        count = len(piece.box.keys)
-        keys = (gather_pages(operands[n], pages, count, rooms.get(n)) for n in (1, 2))
-        return [
-            operands[0],
-            *keys,
-            *piece.tensors(operands, piece.box),
-            *operands[len(self.node.ranks) :],
-        ]
+        """The operands of a block. own: its keys. rooms: for k and v in pages."""
+        count, end = len(piece.box.keys), len(operands) - 2 * self.scaled
 
-    def blocks(self, pages: torch.Tensor) -> Iterator[tuple[KeyBlock, torch.Tensor]]:
-        count = self.size // self.specs[1].shape[1]
-        for number, own in enumerate(pages.split(count)):
+        def read(n: int) -> torch.Tensor:
+            if isinstance(own, slice):
+                return operands[n][:, :, own]
+            return gather_pages(operands[n], own, count, rooms.get(n))
+
+        keys = map(read, (1, 2, *range(end, len(operands))))
+        q, k, v = dequantise_keys([operands[0], *keys], self.scaled)
+        rest = operands[len(self.node.ranks) : end]
+        return [q, k, v, *piece.tensors(operands, piece.box), *rest]
+
+    def blocks(self, pages: torch.Tensor | None) -> Iterator[tuple[KeyBlock, Keys]]:
+        parts: Sequence[Keys] = [slice(n, n + self.size) for n in range(0, self.keys, self.size)]
+        if pages is not None:
+            parts = pages.split(self.size // self.specs[1].shape[1])
+        for number, own in enumerate(parts):
             yield self.block_at(number * self.size), own
 
-    def forward(self, operands: Tensors, pages: torch.Tensor, rooms: Rooms) -> list[torch.Tensor]:
+    def forward(
+        self, operands: Tensors, pages: torch.Tensor | None, rooms: Rooms
+    ) -> list[torch.Tensor]:
         sinks, results = self.node.split(operands).sinks, list[torch.Tensor]()
         for block, own in self.blocks(pages):
             made, _ = block.executable.run(*self.tensors(block.piece, operands, own, rooms))
@@ -190,7 +221,7 @@ class BlockRun:
     def backward(
         self,
         operands: Tensors,
-        pages: torch.Tensor,
+        pages: torch.Tensor | None,
         rooms: Rooms,
         keep: Callable[[int, torch.Tensor, torch.Tensor], None],
     ) -> dict[int, torch.Tensor]:
@@ -208,11 +239,14 @@ class BlockRun:
             axes = {feed.source: feed.axes for feed in block.piece.feeds}
             for n, x in zip(block.gives, made, strict=True):
                 if n in (1, 2):
+                    assert isinstance(own, torch.Tensor)  # quantised keys have no gradient
                     keep(n, x, own)
                 else:
                     block.piece.box.cut(totals[n], axes.get(n, "")).add_(x)
         if self.node.sinks and totals.keys() & {self.node.roles.index("sinks")}:
-            totals[self.node.roles.index("sinks")] = sink_gradient_of(self.op, operands)
+            totals[self.node.roles.index("sinks")] = sink_gradient_of(
+                self.op, operands[: self.op.reads]
+            )
         return totals
 
 

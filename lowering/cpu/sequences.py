@@ -15,7 +15,6 @@ from attn_graph.masks import LEAVES as KNOWN_LEAVES
 from attn_graph.masks import Band, Join, KeyLengths, Mask, Prefix, QueryLengths
 from attn_graph.masks.canonical import EVERYTHING
 from attn_graph.masks.joins import leaves
-from attn_graph.spec import TensorSpec
 
 
 @final
@@ -85,6 +84,14 @@ def replace_lengths(mask: Mask, sizes: Sizes, ending: Sequence[str], most: dict[
     return mask
 
 
+def expand_scales(op: Packed, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands, with a scale for each row of quantised ones."""
+    x, first = [*operands], len(op.op.ranks)
+    for n, scale in op.scales(operands).items():
+        x[first + n - 1] = scale.expand(*x[n].shape[:-1], 1)
+    return x
+
+
 def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:
     """Rows of a packed tensor [T,H,D] as [1,H,n,D], or of a statistic [H,T] as [1,H,n], in one
     step: a short sequence takes little longer than views of it."""
@@ -93,7 +100,3 @@ def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:
         return x.as_strided((1, x.shape[0], n), (0, head, row), x.storage_offset() + first * row)
     (_, H, D), (row, head, each) = x.shape, x.stride()
     return x.as_strided((1, H, n, D), (0, head, row, each), x.storage_offset() + first * row)
-
-
-def meta_pages(pool: TensorSpec, keys: int) -> torch.Tensor:
-    return torch.empty(-(-keys // max(1, pool.shape[1])), dtype=torch.int64, device="meta")

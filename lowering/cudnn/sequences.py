@@ -82,7 +82,7 @@ def packed_problem(graph: Graph) -> tuple[Problem, CudnnSequences] | None:
     last = graph.eqns[-1]
     if not isinstance(last.op, Packed) or not isinstance(last.op.op, Attention | AttentionGrad):
         return None
-    if min(graph.outputs) < len(graph.types) - len(last.outs):
+    if last.op.scaled or min(graph.outputs) < len(graph.types) - len(last.outs):
         return None
     specs = operand_specs(graph, last)
     return Problem.of(last.op.op, padded_specs(last.op, specs)), find_sequences(graph, specs)

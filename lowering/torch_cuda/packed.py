@@ -75,7 +75,9 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 def flash_layout(graph: Graph) -> Layout | None:
     """How the operands lie of a graph on packed tensors; None of any other, and of pages."""
     layout = Layout.of(graph)
-    return layout if layout is not None and layout.sides and layout.pages is None else None
+    if layout is None or layout.scales or layout.pages is not None:
+        return None
+    return layout if layout.sides else None
 
 
 def packed_reasons(layout: Layout, graph: Graph, target: Target, options: Options) -> Reasons:

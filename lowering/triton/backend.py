@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.triton.plan import Flash
 
 LEAST_SM = 80
+CONVERTS = 89  # from there on GPUs have instructions for float8_e4m3fn
 WIDEST, REST = 512, 64  # of a head, and of q's and k's beside: see kernels/pieces.py
 MOST_ROWS = 256  # of one tile
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
@@ -60,6 +61,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     for work in parts:
         against += [*attention_reasons(work.problem, work.layout.totals), *work.reasons()]
         against += large_tiles(work.problem, target)
+        against += conversion_reasons(work.problem, target)
     yield from dict.fromkeys(against)
     if not against:
         planned = (plan_reasons(work, target, options) for work in parts)
@@ -71,6 +73,14 @@ def target_reasons(target: Target) -> Iterator[Reason]:
         yield from old_gpu(LEAST_SM, target.sm)
     if "triton" not in dict(target.libraries):
         yield missing_library("triton", "pip install 'attn-graph[cuda]'")
+
+
+def conversion_reasons(problem: Problem, target: Target) -> Iterator[Reason]:
+    """Against quantised numbers that a GPU does not convert."""
+    kinds = {spec.dtype for spec in problem.specs[1:3]}
+    if target.kind == "cuda" and target.sm < CONVERTS and torch.float8_e4m3fn in kinds:
+        limit = f"converts {torch.float8_e4m3fn} from sm_{CONVERTS} on"
+        yield Reason("float8", limit, f"the target has sm_{target.sm}")
 
 
 def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[Reason]:

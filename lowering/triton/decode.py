@@ -172,8 +172,9 @@ def describe_division(problem: Problem, target: Target, division: KeyDivision) -
     keys = max(division.each * tile.block_n, -(-p.N // division.parts))
     shared = f"{p.H // p.G} heads that share keys are rows of one tile; " if p.H > p.G else ""
     scratch, itemsize = division.scratch(p), p.dtype.itemsize
-    key = p.D if reads_v_in_k(p) else p.D + p.E
-    moved = itemsize * (p.B * p.G * p.N * key + p.B * p.H * p.M * (p.D + p.E)) + 2 * scratch
+    _, k, v, *_ = (x.dtype.itemsize for x in p.specs)
+    key = k * p.D + (0 if reads_v_in_k(p) else v * p.E)
+    moved = p.B * p.G * p.N * key + itemsize * p.B * p.H * p.M * (p.D + p.E) + 2 * scratch
     bandwidth = target.bandwidth
     time = "" if bandwidth is None else f", {moved / bandwidth * 1e3:.2g} ms at its bandwidth"
     count = (

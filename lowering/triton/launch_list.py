@@ -158,6 +158,15 @@ class LaunchList:
         absent = {name: None for name in pointers if name not in there}
         return there, absent | self.layout.sizes() | self.layout.paging()
 
+    def scaled(self) -> tuple[Pointers, Fixed]:
+        """Pointers and strides of the scales of quantised k and v; None without them."""
+        layout = self.layout
+        if not layout.scales:
+            return {}, {"scales": None, "scale_strides": None}
+        pairs = zip(layout.scales, layout.tables, strict=False)
+        strides = tuple(layout.strides(name, x) for name, x in pairs)
+        return {"scales": layout.scales}, {"scale_strides": strides}
+
     def operands(self, *names: str) -> tuple[Pointers, Fixed]:
         """Pointers by parameter, and None for absent ones."""
         there = {"q", "k", "v", "delta", "dq", "dk", "dv", *self.problem.node.names}
@@ -243,6 +252,9 @@ class LaunchList:
         if kernel in PLACED:
             there, sizes = self.placed()
             named, absent = named | there, sizes | absent
+        if kernel == "forward":
+            scales, scaled = self.scaled()
+            named, absent = named | scales, absent | scaled
         blocks_ = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
         fixed = self.common() | absent | blocks_ | more
         fixed |= self.strides(*(name for name in ("do", *MOVED[:4]) if name in names))

@@ -18,13 +18,14 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS, Packed, operand_sides
 from attn_graph.ir.packing import Lengths, row_count
+from attn_graph.ir.scaling import SCALES
 from attn_graph.lowering.problem import Lies, Problem, declared_strides, operand_specs, sole
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.formulas import capacity
 
 MOST_BATCH = 2 * 4096  # more than AT_ONCE of kernels/sequences.py
 LONGEST = 2**31 - 1  # offset in 32 bits
-KEY_TENSORS = ("k", "v", "dk", "dv")  # the others have the rows of q
+KEY_TENSORS = ("k", "v", "dk", "dv", *SCALES)  # the others have the rows of q
 Strides = tuple[int, ...]
 
 
@@ -33,8 +34,8 @@ Strides = tuple[int, ...]
 class Layout:
     """A problem with padded sizes, and the true layout of its operands.
 
-    specs: of the operands, as they are. op: of packed tensors and pages. tables: the specs of its
-    further tensors, starts and then pages.
+    specs: of the operands, as they are. op: of packed, paged and quantised tensors. tables: the
+    specs of its further tensors, scales, starts and then pages.
     """
 
     problem: Problem
@@ -63,12 +64,12 @@ class Layout:
     def packed(cls, op: Packed, specs: list[TensorSpec], lies: Lies = ()) -> Layout | None:
         """specs: of all operands of the op. lies: as of Problem, of results as they are. None for
         an op beyond `Problem`."""
-        if not isinstance(op.op, (Attention, AttentionGrad)):
+        if not isinstance(op.op, Attention if op.scaled else (Attention, AttentionGrad)):
             return None
         own, where = op.split(specs)
         padded = op.padded([x.type for x in specs])
         whole = [
-            TensorSpec(type_.shape, type_.dtype) if side in where else spec
+            TensorSpec(type_.shape, spec.dtype) if side in where else spec
             for spec, type_, side in zip(own, padded, operand_sides(op.op), strict=True)
         ]
         return cls(Problem.of(op.op, whole, lies), own, op, tuple(specs[len(own) :]))
@@ -87,7 +88,12 @@ class Layout:
     def names(self) -> tuple[str, ...]:
         """The names of the tables."""
         starts = (STARTS[side] for side in self.sides)
-        return (*starts, *("pages",) * (self.op is not None and self.op.paged))
+        return (*self.scales, *starts, *("pages",) * (self.op is not None and self.op.paged))
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """The names of the scales, if k and v are quantised."""
+        return SCALES if self.op is not None and self.op.scaled else ()
 
     @property
     def pages(self) -> TensorSpec | None:
@@ -120,7 +126,8 @@ class Layout:
             shapes[0] = (1, p.H, self.T, p.D)
         if self.T_keys is not None:
             shapes[1], shapes[2] = (1, p.G, self.T_keys, p.D), (1, p.G, self.T_keys, p.E)
-        specs = (TensorSpec(shape, p.dtype) for shape in shapes)
+        pairs = zip(shapes, p.specs, strict=False)
+        specs = (TensorSpec(shape, x.dtype) for shape, x in pairs)
         return evolve(p, specs=(*specs, *p.specs[3:])) if self.sides else p
 
     # Operands and results
@@ -184,7 +191,8 @@ class Layout:
 
     def pointers(self) -> dict[str, str | None]:
         """Tensors of the places of sequences, by parameter; None for absent ones."""
-        names = (*STARTS.values(), *LENGTHS.values(), *self.names[len(self.sides) :])
+        paged = ("pages",) * (self.pages is not None)
+        names = (*STARTS.values(), *LENGTHS.values(), *paged)
         there = {*self.names, *(LENGTHS[side] for side in self.sides)}
         if self.pages is not None and LENGTHS["keys"] in self.problem.by_role.mask:
             there.add(LENGTHS["keys"])

@@ -116,6 +116,7 @@ class Flash:
         p = self.problem
         wide = (*p.node.stats, "delta", "dlse", "tlse", "tdelta", "tdlse")
         dtypes = dict.fromkeys(("q", "k", "v", "o", "do", *MOVED[:4], "to"), p.dtype)
+        dtypes |= {n: x.dtype for n, x in zip("qkv", self.layout.specs, strict=False)}
         dtypes |= dict.fromkeys(wide, torch.float32)
         dtypes |= dict.fromkeys(("seed", "offset"), torch.int64)
         sinks = p.by_role.sinks
@@ -193,10 +194,11 @@ class FlashBuilder(LaunchList):
     def split_forward(self, division: KeyDivision) -> None:
         """Add the launches of parts of the keys, and of their merge."""
         there, sizes = self.placed()
+        scales, scaled = self.scaled()
         named, absent = self.operands("q", "k", "v", "o", "lse", "sinks")
         data = self.data() or None
-        fixed = self.common() | absent | sizes | {"V_IN_K": reads_v_in_k(self.problem)}
-        pointers = named | there | ({"data": data} if data else {})
+        fixed = self.common() | absent | sizes | scaled | {"V_IN_K": reads_v_in_k(self.problem)}
+        pointers = named | there | scales | ({"data": data} if data else {})
         self.buffers |= division.buffers(self.problem)
         texts = self.texts("keep", "strip", "ends", "change")
         fixed |= {} if data else {"data": None}
@@ -271,7 +273,7 @@ class FlashBuilder(LaunchList):
         assert p.grad is not None
         self.buffers["delta"] = Buffer(self.layout.lines(), torch.float32)
         self.delta()
-        self.sum_weights()
+        add_weight_sums(self)
         if p.grad.wants[0]:
             self.query_gradient()
         for n, collected in self.code.contributions.items():
@@ -301,10 +303,6 @@ class FlashBuilder(LaunchList):
         lines = blocks(M, rows) * H * B
         kernel = f"{self.prefix}delta"
         self.launches.append(Launch(kernel, lines, pointers | laid, fixed, {}, *DELTA.options))
-
-    def sum_weights(self) -> None:
-        """Add the launch to sum rows again if lse and o do not tell their weights."""
-        add_weight_sums(self)
 
     def query_gradient(self) -> None:
         """Add the launch of dq, or of its parts and of their sum."""

@@ -398,7 +398,7 @@ def generic_address(a: Array) -> Array:
 @value("cvt.D.S", "D <- S", D="u16 u16 u32 u32 u32 u64 u64 u64", S="u32 u8 u16 u64 u8 u32 u16 u8")
 @value("cvt.D.S", "D <- S", D="s64 s32 s32 s16 s16 s64 u64 s32", S="s32 s64 s16 s32 s8 s16 s32 s8")
 @value("cvt.D.S", "D <- S", D="s8", S="s32")
-@value("cvt.rn.D.S", "D <- S", D="f32 f32 f32 f32", S="s32 u32 s64 u64")
+@value("cvt.rn.D.S", "D <- S", D="f32 f32 f32 f32 f32 f32 f16", S="s32 u32 s64 u64 s8 s16 s16")
 def convert(a: Array, to: DType) -> Array:
     """d = a in another type: its lowest bits, or extended by zeros or its sign, or rounded."""
     return a.astype(to)

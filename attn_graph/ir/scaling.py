@@ -1,0 +1,77 @@
+"""Quantised keys and values: numbers of eight bits, and scales in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.spec import QUANTISED, ValueType, accumulator
+from attn_graph.spec.formulas import is_one
+
+SCALES = ("k_scale", "v_scale")
+PAIRS = tuple(zip("kv", SCALES, strict=True))
+
+
+@final
+@frozen
+class Dequantise(Op):
+    """x, scale, like -> x * scale, in the dtype of `like`.
+
+    x is in 8 bits; scale has its axes, each full or 1, and 1 for the last. It has no derivative by
+    either.
+    """
+
+    @property
+    def reads(self) -> int:
+        return 3
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return "x", "scale", "like"
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return None, None, None
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        return 0, 1
+
+    def problems(self, x: ValueType, scale: ValueType, like: ValueType) -> Iterator[str]:
+        if x.dtype not in QUANTISED:
+            yield (
+                f"dequantise: {x} is in {x.dtype}, and scales are for tensors in "
+                f"{', '.join(map(str, QUANTISED))}; multiply it by the scale, or leave scales out"
+            )
+        if scale.dtype != torch.float32:
+            yield f"dequantise: scale {scale} must be of torch.float32"
+        if not scales_fit(scale.shape, x.shape):
+            due = (*x.shape[:-1], 1)
+            yield (
+                f"dequantise: scale {scale} must have the axes of {x}, each full or 1, and 1 for "
+                f"the last: {list(due)} for rows, {[1] * len(due)} for the tensor"
+            )
+
+    def infer(self, x: ValueType, scale: ValueType, like: ValueType) -> tuple[ValueType]:
+        return (ValueType(x.shape, like.dtype),)
+
+    def run(self, x: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
+        wide = accumulator(like.dtype)
+        return ((x.to(wide) * scale.to(wide)).to(like.dtype),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return None, None, None
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (None,)
+
+
+def scales_fit(scale: tuple[int, ...], x: tuple[int, ...]) -> bool:
+    """True if a scale of this shape fits a tensor: each axis full or 1, the last 1."""
+    return len(scale) == len(x) and all(
+        is_one(n) or n == m for n, m in zip(scale, (*x[:-1], 1), strict=True)
+    )

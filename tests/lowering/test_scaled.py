@@ -1,0 +1,176 @@
+"""Quantised keys and values: an attention over k * k_scale and v * v_scale."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.packed import Packed
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.cpu import paged
+from attn_graph.machine.target import Target
+from attn_graph.planner.cost import cost
+from attn_graph.testing.agreement import check_gradients, check_outputs, run_plan
+from attn_graph.testing.strategies import graphs, seeds
+from attn_graph.testing.tensors import tensors_for
+from tests.lowering import test_packed, test_paged
+from tests.support.quantised import Named, kinds, quantise_graph, quantise_tensors
+from tests.support.tracing import Watch
+
+CPU = Target.here("cpu")
+BLOCKS = st.sampled_from([paged.BLOCK_BYTES, 1])  # whole sequences, and one key or page at a time
+
+
+@contextmanager
+def planned(graph: ag.Graph, block: int) -> Iterator[ag.Plan]:
+    """A plan on a CPU that reads so many bytes of keys at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged, "BLOCK_BYTES", block)
+        ag.clear_cache()
+        plan = ag.compile(graph, target=CPU)
+        assert [x.op.scaled for x in plan.graph.eqns if isinstance(x.op, Packed)] == [True]
+        yield plan
+    ag.clear_cache()
+
+
+@given(graphs(), kinds, BLOCKS, seeds)
+def test_quantised_keys_are_their_numbers_times_scales(
+    plain: ag.Graph, kind: torch.dtype, block: int, seed: int
+) -> None:
+    graph = quantise_graph(plain, kind, seed)
+    tensors = tensors_for(graph, seed)
+    with planned(graph, block) as plan:
+        assert ag.parse(str(graph)) == graph
+        assert ag.parse(str(plan.graph)) == plan.graph == simplify(graph)
+        check_outputs(plan, graph, tensors)
+        check_gradients(plan, graph, tensors, seed)
+
+
+@given(test_packed.cases(), kinds, BLOCKS, seeds)
+def test_packed_quantised_keys_are_their_numbers_times_scales(
+    case: test_packed.Case, kind: torch.dtype, block: int, seed: int
+) -> None:
+    results, plain = run_quantised(case.packed, case.tensors, kind, block, seed)
+    test_packed.check_results(evolve(case, tensors=plain), results)
+
+
+@given(test_paged.cases(), kinds, BLOCKS, seeds)
+def test_quantised_pages_are_their_numbers_times_scales(
+    case: test_paged.Case, kind: torch.dtype, block: int, seed: int
+) -> None:
+    results, plain = run_quantised(case.graph, case.tensors, kind, block, seed)
+    test_paged.check_results(evolve(case, tensors=plain), results)
+
+
+def run_quantised(
+    graph: ag.Graph, tensors: Named, kind: torch.dtype, block: int, seed: int
+) -> tuple[Sequence[torch.Tensor], dict[str, torch.Tensor]]:
+    """The results of quantised keys, and the tensors with the same keys in the graph's dtype."""
+    quantised = quantise_graph(graph, kind, seed)
+    own, plain = quantise_tensors(quantised, tensors, seed)
+    with planned(quantised, block) as plan:
+        return run_plan(plan, [own[i.name] for i in quantised.inputs]), plain
+
+
+def declare(tensors: Named) -> ag.Graph:
+    specs: dict[str, Any] = {name: ag.TensorSpec.like(x) for name, x in tensors.items()}
+    return ag.attention(**specs)
+
+
+class Sizes(Watch):
+    """Remembers the most bytes of a result."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own
+        x = func(*args, **(kwargs or {}))
+        if isinstance(x, torch.Tensor):
+            self.most = max(self.most, x.untyped_storage().nbytes() * (func in ALLOCATE))
+        return x
+
+
+ALLOCATE = {torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor}
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "pages"])
+def test_a_long_quantised_cache_is_dequantised_a_block_at_a_time(layout: str) -> None:
+    B, G, N, D = 1, 2, 2**15, 64
+    shape: tuple[int, ...] = (B, G, N, D)
+    where: Named = {}
+    if layout == "packed":
+        starts = torch.tensor([[0, 1], [0, N]], dtype=torch.int32)
+        shape, where = (N, G, D), {"q_starts": starts[0], "kv_starts": starts[1]}
+    if layout == "pages":
+        shape, where = (N // 16, 16, G, D), {"pages": torch.arange(N // 16)[None]}
+    k = torch.randint(-127, 128, shape, dtype=torch.int8)
+    scale = torch.full((1,) * k.ndim, 1 / 64)
+    q = torch.randn(B, 4, 1, D) if layout != "packed" else torch.randn(1, 4, D)
+    tensors = {"q": q, "k": k, "v": k, "k_scale": scale, "v_scale": scale, **where}
+    plan = ag.compile(declare(tensors), target=CPU)
+    whole = 2 * 4 * k.numel()  # bytes of k and v in float32
+    needs = plan.memory()
+    told = needs.workspace_forward + needs.temporary_forward
+    assert paged.BLOCK_BYTES < told < whole
+    with Sizes() as sizes:
+        plan(**tensors)
+    assert sizes.most <= paged.BLOCK_BYTES
+
+
+def test_scales_and_quantised_tensors_have_no_derivative() -> None:
+    q, k = torch.randn(1, 2, 3, 4, requires_grad=True), torch.ones(1, 2, 5, 4, dtype=torch.int8)
+    scale = torch.full((1, 1, 1, 1), 0.5, requires_grad=True)
+    attend = partial(ag.nn.functional.attention, q, k, k)
+    o = attend(k_scale=scale.detach(), v_scale=scale.detach())
+    torch.autograd.backward(o, [torch.ones(1, 2, 3, 4)])
+    assert q.grad is not None
+    with pytest.raises(ag.GraphError, match="vjp: no derivative by k_scale, v_scale: quantised"):
+        torch.autograd.backward(attend(k_scale=scale, v_scale=scale), [torch.ones(1, 2, 3, 4)])
+    names = {"q": q, "k": k, "v": k, "k_scale": scale, "v_scale": scale}
+    graph = declare(names)
+    with pytest.raises(ag.GraphError, match="jvp: no derivative by k: quantised"):
+        ag.jvp(graph, ("k",))
+    assert ag.vjp(graph)[1].result_names == ("dq",)
+    assert [i.name for i in ag.jvp(graph).inputs][-1] == "tq"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "k i8[1, 2, 5, 4] is quantised; pass k_scale= in torch.float32"),
+        ({"k_scale": (1, 1, 1, 1)}, "k_scale is given, and v_scale is not; k and v are quantised"),
+        (dict.fromkeys(("k_scale", "v_scale"), (2,)), "must have the axes of i8[1, 2, 5, 4]"),
+    ],
+)
+def test_wrong_scales_are_refused_in_words(options: dict[str, Any], message: str) -> None:
+    scales = {n: torch.ones(shape) for n, shape in options.items()}
+    q, k = torch.ones(1, 2, 3, 4).bfloat16(), torch.ones(1, 2, 5, 4, dtype=torch.int8)
+    with pytest.raises(ag.GraphError, match=re.escape(message)):
+        declare({"q": q, "k": k, "v": k, **scales})
+
+
+def test_bytes_of_quantised_keys_are_halved_in_cost_and_explanation() -> None:
+    q, k = (ag.TensorSpec((1, 8, n, 64), torch.bfloat16) for n in (1, 4096))
+    plain = ag.attention(q, k, k)
+    graph = quantise_graph(plain, torch.float8_e5m2, 15)
+    costs = [cost(simplify(x), Target.of("h100")).forward for x in (plain, graph)]
+    assert costs[1].bytes / costs[0].bytes < 0.51
+    assert (costs[1].seconds or 1) < 0.51 * (costs[0].seconds or 0)
+    explained = str(ag.explain(graph, target="h100"))
+    assert explained.startswith("triton runs this")
+    for name in ("cudnn", "torch_flash", "torch_efficient", "torch_cudnn"):
+        assert f"{name}" in explained.split("can't: reads no quantised keys")[0]
+    assert "converts torch.float8_e4m3fn from sm_89 on" in str(
+        ag.explain(quantise_graph(plain, torch.float8_e4m3fn, 0), target="a100")
+    )

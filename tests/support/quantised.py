@@ -1,0 +1,54 @@
+"""Graphs with quantised keys and values, from those without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.builder import Builder
+from attn_graph.ir.scaling import PAIRS
+from attn_graph.spec import QUANTISED, dense_strides
+from tests.support.sequences import lay_like
+
+Named = Mapping[str, torch.Tensor]
+Own = dict[str, torch.Tensor]
+kinds = st.sampled_from(QUANTISED)
+
+
+def scale_spec(shape: tuple[int, ...], seed: int) -> ag.TensorSpec:
+    """A scale with gaps, any axes of 1 or expanded, and 1 for the last."""
+    sizes = [1 if seed >> n & 1 else size for n, size in enumerate(shape[:-1])]
+    steps = [s * (2 - 2 * (seed >> n + 4 & 1)) for n, s in enumerate(dense_strides(sizes))]
+    return ag.TensorSpec((*sizes, 1), torch.float32, (*steps, 0))
+
+
+def quantise_graph(graph: ag.Graph, kind: torch.dtype, seed: int) -> ag.Graph:
+    """The graph with k and v in 8 bits, before all steps times scales, its last inputs."""
+    b, specs = Builder(), {i.name: i.spec for i in graph.inputs}
+    kinds = {n: ag.TensorSpec(specs[n].shape, kind, specs[n].strides) for n in "kv"}
+    x = {n: b.input(n, kinds.get(n, spec)) for n, spec in specs.items()}
+    scales = {name: b.input(name, scale_spec(specs[n].shape, seed)) for n, name in PAIRS}
+    x |= {n: x[n].dequantise(scales[name], x["q"]) for n, name in PAIRS}
+    values = [*x.values()]
+    for eqn in graph.eqns:
+        values += b.emit(eqn.op, *(values[i] for i in eqn.args))
+    return b.build(*(values[i] for i in graph.outputs))
+
+
+def quantise_tensors(graph: ag.Graph, tensors: Named, seed: int) -> tuple[Own, Own]:
+    """Tensors for `quantise_graph`, and for the graph before: the same numbers, exact in any dtype,
+    since scales are powers of two."""
+    random, specs = torch.Generator().manual_seed(seed), {i.name: i.spec for i in graph.inputs}
+    own, plain = dict(tensors), dict(tensors)
+    for n, name in PAIRS:
+        x, kind = tensors[n], specs[n].dtype
+        own[n] = lay_like((x * 4).nan_to_num(127).round().to(kind), specs[n])
+        if kind.is_floating_point:
+            own[n].copy_((x * 4).to(kind))
+        power = torch.randint(-3, 2, specs[name].shape, generator=random)
+        own[name] = lay_like(torch.exp2(power.float()), specs[name])
+        plain[n] = lay_like((own[n].double() * own[name]).to(x.dtype), ag.TensorSpec.like(x))
+    return own, plain

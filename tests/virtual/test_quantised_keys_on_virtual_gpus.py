@@ -1,0 +1,33 @@
+"""Quantised keys, by compiled kernels on virtual GPUs: with the conversions of each generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attn_graph as ag
+from attn_graph.testing.agreement import check_outputs
+from attn_graph.testing.gpu import virtual_gpu
+from attn_graph.testing.tensors import tensors_for
+from tests.support.quantised import quantise_graph
+from tests.support.virtual_cases import machine
+
+
+@pytest.mark.parametrize(
+    ("sm", "kind", "dtype", "rows"),
+    [
+        (90, torch.float8_e5m2, torch.float16, 1),
+        pytest.param(80, torch.int8, torch.float16, 70, marks=pytest.mark.slow),
+        pytest.param(90, torch.float8_e4m3fn, torch.bfloat16, 70, marks=pytest.mark.slow),
+    ],
+)
+def test_a_kernel_reads_quantised_keys(
+    sm: int, kind: torch.dtype, dtype: torch.dtype, rows: int
+) -> None:
+    q, k = (ag.TensorSpec(x, dtype) for x in ((2, 4, rows, 64), (2, 2, 150, 64)))
+    lengths = ag.TensorSpec((2,), torch.int32)
+    graph = quantise_graph(ag.attention(q, k, k, kv_lengths=lengths, stats=True), kind, 0)
+    with virtual_gpu(machine(sm)) as device:
+        ag.default_workspace().release()
+        plan = ag.compile(graph, target=device.target, backends=("triton",))
+        check_outputs(plan, graph, tensors_for(graph, 1))
