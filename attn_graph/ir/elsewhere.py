@@ -49,7 +49,6 @@ SAID: dict[str, str] = {
     "cu_seq_q": STARTS,
     "cu_seqlens_k": "kv_starts=starts [B + 1]; as q's where they are left out",
     "cu_seq_k": "kv_starts=starts [B + 1]; as q's where they are left out",
-    "outputs": "out=tensor in the layout that o should have",
     "max_seqlen_q": "max_lengths=(M, N), the most queries and keys of a sequence",
     "max_seqlen_k": "max_lengths=(M, N), the most queries and keys of a sequence",
 }
@@ -59,7 +58,9 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
     """The message for an argument unknown to `attention`. known: the names it has."""
     if name in SAID:
         return f"attention() has no argument {name}; use {SAID[name]}"
-    near = get_close_matches(name, [*known], 1)
+    if name in (names := [*known]):  # of `attention` for specs alone
+        return f"attention() of tensors has no argument {name}; make a graph with ag.attention"
+    near = get_close_matches(name, names, 1)
     way_out = (
         f"; did you mean {near[0]}?" if near else ", and the mask reads no tensor of that name"
     )
