@@ -132,6 +132,19 @@ def test_memory_counts_the_gaps_of_declared_layouts(graph: ag.Graph, seed: int) 
         attention(*tensors_for(graph, 0)[:3], outputs={"o": "bshd"})
 
 
+def test_a_gradient_is_named_by_its_input_whatever_adds_it_up() -> None:
+    shared = ag.attention(X, X, 8, soft_cap=2.0)
+    forward, back = ag.vjp(shared, outputs={"dq": "sbhd", "dk": "bshd"})
+    assert [x and x.strides for x in back.declared_outputs] == [(64, 16, 128, 1), (3072, 16, 64, 1)]
+    assert ag.parse(str(back)) == back
+    check_laid(
+        ag.compile(back, target=CPU), ag.compile(plain(back), target=CPU), tensors_for(back, 0)
+    )
+    with pytest.raises(ag.GraphError, match="no output is named dv; there are dq, dk"):
+        ag.vjp(shared, outputs={"dv": "bshd"})
+    assert not forward.layouts
+
+
 def test_explain_tells_each_copy_to_a_declared_layout() -> None:
     graph = ag.attention(X, X, X, stats=True, outputs={"o": GAPS, "lse": LSE})
     text = str(ag.explain(graph, target=CPU, backends=("torch_sdpa",)))

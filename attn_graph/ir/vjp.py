@@ -46,7 +46,7 @@ def vjp(
 
     Residuals are named as in `forward`, cotangents `d` and the output's name. Both are declared
     like the outputs: as `lay_out` declared them, else o in the memory order of q, all else in C
-    order. outputs: the layouts of gradients, as `lay_out` takes them.
+    order. outputs: the layouts of gradients, by `d` and the input's name, as `lay_out` takes them.
 
     The backward of a vjp's backward, or of a jvp, is a graph too, in as little memory. o and lse of
     the first, which move with its other inputs, have no gradient of their own.
@@ -58,8 +58,10 @@ def vjp(
     check_graph(graph, "vjp")
     graph = simplify(graph)
     specs = cotangent_specs(graph, named_outputs(graph, cotangents))
-    back = backward(graph, wanted_inputs(graph, wants), specs)
-    return with_residuals(graph), lay_out(back, outputs or {})
+    wanted = wanted_inputs(graph, wants)
+    names = [f"d{graph.inputs[n].name}" for n in wanted]
+    back = lay_named(backward(graph, wanted, specs), names, outputs or {})
+    return with_residuals(graph), back
 
 
 def with_residuals(graph: Graph) -> Graph:
@@ -232,12 +234,16 @@ def lay_out(graph: Graph, outputs: Layouts) -> Graph:
     Raises GraphError with every problem.
     """
     check_graph(graph, "lay_out")
+    return lay_named(graph, output_names(simplify(graph)), outputs)
+
+
+def lay_named(graph: Graph, names: Sequence[str], outputs: Layouts) -> Graph:
+    """`lay_out` of outputs with these names."""
     if not isinstance(outputs, Mapping):
         raise GraphError(
             f"lay_out: outputs {show(outputs)} is not a mapping of names to layouts; write "
             '{"o": "bshd"}'
         )
-    names = output_names(simplify(graph))
     numbers_of("outputs", "output", [*outputs], dict.fromkeys(names, 0), "lay_out")
     pairs = zip(names, graph.output_types, graph.declared_outputs, strict=True)
     specs = [as_layout(n, outputs[n], t) if n in outputs else due for n, t, due in pairs]
