@@ -55,6 +55,7 @@ class Job:
     block: int = 0  # queries and keys of a block; a random table keeps one of ten
     alibi: bool = False
     bias: bool = False  # [1,H,M,N], with a gradient
+    reach: int = 0  # distances in a trained table [H, 2 reach + 1], which others gather to a bias
     soft_cap: float | None = None
     strided: bool = False  # q's last axis is not contiguous
     expanded: bool = False  # the cotangent is that of `o.sum()`, one number for all
@@ -107,13 +108,18 @@ class Job:
     @property
     def is_plain(self) -> bool:
         """Whether nothing happens between the scores and the softmax."""
-        return not (self.is_masked or self.alibi or self.bias or self.soft_cap)
+        return not (self.is_masked or self.alibi or self.is_biased or self.soft_cap)
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether others add a bias, with a gradient, to the scores."""
+        return self.bias or self.reach > 0
 
     @property
     def is_foldable(self) -> bool:
         """Whether query heads that share a key head may be taken for rows of one head."""
         rows_differ = self.causal or self.left is not None or self.documents or self.keep
-        return not (rows_differ or self.block or self.alibi or self.bias)
+        return not (rows_differ or self.block or self.alibi or self.is_biased)
 
 
 def plain_jobs() -> Iterator[Job]:
@@ -209,6 +215,8 @@ def mixed_jobs() -> Iterator[Job]:
     yield from both_passes(evolve(job, title="causal & key lengths", lengths=lengths))
     yield evolve(job, title="causal soft cap", dtype=BF16, soft_cap=30.0)
     yield Job("bias with a gradient", F32, (8, 16, 197, 64), bias=True, backward=True)
+    table = Job("table of distances", F32, (2, 8, 1024, 64), reach=128)
+    yield from (table, evolve(table, backward=True, goal=1.2))
 
 
 def document_jobs() -> Iterator[Job]:
@@ -266,9 +274,15 @@ def make_operands(job: Job) -> Operands:
     """q, k and v, and what else the graph reads, by name; floats are to have a gradient."""
     torch.manual_seed(0)
     (B, H, M, D), G, N = job.sizes, job.G, job.N
-    shapes = {"q": (B, H, M, D), "k": (B, G, N, D), "v": (B, G, N, job.E)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "q": (B, H, M, D),
+        "k": (B, G, N, D),
+        "v": (B, G, N, job.E),
+    }
     if job.bias:
         shapes["bias"] = (1, H, M, N)
+    if job.reach:
+        shapes["table"] = (H, 2 * job.reach + 1)
     x = {name: torch.randn(shape, dtype=job.dtype) for name, shape in shapes.items()}
     if job.strided:
         x["q"] = x["q"].mT.contiguous().mT
@@ -291,8 +305,10 @@ def make_graph(job: Job, operands: Operands) -> ag.Graph:
     if job.documents:
         specs["segments"] = specs.pop("q_segments"), specs.pop("kv_segments")
     q, k, v = (specs.pop(name) for name in "qkv")
-    alibi = True if job.alibi else None
-    return ag.attention(q, k, v, mask=make_mask(job), soft_cap=job.soft_cap, alibi=alibi, **specs)
+    specs["alibi"] = True if job.alibi else None
+    if job.reach:
+        specs["modifiers"] = (ag.RelativeBias(2 * job.reach + 1, "top_left"),)
+    return ag.attention(q, k, v, mask=make_mask(job), soft_cap=job.soft_cap, **specs)
 
 
 def make_mask(job: Job) -> ag.Mask | None:

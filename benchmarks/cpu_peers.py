@@ -70,11 +70,19 @@ def dense_addend(job: Job, x: Operands) -> torch.Tensor:
     return (addend if seen is None else torch.where(seen, addend, -INF)).to(job.dtype)
 
 
+def make_bias(job: Job, x: Operands) -> torch.Tensor:
+    """The bias [1,H,M,N]: given, or gathered from a table as each call has to."""
+    if job.bias:
+        return x["bias"]
+    apart = torch.arange(job.N) - torch.arange(job.sizes[2])[:, None]
+    return x["table"][None, :, apart.clamp(-job.reach, job.reach) + job.reach]
+
+
 def make_sdpa(job: Job, x: Operands) -> Attend:
     """SDPA: causal by its flag, any other mask as a dense tensor."""
     call = partial(sdpa, enable_gqa=job.r > 1)
-    if job.bias:
-        return lambda x: call(x["q"], x["k"], x["v"], attn_mask=x["bias"])
+    if job.is_biased:
+        return lambda x: call(x["q"], x["k"], x["v"], attn_mask=make_bias(job, x))
     if is_just_causal(job):
         return lambda x: call(x["q"], x["k"], x["v"], is_causal=True)
     mask = dense_addend(job, x) if job.alibi else visible_places(job, x)
@@ -120,8 +128,8 @@ def make_formula(job: Job, x: Operands) -> Attend:
         s = (q * D**-0.5) @ x["k"].mT
         if cap is not None:
             s = cap * torch.tanh(s / cap)
-        if job.bias:
-            s = s + x["bias"]
+        if job.is_biased:
+            s = s + make_bias(job, x)
         if addend is not None:
             s = s + addend
         elif hidden is not None:
@@ -223,7 +231,7 @@ PEERS = {
         lambda job: bool(job.documents or job.lengths) and job.soft_cap is None, make_loop
     ),
     "formula": Peer(lambda job: job.is_foldable or job.r == 1, make_formula),
-    "flex": Peer(lambda job: not (job.backward or job.bias), make_flex, compiles=True),
+    "flex": Peer(lambda job: not (job.backward or job.is_biased), make_flex, compiles=True),
 }
 
 

@@ -133,14 +133,14 @@ def make_jax(job: Job, x: Operands) -> Attend:
 
 def fits_multi_head(job: Job) -> bool:
     """In float32, of heads that share no keys."""
-    others = job.bias or job.soft_cap or job.lengths or job.r > 1 or job.dtype != F32
+    others = job.is_biased or job.soft_cap or job.lengths or job.r > 1 or job.dtype != F32
     return is_possible(job, ONNX) and not others
 
 
 def fits_grouped(job: Job) -> bool:
     """Causal, from the first key or of one query; o of q's head size."""
     _, _, M, D = job.sizes
-    others = job.bias or job.documents or job.keep or job.alibi or job.prefix or job.E != D
+    others = job.is_biased or job.documents or job.keep or job.alibi or job.prefix or job.E != D
     causal = M == 1 or (job.causal and M == job.N and not job.lengths)
     suits = causal and not others and job.dtype in (F32, F16)
     return suits and is_possible(job, ONNX)
@@ -150,7 +150,7 @@ def fits_jax(job: Job) -> bool:
     """On all cores, which XLA takes whatever number of threads PyTorch has; o of q's head size, and
     not in float16, which its products on CPUs are not in."""
     cores = torch.get_num_threads() == len(os.sched_getaffinity(0))
-    others = job.soft_cap or job.bias or job.sizes[3] != job.E or job.dtype == F16
+    others = job.soft_cap or job.is_biased or job.sizes[3] != job.E or job.dtype == F16
     return is_possible(job, JAX) and cores and not others
 
 

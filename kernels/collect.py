@@ -216,7 +216,7 @@ def collect_columns(
         tl.store(out_ptr + n + each, 0.0, mask=n + each < FOLDS * ENTRIES)
     tl.debug_barrier()
     turned = each[None, :] + tl.arange(0, BLOCK_M)[:, None]
-    first, last = 0.0, 0.0
+    first, last = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for t in range(full + mixed):
         n = bounds[0] + t
         if LISTED:
@@ -234,9 +234,9 @@ def collect_columns(
         least = COLUMN(b, h, row + BLOCK_M - 1, column, M, N, data, numbers)
         most = COLUMN(b, h, row, column + BLOCK_N - 1, M, N, data, numbers)
         if least == most:
-            total = tl.sum(tl.sum(share, 1), 0)
-            first += tl.where(most == 0, total, 0.0)
-            last += tl.where(most > 0, total, 0.0)
+            sums = tl.sum(share, 0)
+            first += tl.where(most == 0, sums, 0.0)
+            last += tl.where(most > 0, sums, 0.0)
         else:
             share = tl.gather(share, turned % BLOCK_N, 1)
             for fold in tl.static_range(FOLDS):
@@ -244,7 +244,7 @@ def collect_columns(
                 at = COLUMN(b, h, row, column + each - fold * BLOCK_N, M, N, data, numbers)
                 inner = (at > 0) & (at < ENTRIES - 1)
                 tl.store(out_ptr + fold * ENTRIES + at, sums, mask=inner)
-                first += tl.sum(tl.where(at == 0, sums, 0.0), 0)
-                last += tl.sum(tl.where(inner | (at == 0), 0.0, sums), 0)
-    tl.store(out_ptr, first)
-    tl.store(out_ptr + ENTRIES - 1, last)
+                first += tl.where(at == 0, sums, 0.0)
+                last += tl.where(inner | (at == 0), 0.0, sums)
+    tl.store(out_ptr, tl.sum(first, 0))
+    tl.store(out_ptr + ENTRIES - 1, tl.sum(last, 0))

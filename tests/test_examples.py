@@ -41,6 +41,7 @@ def test_an_example_of_one_idea_is_short(name: str) -> None:
 
 def test_every_example_is_tested() -> None:
     long = {"derivatives", "models", "train_gpt", "long_context", "packed_training", "serve"}
+    long |= {"position_tables"}
     assert {path.stem for path in HERE.glob("*.py")} == {*SHORT, *long}
 
 
@@ -72,6 +73,10 @@ def test_models_names_who_runs_each_on_each_machine(capsys: pytest.CaptureFixtur
         assert {*backends} <= known
         assert float(memory) > 0
         assert float(least) > 0
+
+
+def test_tables_of_a_swin_model_are_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed("position_tables", capsys).startswith("4 tables, gradients within ")
 
 
 def test_a_mask_of_ones_own_is_right_and_skips(capsys: pytest.CaptureFixture[str]) -> None:

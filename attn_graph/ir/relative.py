@@ -103,13 +103,17 @@ class RelativeBias(Modifier):
         bias = at.load("table", at.h, self.column(at))
         if self.places or at.ranges is None or bias.shape[-1:].numel() == 1:  # one for all places
             return s.add_(bias)
-        return s.add_(bias[:, :, 0].unfold(-1, s.shape[-1], 1).flip(-2))
+        lines = bias[:, :, 0].expand(-1, s.shape[1], -1)
+        for h in range(s.shape[1]):  # the last query has the first keys of its head's line
+            s[:, h].add_(lines[:, h].unfold(-1, s.shape[-1], 1).flip(-2))
+        return s
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         if not self.places and at.ranges is not None:
             if not ds.numel():
                 return
-            ds = sum_diagonals(ds if self.ragged else ds.sum(0, keepdim=True))
+            apart = self.ragged or len(ds) == 1
+            ds = sum_diagonals(ds if apart else ds.sum(0, keepdim=True))
         at.add(totals["table"], ds, at.h, self.column(at))
 
     def spread(

@@ -115,10 +115,10 @@ def ask_modifier(modifier: Modifier, data: Specs, at: Extent, wide: int) -> int:
         case RelativeBias(places=True):  # columns, then what is read there
             columns, read = WORD * at.count("ij"), wide * at.count("hij")
             return columns + max(columns, read)
-        case RelativeBias(ragged=ragged):  # columns of diagonals and their biases, then all
+        case RelativeBias(ragged=ragged):  # columns of diagonals, their biases, those of a head
             b = "b" if ragged else ""
             line = 3 * WORD * at.count(b) + wide * at.count(b + "h")
-            return line * (at.i + at.j) + wide * at.count(b + "hij")
+            return line * (at.i + at.j) + wide * at.count(b + "ij")
         case _:
             return (POSITIONS + 2 * wide) * at.count("bhij")
 

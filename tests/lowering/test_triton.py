@@ -28,6 +28,7 @@ from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks, list_
 from attn_graph.masks import needs_of
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import rule
+from attn_graph.testing.agreement import check_gradients
 from attn_graph.testing.mask_formula import Places, evaluate_mask
 from attn_graph.testing.strategies import Shape, data_specs, masks, seeds
 from attn_graph.testing.tensors import cotangents_for, tensors_for
@@ -416,6 +417,15 @@ def test_the_workspace_is_what_memory_says() -> None:
     assert workspace.bytes == need.workspace_backward > need.workspace_forward
     with pytest.raises(ag.NoBackendError, match=f"needs a workspace of {need.workspace_forward} b"):
         ag.compile(graph, backends=("triton",), max_workspace=need.workspace_forward - 1)
+
+
+@pytest.mark.parametrize("mask", [None, ag.Window(20, 20, "bottom_right")])
+def test_a_table_is_trained_by_diagonals(mask: ag.Mask | None) -> None:
+    """In several tiles of queries and of keys, and beyond both ends of the table."""
+    q, k = (TensorSpec((1, 2, n, 8), torch.float32) for n in (70, 90))
+    step, table = ag.RelativeBias(75, "bottom_right"), TensorSpec((2, 75), torch.float32)
+    graph = ag.attention(q, k, k, mask=mask, modifiers=(step,), table=table, stats=True)
+    check_gradients(ag.compile(graph, backends=("triton",)), graph, tensors_for(graph, 1), 1)
 
 
 @pytest.mark.parametrize("stats", [False, True])
