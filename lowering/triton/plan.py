@@ -458,10 +458,8 @@ class FlashBuilder(LaunchList):
         tile = self.tiling("query_gradient")
         texts = self.texts("keep", "strip", "ends", "change", "push")
         texts["COLLECT"] = collected.source
-        if {*"ij"} <= {*collected.axes}:
-            self.collect_places(n, collected, tile, texts)
-        else:
-            self.collect_lines(n, collected, tile, texts)
+        whole = {*"ij"} <= {*collected.axes}
+        (self.collect_places if whole else self.collect_lines)(n, collected, tile, texts)
 
     def collect_places(
         self, n: int, collected: Contribution, tile: Tiling, texts: dict[str, str]
