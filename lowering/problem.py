@@ -146,7 +146,7 @@ class Problem:
         if self.grad is None or self.node.part:
             return False
         each = zip(self.node.takes, self.grad.wants, self.specs, strict=False)
-        read = [(role.axes, s.shape) for role, wants, s in each if wants and role.rank is None]
+        read = [(role.axes, s.shape) for role, wants, s in each if wants and role.is_data]
         return any(dict(zip(*x, strict=True)).get("j", 1) == 1 for x in read)
 
     @property

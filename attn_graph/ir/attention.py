@@ -35,7 +35,7 @@ def sort_statistics(names: Iterable[str]) -> tuple[str, ...]:
     given = tuple(names)
     if "lse" not in given or not {*given} <= {*ops.ROW_RESULTS}:
         raise GraphError(f"attention: stats {given} are not lse and some of {ops.ROW_RESULTS}")
-    return tuple(name for name in ops.ROW_RESULTS if name in given)
+    return tuple([name for name in ops.ROW_RESULTS if name in given])
 
 
 def in_order(steps: Iterable[Modifier]) -> tuple[Modifier, ...]:
@@ -108,6 +108,10 @@ class Attention(Fused):
             limit = "keeps weights of a softmax of scores and a bias under a mask, and of no more"
             raise GraphError(f"attention: {self} {limit}")
 
+    @property
+    def attention(self) -> Attention:
+        return self
+
     @cached_property
     def takes(self) -> tuple[Role, ...]:
         data = [(name, x, name in m.trains) for m in self.modifiers for name, x in m.needs.items()]
@@ -128,7 +132,7 @@ class Attention(Fused):
 
     @property
     def without_gradient(self) -> tuple[str, ...]:
-        return tuple(name for name in self.names if name not in SAVED)
+        return tuple([name for name in self.names if name not in SAVED])
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -244,7 +248,7 @@ class Attention(Fused):
         saved, given = (dict(zip(self.names, x, strict=True)) for x in (results, grads))
         cotangents = [given.get(name) for name in SAVED]
         gradient = AttentionGrad(self, self.trains, *(g is not None for g in cotangents))
-        read = (*(saved[name] for name in self.saved), *(g for g in cotangents if g is not None))
+        read = [*map(saved.get, self.saved), *[g for g in cotangents if g is not None]]
         made = iter(emit(gradient, *operands, *read))
         return tuple(next(made) if wanted else None for wanted in self.trains)
 
@@ -317,7 +321,7 @@ class AttentionGrad(Fused):
     def gives(self) -> tuple[Role, ...]:
         return mark_flagged(self.attention.takes, self.wants, "d")
 
-    @property
+    @cached_property
     def more(self) -> tuple[str, ...]:
         """Names of the operands after the attention's own."""
         cotangents = *(("do",) * self.with_do), *(("dlse",) * self.with_dlse)

@@ -35,7 +35,7 @@ from attn_graph.ir.arguments import (
 from attn_graph.ir.elsewhere import unknown_argument
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.ir.packed_inputs import alignment_problems, find_packed_sides, pool_problems
+from attn_graph.ir.packed_inputs import alignment_problems, find_packed_sides
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.scaling import PAIRS, SCALES, Dequantise
 from attn_graph.ir.views import Leading

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, final
+from operator import attrgetter
+from typing import Any, TypeVar, final
 
 from attrs import evolve, frozen
 
@@ -11,6 +12,7 @@ from attn_graph.ir.graph import Op
 
 T = TypeVar("T")
 SIDES: dict[int | None, str] = {None: "rows", 0: "rows", 1: "keys", 2: "keys"}  # of q, k and v
+NAME, RANK = attrgetter("name"), attrgetter("rank")
 WIDE = {"o": "bhie", "weights": "bhij"}  # axes; statistics have bhi
 
 
@@ -37,6 +39,11 @@ class Role:
         return cls(name, axes, len(axes))
 
     @property
+    def is_data(self) -> bool:
+        """True if a modifier or the mask reads it."""
+        return self.rank is None
+
+    @property
     def side(self) -> str:
         """ "rows" if laid out like q, "keys" if like k, else ""."""
         return SIDES.get(self.like, "")
@@ -51,6 +58,11 @@ class Fused(Op):
     """An attention or a derivative of one. The attention's own operands come first."""
 
     @property
+    def attention(self) -> Any:  # Any: an Attention, whose module imports this one
+        """The attention that it is or differentiates."""
+        raise NotImplementedError
+
+    @property
     def takes(self) -> tuple[Role, ...]:
         """Its operands."""
         raise NotImplementedError
@@ -62,7 +74,7 @@ class Fused(Op):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple([role.name for role in self.gives])
+        return tuple(map(NAME, self.gives))
 
     @property
     def reads(self) -> int:
@@ -70,11 +82,11 @@ class Fused(Op):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return tuple([role.name for role in self.takes])
+        return tuple(map(NAME, self.takes))
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
-        return tuple([role.rank for role in self.takes])
+        return tuple(map(RANK, self.takes))
 
 
 def mark_flagged(roles: Sequence[Role], flags: Sequence[bool], letter: str) -> tuple[Role, ...]:

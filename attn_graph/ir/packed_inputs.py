@@ -12,7 +12,6 @@ from attn_graph.errors import GraphError, show
 from attn_graph.ir.packing import Lengths, Pack, Unpack, to_most
 from attn_graph.ir.paging import Unpage
 from attn_graph.masks.joins import leaves
-from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import are_numbers
 
 Value = Any  # a value of the graph's builder
@@ -145,19 +144,4 @@ def alignment_problems(
         yield (
             f"{name}: a sequence may have more keys than queries, so the diagonal needs an "
             'alignment; pass align="top_left" or align="bottom_right"'
-        )
-
-
-def pool_problems(q: TensorSpec, k: TensorSpec, pages: TensorSpec | None) -> Iterator[str]:
-    if pages is None or len(k.shape) != 4 or len(q.shape) not in (3, 4):
-        return
-    heads, rows, own = q.shape[1], k.shape[1], k.shape[2]
-    if (
-        all(type(x) is int and x > 0 for x in (heads, rows, own))
-        and heads % own
-        and not heads % rows
-    ):
-        yield (
-            f"pages: k {k} is read as [pages, rows, heads, D], and its {own} heads do not divide "
-            f"q's {heads}; if it is [pages, heads, rows, D], pass k.transpose(1, 2)"
         )

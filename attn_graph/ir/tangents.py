@@ -52,12 +52,7 @@ NO_SECOND_PUSH = (
 
 def attention_in(op: Op) -> Attention | None:
     """The attention that an op is or differentiates; None for other ops."""
-    match op:
-        case Attention():
-            return op
-        case AttentionGrad(attention=node) | AttentionJvp(attention=node):
-            return node
-    return None
+    return op.attention if isinstance(op, Fused) else None
 
 
 def gradient_in(op: Op) -> AttentionGrad | None:
@@ -167,7 +162,7 @@ class AttentionJvp(Fused):
 
     @property
     def attention(self) -> Attention:
-        return self.of.attention if isinstance(self.of, AttentionGrad) else self.of
+        return self.of.attention
 
     @cached_property
     def takes(self) -> tuple[Role, ...]:

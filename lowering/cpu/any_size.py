@@ -136,7 +136,8 @@ def find_keys(
     op: Attention | AttentionGrad, specs: Sequence[TensorSpec], names: Sequence[str]
 ) -> int | None:
     """`SizedStep.keys`. names: of the sizes."""
-    if not isinstance(op, Attention) or not (op.mask is None or isinstance(op.mask, Keep)):
+    mask = op.attention.mask
+    if op.is_gradient or not (mask is None or isinstance(mask, Keep)):
         return None
     others = {symbol.name for dim in specs[0].dims for symbol in dim.symbols}
     alone = {name for name, (n, axis, *by) in find_reads(specs) if (n, axis, by) == (1, 2, [1, 0])}

@@ -254,7 +254,7 @@ def sized_step(
         return ready_alone(tiles, options), isinstance(tiles, FusedTiles) and tiles.takes_any_keys
 
     step = SizedStep.of(op, specs, folds, lower)
-    writes = isinstance(op, Attention)
+    writes = not op.is_gradient
     return None if step is None else Step(step.call, infer=step.infer, writes=writes)
 
 
@@ -393,7 +393,7 @@ def whole_sequence(
 ) -> Executable | None:
     """A sequence as one call of PyTorch's fused kernel, without a graph; None for others. It has no
     needs and notes. gives: see `gives_statistics`."""
-    if not isinstance(op, Attention | AttentionGrad) or target.kind != "cpu":
+    if not has_problem(op) or target.kind != "cpu":
         return None
     problem = Problem.of(op, specs)
     if problem.is_empty:

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from attrs import Factory, evolve, field, frozen
 
-from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.fused import label_roles
 from attn_graph.ir.graph import Eqn, Op
@@ -44,6 +44,7 @@ from attn_graph.lowering.cpu.sequences import (
     is_separable,
     replace_lengths,
 )
+from attn_graph.lowering.problem import has_problem
 from attn_graph.lowering.rooms import room_name
 from attn_graph.lowering.steps import Work, lease_rooms
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
@@ -206,12 +207,12 @@ class PackedRun:
     @property
     def saves(self) -> bool:
         """True if statistics are for derivatives alone: they may be of rounded scores."""
-        return isinstance(self.op.op, Attention) and not self.gives
+        return not (self.op.is_gradient or self.gives)
 
     def make_blocks(self, op: Op, reads: tuple[int, ...], sizes: Sizes) -> BlockRun | None:
         """The run of a sequence block by block, if its keys lie in many pages or are quantised."""
         paged, scaled = self.op.paged, self.op.scaled
-        if not (paged or scaled) or not isinstance(op, Attention | AttentionGrad):
+        if not (paged or scaled) or not has_problem(op):
             return None
         if sizes.keys <= (size := block_keys(self.op, self.specs)):
             return None
@@ -328,7 +329,7 @@ class PackedRun:
         blocks, pages = part.blocks, span.pages
         assert blocks is not None
         views = self.whole_keys(part.reads, operands, span)
-        if isinstance(blocks.op, Attention):
+        if not blocks.op.is_gradient:
             outputs = blocks.forward(views, pages, rooms)
             for x, label, y in zip(results, self.results, outputs, strict=False):
                 self.write(x, label, span, y)
@@ -394,8 +395,7 @@ class PackedRun:
     @cached_property
     def at_once(self) -> dict[str, int]:
         """The most rows of a side held at a time."""
-        parted = self.op.paged or self.op.scaled
-        blocks = parted and isinstance(self.op.op, Attention | AttentionGrad)
+        blocks = (self.op.paged or self.op.scaled) and has_problem(self.op.op)
         most = block_keys(self.op, self.specs) if blocks else self.most["keys"]
         return self.most | {"keys": min(most, self.most["keys"])}
 

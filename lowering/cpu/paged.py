@@ -151,7 +151,7 @@ class BlockRun:
     @cached_property
     def node(self) -> Attention:
         """Its attention."""
-        return self.op.attention if isinstance(self.op, AttentionGrad) else self.op
+        return self.op.attention
 
     @property
     def executable(self) -> Executable:

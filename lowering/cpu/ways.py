@@ -87,9 +87,8 @@ def refuses_kernel(case: CpuCase) -> str | None:
         return "it adds to scores, and gives o and lse"
     if grad is None:
         return None
-    trained = {name for m in node.modifiers for name in m.needs}
-    wanted = {name for name, x in zip(node.roles[3:], grad.wants[3:], strict=True) if x}
-    if not grad.with_do or grad.with_dlse or trained & wanted:
+    data = (wanted for role, wanted in zip(node.takes, grad.wants, strict=True) if role.is_data)
+    if not grad.with_do or grad.with_dlse or any(data):
         return "it has the gradients of o by q, k and v"
     return None
 

@@ -14,13 +14,13 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.fused import Fused
+from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import PLACES, STARTS, Packed, operand_sides
 from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
 from attn_graph.lowering.lengths import gapless_sides, shares_lengths
-from attn_graph.lowering.problem import Problem, operand_specs
+from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.spec import TensorSpec, dense_strides
 
 LEAST_STEP = 64  # rows: the grain of planned totals of backwards
@@ -29,7 +29,7 @@ SIDES = {  # of cuDNN's operands and results
     **dict.fromkeys(("q", "o", "lse", "do", "dq"), "rows"),
     **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
 }
-COPIED = {"sdpa": ("v",), "sdpa_backward": ("q", "k", "v", "do")}  # as `copied_places` has them
+COPIED = {"sdpa": ("v",), "sdpa_backward": ("q", "k", "v", "do")}
 TOTALS = {"rows": "max_total_seq_len_q", "keys": "max_total_seq_len_kv"}
 TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 
@@ -80,7 +80,7 @@ def packed_problem(graph: Graph) -> tuple[Problem, CudnnSequences] | None:
     if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
         return None
     last = graph.eqns[-1]
-    if not isinstance(last.op, Packed) or not isinstance(last.op.op, Attention | AttentionGrad):
+    if not isinstance(last.op, Packed) or not has_problem(last.op.op):
         return None
     if last.op.scaled or min(graph.outputs) < len(graph.types) - len(last.outs):
         return None
@@ -99,10 +99,11 @@ def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     ]
 
 
-def copied_places(op: Op) -> tuple[int, ...]:
+def copied_places(op: Fused) -> tuple[int, ...]:
     """The packed operands of an attention or its gradient copied by a call: cuDNN multiplies them
     by 0 in masked places. v; of a gradient q, k, v and do."""
-    return (0, 1, 2, len(op.attention.ranks) + 2) if isinstance(op, AttentionGrad) else (2,)
+    copied = COPIED["sdpa_backward" if op.is_gradient else "sdpa"]
+    return tuple(n for n, role in enumerate(op.takes) if role.name in copied)
 
 
 def pad_spec(x: TensorSpec, shape: tuple[int, ...], *, dense: bool) -> TensorSpec:

@@ -130,8 +130,7 @@ class Fa4Run:
     @cached_property
     def places(self) -> Operands[int]:
         """Where each operand stands among those of a call."""
-        node = self.call.problem.node
-        return node.split(range(len(node.ranks)))
+        return self.call.problem.node.slots
 
     @cached_property
     def reads(self) -> tuple[int, ...]:

@@ -14,12 +14,18 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import Reason
-from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS, Packed, operand_sides
 from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.ir.scaling import SCALES
-from attn_graph.lowering.problem import Lies, Problem, declared_strides, operand_specs, sole
+from attn_graph.lowering.problem import (
+    Lies,
+    Problem,
+    declared_strides,
+    has_problem,
+    operand_specs,
+    sole,
+)
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.formulas import capacity
 
@@ -64,7 +70,7 @@ class Layout:
     def packed(cls, op: Packed, specs: list[TensorSpec], lies: Lies = ()) -> Layout | None:
         """specs: of all operands of the op. lies: as of Problem, of results as they are. None for
         an op beyond `Problem`."""
-        if not isinstance(op.op, Attention if op.scaled else (Attention, AttentionGrad)):
+        if not has_problem(op.op) or (op.scaled and op.op.is_gradient):
             return None
         own, where = op.split(specs)
         padded = op.padded([x.type for x in specs])

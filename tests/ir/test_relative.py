@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -25,8 +26,8 @@ def test_a_part_of_all_places_reads_what_the_whole_reads(shape: Shape, data: st.
     needs = data.draw(data_specs(op.needs, shape))
     read = {n: lay_out(s, filler(s.type, random, 9, 0.0, 1.0), random) for n, s in needs.items()}
     s = torch.zeros(sizes, dtype=torch.float64)
-    parts = [data.draw(ranges(n)) for n in sizes]
-    box = Box(*parts, sizes)
+    parts = batch, heads, rows, keys = tuple(data.draw(ranges(n)) for n in sizes)
+    box = evolve(Box.whole(*sizes), batch=batch, heads=heads, rows=rows, keys=keys)
     assume(not box.has_all_positions)  # then lengths are those of the part
     moved = move_modifier(op, box)
     cut = cut_data({name: x.axes for name, x in moved.needs.items()}, box, read)
