@@ -214,13 +214,12 @@ class FlashBuilder(LaunchList):
         barrier = NO_MAXIMA if "max" in p.node.stats else ""
         way = self.divide("forward", tiles, lists, barrier)
         stored, more = self.parts_of_o(way) if way.parts > 1 else self.whole_o()
-        more |= listed | self.share_rows("forward", way, lists)
+        more |= listed | self.share_rows("forward", way, lists) | {"V_IN_K": reads_v_in_k(p)}
         more |= {
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
             "FOLD": p.folds_scale,
             "COLUMNS": summed_columns(self.target.sm, p.dtype.itemsize),
-            "V_IN_K": reads_v_in_k(p),
         }
         names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
         lines = self.layout.row_programs(way.tile.block_m) * way.parts
