@@ -394,18 +394,17 @@ def attention(
     slopes = None if isinstance(alibi, bool) else alibi
     given = {"bias": bias, "alibi": slopes, "keep": keep, "k_scale": k_scale, "v_scale": v_scale}
     given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
+    given |= {"q_starts": q_starts, "kv_starts": kv_starts, "pages": pages}
     if segments is not None:
         given["q_segments"], given["kv_segments"] = two_segments(segments, TensorSpec)
     rate = b.attempt(lambda: ops.Dropout(0.0 if dropout is None else dropout).rate) or 0.0
     if rate:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
-    given |= {"q_starts": q_starts, "kv_starts": kv_starts, "pages": pages}
     specs = {"q": q, "k": k} | ({} if isinstance(v, int) else {"v": v})
     more = {name: given.get(name) for name in EXTRA} | data
     specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = {name: b.input(name, spec) for name, spec in specs.items()}
-    if isinstance(v, int):
-        x["v"] = x["k"].then(Leading(v))
+    x["v"] = x["k"].then(Leading(v)) if isinstance(v, int) else x["v"]
     b.problem(*pool_problems(q, k, pages))
     if unscaled := [*scale_problems(specs)]:
         b.problem(*unscaled)
@@ -432,9 +431,8 @@ def attention(
     p, lse = s.softmax(x.get("sinks"))
     if rate:
         p = p.dropout(rate, x["seed"], x["offset"])
-    stats_of = {name: s.then(ops.STATISTICS[name]()) for name in names if name != "lse"}
-    stats_of |= {"lse": lse}
-    results = p.weigh(unpacked["v"]), *(stats_of[name] for name in names)
+    stats_of = (lse if name == "lse" else s.then(ops.STATISTICS[name]()) for name in names)
+    results = p.weigh(unpacked["v"]), *stats_of
     packed = (rows.pack(r, x["q"], n > 0) if rows else r for n, r in enumerate(results))
     return declare_outputs(b.build(*packed), outputs)
 
