@@ -19,12 +19,7 @@ from attn_graph.masks.regions import find_breaks
 CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, copying the result
 FLOP_SECONDS = 7e-12  # of a multiplication or addition on 2 cores: only ratios count
 PULL_FLOPS = 3  # times the forward pass's, by their time
-# The kernel's work beside products: each key of a block of queries takes as long as BLOCK_ROWS
-# queries, a block as long as BLOCK_SCORES scores; a key from memory FRESH_ROWS, in a backward
-# PULL_ROWS.
-BLOCK_ROWS, BLOCK_SCORES, FRESH_ROWS, PULL_ROWS = 4.5, 1300, 8, 18
-BLOCKS = ((768, 256), (192, 64), (0, 32))  # from this many queries on, blocks have this size
-CAUSAL_KEYS = 150  # keys as slow as the kernel's own causal mask, for each query
+READ_ROWS = 18  # queries: a key is read in the time of so many
 ADDED_SECONDS = 3e-10  # of reading and adding one number to a score, beside its product
 MADE_SECONDS = 1e-9  # of an addend's number, made by each call
 MERGE_SECONDS = 4e-10  # of an element of o, to merge two parts of a tile
@@ -363,32 +358,12 @@ def estimate_tile(problem: Problem, tile: Tile) -> float:
     adding = [x for x in tile.parts if x.kind == "mixed" or problem.node.modifiers]
     added = sum(rows * len(x) for x in adding)
     merged = max(0, len(tile.parts) - 1) * rows * E
-    weigh = weigh_part if problem.grad is None else weigh_pull
     return (
         CALL_SECONDS * len(tile.parts)
-        + copies * H * each * sum(weigh(tile, part) for part in tile.parts)
+        + copies * H * each * sum(part.area(rows) + READ_ROWS * len(part) for part in tile.parts)
         + copies * H * (ADDED_SECONDS * added + MERGE_SECONDS * merged)
         + MADE_SECONDS * added
     )
-
-
-def weigh_part(tile: Tile, part: Part) -> float:
-    """The scores of a part, and the kernel's other work counted as scores."""
-    rows, keys = len(tile.rows), len(part)
-    blocks = -(-rows // next(size for least, size in BLOCKS if rows >= least))
-    fresh = min(keys, tile.step) if tile.repeat > 1 else keys  # the window before had the others
-    more = blocks * (BLOCK_ROWS * keys + BLOCK_SCORES) + FRESH_ROWS * fresh
-    return weigh_area(part, rows) + more
-
-
-def weigh_pull(tile: Tile, part: Part) -> float:
-    return weigh_area(part, len(tile.rows)) + PULL_ROWS * len(part)
-
-
-def weigh_area(part: Part, rows: int) -> int:
-    """The scores of a part, with the kernel's own causal mask counted as scores."""
-    whole = rows * len(part)
-    return min(whole, part.area(rows) + CAUSAL_KEYS * rows) if part.kind == "causal" else whole
 
 
 def choose_cheapest(problem: Problem, ways: Sequence[Way]) -> tuple[int, int] | None:
