@@ -110,6 +110,12 @@ def require_parameters(fn: Callable[..., object], names: Iterable[str]) -> None:
         return
 
 
+def require_scales(specs: Mapping[str, TensorSpec]) -> None:
+    """Raise GraphError for scales that are missing, or too many. specs: of all inputs, by name."""
+    if problems := [*scale_problems(specs)]:
+        raise GraphError(*problems)
+
+
 def scale_problems(x: Mapping[str, TensorSpec]) -> Iterator[str]:
     """Quantised keys and values without scales, and scales of one of them alone."""
     if len(x.keys() & {*SCALES}) == 1:

@@ -27,7 +27,7 @@ from attn_graph.ir.arguments import (
     read_by,
     require_modifiers,
     require_parameters,
-    scale_problems,
+    require_scales,
     statistic_names,
     take_masks,
     two_segments,
@@ -406,9 +406,7 @@ def attention(
     x = {name: b.input(name, spec) for name, spec in specs.items()}
     x["v"] = x["k"].then(Leading(v)) if isinstance(v, int) else x["v"]
     b.problem(*pool_problems(q, k, pages))
-    if unscaled := [*scale_problems(specs)]:
-        b.problem(*unscaled)
-        b.check()
+    require_scales(specs)
     b.problem(*dtype_problems(q, x["v"].type, bias=bias, alibi=slopes, sinks=sinks))
     if wrong := problems_of(lambda: masks.Causal(align)):
         b.problem(*wrong)
