@@ -280,7 +280,10 @@ def test_a_new_length_needs_no_new_kernel() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "f64": ({"dtype": torch.float64}, "computes in f16, bf16 and f32, and the graph is in f64"),
-    "head size": ({"size": 320}, "supports head sizes up to 256, and q has D = 320"),
+    "head size": (
+        {"size": 640},
+        "supports head sizes up to 512, of q and k up to 576, and q has D = 640",
+    ),
     "no keys": ({"keys": 0}, "needs sizes of at least 1, and B = 1, H = 2, M = 8, N = 0"),
     "offsets": ({"step": 2**24}, "counts within a tile up to 2147483647 elements, and q"),
 }
