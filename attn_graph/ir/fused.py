@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, final
 
@@ -33,6 +34,7 @@ class Role:
     trains: bool = False
 
     @classmethod
+    @cache
     def of_rows(cls, name: str) -> Role:
         """o, lse, ..., or a gradient or tangent of these."""
         axes = WIDE.get(name.removeprefix("t").removeprefix("d"), "bhi")
