@@ -143,6 +143,13 @@ def test_a_gradient_is_named_by_its_input_whatever_adds_it_up() -> None:
     with pytest.raises(ag.GraphError, match="no output is named dv; there are dq, dk"):
         ag.vjp(shared, outputs={"dv": "bshd"})
     assert not forward.layouts
+    laid = ag.lay_out(shared, {"o": "sbhd"})
+    check_laid(ag.compile(laid, target=CPU), ag.compile(shared, target=CPU), tensors_for(laid, 0))
+    half = ag.TensorSpec(X.shape, torch.float16)
+    there = ag.explain(
+        ag.attention(half, half, 8, outputs={"o": "bshd"}), target="h100", backends=("triton",)
+    )
+    assert "declared layout" not in str(there)
 
 
 def test_explain_tells_each_copy_to_a_declared_layout() -> None:

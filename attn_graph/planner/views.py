@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import final
 
@@ -117,7 +117,7 @@ class Peeled:
             temporary=executable.temporary + self.temporary,
             notes=(*executable.notes, *self.notes()),
         )
-        return lay_out_results(made, self.graph, evolve(self.graph, layouts=()))
+        return lay_out_results(made, self.graph, self.seen)
 
     def foresee(self, foreseen: Foreseen) -> Foreseen:
         """The needs of the graph, from those of the core."""
@@ -125,7 +125,12 @@ class Peeled:
         temporary = foreseen.temporary + self.temporary
         copies = foreseen.copies_out or not self.writes
         needs = evolve(foreseen, temporary=temporary, notes=notes, copies_out=copies)
-        return add_copies(needs, self.graph, evolve(self.graph, layouts=()))
+        return add_copies(needs, self.graph, self.seen)
+
+    @property
+    def seen(self) -> Graph:
+        """The graph with no more layouts than its core has."""
+        return evolve(self.graph, layouts=seen_layouts(self.graph, self.results))
 
     @cached_property
     def copies(self) -> dict[str, int]:
@@ -216,7 +221,9 @@ def assemble(
         op = with_values_in_keys(graph, eqn)
         eqns.append(evolve(eqn, op=op, args=tuple(numbers[i] for i in eqn.args)))
         numbers |= {i: len(numbers) + n for n, i in enumerate(outs)}
-    inner = Graph(tuple(inputs), tuple(eqns), tuple(numbers[i] for i in results))
+    own = dict(zip(graph.outputs, seen_layouts(graph, results), strict=False))
+    layouts = tuple(own.get(i) for i in results) if any(own.values()) else ()
+    inner = Graph(tuple(inputs), tuple(eqns), tuple(numbers[i] for i in results), layouts)
     return Peeled(graph, inner, ahead, behind, tuple(sources), tuple(results))
 
 
@@ -237,3 +244,11 @@ def with_values_in_keys(graph: Graph, eqn: Eqn) -> Op:
     assert isinstance(node, Attention)
     op: Op = with_operands(eqn.op, evolve(node, v_in_k=True), ())
     return op
+
+
+def seen_layouts(graph: Graph, results: Sequence[int]) -> tuple[tuple[int, ...] | None, ...]:
+    """The layouts declared for results of the core, which it gives as they are: no statistics."""
+    own = {*results} - statistics(graph)
+    pairs = zip(graph.outputs, graph.layouts, strict=False)  # mostly there are no layouts
+    layouts = tuple(strides if i in own else None for i, strides in pairs)
+    return layouts if any(layouts) else ()
