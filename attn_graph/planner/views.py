@@ -221,8 +221,8 @@ def assemble(
         op = with_values_in_keys(graph, eqn)
         eqns.append(evolve(eqn, op=op, args=tuple(numbers[i] for i in eqn.args)))
         numbers |= {i: len(numbers) + n for n, i in enumerate(outs)}
-    own = dict(zip(graph.outputs, seen_layouts(graph, results), strict=False))
-    layouts = tuple(own.get(i) for i in results) if any(own.values()) else ()
+    lies = dict(zip(graph.outputs, seen_layouts(graph, results), strict=False))
+    layouts = tuple(lies.get(i) for i in results) if any(lies.values()) else ()
     inner = Graph(tuple(inputs), tuple(eqns), tuple(numbers[i] for i in results), layouts)
     return Peeled(graph, inner, ahead, behind, tuple(sources), tuple(results))
 
