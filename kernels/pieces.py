@@ -1,7 +1,8 @@
 """Rows of heads wider than HELD, in two pieces: their first HELD columns, and the rest.
 
 Tiles are powers of two wide. As one tile, a head of 576 would be 1024 wide, almost half of it
-zeros; as two it is 512 and 64. Narrower heads are one piece. Pieces are a tuple.
+zeros; as two it is 512 and 64. Narrower heads are one piece. Pieces are a tuple. Triton compiles
+whatever follows an early return, so each function has one.
 """
 
 import triton
@@ -33,22 +34,22 @@ def key_pieces(
 ):  # fmt: skip
     """`key_rows` in pieces."""
     if WIDTH <= HELD:
-        return (
-            key_rows(
-                desc, ptr, strides, pages_ptr, line, b, g, first, count, POOL,
-                SIZE, ROWS, WIDTH, WHOLE, PAGE, UPCAST,
-            ),
+        one = key_rows(
+            desc, ptr, strides, pages_ptr, line, b, g, first, count, POOL,
+            SIZE, ROWS, WIDTH, WHOLE, PAGE, UPCAST,
         )  # fmt: skip
-    return (
-        key_rows(
+        pieces = (one,)
+    else:
+        one = key_rows(
             desc, ptr, strides, pages_ptr, line, b, g, first, count, POOL,
             HELD, ROWS, HELD, WHOLE, PAGE, UPCAST,
-        ),
-        key_rows(
+        )  # fmt: skip
+        rest = key_rows(
             desc, ptr + HELD * strides[3], strides, pages_ptr, line, b, g, first, count, POOL,
             SIZE - HELD, ROWS, WIDTH - HELD, WHOLE, PAGE, UPCAST,
-        ),
-    )  # fmt: skip
+        )  # fmt: skip
+        pieces = one, rest
+    return pieces
 
 
 @triton.jit
@@ -56,11 +57,11 @@ def pieces_at(at, step, read, SIZE: tl.constexpr, WIDTH: tl.constexpr, UPCAST: t
     """Rows that begin at pointers `at` [ROWS,1], their elements `step` apart, in pieces; 0 where
     not `read`."""
     if WIDTH <= HELD:
-        return (columns_at(at, step, read, SIZE, WIDTH, UPCAST),)
-    return (
-        columns_at(at, step, read, HELD, HELD, UPCAST),
-        columns_at(at + HELD * step, step, read, SIZE - HELD, WIDTH - HELD, UPCAST),
-    )
+        pieces = (columns_at(at, step, read, SIZE, WIDTH, UPCAST),)
+    else:
+        one = columns_at(at, step, read, HELD, HELD, UPCAST)
+        pieces = one, columns_at(at + HELD * step, step, read, SIZE - HELD, WIDTH - HELD, UPCAST)
+    return pieces
 
 
 @triton.jit
@@ -77,11 +78,10 @@ def columns_at(at, step, read, SIZE: tl.constexpr, WIDTH: tl.constexpr, UPCAST: 
 def zero_pieces(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Sums of rows [ROWS,WIDTH] in pieces, to begin with."""
     if WIDTH <= HELD:
-        return (tl.zeros([ROWS, WIDTH], tl.float32),)
-    return (
-        tl.zeros([ROWS, HELD], tl.float32),
-        tl.zeros([ROWS, WIDTH - HELD], tl.float32),
-    )
+        sums = (tl.zeros([ROWS, WIDTH], tl.float32),)
+    else:
+        sums = tl.zeros([ROWS, HELD], tl.float32), tl.zeros([ROWS, WIDTH - HELD], tl.float32)
+    return sums
 
 
 @triton.jit
@@ -102,10 +102,8 @@ def add_rest(s, x, y, PRECISION: tl.constexpr):
 @triton.jit
 def add_pieces(total, p, x, PRECISION: tl.constexpr):
     """total + p x."""
-    first = tl.dot(p, x[0], total[0], input_precision=PRECISION)
-    if len(x) > 1:
-        return first, tl.dot(p, x[1], total[1], input_precision=PRECISION)
-    return (first,)
+    one = tl.dot(p, x[0], total[0], input_precision=PRECISION)
+    return (one, tl.dot(p, x[1], total[1], input_precision=PRECISION)) if len(x) > 1 else (one,)
 
 
 @triton.jit
