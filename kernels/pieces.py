@@ -2,7 +2,7 @@
 
 Tiles are powers of two wide. As one tile, a head of 576 would be 1024 wide, almost half of it
 zeros; as two it is 512 and 64. Narrower heads are one piece. Pieces are a tuple. Triton compiles
-whatever follows an early return, so each function has one.
+what follows an early return, so each function has one return.
 """
 
 import triton
@@ -33,35 +33,31 @@ def key_pieces(
     PAGE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """`key_rows` in pieces."""
-    if WIDTH <= HELD:
-        one = key_rows(
+    return (
+        key_rows(
             desc, ptr, strides, pages_ptr, line, b, g, first, count, POOL,
             SIZE, ROWS, WIDTH, WHOLE, PAGE, UPCAST,
-        )  # fmt: skip
-        pieces = (one,)
-    else:
-        one = key_rows(
+        ),
+    ) if WIDTH <= HELD else (
+        key_rows(
             desc, ptr, strides, pages_ptr, line, b, g, first, count, POOL,
             HELD, ROWS, HELD, WHOLE, PAGE, UPCAST,
-        )  # fmt: skip
-        rest = key_rows(
+        ),
+        key_rows(
             desc, ptr + HELD * strides[3], strides, pages_ptr, line, b, g, first, count, POOL,
             SIZE - HELD, ROWS, WIDTH - HELD, WHOLE, PAGE, UPCAST,
-        )  # fmt: skip
-        pieces = one, rest
-    return pieces
+        ),
+    )  # fmt: skip
 
 
 @triton.jit
 def pieces_at(at, step, read, SIZE: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr):
     """Rows that begin at pointers `at` [ROWS,1], their elements `step` apart, in pieces; 0 where
     not `read`."""
-    if WIDTH <= HELD:
-        pieces = (columns_at(at, step, read, SIZE, WIDTH, UPCAST),)
-    else:
-        one = columns_at(at, step, read, HELD, HELD, UPCAST)
-        pieces = one, columns_at(at + HELD * step, step, read, SIZE - HELD, WIDTH - HELD, UPCAST)
-    return pieces
+    return (columns_at(at, step, read, SIZE, WIDTH, UPCAST),) if WIDTH <= HELD else (
+        columns_at(at, step, read, HELD, HELD, UPCAST),
+        columns_at(at + HELD * step, step, read, SIZE - HELD, WIDTH - HELD, UPCAST),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -77,11 +73,10 @@ def columns_at(at, step, read, SIZE: tl.constexpr, WIDTH: tl.constexpr, UPCAST: 
 @triton.jit
 def zero_pieces(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Sums of rows [ROWS,WIDTH] in pieces, to begin with."""
-    if WIDTH <= HELD:
-        sums = (tl.zeros([ROWS, WIDTH], tl.float32),)
-    else:
-        sums = tl.zeros([ROWS, HELD], tl.float32), tl.zeros([ROWS, WIDTH - HELD], tl.float32)
-    return sums
+    return (tl.zeros([ROWS, WIDTH], tl.float32),) if WIDTH <= HELD else (
+        tl.zeros([ROWS, HELD], tl.float32),
+        tl.zeros([ROWS, WIDTH - HELD], tl.float32),
+    )  # fmt: skip
 
 
 @triton.jit

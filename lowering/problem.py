@@ -322,7 +322,7 @@ def returns_lse(graph: Graph) -> bool:
 
 def is_misaligned(spec: TensorSpec) -> bool:
     """True if some row, head or batch entry does not begin at a multiple of 16 bytes."""
-    return any(s * spec.dtype.itemsize % ALIGNED for s in spec.strides[:-1])
+    return not {s * spec.dtype.itemsize % ALIGNED for s in spec.strides[:-1]} <= {0}
 
 
 def is_broadcast(spec: TensorSpec) -> bool:

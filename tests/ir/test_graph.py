@@ -168,6 +168,7 @@ EXAMPLES = (
     *(SoftCap(3.0), Bias(), Alibi(False, "top_left", ("q_lengths",), True)),
     ag.RelativeBias(5, "top_left", ("q_lengths",)),
     ag.Addend("real(slope) * real(j - i)", (("slope", "h"),)),
+    ag.Factor("real(slope) + real(j)", (("slope", "h"),)),
     *(Back(SoftCap(3.0)), Collect(Alibi()), ops.Scores(), ops.Mask(m.Causal()), ops.Softmax()),
     *(
         ops.MaxScores(),
@@ -189,7 +190,7 @@ EXAMPLES = (
     *(Unpage(), SumPages(5, 4), Packed(Attention(), paged=True)),
     *(Dequantise(), Packed(Attention(), scaled=True)),
     *(views.Fold(1, 0, 3, True), views.Unfold(1, 0, 3, True), views.Repeat(0, 3)),
-    views.SumRepeats(0, 3),
+    *(views.SumRepeats(0, 3), views.Leading(4), views.Widen(8)),
 )
 
 
