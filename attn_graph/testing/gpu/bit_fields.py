@@ -1,4 +1,4 @@
-"""Instructions that take parts of words. PTX ISA 9.7.1 bfe, bfi, 9.7.9 prmt."""
+"""Instructions on bits of words. PTX ISA 9.7.1 bfe, bfi, 9.7.8 lop3, 9.7.9 prmt."""
 
 from __future__ import annotations
 
@@ -43,4 +43,14 @@ def permute_bytes(a: Array, b: Array, c: Array) -> Array:
         byte = (whole >> ((pick & U32(7)).astype(np.uint64) * np.uint64(8))).astype(U32) & U32(255)
         sign = np.where(byte & U32(128), U32(255), U32(0))
         out = out | (np.where(pick & U32(8), sign, byte) << U32(8 * n))
+    return out
+
+
+@value("lop3.b32", "b32 <- b32 b32 b32 b32")
+def look_up_bits(a: Array, b: Array, c: Array, table: Array) -> Array:
+    """Each bit of d is the bit of a table of eight, by those of a, b and c, a's the highest."""
+    out = np.zeros_like(a | b | c)
+    for n in range(8):
+        bits = [x if n >> at & 1 else ~x for x, at in ((a, 2), (b, 1), (c, 0))]
+        out = out | np.where(table >> U32(n) & U32(1), bits[0] & bits[1] & bits[2], U32(0))
     return out

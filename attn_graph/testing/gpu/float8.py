@@ -1,11 +1,20 @@
-"""Numbers of eight bits. PTX ISA 9.7.9.21."""
+"""Numbers of eight bits, and arithmetic by which they are widened. PTX ISA 9.7.4, 9.7.9.21."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from attn_graph.testing.gpu.arithmetic import F32, U16, round_bfloat, stack
+from attn_graph.testing.gpu.arithmetic import (
+    F32,
+    U16,
+    half_of,
+    round_bfloat,
+    stack,
+    widen_bfloat,
+)
 from attn_graph.testing.gpu.rules import Array, value
 
 HALVES = {  # each number in float16, by its bits
@@ -34,3 +43,21 @@ def half_to_bfloat(a: Array) -> Array:
 
 def widen_pair(a: Array, halves: Array) -> Array:
     return stack(halves[a >> U16(8)], halves[a & U16(255)])
+
+
+@value("sub.bf16x2", "b32 <- b32 b32")
+def subtract_pairs(a: Array, b: Array) -> Array:
+    """d = a - b, for two numbers in each."""
+    return combine_pairs(np.subtract, a, b)
+
+
+@value("mul.rn.bf16x2", "b32 <- b32 b32")
+def multiply_pairs(a: Array, b: Array) -> Array:
+    """d = a b, for two numbers in each."""
+    return combine_pairs(np.multiply, a, b)
+
+
+def combine_pairs(combine: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
+    """float32 has more than twice bfloat16's bits, so that rounding twice rounds once."""
+    high, low = (combine(*(widen_bfloat(half_of(x, at)) for x in (a, b))) for at in (16, 0))
+    return stack(round_bfloat(high), round_bfloat(low))

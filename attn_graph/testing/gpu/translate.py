@@ -34,7 +34,6 @@ from attn_graph.testing.gpu.ptx import (
 from attn_graph.testing.gpu.rules import DTYPES, DType, Rule, find_rule
 
 HELD = {"pred": "?", "b8": "u2", "b16": "u2", "b32": "u4", "f32": "u4", "u32": "u4"}  # of registers
-HALVES = {8: "u4", 4: "u2", 2: "u1"}
 PRODUCT = "wgmma."
 EARLY = "a register of tcgen05.ld is read before tcgen05.wait::ld"
 WAIT_FOR_LOADS = "tcgen05.wait::ld.sync.aligned"
@@ -427,14 +426,14 @@ class BlockWriter:
         target, source = self.step.operands
         dtype = DTYPES[kind]
         if isinstance(target, Vector):
-            part = np.dtype(HALVES[dtype.itemsize])
+            part = np.dtype(f"u{dtype.itemsize // len(target.items)}")
             whole = self.assign(
                 f"np.ascontiguousarray({self.read(source, kind)}).view({part.str[1:]!r})"
             )
             for n, place in enumerate(target.items):
                 self.set(place, f"b{8 * part.itemsize}", f"{whole}[{n}::{len(target.items)}]")
         elif isinstance(source, Vector):
-            part_kind = f"b{8 * np.dtype(HALVES[dtype.itemsize]).itemsize}"
+            part_kind = f"b{8 * dtype.itemsize // len(source.items)}"
             parts = ", ".join(self.read(x, part_kind) for x in source.items)
             self.set(
                 target,
