@@ -58,8 +58,14 @@ def bytes_by(a: int, b: int, c: int) -> int:
     return int.from_bytes(bytes(chosen), "little")
 
 
+def bits_by(a: int, b: int, c: int, table: int) -> int:
+    rows = ((a >> n & 1) << 2 | (b >> n & 1) << 1 | c >> n & 1 for n in range(32))
+    return sum((table >> row & 1) << n for n, row in enumerate(rows))
+
+
 WHOLE: dict[str, Exact] = {
     "bfi": replace_field,
+    "lop3": bits_by,
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul.lo": lambda a, b: a * b,
@@ -398,3 +404,17 @@ def test_every_instruction_says_what_it_does() -> None:
     for opcode, rule in VALUES.items():
         function = getattr(rule.call, "func", rule.call)
         assert function.__doc__, opcode
+
+
+@pytest.mark.parametrize("name", ["sub", "mul.rn"])
+@given(data=st.data())
+@few
+def test_bfloats_side_by_side_are_computed_one_by_one(name: str, data: st.DataObject) -> None:
+    rows = draw_rows(data, ("bf16",) * 4)
+    pairs = [[a | b << 16, c | d << 16] for a, b, c, d in rows]
+    for row, got in zip(rows, lanes_of(f"{name}.bf16x2", pairs), strict=True):
+        a, b, c, d = (value_of(x, "bf16") for x in row)
+        low, high = (
+            bits_of(FLOATING[name.removesuffix(".rn")](*x), "bf16") for x in ((a, c), (b, d))
+        )
+        assert agree(got, low | high << 16, "bf16x2"), (row, hex(got))
