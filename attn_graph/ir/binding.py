@@ -80,7 +80,7 @@ def settle_attention(
     own = node.slots_under(mask)
     kept = (*own, *range(len(node.takes), count))
     changed = with_operands(op, evolve(node, mask=mask, modifiers=modifiers), own)
-    return changed, None if len(kept) == count else kept
+    return changed, None if kept == (*range(count),) else kept
 
 
 def largest(graph: Graph) -> dict[str, int]:

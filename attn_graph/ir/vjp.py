@@ -60,7 +60,7 @@ def vjp(
     specs = cotangent_specs(graph, named_outputs(graph, cotangents))
     wanted = wanted_inputs(graph, wants)
     names = [f"d{graph.inputs[n].name}" for n in wanted]
-    back = lay_named(backward(graph, wanted, specs), names, outputs or {})
+    back = lay_named(backward(graph, wanted, specs), names, {} if outputs is None else outputs)
     return with_residuals(graph), back
 
 
