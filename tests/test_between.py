@@ -153,4 +153,5 @@ def test_steps_of_training_leave_no_tensor_behind(graph: ag.Graph) -> None:
         gc.collect()
         return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
-    assert count(5) == count(45)
+    before = count(5)
+    assert count(45) <= before
