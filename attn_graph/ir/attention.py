@@ -114,9 +114,12 @@ class Attention(Fused):
 
     @cached_property
     def takes(self) -> tuple[Role, ...]:
-        data = [(name, x, name in m.trains) for m in self.modifiers for name, x in m.needs.items()]
-        data += [(name, x, False) for name, x in masks.needs_of(self.mask).items()]
-        more = [Role(name, x.axes, None, trains=trains) for name, x, trains in data]
+        steps = [(m, n, *data) for m in self.modifiers for n, data in enumerate(m.needs.items(), 1)]
+        more = [
+            Role(name, x.axes, None, None, name in m.trains, n in m.constants)
+            for m, n, name, x in steps
+        ]
+        more += [Role(name, x.axes, None) for name, x in masks.needs_of(self.mask).items()]
         more += [Role("sinks", "h", 1, trains=True)] * self.sinks
         more += [Role("seed", "", 0), Role("offset", "", 0)] if self.dropout else []
         return (*QKV, *(evolve(role, like=n) for n, role in enumerate(more, len(QKV))))

@@ -24,7 +24,7 @@ class Role:
 
     axes: "b" batch, "h" heads, "g" key/value heads, any other letter for an axis that stays. like:
     the number of the attention's operand with its layout; None for the rows of o. trains: True if
-    it has a gradient.
+    it has a gradient. constant: True if a derivative by it is refused.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Role:
     rank: int | None
     like: int | None = None
     trains: bool = False
+    constant: bool = False
 
     @classmethod
     @cache
@@ -81,6 +82,10 @@ class Fused(Op):
     @property
     def reads(self) -> int:
         return len(self.takes)
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        return tuple([n for n, role in enumerate(self.takes) if role.constant])
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -257,7 +257,7 @@ class Graph:
 
     @property
     def constants(self) -> frozenset[int]:
-        """The inputs without a derivative: quantised tensors and their scales."""
+        """The inputs without a derivative: quantised tensors, their scales, a Factor's tensors."""
         read = {eqn.args[n] for eqn in self.eqns for n in eqn.op.constants}
         return frozenset(i for i in read if i < len(self.inputs))
 

@@ -204,7 +204,7 @@ class Packed(Op):
     @property
     def constants(self) -> tuple[int, ...]:
         count = len(self.op.takes)
-        return (1, 2, count, count + 1) if self.scaled else self.op.constants
+        return (*self.op.constants, *((1, 2, count, count + 1) if self.scaled else ()))
 
     def scales(self, operands: Sequence[T]) -> dict[int, T]:
         """The scale of each quantised operand, by number."""

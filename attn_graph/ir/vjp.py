@@ -95,11 +95,11 @@ def floating_inputs(graph: Graph) -> dict[str, int]:
 
 
 def refuse_constants(graph: Graph, numbers: Iterable[int], who: str) -> None:
-    """Raise GraphError if derivatives by quantised tensors or their scales are wanted."""
+    """Raise GraphError if derivatives by constants are wanted."""
     if own := sorted(graph.constants & {*numbers}):
         raise GraphError(
             f"{who}: no derivative by {', '.join(graph.inputs[n].name for n in own)}: quantised "
-            "tensors and their scales are constants; differentiate by the others"
+            "tensors, scales and a Factor's tensors are constants; differentiate by the others"
         )
 
 

@@ -358,3 +358,15 @@ def test_a_constant_beyond_64_bits_is_refused(text: str) -> None:
         Formula(text)
     with pytest.raises(GraphError, match="beyond 9223372036854775807"):
         Addend(f"real({text.replace('<=', '+').replace('>', '+')})")
+
+
+def test_a_factors_tensors_have_no_derivative_and_say_so() -> None:
+    factor, t = Factor("real(t)", (("t", "h"),)), ag.TensorSpec((2,), torch.float32)
+    x = ag.TensorSpec((1, 2, 5, 8), torch.float32)
+    graph = ag.attention(x, x, x, modifiers=(factor,), t=t)
+    assert len(ag.vjp(graph)[1].outputs) == 3
+    with pytest.raises(ag.GraphError, match="vjp: no derivative by t: .* a Factor's tensors"):
+        ag.vjp(graph, wants=("t",))
+    q, leaf = torch.randn(1, 2, 5, 8), torch.randn(2, requires_grad=True)
+    with pytest.raises(ag.GraphError, match="no derivative by t"):
+        ag.compile(graph)(q, q, q, t=leaf).sum().backward()
