@@ -67,7 +67,8 @@ def gradients(model: Any, images: torch.Tensor) -> dict[str, torch.Tensor]:  # A
 def main() -> None:
     torch.manual_seed(0)
     images = torch.randn(2, 3, 64, 64)
-    eager = SwinModel(SwinConfig(**CONFIG, attn_implementation="eager"))
+    eager = SwinModel(SwinConfig(**CONFIG))
+    eager.config._attn_implementation = "eager"
     own = SwinModel(SwinConfig(**CONFIG))
     own.load_state_dict(eager.state_dict())
     own.config._attn_implementation = "tables"

@@ -366,7 +366,8 @@ TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}
 # Without matrix units one tile does for all in float32.
 for (_, itemsize, pass_), tiles in TABLE.items():
     if itemsize == 4:
-        tiles[HELD] = (Tiling(16, 16, 8, 1, pass_ == "key_gradient"),) * 2
+        tile = Tiling(16, 16, 8, 1, pass_ == "key_gradient")
+        tiles[HELD] = tile, tile
 WIDE_GRADIENT = 139264  # bytes of shared memory of these in a gradient, by machine code
 
 # Of forward mode, by compute capability, bytes of an element and pass: four tiles of keys and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, TypeVar, final
 
@@ -65,12 +65,12 @@ class Fused(Op):
         """The attention that it is or differentiates."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def takes(self) -> tuple[Role, ...]:
         """Its operands."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def gives(self) -> tuple[Role, ...]:
         """Its results."""
         raise NotImplementedError

@@ -175,7 +175,10 @@ class Leading(Linear):
 
     size: int = field(converter=int)
     is_view = True
-    names = ("v",)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("v",)
 
     def problems(self, x: ValueType) -> Iterator[str]:
         if not x.shape or not 1 <= self.size <= x.shape[-1]:

@@ -113,8 +113,7 @@ def test_other_strides_of_outputs_have_plans_without_a_copy(
 ) -> None:
     """Built by cuDNN itself: o of the forward, and all three gradients, in strides unlike q's."""
     graph = ag.attention(X, X, X, mask=ag.Causal(), stats=True, outputs={"o": layout})
-    laid = dict.fromkeys(("dq", "dk", "dv"), layout)
-    _, back = ag.vjp(graph, cotangents=("o",), outputs=laid)
+    _, back = ag.vjp(graph, cotangents=("o",), outputs=dict.fromkeys(("dq", "dk", "dv"), layout))
     for each, slots in (graph, ("o",)), (back, ("dQ", "dK", "dV")):
         plan = planned(each, target=target, backends=("cudnn",), store=store)
         strides = each.declared_outputs[0].strides  # type: ignore[union-attr]  # a spec

@@ -250,7 +250,7 @@ def test_vmap_takes_no_entries_and_entries_of_nothing(
     seeds = dict.fromkeys(("seed", "offset"), torch.tensor(1)) if form else {}
 
     def one(q: torch.Tensor) -> Any:
-        options = tensors_of(name, x) | seeds | form
+        options: dict[str, Any] = {**tensors_of(name, x), **seeds, **form}  # Any: of many types
         return attention(q, q, q, align="top_left", **options)
 
     q = randn(entries, B, 4, 5, 8)
