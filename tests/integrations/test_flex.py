@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
@@ -179,6 +179,7 @@ def cut(x: torch.Tensor, data: ag.Data) -> torch.Tensor:
 
 
 @given(booleans)
+@settings(max_examples=settings().max_examples // 4)  # two graphs each
 def test_a_graph_under_a_mask_that_was_read_is_the_one_under_a_dense_mask(text: str) -> None:
     mod = mod_of(text)
     mask, tensors = from_flex(mod, sizes=SIZES)
