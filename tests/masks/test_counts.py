@@ -386,6 +386,11 @@ def test_lengths_that_are_not_known_leave_the_triangle_that_they_could_fill() ->
     assert (exact.mixed, exact.full, exact.exact) == (1, 1, True)
 
 
+def test_what_lengths_that_are_not_known_hide_may_be_anything() -> None:
+    found = ag.tiles(~ag.KeyLengths(), 4, 4, block=(2, 2))
+    assert (found.empty, found.mixed, found.full, found.exact) == (0, 4, 0, False)
+
+
 def test_tiles_say_what_is_wrong_with_their_arguments() -> None:
     with pytest.raises(ag.GraphError, match="block 0 is not a whole number of at least 1"):
         ag.tiles(ag.Causal(), 4, 4, block=(0, 128))
