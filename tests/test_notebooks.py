@@ -24,7 +24,10 @@ def test_a_notebook_is_text_that_begins_with_its_title(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    runpy.run_path(str(FOLDER / f"{name}.py"))
+    made = runpy.run_path(str(FOLDER / f"{name}.py"))
+    tensors = [x for x in made.values() if isinstance(x, torch.Tensor)]
+    assert tensors
+    assert all(x.is_cpu and x.isfinite().all() for x in tensors)
 
 
 def test_the_site_shows_every_notebook_and_there_are_no_others() -> None:

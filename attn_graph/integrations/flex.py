@@ -210,10 +210,11 @@ class Reader:
         except (TraceError, TypeError, RuntimeError) as error:  # `if`; range(), len() of a position
             way_out = f"; {HIDE}" if "finfo" in str(error) else ""  # finfo(score.dtype).min
             raise Unread(f"it cannot be traced: {error}{way_out}") from error
-        given = iter(arguments)
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        given = dict(zip(inputs, arguments, strict=True))
         for node in graph.nodes:
             try:
-                value = next(given) if node.op == "placeholder" else self.value(node)
+                value = given[node] if node in given else self.value(node)
             except Unread as error:
                 value = error
             self.values[node] = value

@@ -131,8 +131,8 @@ def alignment_problems(
 ) -> Iterator[str]:
     """Parts without an alignment that compare positions of packed sequences.
 
-    Only if queries and keys may differ in length. alibi: its alignment, "" without one; None: there
-    is no ALiBi.
+    Only if queries and keys may differ in length. alibi: its alignment, "" without one, or
+    None.
     """
     if not rows and not isinstance(keys, Sequences):
         return

@@ -175,7 +175,7 @@ class FusedTiles:
     @cached_property
     def common(self) -> tuple[int, range] | None:
         """Queries, and keys counted from the first query, of one addend for all parts: under a mask
-        of j - i alone, if it is no larger than the parts together. The first key is rounded, so
+        of j - i alone, unless it is larger than the parts together. The first key is rounded, so
         near lengths share it."""
         node, parts = self.problem.node, [*self.changed_parts()]
         mask = node.mask

@@ -103,11 +103,10 @@ def test_each_kind_of_gpu_has_plans(target: str) -> None:
 
 
 PADDED = ag.TensorSpec(X.shape, X.dtype, (144 * 8 * 1024, 144, 144 * 8, 1))
+LAYOUTS = [("h100", PADDED), ("b200", "sbhd"), ("a100", "bhsd")]
 
 
-@pytest.mark.parametrize(
-    ("target", "layout"), [("h100", PADDED), ("b200", "sbhd"), ("a100", "bhsd")]
-)
+@pytest.mark.parametrize(("target", "layout"), LAYOUTS)
 def test_other_strides_of_outputs_have_plans_without_a_copy(
     target: str, layout: ag.TensorSpec | str, store: Store
 ) -> None:

@@ -20,6 +20,7 @@ import attn_graph as ag
 from attn_graph.ir.vjp import main_outputs, residuals
 from attn_graph.testing.strategies import graphs, seeds, shuffled_graphs
 from attn_graph.testing.tensors import tensors_for
+from tests.support.planning import one_way
 from tests.support.sources import ROOT
 
 CPU = ag.Target.of("cpu")
@@ -212,6 +213,27 @@ def test_gradients_of_larger_tensors_allocate_no_more_than_is_said(
     _, held, most = allocated(backward)
     assert held == need.gradients
     assert most <= need.gradients + need.temporary_backward + more
+
+
+def test_the_sums_of_a_bias_in_half_precision_are_told() -> None:
+    x, bias = ag.TensorSpec(BIG, torch.bfloat16), ag.TensorSpec((4, 8, 256, 256), torch.bfloat16)
+    graph = ag.attention(x, x, x, bias=bias)
+    with one_way("products"):
+        alone, both = (
+            ag.compile(ag.vjp(graph, wants=wants)[1], target=CPU, backends=("math",)).memory()
+            for wants in (("q",), ("q", "bias"))
+        )
+    assert both.temporary_forward - alone.temporary_forward >= 2 * bias.bytes  # in float32
+
+
+def test_few_queries_of_a_cache_take_no_more_workspace_for_more_entries() -> None:
+    def workspace(B: int) -> int:
+        q, k = (ag.TensorSpec((B, *shape), torch.float32) for shape in ((8, 1, 64), (2, 4096, 64)))
+        graph = ag.attention(q, k, k, kv_lengths=ag.TensorSpec((B,), torch.int64))
+        return ag.compile(graph, target=CPU, backends=("math",)).memory().workspace_forward
+
+    with one_way("kernel"):
+        assert workspace(8) == workspace(32)
 
 
 def blocks(M: int, N: int, width: int, backward: bool) -> int:
