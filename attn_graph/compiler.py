@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar, final, overload
 
-import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError, NoBackendError, read_renamed
@@ -26,14 +25,14 @@ from attn_graph.ir.vjp import (
 )
 from attn_graph.lowering.backend import Backend, Executable, Fallback, Options
 from attn_graph.machine.ambient import neutral_state
-from attn_graph.machine.cache import Cache, CacheInfo
+from attn_graph.machine.cache import CacheInfo
 from attn_graph.machine.imports import load_modules
-from attn_graph.machine.likeness import look_at
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision, as_switches, raw_switches, read_switches
 from attn_graph.machine.workspace import Workspace
 from attn_graph.plan import Plan
+from attn_graph.plan.cache import PlanCache
 from attn_graph.planner.arguments import (
     Backends,
     Switch,
@@ -47,7 +46,6 @@ from attn_graph.planner.arguments import (
     resolve_workspace,
     unknown_option,
 )
-from attn_graph.planner.builds import BuildLog, skeleton_of
 from attn_graph.planner.choose import choose, choose_and_lower, resolve_backends
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.sized import Sized, lower_graph, many_sizes
@@ -61,17 +59,10 @@ if TYPE_CHECKING:
     from attn_graph.planner.choose import Refusals
     from attn_graph.planner.explanation import Explanation, Refusal
 
-CAPACITY = 1024  # plans; one is a few kilobytes
-
 PlanT = TypeVar("PlanT")
 ExplanationT = TypeVar("ExplanationT")
-Key = tuple[object, ...]  # everything a plan depends on, with or without tensors' looks
 
-calls: Cache[Plan] = Cache(CAPACITY, kind=skeleton_of)  # by `compile`'s arguments, as given
-plans: Cache[Plan] = Cache(CAPACITY, kind=skeleton_of)  # by simplified graph, target, options, ...
-looks: dict[Key, Plan] = {}  # plans of calls, by options and tensors' looks
-recent: dict[Key, Plan] = {}  # the last plan used, by options alone
-build_log = BuildLog()
+cache = PlanCache()
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 
@@ -203,7 +194,7 @@ def compile(
         graph, where, among, shunned, deterministic, batch_invariant, precision, on_fallback,
         max_workspace, workspace, store, tune, raw, group,
     )  # fmt: skip
-    plan = find_known(request) if isinstance(graph, Graph) else None
+    plan = cache.lookup(request) if isinstance(graph, Graph) else None
     if plan is None:
         if not isinstance(graph, Compilable):
             check_graph(graph, "compile")
@@ -224,7 +215,7 @@ def compile(
         if isinstance(graph, Compilable):
             return graph.compile(recipe, group)
         plan = recipe.plan(graph)
-        calls.put(request, plan)
+        cache.calls.put(request, plan)
     return plan
 
 
@@ -324,41 +315,9 @@ def explain(
     return explanation
 
 
-def find_known(request: object) -> Plan | None:
-    """The plan of an earlier call; None without one, and for invalid arguments."""
-    try:
-        return calls.get(request)
-    except TypeError:  # not an option without a hash: refused when read
-        return None
-
-
-def recall(key: Key, tensors: Sequence[torch.Tensor]) -> Plan | None:
-    """The plan of an earlier call with this key and similar tensors, now the most recent one."""
-    try:
-        plan = looks.get(with_looks(key, tensors))
-    except TypeError:  # symbolic sizes have no hash
-        return None
-    if plan is not None:
-        recent[key] = plan
-    return plan
-
-
-def remember(key: Key, tensors: Sequence[torch.Tensor], plan: Plan) -> None:
-    """Keep the plan of a call. A full memory is emptied: many calls share a plan."""
-    if len(looks) >= CAPACITY:
-        looks.clear()
-        recent.clear()
-    looks[with_looks(key, tensors)] = recent[key] = plan
-
-
-def with_looks(key: Key, tensors: Sequence[torch.Tensor]) -> Key:
-    """The key of a call, and its tensors' looks and classes."""
-    return (*key, *map(look_at, tensors), *map(type, tensors))
-
-
 def plan_simplified(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     """The plan of a simplified graph, built unless it is known."""
-    return plans.get_or_build(
+    return cache.plans.get_or_build(
         (graph, target, options, among), lambda: build(graph, target, options, among)
     )
 
@@ -366,7 +325,7 @@ def plan_simplified(graph: Graph, target: Target, options: Options, among: Backe
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
     chosen = None if among is None else resolve_backends(among)
-    build_log.add(graph)
+    cache.builds.add(graph)
     sized = None
     if graph.symbols:
         if options.tune:
@@ -476,24 +435,9 @@ def avoid(*backends: str | Backend) -> Iterator[None]:
 
 def cache_info() -> CacheInfo:
     """Counts of the plan cache since it was cleared."""
-    with plans.lock:
-        held = list(plans.entries.values())
-    return CacheInfo(
-        calls.hits,
-        calls.misses,
-        plans.builds,
-        plans.evictions,
-        plans.seconds,
-        len(held),
-        plans.capacity,
-        max((plan.executable.workspace for plan in held), default=0),
-    )
+    return cache.info()
 
 
 def clear_cache() -> None:
     """Forget every plan and every count. Plans in use go on working."""
-    calls.clear()
-    plans.clear()
-    looks.clear()
-    recent.clear()
-    build_log.clear()
+    cache.clear()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from attrs import define, evolve, field, frozen
 
-from attn_graph.compiler import CAPACITY, Recipe
+from attn_graph.compiler import Recipe
 from attn_graph.ir.boxes import Feed, Piece
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
@@ -20,6 +20,7 @@ from attn_graph.mesh.layout import Holding
 from attn_graph.mesh.schedule import Job
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.plan import Plan
+from attn_graph.plan.cache import CAPACITY
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph import compiler
-from attn_graph.compiler import Key, avoided, preferred, recall, recent, remember
+from attn_graph.compiler import avoided, cache, preferred
 from attn_graph.errors import GraphError, TensorError, show
 from attn_graph.ir import builder
 from attn_graph.ir.arguments import require_modifiers
@@ -36,6 +36,7 @@ from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
 from attn_graph.nn.sharding import attend_in_parts
 from attn_graph.nn.tracing import fix
 from attn_graph.plan import Plan
+from attn_graph.plan.cache import Key
 from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
 
 # The options of a call, in this order: those of a graph, then those of `compile`.
@@ -89,7 +90,7 @@ def attend_anew(
     plan = new_plan(q, k, v, named, options)
     outputs = plan(**tensors)
     if key is not None:
-        remember(key, (*tensors.values(),), plan)
+        cache.remember(key, (*tensors.values(),), plan)
     return outputs
 
 
@@ -199,7 +200,7 @@ def attend_as(
     switches = switches_that_count(getattr(q, "is_cpu", False))
     key: Key = (options, anew, names, switches, preferred.get(), avoided.get())
     try:
-        plan = recent.get(key)
+        plan = cache.recent.get(key)
     except TypeError:  # an option has no hash
         return attend_by_value(q, k, v, named, options, None, anew)
     if plan is not None:
@@ -213,7 +214,7 @@ def attend_as(
             if profiler._is_profiler_enabled:
                 return plan.run_profiled(tensors, wants)
             return plan.run_known(tensors, wants)
-        plan = recall(key, tensors)
+        plan = cache.recall(key, tensors)
     if plan is not None:
         return plan(*tensors)
     return attend_by_value(q, k, v, named, options, key, anew)
@@ -231,14 +232,14 @@ def attend_into(
     options, given = tuple(map(plain_option, options)), (q, k, v, *named.values())
     key: Key = (options, attend_into, tuple(named), switches_that_count(q.is_cpu))
     key = (*key, preferred.get(), avoided.get())
-    plan = recent.get(key)
+    plan = cache.recent.get(key)
     if plan is None or not (plan.memo.call[0](*given) or serves_sizes(plan, given)):
-        plan = recall(key, given)
+        plan = cache.recall(key, given)
     if plan is None:
         if unknown := unknown_arguments(named, options[0], require_modifiers(options[MODIFIERS])):
             raise GraphError(*unknown)
         plan = new_plan(q, k, v, named, options)
-        remember(key, given, plan)
+        cache.remember(key, given, plan)
     return plan(*given, out=out)
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from attn_graph.compiler import Key
 from attn_graph.errors import (
     ArgumentError,
     GraphError,
@@ -48,6 +47,7 @@ from attn_graph.nn.calls import (
 )
 from attn_graph.nn.jagged import attend_jagged, pack_jagged, require_pytorchs
 from attn_graph.plan import Plan
+from attn_graph.plan.cache import Key
 from attn_graph.spec import FLOATS, layout_problem, to_number
 
 __all__ = ["attention", "scaled_dot_product_attention"]

@@ -19,15 +19,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from attn_graph.compiler import (
-    Key,
-    avoided,
-    plan_simplified,
-    preferred,
-    recall,
-    recent,
-    remember,
-)
+from attn_graph.compiler import avoided, cache, plan_simplified, preferred
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.graph import Graph
@@ -48,6 +40,7 @@ from attn_graph.nn.results import is_plan, require_count, restore_graph, results
 from attn_graph.nn.symbols import strides_like
 from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
+from attn_graph.plan.cache import Key
 from attn_graph.planner.content import MOST_TEXTS, CallContent, PlanContent, read_content
 from attn_graph.planner.content import introduce as introduce
 from attn_graph.spec import (
@@ -71,16 +64,16 @@ def find_plan(tensors: Tensors, text: str) -> Plan:
     count = len(tensors)
     switches = switches_that_count(count > 0 and tensors[0].is_cpu)
     key: Key = (text, count, switches, preferred.get(), avoided.get())
-    plan = recent.get(key)
+    plan = cache.recent.get(key)
     if True in map(getattr, tensors, *NESTED):
         plan = None
     if plan is not None and plan.memo.call[0](*tensors):
         return plan
-    known = plan if plan is not None and serves_sizes(plan, tensors) else recall(key, tensors)
+    known = plan if plan is not None and serves_sizes(plan, tensors) else cache.recall(key, tensors)
     plan = plan_anew(tensors, text) if known is None else known
     plan.admit(tuple(tensors))
     if known is None:
-        remember(key, tensors, plan)
+        cache.remember(key, tensors, plan)
     return plan
 
 

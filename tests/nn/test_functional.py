@@ -11,7 +11,7 @@ from attrs import frozen
 from hypothesis import given
 
 import attn_graph as ag
-from attn_graph.compiler import looks
+from attn_graph.compiler import cache
 from attn_graph.nn import Attention
 from attn_graph.nn.functional import attention
 from attn_graph.testing.strategies import seeds
@@ -93,9 +93,9 @@ def test_it_is_the_plan_of_the_specs(name: str, seed: int) -> None:
 
 def entries(call: Callable[[], object]) -> int:
     """How many looks a call adds."""
-    before = len(looks)
+    before = len(cache.looks)
     call()
-    return len(looks) - before
+    return len(cache.looks) - before
 
 
 def test_calls_that_look_alike_are_planned_once() -> None:
@@ -117,7 +117,7 @@ def test_calls_that_look_alike_are_planned_once() -> None:
         assert entries(change) == 1
         assert entries(change) == 0
     ag.clear_cache()
-    assert not looks
+    assert not cache.looks
 
 
 @frozen
@@ -250,8 +250,8 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
 def test_nonsense_raises_and_is_not_remembered(name: str) -> None:
     q, k, v = (tensors()[n] for n in "qkv")
     call, text = WRONG[name]
-    before = len(looks)
+    before = len(cache.looks)
     for _ in range(2):
         with pytest.raises((ag.GraphError, ag.NoBackendError), match=text):
             call(q, k, v)
-    assert len(looks) == before
+    assert len(cache.looks) == before

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.compiler import build_log, calls, looks, plans
+from attn_graph.compiler import cache
 from attn_graph.nn.functional import attention
 from attn_graph.planner.builds import MANY, MOST_KINDS
 
@@ -78,7 +78,7 @@ def test_few_plans_and_many_kinds_say_nothing(caplog: pytest.LogCaptureFixture) 
         ag.compile(graph(n, n), target="cpu")
         ag.compile(graph(n, n), target="cpu")
     assert not caplog.records
-    assert len(build_log.kinds) <= MOST_KINDS
+    assert len(cache.builds.kinds) <= MOST_KINDS
 
 
 def test_the_cache_says_what_building_cost() -> None:
@@ -99,15 +99,15 @@ def test_a_loop_over_lengths_holds_no_more_than_the_caches_do(
         return sum(type(x) is ag.Plan for x in gc.get_objects())
 
     before = live()
-    for cache in (plans, calls):  # a 64th of each
-        monkeypatch.setattr(cache, "capacity", cache.capacity // 64)
+    for part in (cache.plans, cache.calls):  # a 64th of each
+        monkeypatch.setattr(part, "capacity", part.capacity // 64)
     counts = []
     for n, (M, N) in enumerate(lengths(80)):
         ag.compile(graph(M, N, mask=ag.Causal("top_left")), target="cpu", backends=("math",))
         if n in (39, 79):
             counts.append(live() - before)
     assert counts[0] == counts[1] <= 16
-    assert len(looks) == 0
+    assert len(cache.looks) == 0
 
 
 def unbounded_sizes() -> dict[str, int]:
