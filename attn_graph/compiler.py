@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar, final, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, final, overload
 
 from attrs import evolve, frozen
 
@@ -30,20 +30,23 @@ from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision, as_switches, raw_switches, read_switches
-from attn_graph.machine.workspace import Workspace
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import PlanCache
 from attn_graph.planner.arguments import (
+    DEFAULTS,
     Backends,
+    CompileOptions,
     Switch,
     as_tuple,
     backend_names,
+    complete,
     constraints,
     one_of,
     require_absent,
     resolve_store,
     resolve_target,
     resolve_workspace,
+    shows,
     unknown_option,
 )
 from attn_graph.planner.choose import choose, choose_and_lower, resolve_backends
@@ -65,6 +68,11 @@ ExplanationT = TypeVar("ExplanationT")
 cache = PlanCache()
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
+EXPLAINED = {  # the options of `explain`
+    name: value
+    for name, value in DEFAULTS.items()
+    if name not in ("on_fallback", "workspace", "tune")
+}
 
 
 @final
@@ -106,21 +114,7 @@ class Compilable(ABC, Generic[PlanT, ExplanationT]):
 
 
 @overload
-def compile(
-    graph: Graph,
-    *,
-    target: Target | str | None = None,
-    backends: Sequence[str | Backend] | None = None,
-    avoid: Sequence[str | Backend] = (),
-    deterministic: bool = False,
-    batch_invariant: bool = False,
-    precision: Precision | None = None,
-    on_fallback: Fallback = "ignore",
-    max_workspace: int | str | None = None,
-    workspace: Workspace | None = None,
-    store: Store | str | os.PathLike[str] | bool = True,
-    tune: bool = False,
-) -> Plan:
+def compile(graph: Graph, **options: Unpack[CompileOptions]) -> Plan:
     """The plan of a graph."""
 
 
@@ -129,27 +123,17 @@ def compile(
     graph: Compilable[PlanT, Any],  # Any: `compile` explains nothing
     *,
     group: ProcessGroup | None = None,
-    **options: Any,  # Any: those of a graph
+    **options: Unpack[CompileOptions],
 ) -> PlanT:
     """The plan of a divided graph for this process, as one rank."""
 
 
+@shows(DEFAULTS)
 def compile(
     graph: Graph | Compilable[PlanT, Any],  # Any: as above
     *,
-    target: Target | str | None = None,
-    backends: Sequence[str | Backend] | None = None,
-    avoid: Sequence[str | Backend] = (),
-    deterministic: bool = False,
-    batch_invariant: bool = False,
-    precision: Precision | None = None,
-    on_fallback: Fallback = "ignore",
-    max_workspace: int | str | None = None,
-    workspace: Workspace | None = None,
-    store: Store | str | os.PathLike[str] | bool = True,
-    tune: bool = False,
     group: ProcessGroup | None = None,
-    **unknown: Never,
+    **options: Unpack[CompileOptions],
 ) -> Plan | PlanT:
     """The plan that runs `graph` on `target`, by default on this machine.
 
@@ -183,40 +167,45 @@ def compile(
     workspace; `Plan.memory` reports them. Raises NoBackendError, with every backend's reasons, if
     all refuse the graph; GraphError for an invalid option.
     """
-    if unknown:
-        raise unknown_option(compile, unknown)
-    among = preferred.get() if backends is None else as_tuple("backends", backends)
-    shunned: Backends = avoided.get() if backends is None else ()
-    if avoid != ():
-        shunned += as_tuple("avoid", avoid)
-    raw, where = raw_switches(), Target.here() if target is None else target
-    request = (
-        graph, where, among, shunned, deterministic, batch_invariant, precision, on_fallback,
-        max_workspace, workspace, store, tune, raw, group,
-    )  # fmt: skip
+    given, raw = steer(compile, options), raw_switches()
+    if given["target"] is None:
+        given["target"] = Target.here()
+    request = graph, *given.values(), raw, group
     plan = cache.lookup(request) if isinstance(graph, Graph) else None
     if plan is None:
         if not isinstance(graph, Compilable):
             check_graph(graph, "compile")
             require_absent("group", group, "graphs that shard divided")
-        place, switches = resolve_target(where), as_switches(raw)
-        options = Options(
-            workspace=resolve_workspace(workspace),
-            store=resolve_store(store),
-            on_fallback=one_of("on_fallback", on_fallback, Fallback),
-            tune=one_of("tune", tune, Switch),
-            **constraints(
-                place, switches, shunned, deterministic, batch_invariant, precision, max_workspace
-            ),
+        target = resolve_target(given["target"])
+        settings = Options(
+            workspace=resolve_workspace(given["workspace"]),
+            store=resolve_store(given["store"]),
+            on_fallback=one_of("on_fallback", given["on_fallback"], Fallback),
+            tune=one_of("tune", given["tune"], Switch),
+            **constraints(target, as_switches(raw), given),
         )
+        among = given["backends"]
         if among is not None:
             resolve_backends(among)
-        recipe = Recipe(place, options, among)
+        recipe = Recipe(target, settings, among)
         if isinstance(graph, Compilable):
             return graph.compile(recipe, group)
         plan = recipe.plan(graph)
         cache.calls.put(request, plan)
     return plan
+
+
+def steer(
+    function: Callable[..., object], options: Mapping[str, object]
+) -> dict[str, Any]:  # Any: as CompileOptions has them
+    """All options of a call, with `prefer` and `avoid` around it. Raises GraphError."""
+    given = complete(function, DEFAULTS, options)
+    among, shunned = given["backends"], given["avoid"]
+    given["backends"] = preferred.get() if among is None else as_tuple("backends", among)
+    given["avoid"] = avoided.get() if among is None else ()
+    if shunned != ():
+        given["avoid"] = (*given["avoid"], *as_tuple("avoid", shunned))
+    return given
 
 
 @overload
@@ -247,20 +236,13 @@ def explain(
     """The work of a divided graph's ranks."""
 
 
+@shows(EXPLAINED)
 def explain(
     graph: Graph | Compilable[Any, ExplanationT],  # Any: as above
     *,
-    target: Target | str | None = None,
-    backends: Sequence[str | Backend] | None = None,
-    avoid: Sequence[str | Backend] = (),
-    deterministic: bool = False,
-    batch_invariant: bool = False,
-    precision: Precision | None = None,
-    max_workspace: int | str | None = None,
-    store: Store | str | os.PathLike[str] | bool = True,
     gradients: Sequence[str] | None = None,
     link: str | float | None = None,
-    **sizes: int,
+    **sizes: Any,  # Any: options too
 ) -> Explanation | ExplanationT:
     """The backend that would run `graph`, and its gradient, on `target`; the reasons; and the cost.
 
@@ -278,39 +260,28 @@ def explain(
     graph that lift it, and the smallest change for the backend to support the graph: a graph to
     compile. Raises GraphError for an invalid option.
     """
+    options = {name: sizes.pop(name) for name in EXPLAINED if name in sizes}
     if isinstance(graph, Compilable):
-        unread: dict[str, object] = {
-            "backends": backends,
-            "precision": precision,
-            "max_workspace": max_workspace,
-            "avoid": avoid or None,
-            "deterministic": deterministic or None,
-            "batch_invariant": batch_invariant or None,
-            "gradients": gradients,
-            **sizes,
-        }
-        for name, value in unread.items():
-            require_absent(name, value, "graphs of one device")
-        return graph.explain(resolve_target(target), link)
+        for name, value in {**options, "gradients": gradients, **sizes}.items():
+            if name != "target" and value != DEFAULTS.get(name):
+                require_absent(name, value, "graphs of one device")
+        return graph.explain(resolve_target(options.get("target")), link)
     check_graph(graph, "explain")
     if not any(symbol.name == "wants" for symbol in graph.symbols):
         gradients = read_renamed(sizes, "wants", "gradients", gradients)
     if sizes and not graph.symbols:
         raise unknown_option(explain, sizes)
     require_absent("link", link, "graphs that shard divided")
-    among = preferred.get() if backends is None else as_tuple("backends", backends)
-    shunned = (avoided.get() if backends is None else ()) + as_tuple("avoid", avoid)
-    place = resolve_target(target)
-    limits = constraints(
-        place, read_switches(), shunned, deterministic, batch_invariant, precision, max_workspace
-    )
-    options = Options(store=resolve_store(store), resized=many_sizes(graph), **limits)
+    request = steer(explain, options)
+    place, among = resolve_target(request["target"]), request["backends"]
+    limits = constraints(place, read_switches(), request)
+    settings = Options(store=resolve_store(request["store"]), resized=many_sizes(graph), **limits)
     exact = replace_sizes(graph, complete_sizes(graph, "explain", sizes))
     with neutral_state(), place.current():
         chosen = None if among is None else resolve_backends(among)
         planner = load_modules("attn_graph.planner.explain")
         explanation: Explanation = planner.explain_graph(
-            exact, place, options, chosen, gradients, named=bool(graph.symbols)
+            exact, place, settings, chosen, gradients, named=bool(graph.symbols)
         )
     return explanation
 

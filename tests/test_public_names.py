@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 import attn_graph as ag
 from attn_graph import extend, types
+from attn_graph.compiler import EXPLAINED
+from attn_graph.planner.arguments import CHOICE, DEFAULTS
 
 CPU = ag.Target.of("cpu")
 
@@ -36,8 +39,28 @@ def test_old_names_of_arguments_work_for_one_release_and_warn() -> None:
         layer = ag.nn.Attention(**old)
     assert caught[0].filename == __file__
     assert layer(rows, rows, rows, q_starts=at).equal(due)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'longest'"):
-        ag.nn.Attention(longest=4)
+    unknown: dict[str, Any] = {"determinist": True}
+    with pytest.raises(TypeError, match="no argument determinist; did you mean deterministic=True"):
+        ag.nn.Attention(**unknown)
+    with pytest.raises(TypeError, match="no argument determinist; did you mean deterministic=True"):
+        ag.replace_sdpa(**unknown).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (ag.compile, DEFAULTS),
+        (ag.explain, EXPLAINED),
+        (ag.replace_sdpa, CHOICE),
+        (ag.nn.Attention, CHOICE),
+        (ag.nn.functional.attention, CHOICE),
+    ],
+)
+def test_signatures_show_the_options_of_compile_and_their_defaults(
+    function: Callable[..., object], options: Mapping[str, object]
+) -> None:
+    defaults = {n: x.default for n, x in signature(function).parameters.items()}
+    assert defaults.items() >= options.items()
 
 
 @pytest.mark.parametrize("part", [extend, types], ids=["extend", "types"])

@@ -37,6 +37,7 @@ from attn_graph.nn.sharding import attend_in_parts
 from attn_graph.nn.tracing import fix
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key
+from attn_graph.planner.arguments import CHOICE
 from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
 
 # The options of a call, in this order: those of a graph, then those of `compile`.
@@ -45,12 +46,8 @@ GRAPH_OPTIONS = (
     "modifiers",
 )
 MODIFIERS = GRAPH_OPTIONS.index("modifiers")
-CHOICE = (
-    *("backends", "avoid", "deterministic", "precision", "on_fallback", "max_workspace"),
-    "batch_invariant",
-)
 OPTIONS = (*GRAPH_OPTIONS, *CHOICE)
-USUAL_CHOICE = (None, (), False, None, "ignore", None, False)
+USUAL_CHOICE = tuple(CHOICE.values())
 SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself
 SEGMENTS = ("q_segments", "kv_segments")  # inputs that a graph takes as a pair
 NUMBERS = ("scale", "soft_cap", "dropout")  # options that are floats

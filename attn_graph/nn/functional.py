@@ -212,7 +212,7 @@ def attend_like_torch(
 ) -> Tensor:
     """PyTorch's function by one of several backends.
 
-    kept: from `read_mask`, or lengths in place of a mask. choice: values for `calls.CHOICE`, or ()
+    kept: from `read_mask`, or lengths in place of a mask. choice: values for CHOICE, or ()
     for the defaults.
     """
     named, options = read_options(kept, dropout_p, scale, choice)

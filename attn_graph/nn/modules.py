@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
 
 from attn_graph.errors import TensorError, read_renamed
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.lowering.backend import Backend, Fallback
-from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Mask
 from attn_graph.nn.calls import Outputs
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from attn_graph.nn.multihead import multi_head_attention
+from attn_graph.planner.arguments import CHOICE, ChoiceOptions, complete, shows
 from attn_graph.printing.text import show_value
 from attn_graph.spec import layout_problem
 
@@ -33,6 +32,7 @@ class Attention(torch.nn.Module):
     sinks, slopes and the tensors of the mask. dropout applies in training only.
     """
 
+    @shows(CHOICE)
     def __init__(
         self,
         *,
@@ -43,29 +43,18 @@ class Attention(torch.nn.Module):
         alibi: bool = False,
         dropout: float = 0.0,
         stats: bool | Sequence[str] = False,
-        backends: Sequence[str | Backend] | None = None,
-        avoid: Sequence[str | Backend] = (),
-        deterministic: bool = False,
-        precision: Precision | None = None,
-        on_fallback: Fallback = "ignore",
-        max_workspace: int | str | None = None,
         max_lengths: tuple[int | None, int | None] | None = None,
         modifiers: Sequence[Modifier | Mask] = (),
-        batch_invariant: bool = False,
-        **renamed: Any,  # Any: `most`, the former name of max_lengths
+        **choice: Unpack[ChoiceOptions],
     ) -> None:
         super().__init__()
-        max_lengths = read_renamed(renamed, "most", "max_lengths", max_lengths)
-        if renamed:
-            raise TypeError(f"Attention got an unexpected keyword argument {next(iter(renamed))!r}")
+        given: dict[str, Any] = {**choice}  # Any: `most` too, the former name of max_lengths
+        max_lengths = read_renamed(given, "most", "max_lengths", max_lengths)
         self.options: dict[str, Any] = {  # Any: a value for each
             "mask": mask, "scale": scale, "align": align, "soft_cap": soft_cap,
             "alibi": None if alibi is False else alibi, "dropout": dropout, "stats": stats,
-            "backends": backends,
-            "avoid": avoid, "deterministic": deterministic, "precision": precision,
-            "on_fallback": on_fallback, "max_workspace": max_workspace,
             "max_lengths": max_lengths, "modifiers": modifiers,
-            "batch_invariant": batch_invariant,
+            **complete(Attention, CHOICE, given),
         }  # fmt: skip
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **tensors: Any) -> Outputs:  # Any: or two

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Unpack, final
 from warnings import warn_explicit
 
 import torch
@@ -17,10 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attn_graph.errors import FallbackWarning, NoBackendError, TensorError
-from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.ambient import is_traced
-from attn_graph.machine.torch_switches import Precision
-from attn_graph.nn.calls import CHOICE, Options
+from attn_graph.nn.calls import Options, plain_option
 from attn_graph.nn.checkpoints import follow_checkpoint
 from attn_graph.nn.functional import (
     ROLES,
@@ -35,25 +33,18 @@ from attn_graph.nn.multihead import multi_head_attention
 from attn_graph.nn.recognition import Readings, Recognition
 from attn_graph.nn.report import Report, Usage, call_site
 from attn_graph.plan import Plan
+from attn_graph.planner.arguments import CHOICE, ChoiceOptions, complete, shows
 
 NEED_WEIGHTS = 15  # its place among the arguments of F.multi_head_attention_forward
 WEIGHTS = "need_weights=True returns the weights, but fused kernels never store them"
 DEVICES = ("cpu", "cuda")
-ON_FALLBACK = CHOICE.index("on_fallback")
+ON_FALLBACK = [*CHOICE].index("on_fallback")
 
 
+@shows(CHOICE)
 @contextmanager
 def replace_sdpa(
-    *,
-    backends: Sequence[str | Backend] | None = None,
-    avoid: Sequence[str | Backend] = (),
-    deterministic: bool = False,
-    precision: Precision | None = None,
-    on_fallback: Fallback = "ignore",
-    max_workspace: int | str | None = None,
-    batch_invariant: bool = False,
-    recognize_masks: bool = False,
-    report: bool = False,
+    *, recognize_masks: bool = False, report: bool = False, **options: Unpack[ChoiceOptions]
 ) -> Iterator[Report | None]:
     """Within this block, in this thread, plans compute PyTorch's attention.
 
@@ -77,19 +68,10 @@ def replace_sdpa(
     Meanwhile PyTorch's fused Transformer layers, which would bypass this, are off in the whole
     process. Raises the errors of `attn_graph.nn.functional.scaled_dot_product_attention`.
     """
-    # In the order of CHOICE.
-    choice = (
-        *(as_key(backends), as_key(avoid), deterministic, precision, on_fallback, max_workspace),
-        batch_invariant,
-    )
+    choice = tuple(map(plain_option, complete(replace_sdpa, CHOICE, options).values()))
     table = Report() if report else None
     with PASSING_BY.off(), Replacement(choice, recognize_masks, table):
         yield table
-
-
-def as_key(backends: Sequence[str | Backend] | None) -> Sequence[str | Backend] | None:
-    """Several backends as a hashable value; anything but a list is checked later."""
-    return tuple(backends) if isinstance(backends, list) else backends
 
 
 @final
@@ -138,7 +120,7 @@ class Arguments(NamedTuple):
 
 @final
 class Replacement(TorchFunctionMode):
-    """The mode behind `replace_sdpa`; `choice` are values for `calls.CHOICE`."""
+    """The mode behind `replace_sdpa`; `choice` are values for CHOICE."""
 
     def __init__(self, choice: Options, recognizes: bool, report: Report | None) -> None:
         super().__init__()

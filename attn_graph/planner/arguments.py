@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 
 from attn_graph.errors import ArgumentError, GraphError, show
-from attn_graph.lowering.backend import Backend
+from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
@@ -36,33 +36,96 @@ FOR_GPUS = (
 )
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
+Function = TypeVar("Function", bound=Callable[..., Any])
 Switch = Literal[True, False]
 SEVERAL = ("backends", "avoid", "gradients")  # options that are sequences of names
 MEANT = {"device": "target", "fallback": "on_fallback", "autotune": "tune"}  # other names
 
 
+class ChoiceOptions(TypedDict, total=False):
+    """The options of `compile` that choose a backend; functions of tensors have them too."""
+
+    backends: Sequence[str | Backend] | None
+    avoid: Sequence[str | Backend]
+    deterministic: bool
+    precision: Precision | None
+    on_fallback: Fallback
+    max_workspace: int | str | None
+    batch_invariant: bool
+
+
+class CompileOptions(ChoiceOptions, total=False):
+    """The options of `compile`."""
+
+    target: Target | str | None
+    workspace: Workspace | None
+    store: Store | str | os.PathLike[str] | bool
+    tune: bool
+
+
+CHOICE: ChoiceOptions = {
+    "backends": None,
+    "avoid": (),
+    "deterministic": False,
+    "precision": None,
+    "on_fallback": "ignore",
+    "max_workspace": None,
+    "batch_invariant": False,
+}
+DEFAULTS: CompileOptions = {
+    "target": None,
+    **CHOICE,
+    "workspace": None,
+    "store": True,
+    "tune": False,
+}
+
+
+def shows(options: Mapping[str, object]) -> Callable[[Function], Function]:
+    """A decorator: a function's signature lists these options of `compile`, with their defaults, in
+    place of `**options: Unpack[...]`, or before other keywords."""
+
+    def sign(function: Function) -> Function:
+        own, types = signature(function), CompileOptions.__annotations__
+        *named, rest = own.parameters.values()
+        more = [
+            Parameter(n, Parameter.KEYWORD_ONLY, default=x, annotation=types[n].__forward_arg__)
+            for n, x in options.items()
+        ]
+        last = () if rest.annotation.startswith("Unpack") else (rest,)
+        function.__signature__ = own.replace(parameters=[*named, *more, *last])  # type: ignore[attr-defined]  # of any function
+        return function
+
+    return sign
+
+
 def constraints(
     target: Target,
     switches: Switches,
-    shunned: Backends,
-    deterministic: bool,
-    batch_invariant: bool,
-    precision: Precision | None,
-    max_workspace: int | str | None,
+    given: Mapping[str, Any],  # Any: as CompileOptions has them
 ) -> dict[str, Any]:  # Any: fields of Options
     """The options that limit the choice of a backend, PyTorch's switches among them."""
+    precision, most = given["precision"], given["max_workspace"]
+    if precision is None:
+        precision = switches.precision(target.kind)
     return {
-        "deterministic": one_of("deterministic", deterministic, Switch) or switches.deterministic,
-        "batch_invariant": one_of("batch_invariant", batch_invariant, Switch),
-        "max_workspace": None if max_workspace is None else parse_bytes(max_workspace),
-        "precision": one_of(
-            "precision",
-            switches.precision(target.kind) if precision is None else precision,
-            Precision,
-        ),
-        "avoid": backend_names(shunned),
+        "deterministic": one_of("deterministic", given["deterministic"], Switch)
+        or switches.deterministic,
+        "batch_invariant": one_of("batch_invariant", given["batch_invariant"], Switch),
+        "max_workspace": None if most is None else parse_bytes(most),
+        "precision": one_of("precision", precision, Precision),
+        "avoid": backend_names(given["avoid"]),
         "switches": switches,
     }
+
+
+def complete(
+    function: Callable[..., object], usual: Mapping[str, object], given: Mapping[str, object]
+) -> dict[str, Any]:  # Any: as the TypedDict of `usual` has them
+    """The options of a call, with defaults. Raises ArgumentError for a name without one."""
+    if not given.keys() <= usual.keys():
+        raise unknown_option(function, {n: x for n, x in given.items() if n not in usual})
+    return {**usual, **given}
 
 
 def unknown_option(

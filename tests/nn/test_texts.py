@@ -12,9 +12,9 @@ import torch
 
 import attn_graph as ag
 from attn_graph.extend import Store
-from attn_graph.nn.calls import CHOICE
 from attn_graph.nn.ops import introduce
 from attn_graph.plan import content_of
+from attn_graph.planner.arguments import CHOICE
 from attn_graph.planner.content import OWN, read_content
 
 X = ag.TensorSpec((1, 2, 6, 8), torch.float32)
