@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 import attn_graph as ag
+from attn_graph.ir import vjp
 from attn_graph.lowering.cpu import planned_tiles
-from attn_graph.planner import cost, explanation, predict, remedies
+from attn_graph.planner import choose, cost, explanation, remedies
 from benchmarks.timing import save, seconds
 
 MODELS = Path(__file__).parents[1] / "examples" / "models.py"
@@ -20,10 +21,10 @@ GOAL = 100.0  # milliseconds
 ROUNDS = 3  # the least of them counts, since others share the machine
 CACHES: tuple[Any, ...] = (  # lru caches that an explanation fills for the next one
     remedies.simplify_once,
-    remedies.gradient_graph,
+    vjp.training_gradient,
     remedies.single_edits,
     cost.distinct_elements,
-    predict.predicted_seconds,
+    choose.rank_all,
     cost.count_pairs_once,
     explanation.count_tiles_once,
     planned_tiles.choose_way,

@@ -60,32 +60,32 @@ class Problem:
         """The specs of the attention's own operands."""
         return self.node.split(self.specs)
 
-    @property
+    @cached_property
     def B(self) -> int:
         """Batch entries."""
         return self.specs[0].shape[0]
 
-    @property
+    @cached_property
     def H(self) -> int:
         """Query heads."""
         return self.specs[0].shape[1]
 
-    @property
+    @cached_property
     def G(self) -> int:
         """Key/value heads; H is a multiple of G."""
         return self.specs[1].shape[1]
 
-    @property
+    @cached_property
     def M(self) -> int:
         """Queries."""
         return self.specs[0].shape[2]
 
-    @property
+    @cached_property
     def N(self) -> int:
         """Keys."""
         return self.specs[1].shape[2]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """B, H, M, N: of the scores."""
         return self.B, self.H, self.M, self.N
@@ -95,12 +95,12 @@ class Problem:
         """Rows of scores of a key/value head."""
         return self.H // self.G * self.M
 
-    @property
+    @cached_property
     def D(self) -> int:
         """The head size of q and k."""
         return self.specs[0].shape[3]
 
-    @property
+    @cached_property
     def E(self) -> int:
         """The head size of v."""
         return self.specs[2].shape[3]
@@ -110,7 +110,7 @@ class Problem:
         """The dtype of q, k and v."""
         return self.specs[0].dtype
 
-    @property
+    @cached_property
     def wide(self) -> torch.dtype:
         """The dtype of scores and statistics. Kernels accumulate in it."""
         return accumulator(self.dtype)
@@ -125,7 +125,7 @@ class Problem:
         """True without a query or without a key: nothing to compute."""
         return 0 in self.sizes
 
-    @property
+    @cached_property
     def low_scale(self) -> str:
         """The scale as text if it is 0 or less, or below the least normal number of the dtype of
         scores, since kernels may take it for 0; "" for any larger scale."""
@@ -179,7 +179,7 @@ class Problem:
         """Shape and strides of o [B,H,M,E]."""
         return self.o.shape, new_strides(self.o)
 
-    @property
+    @cached_property
     def o(self) -> TensorSpec:
         """How o [B,H,M,E] lies: as declared, or dense in the memory order of q."""
         return self.lay("o", (self.B, self.H, self.M, self.E), self.specs[0])

@@ -32,6 +32,11 @@ def no_gpu(target: Target) -> Reason:
     return other_device("needs an NVIDIA GPU", target)
 
 
+def lacks_machine(reason: Reason) -> bool:
+    """True for a missing device or library, which no change of a graph lifts."""
+    return reason.key == DEVICE or reason.key.startswith("library.")
+
+
 def old_gpu(least: int, sm: int) -> Iterator[Reason]:
     """Against a GPU of a compute capability below `least`; both as 90 for 9.0."""
     if sm < least:

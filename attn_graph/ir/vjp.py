@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from attrs import evolve
@@ -22,6 +23,7 @@ from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_strides, memory_order
 from attn_graph.spec.dims import NamedSize
 
+HELD = 512  # gradients: a question has some dozens, and all backends ask the same
 Layouts = Mapping[str, TensorSpec | str]  # of outputs, by name
 
 
@@ -153,10 +155,16 @@ def statistics(graph: Graph) -> frozenset[int]:
     return graph.named_results(lambda op: op.statistics)
 
 
-def training_gradient(graph: Graph, wants: Sequence[str] | None = None) -> Graph:
-    """The backward of a simplified graph in a training step: by `main_outputs`."""
-    specs = cotangent_specs(graph, main_outputs(graph))
-    return backward(graph, wanted_inputs(graph, wants), specs)
+@lru_cache(HELD)
+def training_gradient(
+    graph: Graph, wants: tuple[str, ...] | None = None, *, through_lse: bool = False
+) -> Graph:
+    """The backward of a simplified graph in a training step: by `main_outputs`.
+
+    through_lse: True for every possible output instead.
+    """
+    given = graph.differentiable_outputs if through_lse else main_outputs(graph)
+    return backward(graph, wanted_inputs(graph, wants), cotangent_specs(graph, given))
 
 
 def cotangent_specs(graph: Graph, given: Container[int]) -> list[TensorSpec | None]:

@@ -8,6 +8,7 @@ estimated from the `span` and `surely` of blocks of queries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import final
 
 import torch
@@ -212,6 +213,7 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
     )
 
 
+@lru_cache(256)  # each backend's price asks
 def most_pairs(mask: Mask | None, sizes: Sizes) -> int:
     """An upper bound of the kept pairs, in closed form.
 

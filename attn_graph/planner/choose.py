@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar, final
 from warnings import warn_explicit
@@ -138,9 +139,9 @@ def choose(
         allowed = " allowed" if among is not None or options.avoid else ""
         cause = f"the only backend{allowed} that supports the graph"
     elif cause is PREDICTED:
-        times = rank(graph, target, [b.name for b in able])
-        figures = ", ".join(f"{name} {format_rough(x)}" for name, x in times.items())
-        cause = f"{cause}, at best: {figures}" if len(times) > 1 else FIRST_ABLE
+        names = {b.name for b in able}
+        figures = [f"{n} {format_rough(x)}" for n, x in rank_all(graph, target) if n in names]
+        cause = f"{cause}, at best: {', '.join(figures)}" if len(figures) > 1 else FIRST_ABLE
     elif first is not ordered[0]:
         cause = FIRST_ABLE
     choice = Choice(first, cause, refusals, tuple(b.name for b in able[1:]))
@@ -206,13 +207,18 @@ def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence
 def by_prediction(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
     """Backends with a predicted time first, the fastest ahead; without any, the usual order."""
     by_name = {backend.name: backend for backend in BACKENDS}
-    if times := rank(graph, target, [*by_name]):
-        ahead = [by_name[name] for name in times]
+    if ahead := [by_name[name] for name, _ in rank_all(graph, target)]:
         return (*ahead, *(b for b in BACKENDS if b not in ahead)), PREDICTED
     if target.sm in CUDNN_BEFORE_TRITON:
         return BACKENDS, "first in the order of preference"
     rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
     return (triton_flash.BACKEND, *rest), "preferred to cuDNN on this kind of GPU"
+
+
+@lru_cache(256)  # a choice asks twice
+def rank_all(graph: Graph, target: Target) -> tuple[tuple[str, float], ...]:
+    """Predicted seconds of our backends, the fastest first."""
+    return tuple(rank(graph, target, [b.name for b in BACKENDS]).items())
 
 
 def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:

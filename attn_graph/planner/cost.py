@@ -157,7 +157,7 @@ def cost(
     target: Target,
     tensors: Tensors | None = None,
     *,
-    wants: Sequence[str] | None = None,
+    wants: tuple[str, ...] | None = None,
     precision: str = "ieee",
 ) -> Cost:
     """The cost of a simplified graph on a target.
@@ -166,7 +166,11 @@ def cost(
     inputs to differentiate by, by default all floating ones. precision: of float32 products, as in
     `compile`. Raises GraphError for unknown tensors, and for tensors that do not fit.
     """
-    backward = training_gradient(graph, wants) if graph.has_gradient and wants != () else None
+    backward = (
+        training_gradient(graph, wants, through_lse=False)
+        if graph.has_gradient and wants != ()
+        else None
+    )
     peeled, backward = peel(graph), None if backward is None else core_of(backward)
     if peeled is not None:
         graph, tensors = peeled.core, peeled.view(tensors or {})

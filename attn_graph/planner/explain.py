@@ -10,7 +10,7 @@ from attrs import evolve
 from attn_graph.errors import NoBackendError, Reason
 from attn_graph.ir.binding import complete_sizes, replace_sizes
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.vjp import main_outputs
+from attn_graph.ir.vjp import main_outputs, training_gradient
 from attn_graph.lowering.backend import Backend, Foreseen, Options, out_notes
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.target import Target
@@ -23,7 +23,7 @@ from attn_graph.planner.choose import (
 from attn_graph.planner.cost import cost
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph, recording_note
-from attn_graph.planner.remedies import Request, find_remedies, gradient_graph
+from attn_graph.planner.remedies import Request, find_remedies
 from attn_graph.planner.self_check import check_notes, known_reasons
 from attn_graph.planner.sized import many_sizes
 from attn_graph.planner.views import core_of, peel
@@ -85,7 +85,7 @@ def find_recorded(
 
 def read_gradient(recorded: Graph, question: Request) -> Graph:
     """`Request.backward` of the recorded graph."""
-    return gradient_graph(recorded, question.wants, question.through_lse)
+    return training_gradient(recorded, question.wants, through_lse=question.through_lse)
 
 
 def gradients(question: Request) -> Iterator[Request]:

@@ -18,14 +18,12 @@ from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.rates import Rate, least_seconds, peak_of, rates
 from attn_graph.lowering.triton.few_rows import LEAST_KEYS, choose_parts, is_decoding
 from attn_graph.machine.target import Target
-from attn_graph.masks import Mask
-from attn_graph.masks.tiles import Sizes, most_pairs
+from attn_graph.masks.tiles import most_pairs
 from attn_graph.planner.cost import distinct_elements, summed_widths
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # of one program
 
 
-@lru_cache(256)
 def predicted_seconds(graph: Graph, target: Target, name: str) -> float | None:
     """The least seconds of a backend for one attention, or its gradient, on a GPU.
 
@@ -111,6 +109,7 @@ def programs_of(rows: int) -> int:
     return -(-rows // MOST_ROWS)
 
 
+@lru_cache(256)
 def padded_flops(problem: Problem, graph: Graph, heads: int) -> float:
     """Flops of the products, including empty rows of a program.
 
@@ -118,18 +117,13 @@ def padded_flops(problem: Problem, graph: Graph, heads: int) -> float:
     """
     p, rows = problem, rows_and_columns(problem)[0] * heads
     size = min(MOST_ROWS, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
-    pairs = pairs_once(p.node.mask, (p.B, p.H, p.G, p.M, p.N))
+    pairs = most_pairs(p.node.mask, (p.B, p.H, p.G, p.M, p.N))
     return (
         2.0 * pairs * summed_widths(graph.eqns[0].op, p.D, p.E) * (-(-rows // size) * size / rows)
     )
 
 
 @lru_cache(256)
-def pairs_once(mask: Mask | None, sizes: Sizes) -> int:
-    """An upper bound of the pairs kept by a mask, cached for all backends and both passes."""
-    return most_pairs(mask, sizes)
-
-
 def moved_bytes(problem: Problem, graph: Graph) -> int:
     once = problem.specs[:2] + problem.specs[2 + problem.node.v_in_k :]
     read = sum(distinct_elements(x) * x.dtype.itemsize for x in once)

@@ -18,8 +18,9 @@ from attn_graph.ir.packing import Unpack
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.rewrite import prune
-from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
+from attn_graph.ir.vjp import training_gradient, wanted_inputs
 from attn_graph.lowering.backend import Options
+from attn_graph.lowering.reasons import lacks_machine
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
 STEP = 8  # head sizes that kernels take are multiples of it
@@ -51,20 +52,12 @@ class Request:
 
     def backward(self) -> Graph:
         """The gradient's graph; its cotangents lie as the outputs do."""
-        return gradient_graph(self.forward(), self.wants, self.through_lse)
+        return training_gradient(self.forward(), self.wants, through_lse=self.through_lse)
 
 
 @lru_cache(HELD)
 def simplify_once(graph: Graph) -> Graph:
     return simplify(graph)
-
-
-@lru_cache(HELD)
-def gradient_graph(graph: Graph, names: tuple[str, ...], through_lse: bool) -> Graph:
-    """The gradient of a simplified graph by inputs of these names."""
-    wants = [n for n, i in enumerate(graph.inputs) if i.name in names]
-    given = graph.differentiable_outputs if through_lse else main_outputs(graph)
-    return backward(graph, wants, cotangent_specs(graph, given))
 
 
 @final
@@ -122,8 +115,10 @@ def find_remedies(
 ) -> tuple[tuple[tuple[Remedy, ...], ...], Change | None]:
     """For each reason the single changes that lift it; and the smallest change that lifts all.
 
-    A reason is lifted if no reason with its key is left.
+    A reason is lifted if no reason with its key is left. Nothing lifts a lack of the machine.
     """
+    if all(map(lacks_machine, reasons)):
+        return ((),) * len(reasons), None
     tried = [(remedy, then, asks(then)) for remedy, _, then in single_edits(question)]
     lifts = tuple(remedies_of(reason.key, tried, keys(reasons)) for reason in reasons)
     return lifts, smallest_change(question, lifts, tried, asks) if all(lifts) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, final
 
@@ -125,6 +126,7 @@ def describe_call(
     return backward_call(problem, lengths, options | {"use_deterministic_algorithm": deterministic})
 
 
+@lru_cache(256)  # each case of a problem asks
 def translate_mask(problem: Problem) -> CudnnMask | None:
     """The problem's mask in cuDNN's terms; None if cuDNN cannot express it."""
     plain = bool(problem.node.modifiers)

@@ -6,7 +6,7 @@ addresses: a call checks their alignment to 16 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 
@@ -48,10 +48,10 @@ from attn_graph.lowering.reasons import (
 )
 
 
-def reasons(case: Case) -> Iterator[Reason]:
+@lru_cache(256)  # PyTorch's own call of cuDNN has these limits too
+def reasons(case: Case) -> tuple[Reason, ...]:
     """Every reason against a case; without one, cuDNN plans it and computes it right."""
-    for rule in RULES:
-        yield from rule.reasons(case)
+    return tuple([why for rule in RULES for why in rule.reasons(case)])
 
 
 LONGER = "M = {p.M}, N = {p.N}"

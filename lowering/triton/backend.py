@@ -29,14 +29,15 @@ from attn_graph.lowering.reasons import (
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
-from attn_graph.lowering.triton.layout import LONGEST, Layout
+from attn_graph.lowering.triton.layout import LONGEST, MOST_TILES, Layout
 from attn_graph.lowering.triton.page_order import order_bytes
-from attn_graph.lowering.triton.work import Single, Work, split_graph, work_of
+from attn_graph.lowering.triton.work import Push, Single, Work, split_graph, trace, work_of
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
+    from attn_graph.lowering.triton.device_code import DeviceCode
     from attn_graph.lowering.triton.offline import MachineCode
     from attn_graph.lowering.triton.plan import Flash
 
@@ -44,6 +45,7 @@ LEAST_SM = 80
 CONVERTS = 89  # from there on GPUs have instructions for float8_e4m3fn
 WIDEST, REST = 512, 64  # of a head, and of q's and k's beside: see kernels/pieces.py
 MOST_ROWS = 256  # of one tile
+LEAST = 16  # positions of the least tile
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STATISTICS = ("lse", "max")  # stored by the forward kernel beside o
@@ -110,31 +112,42 @@ def large_tiles(problem: Problem, target: Target) -> Iterator[Reason]:
 
 
 def plan_reasons(work: Work, target: Target, options: Options) -> Iterator[Reason]:
-    """Reasons found only with planned launches."""
+    """Reasons found only with traced masks and modifiers, or with planned launches."""
     from attn_graph.masks.places import Untraceable
 
     try:
-        flash = plan_flash(work, target, options)
+        trace_once(work)
     except Untraceable as error:
         yield untraceable(error)
         return
-    yield from address_reasons(flash)
-    yield from options.over_workspace(flash.scratch.bytes)
-
-
-def address_reasons(flash: Flash) -> Iterator[Reason]:
-    """Against launches beyond a kernel's addresses."""
-    from attn_graph.lowering.triton.symbols import LONG
-    from attn_graph.lowering.triton.tile_lists import MOST_TILES, most_listed
-
-    for name, spec in flash.specs().items():
-        far = tile_reach(flash.layout, name, spec)
-        if far > LONG:
-            limit = f"counts within a tile up to {LONG} elements"
+    moved = work.large if isinstance(work, Push) else {}
+    for name, spec in (work.layout.large() | moved).items():
+        far = tile_reach(work.layout, name, spec)
+        if far > LONGEST:
+            limit = f"counts within a tile up to {LONGEST} elements"
             yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
+    if options.max_workspace is not None or may_overflow(work):
+        flash = plan_flash(work, target, options)
+        yield from launch_reasons(flash)
+        yield from options.over_workspace(flash.scratch.bytes)
+
+
+def may_overflow(work: Work) -> bool:
+    """True if launches may have too many programs, or lists too many tiles. Dense operands have no
+    more of either than tiles of LEAST x LEAST."""
+    p = work.problem
+    rows, columns = (-(-length // LEAST) for length in (p.M, p.N))
+    programs = p.B * p.H * rows * columns
+    return work.layout.op is not None or programs > LONGEST or max(rows, columns) > MOST_TILES
+
+
+def launch_reasons(flash: Flash) -> Iterator[Reason]:
+    """Against launches beyond a kernel's addresses."""
+    from attn_graph.lowering.triton.tile_lists import most_listed
+
     most = max(launch.grid for launch in flash.launches)
-    if most > LONG:
-        yield Reason("programs", f"launches up to {LONG} programs", f"{most} are needed")
+    if most > LONGEST:
+        yield Reason("programs", f"launches up to {LONGEST} programs", f"{most} are needed")
     tiles = max(
         (most_listed(x.fixed) for x in flash.launches if x.kernel == "list_tiles"), default=0
     )
@@ -156,7 +169,13 @@ def plan_once(
 ) -> Flash:  # fmt: skip
     from attn_graph.lowering.triton.plan import Flash
 
-    return Flash.plan(work, target, precision, variant, most, invariant)
+    return Flash.plan(work, target, precision, variant, most, invariant, trace_once(work))
+
+
+@lru_cache(maxsize=256)
+def trace_once(work: Work) -> DeviceCode:
+    """The traced mask and modifiers. Raises Untraceable."""
+    return trace(work)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:

@@ -31,6 +31,7 @@ from attn_graph.spec.formulas import capacity
 
 MOST_BATCH = 2 * 4096  # more than AT_ONCE of kernels/sequences.py
 LONGEST = 2**31 - 1  # offset in 32 bits
+MOST_TILES = 2**15  # in one list; a vector within one program
 KEY_TENSORS = ("k", "v", "dk", "dv", *SCALES)  # the others have the rows of q
 Strides = tuple[int, ...]
 

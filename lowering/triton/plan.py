@@ -32,7 +32,7 @@ from attn_graph.lowering.triton.decode import (
     parts_buffers,
     split_launches,
 )
-from attn_graph.lowering.triton.device_code import Contribution, DeviceCode, Tracer
+from attn_graph.lowering.triton.device_code import Contribution, DeviceCode
 from attn_graph.lowering.triton.divisions import Division, divide_work, may_divide
 from attn_graph.lowering.triton.launch_list import MOVED, PASS_OF, READ, TILED, Fixed, LaunchList
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
@@ -42,7 +42,7 @@ from attn_graph.lowering.triton.page_order import DTYPES, NAMED, ORDER, sums_pag
 from attn_graph.lowering.triton.programs import estimate_tiles
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.weight_sums import add_weight_sums
-from attn_graph.lowering.triton.work import Push, Work, tangent_specs
+from attn_graph.lowering.triton.work import Push, Work, tangent_specs, trace
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -85,16 +85,17 @@ class Flash:
         variant: str | None = None,
         most: int | None = None,
         invariant: bool = False,
+        code: DeviceCode | None = None,
     ) -> Flash:
         """variant: of the table's tilings, one of VARIANTS. most: a limit on bytes of scratch, kept
-        if possible. invariant: True if no entry's bits may depend on others.
+        if possible. invariant: True if no entry's bits may depend on others. code: as by `trace`.
 
         Raises Untraceable if the mask or a modifier can't be a kernel's function.
         """
         layout = Layout.dense(work) if isinstance(work, Problem) else work.layout
         p, push = layout.problem, work if isinstance(work, Push) else None
         best = precision if takes_tf32(p, target.sm) else "ieee"
-        code = Tracer.of(p, push.steps if push else None, sizes=layout.known_lengths()).trace()
+        code = code or trace(push or layout)
         return FlashBuilder(p, target, code, best, variant, most, invariant, layout, push).build()
 
     @cached_property

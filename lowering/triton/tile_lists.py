@@ -16,6 +16,7 @@ from attrs import frozen
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.device_code import element_reach, size_reach
+from attn_graph.lowering.triton.layout import MOST_TILES
 from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol
 from attn_graph.masks import Data, Mask
 from attn_graph.masks.intervals import Range, lower_end, upper_end
@@ -23,7 +24,6 @@ from attn_graph.masks.places import Block, Place, Untraceable
 from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.spec.formulas import is_one
 
-MOST_TILES = 2**15  # in one list; a vector within one program
 AT_ONCE = 2**15  # tiles sorted at a time; for more PyTorch starts threads, which takes longer
 HEAD = 3  # first elements of a list: its block, and the numbers of full and mixed tiles
 CLASSIFY = "b, h, i0, i1, j0, j1, x, y, data, numbers"

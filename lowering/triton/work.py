@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from attrs import evolve, frozen
 
@@ -17,6 +17,9 @@ from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.lowering.reasons import wide_heads
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.spec import TensorSpec
+
+if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
+    from attn_graph.lowering.triton.device_code import DeviceCode
 
 WIDEST = 128  # two sums of rows, and as many tangents, have no room beyond
 
@@ -80,6 +83,14 @@ def keep_given(specs: Mapping[str, TensorSpec | None]) -> dict[str, TensorSpec]:
 
 
 Work = Layout | Push
+
+
+def trace(work: Work) -> DeviceCode:
+    """The mask and the modifiers as kernels take them. Raises Untraceable."""
+    from attn_graph.lowering.triton.device_code import Tracer
+
+    steps = work.steps if isinstance(work, Push) else None
+    return Tracer.of(work.problem, steps, sizes=work.layout.known_lengths()).trace()
 
 
 def work_of(graph: Graph) -> Work | None:
