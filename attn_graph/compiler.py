@@ -7,23 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, final, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 
-from attrs import evolve, frozen
-
-from attn_graph.errors import GraphError, NoBackendError, read_renamed
-from attn_graph.ir.binding import bind_graph, complete_sizes, largest, replace_sizes
+from attn_graph.errors import read_renamed
+from attn_graph.ir.binding import complete_sizes, replace_sizes
 from attn_graph.ir.graph import Graph, check_graph
-from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import (
-    backward,
-    check_gradient,
-    cotangent_specs,
-    result_spec,
-    wanted_inputs,
-)
-from attn_graph.lowering.backend import Backend, Executable, Fallback, Options
+from attn_graph.lowering.backend import Backend, Fallback, Options
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import CacheInfo
 from attn_graph.machine.imports import load_modules
@@ -31,7 +20,8 @@ from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision, as_switches, raw_switches, read_switches
 from attn_graph.plan import Plan
-from attn_graph.plan.cache import PlanCache
+from attn_graph.plan.building import plan_graph
+from attn_graph.plan.cache import cache
 from attn_graph.planner.arguments import (
     DEFAULTS,
     Backends,
@@ -49,23 +39,17 @@ from attn_graph.planner.arguments import (
     shows,
     unknown_option,
 )
-from attn_graph.planner.choose import choose, choose_and_lower, resolve_backends
-from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
-from attn_graph.planner.sized import Sized, lower_graph, many_sizes
-from attn_graph.planner.tuning import choose_fastest
-from attn_graph.planner.views import core_of
-from attn_graph.spec import TensorSpec
+from attn_graph.planner.choose import resolve_backends
+from attn_graph.planner.recipe import Recipe
+from attn_graph.planner.sized import many_sizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from attn_graph.planner.choose import Refusals
-    from attn_graph.planner.explanation import Explanation, Refusal
+    from attn_graph.planner.explanation import Explanation
 
 PlanT = TypeVar("PlanT")
 ExplanationT = TypeVar("ExplanationT")
-
-cache = PlanCache()
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 EXPLAINED = {  # the options of `explain`
@@ -73,30 +57,6 @@ EXPLAINED = {  # the options of `explain`
     for name, value in DEFAULTS.items()
     if name not in ("on_fallback", "workspace", "tune")
 }
-
-
-@final
-@frozen
-class Recipe:
-    """The target, options and permitted backends for planning graphs."""
-
-    target: Target
-    options: Options
-    among: Backends | None
-
-    def plan(self, graph: Graph) -> Plan:
-        """The plan of a graph. Raises NoBackendError, which searches for fixes when it is read."""
-        try:
-            return plan_simplified(simplify(graph), self.target, self.options, self.among)
-        except NoBackendError as error:
-            error.search = partial(self.explain, graph, error.refusals)
-            raise
-
-    def explain(self, graph: Graph, refusals: Refusals) -> tuple[Refusal, ...]:
-        """The refusals of a graph's forward, with their fixes."""
-        search = load_modules("attn_graph.planner.explain").explain_refusals
-        told: tuple[Refusal, ...] = search(graph, self.target, self.options, self.among, refusals)
-        return told
 
 
 class Compilable(ABC, Generic[PlanT, ExplanationT]):
@@ -190,7 +150,7 @@ def compile(
         recipe = Recipe(target, settings, among)
         if isinstance(graph, Compilable):
             return graph.compile(recipe, group)
-        plan = recipe.plan(graph)
+        plan = plan_graph(recipe, graph)
         cache.calls.put(request, plan)
     return plan
 
@@ -284,99 +244,6 @@ def explain(
             exact, place, settings, chosen, gradients, named=bool(graph.symbols)
         )
     return explanation
-
-
-def plan_simplified(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
-    """The plan of a simplified graph, built unless it is known."""
-    return cache.plans.get_or_build(
-        (graph, target, options, among), lambda: build(graph, target, options, among)
-    )
-
-
-def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
-    """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
-    chosen = None if among is None else resolve_backends(among)
-    cache.builds.add(graph)
-    sized = None
-    if graph.symbols:
-        if options.tune:
-            names = ", ".join(f"{symbol.name}=..." for symbol in graph.symbols)
-            raise GraphError(
-                "tune=True measures one size, and sizes of the graph have names; "
-                f"say compile(compile(graph).at({names}).graph, tune=True)"
-            )
-        sized = Sized.of(graph, target, options, chosen)
-        choice, executable = sized.most.choice, sized.executable
-    else:
-        by = choose_fastest if options.tune else choose_and_lower
-        choice, executable = lower_graph(graph, target, options, chosen, by)
-
-    def gradient(
-        wants: Sequence[int] | None = None,
-        cotangents: Sequence[TensorSpec | None] | None = None,
-        saved: Sequence[TensorSpec] | None = None,
-    ) -> Plan:
-        check_gradient(graph)
-        given = wanted_inputs(graph, None) if wants is None else wants
-        dense = [result_spec(graph, i) for i in graph.outputs]
-        every = cotangent_specs(graph, graph.differentiable_outputs)
-        specs = every if cotangents is None else cotangents
-        same = [None if x is None else own for x, own in zip(specs, dense, strict=True)]
-        as_found, as_declared = (backward(graph, given, each, saved) for each in (specs, same))
-        if as_found != as_declared and loses(as_found, as_declared, target, options, chosen):
-            return plan_simplified(as_declared, target, options, among)
-        return plan_simplified(as_found, target, options, among)
-
-    def keeping() -> Plan | None:
-        kept = recorded_graph(graph, target, options, chosen, choice.backend.name)
-        return kept and plan_simplified(kept, target, options, RUNS_KEPT)
-
-    return Plan(
-        graph,
-        target,
-        choice.backend.name,
-        choice.cause,
-        choice.refusals,
-        choice.also,
-        with_notes(executable, (*options.notes(graph, target), *alone(graph))),
-        gradient,
-        (plan_simplified, (graph, target, options, among)),
-        options.precision,
-        sized,
-        keeping,
-    )
-
-
-def with_notes(executable: Executable, notes: tuple[str, ...]) -> Executable:
-    """An executable with further notes."""
-    return evolve(executable, notes=(*executable.notes, *notes)) if notes else executable
-
-
-def alone(graph: Graph) -> Iterator[str]:
-    """Notes for a forward without a gradient."""
-    if not graph.is_gradient:
-        yield from (f"runs forward alone: {text}" for text in graph.gradient_problems)
-
-
-def loses(
-    odd: Graph, plain: Graph, target: Target, options: Options, among: Sequence[Backend] | None
-) -> bool:
-    """True if a layout of cotangents costs the backend that else runs the gradient."""
-    best = best_backend(plain, target, options, among)
-    return best is not None and best is not best_backend(odd, target, options, among)
-
-
-def best_backend(
-    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
-) -> Backend | None:
-    """The planner's choice; None if all backends refuse."""
-    try:
-        with neutral_state():
-            quiet = evolve(options, on_fallback="ignore")
-            exact = bind_graph(graph, largest(graph)) if graph.symbols else graph
-            return choose(core_of(exact), target, quiet, among).backend
-    except NoBackendError:
-        return None
 
 
 @contextmanager

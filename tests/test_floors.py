@@ -17,8 +17,10 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.nn.*",),
     ("attn_graph.mesh.*",),
     ("attn_graph.compiler",),
-    ("attn_graph.plan.cache",),
-    ("attn_graph.plan", *(f"attn_graph.plan.{x}" for x in ("explained", "bound", "outputs"))),
+    (
+        "attn_graph.plan",
+        *(f"attn_graph.plan.{x}" for x in ("bound", "building", "cache", "explained", "outputs")),
+    ),
     ("attn_graph.planner.*",),
     ("attn_graph.lowering.torch_cuda.*",),
     ("attn_graph.lowering.fa4.*",),

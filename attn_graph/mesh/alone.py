@@ -17,6 +17,7 @@ from attn_graph.ir.packed import Packed
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.plan import Plan
+from attn_graph.plan.building import plan_graph
 from attn_graph.spec import TensorSpec
 
 Tensors = Sequence[torch.Tensor]
@@ -38,7 +39,7 @@ class OwnPart:
     @cached_property
     def plan(self) -> Plan:
         """The plan of the rank's part. Raises NoBackendError."""
-        return self.site.recipe.plan(self.graph())
+        return plan_graph(self.site.recipe, self.graph())
 
     def graph(self) -> Graph:
         """The whole graph, with the rank's parts of the inputs; behind them slopes, if needed."""

@@ -11,7 +11,6 @@ from attrs import Factory, field, frozen
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
-from attn_graph.compiler import Recipe
 from attn_graph.errors import GraphError, PlanMismatchError, show
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.machine.ambient import (
@@ -34,6 +33,7 @@ from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.mesh.totals import Cotangents, Totals, lay_out_as
 from attn_graph.mesh.traffic import shared_inputs
+from attn_graph.planner.recipe import Recipe
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from attrs import evolve, field, frozen
 
-from attn_graph.compiler import Compilable, Recipe
+from attn_graph.compiler import Compilable
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.boxes import Piece, move_attention
@@ -23,6 +23,7 @@ from attn_graph.masks import Data, needs_of
 from attn_graph.masks.moving import Box
 from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges
 from attn_graph.mesh.results import Outlook, ShardedPlan
+from attn_graph.planner.recipe import Recipe
 from attn_graph.printing.text import show_call
 from attn_graph.spec import TensorSpec
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, final
 import torch
 from attrs import define, evolve, field, frozen
 
-from attn_graph.compiler import Recipe
 from attn_graph.ir.boxes import Feed, Piece
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
@@ -20,7 +19,9 @@ from attn_graph.mesh.layout import Holding
 from attn_graph.mesh.schedule import Job
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.plan import Plan
+from attn_graph.plan.building import plan_graph
 from attn_graph.plan.cache import CAPACITY
+from attn_graph.planner.recipe import Recipe
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Site:
         if key not in self.memory.plans:
             if len(self.memory.plans) >= CAPACITY:  # strides that change with each call
                 self.memory.plans.clear()
-            self.memory.plans[key] = self.recipe.plan(box_graph(piece, tensors))
+            self.memory.plans[key] = plan_graph(self.recipe, box_graph(piece, tensors))
         return self.memory.plans[key]
 
     def piece(self, box: Box) -> Piece:

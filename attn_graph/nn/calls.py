@@ -18,7 +18,7 @@ from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph import compiler
-from attn_graph.compiler import avoided, cache, preferred
+from attn_graph.compiler import avoided, preferred
 from attn_graph.errors import GraphError, TensorError, show
 from attn_graph.ir import builder
 from attn_graph.ir.arguments import require_modifiers
@@ -36,7 +36,7 @@ from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
 from attn_graph.nn.sharding import attend_in_parts
 from attn_graph.nn.tracing import fix
 from attn_graph.plan import Plan
-from attn_graph.plan.cache import Key
+from attn_graph.plan.cache import Key, cache
 from attn_graph.planner.arguments import CHOICE
 from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
 

@@ -19,7 +19,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from attn_graph.compiler import avoided, cache, plan_simplified, preferred
+from attn_graph.compiler import avoided, preferred
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.graph import Graph
@@ -40,9 +40,11 @@ from attn_graph.nn.results import is_plan, require_count, restore_graph, results
 from attn_graph.nn.symbols import strides_like
 from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
-from attn_graph.plan.cache import Key
+from attn_graph.plan.building import plan_simplified
+from attn_graph.plan.cache import Key, cache
 from attn_graph.planner.content import MOST_TEXTS, CallContent, PlanContent, read_content
 from attn_graph.planner.content import introduce as introduce
+from attn_graph.planner.recipe import Recipe
 from attn_graph.spec import (
     TensorSpec,
     ValueType,
@@ -89,13 +91,8 @@ def plan_anew(tensors: Tensors, text: str) -> Plan:
         here = Target.here(tensors[0].device) if tensors else Target.here()
         require_target(content, here)
         graph, choice, among = content.restore()
-        plan = plan_simplified(graph, here, choice, among)
+        plan = plan_simplified(Recipe(here, choice, among), graph)
     return plan
-
-
-def bind_to_sizes(plan: Plan, tensors: Tensors) -> Plan:
-    """A plan for the sizes of these tensors: another one if sizes have names."""
-    return plan if plan.sized is None else plan.at(**plan.sizes_of(tensors))
 
 
 def require_target(content: PlanContent, here: Target) -> None:
@@ -301,7 +298,7 @@ class OpBackwardCall(_SingleLevelFunction):
         """The gradient of each tensor that needs one; o and lse move with the others."""
         tensors, (text, needs, given) = ctx.saved_tensors, ctx.call
         inputs = tensors[: len(needs)]
-        plan = bind_to_sizes(plan_anew(inputs, text), inputs)
+        plan = plan_anew(inputs, text).bound_to(inputs)
         own = write_gradient(plan, tensors, needs, given)
         fixed = restore_graph(own)[1].carried
         wants = [need and n not in fixed for n, need in enumerate(ctx.needs_input_grad[3:])]
@@ -318,7 +315,7 @@ def push_op(tensors: Tensors, text: str, saves: bool) -> list[Tensor]:
             "leave the mode, or nest transforms of torch.func"
         )
     primals, tangents = split_tangents(tensors)
-    plan = bind_to_sizes(plan_anew(primals, text), primals)
+    plan = plan_anew(primals, text).bound_to(primals)
     moved = select_moving(plan.graph.carried, tangents)
     results = results_of(text)
     every = OP([*primals, *moved.values()], write_tangents(plan, moved, saves))
@@ -361,7 +358,7 @@ def record_backward(
     """`attention_backward` under autograd."""
     if has_tangent(tensors):
         inputs = tensors[: len(needs)]
-        plan = bind_to_sizes(plan_anew(inputs, text), inputs)
+        plan = plan_anew(inputs, text).bound_to(inputs)
         return push_op(tensors, write_gradient(plan, tensors, needs, given), False)
     if records(tensors):
         with enable_single_level_autograd_function():
@@ -416,7 +413,7 @@ def names_of_call(text: str) -> tuple[str, ...]:
 def forward_flops(
     tensors: Tensors, text: str, saves: bool = False, *, out_val: object = None
 ) -> int:
-    return count_flops(bind_to_sizes(find_plan(tensors, text), tensors))
+    return count_flops(find_plan(tensors, text).bound_to(tensors))
 
 
 def backward_flops(
@@ -428,7 +425,7 @@ def backward_flops(
     out_val: object = None,
 ) -> int:
     inputs = tensors[: len(needs)]
-    return count_gradient_flops(bind_to_sizes(find_plan(inputs, text), inputs), tuple(needs))
+    return count_gradient_flops(find_plan(inputs, text).bound_to(inputs), tuple(needs))
 
 
 # Registration

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from attrs import Factory, define, field, frozen
@@ -38,7 +38,7 @@ from attn_graph.machine.tensors import (
 )
 from attn_graph.planner.handed_back import HandedBack
 from attn_graph.planner.pull import Pull
-from attn_graph.planner.recorded import no_other
+from attn_graph.planner.recipe import Recipe
 from attn_graph.planner.sized import Sized
 from attn_graph.spec import TensorSpec
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # imported at first use: calls need none of them
 Tensors = tuple[torch.Tensor, ...]
 Out = torch.Tensor | Sequence[torch.Tensor]
 Pattern = tuple[object, ...]  # of a backward: inputs with a gradient, outputs without a cotangent
-requires_grad = attrgetter("requires_grad")
+NAME, requires_grad = attrgetter("name"), attrgetter("requires_grad")
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 
 
@@ -77,11 +77,6 @@ class Memo:
     recorded: Plan | None = None
 
 
-def name_inputs(graph: Graph) -> tuple[str, ...]:
-    """The names of a graph's inputs."""
-    return tuple([i.name for i in graph.inputs])
-
-
 @final
 @frozen(eq=False, repr=False)
 class Plan:
@@ -99,17 +94,14 @@ class Plan:
     """
 
     graph: Graph
-    target: Target
     backend: str
     cause: str
     refusals: tuple[tuple[str, tuple[Reason, ...]], ...]
     also: tuple[str, ...]
     executable: Executable
-    backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
-    recipe: tuple[Callable[..., Plan], tuple[Any, ...]]  # Any: a function and its arguments
-    precision: str = "ieee"  # of float32 products
+    recipe: Recipe  # by which other graphs are planned
     sized: Sized | None = None  # with named sizes
-    keeps: Callable[[], Plan | None] = no_other  # the plan recorded by autograd, if another
+    whole: tuple[Plan, Mapping[str, int]] | None = None  # the plan it is `at` these sizes of
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
     )
@@ -117,7 +109,7 @@ class Plan:
         init=False, default=Factory(lambda plan: plan.executable.infer, takes_self=True)
     )
     names: tuple[str, ...] = field(  # of the inputs
-        init=False, default=Factory(lambda plan: name_inputs(plan.graph), takes_self=True)
+        init=False, default=Factory(lambda plan: (*map(NAME, plan.graph.inputs),), takes_self=True)
     )
     count: int = field(init=False, default=Factory(lambda plan: len(plan.names), takes_self=True))
     single: bool = field(
@@ -176,7 +168,7 @@ class Plan:
         if has_batch(tangents.values()):
             return push_each(self, primals, tangents)
         if self.sized is not None:
-            return self.at(**self.sizes_of(primals)).push_outputs(primals, tangents)
+            return self.bound_to(primals).push_outputs(primals, tangents)
         tangents, carried = select_moving(self.graph.carried, tangents), self.graph.carried
         pairs = enumerate(zip(primals, self.graph.inputs, strict=True))
         given = [lay_as(x, i.spec) if n in carried else x for n, (x, i) in pairs]
@@ -193,20 +185,28 @@ class Plan:
             specs = [*map(TensorSpec.like, tangents.values())]
             if len(self.memo.pushes) >= MOST_PULLS:
                 self.memo.pushes.clear()
-            self.memo.pushes[key] = self.plan_graph(push_graph(self.graph, [*tangents], specs))
+            self.memo.pushes[key] = self.plan_simplified(push_graph(self.graph, [*tangents], specs))
         return self.memo.pushes[key]
 
     @property
     def recorded(self) -> Plan:
         """The plan recorded by autograd: this one, or one that keeps more for its backward."""
         if self.memo.recorded is None:
-            self.memo.recorded = self.keeps() or self
+            from attn_graph.plan.building import plan_recorded
+
+            self.memo.recorded = plan_recorded(self) or self
         return self.memo.recorded
 
-    def plan_graph(self, graph: Graph) -> Plan:
+    def plan_simplified(self, graph: Graph) -> Plan:
         """The plan of another graph, with the same target and options."""
-        make, (_, *rest) = self.recipe
-        return make(graph, *rest)
+        from attn_graph.plan.building import plan_simplified
+
+        return plan_simplified(self.recipe, graph)
+
+    @property
+    def target(self) -> Target:
+        """The device and the libraries it is for."""
+        return self.recipe.target
 
     def run_profiled(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
         """Run checked tensors under a name in PyTorch's profilers and NVTX."""
@@ -219,24 +219,24 @@ class Plan:
         return named_in_profiles(f"{self.backend} {side}")
 
     def call_op(self, tensors: Tensors) -> torch.Tensor | Tensors:
-        """Call an operator of PyTorch's, as traces and transforms need."""
-        if self.sized is not None:
-            return self.call_op_at(tensors)
+        """Call an operator of PyTorch's, as traces and transforms need. Raises GraphError for named
+        sizes if torch.compile traces the call."""
         if not is_dynamo_compiling():
             teach_counters()
-        outputs = torch.ops.attn_graph.attention(list(tensors), content_of(self))
-        return outputs[0] if self.single else tuple(outputs)
-
-    def call_op_at(self, tensors: Tensors) -> torch.Tensor | Tensors:
-        """Call the operator of the plan for these tensors' sizes. Raises GraphError if
-        torch.compile traces the call."""
-        if is_dynamo_compiling():
+        elif self.sized is not None:
             raise GraphError(
                 "a plan whose sizes have names is not traced; call plan.at(...) in compiled code"
             )
-        assert self.sized is not None
-        plan = self.at(**self.sized.fit.named(self.sized.fit.sizes_of(tensors)))
-        return plan.call_op(tensors)
+        content = content_of(self.bound_to(tensors))
+        outputs = torch.ops.attn_graph.attention(list(tensors), content)
+        return outputs[0] if self.single else tuple(outputs)
+
+    def bound_to(self, tensors: Sequence[torch.Tensor]) -> Plan:
+        """The plan for the sizes of tensors: itself without named sizes. Raises
+        PlanMismatchError."""
+        if self.sized is None:
+            return self
+        return self.at(**self.sized.fit.named(self.sized.fit.sizes_of(tensors)))
 
     def arranged(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
         """Positional and named tensors in the order of the inputs."""
@@ -353,14 +353,28 @@ class Plan:
             return {}
         return self.sized.fit.named(self.sized.fit.read(tensors))
 
-    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:  # Any: of the recipe
-        return self.recipe
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Recipe, Graph]]:
+        from attn_graph.plan.building import plan_simplified
+
+        return plan_simplified, (self.recipe, self.graph)
 
     def __copy__(self) -> Plan:
         return self
 
     def __deepcopy__(self, memo: object) -> Plan:
         return self
+
+    def backward(
+        self,
+        wants: Sequence[int] | None = None,
+        cotangents: Sequence[TensorSpec | None] | None = None,
+        saved: Sequence[TensorSpec] | None = None,
+    ) -> Plan:
+        """The plan of the gradient by some inputs, for cotangents and saved tensors of these specs;
+        None: by all inputs, and as declared."""
+        from attn_graph.plan.building import plan_gradient
+
+        return plan_gradient(self, wants, cotangents, saved)
 
     @property
     def vjp(self) -> Plan:
@@ -374,7 +388,7 @@ class Plan:
     @property
     def jvp(self) -> Plan:
         """The plan of forward mode by every floating input; see `attn_graph.jvp` for its inputs."""
-        return self.plan_graph(jvp(self.graph))
+        return self.plan_simplified(jvp(self.graph))
 
     @property
     def training_vjp(self) -> Plan:
@@ -404,19 +418,10 @@ class Plan:
         If lse is an output, the step uses the other outputs alone: `explain` also reports the needs
         of a gradient through lse. sizes: as in `at`.
         """
+        from attn_graph.plan.explained import sum_needs
+
         plan = self.at(**sizes)
-        return plan.memory_with(plan.training_vjp if plan.has_gradient else None)
-
-    def memory_with(self, gradient: Plan | None) -> Memory:
-        """The memory of this pass and of the gradient."""
-        from attn_graph.planner.explanation import sum_memory
-
-        ahead = self.executable.foreseen
-        if gradient is None:
-            return sum_memory(self.graph, ahead)
-        behind, recorded = gradient.executable.foreseen, self.recorded
-        ahead = ahead if recorded is self else ahead.or_more(recorded.executable.foreseen)
-        return sum_memory(recorded.graph, ahead, gradient.graph, behind)
+        return sum_needs(plan, plan.training_vjp if plan.has_gradient else None)
 
     def cost(self, /, **tensors: torch.Tensor | int) -> Cost:
         """Flops and bytes left by the masks, and the least time on the target.
@@ -430,7 +435,7 @@ class Plan:
 
         sizes, given = split_sizes(self.graph, tensors)
         graph = bind_graph(self.graph, complete_sizes(self.graph, "cost", sizes))
-        return cost(graph, self.target, given, precision=self.precision)
+        return cost(graph, self.target, given, precision=self.recipe.options.precision)
 
     def verify(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
         """Run the plan on these tensors and compare with float64 by the rule of docs/semantics.md.
@@ -452,11 +457,9 @@ class Plan:
         would have to wait for the device. With wrong ones the result of a call is undefined.
         """
         given = self.arranged(tensors, named)
-        if self.sized is not None:
-            self.at(**self.sized.fit.named(self.sized.fit.sizes_of(given))).check(*given)
-        else:
-            self.check_tensors(given)
-            check_data(self.graph, given)
+        plan = self.bound_to(given)
+        plan.check_tensors(given)
+        check_data(plan.graph, given)
 
     def text(self) -> str:
         """The generated code that runs it, or a description. May change between versions."""
@@ -487,10 +490,8 @@ class Plan:
 
 def content_of(plan: Plan) -> str:
     """The plan as text. Raises PlanTargetError if it is for another machine than this one."""
-    from attn_graph.planner.content import write_plan
-
     if not plan.memo.content:
-        plan.memo.content = write_plan(*plan.recipe[1])
+        plan.memo.content = plan.recipe.text(plan.graph)
     return plan.memo.content
 
 

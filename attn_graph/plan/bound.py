@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
@@ -11,7 +10,6 @@ from attrs import evolve
 from attn_graph.ir.binding import complete_sizes
 from attn_graph.ir.vjp import result_spec, saved_specs
 from attn_graph.planner.handed_back import generalise_all, generalise_given
-from attn_graph.planner.recorded import no_other
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ def bind_plan(plan: Plan, sizes: Mapping[str, int]) -> Plan:
         return plan
     bound = plan.sized.at(tuple(given.values()))
     choice = plan.sized.choice_of(bound)
-    make, (_, *rest) = plan.recipe
     return evolve(
         plan,
         graph=bound.graph,
@@ -33,19 +30,17 @@ def bind_plan(plan: Plan, sizes: Mapping[str, int]) -> Plan:
         refusals=choice.refusals,
         also=choice.also,
         executable=bound.executable,
-        backward=partial(bind_backward, plan, given),
-        recipe=(make, (bound.graph, *rest)),
         sized=None,
-        keeps=no_other,
+        whole=(plan, given),
     )
 
 
 def bind_backward(
     plan: Plan,
     sizes: Mapping[str, int],
-    wants: Sequence[int] | None = None,
-    cotangents: Sequence[TensorSpec | None] | None = None,
-    saved: Sequence[TensorSpec] | None = None,
+    wants: Sequence[int] | None,
+    cotangents: Sequence[TensorSpec | None] | None,
+    saved: Sequence[TensorSpec] | None,
 ) -> Plan:
     """`Plan.backward` for sizes as numbers, by the gradient's own plan."""
     due = [result_spec(plan.graph, i) for i in plan.graph.outputs]

@@ -82,3 +82,6 @@ class PlanCache:
 def with_looks(key: Key, tensors: Sequence[torch.Tensor]) -> Key:
     """The key of a call, and its tensors' looks and classes."""
     return (*key, *map(look_at, tensors), *map(type, tensors))
+
+
+cache = PlanCache()

@@ -11,11 +11,12 @@ from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import complete_sizes
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 from attn_graph.lowering.backend import out_notes
-from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles
+from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
 from attn_graph.planner.recorded import recording_note
 from attn_graph.printing import html
 
 if TYPE_CHECKING:
+    from attn_graph.machine.sizes import Memory
     from attn_graph.plan import Plan
 
 
@@ -36,7 +37,7 @@ def explain_plan(plan: Plan, sizes: Mapping[str, int]) -> Explanation:
         backward=gradient,
         through_lse=explain_backward(plan, every) if gradient and usual != every else None,
         tiles=tuple(mask_tiles(plan.graph)),
-        memory=gradient.memory if gradient else plan.memory_with(None),
+        memory=gradient.memory if gradient else sum_needs(plan, None),
         cost=plan.cost(),
     )
 
@@ -53,9 +54,9 @@ def explain_backward(plan: Plan, outputs: Sequence[int]) -> Explanation:
     except NoBackendError as error:
         graph = backward(recorded.graph, wanted_inputs(recorded.graph, None), specs)
         refusals = tuple(Refusal(name, reasons) for name, reasons in error.refusals)
-        memory = plan.memory_with(None)
+        memory = sum_needs(plan, None)
         return Explanation(graph, plan.target, None, "none supports it", refusals, memory=memory)
-    return evolve(explain_side(gradient), memory=plan.memory_with(gradient))
+    return evolve(explain_side(gradient), memory=sum_needs(plan, gradient))
 
 
 def explain_side(plan: Plan) -> Explanation:
@@ -71,6 +72,16 @@ def explain_side(plan: Plan) -> Explanation:
         tuple(dict.fromkeys(notes)),
         plan.also,
     )
+
+
+def sum_needs(plan: Plan, gradient: Plan | None) -> Memory:
+    """The memory of a plan's pass and of the gradient."""
+    ahead = plan.executable.foreseen
+    if gradient is None:
+        return sum_memory(plan.graph, ahead)
+    behind, recorded = gradient.executable.foreseen, plan.recorded
+    ahead = ahead if recorded is plan else ahead.or_more(recorded.executable.foreseen)
+    return sum_memory(recorded.graph, ahead, gradient.graph, behind)
 
 
 def show_plan(plan: Plan) -> str:

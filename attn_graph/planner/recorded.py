@@ -15,10 +15,6 @@ from attn_graph.machine.target import Target
 RUNS_KEPT = (torch_math.BACKEND.name,)  # the backends of graphs that keep weights
 
 
-def no_other() -> None:
-    """The recorded plan of a plan that records its own calls: None."""
-
-
 def recorded_graph(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None, chosen: str
 ) -> Graph | None:

@@ -15,7 +15,6 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.compiler import loses
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
@@ -31,7 +30,9 @@ from attn_graph.lowering.problem import returns_lse, sole
 from attn_graph.lowering.rooms import write_named
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
+from attn_graph.plan.building import loses
 from attn_graph.planner.choose import choose, resolve_backends
+from attn_graph.planner.recipe import Recipe
 from attn_graph.spec import FLOATS
 from attn_graph.testing import formula, rule
 from attn_graph.testing.strategies import seeds, with_layouts
@@ -266,8 +267,8 @@ def test_a_cotangent_that_cudnn_refuses_does_not_change_who_runs_the_gradient() 
         "cudnn",
         "triton",
     ]
-    assert loses(odd, dense, H200, Options(), among)
-    assert not loses(odd, dense, H200, Options(), resolve_backends(("triton",)))
+    assert loses(Recipe(H200, Options(), among), odd, dense)
+    assert not loses(Recipe(H200, Options(), ("triton",)), odd, dense)
 
 
 def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:

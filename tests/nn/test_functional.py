@@ -11,9 +11,9 @@ from attrs import frozen
 from hypothesis import given
 
 import attn_graph as ag
-from attn_graph.compiler import cache
 from attn_graph.nn import Attention
 from attn_graph.nn.functional import attention
+from attn_graph.plan.cache import cache
 from attn_graph.testing.strategies import seeds
 
 CPU = ag.Target.of("cpu")

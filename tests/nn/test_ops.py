@@ -113,15 +113,15 @@ def test_gradients_are_dense_in_the_order_of_their_inputs(
 def test_the_text_of_a_plan_is_the_plan(graph: ag.Graph) -> None:
     made = ag.compile(graph, target=CPU, avoid=("triton",), deterministic=True, store=False)
     content = read_content(content_of(made))
-    known, target, options, among = made.recipe[1]
-    assert content.restore() == (known, options, among)
-    assert target == CPU
+    assert content.restore() == (made.graph, made.recipe.options, made.recipe.among)
+    assert made.target == CPU
 
 
 def test_all_that_bears_on_a_plan_is_in_its_text() -> None:
     """Each field of Options but those that tuning and sizes by name set, and who is allowed."""
     graph = ag.attention(X, X, X)
-    _, target, options, among = ag.compile(graph, target=CPU).recipe[1]
+    recipe = ag.compile(graph, target=CPU).recipe
+    target, options, among = recipe.target, recipe.options, recipe.among
     others: dict[str, Any] = {
         "deterministic": True, "batch_invariant": True, "max_workspace": 5,
         "workspace": ag.Workspace(), "store": None, "tune": True, "precision": "tf32",

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.compiler import cache
 from attn_graph.nn.functional import attention
+from attn_graph.plan.cache import cache
 from attn_graph.planner.builds import MANY, MOST_KINDS
 
 

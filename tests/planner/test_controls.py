@@ -15,8 +15,8 @@ from attrs import evolve
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
-from attn_graph.compiler import Recipe
 from attn_graph.extend import BACKENDS, Backend, Executable, RefusedError
+from attn_graph.plan import building
 from attn_graph.testing.tensors import tensors_for
 
 CPU, H200, L40S = (ag.Target.of(name) for name in ("cpu", "h200", "l40s"))
@@ -185,7 +185,7 @@ def test_an_error_shows_the_fixes_of_the_explanation_and_searches_them_when_it_i
         searches.append(given)
         return ()
 
-    monkeypatch.setattr(Recipe, "explain", search)
+    monkeypatch.setattr(building, "find_fixes", search)
     with pytest.raises(ag.NoBackendError) as caught:
         chosen(WINDOW, backends=("torch_sdpa",))
     assert not searches
