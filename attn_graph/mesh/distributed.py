@@ -9,11 +9,12 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import PlanMismatchError
+from attn_graph.ir.vjp import result_spec
 from attn_graph.machine.tensors import is_distributed
 from attn_graph.mesh.layout import chunk, join_touching
 from attn_graph.mesh.sharded import AXES, Sharded, show_chunks
 from attn_graph.mesh.site import Site
-from attn_graph.spec import dense_strides, memory_order
+from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,22 +35,20 @@ class Wrapping:
         """The rank's parts of the outputs as DTensors of the whole."""
         sharded = self.site.sharded
         return [
-            self.wrap_one(sharded.graph.types[n].shape, name, x)
+            self.wrap_one(result_spec(sharded.graph, n), name, x)
             for n, name, x in zip(sharded.graph.outputs, sharded.output_names, outputs, strict=True)
         ]
 
-    def wrap_one(self, shape: Sequence[int], name: str, x: torch.Tensor) -> torch.Tensor:
-        """One of them. shape: the whole's."""
+    def wrap_one(self, whole: TensorSpec, name: str, x: torch.Tensor) -> torch.Tensor:
+        """One of them."""
         from torch.distributed.tensor import DTensor
 
         sharded = self.site.sharded
         axes = sharded.result_axes[name != "o"]
-        places = (expected_placement(sharded, shape, axes),)
-        q = sharded.graph.inputs[sharded.eqn.args[0]].spec
-        order = memory_order(q) if name == "o" else range(len(shape))
+        places = (expected_placement(sharded, whole.shape, axes),)
         return DTensor.from_local(
             x, self.mesh, places, run_check=False,
-            shape=torch.Size(shape), stride=dense_strides(shape, order),
+            shape=torch.Size(whole.shape), stride=whole.strides,
         )  # fmt: skip
 
 

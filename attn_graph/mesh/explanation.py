@@ -9,10 +9,9 @@ from attrs import evolve
 
 from attn_graph.errors import GraphError, show
 from attn_graph.machine.target import Target
-from attn_graph.masks.moving import Box
 from attn_graph.masks.places import Keys
 from attn_graph.mesh.counts import count_box, find_seen
-from attn_graph.mesh.layout import SEQUENCES, Method, divide_heads
+from attn_graph.mesh.layout import SEQUENCES, Method
 from attn_graph.mesh.results import Flow, Hop, Outlook, RankFigures
 from attn_graph.mesh.schedule import visits_of
 from attn_graph.mesh.sharded import Sharded
@@ -121,11 +120,9 @@ def list_hops(sharded: Sharded, rank: int) -> Iterator[Hop]:
         to, source = (rank + step) % ranks, (rank - step) % ranks
         there, here = hop_flows(sharded, rank, to, source) if step else (Flow(), Flow())
         pairs = 0
-        if sharded.method is None and not step:
-            pairs = count_box(sharded, sharded.own_box(rank))
-        elif sharded.method == "heads" and not step:
-            pairs = heads_pairs(sharded, rank)
-        elif sharded.method != "heads" and step in visits:
+        if sharded.method in (None, "heads"):
+            pairs = 0 if step else count_box(sharded, sharded.own_box(rank))
+        elif step in visits:
             pairs = sum(count_box(sharded, job.box) for job in visits[step].jobs)
         if not step or pairs or there != Flow() or here != Flow():
             yield Hop(pairs, there, here)
@@ -140,14 +137,6 @@ def hop_flows(sharded: Sharded, rank: int, to: int, source: int) -> tuple[Flow, 
     sums = there.backward - gone - flow_between(sharded, to, rank).forward
     back = here.backward - come - flow_between(sharded, rank, source).forward
     return Flow(gone, gone + come + sums), Flow(come, come + gone + back)
-
-
-def heads_pairs(sharded: Sharded, rank: int) -> int:
-    """The pairs of a rank's heads."""
-    B, H, M, N = sharded.sizes
-    G = sharded.graph.types[sharded.eqn.args[1]].shape[1]
-    heads, _ = divide_heads(H, G, sharded.mesh.ranks)[rank]
-    return count_box(sharded, Box(range(B), heads, range(M), range(N), sharded.sizes))
 
 
 def hop_buffers(sharded: Sharded, hops: Sequence[Hop]) -> int:

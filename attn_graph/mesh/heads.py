@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 
 from attn_graph.kernels.merging import sink_
-from attn_graph.masks.moving import Box
 from attn_graph.mesh.exchange import pack, post, unpack
-from attn_graph.mesh.layout import Ranges, divide_heads
+from attn_graph.mesh.layout import Ranges
 from attn_graph.mesh.schedule import Job
-from attn_graph.mesh.sharded import take
+from attn_graph.mesh.sharded import pair_chunks, take
 from attn_graph.mesh.site import BoxCall, Site
 from attn_graph.mesh.totals import Cotangents, RowResults, Totals
 from attn_graph.mesh.traffic import count
 
 Tensors = Sequence[torch.Tensor]
+Shape = tuple[int, ...]
 Kinds = str  # a letter for each tensor that is exchanged: q has query heads, k key/value heads
 
 
 def heads_of(site: Site, rank: int) -> dict[str, range]:
     """A rank's heads, of queries and of keys."""
-    sharded = site.sharded
-    G = sharded.graph.types[sharded.eqn.args[1]].shape[1]
-    heads, groups = divide_heads(sharded.sizes[1], G, sharded.mesh.ranks)[rank]
-    return {"q": heads, "k": groups}
+    return dict(zip("qk", site.sharded.head_parts[rank], strict=True))
 
 
 def chunks_of(site: Site, rank: int) -> dict[str, Ranges]:
@@ -39,62 +37,38 @@ def to_heads(site: Site, kinds: Kinds, tensors: Tensors) -> list[torch.Tensor]:
 
     Tensors [B,heads,part,...]; kinds: of each whether it has queries, q, or keys, k.
     """
-    ranks = range(site.sharded.mesh.ranks)
-    outgoing = {r: pack_heads(heads_of(site, r), kinds, tensors) for r in ranks}
     mine, sizes = heads_of(site, site.rank), dict(zip("qk", site.sharded.sizes[2:], strict=True))
-    shapes = {
-        r: [
-            (x.shape[0], len(mine[kind]), count(chunks_of(site, r)[kind]), *x.shape[3:])
-            for kind, x in zip(kinds, tensors, strict=True)
-        ]
-        for r in ranks
-    }
-    parts = swap(site, outgoing, shapes)
+
+    def cut(rank: int, kind: str, x: torch.Tensor) -> torch.Tensor:
+        heads = heads_of(site, rank)[kind]
+        return x.narrow(1, heads.start, len(heads))
+
+    def shape(rank: int, kind: str, x: torch.Tensor) -> Shape:
+        return x.shape[0], len(mine[kind]), count(chunks_of(site, rank)[kind]), *x.shape[3:]
+
+    parts = swap(site, kinds, tensors, cut, shape)
     wholes = [
         x.new_empty(x.shape[0], len(mine[kind]), sizes[kind], *x.shape[3:])
         for kind, x in zip(kinds, tensors, strict=True)
     ]
-    for r in ranks:
-        for kind, whole, part in zip(kinds, wholes, parts[r], strict=True):
-            spread(whole, chunks_of(site, r)[kind], part)
+    for rank, each in parts.items():
+        for kind, whole, part in zip(kinds, wholes, each, strict=True):
+            for place, piece in pair_chunks(whole, chunks_of(site, rank)[kind], part):
+                place.copy_(piece)
     return wholes
-
-
-def pack_heads(heads: Mapping[str, range], kinds: Kinds, tensors: Tensors) -> torch.Tensor:
-    """Some heads of tensors."""
-    return pack(
-        x.narrow(1, heads[kind].start, len(heads[kind]))
-        for kind, x in zip(kinds, tensors, strict=True)
-    )
 
 
 def to_sequence(site: Site, kinds: Kinds, tensors: Tensors) -> dict[int, list[torch.Tensor]]:
     """The way back: by rank, this rank's part of the sequence, of the other's heads."""
-    ranks = range(site.sharded.mesh.ranks)
-    outgoing = {
-        r: pack(
-            take(x, along(x, 2, chunks_of(site, r)[kind]))
-            for kind, x in zip(kinds, tensors, strict=True)
-        )
-        for r in ranks
-    }
     mine = chunks_of(site, site.rank)
-    shapes = {
-        r: [
-            (x.shape[0], len(heads_of(site, r)[kind]), count(mine[kind]), *x.shape[3:])
-            for kind, x in zip(kinds, tensors, strict=True)
-        ]
-        for r in ranks
-    }
-    return swap(site, outgoing, shapes)
 
+    def cut(rank: int, kind: str, x: torch.Tensor) -> torch.Tensor:
+        return take(x, along(x, 2, chunks_of(site, rank)[kind]))
 
-def spread(whole: torch.Tensor, chunks: Ranges, part: torch.Tensor) -> None:
-    """Write contiguous places of the sequence in `part` to their chunks in `whole`."""
-    start = 0
-    for chunk in chunks:
-        whole[:, :, chunk.start : chunk.stop] = part[:, :, start : start + len(chunk)]
-        start += len(chunk)
+    def shape(rank: int, kind: str, x: torch.Tensor) -> Shape:
+        return x.shape[0], len(heads_of(site, rank)[kind]), count(mine[kind]), *x.shape[3:]
+
+    return swap(site, kinds, tensors, cut, shape)
 
 
 def along(x: torch.Tensor, axis: int, chunks: Ranges) -> list[Ranges]:
@@ -104,22 +78,28 @@ def along(x: torch.Tensor, axis: int, chunks: Ranges) -> list[Ranges]:
 
 def swap(
     site: Site,
-    outgoing: Mapping[int, torch.Tensor],
-    shapes: Mapping[int, Sequence[tuple[int, ...]]],
+    kinds: Kinds,
+    tensors: Tensors,
+    cut: Callable[[int, str, torch.Tensor], torch.Tensor],
+    shape: Callable[[int, str, torch.Tensor], Shape],
 ) -> dict[int, list[torch.Tensor]]:
-    """Send each rank its flat tensor; return all ranks' tensors, the own one included."""
-    others = {r: x for r, x in outgoing.items() if r != site.rank}
-    sizes = {r: sum(map(torch.Size.numel, map(torch.Size, shapes[r]))) for r in others}
+    """Send each rank its parts of tensors; return all ranks' parts, the own ones included.
+
+    cut: a rank's part of a tensor of a kind. shape: of the part that comes from a rank.
+    """
+    ranks, each = range(site.sharded.mesh.ranks), [*zip(kinds, tensors, strict=True)]
+    outgoing = {r: pack(cut(r, kind, x) for kind, x in each) for r in ranks}
+    shapes = {r: [shape(r, kind, x) for kind, x in each] for r in ranks}
+    others = {r: flat for r, flat in outgoing.items() if r != site.rank}
+    sizes = {r: sum(map(prod, shapes[r])) for r in others}
     came = post(site.line, others, sizes, outgoing[site.rank]).wait()
-    flat = {r: came.get(r, outgoing[r]) for r in outgoing}
-    return {r: unpack(flat[r], shapes[r]) for r in outgoing}
+    return {r: unpack(came.get(r, outgoing[r]), shapes[r]) for r in ranks}
 
 
 def attend_heads(site: Site, qkv: Tensors, inputs: Tensors) -> BoxCall:
     """The attention of the rank's heads: all queries, all keys."""
-    B, _, M, N = site.sharded.sizes
-    box = Box(range(B), heads_of(site, site.rank)["q"], range(M), range(N), site.sharded.sizes)
-    return site.attend(Job(box, range(M), range(N)), qkv, inputs)
+    box = site.sharded.own_box(site.rank)
+    return site.attend(Job(box, box.rows, box.keys), qkv, inputs)
 
 
 def prepare_heads(site: Site) -> None:

@@ -14,9 +14,10 @@ from weakref import WeakValueDictionary
 import torch
 
 from attn_graph.ir.attention import SAVED
+from attn_graph.ir.vjp import result_spec
 from attn_graph.mesh.heads import head_shapes
 from attn_graph.mesh.site import Site
-from attn_graph.spec import TensorSpec, accumulator, dense_strides, memory_order
+from attn_graph.spec import TensorSpec, accumulator
 
 Tensors = Sequence[torch.Tensor]
 Context = Any  # autograd's own, on which torch puts what it likes
@@ -77,12 +78,8 @@ def describe_result(site: Site, name: str, q: torch.Tensor) -> torch.Tensor:
     """One of them: o in the memory order of q, or a statistic."""
     sharded = site.sharded
     _, results = sharded.whole
-    whole = sharded.graph.types[results[sharded.node.names.index(name)]]
-    parts = sharded.parts(site.rank, whole.shape, sharded.result_axes[name != "o"])
-    shape = [sum(map(len, chunks)) for chunks in parts]
-    spec = sharded.graph.inputs[sharded.eqn.args[0]].spec
-    order = memory_order(spec) if name == "o" else range(len(shape))
-    return q.new_empty_strided(shape, dense_strides(shape, order), dtype=whole.dtype)
+    whole = result_spec(sharded.graph, results[sharded.node.names.index(name)])
+    return describe_spec(q, site.local_spec(whole, sharded.result_axes[name != "o"]))
 
 
 @torch.library.custom_op(

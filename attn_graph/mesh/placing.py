@@ -18,7 +18,6 @@ from attn_graph.mesh.layout import (
     chunk,
     chunk_by_weight,
     contiguous,
-    divide_heads,
     zigzag,
 )
 from attn_graph.mesh.sharded import STARTS, Sharded
@@ -31,8 +30,7 @@ def place_ranks(whole: Sharded) -> Iterator[Holding]:
         range(B), range(H), range(sizes["g"]), (range(sizes["i"]),), (range(sizes["j"]),)
     )
     if whole.placement == "heads":
-        heads = divide_heads(H, sizes["g"], ranks)
-        yield from (evolve(all_, heads=h, groups=g) for h, g in heads)
+        yield from (evolve(all_, heads=h, groups=g) for h, g in whole.head_parts)
     elif whole.starts:
         yield from place_sequences(whole, all_)
     elif whole.placement == "batch":

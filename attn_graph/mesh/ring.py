@@ -13,6 +13,7 @@ from attrs import frozen
 from attn_graph.mesh.exchange import Transfer, pack, post, unpack
 from attn_graph.mesh.layout import Ranges
 from attn_graph.mesh.schedule import Visit, visits_of
+from attn_graph.mesh.sharded import pair_chunks
 from attn_graph.mesh.site import BoxCall, Site
 from attn_graph.mesh.totals import Cotangents, RowResults, Totals
 from attn_graph.mesh.traffic import count
@@ -109,29 +110,23 @@ def post_keys(site: Site, visit: Visit, k: torch.Tensor, v: torch.Tensor) -> Tra
     shapes, places = key_shapes(k, v, visit.sends), own_places(site, visit.sends)
     flat = k.new_empty(sum(map(prod, shapes)))
     for x, room in zip((k, v), unpack(flat, shapes), strict=True):
-        copy_keys(x, places, room)
+        for place, piece in pair_chunks(x, places, room):
+            piece.copy_(place)
     size = sum(map(prod, key_shapes(k, v, visit.receives)))
     return post(site.line, {visit.to: flat}, {visit.source: size}, k)
 
 
-def own_places(site: Site, keys: Ranges) -> list[range]:
+def own_places(site: Site, keys: Ranges) -> Ranges:
     """The places of a rank's keys in its own tensors."""
-    places, start = [], 0
+    places: list[range] = []
+    start = 0
     for chunk in site.holding.keys:
         inside = (x for x in keys if chunk.start <= x.start < chunk.stop)
         places += [
             range(start + x.start - chunk.start, start + x.stop - chunk.start) for x in inside
         ]
         start += len(chunk)
-    return places
-
-
-def copy_keys(x: torch.Tensor, places: Sequence[range], room: torch.Tensor) -> None:
-    """Write the keys [B,G,any,D] at some places one after the other."""
-    start = 0
-    for p in places:
-        room[:, :, start : start + len(p)] = x[:, :, p.start : p.stop]
-        start += len(p)
+    return tuple(places)
 
 
 def backward_ring(site: Site, inputs: Tensors, cotangents: Cotangents) -> Totals:
@@ -193,10 +188,8 @@ def post_gradients(site: Site, guest: Guest, shares: Tensors) -> Transfer:
 def collect(site: Site, visit: Visit, transfer: Transfer, own: Tensors) -> None:
     """Add the returned gradients of this rank's keys."""
     flat = transfer.wait()[visit.to]
-    places, start = own_places(site, visit.sends), 0
-    dk, dv = own
+    places, (dk, dv) = own_places(site, visit.sends), own
     shares = unpack(flat, key_shapes(dk, dv, visit.sends))
-    for place in places:
-        for total, share in zip(own, shares, strict=True):
-            total[:, :, place.start : place.stop] += share[:, :, start : start + len(place)]
-        start += len(place)
+    for total, share in zip(own, shares, strict=True):
+        for place, piece in pair_chunks(total, places, share):
+            place += piece

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import string_at
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
@@ -21,7 +21,7 @@ from attn_graph.ir.philox import WORDS
 from attn_graph.machine.target import Target
 from attn_graph.masks import Data, needs_of
 from attn_graph.masks.moving import Box
-from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges
+from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges, divide_heads
 from attn_graph.mesh.results import Outlook, ShardedPlan
 from attn_graph.planner.recipe import Recipe
 from attn_graph.printing.text import show_call
@@ -220,10 +220,16 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         """The attention of some places."""
         return move_attention(self.eqn, box)
 
+    @cached_property
+    def head_parts(self) -> list[tuple[range, range]]:
+        """Each rank's heads, of queries and of keys, if the sequence is exchanged for heads."""
+        return divide_heads(self.sizes[1], self.axis_sizes["g"], self.mesh.ranks)
+
     def own_box(self, rank: int) -> Box:
         """The places of a rank with all queries and keys of its sequences and heads."""
         own, (_, _, M, N) = self.holdings[rank], self.sizes
-        return Box(own.batch, own.heads, range(M), range(N), self.sizes)
+        heads = self.head_parts[rank][0] if self.method == "heads" else own.heads
+        return Box(own.batch, heads, range(M), range(N), self.sizes)
 
     def mask_data(self) -> dict[str, torch.Tensor]:
         """The known tensors of the mask, by the mask's names."""
@@ -377,6 +383,16 @@ def take(x: torch.Tensor, parts: Sequence[Ranges]) -> torch.Tensor:
             pieces = [x.narrow(axis, c.start, len(c)) for c in chunks] or [x.narrow(axis, 0, 0)]
             x = torch.cat(pieces, axis)
     return x
+
+
+def pair_chunks(
+    whole: torch.Tensor, chunks: Ranges, part: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The chunks of positions of a tensor [B,heads,any,...], each with its piece of another one,
+    which has them one after the other."""
+    pieces = part.split([*map(len, chunks)], 2)
+    for chunk, piece in zip(chunks, pieces, strict=True):
+        yield whole[:, :, chunk.start : chunk.stop], piece
 
 
 def write_parts(whole: torch.Tensor, parts: Sequence[Ranges], shard: torch.Tensor) -> None:

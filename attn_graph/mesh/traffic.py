@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import prod
 
 from attn_graph.mesh.counts import HELD
-from attn_graph.mesh.layout import Ranges, divide_heads
+from attn_graph.mesh.layout import Ranges
 from attn_graph.mesh.results import Flow
 from attn_graph.mesh.schedule import needed_keys
 from attn_graph.mesh.sharded import Sharded
@@ -52,14 +52,13 @@ def heads_flow(sharded: Sharded, a: int, b: int) -> Flow:
     There: q, k and v; then o and the statistics back. Backward: do there, and dlse if lse is an
     output; then dq, dk and dv back.
     """
-    q, k, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
-    (B, H, _, D), G, E, item = q.shape, k.shape[1], v.shape[3], q.dtype.itemsize
+    q, _, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
+    B, D, E, item = q.shape[0], q.shape[3], v.shape[3], q.dtype.itemsize
     wide = accumulator(q.dtype).itemsize
-    parts = divide_heads(H, G, sharded.mesh.ranks)
 
     def size(of: int, to: int, row: int, key: int) -> int:
         """Bytes of what the rank `of` has of the sequence, of the heads that `to` computes."""
-        own, (heads, groups) = sharded.holdings[of], parts[to]
+        own, (heads, groups) = sharded.holdings[of], sharded.head_parts[to]
         return B * (count(own.rows) * len(heads) * row + count(own.keys) * len(groups) * key)
 
     results = E * item + wide * len(sharded.node.stats)
