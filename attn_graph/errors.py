@@ -260,9 +260,9 @@ def read_renamed(
     return older
 
 
-def user_frame() -> tuple[str, int]:
-    """File and line of the nearest frame outside this package."""
+def user_frame(*others: str) -> tuple[str, int]:
+    """File and line of the nearest frame outside this package, and outside other folders."""
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(HOMES):
+    while frame.f_back and frame.f_code.co_filename.startswith((*HOMES, *others)):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

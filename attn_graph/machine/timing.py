@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 
 Job = Callable[[], object]
 Progress = Callable[[str], None]
+Time = Callable[[], float]  # seconds, once they are known
+Result = TypeVar("Result")
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
 LEAST_SAMPLE = 1e-3  # seconds; shorter jobs are called several times a sample
 
@@ -54,22 +57,38 @@ def calls_per_sample(job: Job, device: torch.device | None) -> int:
 
 def sample(job: Job, calls: int, device: torch.device | None) -> float:
     """Mean seconds of some calls in a row."""
-    if device is not None and device.type == "cuda":
-        return sample_by_events(job, calls, device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        job()
-    return (time.perf_counter() - start) / calls
 
-
-def sample_by_events(job: Job, calls: int, device: torch.device) -> float:
-    """Mean seconds on a GPU, by events before the first call and after the last on its stream."""
-    with torch.cuda.device(device):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        first.record()
+    def call_all() -> None:
         for _ in range(calls):
             job()
+
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _, seconds = run_timed(call_all, device)
+    assert seconds is not None  # nothing is tuned while a CUDA graph is captured
+    return seconds() / calls
+
+
+def run_timed(job: Callable[[], Result], device: torch.device | None) -> tuple[Result, Time | None]:
+    """The result of a job and its seconds: on a GPU by events of its stream, before and after.
+
+    None for the seconds while a CUDA graph is captured.
+    """
+    if device is None or device.type != "cuda":
+        start = time.perf_counter()
+        result = job()
+        seconds = time.perf_counter() - start
+        return result, lambda: seconds
+    if torch.cuda.is_current_stream_capturing():
+        return job(), None
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        first.record()
+        result = job()
         last.record()
+
+    def wait() -> float:
         last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3 / calls
+        return float(first.elapsed_time(last)) / 1e3
+
+    return result, wait

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from attn_graph.errors import FallbackWarning, NoBackendError, TensorError
+from attn_graph.errors import FallbackWarning, NoBackendError, TensorError, user_frame
 from attn_graph.machine.ambient import is_traced
 from attn_graph.nn.calls import Options, plain_option
 from attn_graph.nn.checkpoints import follow_checkpoint
@@ -31,7 +31,7 @@ from attn_graph.nn.functional import (
 from attn_graph.nn.jagged import jagged_problem
 from attn_graph.nn.multihead import multi_head_attention
 from attn_graph.nn.recognition import Readings, Recognition
-from attn_graph.nn.report import Report, Usage, call_site
+from attn_graph.nn.report import TORCH, Report, Usage
 from attn_graph.plan import Plan
 from attn_graph.planner.arguments import CHOICE, ChoiceOptions, complete, shows
 
@@ -221,7 +221,7 @@ class Replacement(TorchFunctionMode):
         if self.choice[ON_FALLBACK] == "raise":
             raise TensorError(f'{text}; and on_fallback is "raise"')
         if self.choice[ON_FALLBACK] == "warn":
-            warn_explicit(text, FallbackWarning, *call_site())
+            warn_explicit(text, FallbackWarning, *user_frame(TORCH))
 
 
 def is_symbolic() -> bool:

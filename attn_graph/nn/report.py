@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -13,7 +11,8 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from attn_graph.errors import HOMES, NoBackendError
+from attn_graph.errors import NoBackendError, user_frame
+from attn_graph.machine.timing import Time, run_timed
 from attn_graph.plan import Plan
 from attn_graph.printing.text import align_columns
 from attn_graph.spec import NAMES
@@ -23,7 +22,6 @@ HEAD = ("call site", "calls", "query", "key", "value", "mask", "run by", "ms", "
 TORCH = f"{Path(torch.__file__).parent}/"
 
 Result = TypeVar("Result")
-Time = Callable[[], float]  # seconds, once they are known
 
 
 @final
@@ -57,7 +55,7 @@ class Usage:
         reasons: tuple[str, ...],
     ) -> Usage:
         """The kind of this call, at the nearest line outside PyTorch and this package."""
-        file, line = call_site()
+        file, line = user_frame(TORCH)
         tensors = query, key, value
         q, k, v = map(describe_tensor, tensors)
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -193,30 +191,8 @@ def summarize(usage: Usage, tally: Tally) -> Row:
     return Row(usage, tally.calls, statistics.median(times), times[0])
 
 
-def run_timed(job: Callable[[], Result], device: torch.device) -> tuple[Result, Time | None]:
-    """The result of a job and its seconds; by events on a GPU, unless a CUDA graph is captured."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        result = job()
-        seconds = time.perf_counter() - start
-        return result, lambda: seconds
-    if torch.cuda.is_current_stream_capturing():
-        return job(), None
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(device):
-        first.record()
-        result = job()
-        last.record()
-
-    def wait() -> float:
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3
-
-    return result, wait
-
-
 def backward_backend(plan: Plan) -> str | None:
-    if not plan.has_gradient:
+    if not plan.graph.has_gradient:
         return None
     try:
         return plan.training_vjp.backend
@@ -232,11 +208,3 @@ def describe_tensor(x: Tensor) -> str:
 
 def format_milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.3f}"
-
-
-def call_site() -> tuple[str, int]:
-    """File and line of the nearest frame outside PyTorch and this package."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((*HOMES, TORCH)):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
