@@ -63,6 +63,15 @@ def test_signatures_show_the_options_of_compile_and_their_defaults(
     assert defaults.items() >= options.items()
 
 
+def test_a_plan_shows_the_names_that_users_need() -> None:
+    x = ag.TensorSpec((1, 2, 6, 8), torch.float32)
+    plan = ag.compile(ag.attention(x, x, x), target=CPU)
+    shown = {"at", "check", "cost", "explain", "memory", "text", "verify", "vjp", "jvp"}
+    shown |= {"graph", "target", "backend", "cause", "refusals", "executable"}
+    assert {*dir(plan)} == shown
+    assert all(hasattr(plan, name) for name in shown)
+
+
 @pytest.mark.parametrize("part", [extend, types], ids=["extend", "types"])
 def test_an_error_says_where_a_moved_name_is(part: ModuleType) -> None:
     for name in part.__all__:

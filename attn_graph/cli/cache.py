@@ -152,7 +152,7 @@ def prepare(
     """Build all plans of a graph's calls; yield the backend of each pass."""
     plan = ag.compile(graph, target=target, deterministic=deterministic, store=store)
     plan.executable.prepare()
-    is_gradient = not plan.has_gradient
+    is_gradient = not plan.graph.has_gradient
     yield f"{plan.backend} {'gradient' if is_gradient else 'forward'}"
     if not (inference or is_gradient):
         for gradient in dict.fromkeys((plan.vjp, plan.training_vjp)):

@@ -123,7 +123,7 @@ def measure_graph(
             costs = costs or count_costs(plan, rates or target, tensors)
             jobs[name, pass_] = forward_job(plan, tensors)
             pass_ = "backward"
-            if backward and plan.has_gradient and plan.training_vjp:
+            if backward and plan.graph.has_gradient and plan.training_vjp:
                 jobs[name, pass_] = backward_job(plan, tensors)
         except ag.NoBackendError as error:
             refusals += [Refused.of(name, pass_, reasons) for _, reasons in error.refusals]

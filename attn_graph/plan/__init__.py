@@ -50,6 +50,10 @@ Tensors = tuple[torch.Tensor, ...]
 Out = torch.Tensor | Sequence[torch.Tensor]
 Pattern = tuple[object, ...]  # of a backward: inputs with a gradient, outputs without a cotangent
 NAME, requires_grad = attrgetter("name"), attrgetter("requires_grad")
+FOR_USERS = (
+    *("graph", "target", "backend", "cause", "refusals", "executable"),
+    *("explain", "memory", "cost", "verify", "check", "at", "text", "vjp", "jvp"),
+)
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 
 
@@ -358,6 +362,10 @@ class Plan:
 
         return plan_simplified, (self.recipe, self.graph)
 
+    def __dir__(self) -> list[str]:
+        """The names for users; all others serve this library alone, and may change."""
+        return [*FOR_USERS]
+
     def __copy__(self) -> Plan:
         return self
 
@@ -397,11 +405,6 @@ class Plan:
         plan = self.recorded
         return plan.backward(None, cotangent_specs(plan.graph, main_outputs(plan.graph)))
 
-    @property
-    def has_gradient(self) -> bool:
-        """True if an input and every step is differentiable, and this is not a gradient itself."""
-        return self.graph.has_gradient
-
     def at(self, **sizes: int) -> Plan:
         """The plan for sizes as numbers, by their names; each size not given is its largest.
 
@@ -418,10 +421,9 @@ class Plan:
         If lse is an output, the step uses the other outputs alone: `explain` also reports the needs
         of a gradient through lse. sizes: as in `at`.
         """
-        from attn_graph.plan.explained import sum_needs
+        from attn_graph.plan.explained import step_memory
 
-        plan = self.at(**sizes)
-        return sum_needs(plan, plan.training_vjp if plan.has_gradient else None)
+        return step_memory(self.at(**sizes))
 
     def cost(self, /, **tensors: torch.Tensor | int) -> Cost:
         """Flops and bytes left by the masks, and the least time on the target.

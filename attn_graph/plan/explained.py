@@ -27,7 +27,7 @@ def explain_plan(plan: Plan, sizes: Mapping[str, int]) -> Explanation:
         return evolve(exact, notes=(*exact.notes, plan.sized.note))
     complete_sizes(plan.graph, "explain", sizes)
     usual, every = main_outputs(plan.graph), plan.graph.differentiable_outputs
-    gradient = explain_backward(plan, usual) if plan.has_gradient else None
+    gradient = explain_backward(plan, usual) if plan.graph.has_gradient else None
     side, recorded = explain_side(plan), plan.recorded
     side = evolve(side, notes=(*side.notes, *out_notes(plan.graph, plan.executable)))
     if recorded is not plan:
@@ -72,6 +72,11 @@ def explain_side(plan: Plan) -> Explanation:
         tuple(dict.fromkeys(notes)),
         plan.also,
     )
+
+
+def step_memory(plan: Plan) -> Memory:
+    """`Plan.memory` for sizes as numbers."""
+    return sum_needs(plan, plan.training_vjp if plan.graph.has_gradient else None)
 
 
 def sum_needs(plan: Plan, gradient: Plan | None) -> Memory:
