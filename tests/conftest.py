@@ -49,9 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from attn_graph.machine.target import triton_interprets
 
     if triton_interprets():
-        from tests.support.interpreter import look_names_up_once
+        from tests.support.interpreter import spare_repetition
 
-        look_names_up_once()
+        spare_repetition()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     if PROFILE == "deep" and config.option.hypothesis_seed is None:
