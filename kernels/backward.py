@@ -36,6 +36,7 @@ from attn_graph.kernels.pieces import (
     key_pieces,
     multiply_pieces,
     query_pieces,
+    scale_pieces,
     store_pieces,
     zero_pieces,
 )
@@ -46,6 +47,8 @@ from attn_graph.kernels.sequences import (
     line_at,
     list_of,
     place_rows,
+    scale_columns,
+    scale_heads,
     sequence_at,
     tiles_within,
     within_pages,
@@ -174,7 +177,8 @@ def query_gradient(
     q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr,
     q_desc, k_desc, v_desc, do_desc,
     data, numbers, q_steps, kv_steps, q_strides, k_strides, v_strides, do_strides, dq_strides,
-    lists_strides, pages_stride, B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
+    lists_strides, scales, scale_strides, pages_stride,
+    B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -188,7 +192,7 @@ def query_gradient(
     one of PARTS of their tiles; dq then has H * PARTS heads, which `sum_parts` adds up.
 
     BLIND: whether rows may see no key: 0 no, 1 only by the mask, and so never in a full tile, 2
-    by a modifier too. Packed tensors and pages are as those of `forward`.
+    by a modifier too. Packed tensors, pages and scales are as those of `forward`.
     """
     N = even_length(N, EVEN)
     heads = count_parts(H, PARTS, PARTED)
@@ -221,6 +225,7 @@ def query_gradient(
         )  # fmt: skip
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     dq = zero_pieces(BLOCK_M, WIDTH_D)
 
     list_ptr = list_of(lists_ptr, lists_strides, b, h, place, q_starts_ptr, first, M)
@@ -233,8 +238,8 @@ def query_gradient(
         dq = add_query_gradient(
             dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
-            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold,
+            origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed_begin, mixed_end):
@@ -242,8 +247,8 @@ def query_gradient(
         dq = add_query_gradient(
             dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
-            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold,
+            origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
     dq_head = head_at(dq_ptr, dq_strides, b, head, q_starts_ptr, row, 0)
@@ -256,27 +261,37 @@ def query_gradient(
 def add_query_gradient(
     dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, key, first, i,
     do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-    b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
+    k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
     MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq [BLOCK_M,D] + ds k over keys `key`.. before `keys`, still to be scaled."""
+    """dq [BLOCK_M,D] + ds k over keys `key`.. before `keys`, still to be scaled.
+
+    k_scale, v_scale: as of `attend`; k is multiplied by its scales before ds weighs it, as v is
+    there.
+    """
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
     k = key_pieces(
         k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
-    s = multiply_pieces(q, k, PRECISION)
+    s = scale_columns(
+        multiply_pieces(q, k, PRECISION), k_scale, pages_ptr, pages, b, g, key, keys, POOL,
+        BLOCK_N, not MIXED, PAGE,
+    )  # fmt: skip
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if do_ptr is not None:
         v = key_rows(
             v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
             E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
         )  # fmt: skip
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        dp = scale_columns(
+            tl.dot(do, tl.trans(v.to(do.dtype)), input_precision=PRECISION),
+            v_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE,
+        )  # fmt: skip
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
@@ -286,7 +301,11 @@ def add_query_gradient(
         s, dp, lse, rest, surplus, b, h, i, j, M, N, scale, data, numbers,
         CHANGE, KEEP, BACK, MIXED, False,
     )  # fmt: skip
-    return add_pieces(dq, round_to(ds, k_head.dtype.element_ty, UPCAST), k, PRECISION)
+    k = scale_pieces(
+        k, k_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE
+    )
+    ds = round_to(ds, k_head.dtype.element_ty if k_scale is None else k[0].dtype, UPCAST)
+    return add_pieces(dq, ds, k, PRECISION)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -27,6 +27,7 @@ from attn_graph.kernels.common import (
 )
 from attn_graph.kernels.gradient_jvp import load_row_tangents, push_dot, push_score_gradient
 from attn_graph.kernels.pieces import add_rest, query_pieces
+from attn_graph.kernels.sequences import scale_columns, scale_heads
 
 
 @triton.jit
@@ -34,8 +35,8 @@ def contribution(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
     tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides,
-    tq_strides, tk_strides, tv_strides, tdo_strides, b, h, H, GROUP, query, key, M, N,
-    scale, keep_scale, threshold, origin,
+    tq_strides, tk_strides, tv_strides, tdo_strides, scales, scale_strides,
+    b, h, H, GROUP, query, key, M, N, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
@@ -64,6 +65,9 @@ def contribution(
     s, ts = push_dot(q[0], tq, k[0], tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
     s = add_rest(s, q, k, PRECISION)  # tangents have no wide heads
     dp, tdp = push_dot(do, tdo, v, tv, do_ptr, tdo_ptr, k_ptr, tv_ptr, BLOCK_M, BLOCK_N, PRECISION)
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, g, None, 0, 0)
+    s = scale_columns(s, k_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
+    dp = scale_columns(dp, v_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, query, key, threshold, origin, BLOCK_M, BLOCK_N
@@ -94,7 +98,7 @@ def collect_places(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
     tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, out_ptr, seed_ptr, offset_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides,
-    tq_strides, tk_strides, tv_strides, tdo_strides, out_strides,
+    tq_strides, tk_strides, tv_strides, tdo_strides, out_strides, scales, scale_strides,
     B, H, GROUP, M, N, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -124,7 +128,7 @@ def collect_places(
                     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
                     tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
                     data, numbers, q_strides, k_strides, v_strides, do_strides,
-                    tq_strides, tk_strides, tv_strides, tdo_strides,
+                    tq_strides, tk_strides, tv_strides, tdo_strides, scales, scale_strides,
                     b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N,
                     scale, keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                     KEEP, ENDS, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
@@ -141,7 +145,7 @@ def collect_lines(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
     tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, out_ptr, seed_ptr, offset_ptr, lists_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides,
-    tq_strides, tk_strides, tv_strides, tdo_strides, lists_strides,
+    tq_strides, tk_strides, tv_strides, tdo_strides, lists_strides, scales, scale_strides,
     H, GROUP, M, N, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -172,7 +176,7 @@ def collect_lines(
             q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
             tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
             data, numbers, q_strides, k_strides, v_strides, do_strides,
-            tq_strides, tk_strides, tv_strides, tdo_strides,
+            tq_strides, tk_strides, tv_strides, tdo_strides, scales, scale_strides,
             b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N, scale, keep_scale, threshold,
             origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, ENDS, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
@@ -187,7 +191,7 @@ def collect_columns(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
     tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, out_ptr, seed_ptr, offset_ptr, lists_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides,
-    tq_strides, tk_strides, tv_strides, tdo_strides, lists_strides,
+    tq_strides, tk_strides, tv_strides, tdo_strides, lists_strides, scales, scale_strides,
     H, GROUP, M, N, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -226,7 +230,7 @@ def collect_columns(
             q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
             tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
             data, numbers, q_strides, k_strides, v_strides, do_strides,
-            tq_strides, tk_strides, tv_strides, tdo_strides,
+            tq_strides, tk_strides, tv_strides, tdo_strides, scales, scale_strides,
             b, h, H, GROUP, row, column, M, N, scale, keep_scale, threshold,
             origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, ENDS, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,

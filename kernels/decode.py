@@ -25,7 +25,7 @@ from attn_graph.kernels.common import (
 )
 from attn_graph.kernels.forward import attend, store_part, store_statistic
 from attn_graph.kernels.pieces import pieces_at
-from attn_graph.kernels.sequences import head_at, length_of
+from attn_graph.kernels.sequences import head_at, length_of, scale_heads
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -62,10 +62,7 @@ def split_forward(
     pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, PAGE)
-    k_scale, v_scale = k_head, v_head
-    if scales is not None:
-        k_scale = head_at(scales[0], scale_strides[0], b, g, kv_starts_ptr, key, PAGE)
-        v_scale = head_at(scales[1], scale_strides[1], b, g, kv_starts_ptr, key, PAGE)
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, g, kv_starts_ptr, key, PAGE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, 1], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
@@ -77,7 +74,7 @@ def split_forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            k_scale, v_scale, scale_strides, b, h, 1, H, M, N, keys, POOL, scale, 0, None,
+            k_scale, v_scale, b, h, 1, H, M, N, keys, POOL, scale, 0, None,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, 1, V_IN_K, KEEP, CHANGE, FOLD, False, False, UPCAST, PRECISION,
         )  # fmt: skip
@@ -86,7 +83,7 @@ def split_forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            k_scale, v_scale, scale_strides, b, h, 1, H, M, N, keys, POOL, scale, 0, None,
+            k_scale, v_scale, b, h, 1, H, M, N, keys, POOL, scale, 0, None,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, 1, V_IN_K, KEEP, CHANGE, FOLD, False, True, UPCAST, PRECISION,
         )  # fmt: skip

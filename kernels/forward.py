@@ -31,6 +31,9 @@ from attn_graph.kernels.sequences import (
     length_of,
     list_of,
     place_rows,
+    scale_columns,
+    scale_heads,
+    scale_rows,
     tiles_within,
     within_sequence,
 )
@@ -86,10 +89,7 @@ def forward(
     )
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
-    k_scale, v_scale = k_head, v_head
-    if scales is not None:
-        k_scale = head_at(scales[0], scale_strides[0], b, h // GROUP, kv_starts_ptr, key, PAGE)
-        v_scale = head_at(scales[1], scale_strides[1], b, h // GROUP, kv_starts_ptr, key, PAGE)
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
@@ -104,8 +104,7 @@ def forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            k_scale, v_scale, scale_strides,
-            b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
+            k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, COLUMNS, V_IN_K, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
@@ -114,8 +113,7 @@ def forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            k_scale, v_scale, scale_strides,
-            b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
+            k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, COLUMNS, V_IN_K, KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
@@ -167,7 +165,7 @@ def store_statistic(line_ptr, values, first, count, BLOCK_M: tl.constexpr):
 def attend(
     acc, total, m, q, k_head, v_head, k_desc, v_desc, key, first, i,
     seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-    k_scale, v_scale, scale_strides, b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
+    k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
     V_IN_K: tl.constexpr, KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr,
@@ -176,9 +174,9 @@ def attend(
     """acc [BLOCK_M,E], total [BLOCK_M,COLUMNS] and m [BLOCK_M] with keys `key`.. before `keys`
     too.
 
-    See `softmax_step` and `sum_columns`. scale_strides: of k and v in 8 bits, which become q's
-    dtype: scores are multiplied by k's scales, since they are exact then, and values before they
-    are weighed, since weights times small scales would underflow; or None.
+    See `softmax_step` and `sum_columns`. k_scale, v_scale: as of `scale_heads`. Quantised k and v
+    become q's dtype: scores are multiplied by k's scales, since they are exact then, and values
+    before they are weighed, since weights times small scales would underflow.
     """
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
@@ -187,13 +185,7 @@ def attend(
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
     s = multiply_pieces(q, k, PRECISION)
-    if scale_strides is not None:
-        s *= tl.trans(
-            key_rows(
-                None, k_scale, scale_strides[0], pages_ptr, pages, b, g, key, keys, POOL,
-                1, BLOCK_N, 1, not MIXED, PAGE, UPCAST,
-            )
-        )  # fmt: skip
+    s = scale_columns(s, k_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE)
     p, m, shrink = softmax_step(
         s, m, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
     )
@@ -209,15 +201,10 @@ def attend(
             v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
             E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
         )  # fmt: skip
-    if scale_strides is None:
-        p = round_to(p, v_head.dtype.element_ty, UPCAST)
-    else:
-        factor = key_rows(
-            None, v_scale, scale_strides[1], pages_ptr, pages, b, g, key, keys, POOL,
-            1, BLOCK_N, 1, not MIXED, PAGE, UPCAST,
-        )  # fmt: skip
-        v = (v.to(tl.float32) * factor).to(q[0].dtype)
-        p = p.to(q[0].dtype)
+    v = scale_rows(
+        v, v_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE
+    )
+    p = round_to(p, v_head.dtype.element_ty if v_scale is None else v.dtype, UPCAST)
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, m
 

@@ -100,11 +100,14 @@ def push_dot(
     x, tx, y, ty, x_ptr, tx_ptr, y_ptr, ty_ptr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x y^T [ROWS,COLUMNS] and its tangent tx y^T + x ty^T; absent ones, by pointer, are 0."""
+    """x y^T [ROWS,COLUMNS] and its tangent tx y^T + x ty^T; absent ones, by pointer, are 0.
+
+    A quantised y, without a tangent, is read in x's dtype.
+    """
     dot = tl.zeros([ROWS, COLUMNS], tl.float32)
     moved = tl.zeros([ROWS, COLUMNS], tl.float32)
     if x_ptr is not None and y_ptr is not None:
-        dot = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+        dot = tl.dot(x, tl.trans(y.to(x.dtype)), input_precision=PRECISION)
     if tx_ptr is not None and y_ptr is not None:
         moved = tl.dot(tx, tl.trans(y), input_precision=PRECISION)
     if x_ptr is not None and ty_ptr is not None:

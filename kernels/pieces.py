@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attn_graph.kernels.common import store_rows
-from attn_graph.kernels.sequences import key_rows, within_sequence
+from attn_graph.kernels.sequences import key_rows, scale_rows, within_sequence
 
 HELD: tl.constexpr = tl.constexpr(512)
 
@@ -48,6 +48,21 @@ def key_pieces(
             SIZE - HELD, ROWS, WIDTH - HELD, WHOLE, PAGE, UPCAST,
         ),
     )  # fmt: skip
+
+
+@triton.jit
+def scale_pieces(
+    x, scale, like, pages_ptr, line, b, g, first, count, POOL,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """`scale_rows` of pieces."""
+    one = scale_rows(
+        x[0], scale, like, pages_ptr, line, b, g, first, count, POOL, ROWS, WHOLE, PAGE
+    )
+    return (
+        one,
+        scale_rows(x[1], scale, like, pages_ptr, line, b, g, first, count, POOL, ROWS, WHOLE, PAGE),
+    ) if len(x) > 1 else (one,)  # fmt: skip
 
 
 @triton.jit

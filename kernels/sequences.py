@@ -211,6 +211,44 @@ def key_rows(
 
 
 @triton.jit
+def scale_heads(scales, strides, b, g, starts_ptr, first, PAGE: tl.constexpr):
+    """For k and for v, where the scales of a head lie and their strides; None of plain numbers."""
+    return (
+        (head_at(scales[0], strides[0], b, g, starts_ptr, first, PAGE), strides[0]),
+        (head_at(scales[1], strides[1], b, g, starts_ptr, first, PAGE), strides[1]),
+    ) if scales is not None else (None, None)  # fmt: skip
+
+
+@triton.jit
+def scale_columns(
+    x, scale, pages_ptr, line, b, g, first, count, POOL,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """x [.,ROWS], a product with quantised rows, times their scales; as is without these."""
+    return x if scale is None else x * tl.trans(
+        key_rows(
+            None, scale[0], scale[1], pages_ptr, line, b, g, first, count, POOL,
+            1, ROWS, 1, WHOLE, PAGE, False,
+        )
+    )  # fmt: skip
+
+
+@triton.jit
+def scale_rows(
+    x, scale, like, pages_ptr, line, b, g, first, count, POOL,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Quantised rows x [ROWS,.] times their scales, in the dtype of `like`; x without these."""
+    return x if scale is None else (
+        x.to(tl.float32)
+        * key_rows(
+            None, scale[0], scale[1], pages_ptr, line, b, g, first, count, POOL,
+            1, ROWS, 1, WHOLE, PAGE, False,
+        )
+    ).to(like.dtype)  # fmt: skip
+
+
+@triton.jit
 def paged_rows(
     ptr, strides, pages_ptr, step, first, count, POOL,
     ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,

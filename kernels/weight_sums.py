@@ -31,6 +31,8 @@ from attn_graph.kernels.sequences import (
     length_of,
     list_of,
     place_rows,
+    scale_columns,
+    scale_heads,
     tiles_within,
 )
 
@@ -41,7 +43,7 @@ def sum_weights(
     seed_ptr, offset_ptr, lists_ptr,
     q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr, data, numbers,
     q_steps, kv_steps, q_strides, k_strides, v_strides, do_strides, dlse_strides, lists_strides,
-    sinks_stride, pages_stride, B, H, GROUP, M, N, T, T_KEYS, POOL,
+    scales, scale_strides, sinks_stride, pages_stride, B, H, GROUP, M, N, T, T_KEYS, POOL,
     scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -54,8 +56,8 @@ def sum_weights(
 
     rest, float32 in C order: 0 in rows that are not far, and not stored where its pointer is None.
     WEIGHED: of which rows delta is written over, 0 none, 1 those of blocks that see no more tiles
-    than on a diagonal, 2 all; do_ptr is None where it is 0. Packed tensors and pages are as those
-    of `forward`.
+    than on a diagonal, 2 all; do_ptr is None where it is 0. Packed tensors, pages and scales are as
+    those of `forward`.
     """
     N = even_length(N, EVEN)
     place, block, h, b, row, M, extent, line = place_rows(
@@ -91,6 +93,7 @@ def sum_weights(
         )
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     m = tl.where(far, float("-inf"), lse)  # of others weights are those of the kernels, bit for bit
     total = tl.zeros([BLOCK_M], tl.float32)
     weighed = tl.zeros([BLOCK_M, 1], tl.float32)
@@ -101,7 +104,7 @@ def sum_weights(
         weighed, total, m = add_weights(
             weighed, total, m, q, do, k_head, v_head, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, h // GROUP, H, M, N, keys, POOL, scale, threshold, origin,
+            k_scale, v_scale, b, h, h // GROUP, H, M, N, keys, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N, PAGE, KEEP, CHANGE, DROPOUT, UPCAST,
             PRECISION,
         )  # fmt: skip
@@ -126,7 +129,7 @@ def sum_weights(
 def add_weights(
     weighed, total, m, q, do, k_head, v_head, key, first, i,
     do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-    b, h, g, H, M, N, keys, POOL, scale, threshold, origin,
+    k_scale, v_scale, b, h, g, H, M, N, keys, POOL, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, KEEP: tl.constexpr,
     CHANGE: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -139,6 +142,7 @@ def add_weights(
         D, BLOCK_N, WIDTH_D, False, PAGE, UPCAST,
     )  # fmt: skip
     s = multiply_pieces(q, k, PRECISION)
+    s = scale_columns(s, k_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, False, PAGE)
     p, m, shrink = softmax_step(
         s, m, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, False, True
     )
@@ -148,7 +152,10 @@ def add_weights(
             None, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
             E, BLOCK_N, WIDTH_E, False, PAGE, UPCAST,
         )  # fmt: skip
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v.to(do.dtype)), input_precision=PRECISION)
+        dp = scale_columns(
+            dp, v_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, False, PAGE
+        )
         if DROPOUT:
             z = dropout_keeps_tile(
                 seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N

@@ -78,7 +78,7 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
 def scaling_reason(ops: Sequence[Op]) -> Reason | None:
     """Against quantised keys and values; None without them."""
     if any(isinstance(op, Dequantise) or (isinstance(op, Packed) and op.scaled) for op in ops):
-        actual = "the graph has some; math reads them, and triton in forwards"
+        actual = "the graph has some; math and triton read them"
         return Reason("quantised", "reads no quantised keys", actual)
     return None
 

@@ -43,6 +43,8 @@ PLACED = (
     "query_gradient",
     "key_gradient",
 )  # kernels for packed tensors
+COLLECTING = ("collect_places", "collect_lines", "collect_columns")
+SCALED = (*PLACED[:3], *COLLECTING)  # kernels for quantised keys
 PUSHED: dict[Pass, PushPass] = {
     "forward": "push",
     "query_gradient": "push_query_gradient",
@@ -252,7 +254,7 @@ class LaunchList:
         if kernel in PLACED:
             there, sizes = self.placed()
             named, absent = named | there, sizes | absent
-        if kernel == "forward":
+        if kernel in SCALED:
             scales, scaled = self.scaled()
             named, absent = named | scales, absent | scaled
         blocks_ = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}

@@ -71,7 +71,7 @@ class Layout:
     def packed(cls, op: Packed, specs: list[TensorSpec], lies: Lies = ()) -> Layout | None:
         """specs: of all operands of the op. lies: as of Problem, of results as they are. None for
         an op beyond `Problem`."""
-        if not has_problem(op.op) or (op.scaled and op.op.is_gradient):
+        if not has_problem(op.op):
             return None
         own, where = op.split(specs)
         padded = op.padded([x.type for x in specs])
@@ -257,7 +257,7 @@ class Layout:
             yield from self.page_reasons()
         grad, roles = self.problem.grad, self.problem.node.roles
         for role, wanted in zip(roles, grad.wants if grad else (), strict=False):
-            if self.op and wanted and role not in ("q", "k", "v", "sinks"):
+            if (self.sides or self.pages) and wanted and role not in ("q", "k", "v", "sinks"):
                 limit = "has gradients of q, k, v and sinks of packed tensors"
                 yield Reason(f"packed_gradient.{role}", limit, f"that of {role} is wanted")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import and_
 from typing import Any
@@ -205,6 +205,14 @@ def check_gradients(
     keys."""
     cotangents = draw_cotangents(plan, seed)
     grads = gradients_on(device, plan, case.inputs, cotangents)
+    check_paged_gradients(case, grads, cotangents)
+    return grads
+
+
+def check_paged_gradients(
+    case: Case, grads: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+) -> None:
+    """The same of gradients by name."""
     padded = [None if x is None else case.pad(x) for x in cotangents]
     for name, due in expect_gradients(case.padded, case.padded_inputs, padded).items():
         x = grads[name]
@@ -212,7 +220,6 @@ def check_gradients(
             assert (x.masked_select(case.unused(x)) == 0).all(), "nobody's rows have a gradient"
             x = case.gather(x)
         due.check(case.pad(x) if name == "q" else x, f"{case.graph}\n")
-    return grads
 
 
 def draw_cotangents(plan: ag.Plan, seed: int) -> list[torch.Tensor | None]:

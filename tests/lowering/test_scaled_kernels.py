@@ -12,11 +12,18 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.triton.backend import BACKEND
 from attn_graph.machine.target import Target
-from attn_graph.testing.agreement import check_outputs, run_plan
+from attn_graph.testing.agreement import (
+    check_gradients,
+    check_outputs,
+    run_gradients,
+    run_plan,
+)
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
 from tests.lowering import test_packed, test_paged
+from tests.lowering.test_sequences import gradient_is_taken
 from tests.support.quantised import Named, Own, kinds, quantise_graph, quantise_tensors
+from tests.support.sequences import draw_cotangents
 
 CPU = Target.here("cpu")
 pytestmark = pytest.mark.skipif(
@@ -33,29 +40,44 @@ def assume_kernels(graph: ag.Graph) -> None:
 def test_kernels_read_quantised_keys(plain: ag.Graph, kind: torch.dtype, seed: int) -> None:
     assume_kernels(plain)
     graph = quantise_graph(plain, kind, seed)
-    check_outputs(ag.compile(graph, target=CPU, backends=TRITON), graph, tensors_for(graph, seed))
+    plan, tensors = ag.compile(graph, target=CPU, backends=TRITON), tensors_for(graph, seed)
+    check_outputs(plan, graph, tensors)
+    check_gradients(plan, graph, tensors, seed)
 
 
 @given(test_packed.cases(), kinds, seeds)
 def test_kernels_read_packed_quantised_keys(
     case: test_packed.Case, kind: torch.dtype, seed: int
 ) -> None:
-    results, plain = run_kernels(case.packed, case.tensors, kind, seed)
-    test_packed.check_results(evolve(case, tensors=plain), results)
+    plan, own, plain = plan_kernels(case.packed, case.tensors, kind, seed)
+    due = evolve(case, tensors=plain)
+    test_packed.check_results(due, run_plan(plan, own))
+    if gradient_is_taken(case.packed):
+        cotangents = draw_cotangents(plan.graph, case.batch, seed)
+        whole = run_gradients(ag.compile(case.packed, target=CPU), due.packed_tensors, cotangents)
+        grads = whole | run_gradients(plan, own, cotangents)
+        test_packed.check_packed_gradients(due, grads, cotangents)
 
 
 @given(test_paged.cases(), kinds, seeds)
 def test_kernels_read_quantised_pages(case: test_paged.Case, kind: torch.dtype, seed: int) -> None:
-    results, plain = run_kernels(case.graph, case.tensors, kind, seed)
-    test_paged.check_results(evolve(case, tensors=plain), results)
+    plan, own, plain = plan_kernels(case.graph, case.tensors, kind, seed)
+    due = evolve(case, tensors=plain)
+    test_paged.check_results(due, run_plan(plan, own))
+    if gradient_is_taken(case.graph):
+        cotangents = test_paged.draw_cotangents(plan, seed)
+        whole = run_gradients(ag.compile(case.graph, target=CPU), due.inputs, cotangents)
+        grads = whole | run_gradients(plan, own, cotangents)
+        test_paged.check_paged_gradients(due, grads, cotangents)
 
 
-def run_kernels(
+def plan_kernels(
     graph: ag.Graph, tensors: Named, kind: torch.dtype, seed: int
-) -> tuple[tuple[torch.Tensor, ...], Own]:
-    """The results of quantised keys, and the tensors with the same keys in the graph's dtype."""
+) -> tuple[ag.Plan, list[torch.Tensor], Own]:
+    """A plan for quantised keys, its inputs, and tensors with the same keys in the graph's
+    dtype."""
     assume_kernels(graph)
     quantised = quantise_graph(graph, kind, seed)
     own, plain = quantise_tensors(quantised, tensors, seed)
     plan = ag.compile(quantised, target=CPU, backends=TRITON)
-    return run_plan(plan, [own[i.name] for i in quantised.inputs]), plain
+    return plan, [own[i.name] for i in quantised.inputs], plain

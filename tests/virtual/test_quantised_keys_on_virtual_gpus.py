@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.testing.agreement import check_outputs
+from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.gpu import virtual_gpu
 from attn_graph.testing.tensors import tensors_for
 from tests.support.quantised import quantise_graph
@@ -34,4 +34,6 @@ def test_a_kernel_reads_quantised_keys(
     with virtual_gpu(machine(sm)) as device:
         ag.default_workspace().release()
         plan = ag.compile(graph, target=device.target, backends=("triton",))
-        check_outputs(plan, graph, tensors_for(graph, 1))
+        tensors = tensors_for(graph, 1)
+        check_outputs(plan, graph, tensors)
+        check_gradients(plan, graph, tensors, 1)
