@@ -26,6 +26,9 @@ settings.register_profile(
 settings.register_profile(  # the same examples; one that fails is not made smaller
     "unshrunk", settings.get_profile("default"), phases=(Phase.explicit, Phase.generate)
 )
+settings.register_profile(  # for pages, which show that a property can be asked
+    "few", settings.get_profile(PROFILE), max_examples=max(1, EXAMPLES // 5)
+)
 settings.load_profile(PROFILE)
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 import attn_graph as ag
 from attn_graph import extend, testing, types
 from attn_graph.nn.tracing import KEEPS_CONSTANTS
 from attn_graph.testing import gpu
+from tests.conftest import PROFILE
 from tests.support.sources import ROOT, load_file
 from tests.support.tracing import WHY
 
@@ -59,6 +61,15 @@ def blocks(page: Path) -> Iterator[tuple[str, str | None]]:
         yield match[1], match[2]
 
 
+@pytest.fixture
+def few_examples() -> Iterator[None]:
+    """Few draws for a page's own checks: what they find is tested where they are."""
+    settings.load_profile("few")
+    yield
+    settings.load_profile(PROFILE)
+
+
+@pytest.mark.usefixtures("few_examples")
 @pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_every_block_runs_and_prints_what_the_page_says(page: Path) -> None:
     require_library(name_of(page))
