@@ -13,8 +13,11 @@ JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
-QUICK := $(BIN)/pytest -n $(JOBS) --durations 20 -m "not gpu and not slow"
-SLOW := $(BIN)/pytest -n $(JOBS) --durations 20 -m "slow and not deep and not gpu"
+# $(call MARKED,which): all tests of a marker.
+define MARKED
+	$(BIN)/pytest -n $(JOBS) --durations 20 -m "$(1) and not gpu" $(ONCE)
+	TRITON_INTERPRET=1 $(BIN)/pytest -n $(JOBS) --durations 20 -m "$(1) and not gpu" $(INTERPRETED)
+endef
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
 INTERPRETED := $(wildcard $(addprefix tests/*/test_,absent.py calls.py copy_engine.py decode.py dropout_bits.py extensions.py fa4_lists.py far_rows.py formulas.py gpu_sequences.py lowering.py page_sums.py programs.py rooms.py scaled_kernels.py sequences.py shared_keys.py sized_launches.py statistics.py tables.py tangents.py tanh.py triton.py values_in_keys.py weight_sums.py wide_heads.py))
 # Those of them that test something else where Triton compiles; all others run interpreted alone.
@@ -31,7 +34,7 @@ CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo check test slow deep virtual mutants tritons kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo check test slow all deep virtual mutants tritons kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -58,13 +61,15 @@ check: venv
 		-k "runs and (README or tutorial) or backends_of_ours or another_machine"
 
 test: venv
-	$(QUICK) $(ONCE)
-	TRITON_INTERPRET=1 $(QUICK) $(INTERPRETED)
+	$(call MARKED,not slow)
 
 # Those that take over ten seconds each: kernels compiled, models compiled, several processes.
 slow: venv
-	$(SLOW) $(ONCE)
-	TRITON_INTERPRET=1 $(SLOW) $(INTERPRETED)
+	$(call MARKED,slow and not deep)
+
+# Both at once, which imports and collects them once.
+all: venv
+	$(call MARKED,not deep)
 
 # Ten times as many examples, random: for a nightly job. Each run prints its seed; a failure comes
 # again with SEED=... of that run. EXAMPLES=500 draws twenty times as many again.
