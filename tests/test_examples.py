@@ -132,7 +132,7 @@ def test_derivatives_are_those_of_the_math_path_in_less_memory(
 ) -> None:
     """The example asserts the numbers itself."""
     module = example("derivatives")
-    monkeypatch.setattr(module, "TOKENS", 512)
+    monkeypatch.setattr(module, "TOKENS", 256)
     module.main()
     lines = capsys.readouterr().out.splitlines()
     steps = ("meanflow_step", "gradient_penalty", "hessian_product")
