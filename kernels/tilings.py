@@ -39,6 +39,11 @@ class Tiling:
     def options(self) -> tuple[int, int]:
         return self.warps, self.stages
 
+    @property
+    def resident(self) -> int:
+        """Programs on a multiprocessor at full speed."""
+        return max(1, FULL // self.warps)
+
 
 def tiling(
     sm: int, itemsize: int, width: int, pass_: Pass, modified: bool, drops: bool,

@@ -16,7 +16,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.lowering.cudnn.run import ends_keys
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.rates import Rate, least_seconds, peak_of, rates
-from attn_graph.lowering.triton.few_rows import LEAST_KEYS, choose_parts, is_decoding
+from attn_graph.lowering.triton.divisions import LEAST, choose_parts, is_decoding
 from attn_graph.machine.target import Target
 from attn_graph.masks.tiles import most_pairs
 from attn_graph.planner.cost import distinct_elements, summed_widths
@@ -63,9 +63,7 @@ def predict_parts(rate: Rate, problem: Problem, processors: int) -> int:
     if not shares_keys(rate, problem):
         return 1
     programs = p.B * p.H // heads * programs_of(p.M * heads)
-    if programs >= processors:
-        return 1
-    return choose_parts(programs, rate.fills * processors, p.N, LEAST_KEYS)
+    return choose_parts(programs, rate.fills * processors, -(-p.N // LEAST))
 
 
 def traffic(graph: Graph, target: Target, name: str) -> int:

@@ -20,7 +20,7 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling
+from attn_graph.lowering.triton.programs import choose_push_tiling, choose_tiling
 from attn_graph.lowering.triton.work import Work, split_graph
 from docs.generate.kernel_rows import (
     PASSES,

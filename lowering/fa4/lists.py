@@ -17,9 +17,8 @@ from attrs import frozen
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import least_seconds, peak_of
-from attn_graph.lowering.triton.device_lists import DeviceLists
 from attn_graph.lowering.triton.layout import MOST_TILES as MOST_IN_LIST
-from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
+from attn_graph.lowering.triton.tile_lists import DeviceLists, blocks, classify_blocks
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Scratch
 from attn_graph.masks.places import Block, Untraceable

@@ -29,8 +29,7 @@ from attn_graph.lowering.reasons import (
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
-from attn_graph.lowering.triton.layout import LONGEST, MOST_TILES, Layout
-from attn_graph.lowering.triton.page_order import order_bytes
+from attn_graph.lowering.triton.layout import LONGEST, MOST_TILES, Layout, order_bytes
 from attn_graph.lowering.triton.work import Push, Single, Work, split_graph, trace, work_of
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -102,7 +101,7 @@ def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[R
 def large_tiles(problem: Problem, target: Target) -> Iterator[Reason]:
     """Against gradients in float32 whose least tiles exceed the GPU's shared memory."""
     from attn_graph.kernels.tilings import HELD, WIDE_GRADIENT, shared_memory
-    from attn_graph.lowering.triton.operands import table_width
+    from attn_graph.lowering.triton.programs import table_width
 
     single = problem.grad is not None and problem.dtype == torch.float32
     most = WIDE_GRADIENT if target.interprets else shared_memory(target.sm)

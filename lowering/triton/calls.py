@@ -21,7 +21,7 @@ from attn_graph.ir.tangents import AttentionJvp, GradientTangents
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.problem import read_operands, read_specs, select_outputs
 from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms
-from attn_graph.lowering.triton.page_order import order_pages, sums_pages
+from attn_graph.lowering.triton.layout import order_pages, sums_pages
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.masks.places import add_columns
 from attn_graph.spec import TensorSpec

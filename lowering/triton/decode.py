@@ -20,15 +20,14 @@ from attn_graph.kernels.tilings import (
     split_tiling,
 )
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.rates import FILLS
-from attn_graph.lowering.triton.few_rows import LEAST_KEYS, choose_parts, is_decoding
+from attn_graph.lowering.triton.divisions import choose_parts, is_decoding, least_part
 from attn_graph.lowering.triton.launches import Launch, Pointers
 from attn_graph.lowering.triton.layout import Layout
-from attn_graph.lowering.triton.operands import reads_v_in_k, table_width
+from attn_graph.lowering.triton.programs import places_of, reads_v_in_k, table_width
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Buffer
-from attn_graph.spec.formulas import lowest
+from attn_graph.spec.formulas import defer
 
 FIXED_KEYS = 512  # of a part, if its bits may not depend on the batch
 WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
@@ -40,7 +39,6 @@ UNREAD = (  # of packed queries and of dropout: neither has parts
     *("keep_scale", "threshold", "origin", "DROPOUT"),
 )
 Fixed = dict[str, Any]  # arguments of a kernel
-TURNS = 3  # Triton's interpreter divides the keys of one size in TURNS
 
 
 @final
@@ -80,16 +78,11 @@ def divide_keys(
     if invariant:
         each = 2 if target.interprets else FIXED_KEYS // tile.block_n
         return KeyDivision(tile, rows, -(-tiles // each), each)
-    if target.interprets:  # it is not fast in any way, so each has its turn
-        division = KeyDivision(tile, rows, lowest(tiles, 1 + p.N % 4), 1)
-        worth = (p.M + p.N) % TURNS == 0
-    else:
-        each = -(-LEAST_KEYS // tile.block_n)
-        programs = p.B * p.G * -(-rows // tile.block_m)
-        places = FILLS * (target.multiprocessors or 1)
-        parts = choose_parts(programs, places, tiles, each)
-        division = KeyDivision(tile, rows, parts, each)
-        worth = division.parts > 1 or WORTH * rows <= p.N
+    each = -(-least_part(target, tile.block_n) // tile.block_n)
+    programs = p.B * p.G * -(-rows // tile.block_m)
+    sizes = programs, places_of(target, tile) or 1, -(-tiles // each)
+    division = KeyDivision(tile, rows, defer(lambda x: choose_parts(*x), sizes), each)
+    worth = division.parts > 1 or WORTH * rows <= p.N
     while most is not None and division.parts > 1 and division.scratch(p) > most:
         division = evolve(division, parts=division.parts // 2)
     fits = most is None or division.scratch(p) <= most

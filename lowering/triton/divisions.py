@@ -1,44 +1,68 @@
-"""The division of a block's work among programs, if blocks are too few to fill a GPU.
+"""Programs that share the work of a block, if blocks are too few to fill a GPU.
 
 Programs of o and of dq then share the keys of a block of queries. Programs of dk and dv share the
 heads of a group, then the queries of a head. Another kernel joins their results, in a fixed order.
-The number is by the rule of flash-decoding, `num_splits_heuristic` of csrc/flash_attn/flash_api.cpp
-in github.com/Dao-AILab/flash-attention, applied to all launches: the fewest sums with little more
-time than with any number, at best by the rates of rates.toml.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import ceil, prod
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from attrs import evolve, field, frozen
 
-from attn_graph.kernels.tilings import Pass, Tiling
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import least_seconds, peak_of
-from attn_graph.lowering.triton.few_rows import ENOUGH, FILLED, useful_parts
-from attn_graph.lowering.triton.programs import (
-    WAVES,
-    Programs,
-    count_programs,
-    processors_of,
-)
-from attn_graph.lowering.triton.tiles import short_tiling
 from attn_graph.machine.target import Target
+from attn_graph.masks.tiles import most_pairs
 
-INTERPRETED: dict[Pass, tuple[int, ...]] = {  # parts taken in turn by Triton's interpreter
-    "forward": (2,),
-    "query_gradient": (2,),
-    "key_gradient": (2, 4, 8),
-}
-Costs = Mapping[Tiling, Sequence[float]]
+if TYPE_CHECKING:  # imported on use: predictions need no kernels
+    from attn_graph.kernels.tilings import Pass, Tiling
+
+FILLED = 0.8  # of a GPU: beyond this share nothing is divided
+ENOUGH = 0.85  # of the best efficiency of waves: enough with fewer parts
+MOST_PARTS = 128
+LEAST = 256  # positions of a part: fewer take as long to join as to walk
+MOST_QUERIES = 64  # of one tile of few queries,
+MOST_ROWS = 256  # and queries of heads on common keys: some tiles, reading them from L2
 JOINERS: dict[Pass, str] = {
     "forward": "merge_parts joins their parts",
     "query_gradient": "sum_parts adds up their sums",
     "key_gradient": "sum_parts adds up their sums",
 }
+
+
+def least_part(target: Target, block: int) -> int:
+    """The positions of the least part. Triton's interpreter has a tile in each."""
+    return block if target.interprets else LEAST
+
+
+def choose_parts(programs: int, places: int, tiles: int) -> int:
+    """How many programs share the work of each of `programs`, with room for `places` of them.
+
+    By the rule of flash-decoding, `num_splits_heuristic` of csrc/flash_attn/flash_api.cpp in
+    github.com/Dao-AILab/flash-attention: one if they nearly fill the GPU, else the fewest with
+    almost the best efficiency of waves. tiles: of each one's work; a number of parts that shortens
+    no part is left out.
+    """
+    if programs >= FILLED * places:
+        return 1
+    most = max(1, min(MOST_PARTS, places, tiles))
+    counts = [n for n in range(1, most + 1) if n == 1 or -(-tiles // n) < -(-tiles // (n - 1))]
+    filled = [efficiency(programs * n, places) for n in counts]
+    goal = ENOUGH * max(filled)
+    return next(n for n, share in zip(counts, filled, strict=True) if share >= goal)
+
+
+def efficiency(programs: int, places: int) -> float:
+    """The share of a GPU at work, over all waves of programs that are alike."""
+    return programs / (places * -(-programs // places))
+
+
+def is_decoding(problem: Problem) -> bool:
+    """True if queries are few enough for all heads on a key to be rows of one tile."""
+    p = problem
+    few = p.M <= MOST_QUERIES and p.M * (p.H // p.G) <= MOST_ROWS
+    return few and p.grad is None and not p.node.dropout and "max" not in p.node.stats
 
 
 @final
@@ -65,111 +89,65 @@ class Division:
         """A division of at most two parts, with the launches of any number of them."""
         return evolve(self, parts=min(self.parts, 2))
 
-    def programs(self, problem: Problem, pass_: Pass, costs: Sequence[float]) -> Programs:
-        """The programs of one head, for tiles of each block."""
-        p, heads, each = problem, problem.H, 1
-        if pass_ == "key_gradient":
-            heads, each = p.G, -(-(p.H // p.G) // self.splits)
-        walked = [each * (cost if self.parts == 1 else ceil(cost / self.parts)) for cost in costs]
-        return Programs(tuple(walked), p.B * heads * self.summands)
-
-
-def may_divide(
-    problem: Problem, target: Target, tile: Tiling, pass_: Pass, *, whole: bool = False
-) -> bool:
-    """True if programs are few enough for dividing their work to take less time. Programs of a
-    narrow mask's short tile have little to do.
-
-    whole: True if one program walks all tiles of a head.
-    """
-    processors, grouped = processors_of(target), problem.H > problem.G
-    if processors is None or (whole and not (grouped and pass_ == "key_gradient")):
-        return False
-    if tile == short_tiling(problem, target, pass_):
-        return False
-    count = count_programs(problem, tile, pass_ == "key_gradient")
-    return target.interprets or count <= WAVES * processors
-
 
 def divide_work(
-    problem: Problem, target: Target, pass_: Pass, costs: Costs, room: int | None, *,
-    whole: bool = False, barrier: str = "",
+    padded: Problem, flat: Problem, target: Target, pass_: Pass, tile: Tiling, half: Tiling | None,
+    processors: int, room: int | None, *, whole: bool = False, barrier: str = "",
 ) -> Division:  # fmt: skip
-    """The division by the rule above, among the allowed ones.
+    """The division by the rule above, as far as it is allowed, and saves more than joining takes.
+    Otherwise blocks are half as long, if `half` is their tile.
 
-    costs: the tiles of each block, by tile: of the first, as parts have it, and of others. room:
-    bytes for the sums; None: no limit. whole: as above. barrier: another reason against sums.
+    flat: the problem with packed sequences as one; padded: with each as long as the longest may be.
+    room: bytes for the sums; None: no limit. whole: True if one program walks all tiles of a head.
+    barrier: another reason against sums.
     """
-    ways = list_divisions(problem, target, pass_, costs, whole)
-    possible = [
-        way for way in ways
-        if not way.scratch or not (barrier or (room is not None and way.scratch > room))
-    ]  # fmt: skip
-    if target.interprets:  # it is not fast in any way, so each has its turn
-        return possible[(problem.M + problem.N) % len(possible)]
-    best = pick_division(ways, problem, target, pass_, costs)
-    chosen = best
-    if best not in possible:
-        chosen = pick_division(possible, problem, target, pass_, costs)
-    return evolve(chosen, note=division_note(problem, pass_, chosen, best, barrier))
+    p, by_keys = flat, pass_ == "key_gradient"
+    least = least_part(target, tile.block_m if by_keys else tile.block_n)
+    heads, length, block, line = p.H, p.M, tile.block_m, padded.M
+    if by_keys:
+        heads, length, block, line = p.G, p.N, tile.block_n, padded.N
+    group = p.H // heads
+    walked = most_pairs(padded.node.mask, (padded.B, padded.H, padded.G, padded.M, padded.N))
+    tiles = 1 if whole else max(1, walked // max(1, padded.B * padded.H * line * least))
+    programs = p.B * heads * -(-length // block)
+    places = processors * tile.resident
+    wanted = choose_parts(programs, places, group * tiles) if programs < processors else 1
 
+    def share(count: int) -> Division:
+        splits = -(-group // -(-group // min(count, group)))
+        parts = 1 if whole else -(-count // group)
+        scratch = scratch_of(p, pass_, splits * parts) if splits * parts > 1 else 0
+        return Division(tile, splits, parts, scratch)
 
-def list_divisions(
-    problem: Problem, target: Target, pass_: Pass, costs: Costs, whole: bool
-) -> list[Division]:
-    """All candidates, fewer sums first: of dk and dv with ever fewer query heads a program, then,
-    unless `whole`, with ever fewer queries of one."""
-    tile = next(iter(costs))
-    group, useful = problem.H // problem.G, useful_parts(ceil(max(costs[tile])))
-    parts: Sequence[int] = INTERPRETED[pass_] if target.interprets else useful
-    if pass_ != "key_gradient":
-        counts = [(1, n) for n in parts]
-    else:
-        eachs = dict.fromkeys(-(-group // 2**n) for n in range(1, 1 + (group - 1).bit_length()))
-        counts = [(-(-group // each), 1) for each in eachs]
-        counts += [] if whole else [(group, n) for n in parts]
-    return [Division(tile) for tile in costs] + [
-        Division(tile, *count, scratch_of(problem, pass_, prod(count))) for count in counts
-    ]
+    def seconds(way: Division) -> float:
+        filled = efficiency(programs * way.summands, places)
+        return seconds_of(p, target, pass_, walked, filled, way.scratch)
 
-
-def pick_division(
-    ways: Sequence[Division], problem: Problem, target: Target, pass_: Pass, costs: Costs
-) -> Division:
-    """The first if its programs leave little of the GPU idle, or else the first with launches
-    almost as fast as any. Without known rates it is by the efficiency of waves alone, and the first
-    if as many as its longest program nearly fill the GPU."""
-    processors = processors_of(target)
-    assert processors is not None  # else nothing is divided
-    programs = [way.programs(problem, pass_, costs[way.tile]) for way in ways]
-    if programs[0].total >= ENOUGH * processors * programs[0].makespan(processors):
-        return ways[0]
-    scores = [
-        x.makespan(processors) * way.tile.block_m * way.tile.block_n
-        for x, way in zip(programs, ways, strict=True)
-    ]
-    times = [seconds_of(*x, problem, target, pass_) for x in zip(ways, scores, strict=True)]
-    known = [time for time in times if time is not None]
-    if not known and programs[0].total >= FILLED * processors * max(programs[0].costs):
-        return ways[0]
-    goal = min(known or scores) / ENOUGH
-    return next(w for w, x in zip(ways, known or scores, strict=True) if x <= goal)
+    best = share(wanted)
+    if seconds(best) > ENOUGH * seconds(share(1)):
+        return Division(half or tile)
+    allowed = 1 if barrier else wanted
+    chosen = next(
+        way
+        for way in map(share, range(allowed, 0, -1))
+        if not way.scratch or room is None or way.scratch <= room
+    )
+    return evolve(chosen, note=division_note(p, pass_, chosen, best, barrier))
 
 
 def seconds_of(
-    way: Division, scores: float, problem: Problem, target: Target, pass_: Pass
-) -> float | None:
-    """Seconds of all launches, at best; None without a rate. scores: of each multiprocessor."""
-    p, processors, bandwidth = problem, target.multiprocessors, target.bandwidth
+    problem: Problem, target: Target, pass_: Pass, pairs: int, filled: float, scratch: int
+) -> float:
+    """Seconds of a launch at best, and of the one that joins its sums; without rates, in units of
+    the whole GPU's. filled: the share of the GPU at work."""
+    p, bandwidth = problem, target.bandwidth
     peak = peak_of(target, "triton", p.dtype, max(p.D, p.E), backward=pass_ != "forward")
-    if peak is None or bandwidth is None or processors is None:
-        return None
+    if peak is None or bandwidth is None:
+        return 1 / filled
     widths = {"forward": p.D + p.E, "query_gradient": 2 * p.D + p.E}
-    flops = 2 * widths.get(pass_, 2 * (p.D + p.E)) * scores * processors
-    seconds = least_seconds(flops, peak, way.scratch, bandwidth)
-    if not way.scratch:
-        return seconds
-    return seconds + least_seconds(0, peak, way.scratch, bandwidth, launches=1)
+    flops = 2 * widths.get(pass_, 2 * (p.D + p.E)) * pairs
+    seconds = least_seconds(flops, peak * filled, scratch, bandwidth)
+    return seconds + least_seconds(0, peak, scratch, bandwidth, launches=int(scratch > 0))
 
 
 def division_note(

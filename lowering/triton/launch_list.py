@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from attrs import Factory, define, field
 
+from attn_graph.ir.modifiers import SoftCap
 from attn_graph.ir.philox import flat_origin, threshold
 from attn_graph.kernels.tilings import Pass, PushPass, Tiling, held_head_size, padded_head_size
 from attn_graph.lowering.problem import Problem, read_specs
@@ -16,17 +17,19 @@ from attn_graph.lowering.triton.device_code import (
     DeviceCode,
     read_axes,
 )
-from attn_graph.lowering.triton.device_lists import DeviceLists
 from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers
 from attn_graph.lowering.triton.layout import Layout
-from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles
 from attn_graph.lowering.triton.programs import (
     begins_last,
+    choose_push_tiling,
+    choose_tiling,
+    copies_tiles,
     heads_together,
+    is_copied_in_tiles,
+    spread_tilings,
 )
 from attn_graph.lowering.triton.symbols import SPECIAL
-from attn_graph.lowering.triton.tile_lists import list_ahead, shape_of_lists
-from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling, spread_tilings
+from attn_graph.lowering.triton.tile_lists import DeviceLists, list_ahead, shape_of_lists
 from attn_graph.lowering.triton.work import Push, tangent_specs
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -87,13 +90,12 @@ class LaunchList:
             return choose_tiling(self.layout.flat, self.target, pass_, *options)
         return choose_push_tiling(self.problem, self.target, PUSHED[pass_], self.variant)
 
-    def tilings(self, pass_: Pass) -> list[Tiling]:
-        """The tile of `tiling`, or others for few programs; one alone with lists of its tiles."""
-        usual, mask = self.tiling(pass_), self.problem.node.mask
+    def tilings(self, pass_: Pass) -> tuple[Tiling, Tiling | None]:
+        """The tile of `tiling` or another for few programs, and one of shorter blocks or None."""
+        usual = self.tiling(pass_)
         if self.push is not None or self.variant is not None or self.invariant:
-            return [usual]
-        tiles = spread_tilings(self.layout.flat, self.target, pass_, usual)
-        return tiles if mask is None or self.code.strip else tiles[:1]
+            return usual, None
+        return spread_tilings(self.layout.flat, self.target, pass_, usual)
 
     @property
     def read(self) -> tuple[str, ...]:
@@ -283,3 +285,58 @@ class LaunchList:
             f"{name}_desc": Descriptor.tiles(name, x, rows[name], widths[name])
             for name, x in copied.items()
         }
+
+
+# Rows of weights that a backward sums again: see kernels/weight_sums.py
+
+# By bytes of an element: the |lse| whose rounding, 2^-24 of it at most, shows beside other errors:
+# in float32 as on CPUs; in half precision beside the weights' rounding, at least 2^-12 of them.
+FAR_LSE = {4: 2.0**5, 2: 2.0**10}
+LOG_OF_KEYS = 21  # more than the logarithm of the most keys, 2^30
+DIAGONAL, ALL = 1, 2  # the rows with delta = sum_j p z dp
+ROWS = ("q", "k", "v", "dlse", "lse", "delta", "rest", "sinks")
+COTANGENTS = ("do", "seed", "offset")  # read to overwrite delta
+
+
+def may_be_far(problem: Problem) -> bool:
+    """True if rows of a gradient may have too large an lse: modifiers may add any number.
+
+    Scores of products alone were rounded by as much as their lse, and a soft cap holds scores
+    small. lse of a part belongs to more keys than are here.
+    """
+    node, limit = problem.node, FAR_LSE[problem.dtype.itemsize]
+    if not node.modifiers or node.part:
+        return False
+    last = node.modifiers[-1]
+    capped = isinstance(last, SoftCap) and last.cap + LOG_OF_KEYS <= limit
+    return node.sinks or not capped
+
+
+def rows_weighed(problem: Problem, invariant: bool) -> int:
+    """0, DIAGONAL or ALL: the rows with sum_j p z dp as delta. invariant: the keys a cache has room
+    for may not decide it. Listed tiles may follow them."""
+    if problem.gathers or (problem.drops_rounded and invariant):
+        return ALL
+    return DIAGONAL if problem.drops_rounded else 0
+
+
+def add_weight_sums(plan: LaunchList) -> None:
+    """Add the launch, for a gradient in need of it."""
+    p, layout, pass_ = plan.problem, plan.layout, PASS_OF["query_gradient"]
+    given = "do" in layout.large() and plan.push is None
+    weighed = rows_weighed(p, plan.invariant) if given else 0
+    if may_be_far(p):
+        plan.buffers["rest"] = Buffer(layout.lines(), plan.buffers["delta"].dtype)
+    elif not weighed:
+        return
+    tile, _ = plan.tilings(pass_)
+    lists, listed = plan.listed(tile, by_keys=False)
+    names = ROWS + COTANGENTS if weighed else ROWS
+    sinks = p.by_role.sinks
+    more: Fixed = {} if weighed else {f"{name}_ptr": None for name in COTANGENTS}
+    more |= plan.strides("do", "dlse") | listed
+    more |= {"H": p.H, "sinks_stride": sinks.strides[0] if sinks else 0, "WEIGHED": weighed}
+    more |= {"FAR_LSE": FAR_LSE[p.dtype.itemsize]}
+    lines = layout.row_programs(tile.block_m)
+    texts = plan.texts("keep", "strip", "ends", "change")
+    plan.launch("sum_weights", lines, tile, names, more, texts, lists)

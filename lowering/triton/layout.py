@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import final
 
 import torch
@@ -34,6 +35,14 @@ LONGEST = 2**31 - 1  # offset in 32 bits
 MOST_TILES = 2**15  # in one list; a vector within one program
 KEY_TENSORS = ("k", "v", "dk", "dv", *SCALES)  # the others have the rows of q
 Strides = tuple[int, ...]
+
+# The entries of a table of pages sorted by page, in which order their gradients are added. Several
+# entries may name a page. A stable sort brings them together and leaves them in the order of the
+# table, so sums have equal bits each time.
+NAMED, ORDER = "pages.named", "pages.order"  # read by the summing kernel
+DTYPES = {NAMED: torch.int32, ORDER: torch.int64}
+KEPT = sum(dtype.itemsize for dtype in DTYPES.values())  # bytes of an entry
+PASSING = 2 * KEPT + 16  # and while they are sorted: copies, and a table within the lengths
 
 
 @final
@@ -269,3 +278,30 @@ class Layout:
                 yield Reason(f"page_rows.{name}", limit, f"{name} is {x}")
         if not self.specs[1].shape[0]:
             yield Reason("pool", "needs a page at least", f"k is {self.specs[1]}")
+
+
+def sums_pages(layout: Layout) -> bool:
+    grad = layout.problem.grad
+    return layout.pages is not None and grad is not None and any(grad.wants[1:3])
+
+
+def order_pages(
+    table: torch.Tensor, lengths: torch.Tensor | None, page: int, pool: int
+) -> dict[str, torch.Tensor]:
+    """NAMED: the pages of a table [B,pages], ascending. ORDER: the entry naming each.
+
+    page: rows of one. pool: the number of pages; it also stands for entries past the lengths [B].
+    """
+    named = table.clamp(0, pool - 1).to(DTYPES[NAMED])
+    if lengths is not None:
+        begin = torch.arange(0, table.shape[1] * page, page, device=table.device)
+        named = named.where(begin < lengths[:, None], pool)
+    values, order = named.flatten().sort(stable=True)
+    return {NAMED: values, ORDER: order}
+
+
+def order_bytes(layout: Layout) -> int:
+    """Bytes allocated by `order_pages`, at most."""
+    if layout.pages is None or not sums_pages(layout):
+        return 0
+    return (KEPT + PASSING) * prod(layout.pages.shape)

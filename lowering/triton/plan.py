@@ -33,15 +33,20 @@ from attn_graph.lowering.triton.decode import (
     split_launches,
 )
 from attn_graph.lowering.triton.device_code import Contribution, DeviceCode
-from attn_graph.lowering.triton.divisions import Division, divide_work, may_divide
-from attn_graph.lowering.triton.launch_list import MOVED, PASS_OF, READ, TILED, Fixed, LaunchList
+from attn_graph.lowering.triton.divisions import Division, divide_work
+from attn_graph.lowering.triton.launch_list import (
+    MOVED,
+    PASS_OF,
+    READ,
+    TILED,
+    Fixed,
+    LaunchList,
+    add_weight_sums,
+)
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
-from attn_graph.lowering.triton.layout import Layout
-from attn_graph.lowering.triton.operands import reads_v_in_k, takes_tf32
-from attn_graph.lowering.triton.page_order import DTYPES, NAMED, ORDER, sums_pages
-from attn_graph.lowering.triton.programs import estimate_tiles
+from attn_graph.lowering.triton.layout import DTYPES, NAMED, ORDER, Layout, sums_pages
+from attn_graph.lowering.triton.programs import processors_of, reads_v_in_k, takes_tf32
 from attn_graph.lowering.triton.tile_lists import blocks
-from attn_graph.lowering.triton.weight_sums import add_weight_sums
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs, trace
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -209,11 +214,10 @@ class FlashBuilder(LaunchList):
     def whole_forward(self) -> None:
         """Add the launch with one program for a block of queries, or the launches with several for
         one block and another to join their parts."""
-        p, tiles = self.problem, self.tilings("forward")
+        p = self.problem
         sinks = p.by_role.sinks
-        lists, listed = self.listed(tiles[0], by_keys=False)
-        barrier = NO_MAXIMA if "max" in p.node.stats else ""
-        way = self.divide("forward", tiles, lists, barrier)
+        way = self.divide("forward", NO_MAXIMA if "max" in p.node.stats else "")
+        lists, listed = self.listed(way.tile, by_keys=False)
         stored, more = self.parts_of_o(way) if way.parts > 1 else self.whole_o()
         more |= listed | self.share_rows("forward", way, lists) | {"V_IN_K": reads_v_in_k(p)}
         more |= {
@@ -307,10 +311,9 @@ class FlashBuilder(LaunchList):
     def query_gradient(self) -> None:
         """Add the launch of dq, or of its parts and of their sum."""
         p, pass_ = self.problem, PASS_OF["query_gradient"]
-        tiles = self.tilings(pass_)
-        lists, listed = self.listed(tiles[0], by_keys=False)
-        way = self.divide(pass_, tiles, lists)
-        tile, part = way.tile, "parts.dq"
+        way, part = self.divide(pass_), "parts.dq"
+        tile = way.tile
+        lists, listed = self.listed(tile, by_keys=False)
         names = (*self.read, "dq")
         more = {"H": p.H, "dq_strides": self.gradient_strides(0), "BLIND": self.blind}
         if way.parts > 1:
@@ -328,11 +331,10 @@ class FlashBuilder(LaunchList):
 
     def key_gradient(self) -> None:
         """dk and dv, in one launch or in two; an unwanted one is not computed."""
-        p, tiles = self.problem, self.tilings("key_gradient")
+        p, way = self.problem, self.divide("key_gradient")
         assert p.grad is not None
-        lists, listed = self.listed(tiles[0], by_keys=True)
-        way = self.divide("key_gradient", tiles, lists)
         tile = way.tile
+        lists, listed = self.listed(tile, by_keys=True)
         wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
         order = self.order(tile, "key_gradient", lists, way.splits, way.parts)
         pages = self.layout.pages
@@ -347,25 +349,22 @@ class FlashBuilder(LaunchList):
             elif way.summands > 1:
                 self.sum_parts(f"parts.{name}", n)
 
-    def divide(
-        self, pass_: Pass, tiles: Sequence[Tiling], lists: Pointers, barrier: str = ""
-    ) -> Division:
-        """How the work of a block is divided among programs. tiles: the usual one, then others."""
-        p, table = self.layout.flat, self.tables.get(str(lists.get("lists_ptr")))
-        by_keys = pass_ == "key_gradient"
-        whole, barrier = self.push is not None, NOT_INVARIANT if self.invariant else barrier
-        if not may_divide(p, self.target, tiles[0], pass_, whole=whole):
-            return Division(tiles[0])
-        used = Scratch(self.buffers).bytes
-        room = None if self.most is None else self.most - used
+    def divide(self, pass_: Pass, barrier: str = "") -> Division:
+        """How the work of a block is divided among programs."""
+        flat, target, pushes = self.layout.flat, self.target, self.push is not None
+        tile, half = self.tilings(pass_)
+        processors = processors_of(target)
+        if processors is None or (pushes and pass_ != "key_gradient"):
+            return Division(tile)
+        room = None if self.most is None else self.most - Scratch(self.buffers).bytes
+        barrier = NOT_INVARIANT if self.invariant else barrier
 
-        def divide(given: tuple[Problem, Problem, torch.Tensor | None, int | None]) -> Division:
-            flat, padded, table, room = given
-            costs = {x: estimate_tiles(flat, padded, x, by_keys, table) for x in tiles}
-            of = flat, self.target, pass_, costs, room
-            return divide_work(*of, whole=whole, barrier=barrier)
+        def divide(given: tuple[Problem, Problem, int | None]) -> Division:
+            padded, flat, room = given
+            of = padded, flat, target, pass_, tile, half, processors, room
+            return divide_work(*of, whole=pushes, barrier=barrier)
 
-        best = defer(divide, (p, self.problem, table, room))
+        best = defer(divide, (self.problem, flat, room))
         division = decide(Division.of_few_parts, best)
         if division.parts > 1:
             division = evolve(division, parts=defer(lambda way: way.parts, best))

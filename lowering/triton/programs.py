@@ -1,50 +1,107 @@
-"""Programs of a launch: their work, their order, and how they fill a GPU."""
+"""Programs of a launch: their tiles, their order, and how often they fill a GPU."""
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
-from attrs import frozen
 
-from attn_graph.kernels.tilings import Pass, Tiling
-from attn_graph.lowering.problem import Problem
+from attn_graph.kernels.tilings import (
+    ALONE,
+    COPYING,
+    FULL,
+    HALVED,
+    HELD,
+    SHORT,
+    VARIANTS,
+    Pass,
+    PushPass,
+    Tiling,
+    padded_head_size,
+    push_tiling,
+    shared_memory,
+    table_arch,
+    tiling,
+)
+from attn_graph.lowering.problem import Problem, is_broadcast, is_misaligned
 from attn_graph.machine.target import Target
+from attn_graph.masks import Mask
 from attn_graph.masks.places import Place, Strip
-from attn_graph.masks.tiles import most_pairs
-from attn_graph.spec.formulas import highest
+from attn_graph.masks.tiles import tiles
+from attn_graph.spec import TensorSpec
+from attn_graph.spec.formulas import decide, highest
 
-FAR = 1 << 30  # beyond every position
+WIDE_TF32 = 163840  # bytes of shared memory of tiles 256 wide with TF32, by machine code
+ROWS = 64  # of the least tile at full speed of matrix units
 WAVES = 8  # programs of a multiprocessor: with as many, long ones first, loads even out
-INTERPRETED = 2, 2**13  # multiprocessors and bytes of cache of Triton's interpreter
+INTERPRETED = 4, 2**13  # multiprocessors and bytes of cache of Triton's interpreter
+FEWER = 0.85  # of the places walked with the table's tile: enough fewer for a short one
 
 
-@final
-@frozen
-class Programs:
-    """The programs of a launch: for each of `heads` heads one of each block.
+def choose_tiling(
+    problem: Problem, target: Target, pass_: Pass, variant: str | None = None, dense: bool = True
+) -> Tiling:
+    """The table's tiling for a pass, or a variant.
 
-    costs: the tiles of each block.
+    dense: True if operands are neither packed nor in pages.
     """
+    p = problem
+    width = table_width(p)
+    modified, drops = bool(p.node.modifiers), p.node.dropout > 0
+    copied = dense and copies_tiles(p, target) and all(map(is_copied_in_tiles, p.specs[:3]))
+    decided = p.node.mask is not None and bool(p.node.mask.needs)
+    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops, copied, decided)
+    if copied and not modified and (short := short_tiling(p, target, pass_)):
+        walked, fewer = (decide(walked_places, (p.M, p.N, p.node.mask, x)) for x in (usual, short))
+        usual = short if fewer < FEWER * walked else usual
+    return usual if variant is None else VARIANTS[variant](usual)
 
-    costs: tuple[float, ...]
-    heads: int
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self.costs) * self.heads
+def choose_push_tiling(
+    problem: Problem, target: Target, pass_: PushPass, variant: str | None = None
+) -> Tiling:
+    """The table's tiling for forward mode, or a variant."""
+    width = table_width(problem)
+    usual = push_tiling(target.sm, problem.dtype.itemsize, width, pass_)
+    return usual if variant is None else VARIANTS[variant](usual)
 
-    @property
-    def total(self) -> float:
-        """The tiles of all."""
-        return self.heads * sum(self.costs)
 
-    def makespan(self, processors: int) -> float:
-        """The time from the first program's begin to the last one's end, if long ones come first:
-        no order takes less than the mean, the longest program, or a whole number of waves."""
-        waves = -(-self.count // processors)
-        return max(self.total / processors, max(self.costs), waves * min(self.costs))
+def short_tiling(problem: Problem, target: Target, pass_: Pass) -> Tiling | None:
+    """The tile of a narrow mask, if there is one of its own."""
+    width = table_width(problem)
+    strip = static_strip(problem)
+    narrow = strip is not None and strip.low is not None and strip.high is not None
+    return SHORT.get((table_arch(target.sm), pass_, width)) if narrow else None
+
+
+def walked_places(given: tuple[int, int, Mask | None, Tiling]) -> int:
+    """Places in all tiles of a tiling with a kept place of a mask, of one head of M x N places."""
+    M, N, mask, tile = given
+    size = tile.block_m, tile.block_n
+    counted = tiles(mask, M, N, block=size)
+    return (counted.full + counted.mixed) * size[0] * size[1]
+
+
+def spread_tilings(
+    problem: Problem, target: Target, pass_: Pass, usual: Tiling
+) -> tuple[Tiling, Tiling | None]:
+    """The table's tile or another for few programs; and one of blocks half as long, or None.
+
+    A tile for two programs on a multiprocessor gives way to ALONE if each has one at most. Blocks
+    may be half as long if all of their programs run at once, except for narrow masks with a short
+    tile.
+    """
+    p, processors, by_keys = problem, target.multiprocessors, pass_ == "key_gradient"
+    block = usual.block_n if by_keys else usual.block_m
+    if processors is None or target.interprets or block < 2 * ROWS:
+        return usual, None
+    if short_tiling(p, target, pass_) is not None or count_programs(p, usual, by_keys) > processors:
+        return usual, None
+    arch, side, tile = table_arch(target.sm), "keys" if by_keys else "queries", usual
+    if usual.warps < FULL and (alone := ALONE.get((arch, side, table_width(p)))):
+        tile = VARIANTS[alone](usual)
+    if tile.warps == FULL and (arch, side) in HALVED:
+        half = VARIANTS[f"half the {side} and warps"](tile)
+        return tile, half if count_programs(p, half, by_keys) <= processors else None
+    return tile, None
 
 
 def static_strip(problem: Problem) -> Strip | None:
@@ -68,72 +125,6 @@ def begins_last(problem: Problem, by_keys: bool) -> bool:
     return by_keys == below
 
 
-def count_strip_tiles(
-    strip: Strip, problem: Problem, tiling: Tiling, by_keys: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers of full and of mixed tiles of each block, of queries or of keys.
-
-    As `key_tiles` and `query_tiles` of kernels/common.py count them; a key j sees query i if
-    -high <= i - j <= -low.
-    """
-    low, high = or_far(strip.low, -FAR), or_far(strip.high, FAR)
-    columns, rows = or_far(strip.keys, problem.N), or_far(strip.rows, problem.M)
-    columns, rows = min(columns, problem.N), min(rows, problem.M)
-    length, size, width = problem.M, tiling.block_m, tiling.block_n
-    if by_keys:
-        low, high, columns, rows = -high, -low, rows, columns
-        length, size, width = problem.N, tiling.block_n, tiling.block_m
-    first = torch.arange(0, length, size, device="cpu")
-    end = (first + size).clamp(max=length)
-    live = (first < rows) & (high >= low)
-    start = (first + low).clamp(min=0)
-    stop = (end.clamp(max=rows) + high).clamp(max=columns).where(live, start)
-    stop = torch.maximum(stop, start)
-    tiles = torch.where(stop > start, (stop + width - 1) // width - start // width, 0)
-    sure = (end - 1 + low).clamp(min=0)
-    surely = (first + high + 1).clamp(max=columns).where(live & (end <= rows), sure)
-    full = surely.clamp(min=0) // width - torch.maximum(sure + width - 1, start) // width
-    full = torch.minimum(full.clamp(min=0), tiles)
-    return full, tiles - full
-
-
-def or_far(bound: object, far: int) -> int:
-    """A bound of a strip, or another if it has none."""
-    return far if bound is None else int(bound)  # type: ignore[call-overload]
-
-
-def estimate_tiles(
-    flat: Problem, padded: Problem, tiling: Tiling, by_keys: bool, lists: torch.Tensor | None = None
-) -> list[float]:
-    """The tiles of each block of queries, or of keys.
-
-    flat: all packed sequences as one. padded: each as long as the longest may be. lists: the tiles
-    listed for a mask. If data decide, all blocks count as many tiles: enough for the most pairs
-    kept by the mask.
-    """
-    strip = static_strip(padded)
-    if flat != padded or (lists is None and strip is None):
-        return mean_tiles(flat, padded, tiling, by_keys)
-    if lists is not None:
-        full, mixed = lists[:, 1], lists[:, 2]
-    else:
-        assert strip is not None
-        full, mixed = count_strip_tiles(strip, padded, tiling, by_keys)
-    tiles: list[float] = (full + mixed).tolist()
-    return tiles
-
-
-def mean_tiles(flat: Problem, padded: Problem, tiling: Tiling, by_keys: bool) -> list[float]:
-    """The tiles of each block if all have as many."""
-    p = padded
-    length, size, other, width = flat.M, tiling.block_m, p.N, tiling.block_n
-    if by_keys:
-        length, size, other, width = flat.N, width, p.M, size
-    pairs = most_pairs(p.node.mask, (p.B, p.H, p.G, p.M, p.N))
-    seen = -(-other // width) * pairs / (p.B * p.H * p.M * p.N)
-    return [max(1.0, seen)] * -(-length // size)
-
-
 def count_programs(problem: Problem, tile: Tiling, by_keys: bool) -> int:
     """The number of programs without divided work."""
     p = problem
@@ -145,6 +136,12 @@ def count_programs(problem: Problem, tile: Tiling, by_keys: bool) -> int:
 def processors_of(target: Target) -> int | None:
     """How many multiprocessors there are; None: not known."""
     return INTERPRETED[0] if target.interprets else target.multiprocessors
+
+
+def places_of(target: Target, tile: Tiling) -> int | None:
+    """How many programs run at once; None: not known."""
+    processors = processors_of(target)
+    return None if processors is None else processors * tile.resident
 
 
 def describe_waves(count: int, target: Target) -> str:
@@ -174,3 +171,35 @@ def heads_together(
     fit = cache // 2 // (size * each) if by_keys else cache // 2 * each // size
     groups = -(-heads // highest(1, fit, -(-WAVES * processors // blocks)))
     return -(-heads // groups)
+
+
+def table_width(problem: Problem) -> int:
+    """The width by which tables have tiles: of the larger head size, or of its widest piece."""
+    return min(HELD, padded_head_size(max(problem.D, problem.E)))
+
+
+def reads_v_in_k(problem: Problem) -> bool:
+    """True if v begins each key and is as wide as the first piece of keys: it is not read again."""
+    widths = (min(HELD, padded_head_size(size)) for size in (problem.D, problem.E))
+    return problem.node.v_in_k and len({*widths}) == 1
+
+
+def takes_tf32(problem: Problem, sm: int) -> bool:
+    """True if kernels with TF32 exist: products of other dtypes have one precision, and wide tiles
+    need much shared memory then."""
+    width = table_width(problem)
+    fits = width <= 128 or (width < HELD and shared_memory(sm) >= WIDE_TF32)
+    return problem.dtype == torch.float32 and fits
+
+
+def is_copied_in_tiles(spec: TensorSpec) -> bool:
+    """True if the copy engine of Hopper GPUs (TMA) can read an operand."""
+    apart = spec.unit_last and not is_misaligned(spec) and not is_broadcast(spec)
+    return spec.dtype.itemsize == 2 and apart
+
+
+def copies_tiles(problem: Problem, target: Target) -> bool:
+    """True if the copy engine brings tiles: tilings reckon with it, or the interpreter runs."""
+    width = table_width(problem)
+    copying = COPYING.get(table_arch(target.sm), ())
+    return problem.D <= HELD and (target.interprets or width in copying)

@@ -14,7 +14,7 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.problem import Problem, sole
-from attn_graph.lowering.triton import few_rows
+from attn_graph.lowering.triton import divisions
 from attn_graph.lowering.triton.launches import Descriptor
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import TensorSpec, dense_strides
@@ -103,7 +103,7 @@ def test_by_the_copy_engine_and_by_pointers_the_bits_are_the_same(
     specs = [TensorSpec(x, dtype, dense_strides(x, order)) for x in shapes]
     forward, backward = ag.vjp(ag.attention(*specs, mask=mask))
     with pytest.MonkeyPatch.context() as patch:  # parts of keys, which few queries have, have none
-        patch.setattr(few_rows, "MOST_QUERIES", 0)
+        patch.setattr(divisions, "MOST_QUERIES", 0)
         planned = [Flash.plan(the(graph), CPU) for graph in (forward, backward)]
     tiled = {x.kernel: sorted(x.descriptors) for flash in planned for x in flash.launches}
     for short in ("delta", "sum_parts", "merge_parts"):

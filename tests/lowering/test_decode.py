@@ -15,7 +15,7 @@ from attn_graph.kernels.tilings import MERGE
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.rates import FILLS
 from attn_graph.lowering.triton.decode import FIXED_KEYS, divide_keys
-from attn_graph.lowering.triton.few_rows import LEAST_KEYS, MOST_QUERIES, MOST_ROWS
+from attn_graph.lowering.triton.divisions import LEAST, MOST_QUERIES, MOST_ROWS
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.testing.agreement import check_outputs, run_plan
@@ -53,11 +53,11 @@ def decoding(B: int, H: int, G: int, M: int, N: int, D: int = 128, **options: An
 @pytest.mark.parametrize(
     ("sizes", "parts"),
     [
-        ((1, 32, 8, 1, 32768), 33),  # two programs for each of 132 multiprocessors
-        ((4, 32, 8, 1, 4096), 9),
-        ((1, 32, 8, 1, 512), 2),  # parts of LEAST_KEYS
+        ((1, 32, 8, 1, 32768), 32),  # two programs for each of 132 multiprocessors
+        ((4, 32, 8, 1, 4096), 8),
+        ((1, 32, 8, 1, 512), 2),  # parts of LEAST
         ((64, 32, 8, 1, 4096), 1),  # enough programs; heads are rows of one tile all the same
-        ((1, 8, 8, 16, 32768), 33),
+        ((1, 8, 8, 16, 32768), 32),
     ],
 )
 def test_parts_fill_the_gpu(sizes: tuple[int, ...], parts: int) -> None:
@@ -66,7 +66,7 @@ def test_parts_fill_the_gpu(sizes: tuple[int, ...], parts: int) -> None:
     assert division is not None
     assert division.parts == parts
     assert (parts - 1) * sizes[0] * sizes[2] < FILLS * 132
-    assert parts == 1 or sizes[4] >= parts * LEAST_KEYS
+    assert parts == 1 or sizes[4] >= parts * LEAST
     # A larger batch changes the parts, unless its entries are to be as they are alone.
     alone, many = (
         divide_keys(lying(decoding(B, *sizes[1:])), H200, None, None, True) for B in (1, 32)
@@ -94,11 +94,11 @@ def test_explain_says_how_keys_are_divided_and_what_that_takes() -> None:
         ag.explain(decoding(1, 32, 8, 1, 32768), target="h200", backends=("triton",), gradients=())
     )
     assert (
-        "4 heads that share keys are rows of one tile; keys in 33 parts, which merge_parts joins, "
-        "of 993 each; 536.2 KiB of partial sums; 129.1 MiB moved, 0.028 ms at its bandwidth"
+        "4 heads that share keys are rows of one tile; keys in 32 parts, which merge_parts joins, "
+        "of 1024 each; 520 KiB of partial sums; 129 MiB moved, 0.028 ms at its bandwidth"
     ) in text
-    assert "split_forward: 264 programs, tiles of 16 x 64, 4 warps, 3 stages" in text
-    assert "workspace 536.2 KiB forward" in text
+    assert "split_forward: 256 programs, tiles of 16 x 64, 4 warps, 3 stages" in text
+    assert "workspace 520 KiB forward" in text
 
 
 def test_parts_are_fewer_where_the_workspace_is_small() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.triton.layout import Layout
-from attn_graph.lowering.triton.operands import reads_v_in_k
+from attn_graph.lowering.triton.programs import reads_v_in_k
 from attn_graph.planner.views import core_of
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.strategies import mask_options, score_options, seeds, shapes, specs
