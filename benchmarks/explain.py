@@ -12,7 +12,6 @@ import torch
 
 import attn_graph as ag
 from attn_graph.ir import vjp
-from attn_graph.lowering.cpu import planned_tiles
 from attn_graph.planner import choose, cost, explanation, remedies
 from benchmarks.timing import save, seconds
 
@@ -27,7 +26,6 @@ CACHES: tuple[Any, ...] = (  # lru caches that an explanation fills for the next
     choose.rank_all,
     cost.count_pairs_once,
     explanation.count_tiles_once,
-    planned_tiles.choose_way,
 )
 
 

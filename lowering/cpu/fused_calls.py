@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import final
 
@@ -16,7 +16,7 @@ from attn_graph.lowering.cpu.far_rows import refuse_far_rows
 from attn_graph.lowering.cpu.fused_slots import (
     PartSlot,
     TileSlot,
-    add_windows,
+    add_share,
     all_places,
     fill_addend,
     keep_all,
@@ -25,13 +25,13 @@ from attn_graph.lowering.cpu.fused_slots import (
     tile_slot,
 )
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.cpu.schedule import Tensors
 from attn_graph.lowering.problem import new_gradient
 from attn_graph.machine.ambient import constant_beside, is_traced
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, TensorSpec
 
 MOST_POSITIONS = 2**14  # held by a plan: 128 KiB of int64
+Tensors = Mapping[str, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -70,7 +70,7 @@ class FusedRun:
         if self.slots is not None:
             return self.slots, self.whole
         tiles = self.tiles.tiles(data)
-        slots = (tile_slot(self.tiles, tile, None) for tile in tiles)  # made ready in passing
+        slots = (tile_slot(self.tiles, tile, held=False) for tile in tiles)  # made ready in passing
         return slots, self.tiles.is_whole(tiles)
 
     def forward(
@@ -139,8 +139,7 @@ class FusedRun:
         slots, whole = self.listed(call.given.mask)
         if whole:
             (slot,) = slots
-            ((_, shares),) = call.pull(slot, slot.parts[0], o, finite, do)
-            return shares
+            return call.pull(slot, slot.parts[0], o, finite, do)
         return self.summed(call, slots, o, finite, do)
 
     def seen(self, do: torch.Tensor, unseen: torch.Tensor, scratch: Tensors) -> torch.Tensor:
@@ -168,18 +167,16 @@ class FusedRun:
             if not slot.parts:
                 rows.zero_()
             for number, part in enumerate(slot.parts):
-                for windows, (share, *others) in call.pull(slot, part, o, lse, do):
-                    to = rows[windows]
-                    to.add_(share) if number else to.copy_(share)
-                    if sums:
-                        add_windows(sums[0], others[0], part, windows)
-                        add_windows(sums[1], others[1], part, windows)
-                    else:
-                        sums = [  # of an unnamed zip: a named one would hold the last pair
-                            room.begin_sum(x, part, windows)
-                            for room, x in zip(rooms[1:], others, strict=True)
-                        ]
-                    del share, others  # else two of them would need room
+                share, *others = call.pull(slot, part, o, lse, do)
+                rows.add_(share) if number else rows.copy_(share)
+                if sums:
+                    add_share(sums[0], others[0], part)
+                    add_share(sums[1], others[1], part)
+                else:
+                    sums = [  # of an unnamed zip: a named one would hold the last pair
+                        room.begin_sum(x, part) for room, x in zip(rooms[1:], others, strict=True)
+                    ]
+                del share, others  # else two of them would need room
         dk, dv = sums or [room.tensor.zero_() for room in rooms[1:]]
         return dq, dk, dv
 
@@ -213,13 +210,13 @@ class SumRoom:
     def tensor(self) -> torch.Tensor:
         return new_gradient(self.spec) if self.own is None else self.own
 
-    def begin_sum(self, share: torch.Tensor, part: PartSlot, windows: slice) -> torch.Tensor:
+    def begin_sum(self, share: torch.Tensor, part: PartSlot) -> torch.Tensor:
         """The sum, begun with the share of the first part. A share of all keys is the sum
         itself."""
         if part.keys is keep_all:
             return share if self.own is None else self.own.copy_(share)
         total = self.tensor.zero_()
-        add_windows(total, share, part, windows)
+        add_share(total, share, part)
         return total
 
 
@@ -280,15 +277,13 @@ class TileCall:
 
     def pull(
         self, slot: TileSlot, part: PartSlot, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
-    ) -> Iterator[tuple[slice, Triple]]:
-        """dq, dk, dv of one part of a tile, of some of its windows at a time."""
-        operands = slot.rows(self.q), part.keys(self.k), part.keys(self.v)
-        cut = *operands, slot.rows(do), slot.rows(o), slot.rows(lse)
+    ) -> Triple:
+        """dq, dk, dv of one part of a tile."""
+        q, k, v = slot.rows(self.q), part.keys(self.k), part.keys(self.v)
+        given = slot.rows(do), slot.rows(o), slot.rows(lse)
         addend = self.addend(slot, part) if part.makes or self.traced else part.addend
         how = self.node.scale, part.causal, addend
-        for at in part.windows:
-            q, k, v, do, o, lse = (x[at] for x in cut)
-            yield at, fused_cpu.attend_backward(q, k, v, do, o, lse, *how)
+        return fused_cpu.attend_backward(q, k, v, *given, *how)
 
     def unseen(self, part: PartSlot, addend: torch.Tensor | None) -> torch.Tensor | None:
         """The rows without keys in a part: held since planning, or read off its addend."""

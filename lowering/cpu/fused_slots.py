@@ -20,26 +20,24 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.fused_cpu import find_unseen
 from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
-from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.cpu.schedule import MOST_READY, Cut, Part, Tile, place_within
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles, block_of
+from attn_graph.lowering.cpu.schedule import Cut, Part, Tile, place_within
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Mask
-from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF
 
 RECENT = 16  # addends held with plans, of 512 KiB at most
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
-Index = tuple[int, slice, slice]
 
 
 @final
 @frozen(eq=False)
 class PartSlot:
-    """A part of a tile. keys: cuts its keys out of x [B,G,N,D].
+    """A part of a tile. keys: cuts its keys out of x [B,G,N,D]. pieces: of a repeating tile, its
+    keys in pieces [start, stop) that do not overlap those of the next repeat, each with its cut.
 
-    pieces: its keys in pieces [start, stop) without overlap between rows, if tiles repeat. windows:
-    slices of the repeats, one for each step of a backward. causal: True if query i keeps the keys
+    causal: True if query i keeps the keys
     up to i. addend: of the scores, if the plan holds it; makes: True if each call has to make it,
     of this shape and count of elements. empties: True if a row may see none of the part's keys;
     unseen: these rows, of a held addend.
@@ -48,7 +46,6 @@ class PartSlot:
     part: Part
     keys: Cut
     pieces: tuple[tuple[int, int, Cut], ...]
-    windows: tuple[slice, ...]
     causal: bool
     makes: bool
     shape: tuple[int, ...]
@@ -71,31 +68,20 @@ class TileSlot:
 
 def ready_slots(tiles: FusedTiles) -> tuple[TileSlot, ...] | None:
     """The slots of the tiles; None if data decides the tiles, or there are too many."""
-    if tiles.static is None or sum(len(t.parts) for t in tiles.static) > MOST_READY:
+    if tiles.static is None:
         return None
-    held = held_addends(tiles) if tiles.holds else None
-    return tuple(tile_slot(tiles, tile, held) for tile in tiles.static)
+    return tuple(tile_slot(tiles, tile, tiles.holds) for tile in tiles.static)
 
 
-def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
-    p = tiles.problem
+def held_addend(tiles: FusedTiles, tile: Tile, part: Part) -> torch.Tensor:
+    p, mask = tiles.problem, tiles.problem.node.mask
+    if tiles.shares_addends:
+        assert mask is not None
+        return recent_addend(mask, len(tile.rows), part.start - tile.rows.start, len(part), p.wide)
     nothing: Data = tuple({} for _ in p.node.modifiers)
-    mask, bare = p.node.mask, not p.node.modifiers
-    for tile, part in tiles.changed_parts():
-        if bare and mask is not None and mask.relative and is_ours(mask):
-            keys = range(part.start - tile.rows.start, part.stop - tile.rows.start)
-            rows, known = tiles.common or (len(tile.rows), keys)
-            addend = recent_addend(mask, rows, known.start, len(known), p.wide)
-            yield addend[..., : len(tile.rows), slice_of(known, keys)]
-            continue
-        shape = addend_shape(tiles, tile, part)
-        room = torch.empty(shape, dtype=p.wide, device="cpu")
-        place, mixed = part_places(p, tile, part), part.kind == "mixed"
-        yield fill_addend(room, p.node, nothing, p.node.restores, place, mixed)
-
-
-def slice_of(whole: range, part: range) -> slice:
-    return slice(part.start - whole.start, part.stop - whole.start)
+    room = torch.empty(addend_shape(tiles, tile, part), dtype=p.wide, device="cpu")
+    place, mixed = part_places(p, tile, part), part.kind == "mixed"
+    return fill_addend(room, p.node, nothing, p.node.restores, place, mixed)
 
 
 @lru_cache(RECENT)
@@ -112,8 +98,8 @@ def recent_addend(mask: Mask, rows: int, start: int, keys: int, dtype: torch.dty
     return room
 
 
-def tile_slot(tiles: FusedTiles, tile: Tile, held: Iterator[torch.Tensor] | None) -> TileSlot:
-    """held: the addends of this tile's parts come next."""
+def tile_slot(tiles: FusedTiles, tile: Tile, held: bool) -> TileSlot:
+    """held: True if the plan holds the addends."""
     p = tiles.problem
     heads = tile.heads(p.H, p.G)
     return TileSlot(
@@ -124,22 +110,17 @@ def tile_slot(tiles: FusedTiles, tile: Tile, held: Iterator[torch.Tensor] | None
     )
 
 
-def part_slot(
-    tiles: FusedTiles, tile: Tile, part: Part, held: Iterator[torch.Tensor] | None
-) -> PartSlot:
+def part_slot(tiles: FusedTiles, tile: Tile, part: Part, held: bool) -> PartSlot:
     p = tiles.problem
     adds = part.kind == "mixed" or bool(p.node.modifiers)
     hull = cut_keys(p, tile, range(part.start, part.stop))
     keys = GatheredKeys.of(part, hull) if part.gathered else hull
-    addend = next(held) if adds and held is not None else None
-    makes, pieces = adds and addend is None, tuple(pieces_of(p, tile, part))
-    windows = tuple(windows_of(tiles, tile, part))
-    shape = addend_shape(tiles, tile, part)
+    addend = held_addend(tiles, tile, part) if adds and held else None
+    shape, makes = addend_shape(tiles, tile, part), adds and not held
     causal, empties = part.kind == "causal", adds and may_empty(tiles, tile, part)
     unseen = find_unseen(addend) if empties and addend is not None else None
-    return PartSlot(
-        *(part, keys, pieces, windows, causal, makes, shape, prod(shape), empties, addend, unseen)
-    )
+    pieces = tuple(pieces_of(p, tile, part)) if tile.repeat > 1 else ()
+    return PartSlot(part, keys, pieces, causal, makes, shape, prod(shape), empties, addend, unseen)
 
 
 def may_empty(tiles: FusedTiles, tile: Tile, part: Part) -> bool:
@@ -152,18 +133,13 @@ def may_empty(tiles: FusedTiles, tile: Tile, part: Part) -> bool:
 
 def find_cut(tile: Tile, rows: range, heads: range, shape: tuple[int, int, int]) -> Cut:
     """Cuts these rows and heads of a tile's batch entries out of x [B,H,L,...]; repeats become the
-    first axis."""
+    batch entries."""
     if tile.repeat > 1:
         index = tile.batch.start, slice(None), slice(rows.start, rows.stop)
-        return partial(cut_windows, index, tile.repeat, tile.step)
+        return partial(cut_windows, index, tile.repeat, len(tile.rows))
     if (tile.batch, heads, rows) == tuple(map(range, shape)):
         return keep_all
     return itemgetter(tuple(slice(x.start, x.stop) for x in (tile.batch, heads, rows)))
-
-
-def cut_keys(p: Problem, tile: Tile, keys: range) -> Cut:
-    """Cuts a run of keys of a tile out of x [B,G,N,D]."""
-    return find_cut(tile, keys, tile.heads(p.G, p.G), (p.B, p.G, p.N))
 
 
 @final
@@ -202,7 +178,14 @@ def keep_all(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def cut_windows(index: Index, repeat: int, step: int, x: torch.Tensor) -> torch.Tensor:
+def cut_keys(p: Problem, tile: Tile, keys: range) -> Cut:
+    """Cuts a run of keys of a tile out of x [B,G,N,D]."""
+    return find_cut(tile, keys, tile.heads(p.G, p.G), (p.B, p.G, p.N))
+
+
+def cut_windows(
+    index: tuple[int, slice, slice], repeat: int, step: int, x: torch.Tensor
+) -> torch.Tensor:
     """index: of the first of `repeat` windows, each `step` rows after the other."""
     first = x[index]
     h, m, *rest = first.stride()
@@ -211,32 +194,20 @@ def cut_windows(index: Index, repeat: int, step: int, x: torch.Tensor) -> torch.
 
 
 def pieces_of(p: Problem, tile: Tile, part: Part) -> Iterator[tuple[int, int, Cut]]:
-    """The pieces of a tile's addend, one for each run of keys."""
-    if tile.repeat == 1:
-        return
-    for at in range(0, len(part), tile.step):
-        stop = min(at + tile.step, len(part))
-        rows = range(part.start + at, part.start + stop)
-        yield at, stop, cut_keys(p, tile, rows)
+    step = len(tile.rows)
+    for at in range(0, len(part), step):
+        stop = min(at + step, len(part))
+        yield at, stop, cut_keys(p, tile, range(part.start + at, part.start + stop))
 
 
-def windows_of(tiles: FusedTiles, tile: Tile, part: Part) -> Iterator[slice]:
-    """Slices of a tile's repeats, one for each step of a backward."""
-    if tile.repeat == 1:
-        yield slice(None)
-        return
-    count = tiles.count_windows(tile, part)
-    yield from (slice(at, at + count) for at in range(0, tile.repeat, count))
-
-
-def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot, windows: slice) -> None:
-    """total [B,G,N,D] += a part's gradient; overlapping windows are added in disjoint slices."""
+def add_share(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> None:
+    """total [B,G,N,D] += a part's gradient."""
     if isinstance(slot.keys, GatheredKeys):
         slot.keys.add(total, share)
     elif not slot.pieces:
         slot.keys(total).add_(share)
     for start, stop, cut in slot.pieces:
-        cut(total)[windows].add_(share[:, :, start:stop])
+        cut(total).add_(share[:, :, start:stop])
 
 
 # Addends of the scores
@@ -244,9 +215,7 @@ def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot, window
 
 def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
     """All places of a problem. data: the mask's tensors."""
-    p = problem
-    block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
-    return Place.of(block, range(p.N), torch.device("cpu"))
+    return Place.of(block_of(problem, data), range(problem.N), torch.device("cpu"))
 
 
 def part_places(problem: Problem, tile: Tile, part: Part) -> Place:

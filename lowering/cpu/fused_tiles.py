@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from math import prod
-from typing import final
+from typing import Literal, final
 
 import torch
 from attrs import evolve, frozen
@@ -14,44 +14,45 @@ from attrs import evolve, frozen
 from attn_graph.kernels.merging import MERGED
 from attn_graph.lowering.cpu.asking import (
     Extent,
+    Tensors,
     ask_bits,
     ask_mask,
     ask_modifiers,
     depends,
     shapes_of_data,
 )
-from attn_graph.lowering.cpu.layer_tiles import (
-    POINTS_A_CALL,
-    find_layers_of,
-    takes_layers,
-    tile_layers,
-)
-from attn_graph.lowering.cpu.planned_tiles import DATA_ROWS, LEAST_FULL, static_tiles
 from attn_graph.lowering.cpu.schedule import (
+    DATA_ROWS,
+    LEAST_FULL,
+    MOST_TILES,
     ROW_BLOCKS,
     Part,
-    Tensors,
     Tile,
+    choose_rows,
     gather_parts,
-    join_corner,
     join_entries,
     join_neighbours,
+    layer_tiles,
+    looks_pay,
     row_tiles,
     shorten_parts,
 )
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
+from attn_graph.lowering.rates import CpuRates
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Keep, KeepBlocks, needs_of
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.joins import leaves
+from attn_graph.masks.layers import is_layered, list_layers
+from attn_graph.masks.places import Block
+from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec
 
 FEW_QUERIES = 64  # k and v are read once or twice for them
 MOST_PACKED = 2**23  # bytes of k and v packed at a time for FEW_QUERIES
 LEAST_KEYS = FEW_QUERIES  # packed at a time
 MOST_HELD = 2**17  # elements of addends held by a plan: 512 KiB of float32
-MOST_SHARED = 2**19  # elements of dk made by windows at a time: 2 MiB; more is slower
-LEAST_TASKS = 32  # heads of windows: the kernel computes each in one thread
+POINTS_A_CALL = 2**12  # places a call may evaluate a mask at to list layers: some 5 ms
 JOINED = 2**21  # numbers added at a time to neighbours with the same keys, 8 MiB of float32
 
 
@@ -63,10 +64,11 @@ class FusedTiles:
     static: the tiles; None if data decides them, or there are more than planning lists. axes: the
     addend's axes of "b" and "h", besides i and j. width: the head size of the computation, the
     larger of D and E; the smaller is padded with zeros. blind: True if a query may see no key.
-    layered: True if calls cut their tiles from the places exactly kept by data.
+    layered: True if tiles are cut from the places that the mask exactly keeps, if these are few.
     """
 
     problem: Problem
+    rates: CpuRates
     static: tuple[Tile, ...] | None
     axes: str
     width: int
@@ -74,18 +76,23 @@ class FusedTiles:
     layered: bool
 
     @classmethod
-    def plan(cls, problem: Problem) -> FusedTiles:
+    def plan(cls, problem: Problem, rates: CpuRates) -> FusedTiles:
         """The tiles of a problem, static if its mask does not depend on data."""
-        axes = depends(problem)
         width, blind = max(problem.D, problem.E), problem.has_blind_rows
-        static = static_tiles(problem, axes)
-        layered = static is None and takes_layers(problem, shapes_of_data(problem))
-        plain = cls(problem, static, axes, width, blind, layered)
-        if plain.static is None:
-            return plain
-        if plain.keys_a_part:
-            return plain.with_shorter_parts()
-        return evolve(plain, static=join_corner(problem, plain.static))
+        fixed = problem, rates, None, depends(problem), width, blind
+        tiles = cls(*fixed, layered=takes_layers(problem))
+        return evolve(tiles, static=tiles.list_static())
+
+    def list_static(self) -> tuple[Tile, ...] | None:
+        """The tiles; None if data decide them, or if there are too many to list."""
+        p, mask, bounded = self.problem, self.problem.node.mask, bool(self.problem.node.modifiers)
+        if mask is None and (p.M <= DATA_ROWS or not bounded):
+            return tuple(self.shortened([whole_tile(p, "full")]))
+        if mask is not None and mask.needs:
+            whole = None if looks_pay(p, self.rates) else [whole_tile(p, "mixed")]
+        else:
+            whole = self.list_tiles({}, MOST_POINTS)
+        return None if whole is None or len(whole) > MOST_TILES else tuple(self.shortened(whole))
 
     @cached_property
     def computes(self) -> torch.dtype:
@@ -101,17 +108,13 @@ class FusedTiles:
         p = self.problem
         specs = dict(zip("kv", p.specs[1:3], strict=True))
         row = p.G * self.width * self.computes.itemsize * sum(self.packs(*x) for x in specs.items())
-        repeats = any(tile.repeat > 1 for tile in self.static or ())
-        if p.grad is not None or p.M > FEW_QUERIES or repeats or p.B * p.N * row <= MOST_PACKED:
+        if p.grad is not None or p.M > FEW_QUERIES or p.B * p.N * row <= MOST_PACKED:
             return None
         return max(LEAST_KEYS, MOST_PACKED // (row * p.B))
 
-    def with_shorter_parts(self) -> FusedTiles:
-        assert self.static is not None
-        assert self.keys_a_part is not None
-        return evolve(
-            self, static=tuple(shorten_parts(tile, self.keys_a_part) for tile in self.static)
-        )
+    def shortened(self, tiles: Sequence[Tile]) -> Sequence[Tile]:
+        most = self.keys_a_part
+        return tiles if most is None else [shorten_parts(tile, most) for tile in tiles]
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -165,28 +168,24 @@ class FusedTiles:
         needs = (*(m.needs for m in node.modifiers), needs_of(node.mask))
         if self.static is None or any(needs):
             return False
-        if self.common is not None:
-            return self.common[0] * len(self.common[1]) <= MOST_HELD
-        b = self.problem.B if "b" in self.axes else 1
-        copies = b * (self.problem.H if "h" in self.axes else 1)
-        sizes = accumulate(copies * len(t.rows) * len(x) for t, x in self.changed_parts())
-        return all(size <= MOST_HELD for size in sizes)
+        heads = (self.problem.B if "b" in self.axes else 1) * self.copies
+        sizes = {
+            self.outline(*each): len(each[0].rows) * len(each[1]) for each in self.changed_parts()
+        }
+        return heads * sum(sizes.values()) <= MOST_HELD
 
-    @cached_property
-    def common(self) -> tuple[int, range] | None:
-        """Queries, and keys counted from the first query, of one addend for all parts: under a mask
-        of j - i alone, unless it is larger than the parts together. The first key is rounded, so
-        near lengths share it."""
-        node, parts = self.problem.node, [*self.changed_parts()]
-        mask = node.mask
-        if node.modifiers or mask is None or not (mask.relative and is_ours(mask) and parts):
-            return None
-        rows = max(len(t.rows) for t, _ in parts)
-        spans = [(x.start - t.rows.start, x.stop - t.rows.start) for t, x in parts]
-        first = min(start for start, _ in spans) // rows * rows
-        keys = range(first, max(stop for _, stop in spans))
-        each = sum(len(t.rows) * len(x) for t, x in parts)
-        return (rows, keys) if rows * len(keys) <= each else None
+    @property
+    def shares_addends(self) -> bool:
+        """True if an addend depends on j - i alone: tiles along the diagonal have the same."""
+        node = self.problem.node
+        mask = None if node.modifiers else node.mask
+        return mask is not None and mask.relative and is_ours(mask)
+
+    def outline(self, tile: Tile, part: Part) -> tuple[int, ...]:
+        """Equal for parts with equal addends."""
+        first, start = tile.rows.start, part.start
+        at = (0, start - first) if self.shares_addends else (first, start)
+        return (*at, len(tile.rows), len(part))
 
     def changed_parts(self) -> Iterator[tuple[Tile, Part]]:
         everywhere = bool(self.problem.node.modifiers)
@@ -237,8 +236,14 @@ class FusedTiles:
 
     @property
     def joined(self) -> int:
-        """The most scores of one head in a tile joined of several, by data."""
-        return JOINED // (self.problem.H if "h" in self.axes else 1)
+        """The most scores of one head in a tile joined of several with an addend."""
+        most = JOINED // self.copies if needs_of(self.problem.node.mask) else 0
+        return max(DATA_ROWS * self.problem.N, most)
+
+    @property
+    def copies(self) -> int:
+        """The addend's heads."""
+        return self.problem.H if "h" in self.axes else 1
 
     @property
     def temporary(self) -> int:
@@ -272,7 +277,7 @@ class FusedTiles:
         if self.alone is not None and self.alone.kind == "mixed":
             most += prod(p.specs[3].shape) * p.dtype.itemsize
         for tile in self.reached:
-            rows, parts = tile.repeat * len(tile.batch) * p.H * len(tile.rows), len(tile.parts)
+            rows, parts = tile.entries * p.H * len(tile.rows), len(tile.parts)
             beside = rows * (MERGED * wide + torch.bool.itemsize)
             if not (self.is_direct and self.is_whole([tile])):
                 joins = parts > 1 or p.node.sinks
@@ -303,14 +308,12 @@ class FusedTiles:
     def count_shares(self, tile: Tile, part: Part, *, first: bool) -> int:
         """Bytes of dq, dk and dv of a part of a tile, and of the kernel's copy of do. first: True
         if dk and dv of the part become the sums, if it has all keys."""
-        p, windows = self.problem, tile.repeat
-        if windows > 1:
-            windows = min(windows, self.count_windows(tile, part))
+        p = self.problem
         keys = p.N if self.static is None else len(part)
         sums = first and (len(tile.batch), keys) == (p.B, p.N) and "dk" not in self.buffers
         keys = 0 if sums and self.static is not None else keys
         numbers = 2 * (p.H * len(tile.rows) + p.G * keys)
-        return windows * len(tile.batch) * numbers * self.width * p.wide.itemsize
+        return tile.entries * numbers * self.width * p.wide.itemsize
 
     @cached_property
     def asked(self) -> int:
@@ -338,44 +341,46 @@ class FusedTiles:
         rows = min(p.M, -(-self.most_scores // keys))
         yield Extent(entries, heads, rows, keys)
 
-    def count_windows(self, tile: Tile, part: Part) -> int:
-        """How many windows of a repeating tile a backward computes at a time: gradients of keys
-        overlap, and are added before there are more."""
-        p = self.problem
-        few = MOST_SHARED // (p.G * len(part) * self.width)
-        return min(tile.repeat, max(few, -(-LEAST_TASKS // p.H)))
-
     def summary(self) -> str:
         if self.static is None:
             mask = self.problem.node.mask
             why = "data picks the keys" if needs_of(mask) else "each call lists them"
             kinds = "rectangles and triangles, else on " if self.layered else ""
-            return f"PyTorch's fused CPU kernel on {kinds}tiles of {self.data_rows} queries; {why}"
+            return f"PyTorch's fused CPU kernel on {kinds}tiles of {self.rows} queries; {why}"
         return describe_calls(self.problem, self.static)
 
     def tiles(self, data: Tensors) -> Sequence[Tile]:
         """The tiles of a call, given the mask's tensors."""
         if self.static is not None:
             return self.static
-        tiles = self.tiles_by_data(data)
-        most = self.keys_a_part
-        return tiles if most is None else [shorten_parts(tile, most) for tile in tiles]
+        tiles = self.list_tiles(data, POINTS_A_CALL)
+        assert tiles is not None
+        return self.shortened(tiles)
 
-    def tiles_by_data(self, data: Tensors) -> list[Tile]:
-        p = self.problem
-        rows, bounded = min(self.data_rows, p.M), bool(p.node.modifiers)
-        kept = find_layers_of(p, data, POINTS_A_CALL) if self.layered else None
-        tiles = None if kept is None else tile_layers(p, kept, rows, LEAST_FULL, single=True)
-        if tiles is not None:
-            return tiles
-        most, entries = max(rows * p.N, self.joined), [range(b, b + 1) for b in range(p.B)]
+    def list_tiles(self, data: Tensors, most_points: int) -> list[Tile] | None:
+        """The tiles; None if planning would list too many."""
+        p, mask = self.problem, self.problem.node.mask
+        whole = block_of(p, data)
+        if self.layered and mask is not None:
+            kept, single = list_layers(mask, whole, most_points), "b" in self.axes
+            tiles = kept and layer_tiles(p, kept, self.rows, self.rates, single=single)
+            if tiles:
+                return tiles
+        if most_points == MOST_POINTS and MOST_TILES * self.rows < p.M:
+            return None
+        return self.block_tiles(whole)
+
+    def block_tiles(self, whole: Block) -> list[Tile]:
+        """Tiles of blocks of queries, and of each batch entry if data decide."""
+        p, bounded = self.problem, bool(self.problem.node.modifiers)
+        entries = [evolve(whole, batch=x) for x in split_range(whole.batch, bool(whole.data))]
         listed: list[Tile] = []
         for groups in self.groups:
-            each = (row_tiles(p, p.node.mask, b, rows, LEAST_FULL, data, groups) for b in entries)
+            each = (row_tiles(p, x, min(self.rows, p.M), groups) for x in entries)
             gathered = ([self.gather(tile) for tile in tiles] for tiles in each)
-            joined = [join_neighbours(tiles, most, bounded) for tiles in gathered]
+            joined = [join_neighbours(tiles, self.joined, bounded) for tiles in gathered]
             if self.joins_entries:
-                listed += join_entries(joined, most if "b" in self.axes else None, bounded)
+                listed += join_entries(joined, self.joined if "b" in self.axes else None, bounded)
             else:
                 listed += chain.from_iterable(joined)
         return listed
@@ -388,9 +393,11 @@ class FusedTiles:
         return tuple(leaf for leaf in every if isinstance(leaf, KeepBlocks))
 
     @cached_property
-    def data_rows(self) -> int:
-        """Queries of a tile, if data decides their keys: the least number of whole blocks of a
-        table, not below ROW_BLOCKS."""
+    def rows(self) -> int:
+        """Queries of a tile with an addend. If data decides their keys, at most the least number of
+        whole blocks of a table, not below ROW_BLOCKS."""
+        if not needs_of(self.problem.node.mask):
+            return choose_rows(self.problem, self.rates, self.problem.N)
         blocks = [-(-ROW_BLOCKS[0] // leaf.rows) * leaf.rows for leaf in self.tables]
         return min(DATA_ROWS, *blocks) if blocks else DATA_ROWS
 
@@ -453,3 +460,27 @@ def hides_whole_keys(problem: Problem) -> bool:
     if p.grad is not None or not isinstance(mask, Keep):
         return False
     return p.by_role.mask[mask.name].shape[1:] == (1, 1, p.N)
+
+
+def whole_tile(problem: Problem, kind: Literal["full", "mixed"]) -> Tile:
+    """All scores as one tile."""
+    return Tile(range(problem.B), range(problem.M), (Part(0, problem.N, kind),))
+
+
+def block_of(problem: Problem, data: Tensors) -> Block:
+    """All places of a problem, with the mask's tensors."""
+    p = problem
+    return Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
+
+
+def takes_layers(problem: Problem) -> bool:
+    """With a modifier each part has an addend anyway. The kernel masks before it scales, so a scale
+    of 0 or less turns the -inf of a triangle into NaN or inf; nor is one too small sure."""
+    node = problem.node
+    if node.mask is None or node.modifiers or problem.low_scale or problem.is_empty:
+        return False
+    return is_layered(node.mask, block_of(problem, shapes_of_data(problem)))
+
+
+def split_range(whole: range, apart: bool) -> list[range]:
+    return [range(n, n + 1) for n in whole] if apart else [whole]

@@ -14,7 +14,6 @@ from attrs import Factory, field, frozen
 from attn_graph.ir.attention import Operands
 from attn_graph.kernels.hiding import Bits, hiding_bits
 from attn_graph.lowering.cpu.schedule import (
-    MOST_READY,
     Cut,
     Part,
     Tile,
@@ -46,6 +45,7 @@ DROPOUT_SCORES = SCORES // 2  # its random words take three times the memory of 
 WHOLE_ROWS, WHOLE_MASKED_ROWS = 1024, 128
 FEW_SCORES = 2**16  # they take less time than a list of tiles
 LEAST_ROWS = 16
+MOST_READY = 256  # tiles made ready ahead of calls; beyond, Python's share of a call is small
 MOST_HELD = 2**14  # places of a part with held bits, in up to 256 KiB
 HELD = 64  # parts
 MOST_POSITIONS = 2**12  # held, in 32 KiB
@@ -366,7 +366,7 @@ def find_reach(problem: Problem, rows: int) -> int:
     p, mask = problem, problem.node.mask
     if mask is None or mask.needs or rows * MOST_READY < p.M:
         return p.N
-    tiles = row_tiles(p, mask, range(p.B), rows, LEAST_FULL)
+    tiles = row_tiles(p, Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N), rows)
     return max(1, *(tile.keys for tile in tiles))
 
 

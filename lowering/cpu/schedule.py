@@ -1,35 +1,35 @@
-"""The visited tiles of the score matrix, from the algebra of masks."""
+"""The tiles of the score matrix that a mask leaves, for calls of PyTorch's fused kernel.
+
+What the mask exactly keeps gives rectangles and triangles without an addend. Where that is unknown,
+blocks of queries read the keys that they may see, with -inf added to those they do not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, groupby, islice
+from math import log2, prod
 from typing import Literal, final
 
 import torch
 from attrs import evolve, frozen
 
 from attn_graph.lowering.problem import Problem
-from attn_graph.masks import Band, Mask
-from attn_graph.masks.joins import leaves
-from attn_graph.masks.places import Block, Keys, Place
-from attn_graph.masks.regions import find_breaks
+from attn_graph.lowering.rates import CpuRates
+from attn_graph.masks import Mask
+from attn_graph.masks.layers import Kept
+from attn_graph.masks.places import Block, Keys, Place, join_intervals
+from attn_graph.masks.regions import Layer, Run
 
-CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, copying the result
-FLOP_SECONDS = 7e-12  # of a multiplication or addition on 2 cores: only ratios count
-PULL_FLOPS = 3  # times the forward pass's, by their time
-READ_ROWS = 18  # queries: a key is read in the time of so many
-ADDED_SECONDS = 3e-10  # of reading and adding one number to a score, beside its product
-MADE_SECONDS = 1e-9  # of an addend's number, made by each call
-MERGE_SECONDS = 4e-10  # of an element of o, to merge two parts of a tile
-ROW_BLOCKS = (32, 64, 128, 256, 512)
-MOST_TILES = 2**13  # listed while planning, in some tenths of a second; or each call lists them
-MOST_JOINED = 2**14  # scores of a head with held numbers to hide a corner: 64 KiB
-MOST_READY = 256  # made ready ahead of calls; beyond, Python's share of a call is small
-Tensors = Mapping[str, torch.Tensor]  # by name
-Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
+ROW_BLOCKS = (32, 512)  # queries of a tile: the kernel's own blocks, and a cache's worth
+FEW_REPEATS = 2  # windows of queries moved along, not worth a tile that repeats
+MOST_SHARED = 2**19  # numbers of keys in windows that overlap: 2 MiB; more gradients are slower
+LEAST_TASKS = 32  # heads of windows: the kernel computes each in one thread
+DATA_ROWS = 128  # queries a tile, if data decides their keys
+LEAST_FULL = 512  # keys: a longer run without mask is worth a call of its own and a merge
 BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
+MOST_TILES = 2**13  # listed and made ready ahead of calls; beyond, each call lists them
+Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
 
 
 @final
@@ -66,18 +66,17 @@ class Part:
 @final
 @frozen
 class Tile:
-    """Queries `rows` of the batch entries `batch` against the keys of `parts`.
-
-    `repeat` > 1: this many copies in all, with rows and keys moved by `step` each time. groups: its
+    """Queries `rows` of the batch entries `batch` against the keys of `parts`. groups: its
     key/value heads; None: all.
+
+    repeat > 1: this many copies in all, each with queries and keys moved on by those of `rows`.
     """
 
     batch: range
     rows: range
     parts: tuple[Part, ...]
-    repeat: int = 1
-    step: int = 0
     groups: range | None = None
+    repeat: int = 1
 
     def heads(self, x: int, G: int) -> range:
         """Its heads among the x heads of a tensor. G: all key/value heads."""
@@ -92,8 +91,21 @@ class Tile:
     @property
     def area(self) -> int:
         """Computed scores, for one head; of a causal part the kept ones."""
-        rows = len(self.rows)
-        return len(self.batch) * self.repeat * sum(part.area(rows) for part in self.parts)
+        return self.entries * sum(part.area(len(self.rows)) for part in self.parts)
+
+    @property
+    def entries(self) -> int:
+        """The batch entries of its calls."""
+        return len(self.batch) * self.repeat
+
+    @property
+    def stop(self) -> int:
+        """The query after its last one."""
+        return self.rows.start + self.repeat * len(self.rows)
+
+    @property
+    def is_mixed(self) -> bool:
+        return any(part.kind == "mixed" for part in self.parts)
 
 
 def place_within(at: Place, b: range, h: range, i: range, j: range) -> Place:
@@ -110,15 +122,57 @@ def place_within(at: Place, b: range, h: range, i: range, j: range) -> Place:
     )
 
 
+# Prices
+
+
+def score_seconds(problem: Problem, rates: CpuRates) -> float:
+    """The price of a score of the kernel's forward."""
+    p = problem
+    return 4 * max(p.D, p.E) / rates.flops(p.wide) + p.wide.itemsize / rates.kernel_softmax
+
+
+def key_seconds(problem: Problem, rates: CpuRates) -> float:
+    """The price of reading a key and its value, of all heads."""
+    return problem.G * (problem.D + problem.E) / rates.kernel_reads
+
+
+def tile_seconds(problem: Problem, tile: Tile, rates: CpuRates) -> float:
+    """The price of a tile's calls, scores, keys and values, and addends."""
+    p = problem
+    added = sum(len(part) for part in tile.parts if part.kind == "mixed")
+    return (
+        len(tile.parts) * rates.product_call
+        + p.H * tile.area * score_seconds(p, rates)
+        + tile.entries * key_seconds(p, rates) * tile.keys
+        + len(tile.rows) * added * rates.hides
+    )
+
+
+def choose_rows(problem: Problem, rates: CpuRates, keys: int, calls: int = 1) -> int:
+    """Queries of a tile with an addend, of about so many keys. Where keys begin or end later from
+    query to query, r queries compute r / 2 scores too many for each, and read each key once."""
+    p = problem
+    once = calls * rates.product_call + p.B * keys * key_seconds(p, rates)
+    best = int(2.0 ** round(log2(once / (p.B * p.H * score_seconds(p, rates))) / 2))
+    return min(max(best, ROW_BLOCKS[0]), ROW_BLOCKS[-1])
+
+
+def looks_pay(problem: Problem, rates: CpuRates) -> bool:
+    """True if finding each batch entry's kept keys takes less time than it saves: half of all
+    scores, by assumption."""
+    looks = problem.B * -(-problem.M // DATA_ROWS)
+    return looks * rates.look < prod(problem.sizes) * score_seconds(problem, rates) / 2
+
+
+# Blocks of queries
+
+
 def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ...]:
     """The possible keys of a block of queries; full runs of `least_full` keys stand alone."""
     if mask is None:
         return (Part(0, block.N, "full"),) if block.N else ()
     span, sure = mask.span(block).bridged(BRIDGE), mask.surely(block)
     return tuple(part for a, b in span.intervals for part in split_interval(a, b, sure, least_full))
-
-
-Way = Callable[[int], list[Tile] | None]  # tiles of at most this many queries; None: too many
 
 
 def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:
@@ -134,36 +188,14 @@ def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> Iterat
     yield from [Part(at, stop, "mixed")] if at < stop else []
 
 
-def row_tiles(
-    problem: Problem,
-    mask: Mask | None,
-    batch: range,
-    rows: int,
-    least_full: int,
-    data: Mapping[str, torch.Tensor] | None = None,
-    groups: range | None = None,
-) -> list[Tile]:
+def row_tiles(problem: Problem, whole: Block, rows: int, groups: range | None = None) -> list[Tile]:
     """A tile for each block of `rows` queries. groups: of some key/value heads."""
-    starts = range(0, problem.M, rows)
-    given = least_full, data, groups
-    return [make_tile(problem, mask, batch, start, rows, *given) for start in starts]
-
-
-def make_tile(
-    problem: Problem,
-    mask: Mask | None,
-    batch: range,
-    start: int,
-    rows: int,
-    least_full: int,
-    data: Mapping[str, torch.Tensor] | None = None,
-    groups: range | None = None,
-) -> Tile:
-    """The tile of the block of queries from `start` on."""
-    H, M, N = problem.H, problem.M, problem.N
-    tile = Tile(batch, range(start, min(start + rows, M)), (), groups=groups)
-    block = Block(batch, tile.heads(H, problem.G), tile.rows, H, M, N, data)
-    return evolve(tile, parts=parts_of(mask, block, least_full))
+    tiles = []
+    for at in range(0, problem.M, rows):
+        tile = Tile(whole.batch, range(at, min(at + rows, problem.M)), (), groups)
+        block = evolve(whole, heads=tile.heads(problem.H, problem.G), rows=tile.rows)
+        tiles.append(evolve(tile, parts=parts_of(problem.node.mask, block, LEAST_FULL)))
+    return tiles
 
 
 def gather_parts(tile: Tile, least: int, most: int) -> Tile:
@@ -199,7 +231,7 @@ def shorten_parts(tile: Tile, most: int) -> Tile:
     return evolve(tile, parts=tuple(parts))
 
 
-def join_neighbours(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
+def join_neighbours(tiles: Iterable[Tile], most: int, bounded: bool) -> list[Tile]:
     """Neighbours with equal keys made one, up to `most` scores under a mask. bounded: full tiles
     too, since something else is added to their scores."""
     out: list[Tile] = []
@@ -221,7 +253,7 @@ def join_entries(entries: Iterable[Sequence[Tile]], most: int | None, bounded: b
     out: list[Tile] = []
     for _, group in groupby(entries, key=lambda tiles: [(x.rows, x.parts) for x in tiles]):
         same = [*group]
-        added = [x for x in same[0] if bounded or any(part.kind == "mixed" for part in x.parts)]
+        added = [x for x in same[0] if bounded or x.is_mixed]
         largest = max((len(x.rows) * x.keys for x in added), default=0)
         count = max(1, most // largest) if most is not None and largest else len(same)
         for at in range(0, len(same), count):
@@ -231,148 +263,171 @@ def join_entries(entries: Iterable[Sequence[Tile]], most: int | None, bounded: b
     return out
 
 
-def join_corner(problem: Problem, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """A small causal corner and the keys before it as one part, if they are all: one call with an
-    addend takes less time than two calls and a merge."""
-    if problem.M * problem.N > MOST_JOINED:
-        return tiles
-    match tiles:
-        case (Tile(parts=(Part(kind="full") as first, Part(kind="causal") as corner)) as tile,):
-            return (evolve(tile, parts=(Part(first.start, corner.stop, "mixed"),)),)
+# Layers: rectangles and triangles
+
+
+def layer_tiles(
+    problem: Problem, kept: Iterable[Kept], rows: int, rates: CpuRates, *, single: bool
+) -> list[Tile] | None:
+    """Tiles of the places that a mask exactly keeps; None if they are many.
+
+    rows: the most queries of a tile with an addend. single: this tile has one batch entry.
+    """
+    tiles: list[Tile] = []
+    for batch, layers in kept:
+        listed = (x for layer in layers for x in tiles_of_layer(problem, batch, layer, rows, rates))
+        own = [*islice(listed, MOST_TILES + 1)]
+        if len(own) > MOST_TILES:
+            return None
+        joined = join_small(problem, join_triangles(own), rows, rates)
+        tiles += [x for tile in joined for x in (split_entries(tile) if single else [tile])]
+        if len(tiles) > MOST_TILES:
+            return None
     return tiles
 
 
-Same = tuple[Tile, int]  # a tile, and how many there are, each moved along the diagonal
+def split_entries(tile: Tile) -> list[Tile]:
+    """A tile for each batch entry if it has an addend; else as it is."""
+    return [evolve(tile, batch=range(b, b + 1)) for b in tile.batch] if tile.is_mixed else [tile]
 
 
-def fold_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list[Tile] | None:
-    """Tiles by `rows` queries; runs of one tile moved along the diagonal become one with `repeat`.
-    For masks and modifiers of j - i alone. Each batch entry has its own. None if more than
-    MOST_TILES are left."""
-    batch, changes = (
-        range(problem.B),
-        find_changes(mask, problem.B, problem.H, problem.M, problem.N),
-    )
-    if changes is None and rows * MOST_TILES < problem.M:
-        return None
-    runs: list[Same] = []
-    for starts in group_blocks(problem.M, rows, changes):
-        ends = [*starts[:2], starts[-1]]
-        tiles = [make_tile(problem, mask, batch, at, rows, least_full) for at in ends]
-        if len({outline(tile) for tile in tiles}) == 1:
-            runs.append((tiles[0], len(starts)))
-        elif len(runs) + len(starts) <= MOST_TILES:
-            runs += [(make_tile(problem, mask, batch, at, rows, least_full), 1) for at in starts]
-        else:
-            return None
-    return fold_diagonals(runs)
+def stands_still(layer: Layer) -> bool:
+    """True if all runs begin at one key for all queries: none needs an addend."""
+    return all(start.moves == 0 for start, _ in layer.runs)
 
 
-@lru_cache(8)  # asked for each row block
-def find_changes(mask: Mask, B: int, H: int, M: int, N: int) -> list[int] | None:
-    """The boundaries between queries with alike or moved tiles of bands; None: unknown."""
-    if not all(isinstance(leaf, Band) for leaf in leaves(mask)):
-        return None
-    return find_breaks(mask, Block(range(B), range(H), range(M), H, M, N))
+def tiles_of_layer(
+    problem: Problem, batch: range, layer: Layer, rows: int, rates: CpuRates
+) -> Iterator[Tile]:
+    """One tile; or blocks of `rows` queries if a run's start moves. If all edges move, blocks
+    repeat: their calls are few."""
+    if stands_still(layer):
+        parts = tuple(part for run in layer.runs for part in exact_parts(run, layer.rows))
+        yield Tile(batch, layer.rows, parts)
+        return
+    queries = layer.rows
+    if moves_along(layer):
+        tile = first_window(problem, batch, layer, rates)
+        step = len(tile.rows)
+        count = len(queries) // step
+        if count > max(FEW_REPEATS, len(batch)):
+            queries = queries[count * step :]
+            most = count if problem.grad is None else count_windows(problem, tile)
+            for at in range(0, count, most):
+                yield from move_tile(tile, at * step, min(most, count - at))
+    for at in range(0, len(queries), rows):
+        block = queries[at : at + rows]
+        yield Tile(batch, block, block_parts(layer.runs, block))
 
 
-def group_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range]:
-    """The starts of blocks of `rows` queries: blocks between two changes together, others alone.
-    Between two changes all edges of a mask stand still or move along with the queries."""
-    if changes is None:
-        return [range(at, at + 1) for at in range(0, M, rows)]
-    whole = [range(-(-a // rows) * rows, b // rows * rows, rows) for a, b in pairwise(changes)]
-    cut = {at // rows * rows for at in changes if at % rows}
-    return sorted(
-        (*filter(len, whole), *(range(at, at + 1) for at in cut)), key=lambda starts: starts.start
-    )
+def first_window(problem: Problem, batch: range, layer: Layer, rates: CpuRates) -> Tile:
+    """The first block of a layer of which all blocks are alike."""
+    keys = sum(len(part) for part in block_parts(layer.runs, layer.rows[:1]))
+    rows = choose_rows(problem, rates, keys, calls=0)
+    return Tile(batch, layer.rows[:rows], block_parts(layer.runs, layer.rows[:rows]))
 
 
-def fold_diagonals(tiles: Iterable[Same]) -> list[Tile] | None:
-    """Neighbours equal to one tile moved along the diagonal, made one; None if many are left."""
+def count_windows(problem: Problem, tile: Tile) -> int:
+    """How many windows a backward computes at a time: gradients of their keys overlap."""
+    few = MOST_SHARED // (problem.G * tile.keys * max(problem.D, problem.E))
+    return max(few, -(-LEAST_TASKS // problem.H))
+
+
+def move_tile(tile: Tile, by: int, repeat: int = 1) -> list[Tile]:
+    """A tile of each batch entry, moved along the diagonal."""
+    rows = range(tile.rows.start + by, tile.rows.stop + by)
+    parts = tuple(evolve(x, start=x.start + by, stop=x.stop + by) for x in tile.parts)
+    return [Tile(range(b, b + 1), rows, parts, repeat=repeat) for b in tile.batch]
+
+
+def moves_along(layer: Layer) -> bool:
+    """True if all edges move with the queries: blocks of these are alike."""
+    return all(edge.moves for run in layer.runs for edge in run)
+
+
+def exact_parts(run: Run, rows: range) -> Iterator[Part]:
+    """A run with one first key: the keys kept by all queries, and a triangle if its end moves.
+
+    The triangle's first key is the last one of the first query, so each of its queries keeps a key.
+    """
+    start, stop = run
+    first, last = stop.of(rows.start), stop.of(rows[-1])
+    begin, full = start.of(rows.start), first - 1 if first < last else first
+    if begin < full:
+        yield Part(begin, full, "full")
+    if first < last:
+        yield Part(full, last, "causal")
+
+
+def block_parts(runs: Sequence[Run], rows: range) -> tuple[Part, ...]:
+    """Parts of a block of queries, with some runs that begin later from query to query."""
+    a, b = rows[0], rows[-1]
+    pieces = join_intervals([(start.of(a), stop.of(b)) for start, stop in runs], BRIDGE)
+    sure = Keys(tuple((x, y) for s, e in runs if (x := s.of(b)) < (y := e.of(a))))
+    return tuple(part for piece in pieces for part in split_interval(*piece, sure, LEAST_FULL))
+
+
+def join_triangles(tiles: Iterable[Tile]) -> list[Tile]:
+    """Tiles with each triangle and the rectangle below it as one, a call of the kernel: a causal
+    mask and a length of keys, say."""
     out: list[Tile] = []
-    for _, run in groupby(tiles, key=lambda same: outline(same[0])):
-        same = list(run)
-        first, count = same[0][0], sum(count for _, count in same)
-        step = len(first.rows) if count > 1 else 0
-        if len(out) + min(count, len(first.batch)) > MOST_TILES:
-            return None
-        if not first.parts:
-            last, more = same[-1]
-            stop = last.rows.stop + (more - 1) * step
-            out.append(evolve(first, rows=range(first.rows.start, stop)))
-        elif count > len(first.batch):
-            out += [
-                evolve(first, batch=range(b, b + 1), repeat=count, step=step) for b in first.batch
-            ]
+    for tile in tiles:
+        joined = join_triangle(out[-1], tile) if out else None
+        if joined is None:
+            out.append(tile)
         else:
-            out += [move_tile(first, n * step) for n in range(count)]
+            out[-1] = joined
     return out
 
 
-def move_tile(tile: Tile, by: int) -> Tile:
-    rows = range(tile.rows.start + by, tile.rows.stop + by)
-    parts = tuple(evolve(x, start=x.start + by, stop=x.stop + by) for x in tile.parts)
-    return evolve(tile, rows=rows, parts=parts)
-
-
-def outline(tile: Tile) -> tuple[object, ...]:
-    """Equal for tiles moved along the diagonal."""
-    at = tile.rows.start
-    return len(tile.rows), tuple((p.start - at, p.stop - at, p.kind) for p in tile.parts)
-
-
-def plain_tiles(problem: Problem, mask: Mask | None) -> list[Tile] | None:
-    """Tiles for no mask or a causal one, both built into the fused kernel.
-
-    A diagonal `high` places right of the corner: every query keeps the first `high` keys, and the
-    rest is a square triangle. Left of the corner: the first -high queries keep nothing. The kernel
-    masks before it scales, so a scale of 0 or less turns its -inf into NaN or inf: None then, and
-    for a scale too small to be sure.
-    """
-    B, M, N = range(problem.B), problem.M, problem.N
-    if mask is None:
-        return [Tile(B, range(M), (Part(0, N, "full"),))]
-    if not isinstance(mask, Band) or mask.low is not None or mask.high is None:
+def join_triangle(above: Tile, below: Tile) -> Tile | None:
+    """A tile ending in a triangle, joined with the tile below, if the queries there keep all keys
+    of the triangle's last query, and at most one more; None for others."""
+    if are_apart(above, below) or not (above.parts and below.parts):
         return None
-    if mask.ragged or problem.low_scale:
+    *others, corner = above.parts
+    *same, base = below.parts
+    begin = corner.start
+    if others and others[-1].stop == begin:  # the rectangle of the same run
+        begin = others[-1].start
+        same = [*same, others[-1]]
+    fits = corner.kind == "causal" and same == others and base.start == begin
+    if not fits or {x.kind for x in (*others, base)} != {"full"}:
         return None
-    dead = min(M, max(0, -mask.high))
-    seen = max(0, mask.high)
-    parts = [Part(0, seen, "full")] if seen else []
-    tiles = [Tile(B, range(dead), ())] if dead else []
-    live = [Tile(B, range(dead, M), (*parts, Part(seen, N, "causal")))] if dead < M else []
-    return tiles + live
+    if not corner.stop <= base.stop <= corner.start + len(above.rows) + 1:
+        return None
+    grown = Part(corner.start, base.stop, "causal")
+    return Tile(above.batch, range(above.rows.start, below.rows.stop), (*others, grown))
 
 
-def estimate_seconds(problem: Problem, tiles: Iterable[Tile]) -> float:
-    """A rough time for these tiles: their computing, adding and merging, and their number of
-    starts."""
-    return sum(estimate_tile(problem, tile) for tile in tiles)
+def are_apart(above: Tile, below: Tile) -> bool:
+    repeat = above.repeat > 1 or below.repeat > 1
+    return repeat or above.batch != below.batch or above.rows.stop != below.rows.start
 
 
-def estimate_tile(problem: Problem, tile: Tile) -> float:
-    H, D, E = problem.H, problem.D, problem.E
-    copies, rows = len(tile.batch) * tile.repeat, len(tile.rows)
-    each = 2 * (D + E) * FLOP_SECONDS * (1 if problem.grad is None else PULL_FLOPS)
-    adding = [x for x in tile.parts if x.kind == "mixed" or problem.node.modifiers]
-    added = sum(rows * len(x) for x in adding)
-    merged = max(0, len(tile.parts) - 1) * rows * E
-    return (
-        CALL_SECONDS * len(tile.parts)
-        + copies * H * each * sum(part.area(rows) + READ_ROWS * len(part) for part in tile.parts)
-        + copies * H * (ADDED_SECONDS * added + MERGE_SECONDS * merged)
-        + MADE_SECONDS * added
-    )
+def join_small(problem: Problem, tiles: Iterable[Tile], rows: int, rates: CpuRates) -> list[Tile]:
+    """Parts of a tile, and neighbours, made one with an addend, of at most `rows` queries, if it
+    costs less: a call takes as long as many scores."""
+    out: list[Tile] = []
+    for tile in tiles:
+        last = out[-1] if out and not are_apart(out[-1], tile) else None
+        for several in ((last, tile), (tile,)) if last is not None else ((tile,),):
+            joined = join_mixed(*several, rows=rows)
+            if joined is not None and tile_seconds(problem, joined, rates) < sum(
+                tile_seconds(problem, each, rates) for each in several
+            ):
+                out[len(out) + 1 - len(several) :] = [joined]
+                break
+        else:
+            out.append(tile)
+    return out
 
 
-def choose_cheapest(problem: Problem, ways: Sequence[Way]) -> tuple[int, int] | None:
-    """The cheapest way and its row block; None if each gives too many tiles."""
-    blocks = [rows for rows in ROW_BLOCKS if rows < 2 * problem.M] or [ROW_BLOCKS[0]]
-    costs = {
-        (n, rows): estimate_seconds(problem, tiles)
-        for rows in blocks
-        for n, way in enumerate(ways)
-        if (tiles := way(rows)) is not None
-    }
-    return min(costs, key=costs.__getitem__, default=None)
+def join_mixed(*tiles: Tile, rows: int) -> Tile | None:
+    """Neighbours as one tile with an addend; None if they have more than `rows` queries."""
+    joined = range(tiles[0].rows.start, tiles[-1].rows.stop)
+    if len(joined) > rows:
+        return None
+    keys = sorted((part.start, part.stop) for tile in tiles for part in tile.parts)
+    parts = tuple(Part(a, b, "mixed") for a, b in join_intervals(keys, BRIDGE))
+    return evolve(tiles[0], rows=joined, parts=parts)

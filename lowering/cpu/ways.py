@@ -15,12 +15,12 @@ from attrs import frozen
 
 from attn_graph.ir.attention import SAVED
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.cpu.planned_tiles import DATA_ROWS
 from attn_graph.lowering.cpu.product_slots import has_few_scores, lies_flat
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_grid import sums_rows
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import caps_entries, cuts_entries, reads_numbers
+from attn_graph.lowering.cpu.schedule import DATA_ROWS, score_seconds
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import CpuRates, cpu_rates
 from attn_graph.masks import Keep
@@ -143,8 +143,7 @@ def sdpa_seconds(case: CpuCase) -> float:
 
 def kernel_pass(case: CpuCase) -> float:
     p, rates, mask = case.problem, case.rates, case.problem.node.mask
-    softmax = p.wide.itemsize / rates.kernel_softmax
-    computes = prod(p.sizes) * (4 * max(p.D, p.E) / rates.flops(p.wide) + softmax)
+    computes = prod(p.sizes) * score_seconds(p, rates)
     touches = 1 if p.grad is None else 2  # gradients of k and v too
     computes += touches * p.H // p.G * count_numbers(p) / rates.kernel_reads
     if mask is None or not mask.needs:
@@ -255,7 +254,12 @@ def kept_seconds(case: CpuCase) -> float:
 
 
 WAYS = (
-    CpuWay("kernel", refuses_kernel, kernel_seconds, lambda case: FusedTiles.plan(case.problem)),
+    CpuWay(
+        "kernel",
+        refuses_kernel,
+        kernel_seconds,
+        lambda case: FusedTiles.plan(case.problem, case.rates),
+    ),
     CpuWay("rows", refuses_rows, rows_seconds, lambda case: RowTiles.plan(case.problem)),
     CpuWay(
         "products",

@@ -228,7 +228,7 @@ def test_the_sums_of_a_bias_in_half_precision_are_told() -> None:
 
 def test_few_queries_of_a_cache_take_no_more_workspace_for_more_entries() -> None:
     def workspace(B: int) -> int:
-        q, k = (ag.TensorSpec((B, *shape), torch.float32) for shape in ((8, 1, 64), (2, 4096, 64)))
+        q, k = (ag.TensorSpec((B, *shape), torch.float32) for shape in ((8, 1, 64), (2, 65536, 64)))
         graph = ag.attention(q, k, k, kv_lengths=ag.TensorSpec((B,), torch.int64))
         return ag.compile(graph, target=CPU, backends=("math",)).memory().workspace_forward
 

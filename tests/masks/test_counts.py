@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import masks as m
-from attn_graph.ir.attention import Attention
 from attn_graph.lowering.cpu import schedule
-from attn_graph.lowering.problem import Problem
 from attn_graph.masks import tiles as counts
 from attn_graph.masks.layers import find_regions
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
@@ -214,28 +212,6 @@ def test_closed_forms_agree_with_counting_place_by_place(
     check_regions(found, N, due, block)
 
 
-bands = st.recursive(
-    st.builds(m.Band, st.none() | st.integers(-90, 90), st.none() | st.integers(-90, 90)),
-    lambda x: st.builds(m.And, x, x) | st.builds(m.Or, x, x) | st.builds(m.Not, x),
-    max_leaves=4,
-)
-
-
-@many
-@given(bands, st.integers(1, 300), st.integers(1, 300), st.integers(1, 3), st.integers(1, 40))
-@example(m.Band(-3, 0), 300, 300, 2, 16)
-@example(m.And(m.Band(-9, 9), m.Not(m.Band(-2, 2))), 290, 77, 1, 7)
-def test_tiles_folded_at_once_are_those_listed_one_by_one(
-    mask: m.Mask, M: int, N: int, B: int, rows: int
-) -> None:
-    q, k = ag.TensorSpec((B, 1, M, 8), torch.float32), ag.TensorSpec((B, 1, N, 8), torch.float32)
-    problem = Problem.of(Attention(mask=mask), (q, k, k))
-    listed = schedule.row_tiles(problem, mask, range(B), rows, least_full=20)
-    assert schedule.fold_tiles(problem, mask, rows, 20) == schedule.fold_diagonals(
-        (x, 1) for x in listed
-    )
-
-
 @pytest.mark.parametrize("mask", [ag.Window(100), CAUSAL, CAUSAL | ag.Prefix(9), STRIPED], ids=str)
 @pytest.mark.parametrize("alibi", [False, True])
 def test_planning_lists_few_tiles_whatever_the_sizes(mask: m.Mask, alibi: bool) -> None:
@@ -275,15 +251,6 @@ def test_a_long_run_of_keys_that_all_queries_keep_needs_no_mask() -> None:
         (127, 3001, "full"),
         (3001, 3128, "mixed"),
     ]
-
-
-def test_a_window_of_any_length_is_one_tile_moved_along() -> None:
-    x = ag.TensorSpec((1, 1, 10**8, 8), torch.float32)
-    mask = m.Band(-100, 0)
-    tiles = schedule.fold_tiles(Problem.of(Attention(mask=mask), (x, x, x)), mask, 128, 64)
-    assert tiles is not None
-    assert len(tiles) < 5
-    assert sum(len(tile.rows) * tile.repeat for tile in tiles) == 10**8
 
 
 @given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 90), st.integers(-90, 90))

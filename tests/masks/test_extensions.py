@@ -16,6 +16,7 @@ import attn_graph as ag
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.problem import sole
+from attn_graph.lowering.rates import cpu_rates
 from attn_graph.testing.tensors import tensors_for
 from tests.support.extensions import graph_of
 
@@ -162,7 +163,7 @@ def test_what_fused_kernels_add_has_the_axes_that_the_definitions_use() -> None:
             ag.compile(graph_of(modifier, X, MASK), target=CPU, backends=("math",)).graph
         )
         assert problem is not None
-        assert FusedTiles.plan(problem).axes == axes
+        assert FusedTiles.plan(problem, cpu_rates(False)).axes == axes
 
 
 def test_a_step_without_a_derivative_runs_forward_and_its_gradient_is_refused_by_name() -> None:
