@@ -193,19 +193,6 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
 # Regions.
 
 
-def find_breaks(mask: Mask, block: Block) -> list[int] | None:
-    """The queries at which a mask's edges come, go or cross, with 0 and M.
-
-    Between two of them each edge stays or moves by one key a query. None for a mask that is not
-    made of strips, or whose strips differ between batch entries.
-    """
-    kinds = group_entries(mask, block)
-    if kinds is None or len(kinds) > 1:
-        return None
-    (_, _, strips), M, N = kinds[0], block.M, block.N
-    return Lines.of(strips, M, N).breaks(M, N)
-
-
 def entry_at(block: Block, *entries: int) -> Place:
     """The place of some batch entries, for any query and key."""
     b = torch.tensor(entries, device="cpu").reshape(-1, 1, 1, 1)

@@ -414,9 +414,10 @@ class FusedTiles:
 
     @cached_property
     def most_gathered(self) -> int:
-        """The keys after which another part is begun, of those copied to lie side by side; 0 if
-        planning lists parts, or k and v are packed by them."""
-        if self.static is not None or self.keys_a_part is not None:
+        """The keys after which another part is begun, of those copied to lie side by side; 0 unless
+        data pick them, and if k and v are packed by parts."""
+        by_data = self.static is None and needs_of(self.problem.node.mask)
+        if not by_data or self.keys_a_part is not None:
             return 0
         return MOST_PACKED // self.bytes_of_key
 
