@@ -11,6 +11,8 @@ from attrs import frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
 from attn_graph.ir.graph import Eqn, Graph, Op, check_graph
+from attn_graph.ir.packing import Lengths
+from attn_graph.ir.scaling import Dequantise
 from attn_graph.ir.views import spec_of_view
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.places import Block, Place, Strip
@@ -28,6 +30,7 @@ T = TypeVar("T")
 ROWS = ("o", "dq", "dk", "dv")  # results stored by rows of a head
 Lies = tuple[tuple[str, tuple[int, ...]], ...]
 ALIGNED = 16  # bytes: the width of a kernel's loads
+PREPARING = Lengths, Dequantise  # ops ahead of an attention, over few bytes
 MOST_BLOCKS = 64  # of queries, in which `sees_everywhere` looks for one that sees no key
 
 
@@ -303,7 +306,7 @@ def read_specs(problem: Problem) -> list[TensorSpec]:
 
 
 def read_operands(graph: Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The operands of a graph's last equation: those before compute the lengths of sequences."""
+    """The operands of a graph's last equation. Those before are PREPARING, run by PyTorch."""
     values = [*tensors]
     for eqn in graph.eqns[:-1]:
         values += eqn.op.run(*(values[i] for i in eqn.args))

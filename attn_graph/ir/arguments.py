@@ -14,7 +14,7 @@ from attn_graph import masks
 from attn_graph.errors import ArgumentError, GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.scaling import PAIRS, SCALES
+from attn_graph.ir.scaling import KEY_SCALES, PAIRS, SCALES
 from attn_graph.spec import FLOATS, QUANTISED, TensorSpec, ValueType
 
 PACKED = {  # the other way to write q, k and v of three axes
@@ -117,18 +117,22 @@ def require_scales(specs: Mapping[str, TensorSpec]) -> None:
 
 
 def scale_problems(x: Mapping[str, TensorSpec]) -> Iterator[str]:
-    """Quantised keys and values without scales, and scales of one of them alone."""
-    if len(x.keys() & {*SCALES}) == 1:
-        given, missing = sorted(SCALES, key=lambda name: name not in x)
-        yield f"attention: {given} is given, and {missing} is not; k and v are quantised together"
-    elif "v" not in x and "k_scale" in x:
+    """Quantised tensors without scales, and scales of q, k or v without those of k and v."""
+    given = [name for name in SCALES if name in x]
+    missing = [name for name in KEY_SCALES if given and name not in x]
+    if given and "v" not in x:
         yield "attention: quantised values are a tensor, not a number of the first elements of k"
+    elif missing:
+        yield (
+            f"attention: {given[0]} is given, and {missing[0]} is not; k and v are quantised "
+            "together, alone or with q"
+        )
     for name, scale in PAIRS:
-        if name in x and x[name].dtype in QUANTISED and not x.keys() & {*SCALES}:
+        if name in x and x[name].dtype in QUANTISED and scale not in {*given, *missing}:
             yield f"attention: {name} {x[name]} is quantised; pass {scale}= in torch.float32"
 
 
-def dtype_problems(q: TensorSpec, v: ValueType, **more: TensorSpec | None) -> Iterator[str]:
+def dtype_problems(q: ValueType, v: ValueType, **more: TensorSpec | None) -> Iterator[str]:
     if v.dtype != q.dtype and v.dtype not in QUANTISED:
         yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
     for name, x in more.items():

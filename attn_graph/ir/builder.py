@@ -148,7 +148,7 @@ class Value:
         return self.then(Unpage(bool(ends)), table, *ends)
 
     def dequantise(self, scale: Value, like: Value) -> Value:
-        """A tensor in 8 bits times its scale, each axis full or 1, in the dtype of `like`."""
+        """A tensor in 8 bits times its scale, in the dtype of `like`; bfloat16 if that has 8."""
         return self.then(Dequantise(), scale, like)
 
     def weigh(self, v: Value) -> Value:
@@ -337,6 +337,7 @@ def attention(
     q_starts: TensorSpec | None = None,
     kv_starts: TensorSpec | None = None,
     pages: TensorSpec | None = None,
+    q_scale: TensorSpec | None = None,
     k_scale: TensorSpec | None = None,
     v_scale: TensorSpec | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
@@ -378,7 +379,8 @@ def attention(
     Nothing past them is read, entries of the table included.
 
     `k_scale`, `v_scale`: k and v, in float8 or int8, stand for k * k_scale and v * v_scale. Scales
-    are float32, with the axes of k and v, each full or 1, and 1 for the last. None has a gradient.
+    are float32, with the axes of k and v, each full or 1, and 1 for the last. With `q_scale` too, q
+    stands for q * q_scale, and o is in bfloat16. None has a gradient.
 
     `outputs` declares the memory layouts of o and statistics, as `lay_out` takes them: {"o":
     "bshd"}, say.
@@ -392,7 +394,8 @@ def attention(
     b.problem(*unknown_arguments(data, mask, steps))
     data = {name: spec for name, spec in data.items() if name in (*EXTRA, *read_by(mask, steps))}
     slopes = None if isinstance(alibi, bool) else alibi
-    given = {"bias": bias, "alibi": slopes, "keep": keep, "k_scale": k_scale, "v_scale": v_scale}
+    given = {"bias": bias, "alibi": slopes, "keep": keep}
+    given |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
     given |= {"q_starts": q_starts, "kv_starts": kv_starts, "pages": pages}
     if segments is not None:
@@ -407,7 +410,8 @@ def attention(
     x["v"] = x["k"].then(Leading(v)) if isinstance(v, int) else x["v"]
     b.problem(*pool_problems(q, k, pages))
     require_scales(specs)
-    b.problem(*dtype_problems(q, x["v"].type, bias=bias, alibi=slopes, sinks=sinks))
+    x["q"] = x["q"].dequantise(x["q_scale"], x["q"]) if "q_scale" in x else x["q"]
+    b.problem(*dtype_problems(x["q"].type, x["v"].type, bias=bias, alibi=slopes, sinks=sinks))
     if wrong := problems_of(lambda: masks.Causal(align)):
         b.problem(*wrong)
         align = "top_left"
@@ -418,7 +422,7 @@ def attention(
     whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))
     slanted = None if alibi is None or alibi is False else align or ""
     b.problem(*alignment_problems(whole, slanted, rows, keys))
-    own = {n: x[n].dequantise(x[s], x["q"]) if s in x else x[n] for n, s in PAIRS}
+    own = {n: x[n].dequantise(x[s], x["q"]) if s in x else x[n] for n, s in PAIRS[1:]}
     unpacked = {name: keys.unpack(own[name]) if keys else own[name] for name in own}
     s = scores(rows.unpack(x["q"]) if rows else x["q"], unpacked["k"], scale=scale)
     s = change_scores(s, soft_cap, slanted is not None, align, steps, x)

@@ -21,7 +21,7 @@ from attn_graph.ir.packing import (
     to_most,
 )
 from attn_graph.ir.paging import SumPages, Unpage, table_problems
-from attn_graph.ir.scaling import SCALES, Dequantise
+from attn_graph.ir.scaling import KEY_SCALES, Dequantise
 from attn_graph.ir.tangents import AttentionJvp, attention_in
 from attn_graph.masks import And, KeyLengths, Mask, QueryLengths, flatten_join
 from attn_graph.spec import ValueType
@@ -193,7 +193,7 @@ class Packed(Op):
     @property
     def roles(self) -> tuple[str, ...]:
         starts = (STARTS[side] for side in self.sides)
-        return (*self.op.roles, *SCALES * self.scaled, *starts, *(("pages",) * self.paged))
+        return (*self.op.roles, *KEY_SCALES * self.scaled, *starts, *(("pages",) * self.paged))
 
     @property
     def ranks(self) -> tuple[int | None, ...]:

@@ -1,4 +1,4 @@
-"""Quantised keys and values: numbers of eight bits, and scales in float32."""
+"""Quantised queries, keys and values: numbers of eight bits, and scales in float32."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.spec import QUANTISED, ValueType, accumulator
 from attn_graph.spec.formulas import is_one
 
-SCALES = ("k_scale", "v_scale")
-PAIRS = tuple(zip("kv", SCALES, strict=True))
+SCALES = ("q_scale", "k_scale", "v_scale")
+KEY_SCALES = SCALES[1:]
+PAIRS = tuple(zip("qkv", SCALES, strict=True))
 
 
 @final
 @frozen
 class Dequantise(Op):
-    """x, scale, like -> x * scale, in the dtype of `like`.
+    """x, scale, like -> x * scale, in the dtype of `like`, or in bfloat16 if that has 8 bits too.
 
-    x is in 8 bits; scale has its axes, each full or 1, and 1 for the last. It has no derivative by
-    either.
+    x is in 8 bits; scale has its axes, each full or 1, and 1 for the last. The result is in C
+    order. It has no derivative by either.
     """
 
     @property
@@ -57,17 +58,23 @@ class Dequantise(Op):
             )
 
     def infer(self, x: ValueType, scale: ValueType, like: ValueType) -> tuple[ValueType]:
-        return (ValueType(x.shape, like.dtype),)
+        return (ValueType(x.shape, stands_in(like.dtype)),)
 
     def run(self, x: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
-        wide = accumulator(like.dtype)
-        return ((x.to(wide) * scale.to(wide)).to(like.dtype),)
+        dtype = stands_in(like.dtype)
+        wide = accumulator(dtype)
+        return ((x.to(wide) * scale.to(wide)).to(dtype).contiguous(),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         return None, None, None
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         return (None,)
+
+
+def stands_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an attention whose q has this one: bfloat16 if q is quantised."""
+    return torch.bfloat16 if dtype in QUANTISED else dtype
 
 
 def scales_fit(scale: tuple[int, ...], x: tuple[int, ...]) -> bool:

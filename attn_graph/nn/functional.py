@@ -84,6 +84,7 @@ def attention(
     q_starts: Tensor | None = None,
     kv_starts: Tensor | None = None,
     pages: Tensor | None = None,
+    q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
@@ -140,7 +141,7 @@ def attention(
     each = (None, None) if segments is None else two_segments(segments, Tensor)
     given = (  # in the order of EXTRA
         bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, *seeds,
-        q_starts, kv_starts, pages, k_scale, v_scale,
+        q_starts, kv_starts, pages, q_scale, k_scale, v_scale,
     )  # fmt: skip
     data = {name: x for name, x in zip(EXTRA, given, strict=True) if x is not None} | data
     if out is not None:

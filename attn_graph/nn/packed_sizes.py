@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from attn_graph.ir.scaling import SCALES
+from attn_graph.ir.scaling import PAIRS
 from attn_graph.plan import Plan
 from attn_graph.planner.handed_back import generalise
 from attn_graph.spec import TensorSpec
@@ -75,7 +75,7 @@ def cache_letters(specs: Specs) -> dict[str, str]:
     """The letters of all tensors of known meaning, for a call that reads a cache."""
     letters = {"q": "----", "k": "--N-", "v": "--N-"}
     letters |= {name: "-" * len(specs[name].shape) for name in FIXED & specs.keys()}
-    letters |= {name: full_axes("--N-", specs[name]) for name in {*SCALES} & specs.keys()}
+    letters |= {s: full_axes(letters[n], specs[s]) for n, s in PAIRS if s in specs}
     for name in {"keep", "bias"} & specs.keys():  # [B,H,M,N], each axis full or 1
         letters[name] = "----" if specs[name].shape[-1:] == (1,) else "---N"
     return {name: letters[name] for name in specs if name in letters}
@@ -87,7 +87,7 @@ def axis_letters(specs: Specs) -> dict[str, str]:
     keys = "n---" if "pages" in specs else "S--" if "kv_starts" in specs else rows
     known = {"q": rows, "k": keys, "v": keys} | LETTERS
     known |= {name: "-" * len(specs[name].shape) for name in OTHERS if name in specs}
-    known |= {name: full_axes(keys, specs[name]) for name in SCALES if name in specs}
+    known |= {s: full_axes(known[n], specs[s]) for n, s in PAIRS if s in specs}
     if "alibi" in specs:
         known["alibi"] = "B-"[-len(specs["alibi"].shape) :]
     return {name: known[name] for name in specs if name in known}

@@ -18,11 +18,10 @@ from attrs import evolve
 from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.graph import Graph, Input, Op
 from attn_graph.ir.packed import LENGTHS, STARTS, Packed, fused_op
-from attn_graph.ir.packing import Lengths
 from attn_graph.ir.parse import parse
 from attn_graph.ir.reference import compare
 from attn_graph.lowering.backend import Backend, DeviceTest, Options, RefusedError
-from attn_graph.lowering.problem import read_operands
+from attn_graph.lowering.problem import PREPARING, read_operands
 from attn_graph.machine.target import Target
 from attn_graph.planner.self_check import Proof
 from attn_graph.planner.tuning import elements_spanned, make_tensor
@@ -128,7 +127,7 @@ def tensors_of(graph: Graph) -> list[torch.Tensor]:
         most |= {LENGTHS["keys"]: each * page, "pages": count - 1}
     tensors = [tensor_of(i, most.get(i.name, 3), random) for i in graph.inputs]
     end_sequences({i.name: x for i, x in zip(graph.inputs, tensors, strict=True)})
-    if all(isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]) and graph.eqns:
+    if all(isinstance(eqn.op, PREPARING) for eqn in graph.eqns[:-1]) and graph.eqns:
         fill_saved(graph.eqns[-1].op, read_operands(graph, tensors))
     return tensors
 

@@ -18,6 +18,7 @@ from attn_graph.ir.packing import Unpack
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.rewrite import prune
+from attn_graph.ir.scaling import stands_in
 from attn_graph.ir.vjp import training_gradient, wanted_inputs
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.reasons import lacks_machine
@@ -266,10 +267,11 @@ def with_option(**changed: Any) -> Edit:  # Any: fields of Options
 
 def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
     """q, k, v and tensors like them in another dtype; a bias in q's or float32; float32 sinks."""
-    main = specs["q"].dtype if "q" in specs else next(iter(specs.values())).dtype
+    given = specs["q"].dtype if "q" in specs else next(iter(specs.values())).dtype
+    main = stands_in(given)
     alike = [name for name, x in specs.items() if x.dtype == main and len(x.shape) == 4]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if dtype != main:
+        if dtype != main and given == main:
             text = f"cast {join_words(alike)} to {NAMES[dtype]}"
             edit = respec(dict.fromkeys(alike, with_dtype(dtype)))
             yield Remedy(text, rounds(main, dtype)), edit

@@ -14,6 +14,7 @@ from attrs import frozen
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
 from attn_graph.ir.relative import RelativeBias
+from attn_graph.ir.scaling import stands_in
 from attn_graph.ir.tracing import trace_along_data
 from attn_graph.spec import INF
 from attn_graph.testing.formula import (
@@ -102,8 +103,8 @@ class Expectation:
 
 
 def low_dtype(graph: Graph) -> torch.dtype:
-    """The dtype of `low`: q's, or float32 if q's is `ref`'s."""
-    dtype = graph.inputs[0].spec.dtype
+    """The dtype of `low`: q's, float32 if q's is `ref`'s, or bfloat16 if q is quantised."""
+    dtype = stands_in(graph.inputs[0].spec.dtype)
     return torch.float32 if dtype == torch.float64 else dtype
 
 

@@ -20,6 +20,7 @@ from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import keep_weights
+from attn_graph.ir.scaling import Dequantise
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, Write, switch_name
 from attn_graph.lowering.cpu import sdpa
@@ -226,7 +227,7 @@ def lower_any_size(graph: Graph, target: Target, options: Options) -> Executable
 def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step | None:
     """How an equation runs in any sizes; None if each size is lowered by itself."""
     specs = tuple(operand_specs(graph, eqn))
-    if isinstance(eqn.op, Lengths):
+    if isinstance(eqn.op, (Lengths, Dequantise)):
         return Step(run_definition(eqn.op, specs))
     if has_problem(eqn.op):
         return sized_step(graph, eqn, eqn.op, target, options)

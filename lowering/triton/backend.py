@@ -13,6 +13,7 @@ from attrs import evolve
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
+from attn_graph.ir.scaling import Dequantise
 from attn_graph.lowering.backend import Backend, Executable, Options
 from attn_graph.lowering.problem import ROWS, Problem, returns_lse
 from attn_graph.lowering.reasons import (
@@ -193,7 +194,7 @@ def lower_part(part: Single, target: Target, options: Options) -> Executable:
     return Executable(
         run,
         flash.scratch.bytes,
-        temporary_of(flash),
+        temporary_of(flash) + prepared_bytes(part.graph),
         tuple(flash_notes(flash, options.precision)),
         launches=lambda: tuple(launch_notes(flash)),
         inspect=lambda: tuple(map(str, machines_of(flash))),
@@ -273,6 +274,12 @@ def temporary_of(flash: Flash) -> int:
     rows += 2 * ("rest" in flash.buffers)
     sinks = rows * delta.bytes if delta and flash.problem.node.sinks else 0
     return sums + sinks + order_bytes(flash.layout)
+
+
+def prepared_bytes(graph: Graph) -> int:
+    """Bytes of quantised queries times their scales, before they are rounded: twice in float32."""
+    scaled = (eqn.outs[0] for eqn in graph.eqns[:-1] if isinstance(eqn.op, Dequantise))
+    return sum(8 * x.bytes // x.dtype.itemsize for x in scaled)
 
 
 def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:

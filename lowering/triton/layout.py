@@ -17,9 +17,10 @@ from attrs import evolve, frozen
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS, Packed, operand_sides
-from attn_graph.ir.packing import Lengths, row_count
-from attn_graph.ir.scaling import SCALES
+from attn_graph.ir.packing import row_count
+from attn_graph.ir.scaling import KEY_SCALES
 from attn_graph.lowering.problem import (
+    PREPARING,
     Lies,
     Problem,
     declared_strides,
@@ -33,7 +34,7 @@ from attn_graph.spec.formulas import capacity
 MOST_BATCH = 2 * 4096  # more than AT_ONCE of kernels/sequences.py
 LONGEST = 2**31 - 1  # offset in 32 bits
 MOST_TILES = 2**15  # in one list; a vector within one program
-KEY_TENSORS = ("k", "v", "dk", "dv", *SCALES)  # the others have the rows of q
+KEY_TENSORS = ("k", "v", "dk", "dv", *KEY_SCALES)  # the others have the rows of q
 Strides = tuple[int, ...]
 
 # The entries of a table of pages sorted by page, in which order their gradients are added. Several
@@ -65,7 +66,7 @@ class Layout:
         problem = sole(graph)
         if problem is not None:
             return cls.dense(problem)
-        if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
+        if not graph.eqns or any(not isinstance(eqn.op, PREPARING) for eqn in graph.eqns[:-1]):
             return None
         last, outs = graph.numbered[-1]
         if not isinstance(last.op, Packed) or min(graph.outputs) < outs.start:
@@ -109,7 +110,7 @@ class Layout:
     @property
     def scales(self) -> tuple[str, ...]:
         """The names of the scales, if k and v are quantised."""
-        return SCALES if self.op is not None and self.op.scaled else ()
+        return KEY_SCALES if self.op is not None and self.op.scaled else ()
 
     @property
     def pages(self) -> TensorSpec | None:

@@ -56,6 +56,29 @@ def test_quantised_keys_are_their_numbers_times_scales(
         check_gradients(plan, graph, tensors, seed)
 
 
+@given(graphs(dtype=st.just(torch.bfloat16)), kinds, BLOCKS, seeds)
+def test_quantised_queries_too_are_their_numbers_times_scales(
+    plain: ag.Graph, kind: torch.dtype, block: int, seed: int
+) -> None:
+    graph = quantise_graph(plain, kind, seed, "qkv")
+    tensors = tensors_for(graph, seed)
+    with planned(graph, block) as plan:
+        assert ag.parse(str(graph)) == graph
+        assert ag.parse(str(plan.graph)) == plan.graph == simplify(graph)
+        assert graph.output_types == plain.output_types
+        check_outputs(plan, graph, tensors)
+
+
+@given(test_packed.cases(torch.bfloat16), test_paged.cases(torch.bfloat16), kinds, BLOCKS, seeds)
+def test_quantised_queries_are_packed_or_meet_pages(
+    packed: test_packed.Case, paged: test_paged.Case, kind: torch.dtype, block: int, seed: int
+) -> None:
+    results, plain = run_quantised(packed.packed, packed.tensors, kind, block, seed, "qkv")
+    test_packed.check_results(evolve(packed, tensors=plain), results)
+    results, plain = run_quantised(paged.graph, paged.tensors, kind, block, seed, "qkv")
+    test_paged.check_results(evolve(paged, tensors=plain), results)
+
+
 @given(test_packed.cases(), kinds, BLOCKS, seeds)
 def test_packed_quantised_keys_are_their_numbers_times_scales(
     case: test_packed.Case, kind: torch.dtype, block: int, seed: int
@@ -73,10 +96,10 @@ def test_quantised_pages_are_their_numbers_times_scales(
 
 
 def run_quantised(
-    graph: ag.Graph, tensors: Named, kind: torch.dtype, block: int, seed: int
+    graph: ag.Graph, tensors: Named, kind: torch.dtype, block: int, seed: int, names: str = "kv"
 ) -> tuple[Sequence[torch.Tensor], dict[str, torch.Tensor]]:
     """The results of quantised keys, and the tensors with the same keys in the graph's dtype."""
-    quantised = quantise_graph(graph, kind, seed)
+    quantised = quantise_graph(graph, kind, seed, names)
     own, plain = quantise_tensors(quantised, tensors, seed)
     with planned(quantised, block) as plan:
         return run_plan(plan, [own[i.name] for i in quantised.inputs]), plain
@@ -149,6 +172,11 @@ def test_scales_and_quantised_tensors_have_no_derivative() -> None:
     ("options", "message"),
     [
         ({}, "k i8[1, 2, 5, 4] is quantised; pass k_scale= in torch.float32"),
+        ({"q_scale": (1, 1, 1, 1)}, "q_scale is given, and k_scale is not; k and v are quantised"),
+        (
+            dict.fromkeys(("q_scale", "k_scale", "v_scale"), (1, 1, 1, 1)),
+            "dequantise: bf16[1, 2, 3, 4] is in torch.bfloat16, and scales are for tensors in",
+        ),
         ({"k_scale": (1, 1, 1, 1)}, "k_scale is given, and v_scale is not; k and v are quantised"),
         (dict.fromkeys(("k_scale", "v_scale"), (2,)), "must have the axes of i8[1, 2, 5, 4]"),
     ],

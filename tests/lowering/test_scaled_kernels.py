@@ -45,6 +45,14 @@ def test_kernels_read_quantised_keys(plain: ag.Graph, kind: torch.dtype, seed: i
     check_gradients(plan, graph, tensors, seed)
 
 
+@given(test_packed.cases(torch.bfloat16), kinds, seeds)
+def test_kernels_read_quantised_queries(
+    case: test_packed.Case, kind: torch.dtype, seed: int
+) -> None:
+    plan, own, plain = plan_kernels(case.packed, case.tensors, kind, seed, "qkv")
+    test_packed.check_results(evolve(case, tensors=plain), run_plan(plan, own))
+
+
 @given(test_packed.cases(), kinds, seeds)
 def test_kernels_read_packed_quantised_keys(
     case: test_packed.Case, kind: torch.dtype, seed: int
@@ -72,12 +80,12 @@ def test_kernels_read_quantised_pages(case: test_paged.Case, kind: torch.dtype, 
 
 
 def plan_kernels(
-    graph: ag.Graph, tensors: Named, kind: torch.dtype, seed: int
+    graph: ag.Graph, tensors: Named, kind: torch.dtype, seed: int, names: str = "kv"
 ) -> tuple[ag.Plan, list[torch.Tensor], Own]:
     """A plan for quantised keys, its inputs, and tensors with the same keys in the graph's
     dtype."""
     assume_kernels(graph)
-    quantised = quantise_graph(graph, kind, seed)
+    quantised = quantise_graph(graph, kind, seed, names)
     own, plain = quantise_tensors(quantised, tensors, seed)
     plan = ag.compile(quantised, target=CPU, backends=TRITON)
     return plan, [own[i.name] for i in quantised.inputs], plain

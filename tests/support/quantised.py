@@ -25,13 +25,16 @@ def scale_spec(shape: tuple[int, ...], seed: int) -> ag.TensorSpec:
     return ag.TensorSpec((*sizes, 1), torch.float32, (*steps, 0))
 
 
-def quantise_graph(graph: ag.Graph, kind: torch.dtype, seed: int) -> ag.Graph:
-    """The graph with k and v in 8 bits, before all steps times scales, its last inputs."""
+def quantise_graph(graph: ag.Graph, kind: torch.dtype, seed: int, names: str = "kv") -> ag.Graph:
+    """The graph with k and v, or other `names`, in 8 bits, before all steps times scales, its last
+    inputs. With q among them it is to be in bfloat16."""
     b, specs = Builder(), {i.name: i.spec for i in graph.inputs}
-    kinds = {n: ag.TensorSpec(specs[n].shape, kind, specs[n].strides) for n in "kv"}
+    kinds = {n: ag.TensorSpec(specs[n].shape, kind, specs[n].strides) for n in names}
     x = {n: b.input(n, kinds.get(n, spec)) for n, spec in specs.items()}
-    scales = {name: b.input(name, scale_spec(specs[n].shape, seed)) for n, name in PAIRS}
-    x |= {n: x[n].dequantise(scales[name], x["q"]) for n, name in PAIRS}
+    pairs = [(n, name) for n, name in PAIRS if n in names]
+    scales = {name: b.input(name, scale_spec(specs[n].shape, seed)) for n, name in pairs}
+    for n, name in pairs:
+        x[n] = x[n].dequantise(scales[name], x["q"])
     values = [*x.values()]
     for eqn in graph.eqns:
         values += b.emit(eqn.op, *(values[i] for i in eqn.args))
@@ -43,7 +46,7 @@ def quantise_tensors(graph: ag.Graph, tensors: Named, seed: int) -> tuple[Own, O
     since scales are powers of two."""
     random, specs = torch.Generator().manual_seed(seed), {i.name: i.spec for i in graph.inputs}
     own, plain = dict(tensors), dict(tensors)
-    for n, name in PAIRS:
+    for n, name in ((n, name) for n, name in PAIRS if name in specs):
         x, kind = tensors[n], specs[n].dtype
         own[n] = lay_like((x * 4).nan_to_num(127).round().to(kind), specs[n])
         if kind.is_floating_point:
