@@ -363,9 +363,10 @@ class FusedTiles:
         whole = block_of(p, data)
         if self.layered and mask is not None:
             kept, single = list_layers(mask, whole, most_points), "b" in self.axes
-            tiles = kept and layer_tiles(p, kept, self.rows, self.rates, single=single)
-            if tiles:
-                return tiles
+            if kept is not None:
+                tiles = layer_tiles(p, kept, self.rows, self.rates, single=single)
+                if tiles is not None:
+                    return tiles
         if most_points == MOST_POINTS and MOST_TILES * self.rows < p.M:
             return None
         return self.block_tiles(whole)
