@@ -37,7 +37,10 @@ QUICK = (  # a share for the default tests
         (80, name)
         for name in ("causal, groups", "boolean mask", "one query", "odd gaps", "wide heads")
     ),
-    *((90, name) for name in ("causal, groups", "segments", "f32", "one key", "values in keys")),
+    *(
+        (90, name)
+        for name in ("causal, groups", "segments", "f32, groups", "one key", "values in keys")
+    ),
     (100, "one query of 64"),
     (120, "window"),
 )
