@@ -15,8 +15,9 @@ from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
 from attn_graph.ir.modifiers import Alibi
 from attn_graph.ir.packed import with_operands
-from attn_graph.ir.passes import simplify
+from attn_graph.ir.passes import canonicalise, fuse
 from attn_graph.ir.relative import MODIFIERS
+from attn_graph.ir.scaling import Dequantise
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import attention_in, gradient_in
 from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
@@ -58,7 +59,7 @@ def vmap(
     check_graph(graph, "vmap")
     require_numbers(graph, "vmap")
     require_no_layouts(graph, "vmap")
-    graph = simplify(graph)
+    graph = fuse(canonicalise(graph))  # scales are applied by ops of their own, which are mapped
     count = to_integer(size)
     if count is None or count < 1:
         raise GraphError(f"vmap: size {show(size)} is not a whole number of at least 1")
@@ -166,7 +167,7 @@ def general_problems(graph: Graph) -> Iterator[str]:
     read = {i for eqn in graph.eqns for i in eqn.args}
     for eqn, outs in graph.numbered:
         node = attention_in(eqn.op)
-        if node is None and not isinstance(eqn.op, Add | Zeros):
+        if node is None and not isinstance(eqn.op, Add | Zeros | Dequantise):
             yield (
                 f"vmap: {type(eqn.op).__name__} is a step by itself; only whole attentions are "
                 "mapped, and each axis at a time: give one axis that holds both"
@@ -199,6 +200,9 @@ def letters_of(graph: Graph) -> dict[int, str]:
             letters |= {i: role.axes for i, role in zip(outs, eqn.op.gives, strict=True)}
         elif isinstance(eqn.op, Add):
             letters[outs[0]] = letters[eqn.args[0]]
+    for eqn, outs in reversed(graph.numbered):
+        if isinstance(eqn.op, Dequantise):
+            letters |= dict.fromkeys(eqn.args[:2], letters[outs[0]])
     return letters
 
 

@@ -11,12 +11,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.ir.packed import Packed
 from attn_graph.ir.vjp import result_spec
 from attn_graph.spec import FLOATS
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.rule import expect_outputs
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import tensors_for
+from tests.support.quantised import kinds, quantise_graph
 
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
 CPU = ag.Target.of("cpu")
@@ -65,9 +67,10 @@ def draw_like(xs: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Of any graph that can be mapped."""
-    graph, size, kind = draw(graphs()), draw(st.integers(1, 3)), draw(st.integers(0, 3))
+def cases(draw: st.DrawFn, given: st.SearchStrategy[ag.Graph] | None = None) -> Case:
+    """Of any graph that can be mapped, or of these."""
+    graph = draw(graphs() if given is None else given)
+    size, kind = draw(st.integers(1, 3)), draw(st.integers(0, 3))
     names = [i.name for i in graph.inputs if i.spec.shape]
     axes = dict.fromkeys(names, int(kind == 1))
     if kind == 3:
@@ -116,6 +119,31 @@ def test_plans_of_mapped_graphs_give_what_the_graph_says(case: Case) -> None:
     for n, entry in enumerate(case.entries):
         for x, due in zip(results, expect_outputs(case.graph, entry), strict=True):
             due.check(x[n])
+
+
+@st.composite
+def quantised(draw: st.DrawFn) -> ag.Graph:
+    names = draw(st.sampled_from(["kv", "qkv"]))
+    plain = draw(graphs(dtype=st.just(torch.bfloat16)) if "q" in names else graphs())
+    return quantise_graph(plain, draw(kinds), draw(seeds), names)
+
+
+@given(case=cases(quantised()))
+def test_mapped_quantised_graphs_give_what_the_graph_says(case: Case) -> None:
+    results = run_plan(ag.compile(case.mapped, target=CPU), case.tensors)
+    for n, entry in enumerate(case.entries):
+        for x, due in zip(results, expect_outputs(case.graph, entry), strict=True):
+            due.check(x[n])
+
+
+def test_scales_are_shared_and_fused_again() -> None:
+    q, k = ag.TensorSpec((2, 4, 3, 8), F32), ag.TensorSpec((2, 2, 5, 8), torch.int8)
+    scale = ag.TensorSpec((1, 1, 1, 1), F32)
+    graph = ag.attention(q, k, k, k_scale=scale, v_scale=scale)
+    plan = ag.compile(ag.vmap(graph, {"q": 0, "k": 0, "v": 0}, size=3), target=CPU)
+    (fused,) = (eqn.op for eqn in plan.graph.eqns if isinstance(eqn.op, Packed))
+    assert fused.scaled
+    assert plan.graph.inputs[3].spec == scale
 
 
 @given(case=cases(), seed=seeds)
