@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attrs import evolve
@@ -51,6 +53,15 @@ def test_kernels_read_quantised_queries(
 ) -> None:
     plan, own, plain = plan_kernels(case.packed, case.tensors, kind, seed, "qkv")
     test_packed.check_results(evolve(case, tensors=plain), run_plan(plan, own))
+
+
+def test_quantised_queries_lie_in_any_order() -> None:
+    x = torch.randn(2, 5, 4, 16).transpose(1, 2).to(torch.float8_e5m2)  # [B,H,M,D] as [B,M,H,D]
+    scale = torch.full((1, 1, 1, 1), 0.5)
+    given = {"q": x, "k": x, "v": x, "q_scale": scale, "k_scale": scale, "v_scale": scale}
+    specs: dict[str, Any] = {name: ag.TensorSpec.like(t) for name, t in given.items()}
+    graph = ag.attention(**specs)
+    check_outputs(ag.compile(graph, target=CPU, backends=TRITON), graph, tuple(given.values()))
 
 
 @given(test_packed.cases(), kinds, seeds)
