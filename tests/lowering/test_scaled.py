@@ -202,3 +202,13 @@ def test_bytes_of_quantised_keys_are_halved_in_cost_and_explanation() -> None:
     assert "converts torch.float8_e4m3fn from sm_89 on" in str(
         ag.explain(quantise_graph(plain, torch.float8_e4m3fn, 0), target="a100")
     )
+
+
+@pytest.mark.parametrize("name", ["a100", "rtx4090", "h100", "h200", "b200"])
+def test_triton_runs_both_passes_of_quantised_tensors(name: str) -> None:
+    q, k = (ag.TensorSpec((1, 8, n, 64), torch.bfloat16) for n in (300, 4096))
+    plain = ag.attention(q, k, k, bias=ag.TensorSpec((1, 8, 300, 4096), torch.bfloat16))
+    for names in ("kv", "qkv"):  # the gradients of q and of the bias, or of the bias alone
+        text = str(ag.explain(quantise_graph(plain, torch.int8, 15, names), target=name))
+        assert text.startswith("triton runs this")
+        assert "backward: triton runs this" in text
