@@ -27,7 +27,6 @@ def spec(*shape: int, dtype: torch.dtype = F16) -> ag.TensorSpec:
 
 
 Q, K = spec(2, 4, 6, 8), spec(2, 2, 6, 8)
-WRONG_DATA = {"kv_lengths": spec(3, dtype=I64)}
 Bad = tuple[Callable[[], object], list[list[str]]]
 
 

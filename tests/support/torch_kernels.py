@@ -15,7 +15,6 @@ import torch
 
 INF = float("inf")
 Tensor = torch.Tensor
-Shared = dict[str, Any]  # q, k, v, bias, causal, scale
 
 
 def scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
