@@ -33,7 +33,6 @@ from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
 from attn_graph.nn.derivatives import write_gradient, write_tangents
-from attn_graph.nn.flops import count_flops, count_gradient_flops
 from attn_graph.nn.layouts import refuse_layouts
 from attn_graph.nn.packed_sizes import serves_sizes
 from attn_graph.nn.results import is_plan, require_count, restore_graph, results_of
@@ -55,6 +54,7 @@ from attn_graph.spec import (
 from attn_graph.spec.dims import bind
 
 NAME = "attn_graph"
+MOST_COUNTED = 256  # plans whose flops are remembered
 KINDS = ("cpu", "cuda")  # of devices
 
 Context = Any  # autograd's own, with torch's attributes
@@ -410,6 +410,17 @@ def names_of_call(text: str) -> tuple[str, ...]:
 # Counting
 
 
+@lru_cache(MOST_COUNTED)
+def count_flops(plan: Plan) -> int:
+    """The flops of a plan, without masked places; masks decided by tensors count as full."""
+    return plan.cost().forward.flops
+
+
+@lru_cache(MOST_COUNTED)
+def plan_pull(plan: Plan, needs: tuple[bool, ...]) -> Plan:
+    return plan.backward([n for n, need in enumerate(needs) if need])
+
+
 def forward_flops(
     tensors: Tensors, text: str, saves: bool = False, *, out_val: object = None
 ) -> int:
@@ -425,7 +436,7 @@ def backward_flops(
     out_val: object = None,
 ) -> int:
     inputs = tensors[: len(needs)]
-    return count_gradient_flops(find_plan(inputs, text).bound_to(inputs), tuple(needs))
+    return count_flops(plan_pull(find_plan(inputs, text).bound_to(inputs), tuple(needs)))
 
 
 # Registration

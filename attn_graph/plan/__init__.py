@@ -411,7 +411,7 @@ class Plan:
         A call of this plan with tensors of these sizes runs it, in its backend. Raises GraphError
         for other names, and for sizes outside a name's range.
         """
-        from attn_graph.plan.bound import bind_plan
+        from attn_graph.plan.building import bind_plan
 
         return bind_plan(self, sizes)
 

@@ -1,15 +1,15 @@
-"""Builds plans: of a graph, of its gradient, and of the graph that autograd records."""
+"""Builds plans: of a graph, of its gradient, of the graph that autograd records, and for sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
 
 from attn_graph.errors import GraphError, NoBackendError
-from attn_graph.ir.binding import bind_graph, largest
+from attn_graph.ir.binding import bind_graph, complete_sizes, largest
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import (
@@ -17,15 +17,16 @@ from attn_graph.ir.vjp import (
     check_gradient,
     cotangent_specs,
     result_spec,
+    saved_specs,
     wanted_inputs,
 )
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.imports import load_modules
 from attn_graph.plan import Plan
-from attn_graph.plan.bound import bind_backward
 from attn_graph.plan.cache import cache
 from attn_graph.planner.choose import choose, choose_and_lower
+from attn_graph.planner.handed_back import generalise_all, generalise_given
 from attn_graph.planner.recipe import Recipe
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.sized import Sized, lower_graph
@@ -76,14 +77,16 @@ def build(recipe: Recipe, graph: Graph) -> Plan:
     else:
         by = choose_fastest if options.tune else choose_and_lower
         choice, executable = lower_graph(graph, target, options, among, by)
-    notes = *executable.notes, *options.notes(graph, target), *alone(graph)
+    notes = [*executable.notes, *options.notes(graph, target)]
+    if not graph.is_gradient:
+        notes += [f"runs forward alone: {text}" for text in graph.gradient_problems]
     return Plan(
         graph,
         choice.backend.name,
         choice.cause,
         choice.refusals,
         choice.also,
-        evolve(executable, notes=notes),
+        evolve(executable, notes=(*notes,)),
         recipe,
         sized,
     )
@@ -111,6 +114,42 @@ def plan_gradient(
     return plan_simplified(recipe, as_found)
 
 
+def bind_plan(plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """`Plan.at`."""
+    given = complete_sizes(plan.graph, "at", sizes)
+    if plan.sized is None:
+        return plan
+    bound = plan.sized.at(tuple(given.values()))
+    choice = plan.sized.choice_of(bound)
+    return evolve(
+        plan,
+        graph=bound.graph,
+        backend=choice.backend.name,
+        refusals=choice.refusals,
+        also=choice.also,
+        executable=bound.executable,
+        sized=None,
+        whole=(plan, given),
+    )
+
+
+def bind_backward(
+    plan: Plan,
+    sizes: Mapping[str, int],
+    wants: Sequence[int] | None,
+    cotangents: Sequence[TensorSpec | None] | None,
+    saved: Sequence[TensorSpec] | None,
+) -> Plan:
+    """`Plan.backward` for sizes as numbers, by the gradient's own plan."""
+    due = [result_spec(plan.graph, i) for i in plan.graph.outputs]
+    lies = [*saved_specs(plan.graph).values()]
+    own = None if cotangents is None else generalise_given(due, cotangents, sizes)
+    moved = None if saved is None else generalise_all(lies, saved, sizes)
+    gradient = plan.backward(wants, own, moved)
+    named = {symbol.name for symbol in gradient.graph.symbols}
+    return gradient.at(**{name: n for name, n in sizes.items() if name in named})
+
+
 def loses(recipe: Recipe, odd: Graph, plain: Graph) -> bool:
     """True if a layout of cotangents costs the backend that else runs the gradient."""
     best = best_backend(recipe, plain)
@@ -135,9 +174,3 @@ def plan_recorded(plan: Plan) -> Plan | None:
     recipe = plan.recipe
     kept = recorded_graph(plan.graph, recipe.target, recipe.options, recipe.backends, plan.backend)
     return kept and plan_simplified(evolve(recipe, among=RUNS_KEPT), kept)
-
-
-def alone(graph: Graph) -> Iterator[str]:
-    """Notes for a forward without a gradient."""
-    if not graph.is_gradient:
-        yield from (f"runs forward alone: {text}" for text in graph.gradient_problems)
