@@ -17,7 +17,6 @@ from attn_graph.errors import Reason
 from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.modifiers import SoftCap
 from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors, Write
 from attn_graph.lowering.problem import Problem, sole
@@ -193,7 +192,7 @@ def fold_problem(problem: Problem) -> Problem | None:
 def tells_rows_apart(problem: Problem) -> bool:
     """True if a step of an attention depends on the query or on its head."""
     node = problem.node
-    if node.sinks or node.dropout or not all(isinstance(m, SoftCap) for m in node.modifiers):
+    if node.sinks or node.dropout or not node.is_capped:
         return True
     return node.mask is not None and any(
         reads_rows(leaf, problem.by_role.mask) for leaf in leaves(node.mask)

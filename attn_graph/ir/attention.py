@@ -22,7 +22,7 @@ from attn_graph.ir.gradient_ops import (
     weigh_again,
 )
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import Bias, Collect, Modifier, every_place, find_restores
+from attn_graph.ir.modifiers import Bias, Collect, Modifier, SoftCap, every_place, find_restores
 from attn_graph.spec import ValueType, accumulator, to_number
 
 T = TypeVar("T")
@@ -150,6 +150,11 @@ class Attention(Fused):
     def is_biased(self) -> bool:
         """True for Attention(scale, (Bias(),), mask)."""
         return self.modifiers == (Bias(),) and self.is_softmax
+
+    @property
+    def is_capped(self) -> bool:
+        """True if nothing but soft caps changes scores: all heads and places alike."""
+        return all(isinstance(m, SoftCap) for m in self.modifiers)
 
     @property
     def is_softmax(self) -> bool:

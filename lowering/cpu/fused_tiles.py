@@ -193,22 +193,29 @@ class FusedTiles:
             yield from ((tile, x) for x in tile.parts if x.kind == "mixed" or everywhere)
 
     @cached_property
-    def alone(self) -> Part | None:
-        """The keys of the kernel's only call, if it reads all operands in place and gives o. If
-        they are "mixed", booleans of each batch entry hide some of them."""
+    def only(self) -> Part | None:
+        """The keys of the kernel's only call, if it reads all operands in place and adds nothing to
+        scores. If they are "mixed", booleans of each batch entry hide some of them."""
         p, static = self.problem, self.static
         packs = any(self.packs(name, spec) for name, spec in self.operands().items())
         if packs or static is None or not (self.is_whole(static) and self.is_direct):
             return None
         (part,) = static[0].parts
         suits = part.kind != "mixed" or hides_whole_keys(p)
-        return part if suits and not (p.node.modifiers or p.node.sinks) else None
+        return part if suits and not p.node.modifiers else None
+
+    @property
+    def alone(self) -> Part | None:
+        """`only`, if that call also gives o."""
+        return None if self.problem.node.sinks else self.only
 
     @property
     def takes_any_keys(self) -> bool:
         """True if a call may bring another number of keys: it reads all of them."""
-        part = self.alone
-        return part is not None and part.kind != "causal" and len(part) == self.problem.N
+        part = self.only
+        if part is None or len(part) < self.problem.N:
+            return False
+        return part.kind == "full" or (part.kind == "mixed" and self.alone is not None)
 
     @cached_property
     def addends(self) -> int:

@@ -252,7 +252,8 @@ def sized_step(
 
     def lower(problem: Problem) -> Lowered:
         tiles = tile(problem)
-        return ready_alone(tiles, options), isinstance(tiles, FusedTiles) and tiles.takes_any_keys
+        is_free = not isinstance(tiles, ProductTiles) and tiles.takes_any_keys
+        return ready_alone(tiles, options), is_free
 
     step = SizedStep.of(op, specs, folds, lower)
     writes = not op.is_gradient

@@ -166,7 +166,8 @@ class RowGrid(TileGrid):
 
     @property
     def single(self) -> bool:
-        """True if PyTorch's softmax, a single call, is faster; always with a bias, in base e."""
+        """True if PyTorch's softmax, a single call, is faster; always in base e
+        after a modifier."""
         p = self.problem
         few, suits = p.lines < SINGLE_ROWS, p.N % VECTORS == 0 or p.N >= LONG_ROW
         return bool(p.node.modifiers) or few or (self.rounds and suits)
@@ -198,10 +199,15 @@ class RowGrid(TileGrid):
         p, mask = self.problem, self.problem.node.mask
         if self.spans:
             return True
-        if p.node.modifiers or self.rows < p.M or self.reach < p.N or not self.lies_flat:
+        if not p.node.is_capped or self.rows < p.M or self.reach < p.N or not self.lies_flat:
             return False
         few = self.by_entries or (self.holds and p.M * p.N <= MOST_HELD)
         return mask is None or has_few_scores(p) or few
+
+    @property
+    def takes_any_keys(self) -> bool:
+        """True if a call may bring fewer keys: it reads all of them, in place."""
+        return self.flat and self.problem.node.mask is None
 
     @cached_property
     def by_entries(self) -> bool:
@@ -249,7 +255,7 @@ class RowGrid(TileGrid):
         p, item = self.problem, self.problem.dtype.itemsize
         lines = self.batch * self.groups * self.r * self.rows
         each = self.asked + WORD * (p.B + p.H + p.M + p.N) + 2 * lines * p.wide.itemsize
-        each += lines * self.reach * p.wide.itemsize * len(p.node.modifiers)
+        each += lines * self.reach * p.wide.itemsize * p.node.is_biased
         if self.spans:  # copies of each entry's mask, one of them turned, and of the caps
             each += p.B * p.N * (2 * torch.bool.itemsize + item)
         elif p.node.mask is not None and has_few_scores(p):

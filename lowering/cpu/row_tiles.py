@@ -1,5 +1,5 @@
-"""Attention on tiles of whole rows of scores: products with a softmax between, and no modifier but
-a bias with kept weights.
+"""Attention on tiles of whole rows of scores: products with a softmax between, and no modifiers but
+soft caps, and a bias with kept weights.
 
 Products read and give the dtype of the operands, scores and weights included, except float16
 scores, in float32. The softmax of a row and sums over tiles are in float32. Each tile has all keys
@@ -9,7 +9,7 @@ of its queries, so the softmax and its derivative are of whole rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from typing import final
 
@@ -102,6 +102,9 @@ class RowTiles(RowGrid):
         hides: Iterable[Change | None] = repeat(hiding and hiding.hide)
         if hiding and self.by_entries:
             hides = hiding.runs(self.batch)
+        if self.problem.node.modifiers:
+            at = self.places({}, q)
+            hides = (partial(self.cap, at, hide) for hide in hides)
         runs = self.cut((q, k, v, o) if saved is None else (q, k, v, o, saved))
         if seed is None:
             for hide, views in zip(hides, runs, strict=False):
@@ -110,6 +113,13 @@ class RowTiles(RowGrid):
             for hide, views, heads in zip(hides, runs, self.query_heads, strict=False):
                 core.attend(hide, *views, sign=self.signer(scratch, seed, range(1), heads))
         return (o,)
+
+    def cap(self, at: Place, hide: Change | None, s: torch.Tensor) -> None:
+        """Cap the scores of a run, and hide some. at: any places, since caps read none."""
+        for modifier in self.problem.node.modifiers:
+            change_(modifier, s, at)
+        if hide is not None:
+            hide(s)
 
     def infer_entries(
         self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None,

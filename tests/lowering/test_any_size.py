@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +28,11 @@ def caches(draw: st.DrawFn) -> ag.Graph:
     shapes = None, (B, 1, 1, N), (1, 1, 1, N), (B, G * r, M, N), (B, 1, 1, 1)
     shape = draw(st.sampled_from(shapes))
     keep = None if shape is None else ag.TensorSpec(shape, torch.bool)
-    return ag.attention(q, k, k, mask=mask, keep=keep, stats=draw(st.booleans()))
+    cap, sinks = draw(st.sampled_from((None, 0.5))), draw(st.booleans())
+    return ag.attention(
+        q, k, k, mask=mask, keep=keep, stats=draw(st.booleans()), soft_cap=cap,
+        sinks=ag.TensorSpec((G * r,), torch.float32) if sinks else None,
+    )  # fmt: skip
 
 
 @given(
@@ -40,8 +46,9 @@ def test_each_size_is_the_formula_whatever_came_before(
     for N in sizes:
         exact = plan.at(N=N).graph
         tensors = [*tensors_for(exact, seed)]
-        if hides == "all of an entry" and tensors[-1].dtype == torch.bool:
-            tensors[-1][0] = False
+        flags = next((x for x in tensors if x.dtype == torch.bool), None)
+        if hides == "all of an entry" and flags is not None:
+            flags[0] = False
         check_outputs(plan, exact, tensors)
 
 
@@ -78,10 +85,8 @@ def test_one_query_reads_the_keys_that_its_mask_leaves(mask: ag.Mask, r: int) ->
             check_outputs(each, exact, tensors_for(exact, n))
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "padded"])
-def test_near_numbers_of_keys_are_planned_once(
-    masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", ["plain", "padded", "capped", "sinks"])
+def test_near_numbers_of_keys_are_planned_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that grows by a token has one plan for 64 of them; so it has with padding."""
     planned: list[int] = []
     tile = cpu.tile_problem
@@ -93,10 +98,16 @@ def test_near_numbers_of_keys_are_planned_once(
     monkeypatch.setattr(cpu, "tile_problem", count)
     q, N = ag.TensorSpec((2, 4, 1, 8), torch.float32), ag.Dim("N", 4096)
     k = ag.TensorSpec((2, 2, N, 8), torch.float32)
-    keep = ag.TensorSpec((2, 1, 1, N), torch.bool) if masked else None
-    plan = ag.compile(ag.attention(q, k, k, scale=0.37, keep=keep), backends=("math",))
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "padded": {"keep": ag.TensorSpec((2, 1, 1, N), torch.bool)},
+        "capped": {"soft_cap": 0.5},
+        "sinks": {"sinks": ag.TensorSpec((4,), torch.float32)},
+    }
+    plan = ag.compile(ag.attention(q, k, k, scale=0.37, **kinds[kind]), backends=("math",))
     planned.clear()
     for n in range(65, 129):
-        flags = [torch.arange(n).expand(2, 1, 1, n) >= 5] * masked
-        plan(torch.randn(2, 4, 1, 8), *torch.randn(2, 2, 2, n, 8), *flags)
+        flags, sinks = torch.arange(n).expand(2, 1, 1, n) >= 5, torch.randn(4)
+        more = {"padded": [flags], "sinks": [sinks]}.get(kind, [])
+        plan(torch.randn(2, 4, 1, 8), *torch.randn(2, 2, 2, n, 8), *more)
     assert planned == [128]
