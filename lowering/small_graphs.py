@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from attrs import evolve
 
+from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Graph, Input
-from attn_graph.ir.packed import PLACES, Packed, operand_sides
+from attn_graph.ir.packed import PLACES, TOTALS, Packed
 from attn_graph.ir.packing import row_count
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Data, needs_of
 from attn_graph.spec import TensorSpec
 
-TOTALS = {"rows": "t", "keys": "u"}  # axes: of all packed rows
-MOST = {"rows": "i", "keys": "j"}  # and of those of one sequence
+MOST = {"rows": "i", "keys": "j"}  # axes: of the rows of one sequence
 Label = str | Data  # the axes of an operand
 
 
@@ -27,9 +28,8 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
     before = {"b": problem.B, "g": problem.G, "h": problem.H, "i": problem.M, "j": problem.N}
     before |= {"d": problem.D, "e": problem.E}
     last = graph.eqns[-1]
-    labels = [*operand_axes(problem)]
+    assert isinstance(last.op, Fused)
     if isinstance(last.op, Packed):
-        labels = [*packed_axes(last.op, labels)]
         totals = {side: graph.types[last.args[PLACES[side]]] for side in last.op.sides}
         before |= {TOTALS[side]: row_count(x.shape) for side, x in totals.items()}
         sizes |= {"t": M, "u": N, "s": sizes["b"] + 1}
@@ -41,7 +41,7 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
             before["p"] = sizes["p"] = page
             sizes["w"] = -(-N // page)
             sizes |= {"j": sizes["w"] * page, "n": sizes["b"] * sizes["w"]}
-    axes = dict(zip(last.args, labels, strict=True))
+    axes = dict(zip(last.args, operand_axes(last.op), strict=True))
 
     def resize(n: int, x: Input) -> Input:
         if n not in axes:  # nothing reads it
@@ -69,31 +69,9 @@ def sizes_of(label: Label, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(sizes[axis] for axis in label)
 
 
-def packed_axes(op: Packed, labels: Sequence[Label]) -> Iterator[Label]:
-    """The axes of the operands of an attention on packed tensors or pages, by those of padded ones:
-    t: all rows, u: all keys, s: one more than sequences, n: all pages of p rows, w: those of one
-    sequence."""
-    for label, side in zip(labels, operand_sides(op.op), strict=True):
-        if isinstance(label, Data):
-            yield label
-        elif side == "keys" and op.paged:
-            yield "np" + label[1] + label[3]
-        elif side in op.sides:
-            head, last = label[1], label[3:]
-            yield TOTALS[side] + head + last if last else head + TOTALS[side]
-        else:
-            yield label
-    yield from "s" * len(op.sides)
-    yield from ["bw"] * op.paged
-
-
-def operand_axes(problem: Problem) -> Iterator[Label]:
-    """The axes of each operand, of "bhijgde", or its `Data`; none of dropout's seed and offset."""
-    node, grad = problem.node, problem.grad
-    yield from ("bhid", "bgjd", "bgje")
-    for needs in (*(m.needs for m in node.modifiers), needs_of(node.mask)):
-        yield from needs.values()
-    if node.sinks:
-        yield "h"
-    if grad is not None:  # o, lse, do and dlse
-        yield from ("bhie", "bhi", *("bhie",) * grad.with_do, *("bhi",) * grad.with_dlse)
+def operand_axes(op: Fused) -> Iterator[Label]:
+    """The axes of each operand, or its `Data`."""
+    node = op.attention
+    needs = (*(m.needs for m in node.modifiers), needs_of(node.mask))
+    data = chain.from_iterable(each.values() for each in needs)
+    return (next(data) if role.is_data else role.axes for role in op.takes)

@@ -11,7 +11,7 @@ from attn_graph.errors import GraphError, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import Packed, fused_op, with_operands
+from attn_graph.ir.packed import Packed, with_operands
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.tangents import attention_in
@@ -50,7 +50,7 @@ def require_numbers(graph: Graph, who: str) -> None:
 
 def settle(op: Op, operands: Sequence[Value]) -> tuple[Op, Sequence[Value]]:
     """An op whose sizes are now numbers with a canonical mask and modifiers, and its operands."""
-    node = attention_in(fused_op(op))
+    node = attention_in(op)
     if node is None or (node.mask is None and not node.modifiers):
         return op, operands
     types = [x.type for x in operands]

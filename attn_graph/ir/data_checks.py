@@ -12,7 +12,7 @@ import torch
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import LENGTHS, PLACES, Packed, fused_op
+from attn_graph.ir.packed import LENGTHS, PLACES, Packed
 from attn_graph.ir.packing import Lengths, list_sequences, row_count
 from attn_graph.ir.paging import list_entries
 from attn_graph.ir.tangents import attention_in
@@ -29,14 +29,14 @@ def check_data(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:
     for eqn, outs in graph.numbered:
         if isinstance(eqn.op, Lengths):
             (values[outs[0]],) = eqn.op.run(values[eqn.args[0]])
-        elif attention_in(fused_op(eqn.op)) is not None:
+        elif attention_in(eqn.op) is not None:
             known = {n: values[i] for n, i in enumerate(eqn.args) if i in values}
             check_operands(eqn.op, [graph.types[i] for i in eqn.args], known)
 
 
 def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch.Tensor]) -> None:
     """Check the operands of an attention. known: those already known, by number."""
-    node, numbers = attention_in(fused_op(op)), range(len(types))
+    node, numbers = attention_in(op), range(len(types))
     assert node is not None
     padded, where = types, dict[str, tuple[int, ...]]()
     if isinstance(op, Packed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, TypeVar, final
 
 import torch
@@ -10,7 +11,7 @@ from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.fused import Fused
+from attn_graph.ir.fused import Fused, Role
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.packing import (
     Pack,
@@ -22,7 +23,7 @@ from attn_graph.ir.packing import (
 )
 from attn_graph.ir.paging import SumPages, Unpage, table_problems
 from attn_graph.ir.scaling import KEY_SCALES, Dequantise
-from attn_graph.ir.tangents import AttentionJvp, attention_in
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.masks import And, KeyLengths, Mask, QueryLengths, flatten_join
 from attn_graph.spec import ValueType
 
@@ -31,20 +32,13 @@ X = TypeVar("X", ValueType, torch.Tensor)
 STARTS = {"rows": "q_starts", "keys": "kv_starts"}
 LENGTHS = {"rows": "q_lengths", "keys": "kv_lengths"}
 PLACES = {"rows": 0, "keys": 1}  # of the first operand of a side
+TOTALS = {"rows": "t", "keys": "u"}  # axes: of all packed rows of a side
 LEAVES: dict[str, Mask] = {"rows": QueryLengths(), "keys": KeyLengths()}  # needed by a packed side
 
 
 def fused_op(op: Op) -> Op:
     """The op within a Packed; any other op itself."""
     return op.op if isinstance(op, Packed) else op
-
-
-def fused_attention(op: Op) -> Attention:
-    """The attention in an op or its derivative. Raises GraphError for other ops."""
-    node = attention_in(op)
-    if node is None:
-        raise GraphError(f"packed: {op} is not an attention, nor a derivative of one")
-    return node
 
 
 def operand_sides(op: Fused) -> tuple[str, ...]:
@@ -93,7 +87,7 @@ def blind_in(writer: Pack | SumPages, hides: bool) -> Pack | SumPages:
 
 @final
 @frozen
-class Packed(Op):
+class Packed(Fused):
     """A fused op with q, or k and v, or all, packed, with k and v in pages, or quantised.
 
     Its operands are those of `op`, then k_scale and v_scale, q_starts and kv_starts of the packed
@@ -117,6 +111,8 @@ class Packed(Op):
     scaled: bool = field(default=False, converter=bool)
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.op, Fused) or isinstance(self.op, Packed):
+            raise GraphError(f"packed: {self.op} is not an attention, nor a derivative of one")
         parts = and_parts(self.attention.mask)
         if missing := [str(LEAVES[side]) for side in self.sides if LEAVES[side] not in parts]:
             raise GraphError(f"packed: the mask of {self.op} lacks & {' & '.join(missing)}")
@@ -127,8 +123,8 @@ class Packed(Op):
 
     @property
     def attention(self) -> Attention:
-        """The attention of `op`, or of which `op` is a derivative."""
-        return fused_attention(self.op)
+        node: Attention = self.op.attention
+        return node
 
     @property
     def most(self) -> dict[str, int]:
@@ -167,10 +163,6 @@ class Packed(Op):
         return self.op.is_gradient
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self.op.names
-
-    @property
     def statistics(self) -> tuple[str, ...]:
         return self.op.statistics
 
@@ -186,25 +178,32 @@ class Packed(Op):
     def without_gradient(self) -> tuple[str, ...]:
         return self.op.without_gradient
 
-    @property
-    def reads(self) -> int:
-        return len(self.ranks)
+    @cached_property
+    def takes(self) -> tuple[Role, ...]:
+        """Of axes "s": one more than sequences. "w": the pages of one sequence."""
+        own = [self.packed_role(role) for role in self.op.takes]
+        more = []
+        if self.scaled:
+            own[1:3] = [evolve(role, trains=False, constant=True) for role in own[1:3]]
+            more = [evolve(x, name=name) for x, name in zip(own[1:3], KEY_SCALES, strict=True)]
+        more += [Role(STARTS[side], "s", 1) for side in self.sides]
+        more += [Role("pages", "bw", 2)] * self.paged
+        return (*own, *(evolve(role, like=n) for n, role in enumerate(more, len(own))))
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        starts = (STARTS[side] for side in self.sides)
-        return (*self.op.roles, *KEY_SCALES * self.scaled, *starts, *(("pages",) * self.paged))
+    @cached_property
+    def gives(self) -> tuple[Role, ...]:
+        return tuple([self.packed_role(role) for role in self.op.gives])
 
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        pairs = ((role.rank, role.side) for role in self.op.takes)
-        own = [n - 1 if n is not None and side in self.sides else n for n, side in pairs]
-        return (*own, *own[1:3] * self.scaled, *(1 for _ in self.sides), *((2,) * self.paged))
-
-    @property
-    def constants(self) -> tuple[int, ...]:
-        count = len(self.op.takes)
-        return (*self.op.constants, *((1, 2, count, count + 1) if self.scaled else ()))
+    def packed_role(self, role: Role) -> Role:
+        """The role of an operand or result of `op` as it lies here. A pool has axes "npgd"."""
+        head, last = role.axes[1:2], role.axes[3:]
+        if role.side == "keys" and self.paged:
+            return evolve(role, axes="np" + head + last)
+        if role.side not in self.sides:
+            return role
+        row = TOTALS[role.side]
+        axes = row + head + last if last else head + row
+        return evolve(role, axes=axes, rank=len(axes))
 
     def scales(self, operands: Sequence[T]) -> dict[int, T]:
         """The scale of each quantised operand, by number."""

@@ -14,7 +14,7 @@ from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
 from attn_graph.ir.modifiers import Alibi
-from attn_graph.ir.packed import with_operands
+from attn_graph.ir.packed import Packed, with_operands
 from attn_graph.ir.passes import canonicalise, fuse
 from attn_graph.ir.relative import MODIFIERS
 from attn_graph.ir.scaling import Dequantise
@@ -166,7 +166,7 @@ def mapped_spec(own: Input, place: int, size: int) -> TensorSpec:
 def general_problems(graph: Graph) -> Iterator[str]:
     read = {i for eqn in graph.eqns for i in eqn.args}
     for eqn, outs in graph.numbered:
-        node = attention_in(eqn.op)
+        node = None if isinstance(eqn.op, Packed) else attention_in(eqn.op)
         if node is None and not isinstance(eqn.op, Add | Zeros | Dequantise):
             yield (
                 f"vmap: {type(eqn.op).__name__} is a step by itself; only whole attentions are "

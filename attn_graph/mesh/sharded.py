@@ -15,9 +15,10 @@ from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.boxes import Piece, move_attention
 from attn_graph.ir.graph import Eqn, Graph
-from attn_graph.ir.packed import Packed, fused_attention, fused_op
+from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.philox import WORDS
+from attn_graph.ir.tangents import attention_in
 from attn_graph.machine.target import Target
 from attn_graph.masks import Data, needs_of
 from attn_graph.masks.moving import Box
@@ -108,8 +109,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
     def eqn(self) -> Eqn:
         """The attention on unpacked tensors, with its operands."""
         eqn, _ = self.whole
-        node = fused_attention(fused_op(eqn.op))
-        return evolve(eqn, op=node, args=eqn.args[: len(node.ranks)])
+        return evolve(eqn, op=self.node, args=eqn.args[: len(self.node.ranks)])
 
     @property
     def packed(self) -> Packed | None:
@@ -125,7 +125,9 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
     @property
     def node(self) -> Attention:
         """The op of the attention."""
-        return fused_attention(self.eqn.op)
+        node = attention_in(self.whole[0].op)
+        assert node is not None
+        return node
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -355,9 +357,10 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
 
 def starts_of(eqn: Eqn) -> dict[str, int]:
     """The numbers of an attention's starts, by letter."""
-    sides = eqn.op.sides if isinstance(eqn.op, Packed) else ()
-    given = eqn.args[len(fused_attention(fused_op(eqn.op)).ranks) :]
-    return dict(zip((STARTS[side] for side in sides), given, strict=False))
+    if not isinstance(eqn.op, Packed):
+        return {}
+    given = eqn.args[len(eqn.op.op.takes) :]
+    return dict(zip((STARTS[side] for side in eqn.op.sides), given, strict=False))
 
 
 def show_holding(holding: Holding) -> str:

@@ -12,9 +12,10 @@ from attn_graph.errors import GraphError, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.graph import Graph, check_graph, op_name
-from attn_graph.ir.packed import Packed, fused_attention, fused_op
+from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.tangents import attention_in
 from attn_graph.ir.vjp import require_no_layouts
 from attn_graph.machine.tensors import is_distributed
 from attn_graph.masks.moving import Box
@@ -133,7 +134,8 @@ def check_given(graph: Graph, known: Mapping[str, torch.Tensor]) -> None:
     Starts of packed sequences have a use too.
     """
     eqn = graph.eqns[-1]
-    node = fused_attention(fused_op(eqn.op))
+    node = attention_in(eqn.op)
+    assert node is not None
     lengths = {out: each.args[0] for each, (out, *_) in graph.numbered[:-1]}
     reads = [*node.split(eqn.args).mask.values(), *starts_of(eqn).values()]
     names = [graph.inputs[n].name for n in dict.fromkeys(lengths.get(n, n) for n in reads)]

@@ -10,7 +10,6 @@ from attrs import define, field
 
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Graph, Input, op_name
-from attn_graph.ir.packed import fused_op
 from attn_graph.ir.tangents import attention_in
 from attn_graph.masks import Mask
 from attn_graph.masks.joins import leaf_classes
@@ -74,7 +73,7 @@ def skeleton_of(key: tuple[Graph, ...]) -> Kind:
 
 def masks_in(graph: Graph) -> Iterator[tuple[type[Mask], ...]]:
     for eqn in graph.eqns:
-        node = eqn.op if isinstance(eqn.op, ops.Mask) else attention_in(fused_op(eqn.op))
+        node = eqn.op if isinstance(eqn.op, ops.Mask) else attention_in(eqn.op)
         if node is not None and node.mask is not None:
             yield tuple(leaf_classes(node.mask))
 

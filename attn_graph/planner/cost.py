@@ -201,7 +201,7 @@ def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
 
 def masks_operands(eqn: Eqn) -> dict[str, int]:
     """The number of each tensor's value, by its name in an attention's mask."""
-    node = attention_in(fused_op(eqn.op))
+    node = attention_in(eqn.op)
     return node.split(eqn.args[: len(node.takes)]).mask if node else {}
 
 
@@ -257,7 +257,7 @@ def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
     for eqn, outs in graph.numbered:
         operands = [specs[i] for i in eqn.args]
         written = sum(specs[i].type.bytes for i in outs if i in read)
-        node = attention_in(fused_op(eqn.op))
+        node = attention_in(eqn.op)
         if node is None:
             moved = sum(distinct_elements(x) * x.dtype.itemsize for x in operands) + written
             yield Share(product_flops(eqn, [x.type for x in operands]), moved)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.pictures import masks_of
 from attn_graph.lowering.cudnn.backend import read_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.small_graphs import shrink
@@ -78,3 +79,27 @@ def test_packed_tensors_have_as_many_rows_together(case: Case, M: int, N: int) -
         rows = {i.name: i.spec.shape[0] for i in small.inputs if i.name in "qk"}
         assert (rows["q"] if "rows" in op.sides else M) == M
         assert (rows["k"] if "keys" in op.sides else N) == N
+
+
+@given(case=cases(dtype=torch.float16, stats=True))
+def test_axes_of_packed_operands_and_results_have_one_size_each(case: Case) -> None:
+    for graph in passes(case.packed):
+        for eqn in graph.eqns:
+            if not isinstance(eqn.op, Packed):
+                continue
+            shapes = [graph.types[n].shape for n in eqn.args]
+            shapes += [x.shape for x in eqn.outs]
+            roles = (*eqn.op.takes, *eqn.op.gives)
+            fixed = [x for x in zip(roles, shapes, strict=True) if not x[0].is_data]
+            sizes = {pair for role, n in fixed for pair in zip(role.axes, n, strict=True)}
+            assert len({axis for axis, _ in sizes}) == len(sizes)
+            assert all(role.rank == len(n) for role, n in fixed)
+
+
+@given(case=cases(dtype=torch.float16))
+def test_a_packed_attention_has_a_picture_of_its_mask(case: Case) -> None:
+    *_, eqn = (graph := simplify(case.packed)).eqns
+    if isinstance(eqn.op, Packed):
+        (type_q, type_k, *_) = eqn.op.padded([graph.types[n] for n in eqn.args])
+        shown = [*masks_of(graph, eqn)]
+        assert shown == [(eqn.op.attention.mask, type_q.shape[2], type_k.shape[2])]
