@@ -1,20 +1,33 @@
-"""The computation of a tile of whole rows of scores: products with a softmax between."""
+"""The computation of a tile of whole rows of scores, and of one cut out with copies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import final
 
 import torch
 from attrs import frozen
 
-from attn_graph.kernels.products import LN_2, LOG2_E, drop_, multiply_
-from attn_graph.kernels.row_sums import sum_rows_
+from attn_graph.ir.modifiers import change_
+from attn_graph.kernels.hiding import hide_
+from attn_graph.kernels.products import LOG2_E, drop_, multiply_
+from attn_graph.kernels.row_sums import has_whole_rows, sum_rows_
+from attn_graph.lowering.cpu.product_slots import ProductSlot, TileGrid
+from attn_graph.lowering.cpu.schedule import place_within
+from attn_graph.lowering.problem import Problem
+from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 
 # Numbers of k cast at a time, within a cache, at least one key's; and the least keys of a head
 # among them, if it has as many.
 MOST_CAST, LEAST_KEYS = 2**20, 512
+# For at most MOST_SUMMED rows of a key/value head, p v is made as sums of rows of v, if v has
+# LEAST_SUMMED numbers, in float32 only from E = LONG_NUMBERS on. Sums take half the time of a
+# product, in float16 a twentieth.
+LONG_NUMBERS = 128
+MOST_SUMMED, LEAST_SUMMED = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 4}, 2**20
+Tensors = Mapping[str, torch.Tensor]
 Change = Callable[[torch.Tensor], None]  # scores [n,L,S] in place, by a bias and a mask
 softmax_backward = torch.ops.aten._softmax_backward_data.out
 
@@ -24,21 +37,27 @@ softmax_backward = torch.ops.aten._softmax_backward_data.out
 class RowSteps:
     """The variant of computing whole rows.
 
-    scale: of the scores. single: True if PyTorch's softmax, a single call, is the faster. turns:
-    True if scores are made as k q^T. rounds: True if products give another dtype than the softmax.
-    kept: True if weights are saved, not lse. sums: True if p v is made as sums of rows of v. casts:
-    True if scores are of q and k in float32, of a piece of k at a time. rate: of dropout; kept
-    weights are negative if dropped.
+    scale: of the scores. turns: True if scores are made as k q^T. rounds: True if products give
+    another dtype than the softmax. kept: True if weights are saved, not lse. sums: True if p v is
+    made as sums of rows of v. casts: True if scores are of q and k in float32, of a piece of k at a
+    time. rate: of dropout; kept weights are negative if dropped.
     """
 
     scale: float
-    single: bool
     turns: bool = False
     rounds: bool = False
     kept: bool = False
     sums: bool = False
     casts: bool = False
     rate: float = 0.0
+
+
+def sums_rows(problem: Problem, parts: int = 1) -> bool:
+    """True if p v of a problem, or of each of its parts, is made as sums of rows of v."""
+    p, v = problem, problem.specs[2]
+    few = p.grad is None and MOST_SUMMED.get(p.dtype, 0) >= p.lines
+    suits = p.E >= LONG_NUMBERS or p.dtype != torch.float32
+    return few and suits and prod(v.shape) >= parts * LEAST_SUMMED and has_whole_rows(v)
 
 
 @final
@@ -51,7 +70,7 @@ class Core:
     """
 
     steps: RowSteps
-    scratch: Mapping[str, torch.Tensor]
+    scratch: Tensors
     blind: bool
     divides: bool = False
 
@@ -69,12 +88,10 @@ class Core:
     ) -> None:  # fmt: skip
         """Fill o [n,L,E], and `saved` if given: weights [n,L,S], if they are kept, or lse [n,L,1],
         without a change to the bits of o. sign: makes dropped weights negative."""
-        single, scale = self.steps.single, self.steps.scale
         weights, lse = (saved, None) if self.steps.kept else (None, saved)
         s = self.room("p", q, k.shape[1]) if weights is None else weights
-        self.score(s, q, k, change, scale if single else scale * LOG2_E)
-        weigh = self.take_softmax if single else self.take_powers
-        weigh(s, lse)
+        self.score(s, q, k, change, self.steps.scale)
+        self.take_softmax(s, lse)
         if sign is not None:
             sign(s)
             s = self.undropped(s)
@@ -97,20 +114,9 @@ class Core:
     def upscale(self) -> float:
         return 1 / (1 - self.steps.rate)
 
-    def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """s [n,L,S], in base 2 -> weights; fill lse [n,L,1] if given."""
-        wide = self.widen(s)
-        top = torch.amax(wide, -1, keepdim=True, out=self.room("top", s, 1))
-        total = self.normalise(wide, top)
-        self.narrow(wide, s)
-        if lse is not None:
-            torch.add(top, total.log2_(), out=lse).mul_(LN_2)
-            if self.blind:
-                lse.masked_fill_(top == torch.finfo(top.dtype).min, -INF)
-
     def take_softmax(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """`take_powers` in base e, in few passes. PyTorch computes a softmax in float32, whatever
-        it reads."""
+        """s [n,L,S] -> weights; fill lse [n,L,1] if given. PyTorch computes a softmax in float32,
+        whatever it reads."""
         blind = self.blind
         top = torch.amax(s, -1, keepdim=True) if blind or lse is not None else None
         wide = s if lse is None else self.widen(s)
@@ -189,26 +195,156 @@ class Core:
             return self.narrow(wide.masked_fill_(lse == -INF, 0.0), s)
         self.score(s, q, k, change, self.steps.scale * LOG2_E)
         top, wide = torch.mul(lse, LOG2_E, out=self.room("top", s, 1)), self.widen(s)
+        if self.blind:
+            top.clamp_(min=torch.finfo(top.dtype).min)
+        wide.sub_(top).exp2_()
         if self.steps.rounds:
-            self.normalise(wide, top)
-        else:
-            self.raise_(wide, top)
+            total = torch.sum(wide, -1, keepdim=True, out=self.room("total", s, 1))
+            wide.div_(total.masked_fill_(total == 0.0, 1.0) if self.blind else total)
         return self.narrow(wide, s)
-
-    def normalise(self, s: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-        """s [n,L,S] -> 2^(s - top), each row divided by its sum [n,L,1]; returns the sum. A row
-        without keys is zeros, and its sum 1."""
-        self.raise_(s, top)
-        total = torch.sum(s, -1, keepdim=True, out=self.room("total", s, 1))
-        s.div_(total.masked_fill_(total == 0.0, 1.0) if self.blind else total)
-        return total
-
-    def raise_(self, s: torch.Tensor, top: torch.Tensor) -> None:
-        """s [n,L,S] -> 2^(s - top), zeros if top [n,L,1], an upper bound of s, is -inf."""
-        s.sub_(top.clamp_(min=torch.finfo(top.dtype).min) if self.blind else top).exp2_()
 
     def widen(self, s: torch.Tensor) -> torch.Tensor:
         return self.room("wide", s, s.shape[2]).copy_(s) if self.steps.rounds else s
 
     def narrow(self, wide: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return s.copy_(wide) if self.steps.rounds else s
+
+
+@final
+@frozen(eq=False)
+class Spot:
+    """A tile cut out of a problem, with its copies.
+
+    whole: True if no sum is over tiles. places: all, not its own alone. given: the modifiers'
+    tensors.
+    """
+
+    tiles: TileGrid
+    whole: bool
+    slot: ProductSlot
+    core: Core
+    places: Place
+    given: Sequence[Tensors]
+
+    def room(self, name: str, last: int) -> torch.Tensor:
+        """A buffer as [n,L,last]."""
+        n, L = self.slot.lines
+        return self.core.scratch[name][: n * L * last].view(n, L, last)
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[n,L,S] as [batch,heads,rows,S]."""
+        return x.view(self.slot.grid)
+
+    def rows(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """This tile's queries of x [B,H,M,D] as [n,L,D]: in place, or room for them, since oneDNN
+        copies gaps."""
+        rows, room = self.slot.rows(x), self.room(name, x.shape[3])
+        return rows.view(room.shape) if rows.is_contiguous() else room
+
+    def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """`rows`, filled."""
+        room, rows = self.rows(name, x), self.slot.rows(x)
+        if not rows.is_contiguous():
+            self.heads(room).copy_(rows)
+        return room
+
+    def store(self, x: torch.Tensor, made: torch.Tensor) -> None:
+        """This tile's queries of x [B,H,M,D] = the result in their room."""
+        rows = self.slot.rows(x)
+        if not rows.is_contiguous():
+            rows.copy_(self.heads(made))
+
+    def load_keys(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """This tile's keys of x [B,G,N,D] as [n,S,D], without gaps too."""
+        here, n = self.slot.groups(x), self.slot.lines[0]
+        pieces = [here[:, :, a:b] for a, b in self.slot.runs]
+        if len(pieces) == 1 and pieces[0].is_contiguous():
+            return pieces[0].view(n, -1, x.shape[3])
+        room = self.key_room(name, x.shape[3])
+        torch.cat(pieces, 2, out=room.view(*here.shape[:2], -1, x.shape[3]))
+        return room
+
+    def key_room(self, name: str, last: int) -> torch.Tensor:
+        """A buffer as [n,S,last]."""
+        n, S = self.slot.lines[0], self.slot.keys
+        return self.core.scratch[name][: n * S * last].view(n, S, last)
+
+    def keys_made(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Room for this tile's gradient [n,S,D] by k or v: in x [B,G,N,D] if it is all."""
+        if not self.whole:
+            return self.key_room(name, x.shape[3])
+        return self.slot.groups(x).view(-1, self.slot.keys, x.shape[3])
+
+    def add_keys(self, x: torch.Tensor, made: torch.Tensor) -> None:
+        """This tile's keys of x [B,G,N,D] += made [n,S,D]."""
+        at = 0
+        for piece in self.slot.keys_of(x):
+            piece.add_(made[:, at : at + piece.shape[1]])
+            at += piece.shape[1]
+
+    @property
+    def place(self) -> Place:
+        slot = self.slot
+        keys = range(self.tiles.problem.N)
+        return place_within(self.places, slot.tile.batch, slot.heads, slot.tile.rows, keys)
+
+    def change(self, s: torch.Tensor) -> None:
+        """Run the modifiers on the scores of this tile, and hide its masked places."""
+        for modifier, data in zip(self.tiles.problem.node.modifiers, self.given, strict=True):
+            change_(modifier, self.heads(s), self.place.reading(data))
+        for at, part in self.slot.mixed:
+            piece = self.heads(s)[..., at : at + len(part)]
+            hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))
+
+    def attend(
+        self, operands: Sequence[torch.Tensor], o: torch.Tensor, saved: torch.Tensor | None,
+        sign: Change | None,
+    ) -> None:  # fmt: skip
+        """Fill this tile's rows of o [B,H,M,E], and of lse [B,H,M] or weights if wanted."""
+        if not self.slot.tile.parts:  # never with kept weights
+            self.slot.rows(o).zero_()
+            if saved is not None:
+                self.slot.rows(saved).fill_(-INF)
+            return
+        q, k, v = operands
+        made, room = self.rows("o", o), None if saved is None else self.saved_room(saved)
+        keys = self.load_keys("k", k), self.load_keys("v", v)
+        self.core.attend(self.change, self.load("q", q), *keys, made, room, sign=sign)
+        self.store(o, made)
+        if saved is not None and room is not None and not self.core.steps.kept:
+            self.slot.rows(saved).copy_(self.heads(room)[..., 0])
+
+    def saved_room(self, saved: torch.Tensor) -> torch.Tensor:
+        """This tile's rows of weights [B,H,M,N] as [n,L,N] in place, or room for rows of lse
+        [B,H,M] as [n,L,1]."""
+        if self.core.steps.kept:
+            return self.slot.rows(saved).view(*self.slot.lines, -1)
+        return self.room("lse", 1)
+
+    def pull(
+        self, operands: Sequence[torch.Tensor], do: torch.Tensor, saved: torch.Tensor,
+        grads: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Fill this tile's rows of dq, and add to dk and dv."""
+        (q, k, v), (dq, dk, dv) = operands, grads
+        if not self.slot.tile.parts:
+            self.slot.rows(dq).zero_()
+            return
+        keys = self.load_keys("k", k), self.load_keys("v", v)
+        made = self.keys_made("dk", dk), self.keys_made("dv", dv)
+        rows, room = self.rows("dq", dq), self.saved_room(saved)
+        if not self.core.steps.kept:
+            self.heads(room).copy_(self.slot.rows(saved)[..., None])
+        self.core.pull(self.change, self.load("q", q), *keys, self.load("o", do), room, rows, *made)
+        self.store(dq, rows)
+        if not self.whole:
+            self.add_keys(dk, made[0])
+            self.add_keys(dv, made[1])
+
+    def collect(self, totals: Sequence[Tensors]) -> None:
+        """Add this tile's share to the gradients of the modifiers' tensors."""
+        steps = zip(self.tiles.problem.node.modifiers, self.given, totals, strict=True)
+        for modifier, data, sums in steps:
+            if sums:
+                ds = self.heads(self.room("ds", self.slot.keys))
+                modifier.collect(sums, ds, self.place.reading(data))

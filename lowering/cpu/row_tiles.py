@@ -11,32 +11,282 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import repeat
-from typing import final
+from typing import Self, final
 
 import torch
 from attrs import frozen
 
 from attn_graph.ir.modifiers import change_
-from attn_graph.kernels.hiding import hide_
+from attn_graph.ir.philox import WORDS
 from attn_graph.kernels.products import reaches_far
-from attn_graph.lowering.cpu.dropping import draw
-from attn_graph.lowering.cpu.product_slots import ProductSlot
-from attn_graph.lowering.cpu.row_core import Change, Core
-from attn_graph.lowering.cpu.row_grid import RowGrid
-from attn_graph.lowering.cpu.run_mask import Hiding, RunMask
-from attn_graph.lowering.cpu.schedule import place_within
+from attn_graph.kernels.row_sums import count_sum_bytes
+from attn_graph.lowering.cpu.asking import WORD, Extent, ask_mask
+from attn_graph.lowering.cpu.dropping import draw, needed_to_draw
+from attn_graph.lowering.cpu.product_slots import (
+    MOST_HELD,
+    TileGrid,
+    choose_entries,
+    choose_kept_sizes,
+    choose_row_sizes,
+    has_few_scores,
+    lies_flat,
+)
+from attn_graph.lowering.cpu.row_core import MOST_CAST, Change, Core, RowSteps, Spot, sums_rows
+from attn_graph.lowering.cpu.run_mask import RunMask, cuts_entries, runs_by_entries
+from attn_graph.lowering.problem import Problem, cotangent_bytes
 from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
-from attn_graph.spec import INF, TensorSpec
+from attn_graph.spec import INF, NAMES, TensorSpec
 
 Tensors = Mapping[str, torch.Tensor]
 Seed = tuple[int, int]  # and an offset
+MOST_READING = 4  # rows, for which k q^T in float32 takes a third of the time of q k^T
 
 
 @final
 @frozen
-class RowTiles(RowGrid):
-    """Forward and backward of one problem."""
+class RowTiles(TileGrid):
+    """Forward and backward of one problem.
+
+    blind: True if a query may see no key. kept: True if the forward gives its weights, and the
+    backward reads them; otherwise lse. rate: of dropout, left out of the problem: dropped weights
+    are kept as negative numbers.
+    """
+
+    blind: bool
+    kept: bool = False
+    rate: float = 0.0
+
+    @classmethod
+    def plan(cls, problem: Problem) -> Self:
+        """The tiles of a problem, of sizes chosen for it alone."""
+        if cuts_entries(problem):
+            sizes = problem.M, 1, problem.G
+        elif problem.grad is None and runs_by_entries(problem):
+            sizes = choose_entries(problem)
+        else:
+            sizes = choose_row_sizes(problem)
+        return cls(problem, *sizes, problem.has_blind_rows)
+
+    @classmethod
+    def keep(cls, problem: Problem, rate: float = 0.0) -> Self:
+        """Tiles with kept weights, if they are `flat` or `whole`."""
+        sizes = (
+            choose_entries(problem)
+            if runs_by_entries(problem)
+            else choose_kept_sizes(problem, rate > 0 and problem.grad is None)
+        )
+        return cls(problem, *sizes, problem.has_blind_rows, True, rate)
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        p, wide = self.problem, self.problem.wide
+        dtype = wide if self.casts else p.dtype
+        n, keys = self.count, self.reach
+        rows, buffers = n * self.r * self.rows, dict[str, Buffer]()
+        if not self.kept or self.rate:
+            buffers["p"] = Buffer((n, self.r * self.rows, keys), dtype)
+        if self.casts:
+            buffers |= self.needed_to_cast(n, rows)
+        if not self.kept:
+            buffers |= {name: Buffer((rows,), wide) for name in ("top", "total")}
+            if self.rounds:
+                buffers["wide"] = Buffer((rows * keys,), wide)
+        if self.turns:
+            buffers["turned"] = buffers["p"]
+        if p.grad is not None:
+            buffers["ds"] = Buffer((rows * keys,), dtype)
+        elif self.rate:
+            buffers |= needed_to_draw(rows, keys, p.dtype)  # signs, of weights as they are kept
+        if not self.fills_o:
+            buffers["o"] = Buffer((rows * p.E,), dtype)
+        return buffers if self.flat else buffers | self.needed_to_move(n, rows)
+
+    @cached_property
+    def fills_o(self) -> bool:
+        """True if products fill o in place: with gaps in a batch entry they would fill it head by
+        head."""
+        if not self.spans:
+            return True
+        shape, strides = self.problem.layout_of_o
+        return TensorSpec(shape[1:], self.problem.dtype, strides[1:]).is_dense
+
+    @cached_property
+    def spans(self) -> bool:
+        """True if each tile is a batch entry, of the keys left by data."""
+        return not self.kept and cuts_entries(self.problem)
+
+    def needed_to_cast(self, n: int, rows: int) -> dict[str, Buffer]:
+        """The scratch buffers of q and of a piece of k of n heads for making scores, and then, in
+        place of k, of weights of `rows` rows for summing v."""
+        p = self.problem
+        piece = min(n * p.N * p.D, max(MOST_CAST, p.D))
+        weights = -(-rows * self.reach * p.dtype.itemsize // p.wide.itemsize)
+        sizes = {"cast q": rows * p.D, "cast": max(piece, weights)}
+        return {name: Buffer((size,), p.wide) for name, size in sizes.items()}
+
+    def needed_to_move(self, n: int, rows: int) -> dict[str, Buffer]:
+        """The scratch buffers of copied tiles, of n key/value heads and `rows` rows."""
+        p, dtype = self.problem, self.problem.dtype
+        sizes = {"q": rows * p.D, "o": rows * p.E}
+        sizes |= {"k": n * self.reach * p.D, "v": n * self.reach * p.E}
+        buffers = dict[str, Buffer]() if self.kept else {"lse": Buffer((rows,), p.wide)}
+        if p.grad is not None:
+            sizes["dq"] = sizes["q"]
+        if p.grad is not None and not self.whole:
+            sizes |= {"dk": sizes["k"], "dv": sizes["v"]}
+            sums = zip("kv", p.specs[1:3], strict=True) if self.rounds else ()
+            buffers |= {f"sum of d{x}": Buffer(s.shape, p.wide) for x, s in sums}
+        return buffers | {name: Buffer((n,), dtype) for name, n in sizes.items()}
+
+    @property
+    def block(self) -> int:
+        """Key/value heads of a tile of whole batch entries and groups."""
+        return self.batch * self.groups
+
+    @cached_property
+    def runs(self) -> int:
+        """How many tiles there are of heads as they lie, all of about the same size."""
+        return -(-self.heads // self.block)
+
+    @cached_property
+    def heads(self) -> int:
+        return self.problem.B * self.problem.G
+
+    @cached_property
+    def count(self) -> int:
+        if self.by_entries or not self.flat:
+            return self.block
+        return -(-self.heads // self.runs)
+
+    @cached_property
+    def steps(self) -> RowSteps:
+        p = self.problem
+        return RowSteps(
+            p.node.scale, turns=self.turns, rounds=self.rounds, kept=self.kept,
+            sums=self.sums_rows, casts=self.casts, rate=self.rate,
+        )  # fmt: skip
+
+    @cached_property
+    def shapes(self) -> Sequence[tuple[int, int, int]]:
+        """The views made by `cut` of q, k, v, o or do, the saved tensor, dq, dk and dv."""
+        p, n, saved = self.problem, self.heads, self.problem.N if self.kept else 1
+        rows = p.lines
+        q, k, v, o = (n, rows, p.D), (n, -1, p.D), (n, -1, p.E), (n, rows, p.E)
+        return q, k, v, o, (n, rows, saved), q, k, v
+
+    @property
+    def rounds(self) -> bool:
+        return self.problem.dtype != self.problem.wide and not self.casts
+
+    @property
+    def casts(self) -> bool:
+        """True if scores are of q and k in float32: float16 ends at 65504."""
+        return self.problem.dtype == torch.float16
+
+    @cached_property
+    def sums_rows(self) -> bool:
+        return not self.rate and sums_rows(self.problem, self.problem.B if self.spans else 1)
+
+    @cached_property
+    def flat(self) -> bool:
+        """True if tiles are runs of whole heads in place."""
+        p, mask = self.problem, self.problem.node.mask
+        if self.spans:
+            return True
+        if not p.node.is_capped or self.rows < p.M or self.reach < p.N or not self.lies_flat:
+            return False
+        few = self.by_entries or (self.holds and p.M * p.N <= MOST_HELD)
+        return mask is None or has_few_scores(p) or few
+
+    @property
+    def takes_any_keys(self) -> bool:
+        """True if a call may bring fewer keys: it reads all of them, in place."""
+        return self.flat and self.problem.node.mask is None
+
+    @cached_property
+    def by_entries(self) -> bool:
+        """True if a run has whole batch entries, each with data of its own."""
+        runs = (self.kept or self.problem.grad is None) and runs_by_entries(self.problem)
+        return runs or self.spans
+
+    @property
+    def lies_flat(self) -> bool:
+        """True if no operand must be copied. oneDNN and grouped heads also need dense memory."""
+        p = self.problem
+        shape, strides = p.layout_of_o
+        rows = [p.specs[0], TensorSpec(shape, p.dtype, strides)]
+        if p.grad is not None:
+            rows = [p.specs[0], *(x for x in [p.grad.split(p.specs).do] if x is not None)]
+        if self.rounds:
+            return all(x.is_dense for x in (*rows, *p.specs[1:3]))
+        whole = self.r == 1 or all(x.is_dense for x in rows)
+        return whole and all(map(lies_flat, (*rows, *p.specs[1:3])))
+
+    @cached_property
+    def whole(self) -> bool:
+        """True if a tile has all queries and keys of its heads: no sum is over tiles."""
+        p = self.problem
+        if self.rows < p.M or self.listed is None:
+            return False
+        return all(slot.runs == ((0, p.N),) for slot in self.listed)
+
+    @property
+    def turns(self) -> bool:
+        """True if few queries in float32 read k in place in products."""
+        p = self.problem
+        if p.grad is not None or self.kept or p.dtype != p.wide or p.lines > MOST_READING:
+            return False
+        return self.spans or (p.node.mask is None and all(map(lies_flat, p.specs[1:3])))
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        return Scratch(self.buffers)
+
+    @property
+    def temporary(self) -> int:
+        """Bytes allocated by PyTorch beside the workspace, at most: masks with their bits or caps,
+        two numbers of each row; for a gradient lse and rows of do, else one of four drawn words; a
+        tile's share of a bias; oneDNN's packed operands, and the memory of sums of rows of v."""
+        p, item = self.problem, self.problem.dtype.itemsize
+        lines = self.batch * self.groups * self.r * self.rows
+        each = self.asked + WORD * (p.B + p.H + p.M + p.N) + 2 * lines * p.wide.itemsize
+        each += lines * self.reach * p.wide.itemsize * p.node.is_biased
+        if self.spans:  # copies of each entry's mask, one of them turned, and of the caps
+            each += p.B * p.N * (2 * torch.bool.itemsize + item)
+        elif p.node.mask is not None and has_few_scores(p):
+            each += lines * self.reach * item
+        if p.grad is not None:
+            each += 2 * p.B * p.H * p.M * p.wide.itemsize
+            each += lines * p.E * item * self.blind + cotangent_bytes(p) * self.kept
+        elif self.rate:
+            each += lines * self.reach * WORD // WORDS
+        if p.dtype != p.wide:
+            each += self.packing
+        if self.sums_rows:
+            each += count_sum_bytes(self.count, self.r * self.rows, p.N, p.E, p.dtype)
+        return each
+
+    @property
+    def asked(self) -> int:
+        """Bytes of evaluating a mask, at all places at once if tiles are runs of heads."""
+        p = self.problem
+        if p.node.mask is None:
+            return 0
+        tile = self.batch, self.groups * self.r, self.rows, self.reach
+        at = Extent(*(p.sizes if self.flat else tile))
+        asked = ask_mask(p.node.mask, p.by_role.mask, at)
+        bits = 2 * p.dtype.itemsize * at.count(asked.axes)
+        return max(asked.most, asked.made + bits)
+
+    def summary(self) -> str:
+        size = f"{self.count * self.r} heads x {self.rows} queries" if self.flat else self.size
+        more = ", of the keys that count" * self.spans
+        more += ", which read the weights that the forward kept" * self.kept
+        more += ", and sums of rows of v" * self.sums_rows
+        dtype = self.problem.wide if self.casts else self.problem.dtype
+        return f"{NAMES[dtype]} products on tiles of {size}{more}"
 
     @cached_property
     def mask(self) -> RunMask | None:
@@ -78,41 +328,43 @@ class RowTiles(RowGrid):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], if wanted. seed: as
         `take_seed` has it."""
-        if self.flat:
-            hiding = self.mask and self.mask.read(operands)
-            if hiding is not None and self.spans:
-                return self.infer_entries(operands, scratch, saved, hiding)
-            return self.infer_runs(operands, scratch, saved, hiding, seed)
         q, k, v = operands[:3]
         o = self.problem.new_o(q.device, scratch)
+        if self.flat:
+            self.attend(operands, scratch, o, saved, seed)
+            return (o,)
         for spot in self.spots(operands, scratch, q):
-            spot.attend((q, k, v), o, saved, seed)
+            slot = spot.slot
+            sign = seed and self.signer(scratch, seed, slot.tile.batch, slot.heads)
+            spot.attend((q, k, v), o, saved, sign)
         return (o,)
 
-    def infer_runs(
-        self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None,
-        hiding: Hiding | None, seed: Seed | None = None,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """o alone, on runs of heads. hiding: of each, by the mask."""
-        q, k, v = operands[:3]
-        o = self.problem.new_o(q.device, scratch)
+    def attend(
+        self, operands: Sequence[torch.Tensor], scratch: Tensors, o: torch.Tensor,
+        saved: torch.Tensor | None, seed: Seed | None,
+    ) -> None:  # fmt: skip
+        """Fill o, and `saved` if given, on runs of heads."""
+        hiding, (q, k, v) = self.mask and self.mask.read(operands), operands[:3]
         core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
         if hiding and hiding.reach < self.problem.N:
             k, v = k[:, :, : hiding.reach], v[:, :, : hiding.reach]
-        hides: Iterable[Change | None] = repeat(hiding and hiding.hide)
+        own: Iterable[tuple[Change | None, slice | None]] = repeat((hiding and hiding.hide, None))
         if hiding and self.by_entries:
-            hides = hiding.runs(self.batch)
+            own = hiding.entries(self.batch)
         if self.problem.node.modifiers:
             at = self.places({}, q)
-            hides = (partial(self.cap, at, hide) for hide in hides)
+            own = ((partial(self.cap, at, hide), keys) for hide, keys in own)
         runs = self.cut((q, k, v, o) if saved is None else (q, k, v, o, saved))
-        if seed is None:
-            for hide, views in zip(hides, runs, strict=False):
-                core.attend(hide, *views)
-        else:
-            for hide, views, heads in zip(hides, runs, self.query_heads, strict=False):
-                core.attend(hide, *views, sign=self.signer(scratch, seed, range(1), heads))
-        return (o,)
+        signs: Iterable[Change | None] = repeat(None)
+        if seed is not None:
+            signs = (self.signer(scratch, seed, range(1), heads) for heads in self.query_heads)
+        for (hide, keys), sign, (q, k, v, o, *room) in zip(own, signs, runs, strict=False):
+            if keys is not None:
+                k, v = k[:, keys], v[:, keys]
+            made = o if self.fills_o else scratch["o"].view(o.shape)
+            core.attend(hide, q, k, v, made, *room, sign=sign)
+            if made is not o:
+                o.copy_(made)
 
     def cap(self, at: Place, hide: Change | None, s: torch.Tensor) -> None:
         """Cap the scores of a run, and hide some. at: any places, since caps read none."""
@@ -120,22 +372,6 @@ class RowTiles(RowGrid):
             change_(modifier, s, at)
         if hide is not None:
             hide(s)
-
-    def infer_entries(
-        self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None,
-        hiding: Hiding,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """o alone, one batch entry after the other, of the keys left by data."""
-        p, o = self.problem, self.problem.new_o(operands[0].device, scratch)
-        core, fills = Core(self.steps, scratch, hiding.blind), self.fills_o
-        each = [x.view(p.B, p.G, -1, x.shape[3]).unbind() for x in (*operands[:3], o)]
-        rooms = repeat(None) if saved is None else saved.view(p.B, p.G, -1, 1).unbind()
-        for (hide, keys), q, k, v, rows, room in zip(hiding.entries(), *each, rooms, strict=False):
-            made = rows if fills else scratch["o"].view(rows.shape)
-            core.attend(hide, q, k[:, keys], v[:, keys], made, room)
-            if not fills:
-                rows.copy_(made)
-        return (o,)
 
     @property
     def query_heads(self) -> Iterator[range]:
@@ -199,6 +435,10 @@ class RowTiles(RowGrid):
 
     def cut(self, tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
         """The views for `Core`, as runs [n,.,.] of key/value heads in place."""
+        if self.spans:
+            p, last = self.problem, len(self.problem.sizes)
+            entries = (x.view(p.B, p.G, -1, x.shape[3] if x.ndim == last else 1) for x in tensors)
+            return zip(*(x.unbind() for x in entries), strict=True)
         if self.r == 1 and len(tensors) == 4:  # `view` with a shape takes twice as long
             heads = [x.flatten(0, 1) for x in tensors]
         else:
@@ -217,7 +457,7 @@ class RowTiles(RowGrid):
         core = Core(self.steps, scratch, self.leaves_blind(given.modifiers), divides)
         places = self.places(given.mask, like)
         for slot in self.tiles(given.mask):
-            yield Spot(self, slot, core, places, given.modifiers)
+            yield Spot(self, self.whole, slot, core, places, given.modifiers)
 
     def divides(self, saved: torch.Tensor) -> bool:
         """True if weights are divided by their own sum: a large lse does not tell it. saved: lse,
@@ -237,144 +477,3 @@ class RowTiles(RowGrid):
         if self.rounds:
             return [scratch[f"sum of d{x}"].zero_() for x in "kv"]
         return [x.new_zeros(x.shape) for x in tensors[1:3]]
-
-
-@final
-@frozen(eq=False)
-class Spot:
-    """A tile cut out of a problem, with its copies.
-
-    places: all, not its own alone. given: the modifiers' tensors.
-    """
-
-    tiles: RowTiles
-    slot: ProductSlot
-    core: Core
-    places: Place
-    given: Sequence[Tensors]
-
-    def room(self, name: str, last: int) -> torch.Tensor:
-        """A buffer as [n,L,last]."""
-        n, L = self.slot.lines
-        return self.core.scratch[name][: n * L * last].view(n, L, last)
-
-    def heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[n,L,S] as [batch,heads,rows,S]."""
-        return x.view(self.slot.grid)
-
-    def rows(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """This tile's queries of x [B,H,M,D] as [n,L,D]: in place, or room for them, since oneDNN
-        copies gaps."""
-        rows, room = self.slot.rows(x), self.room(name, x.shape[3])
-        return rows.view(room.shape) if rows.is_contiguous() else room
-
-    def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """`rows`, filled."""
-        room, rows = self.rows(name, x), self.slot.rows(x)
-        if not rows.is_contiguous():
-            self.heads(room).copy_(rows)
-        return room
-
-    def store(self, x: torch.Tensor, made: torch.Tensor) -> None:
-        """This tile's queries of x [B,H,M,D] = the result in their room."""
-        rows = self.slot.rows(x)
-        if not rows.is_contiguous():
-            rows.copy_(self.heads(made))
-
-    def load_keys(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """This tile's keys of x [B,G,N,D] as [n,S,D], without gaps too."""
-        here, n = self.slot.groups(x), self.slot.lines[0]
-        pieces = [here[:, :, a:b] for a, b in self.slot.runs]
-        if len(pieces) == 1 and pieces[0].is_contiguous():
-            return pieces[0].view(n, -1, x.shape[3])
-        room = self.key_room(name, x.shape[3])
-        torch.cat(pieces, 2, out=room.view(*here.shape[:2], -1, x.shape[3]))
-        return room
-
-    def key_room(self, name: str, last: int) -> torch.Tensor:
-        """A buffer as [n,S,last]."""
-        n, S = self.slot.lines[0], self.slot.keys
-        return self.core.scratch[name][: n * S * last].view(n, S, last)
-
-    def keys_made(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Room for this tile's gradient [n,S,D] by k or v: in x [B,G,N,D] if it is all."""
-        if not self.tiles.whole:
-            return self.key_room(name, x.shape[3])
-        return self.slot.groups(x).view(-1, self.slot.keys, x.shape[3])
-
-    def add_keys(self, x: torch.Tensor, made: torch.Tensor) -> None:
-        """This tile's keys of x [B,G,N,D] += made [n,S,D]."""
-        at = 0
-        for piece in self.slot.keys_of(x):
-            piece.add_(made[:, at : at + piece.shape[1]])
-            at += piece.shape[1]
-
-    @property
-    def place(self) -> Place:
-        slot = self.slot
-        keys = range(self.tiles.problem.N)
-        return place_within(self.places, slot.tile.batch, slot.heads, slot.tile.rows, keys)
-
-    def change(self, s: torch.Tensor) -> None:
-        """Run the modifiers on the scores of this tile, and hide its masked places."""
-        for modifier, data in zip(self.tiles.problem.node.modifiers, self.given, strict=True):
-            change_(modifier, self.heads(s), self.place.reading(data))
-        for at, part in self.slot.mixed:
-            piece = self.heads(s)[..., at : at + len(part)]
-            hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))
-
-    def attend(
-        self, operands: Sequence[torch.Tensor], o: torch.Tensor, saved: torch.Tensor | None,
-        seed: Seed | None,
-    ) -> None:  # fmt: skip
-        """Fill this tile's rows of o [B,H,M,E], and of lse [B,H,M] or weights if wanted."""
-        if not self.slot.tile.parts:  # never with kept weights
-            self.slot.rows(o).zero_()
-            if saved is not None:
-                self.slot.rows(saved).fill_(-INF)
-            return
-        q, k, v = operands
-        made, room = self.rows("o", o), None if saved is None else self.saved_room(saved)
-        keys = self.load_keys("k", k), self.load_keys("v", v)
-        sign = seed and self.tiles.signer(
-            self.core.scratch, seed, self.slot.tile.batch, self.slot.heads
-        )
-        self.core.attend(self.change, self.load("q", q), *keys, made, room, sign=sign)
-        self.store(o, made)
-        if saved is not None and room is not None and not self.tiles.kept:
-            self.slot.rows(saved).copy_(self.heads(room)[..., 0])
-
-    def saved_room(self, saved: torch.Tensor) -> torch.Tensor:
-        """This tile's rows of weights [B,H,M,N] as [n,L,N] in place, or room for rows of lse
-        [B,H,M] as [n,L,1]."""
-        if self.tiles.kept:
-            return self.slot.rows(saved).view(*self.slot.lines, -1)
-        return self.room("lse", 1)
-
-    def pull(
-        self, operands: Sequence[torch.Tensor], do: torch.Tensor, saved: torch.Tensor,
-        grads: Sequence[torch.Tensor],
-    ) -> None:  # fmt: skip
-        """Fill this tile's rows of dq, and add to dk and dv."""
-        (q, k, v), (dq, dk, dv) = operands, grads
-        if not self.slot.tile.parts:
-            self.slot.rows(dq).zero_()
-            return
-        keys = self.load_keys("k", k), self.load_keys("v", v)
-        made = self.keys_made("dk", dk), self.keys_made("dv", dv)
-        rows, room = self.rows("dq", dq), self.saved_room(saved)
-        if not self.tiles.kept:
-            self.heads(room).copy_(self.slot.rows(saved)[..., None])
-        self.core.pull(self.change, self.load("q", q), *keys, self.load("o", do), room, rows, *made)
-        self.store(dq, rows)
-        if not self.tiles.whole:
-            self.add_keys(dk, made[0])
-            self.add_keys(dv, made[1])
-
-    def collect(self, totals: Sequence[Tensors]) -> None:
-        """Add this tile's share to the gradients of the modifiers' tensors."""
-        steps = zip(self.tiles.problem.node.modifiers, self.given, totals, strict=True)
-        for modifier, data, sums in steps:
-            if sums:
-                ds = self.heads(self.room("ds", self.slot.keys))
-                modifier.collect(sums, ds, self.place.reading(data))

@@ -59,18 +59,13 @@ class Hiding:
         """Hide places of s [n,L,S]."""
         (s if self.shape is None else s.view(self.shape)).clamp_(max=self.caps)
 
-    def runs(self, batch: int) -> Iterable[Change]:
-        """`hide` for runs of `batch` entries, one after the other."""
-        each = self.caps.split(batch) if len(self.caps) > 1 else repeat(self.caps)
-        return (evolve(self, caps=caps).hide for caps in each)
-
-    def entries(self) -> Iterable[tuple[Change | None, slice]]:
-        """For each batch entry the function to hide its scores, and its keys."""
+    def entries(self, batch: int) -> Iterable[tuple[Change | None, slice | None]]:
+        """For runs of `batch` entries, one after the other, the function to hide their scores, and
+        their keys; None: all."""
         if self.spans:
-            return (
-                (caps if caps is None else partial(limit_, caps), keys) for keys, caps in self.spans
-            )
-        return zip(self.runs(1), repeat(slice(None)), strict=False)
+            return [(caps if caps is None else partial(limit_, caps), k) for k, caps in self.spans]
+        each = self.caps.split(batch) if len(self.caps) > 1 else repeat(self.caps)
+        return ((evolve(self, caps=caps).hide, None) for caps in each)
 
 
 @final
@@ -193,6 +188,10 @@ def caps_entries(problem: Problem) -> bool:
     suits = few or p.M * p.N <= MOST_CAPPED
     fits = count_row_scores(p) >= p.H * p.M * p.N
     return suits and fits and count_caps(p) * p.dtype.itemsize <= MOST_CAPS
+
+
+def runs_by_entries(problem: Problem) -> bool:
+    return not has_few_scores(problem) and caps_entries(problem)
 
 
 def cuts_entries(problem: Problem) -> bool:

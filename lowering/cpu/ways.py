@@ -17,9 +17,9 @@ from attn_graph.ir.attention import SAVED
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_slots import has_few_scores, lies_flat
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
-from attn_graph.lowering.cpu.row_grid import SINGLE_ROWS, sums_rows
+from attn_graph.lowering.cpu.row_core import sums_rows
 from attn_graph.lowering.cpu.row_tiles import RowTiles
-from attn_graph.lowering.cpu.run_mask import caps_entries, cuts_entries, reads_numbers
+from attn_graph.lowering.cpu.run_mask import FEW_ROWS, caps_entries, cuts_entries, reads_numbers
 from attn_graph.lowering.cpu.schedule import DATA_ROWS, score_seconds
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import CpuRates, cpu_rates
@@ -100,7 +100,7 @@ def refuses_rows(case: CpuCase) -> str | None:
     """
     p, grad = case.problem, case.problem.grad
     capped = p.node.is_capped and p.node.is_softmax and grad is None and p.dtype == p.wide
-    suits = p.node.is_bare or (capped and p.lines < SINGLE_ROWS)
+    suits = p.node.is_bare or (capped and p.lines < FEW_ROWS)
     if not suits or (grad is not None and (grad.with_dlse or not grad.with_do)):
         return "they are of softmax(scale q k^T) v under a mask"
     if is_part(p):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.kernels import row_sums
-from attn_graph.lowering.cpu import row_core, row_grid
+from attn_graph.lowering.cpu import row_core
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_slots import lies_flat
 from attn_graph.lowering.cpu.row_tiles import RowTiles
@@ -164,16 +164,14 @@ def test_what_is_traced_is_a_product() -> None:
 
 # Plans
 
-PATCHED = {"LEAST_SUMMED": 0, "LONG_NUMBERS": 0, "LEAST_READ": 0}
+PATCHED = {"LEAST_SUMMED": 0, "LONG_NUMBERS": 0, "MOST_CAST": 64, "LEAST_KEYS": 3}
 
 
 @pytest.fixture
 def small_problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems run so too, and casts are of few keys of few heads."""
     for name, number in PATCHED.items():
-        monkeypatch.setattr(row_grid, name, number)
-    monkeypatch.setattr(row_core, "MOST_CAST", 64)
-    monkeypatch.setattr(row_core, "LEAST_KEYS", 3)
+        monkeypatch.setattr(row_core, name, number)
     prefer_way(monkeypatch, "rows")
     yield
     forget_plans()
