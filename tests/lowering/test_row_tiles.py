@@ -89,11 +89,10 @@ MASKS = [None, ag.Causal(), ag.Window(40), ag.Causal() & ag.Window(20), ag.Prefi
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("G", [1, 2, 4])
-@pytest.mark.parametrize("N", [150, 160])
 def test_every_layout_of_bare_attention_is_within_the_rule(
-    mask: ag.Mask | None, layout: str, G: int, N: int
+    mask: ag.Mask | None, layout: str, G: int
 ) -> None:
-    sizes = {"q": (2, 4, 130, 16), "k": (2, G, N, 16), "v": (2, G, N, 24)}
+    sizes = {"q": (2, 4, 130, 16), "k": (2, G, 150, 16), "v": (2, G, 150, 24)}
     specs = {n: ag.TensorSpec(x, torch.bfloat16, layout=layout) for n, x in sizes.items()}
     q, k, v = specs.values()
     graph = ag.attention(q, k, v, mask=None if mask is None else mask.aligned("bottom_right"))
@@ -135,10 +134,9 @@ def test_few_queries_are_one_run_of_any_scale_and_give_the_same_bits(
     assert torch.equal(plan.infer(*tensors)[0][0], plan.run(*tensors)[0][0])
 
 
-@pytest.mark.parametrize("rows", [20, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_row_that_sees_no_key_has_an_lse_of_minus_infinity(dtype: torch.dtype, rows: int) -> None:
-    graph = square(2, 4, rows, 16, dtype=dtype, mask=ag.Window(9, -5), stats=True)
+def test_a_row_that_sees_no_key_has_an_lse_of_minus_infinity(dtype: torch.dtype) -> None:
+    graph = square(2, 4, 20, 16, dtype=dtype, mask=ag.Window(9, -5), stats=True)
     assert isinstance(tiles_of(graph), RowTiles)
     tensors = tensors_for(graph, 1)
     check_outputs(make_plan(graph), graph, tensors)
