@@ -89,10 +89,11 @@ MASKS = [None, ag.Causal(), ag.Window(40), ag.Causal() & ag.Window(20), ag.Prefi
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("G", [1, 2, 4])
+@pytest.mark.parametrize("M", [20, 130])  # as runs of heads, and as tiles
 def test_every_layout_of_bare_attention_is_within_the_rule(
-    mask: ag.Mask | None, layout: str, G: int
+    mask: ag.Mask | None, layout: str, G: int, M: int
 ) -> None:
-    sizes = {"q": (2, 4, 130, 16), "k": (2, G, 150, 16), "v": (2, G, 150, 24)}
+    sizes = {"q": (2, 4, M, 16), "k": (2, G, 150, 16), "v": (2, G, 150, 24)}
     specs = {n: ag.TensorSpec(x, torch.bfloat16, layout=layout) for n, x in sizes.items()}
     q, k, v = specs.values()
     graph = ag.attention(q, k, v, mask=None if mask is None else mask.aligned("bottom_right"))
