@@ -127,12 +127,15 @@ def decode_mask(
     attention_mask: Tensor | MaskDescription | None = None,
     use_vmap: bool = True,
     device: torch.device | str = "cpu",
+    allow_is_causal_skip: bool = False,
+    local_size: int | None = None,
     **others: object,
 ) -> MaskDescription | Tensor:
     """The mask interface: a mask function and padding [B, tokens] as data.
 
     An unreadable mask function becomes a boolean tensor [B,1,M,N], with one line in the log.
-    use_vmap: set by transformers for functions of others.
+    use_vmap: set by transformers for functions of others. allow_is_causal_skip: True if the mask
+    function is causal within each window or chunk of local_size tokens.
     """
     if isinstance(attention_mask, MaskDescription):
         return attention_mask  # `generate` makes masks before the model does
@@ -146,7 +149,9 @@ def decode_mask(
     try:
         if use_vmap and torch.compiler.is_compiling():
             raise UnreadableMaskError("is not transformers' own, and torch.compile traces it")
-        condition, frame = read_keys_so_far(mask_function, frame)
+        near = allow_is_causal_skip and kv_length < (local_size or 0)
+        function = causal_mask_function if near else mask_function
+        condition, frame = read_keys_so_far(function, frame)
     except UnreadableMaskError as error:
         say_once(f"a mask function {error}")
         return dense_mask(arguments)

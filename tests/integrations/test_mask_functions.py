@@ -277,6 +277,22 @@ def test_queries_after_any_number_of_keys_have_one_mask(on_device: bool) -> None
     assert len(masks) == 1
 
 
+@given(size=st.integers(1, 9), N=st.integers(1, 12), data=st.data())
+def test_near_keys_have_the_mask_of_a_window_or_a_chunk(
+    size: int, N: int, data: st.DataObject
+) -> None:
+    """It is causal there, as transformers says."""
+    M, padded = data.draw(st.integers(1, N)), data.draw(st.integers(0, N - 1))
+    padding = torch.arange(N).expand(B, N) >= torch.tensor([[0], [padded]])
+    for function in (
+        hf.sliding_window_causal_mask_function(size),
+        hf.chunked_causal_mask_function(size, padding.logical_not().sum(1)),
+    ):
+        arguments = Call(M, N, N - M, 0, function, padding).arguments()
+        described = integration.decode_mask(**arguments, allow_is_causal_skip=True, local_size=size)
+        assert torch.equal(dense(described, M, N), transformers_mask(arguments))
+
+
 def test_layers_read_no_key_behind_the_last_token() -> None:
     """Whatever is there: neither the keys, nor what a position bias adds to their scores."""
     q, k, v = torch.randn(B, 2, 1, 4), torch.randn(B, 2, 12, 4), torch.randn(B, 2, 12, 4)
