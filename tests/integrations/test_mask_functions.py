@@ -290,6 +290,7 @@ def test_near_keys_have_the_mask_of_a_window_or_a_chunk(
     ):
         arguments = Call(M, N, N - M, 0, function, padding).arguments()
         described = integration.decode_mask(**arguments, allow_is_causal_skip=True, local_size=size)
+        assert isinstance(described, integration.MaskDescription)
         assert torch.equal(dense(described, M, N), transformers_mask(arguments))
 
 
