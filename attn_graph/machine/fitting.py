@@ -12,7 +12,7 @@ from attrs import frozen
 from attn_graph.errors import PlanMismatchError
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import require_as_declared, require_device
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import TensorSpec, new_strides
 from attn_graph.spec.dims import Dim, NamedSize, are_numbers
 
 RECENT = 4  # recent sizes kept for each spec
@@ -184,7 +184,7 @@ def compile_layouts(names: Sequence[str], specs: Sequence[TensorSpec]) -> Layout
 
 def layout_check(tensor: str, spec: TensorSpec) -> str:
     """The expression for one tensor. Strides count along axes of more than one place, in tensors
-    with elements. The check for equal strides comes first, as it mostly passes."""
+    with elements. The check for those of a new tensor comes first, as it mostly passes."""
     stride, sizes = f"{tensor}.stride", [*zip(spec.shape, spec.strides, strict=True)]
     each = [
         f"{stride}({axis}) == {step}"
@@ -193,6 +193,7 @@ def layout_check(tensor: str, spec: TensorSpec) -> str:
         for axis, (size, step) in enumerate(sizes)
         if size != 1
     ]
-    all_ = [f"{stride}() == {spec.strides}"] * (len(each) == len(sizes))
+    new = new_strides(spec)
+    all_ = [] if 0 in new else [f"{stride}() == {new}"]
     lies = " or ".join([*all_, " and ".join(each) or "True", f"not {tensor}.numel()"])
     return f"{tensor}.shape == {spec.shape} and ({lies})"

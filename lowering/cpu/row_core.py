@@ -40,7 +40,7 @@ class RowSteps:
     scale: of the scores. turns: True if scores are made as k q^T. rounds: True if products give
     another dtype than the softmax. kept: True if weights are saved, not lse. sums: True if p v is
     made as sums of rows of v. casts: True if scores are of q and k in float32, of a piece of k at a
-    time. rate: of dropout; kept weights are negative if dropped.
+    time. rate: of dropout; kept weights are negative if dropped. caps: of the scores, in a forward.
     """
 
     scale: float
@@ -50,6 +50,7 @@ class RowSteps:
     sums: bool = False
     casts: bool = False
     rate: float = 0.0
+    caps: tuple[float, ...] = ()
 
 
 def sums_rows(problem: Problem, parts: int = 1) -> bool:
@@ -159,7 +160,7 @@ class Core:
     def score(
         self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor, change: Change | None, scale: float
     ) -> None:
-        """Fill s [n,L,S] with the scores, a bias and a mask among them."""
+        """Fill s [n,L,S] with the scores; with caps, a bias and a mask."""
         if self.steps.casts:
             wide = self.room("cast q", q, q.shape[2]).copy_(q)
             self.score_pieces(s, wide.mul_(scale), k)
@@ -167,6 +168,8 @@ class Core:
             s.copy_(multiply_(self.room("turned", k, q.shape[1]), k, q.mT, scale).mT)
         else:
             multiply_(s, q, k.mT, scale)
+        for cap in self.steps.caps:
+            s.div_(cap).tanh_().mul_(cap)
         if change is not None:
             change(s)
 
@@ -289,8 +292,9 @@ class Spot:
         return place_within(self.places, slot.tile.batch, slot.heads, slot.tile.rows, keys)
 
     def change(self, s: torch.Tensor) -> None:
-        """Run the modifiers on the scores of this tile, and hide its masked places."""
-        for modifier, data in zip(self.tiles.problem.node.modifiers, self.given, strict=True):
+        """Add biases to the scores of this tile, and hide its masked places."""
+        biases = () if self.core.steps.caps else self.tiles.problem.node.modifiers
+        for modifier, data in zip(biases, self.given, strict=False):
             change_(modifier, self.heads(s), self.place.reading(data))
         for at, part in self.slot.mixed:
             piece = self.heads(s)[..., at : at + len(part)]

@@ -9,14 +9,14 @@ of its queries, so the softmax and its derivative are of whole rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import repeat
 from typing import Self, final
 
 import torch
 from attrs import frozen
 
-from attn_graph.ir.modifiers import change_
+from attn_graph.ir.modifiers import SoftCap
 from attn_graph.ir.philox import WORDS
 from attn_graph.kernels.products import reaches_far
 from attn_graph.kernels.row_sums import count_sum_bytes
@@ -36,12 +36,13 @@ from attn_graph.lowering.cpu.run_mask import RunMask, cuts_entries, runs_by_entr
 from attn_graph.lowering.problem import Problem, cotangent_bytes
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.workspace import Buffer, Scratch
-from attn_graph.masks.places import Place
 from attn_graph.spec import INF, NAMES, TensorSpec
 
 Tensors = Mapping[str, torch.Tensor]
 Seed = tuple[int, int]  # and an offset
-MOST_READING = 4  # rows, for which k q^T in float32 takes a third of the time of q k^T
+# For at most MOST_READING rows that read LEAST_READ bytes of k in float32, k q^T takes a third of
+# the time of q k^T; of fewer bytes, which lie in a CPU's cache, up to a fifth more.
+MOST_READING, LEAST_READ = 4, 2**22
 
 
 @final
@@ -165,8 +166,13 @@ class RowTiles(TileGrid):
         p = self.problem
         return RowSteps(
             p.node.scale, turns=self.turns, rounds=self.rounds, kept=self.kept,
-            sums=self.sums_rows, casts=self.casts, rate=self.rate,
+            sums=self.sums_rows, casts=self.casts, rate=self.rate, caps=self.caps,
         )  # fmt: skip
+
+    @property
+    def caps(self) -> tuple[float, ...]:
+        """Of soft caps, which are all modifiers or none."""
+        return tuple([m.cap for m in self.problem.node.modifiers if isinstance(m, SoftCap)])
 
     @cached_property
     def shapes(self) -> Sequence[tuple[int, int, int]]:
@@ -234,9 +240,11 @@ class RowTiles(TileGrid):
 
     @property
     def turns(self) -> bool:
-        """True if few queries in float32 read k in place in products."""
+        """True if few queries in float32 read much of k, in place in products."""
         p = self.problem
         if p.grad is not None or self.kept or p.dtype != p.wide or p.lines > MOST_READING:
+            return False
+        if p.specs[1].type.bytes < LEAST_READ * (p.B if self.spans else 1):
             return False
         return self.spans or (p.node.mask is None and all(map(lies_flat, p.specs[1:3])))
 
@@ -351,9 +359,6 @@ class RowTiles(TileGrid):
         own: Iterable[tuple[Change | None, slice | None]] = repeat((hiding and hiding.hide, None))
         if hiding and self.by_entries:
             own = hiding.entries(self.batch)
-        if self.problem.node.modifiers:
-            at = self.places({}, q)
-            own = ((partial(self.cap, at, hide), keys) for hide, keys in own)
         runs = self.cut((q, k, v, o) if saved is None else (q, k, v, o, saved))
         signs: Iterable[Change | None] = repeat(None)
         if seed is not None:
@@ -365,13 +370,6 @@ class RowTiles(TileGrid):
             core.attend(hide, q, k, v, made, *room, sign=sign)
             if made is not o:
                 o.copy_(made)
-
-    def cap(self, at: Place, hide: Change | None, s: torch.Tensor) -> None:
-        """Cap the scores of a run, and hide some. at: any places, since caps read none."""
-        for modifier in self.problem.node.modifiers:
-            change_(modifier, s, at)
-        if hide is not None:
-            hide(s)
 
     @property
     def query_heads(self) -> Iterator[range]:

@@ -96,11 +96,11 @@ def refuses_kernel(case: CpuCase) -> str | None:
 def refuses_rows(case: CpuCase) -> str | None:
     """Whole rows are of softmax(scale q k^T) v under a mask, in the dtype of the operands.
 
-    A forward of few rows may also cap its scores, unless they are rounded.
+    A forward of few rows or scores may also cap these, unless they are rounded.
     """
     p, grad = case.problem, case.problem.grad
     capped = p.node.is_capped and p.node.is_softmax and grad is None and p.dtype == p.wide
-    suits = p.node.is_bare or (capped and p.lines < FEW_ROWS)
+    suits = p.node.is_bare or (capped and (p.lines < FEW_ROWS or has_few_scores(p)))
     if not suits or (grad is not None and (grad.with_dlse or not grad.with_do)):
         return "they are of softmax(scale q k^T) v under a mask"
     if is_part(p):

@@ -12,10 +12,12 @@ import torch
 import attn_graph as ag
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.machine.target import Target
+from attn_graph.nn.functional import attention
 from attn_graph.testing.tensors import tensors_for
 
 EXPLAINED = 17_500  # calls, for causal attention on an H200, both passes
 FIXED = 40  # calls, for a graph of no more parts than TILES
+DECODING = {"plain": 21, "capped": 48, "sinks": 47}  # calls, for one key more than before
 TILES = 2
 PER_PART = 12  # a mask of two leaves and a join, or a modifier, asked at each call
 WINDOW = ag.Causal() & ag.Window(255)
@@ -102,3 +104,20 @@ def test_where_lengths_leave_out_much_each_entry_has_its_own_tiles() -> None:
         ag.compile(graph, backends=("math",)).graph, Target.of("cpu"), ag.extend.Options()
     )
     assert getattr(tiles, "static", ()) is None
+
+
+@pytest.mark.parametrize("kind", DECODING)
+def test_a_token_more_takes_few_calls(kind: str) -> None:
+    """Nothing is planned, and each size is compared once."""
+    kinds: dict[str, dict[str, Any]] = {
+        "capped": {"soft_cap": 30.0},
+        "sinks": {"sinks": torch.randn(8)},
+    }
+    options = kinds.get(kind, {})
+
+    def decode(N: int) -> object:
+        return attention(torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, N, 64), **options)
+
+    for N in (66, 67):
+        decode(N)
+    assert count_calls(lambda: decode(68)) <= DECODING[kind]

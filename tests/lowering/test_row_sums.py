@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.kernels import row_sums
-from attn_graph.lowering.cpu import row_core
+from attn_graph.lowering.cpu import row_core, row_tiles
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_slots import lies_flat
 from attn_graph.lowering.cpu.row_tiles import RowTiles
@@ -172,6 +172,7 @@ def small_problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems run so too, and casts are of few keys of few heads."""
     for name, number in PATCHED.items():
         monkeypatch.setattr(row_core, name, number)
+    monkeypatch.setattr(row_tiles, "LEAST_READ", 0)
     prefer_way(monkeypatch, "rows")
     yield
     forget_plans()

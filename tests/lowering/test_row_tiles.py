@@ -15,7 +15,7 @@ import attn_graph as ag
 from attn_graph.ir.boxes import move_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.cpu import product_slots
+from attn_graph.lowering.cpu import product_slots, row_tiles
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
@@ -44,6 +44,7 @@ DRAWN = graphs(shapes(most=150).filter(lambda s: s.B * s.H * s.M * s.N >= 256), 
 def every_size_pays() -> Iterator[None]:
     """Small problems run on these tiles too, several tiles a side."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_tiles, "LEAST_READ", 0)
         patch.setattr(product_slots, "FEW_SCORES", 2**8)
         patch.setattr(product_slots, "SCORES", 2**12)
         patch.setattr(product_slots, "WHOLE_MASKED_ROWS", 32)
