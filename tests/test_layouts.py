@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchRuntimeError
 
 import attn_graph as ag
 from attn_graph import nn
@@ -92,8 +93,8 @@ def test_a_tensor_without_strides_is_refused_with_what_to_pass(
     MASKED(Q, Q, Q, keep=torch.ones(1, 1, 6, 6, dtype=torch.bool))
     F.attention(Q, Q, Q)
     F.scaled_dot_product_attention(Q, Q, Q)
-    with pytest.raises((ag.GraphError, ag.PlanMismatchError)) as caught:
-        ENTRIES[entry](odd)
+    with pytest.raises((ag.GraphError, ag.PlanMismatchError, TorchRuntimeError)) as caught:
+        ENTRIES[entry](odd)  # torch.compile may repeat our words in an error of its own
     told = str(caught.value)
     way_out = "x.values() [T,H,D]" if odd.is_nested else "x.to_dense()"
     named = way_out in told or any(

@@ -52,14 +52,17 @@ def as_tuple(results: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Te
 
 
 def check_written(plan: ag.Plan, tensors: Sequence[torch.Tensor], offset: int) -> None:
-    """The results of a call lie in the caller's tensors, bit by bit, and nowhere around them."""
+    """The results of a call lie in the caller's tensors, and nowhere around them: bit by bit, but
+    where memory is not aligned to 16 bytes, since products on CPUs may sum in another order there.
+    """
     with torch.no_grad():
         due = as_tuple(plan(*tensors))
         rooms, around = rooms_like(due, offset)
         given = plan(*tensors, out=rooms[0] if plan.single else tuple(rooms))
     assert all(x is room for x, room in zip(as_tuple(given), rooms, strict=True))
     for x, y, (memory, outside) in zip(rooms, due, around, strict=True):
-        assert torch.equal(x.nan_to_num(3.5), y.nan_to_num(3.5))
+        torch.testing.assert_close(x, y, equal_nan=True)
+        assert x.data_ptr() % 16 or torch.equal(x.nan_to_num(3.5), y.nan_to_num(3.5))
         assert (memory[outside] == 7.25).all()
 
 
