@@ -225,7 +225,11 @@ def query_gradient(
         )  # fmt: skip
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
-    k_scale, v_scale = scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
+    k_scale, v_scale = (
+        (None, None)
+        if scales is None
+        else scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
+    )
     dq = zero_pieces(BLOCK_M, WIDTH_D)
 
     list_ptr = list_of(lists_ptr, lists_strides, b, h, place, q_starts_ptr, first, M)

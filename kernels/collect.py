@@ -65,7 +65,9 @@ def contribution(
     s, ts = push_dot(q[0], tq, k[0], tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
     s = add_rest(s, q, k, PRECISION)  # tangents have no wide heads
     dp, tdp = push_dot(do, tdo, v, tv, do_ptr, tdo_ptr, k_ptr, tv_ptr, BLOCK_M, BLOCK_N, PRECISION)
-    k_scale, v_scale = scale_heads(scales, scale_strides, b, g, None, 0, 0)
+    k_scale, v_scale = (
+        (None, None) if scales is None else scale_heads(scales, scale_strides, b, g, None, 0, 0)
+    )
     s = scale_columns(s, k_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
     dp = scale_columns(dp, v_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
     if DROPOUT:

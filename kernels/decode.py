@@ -62,7 +62,11 @@ def split_forward(
     pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, PAGE)
-    k_scale, v_scale = scale_heads(scales, scale_strides, b, g, kv_starts_ptr, key, PAGE)
+    k_scale, v_scale = (
+        (None, None)
+        if scales is None
+        else scale_heads(scales, scale_strides, b, g, kv_starts_ptr, key, PAGE)
+    )
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, 1], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)

@@ -212,11 +212,11 @@ def key_rows(
 
 @triton.jit
 def scale_heads(scales, strides, b, g, starts_ptr, first, PAGE: tl.constexpr):
-    """For k and for v, where the scales of a head lie and their strides; None of plain numbers."""
+    """For k and for v, where the scales of a head lie, and their strides."""
     return (
         (head_at(scales[0], strides[0], b, g, starts_ptr, first, PAGE), strides[0]),
         (head_at(scales[1], strides[1], b, g, starts_ptr, first, PAGE), strides[1]),
-    ) if scales is not None else (None, None)  # fmt: skip
+    )
 
 
 @triton.jit
