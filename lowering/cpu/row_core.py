@@ -292,10 +292,12 @@ class Spot:
         return place_within(self.places, slot.tile.batch, slot.heads, slot.tile.rows, keys)
 
     def change(self, s: torch.Tensor) -> None:
-        """Add biases to the scores of this tile, and hide its masked places."""
-        biases = () if self.core.steps.caps else self.tiles.problem.node.modifiers
-        for modifier, data in zip(biases, self.given, strict=False):
-            change_(modifier, self.heads(s), self.place.reading(data))
+        """Add biases to the scores of this tile, and hide its masked places. Caps are a step of the
+        core."""
+        if not self.core.steps.caps:
+            steps = zip(self.tiles.problem.node.modifiers, self.given, strict=True)
+            for modifier, data in steps:
+                change_(modifier, self.heads(s), self.place.reading(data))
         for at, part in self.slot.mixed:
             piece = self.heads(s)[..., at : at + len(part)]
             hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))

@@ -9,6 +9,7 @@ from attrs import evolve
 import attn_graph as ag
 from attn_graph.lowering.cpu import ways
 from attn_graph.lowering.cpu.math import tile_equations
+from attn_graph.lowering.rates import CpuRates
 
 
 def forget_plans() -> None:
@@ -37,3 +38,16 @@ def prefer_kept_weights(patch: pytest.MonkeyPatch) -> None:
     """Every forward keeps its weights that can, in no more memory than its operands take."""
     patch.setattr(ways, "kept_seconds", lambda _: 0.0)
     forget_plans()
+
+
+@pytest.fixture(autouse=True)
+def new_plans() -> Iterator[None]:
+    """No plan outlives the prices that it was made by."""
+    yield
+    forget_plans()
+
+
+def force_kernel(patch: pytest.MonkeyPatch, rates: CpuRates) -> None:
+    """The fused kernel runs, at these prices."""
+    patch.setattr(ways, "cpu_rates", lambda _: rates)
+    prefer_way(patch, "kernel")

@@ -1,0 +1,143 @@
+"""Calls of PyTorch's fused kernel on tiles: rows without keys, masks of users, packed keys."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import pytest
+import torch
+from attrs import evolve, frozen
+
+import attn_graph as ag
+from attn_graph.kernels import fused_cpu
+from attn_graph.kernels.hiding import hide_, hiding_bits
+from attn_graph.lowering.cpu import fused_tiles
+from attn_graph.lowering.rates import cpu_rates
+from attn_graph.masks.places import Block, Keys, Place
+from attn_graph.testing.agreement import as_leaves, check_outputs, run_plan
+from attn_graph.testing.tensors import tensors_for
+from tests.support.planning import force_kernel
+from tests.support.planning import new_plans as new_plans
+
+CPU = ag.Target.of("cpu")
+PLAIN = evolve(CPU, native=(), interprets=False)
+RATES = cpu_rates(False)
+INF = float("inf")
+
+
+@final
+@frozen
+class UpTo(ag.Mask):
+    """Query i sees the keys below ends[i]."""
+
+    ends: tuple[int, ...]
+
+    def keep(self, at: Place) -> Any:
+        return at.j < (self.ends[at.i] if isinstance(at.i, int) else torch.tensor(self.ends)[at.i])
+
+    def span(self, block: Block) -> Keys:
+        return Keys.between(0, max(self.ends[i] for i in block.rows))
+
+    def surely(self, block: Block) -> Keys:
+        return Keys.between(0, min(self.ends[i] for i in block.rows))
+
+
+def test_a_mask_of_a_user_is_asked_about_queries_that_there_are() -> None:
+    x = ag.TensorSpec((1, 1, 700, 8), torch.float32)
+    graph = ag.attention(x, x, x, mask=UpTo(tuple(range(1, 701))))
+    check_outputs(ag.compile(graph, backends=("math",)), graph, tensors_for(graph, 1))
+
+
+def test_rows_without_keys_are_looked_for_only_where_lse_is_wanted_and_there_may_be_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = ag.TensorSpec((1, 2, 300, 8), torch.float32)
+    addends: list[torch.Tensor] = []
+    find = fused_cpu.find_unseen
+
+    def note(addend: torch.Tensor) -> torch.Tensor:
+        addends.append(addend)
+        return find(addend)
+
+    monkeypatch.setattr(fused_cpu, "find_unseen", note)
+    alibi = ag.TensorSpec((2,), torch.float32)
+    full, blind = ag.Window(7), ag.Window(7, -3)
+    for mask, with_lse, due in ((full, True, False), (blind, False, False), (blind, True, True)):
+        graph = ag.attention(x, x, x, mask=mask, alibi=alibi, stats=with_lse)
+        plan = ag.compile(graph, target=CPU, backends=("math",))
+        run_plan(plan, tensors_for(graph, 1))
+        assert bool(addends) == due
+
+
+def test_parts_of_which_rows_see_nothing_are_merged_alike_with_and_without_lse() -> None:
+    x = ag.TensorSpec((1, 4, 1000, 64), torch.float32)
+    mask = ag.Window(7) | ag.Window(507, -500)  # rows up to 500 see nothing of the second
+    results = []
+    for stats in (False, True):
+        graph = ag.attention(x, x, x, mask=mask, stats=stats)
+        plan = ag.compile(graph, target=CPU, backends=("math",))
+        results.append(run_plan(plan, tensors_for(graph, 1))[0])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_dropped_is_hidden_whatever_was_there(dtype: torch.dtype) -> None:
+    sums = torch.tensor([0.0, -0.0, 1.5, INF, -INF, float("nan")], dtype=dtype).repeat(3, 2)
+    keep = torch.arange(12) < 6
+    due = sums.masked_fill(~keep, -INF)
+    hide_(sums, hiding_bits(keep, sums.dtype))
+    assert torch.equal(sums.view(torch.int32), due.view(torch.int32))
+
+
+@pytest.mark.parametrize("mask", [ag.Causal(), ag.Window(70, 0), ag.Causal() | ag.Prefix(9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_lie_as_their_inputs_do(mask: ag.Mask, dtype: torch.dtype) -> None:
+    x = ag.TensorSpec((2, 3, 400, 8), dtype, layout="bshd")
+    graph = ag.attention(x, x, x, mask=mask.aligned("top_left"))
+    plan, leaves = ag.compile(graph, target=PLAIN), as_leaves(tensors_for(graph, 1))
+    (o,) = run_plan(plan, leaves)
+    grads = torch.autograd.grad(o, leaves, torch.randn_like(o))
+    assert [x.stride() for x in grads] == [x.stride() for x in leaves]
+
+
+HALF = torch.float16
+LENGTHS = ag.TensorSpec((2,), torch.int64)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "lengths": {"mask": ag.KeyLengths(), "kv_lengths": LENGTHS},
+    "causal": {"mask": ag.Causal("top_left")},
+    "last queries": {"mask": ag.Causal("bottom_right")},
+    "window": {"mask": ag.Window(20, 5, align="bottom_right")},
+    "padding": {"keep": ag.TensorSpec((2, 1, 1, 90), torch.bool)},
+    "bias": {"bias": ag.TensorSpec((1, 4, 5, 90), HALF)},
+    "sinks": {"sinks": ag.TensorSpec((4,), torch.float32)},
+}
+
+
+def five_queries(E: int = 8, layout: str = "bhsd", M: int = 5, N: int = 90, **x: Any) -> ag.Graph:
+    """Attention of five queries on ninety keys in float16."""
+    q = ag.TensorSpec((2, 4, M, 8), HALF)
+    k, v = (ag.TensorSpec((2, 2, N, n), HALF, layout=layout) for n in (8, E))
+    return ag.attention(q, k, v, **x)
+
+
+@pytest.mark.parametrize("look", [0.0, RATES.look])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("E", "layout"), [(8, "bhsd"), (12, "bhsd"), (8, "bshd"), (8, "bhds")])
+def test_parts_of_sixteen_packed_keys_add_up_to_the_whole(
+    name: str, E: int, layout: str, look: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_kernel(monkeypatch, evolve(RATES, look=look))
+    monkeypatch.setattr(fused_tiles, "MOST_PACKED", 2**10)
+    monkeypatch.setattr(fused_tiles, "LEAST_KEYS", 16)
+    graph = five_queries(E, layout, stats=True, **OPTIONS[name])
+    plan = ag.compile(graph, target=CPU, backends=("math",))
+    for seed in range(3):
+        check_outputs(plan, graph, tensors_for(graph, seed))
+
+
+def test_a_long_cache_in_half_precision_takes_some_megabytes() -> None:
+    for options in ({}, OPTIONS["lengths"]):
+        graph = five_queries(M=1, N=2**20, **options)
+        memory = ag.compile(graph, target=CPU, backends=("math",)).executable.workspace
+        assert memory <= 2 * fused_tiles.MOST_PACKED
