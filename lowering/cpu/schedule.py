@@ -160,8 +160,13 @@ def choose_rows(problem: Problem, rates: CpuRates, keys: int, calls: int = 1) ->
 def looks_pay(problem: Problem, rates: CpuRates) -> bool:
     """True if finding each batch entry's kept keys takes less time than it saves: half of all
     scores, by assumption."""
-    looks = problem.B * -(-problem.M // DATA_ROWS)
-    return looks * rates.look < prod(problem.sizes) * score_seconds(problem, rates) / 2
+    saved = prod(problem.sizes) * score_seconds(problem, rates) / 2
+    return count_looks(problem) * rates.look < saved
+
+
+def count_looks(problem: Problem) -> int:
+    """How many blocks of queries have their keys found, if data pick them."""
+    return problem.B * -(-problem.M // DATA_ROWS)
 
 
 # Blocks of queries

@@ -20,7 +20,7 @@ from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_core import sums_rows
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import FEW_ROWS, caps_entries, cuts_entries, reads_numbers
-from attn_graph.lowering.cpu.schedule import DATA_ROWS, score_seconds
+from attn_graph.lowering.cpu.schedule import DATA_ROWS, count_looks, looks_pay, score_seconds
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import CpuRates, cpu_rates
 from attn_graph.masks import Keep
@@ -154,10 +154,9 @@ def kernel_pass(case: CpuCase) -> float:
     if mask is None or not mask.needs:
         return rates.kernel_call + share_seen(p) * computes
     whole = rates.look + rates.hides * prod(p.sizes) + computes
-    if any(isinstance(leaf, Keep) for leaf in leaves(mask)):
+    if any(isinstance(leaf, Keep) for leaf in leaves(mask)) or not looks_pay(p, rates):
         return rates.kernel_call + whole
-    looks = p.B * -(-p.M // DATA_ROWS)
-    return rates.kernel_call + min(whole, looks * rates.look + computes / 2)
+    return rates.kernel_call + count_looks(p) * rates.look + computes / 2
 
 
 def rows_seconds(case: CpuCase) -> float:
