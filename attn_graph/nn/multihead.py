@@ -57,7 +57,7 @@ def multi_head_attention(
         key = query if same[0] else key.unsqueeze(1)
         value = key if same[1] else value.unsqueeze(1)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    (M, B, width), N = query.shape, key.shape[0]
+    (M, B, _), N = query.shape, key.shape[0]
     require_sizes(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
     require_masks(attn_mask, key_padding_mask, is_causal, (B, num_heads, M, N))
     weights = (
@@ -78,7 +78,7 @@ def multi_head_attention(
         is_causal = False
     mask = merge_masks(attn_mask, key_padding_mask, query.dtype, (B, num_heads), more)
     o = attend(q, k, v, mask, dropout_p if training else 0.0, is_causal)
-    merged = F.linear(o.permute(2, 0, 1, 3).reshape(M, B, width), out_proj_weight, out_proj_bias)
+    merged = apply_linear(o.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     return (merged if batched else merged.squeeze(1)), None
 
 
@@ -125,15 +125,23 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of the layer's inputs: in one product if these are one tensor."""
     if isinstance(weights, Tensor) and query is key and key is value:
-        q, k, v = F.linear(query, weights, bias).chunk(3, -1)
+        q, k, v = apply_linear(query, weights, bias).chunk(3, -1)
         return q, k, v
     each = weights.chunk(3) if isinstance(weights, Tensor) else weights
     if each is None or any(weight is None for weight in each):
         raise AssertionError("the weights of the projections of query, key and value are missing")
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     parts = zip((query, key, value), each, biases, strict=True)
-    q, k, v = (F.linear(x, weight, b) for x, weight, b in parts)  # type: ignore[arg-type]  # none is None
+    q, k, v = (apply_linear(x, weight, b) for x, weight, b in parts)  # type: ignore[arg-type]  # none is None
     return q, k, v
+
+
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of x [M,B,...], which copies x unless rows are dense: in the order of its memory."""
+    turned = x.transpose(0, 1)
+    if turned.is_contiguous():
+        return F.linear(turned, weight, bias).transpose(0, 1)
+    return F.linear(x, weight, bias)
 
 
 def append_bias(k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None) -> Pair:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ def plan_simplified(recipe: Recipe, graph: Graph) -> Plan:
 def build(recipe: Recipe, graph: Graph) -> Plan:
     """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
     target, options, among = recipe.target, recipe.options, recipe.backends
-    cache.builds.add(graph)
+    start = time.perf_counter()
     sized = None
     if graph.symbols:
         if options.tune:
@@ -80,6 +81,7 @@ def build(recipe: Recipe, graph: Graph) -> Plan:
     notes = [*executable.notes, *options.notes(graph, target)]
     if not graph.is_gradient:
         notes += [f"runs forward alone: {text}" for text in graph.gradient_problems]
+    cache.builds.add(graph, time.perf_counter() - start)
     return Plan(
         graph,
         choice.backend.name,

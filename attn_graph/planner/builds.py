@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 from attrs import define, field
@@ -15,11 +16,11 @@ from attn_graph.masks import Mask
 from attn_graph.masks.joins import leaf_classes
 
 MANY = 64  # plans of one kind before the hint is logged
+COSTLY = 1.0  # and the seconds they took: some plans for CPUs take a millisecond
 MOST_KINDS = 64  # kinds of graphs counted at one time
 WAY_OUT = (
     "Declare what varies as a Dim, and one plan does; or pad to few sizes and pass what is real as "
-    "kv_lengths and q_lengths, and few do; "
-    "attn_graph.cache_info() says what building costs"
+    "kv_lengths and q_lengths, and few do"
 )
 
 logger = logging.getLogger("attn_graph")
@@ -29,27 +30,50 @@ Kind = tuple[object, ...]  # of graphs: steps and inputs without sizes
 
 @final
 @define(eq=False)
+class Builds:
+    """Builds of one kind. last: the graphs of the last MANY."""
+
+    count: int = 0
+    seconds: float = 0.0
+    last: deque[Graph] = field(factory=lambda: deque(maxlen=MANY))
+
+    def add(self, graph: Graph, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.last.append(graph)
+
+    def hint(self) -> str:
+        """The inputs that vary among these graphs, and the way to plan once."""
+        columns = zip(*(graph.inputs for graph in self.last), strict=True)
+        varying = [text for inputs in columns for text in describe_variation(inputs)]
+        what = ", ".join(varying or list_varying_ops(self.last)) or "an option"
+        took = f"{self.count} plans were built in {self.seconds:.1f} s"
+        return f"{took} that differ only in {what}. {WAY_OUT}"
+
+
+@final
+@define(eq=False)
 class BuildLog:
-    """Builds by kind of graph, until one kind has many and the hint is logged.
+    """Builds by kind of graph, until one kind has many that took long and the hint is logged.
 
     Threads may count a build twice or not at all.
     """
 
-    kinds: dict[Kind, list[Graph]] = field(factory=dict)
+    kinds: dict[Kind, Builds] = field(factory=dict)
     silent: bool = False
 
-    def add(self, graph: Graph) -> None:
+    def add(self, graph: Graph, seconds: float) -> None:
         """Count a build, and log the hint if it is one too many of its kind."""
         if self.silent:
             return
         if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
-        graphs = self.kinds.setdefault(kind_of(graph), [])
-        graphs.append(graph)
-        if len(graphs) >= MANY:
+        builds = self.kinds.setdefault(kind_of(graph), Builds())
+        builds.add(graph, seconds)
+        if builds.count >= MANY and builds.seconds >= COSTLY:
             self.silent = True
             self.kinds.clear()
-            logger.warning("%s", hint(graphs))
+            logger.warning("%s", builds.hint())
 
     def clear(self) -> None:
         """Forget all counts; the hint may be logged again."""
@@ -78,14 +102,6 @@ def masks_in(graph: Graph) -> Iterator[tuple[type[Mask], ...]]:
             yield tuple(leaf_classes(node.mask))
 
 
-def hint(graphs: Sequence[Graph]) -> str:
-    """The inputs that vary among graphs of one kind, and the way to plan once."""
-    columns = zip(*(graph.inputs for graph in graphs), strict=True)
-    varying = [text for inputs in columns for text in describe_variation(inputs)]
-    what = ", ".join(varying or list_varying_ops(graphs)) or "an option"
-    return f"{len(graphs)} plans were built that differ only in {what}. {WAY_OUT}"
-
-
 def describe_variation(inputs: Sequence[Input]) -> Iterator[str]:
     """The input's shape with a * for each size that varies, or its strides if they vary."""
     sizes = [set(each) for each in zip(*(i.spec.shape for i in inputs), strict=True)]
@@ -96,7 +112,7 @@ def describe_variation(inputs: Sequence[Input]) -> Iterator[str]:
         yield f"the strides of {inputs[0].name}"
 
 
-def list_varying_ops(graphs: Sequence[Graph]) -> list[str]:
+def list_varying_ops(graphs: Iterable[Graph]) -> list[str]:
     columns = zip(*(graph.eqns for graph in graphs), strict=True)
     varying = (eqns[0].op for eqns in columns if len({eqn.op for eqn in eqns}) > 1)
     return [f"the numbers of {op_name(type(op))}" for op in varying]

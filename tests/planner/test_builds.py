@@ -14,7 +14,8 @@ import torch
 import attn_graph as ag
 from attn_graph.nn.functional import attention
 from attn_graph.plan.cache import cache
-from attn_graph.planner.builds import MANY, MOST_KINDS
+from attn_graph.planner import builds
+from attn_graph.planner.builds import MANY, MOST_KINDS, BuildLog
 
 
 def graph(M: int, N: int, **options: object) -> ag.Graph:
@@ -28,8 +29,9 @@ def lengths(count: int) -> list[tuple[int, int]]:
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     ag.clear_cache()
+    monkeypatch.setattr(builds, "COSTLY", 0.0)  # seconds
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,8 @@ def test_the_hint_comes_once_and_names_what_varies(
             ag.compile(ag.attention(q, k, k), target=target, backends=(backend,), store=False)
     (record,) = caplog.records
     text = record.getMessage()
-    assert text.startswith(f"{MANY} plans were built that differ only in q [1, 2, *, 64]. ")
+    assert text.startswith(f"{MANY} plans were built in ")
+    assert " s that differ only in q [1, 2, *, 64]. " in text
     assert "k [" not in text
 
 
@@ -79,6 +82,21 @@ def test_few_plans_and_many_kinds_say_nothing(caplog: pytest.LogCaptureFixture) 
         ag.compile(graph(n, n), target="cpu")
     assert not caplog.records
     assert len(cache.builds.kinds) <= MOST_KINDS
+
+
+def test_many_plans_that_took_no_time_say_nothing_until_they_did(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(builds, "COSTLY", 10.0)
+    log = BuildLog()
+    for n in range(1, 2 * MANY):
+        log.add(graph(n, n), 0.07)
+    assert not caplog.records
+    assert [len(each.last) for each in log.kinds.values()] == [MANY]
+    for n in range(20):
+        log.add(graph(n + 1, n + 1), 0.07)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("143 plans were built in 10.0 s that differ only in q ")
 
 
 def test_the_cache_says_what_building_cost() -> None:
