@@ -75,7 +75,7 @@ def with_residuals(graph: Graph) -> Graph:
 
 def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
     """The numbers of the inputs to differentiate by. Raises GraphError for wrong names."""
-    carried, known = graph.carried, floating_inputs(graph)
+    carried, constants, known = graph.carried, graph.constants, floating_inputs(graph)
     floating = {name: n for name, n in known.items() if n not in carried}
     if own := [graph.inputs[n].name for n in carried if graph.inputs[n].name in (wants or ())]:
         raise GraphError(
@@ -83,7 +83,7 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
             "with the other inputs"
         )
     return (
-        tuple(n for n in floating.values() if n not in graph.constants)
+        tuple([n for n in floating.values() if n not in constants])
         if wants is None
         else numbers_of("wants", "floating input", wants, floating)
     )

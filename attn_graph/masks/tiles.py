@@ -109,9 +109,23 @@ Pair = tuple[list[Region], list[Region]]  # upper and lower bound of the kept pl
 
 def find_both(most: Mask, least: Mask, block: Block) -> Pair | None:
     """The regions of two masks if both are made of strips, else None."""
-    outer = find_regions(most, block)
-    inner = outer if least == most or outer is None else find_regions(least, block)
+    outer = regions_of(most, block)
+    inner = outer if least == most or outer is None else regions_of(least, block)
     return None if outer is None or inner is None else (outer, inner)
+
+
+def regions_of(mask: Mask, block: Block) -> list[Region] | None:
+    """`find_regions`; without data all counts of a mask share them."""
+    if block.data:
+        return find_regions(mask, block)
+    return known_regions(mask, block.batch, block.heads, block.rows, block.H, block.M, block.N)
+
+
+@lru_cache(256)
+def known_regions(
+    mask: Mask, batch: range, heads: range, rows: range, H: int, M: int, N: int
+) -> list[Region] | None:
+    return find_regions(mask, Block(batch, heads, rows, H, M, N, {}))
 
 
 def bound_both(most: Mask, least: Mask, block: Block, size: int) -> Pair:
@@ -198,7 +212,7 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
     B, H, G, M, N = sizes
     whole = Block(range(B), range(H), range(M), H, M, N, check_tensors(mask, (B, H, M, N), data))
     most, least = bounds(mask, whole)
-    regions, estimated = find_regions(most, whole), False
+    regions, estimated = regions_of(most, whole), False
     if regions is None:
         places = keep_places(most, whole)
         if places is not None:
@@ -213,7 +227,6 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
     )
 
 
-@lru_cache(256)  # each backend's price asks
 def most_pairs(mask: Mask | None, sizes: Sizes) -> int:
     """An upper bound of the kept pairs, in closed form.
 
@@ -221,7 +234,7 @@ def most_pairs(mask: Mask | None, sizes: Sizes) -> int:
     """
     B, H, _, M, N = sizes
     whole = Block(range(B), range(H), range(M), H, M, N, {})
-    regions = find_regions(bounds(mask, whole)[0], whole)
+    regions = regions_of(bounds(mask, whole)[0], whole)
     return B * H * M * N if regions is None else sum(region.pairs for region in regions)
 
 

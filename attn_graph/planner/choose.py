@@ -207,8 +207,8 @@ def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence
 def by_prediction(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
     """Backends with a predicted time first, the fastest ahead; without any, the usual order."""
     by_name = {backend.name: backend for backend in BACKENDS}
-    if ahead := [by_name[name] for name, _ in rank_all(graph, target)]:
-        return (*ahead, *(b for b in BACKENDS if b not in ahead)), PREDICTED
+    if ahead := [by_name.pop(name) for name, _ in rank_all(graph, target)]:
+        return (*ahead, *by_name.values()), PREDICTED
     if target.sm in CUDNN_BEFORE_TRITON:
         return BACKENDS, "first in the order of preference"
     rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]

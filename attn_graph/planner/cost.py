@@ -33,6 +33,7 @@ from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionJvp, attention_in
 from attn_graph.ir.vjp import training_gradient
+from attn_graph.lowering.problem import operand_specs
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
@@ -251,12 +252,10 @@ def sum_work(parts: Sequence[Share], graph: Graph, target: Target, precision: st
 
 def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
     """Each equation's part of the cost. An unread result is not written."""
-    read = {*graph.outputs, *(i for eqn in graph.eqns for i in eqn.args)}
-    specs = [i.spec for i in graph.inputs]
-    specs += [TensorSpec(t.shape, t.dtype) for t in graph.types[len(specs) :]]
+    read, types = {*graph.outputs, *(i for eqn in graph.eqns for i in eqn.args)}, graph.types
     for eqn, outs in graph.numbered:
-        operands = [specs[i] for i in eqn.args]
-        written = sum(specs[i].type.bytes for i in outs if i in read)
+        operands = operand_specs(graph, eqn)
+        written = sum([types[i].bytes for i in outs if i in read])
         node = attention_in(eqn.op)
         if node is None:
             moved = sum(distinct_elements(x) * x.dtype.itemsize for x in operands) + written

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import final
+
+from attrs import frozen
 
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.cudnn.run import ends_keys
@@ -24,31 +27,46 @@ from attn_graph.planner.cost import distinct_elements, summed_widths
 LEAST_ROWS, MOST_ROWS = 16, 128  # of one program
 
 
-def predicted_seconds(graph: Graph, target: Target, name: str) -> float | None:
-    """The least seconds of a backend for one attention, or its gradient, on a GPU.
+@final
+@frozen
+class Forecast:
+    """A backend's least seconds for one attention, or its gradient, and the bytes that its programs
+    move: keys and values read from memory or its cache, and parts written and joined; 0 for a
+    gradient."""
+
+    seconds: float
+    traffic: int
+
+
+def forecast(graph: Graph, target: Target, name: str) -> Forecast | None:
+    """A backend's forecast on a GPU.
 
     None if a rate is not known: the backend's there, in this dtype, or the GPU's own.
     """
-    problem, rate = sole(graph), rates().get((name, target.sm))
-    bandwidth, processors = target.bandwidth, target.multiprocessors
-    if problem is None or rate is None or problem.is_empty:
+    rate, processors, bandwidth = (
+        rates().get((name, target.sm)),
+        target.multiprocessors,
+        target.bandwidth,
+    )
+    if rate is None or processors is None or bandwidth is None:
         return None
-    width, backward = max(problem.D, problem.E), problem.grad is not None
-    peak = peak_of(target, name, problem.dtype, width, backward=backward)
-    if peak is None or bandwidth is None or processors is None:
+    p = sole(graph)
+    if p is None or p.is_empty:
         return None
-    shares = shares_keys(rate, problem)
-    filled, busy = fullness(problem, processors, shares)
-    flops = padded_flops(problem, graph, heads_as_rows(rate, problem))
-    joins = int(shares and predict_parts(rate, problem, processors) > 1)
-    moved = moved_bytes(problem, graph)
-    seconds = least_seconds(flops, peak * filled, moved, bandwidth * busy, launches=joins)
-    return seconds + copied_bytes(problem, name) / bandwidth
-
-
-def shares_keys(rate: Rate, problem: Problem) -> bool:
-    """True if programs of this forward may share the keys of one head."""
-    return rate.splits != "never" and problem.grad is None
+    backward, width = p.grad is not None, max(p.D, p.E)
+    peak = peak_of(target, name, p.dtype, width, backward=backward)
+    if peak is None:
+        return None
+    heads, splits = heads_as_rows(rate, p), rate.splits != "never" and not backward
+    parts = predict_parts(rate, p, processors)
+    filled, busy = fullness(p, processors, splits)
+    flops, moved = least_work(graph)
+    seconds = least_seconds(
+        flops * row_padding(p, heads), peak * filled, moved, bandwidth * busy, int(parts > 1)
+    )
+    read = p.B * p.H // heads * programs_of(p.M * heads) * p.N * (p.D + p.E) * p.dtype.itemsize
+    joined = 8 * p.B * p.H * parts * p.M * (p.E + 2) if parts > 1 else 0
+    return Forecast(seconds + copied_bytes(p, name) / bandwidth, 0 if backward else read + joined)
 
 
 def heads_as_rows(rate: Rate, problem: Problem) -> int:
@@ -60,25 +78,10 @@ def heads_as_rows(rate: Rate, problem: Problem) -> int:
 def predict_parts(rate: Rate, problem: Problem, processors: int) -> int:
     """The number of programs per head's keys; 1 if all multiprocessors are busy without it."""
     p, heads = problem, heads_as_rows(rate, problem)
-    if not shares_keys(rate, problem):
+    if rate.splits == "never" or p.grad is not None:
         return 1
     programs = p.B * p.H // heads * programs_of(p.M * heads)
     return choose_parts(programs, rate.fills * processors, -(-p.N // LEAST))
-
-
-def traffic(graph: Graph, target: Target, name: str) -> int:
-    """Bytes moved by all programs of a forward: keys and values read from memory or its cache, and
-    parts written and joined. 0 for gradients."""
-    problem, rate, processors = sole(graph), rates()[name, target.sm], target.multiprocessors
-    assert problem is not None
-    assert processors is not None
-    p = problem
-    if p.grad is not None:
-        return 0
-    heads = heads_as_rows(rate, p)
-    read = p.B * p.H // heads * programs_of(p.M * heads) * p.N * (p.D + p.E) * p.dtype.itemsize
-    parts = predict_parts(rate, p, processors)
-    return read + (8 * p.B * p.H * parts * p.M * (p.E + 2) if parts > 1 else 0)
 
 
 def copied_bytes(problem: Problem, name: str) -> int:
@@ -107,36 +110,31 @@ def programs_of(rows: int) -> int:
     return -(-rows // MOST_ROWS)
 
 
-@lru_cache(256)
-def padded_flops(problem: Problem, graph: Graph, heads: int) -> float:
-    """Flops of the products, including empty rows of a program.
-
-    heads: the number of heads in a program's rows.
-    """
-    p, rows = problem, rows_and_columns(problem)[0] * heads
+def row_padding(problem: Problem, heads: int) -> float:
+    """How many times more products programs compute, with their empty rows; `heads` of them are in
+    a program's rows."""
+    rows = rows_and_columns(problem)[0] * heads
     size = min(MOST_ROWS, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
+    return -(-rows // size) * size / rows
+
+
+@lru_cache(256)  # each backend's forecast asks
+def least_work(graph: Graph) -> tuple[float, int]:
+    """Flops of the products that the mask leaves, and bytes of each operand and result, once."""
+    p = sole(graph)
+    assert p is not None  # `forecast` asked for one
     pairs = most_pairs(p.node.mask, (p.B, p.H, p.G, p.M, p.N))
-    return (
-        2.0 * pairs * summed_widths(graph.eqns[0].op, p.D, p.E) * (-(-rows // size) * size / rows)
-    )
-
-
-@lru_cache(256)
-def moved_bytes(problem: Problem, graph: Graph) -> int:
-    once = problem.specs[:2] + problem.specs[2 + problem.node.v_in_k :]
+    once = p.specs[:2] + p.specs[2 + p.node.v_in_k :]
     read = sum(distinct_elements(x) * x.dtype.itemsize for x in once)
-    return read + sum(type_.bytes for type_ in graph.output_types)
+    written = sum(type_.bytes for type_ in graph.output_types)
+    return 2.0 * pairs * summed_widths(graph.eqns[0].op, p.D, p.E), read + written
 
 
 def rank(graph: Graph, target: Target, names: Sequence[str]) -> dict[str, float]:
-    """Predicted seconds by backend, the fastest first; backends without a prediction are left out.
+    """Forecast seconds by backend, the fastest first; backends without a forecast are left out.
 
     Ties are ordered by the bytes that programs move, then by the order of `names`.
     """
-    times = {name: predicted_seconds(graph, target, name) for name in names}
-    known = {name: time for name, time in times.items() if time is not None}
-
-    def order(name: str) -> tuple[float, int]:
-        return known[name], traffic(graph, target, name)
-
-    return {name: known[name] for name in sorted(known, key=order)}
+    made = {name: x for name in names if (x := forecast(graph, target, name)) is not None}
+    order = sorted(made, key=lambda name: (made[name].seconds, made[name].traffic))
+    return {name: made[name].seconds for name in order}

@@ -290,6 +290,8 @@ def memory_order(spec: TensorSpec) -> tuple[int, ...]:
 
 def new_strides(spec: TensorSpec) -> tuple[int, ...]:
     """Strides for a new tensor: without gaps if the spec has none, along axes of size 1 too."""
+    if 0 not in spec.shape and not any(map(is_one, spec.shape)):
+        return spec.strides
     dense = dense_strides(spec.shape, memory_order(spec))
     return dense if normalise_strides(spec.shape, dense) == spec.strides else spec.strides
 
@@ -300,8 +302,8 @@ def order_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     Axes of size 1 stay in place. A tensor that broadcasts or is empty is in logical order.
     """
     axes = range(len(shape))
-    if any(n == 0 or (s == 0 and not is_one(n)) for n, s in zip(shape, strides, strict=True)):
-        return tuple(axes)
     long = [a for a in axes if not is_one(shape[a])]
-    ranked = iter(sorted(long, key=lambda a: -strides[a]))
+    if 0 in shape or 0 in [strides[a] for a in long]:
+        return tuple(axes)
+    ranked = iter(sorted(long, key=[-s for s in strides].__getitem__))
     return tuple([next(ranked) if a in long else a for a in axes])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
@@ -114,6 +114,7 @@ def request_case(
     return Case(problem, target.sm, *pair, options.deterministic, sequences)
 
 
+@lru_cache(64)  # every question about a graph asks
 def versions(target: Target) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
     """The versions of cuDNN and of its frontend; None for a missing library."""
     numbers = (version(target, name) for name in (*CUDNN, SYSTEM_CUDNN))

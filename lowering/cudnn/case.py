@@ -15,6 +15,7 @@ from attn_graph.spec import TensorSpec
 
 Version = tuple[int, int, int]
 Pass = Literal["forward", "backward"]
+Place = tuple[Pass, int, Version, Version]  # a compute capability, versions of both libraries
 
 
 @final
@@ -33,6 +34,11 @@ class Case:
     frontend: Version
     deterministic: bool = False
     sequences: CudnnSequences | None = None
+
+    @property
+    def place(self) -> Place:
+        """Everything beside the problem that decides which limits it has."""
+        return self.pass_, self.sm, self.backend, self.frontend
 
     @cached_property
     def packed(self) -> tuple[str, ...]:

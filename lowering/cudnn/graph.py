@@ -233,8 +233,9 @@ def result_slot(argument: str, source: str, spec: TensorSpec) -> Slot:
 
 def slot(argument: str, source: str, spec: TensorSpec) -> Slot:
     """An operand with its own strides. Axes of size 1 get the stride of a dense outermost axis."""
-    reach = max(1, *(n * s for n, s in zip(spec.shape, spec.strides, strict=True)))
-    strides = [s if n > 1 else reach for n, s in zip(spec.shape, spec.strides, strict=True)]
+    pairs = [*zip(spec.shape, spec.strides, strict=True)]
+    reach = max([1, *[n * s for n, s in pairs]])
+    strides = [s if n > 1 else reach for n, s in pairs]
     if spec.shape[-1] == 1:
         strides[-1] = 1
     return Slot(argument, source, spec.shape, tuple(strides), spec.dtype)

@@ -12,7 +12,7 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
-from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
+from attn_graph.lowering.cudnn.case import Case, Place, needs_padding_mask
 from attn_graph.lowering.cudnn.masks import mask_problems
 from attn_graph.lowering.cudnn.packed_limits import PACKED_RULES
 from attn_graph.lowering.cudnn.rules import (
@@ -51,7 +51,13 @@ from attn_graph.lowering.reasons import (
 @lru_cache(256)  # PyTorch's own call of cuDNN has these limits too
 def reasons(case: Case) -> tuple[Reason, ...]:
     """Every reason against a case; without one, cuDNN plans it and computes it right."""
-    return tuple([why for rule in RULES for why in rule.reasons(case)])
+    return tuple([why for rule in rules_at(case.place) for why in rule.reasons(case)])
+
+
+@lru_cache(64)  # of each pass on a GPU there are many cases
+def rules_at(place: Place) -> tuple[Rule, ...]:
+    """The limits of a pass, on a GPU, with some versions."""
+    return tuple([rule for rule in RULES if rule.holds(place)])
 
 
 LONGER = "M = {p.M}, N = {p.N}"

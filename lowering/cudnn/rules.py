@@ -11,7 +11,7 @@ from attrs import frozen
 
 from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
-from attn_graph.lowering.cudnn.case import Case, Pass, Version
+from attn_graph.lowering.cudnn.case import Case, Pass, Place, Version
 from attn_graph.lowering.problem import is_broadcast, is_misaligned
 from attn_graph.lowering.reasons import without_rule
 from attn_graph.spec import NAMES, TensorSpec
@@ -58,19 +58,20 @@ class Rule:
     frontend: tuple[Version, Version] = (FIRST, LAST)
     says: Says = "no"
 
-    def holds(self, c: Case) -> bool:
-        """True if the limit applies to the case's pass, compute capability and versions."""
+    def holds(self, place: Place) -> bool:
+        """True if the limit is one of a pass, compute capability and versions."""
+        pass_, sm, backend, frontend = place
         return (
-            c.pass_ in self.passes
-            and self.sm[0] <= c.sm < self.sm[1]
-            and self.backend[0] <= c.backend < self.backend[1]
-            and self.frontend[0] <= c.frontend < self.frontend[1]
+            pass_ in self.passes
+            and self.sm[0] <= sm < self.sm[1]
+            and self.backend[0] <= backend < self.backend[1]
+            and self.frontend[0] <= frontend < self.frontend[1]
         )
 
     def reasons(self, c: Case) -> Iterator[Reason]:
-        if self.holds(c):
-            for it in self.violations(c):
-                yield it if isinstance(it, Reason) else self.reason(it, c)
+        """Of a case at a place where the limit holds."""
+        for it in self.violations(c):
+            yield it if isinstance(it, Reason) else self.reason(it, c)
 
     def reason(self, it: object, c: Case) -> Reason:
         limit, _, actual = self.sentence.rpartition(", and ")

@@ -6,7 +6,7 @@ Sources are files of flash_attn/cute in flash-attn-4 4.0.0b36; 4.0.0b35 refuses 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, final
 
 import torch
@@ -111,14 +111,12 @@ class Limit:
     backward: bool | None = None
     says: Says = "refuses"
 
-    def applies(self, case: Fa4Case) -> bool:
-        """True for a limit of this architecture and this pass."""
-        right_pass = self.backward is None or self.backward == case.is_backward
-        return case.family in self.families and right_pass
+    def holds(self, family: int, is_backward: bool) -> bool:
+        """True for a limit of an architecture and a pass."""
+        return family in self.families and self.backward in (None, is_backward)
 
     def reasons(self, case: Fa4Case) -> Iterator[Reason]:
-        if not self.applies(case):
-            return
+        """Of a case of such an architecture and pass."""
         found = self.found(case)
         if isinstance(found, str | bool):
             if found:
@@ -130,8 +128,14 @@ class Limit:
 
 
 def limit_reasons(case: Fa4Case) -> Iterator[Reason]:
-    for rule in LIMITS:
-        yield from rule.reasons(case)
+    for limit in limits_at(case.family, case.is_backward):
+        yield from limit.reasons(case)
+
+
+@lru_cache(64)  # of each there are many cases
+def limits_at(family: int, is_backward: bool) -> tuple[Limit, ...]:
+    """The limits of an architecture and a pass."""
+    return tuple([limit for limit in LIMITS if limit.holds(family, is_backward)])
 
 
 def other_strides(case: Fa4Case) -> Iterator[Reason]:

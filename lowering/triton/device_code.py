@@ -128,14 +128,21 @@ class Tracer:
     def trace(self) -> DeviceCode:
         """All functions of the problem. Raises Untraceable for code beyond tracing."""
         texts = {"keep": self.keep(False), "strip": self.strip(), "ends": self.ends()}
-        texts["change"] = self.change()
+        if self.problem.grad is not None:
+            texts["keep_by_keys"] = self.keep(True)
+        if self.problem.node.modifiers:
+            texts |= self.trace_modifiers()
+        contributions = dict(self.contributions())
+        return DeviceCode(tuple(self.numbers.values), **texts, contributions=contributions)
+
+    def trace_modifiers(self) -> dict[str, str]:
+        """The functions of the modifiers, by name."""
+        texts = {"change": self.change()}
         if self.moved is not None:
             texts["push"] = self.push()
         if self.problem.grad is not None:
-            texts["keep_by_keys"] = self.keep(True)
             texts |= {"back": self.back()} if self.moved is None else {"bend": self.bend()}
-        contributions = dict(self.contributions())
-        return DeviceCode(tuple(self.numbers.values), **texts, contributions=contributions)
+        return texts
 
     def start(self) -> Code:
         """The code of a function, still empty."""
@@ -179,17 +186,19 @@ class Tracer:
 
     def keep(self, by_keys: bool) -> str:
         """The mask's `keep`, for tiles with queries or keys as rows; "" without a mask."""
-        mask, code = self.problem.node.mask, self.start()
+        mask = self.problem.node.mask
         if mask is None:
             return ""
+        code = self.start()
         at = self.place(code).reading(self.arrays(code)[1])
         return code.write_function("keep", WHERE, keep_by_bounds(mask, at, code, by_keys))
 
     def strip(self) -> str:
         """The mask's strip; "" if the mask is none."""
         mask, code = self.problem.node.mask, self.start()
-        at = self.place(code).reading(self.arrays(code)[1])
-        strip = mask.strip(at) if mask is not None else None
+        if mask is None:
+            return ""
+        strip = mask.strip(self.place(code).reading(self.arrays(code)[1]))
         if strip is None:
             return ""
         bounds = zip((strip.low, strip.high, strip.keys, strip.rows), UNBOUNDED, strict=True)
@@ -200,16 +209,18 @@ class Tracer:
 
     def ends(self) -> str:
         """The numbers of queries and keys by the mask's lengths; "" if kernels know them."""
-        code, parts = self.start(), and_parts(self.problem.node.mask)
-        at = self.place(code).reading(self.arrays(code)[1])
+        parts = and_parts(self.problem.node.mask)
         ended = [LENGTHS[side] for side, leaf in LEAVES.items() if leaf in parts]
         ended = [name for name in ended if name not in self.sizes]
+        if not ended:
+            return ""
+        code = self.start()
+        at = self.place(code).reading(self.arrays(code)[1])
         values = [
             at.load(name, at.b) if name in ended else code.argument(size)
             for name, size in zip(LENGTHS.values(), "MN", strict=True)
         ]
-        text = code.write_function("ends", "b, M, N, data, numbers", *values)
-        return text if ended else ""
+        return code.write_function("ends", "b, M, N, data, numbers", *values)
 
     def runtime(self, code: Code, x: int | Symbol) -> Symbol:
         """An integer as a symbol, read at run time."""
@@ -233,9 +244,9 @@ class Tracer:
 
     def change(self) -> str:
         """All modifiers as one function of the scores; "" without modifiers."""
-        code = self.start()
         if not self.problem.node.modifiers:
             return ""
+        code = self.start()
         return code.write_function("change", f"s, {WHERE}", self.chain(code, scores_code(code))[-1])
 
     def back(self) -> str:

@@ -14,7 +14,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call
-from attn_graph.lowering.cudnn.limits import RULES, reasons
+from attn_graph.lowering.cudnn.limits import RULES, reasons, rules_at
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask, mask_problems
 from attn_graph.lowering.cudnn.sequences import CudnnSequences
 from attn_graph.lowering.problem import Problem
@@ -72,7 +72,7 @@ def names(
 ) -> list[str]:
     """The rules that refuse a problem."""
     case = Case(given, sm, backend, frontend, deterministic, sequences)
-    return [rule.name for rule in RULES if [*rule.reasons(case)]]
+    return [rule.name for rule in rules_at(case.place) if [*rule.reasons(case)]]
 
 
 def bias(*shape: int, dtype: torch.dtype = HALF, strides: Any = None) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def test_plain_attention_is_taken_in_both_passes_everywhere() -> None:
 def sentences(given: Problem, asked: dict[str, Any]) -> list[str]:
     where = {"sm": 90, "backend": KNOWN[0], "frontend": KNOWN[1], **asked}
     case = Case(given, **where)
-    return [str(reason) for rule in RULES for reason in rule.reasons(case)]
+    return [str(reason) for rule in rules_at(case.place) for reason in rule.reasons(case)]
 
 
 def keeps(stated: CudnnBand, i: int, j: int, shift: int) -> bool:

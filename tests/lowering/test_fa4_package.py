@@ -18,7 +18,7 @@ from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn.backend import read_problem
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import DENSE, Fa4Call
-from attn_graph.lowering.fa4.limits import LIMITS, Fa4Case
+from attn_graph.lowering.fa4.limits import Fa4Case, limits_at
 from tests.support.fa4_questions import HAS_PACKAGE, WITHOUT, ask_package
 
 pytestmark = pytest.mark.skipif(not HAS_PACKAGE, reason=WITHOUT)
@@ -74,7 +74,8 @@ def test_the_table_says_what_the_package_says(sm: int, tmp_path: Path) -> None:
     cases = [draw_case(draw, sm) for _ in range(160)]
     asked, against = [], []
     for case in cases:
-        rules = [rule for rule in LIMITS if [*rule.reasons(case)]]
+        limits = limits_at(case.family, case.is_backward)
+        rules = [limit for limit in limits if [*limit.reasons(case)]]
         if not any(rule.says == "unasked" for rule in rules):
             asked.append(case)
             against.append([rule.key for rule in rules])

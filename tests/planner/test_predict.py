@@ -15,7 +15,7 @@ from attn_graph.lowering.rates import rates, read_rates
 from attn_graph.machine.gpus import devices
 from attn_graph.masks.tiles import count_pairs, most_pairs
 from attn_graph.planner.choose import BACKENDS
-from attn_graph.planner.predict import predict_parts, predicted_seconds, rank, traffic
+from attn_graph.planner.predict import forecast, predict_parts, rank
 from tests.support.equipped import equip
 
 HALF = torch.bfloat16
@@ -38,9 +38,9 @@ def forward(graph: ag.Graph) -> ag.Graph:
 
 def seconds(graph: ag.Graph, target: str, name: str) -> float:
     """What is predicted for the forward of a graph."""
-    time = predicted_seconds(forward(graph), ag.Target.of(target), name)
-    assert time is not None
-    return time
+    made = forecast(forward(graph), ag.Target.of(target), name)
+    assert made is not None
+    return made.seconds
 
 
 def test_every_rate_names_a_backend_and_is_a_share_of_a_peak() -> None:
@@ -102,7 +102,11 @@ def test_equal_predictions_are_ordered_by_what_programs_move(target: str, G: int
     times = [*rank(graph, place, [b.name for b in BACKENDS]).items()]
     ties = [(a, b) for (a, x), (b, y) in pairwise(times) if x == y]
     assert ties
-    assert all(traffic(graph, place, a) <= traffic(graph, place, b) for a, b in ties)
+    for pair in ties:
+        first, second = (forecast(graph, place, name) for name in pair)
+        assert first is not None
+        assert second is not None
+        assert first.traffic <= second.traffic
 
 
 def test_cudnn_has_about_as_many_parts_on_an_a100_as_in_its_plan() -> None:

@@ -13,7 +13,7 @@ from attrs import frozen
 from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import CudnnCall, describe_call
-from attn_graph.lowering.cudnn.limits import RULES
+from attn_graph.lowering.cudnn.limits import rules_at
 from attn_graph.lowering.cudnn.memory import workspace
 from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, describe_target
 from attn_graph.lowering.cudnn.rules import Rule
@@ -37,7 +37,9 @@ class Question:
     @cached_property
     def against(self) -> tuple[tuple[Rule, Reason], ...]:
         """Which rules refuse it, with their reasons."""
-        return tuple((rule, why) for rule in RULES for why in rule.reasons(self.case))
+        return tuple(
+            (rule, why) for rule in rules_at(self.case.place) for why in rule.reasons(self.case)
+        )
 
     @property
     def ours(self) -> Verdict:
