@@ -21,7 +21,6 @@ ROUNDS = 3  # the least of them counts, since others share the machine
 CACHES: tuple[Any, ...] = (  # lru caches that an explanation fills for the next one
     remedies.simplify_once,
     vjp.training_gradient,
-    remedies.single_edits,
     cost.distinct_elements,
     choose.rank_all,
     cost.count_pairs_once,

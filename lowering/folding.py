@@ -7,7 +7,7 @@ tells these rows apart: in a decoding step, say, with one query and grouped head
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import final
 
 import torch
@@ -20,6 +20,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors, Write
 from attn_graph.lowering.problem import Problem, sole
+from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, Prefix
 from attn_graph.masks.joins import leaves
@@ -147,7 +148,7 @@ def unfold(executable: Executable, folding: Folding) -> Executable:
     )
 
 
-@lru_cache(64)  # backends ask for it, and again when one lowers the graph
+@remember  # backends ask for it, and again when one lowers the graph
 def fold_heads(graph: Graph) -> Folding | None:
     """A graph of one attention, or one gradient, with heads folded, or None."""
     problem = sole(graph)

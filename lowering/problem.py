@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TypeGuard, TypeVar, final
 
 import torch
@@ -14,6 +14,7 @@ from attn_graph.ir.graph import Eqn, Graph, Op, check_graph
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.ir.views import spec_of_view
+from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.places import Block, Place, Strip
 from attn_graph.spec import (
@@ -292,7 +293,7 @@ def sole(graph: Graph) -> Problem | None:
     return sole_problem(graph)
 
 
-@lru_cache(64)  # every backend asks for it, and again when it lowers the graph
+@remember  # every backend asks for it, and again when it lowers the graph
 def sole_problem(graph: Graph) -> Problem | None:
     """`sole` of a checked graph."""
     problems = problems_in(graph)

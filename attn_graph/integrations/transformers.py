@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from attn_graph.ir import builder
 from attn_graph.ir.builder import EXTRA
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
 from attn_graph.nn.calls import SEGMENTS, Named, attend_as, draw_seed
@@ -216,7 +216,7 @@ def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transfo
     return mask
 
 
-log_once = lru_cache(256)(logger.warning)
+log_once = remember(logger.warning)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of torch

@@ -8,7 +8,7 @@ library's own masks and modifiers instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, final
 
 import attrs
@@ -20,6 +20,7 @@ from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.relative import MODIFIERS
 from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.cache import remember
 from attn_graph.masks import LEAVES, And, Data, Mask, Not, Or, ragged_in
 from attn_graph.masks.formulas import Formula, range_problems
 from attn_graph.masks.places import Block, Keys, Place
@@ -86,7 +87,7 @@ def value_problems(value: Mask | Modifier) -> list[str]:
     ]
 
 
-@lru_cache(256)
+@remember
 def check_leaf(mask: Mask, sizes: Sizes) -> tuple[str, ...]:
     if 0 in sizes:
         return ()
@@ -98,7 +99,7 @@ def check_leaf(mask: Mask, sizes: Sizes) -> tuple[str, ...]:
         return tuple(problems_of_leaf(leaf, sizes))
 
 
-@lru_cache(256)
+@remember
 def check_modifier_once(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
     if 0 in sizes:
         return ()
@@ -309,7 +310,7 @@ def derivative_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
         yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs), checks)
 
 
-@lru_cache(256)
+@remember
 def check_tangents_once(
     modifier: Modifier, sizes: Sizes, checks: tuple[Callable[[Trial], list[str]], ...]
 ) -> tuple[str, ...]:

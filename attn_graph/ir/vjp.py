@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from attrs import evolve
@@ -19,11 +18,11 @@ from attn_graph.ir.rewrite import prune
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.views import Unfold, spec_of_view
+from attn_graph.machine.cache import remember
 from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_strides, memory_order
 from attn_graph.spec.dims import NamedSize
 
-HELD = 512  # gradients: a question has some dozens, and all backends ask the same
 Layouts = Mapping[str, TensorSpec | str]  # of outputs, by name
 
 
@@ -155,7 +154,7 @@ def statistics(graph: Graph) -> frozenset[int]:
     return graph.named_results(lambda op: op.statistics)
 
 
-@lru_cache(HELD)
+@remember
 def training_gradient(
     graph: Graph, wants: tuple[str, ...] | None = None, *, through_lse: bool = False
 ) -> Graph:

@@ -8,12 +8,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Generic, TypeVar, final
 from weakref import WeakSet
 
 from attrs import define, field, frozen
 
 T = TypeVar("T")
+CAPACITY = 1024  # plans, and answers of each question about graphs: mostly some kilobytes each
+remember = lru_cache(CAPACITY)
 
 
 @final

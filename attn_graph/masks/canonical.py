@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TypeGuard
 
+from attn_graph.machine.cache import remember
 from attn_graph.masks.joins import And, Join, Mask, Not, Or, join_masks
 from attn_graph.masks.leaves import LEAVES, LENGTHS, Band, KeyLengths, QueryLengths, ragged_in
 from attn_graph.masks.places import Block, tighter
@@ -14,7 +14,7 @@ EVERYTHING = Band()
 CAUSAL = Band(None, 0)  # from the top left corner, as fused kernels know it
 
 
-@lru_cache(256)  # a graph is checked by it, and simplified
+@remember  # a graph is checked by it, and simplified
 def canonical_mask(mask: Mask, M: int, N: int) -> Mask | None:
     """The mask in one form; None if every query keeps every key.
 

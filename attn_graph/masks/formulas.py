@@ -9,13 +9,13 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
 from typing import Any, final
 
 import torch
 from attrs import field, frozen
 
 from attn_graph.errors import GraphError, show
+from attn_graph.machine.cache import remember
 from attn_graph.masks.intervals import Range
 from attn_graph.masks.joins import Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Term
@@ -76,7 +76,7 @@ def check_elements(elements: Elements) -> None:
             )
 
 
-@lru_cache(1024)
+@remember
 def read_formula(text: str) -> ast.expr:
     """The syntax tree of a formula. Raises GraphError unless it is a Python expression."""
     try:

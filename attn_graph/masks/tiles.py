@@ -8,13 +8,13 @@ estimated from the `span` and `surely` of blocks of queries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import final
 
 import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError, show
+from attn_graph.machine.cache import remember
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
 from attn_graph.masks.joins import And, Mask, Not, Or, needs_of, reading_problems, require_mask
 from attn_graph.masks.layers import find_regions
@@ -121,7 +121,7 @@ def regions_of(mask: Mask, block: Block) -> list[Region] | None:
     return known_regions(mask, block.batch, block.heads, block.rows, block.H, block.M, block.N)
 
 
-@lru_cache(256)
+@remember
 def known_regions(
     mask: Mask, batch: range, heads: range, rows: range, H: int, M: int, N: int
 ) -> list[Region] | None:

@@ -12,6 +12,7 @@ from attrs import define, evolve, field, frozen
 from attn_graph.ir.boxes import Feed, Piece
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
+from attn_graph.machine.cache import CAPACITY
 from attn_graph.machine.likeness import look_at
 from attn_graph.masks.moving import Box
 from attn_graph.mesh.exchange import Line, tag_of
@@ -20,7 +21,6 @@ from attn_graph.mesh.schedule import Job
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.plan import Plan
 from attn_graph.plan.building import plan_graph
-from attn_graph.plan.cache import CAPACITY
 from attn_graph.planner.recipe import Recipe
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 

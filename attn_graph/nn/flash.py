@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import final
 
 import torch
@@ -13,12 +12,12 @@ from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 
 from attn_graph.errors import GraphError, PlanTargetError
+from attn_graph.machine.cache import remember
 from attn_graph.nn.calls import content_of_call, draw_seed, exact
 from attn_graph.nn.functional import TOP_LEFT
 from attn_graph.nn.ops import run_attention, run_gradient
 
 NAME = "attn_graph"  # in PyTorch's registry
-MOST_TEXTS = 256
 Forward = tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -62,7 +61,7 @@ def override_flash() -> Override:
     return Override(library)
 
 
-@lru_cache(MOST_TEXTS)
+@remember
 def text_of(names: tuple[str, ...], causal: bool, scale: float | None, dropout: float) -> str:
     """The content of a call of PyTorch's flash kernel, with lse."""
     mask, rate = TOP_LEFT if causal else None, exact("rate", dropout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.autograd import run_each, select_moving, split_tangents
+from attn_graph.machine.cache import remember
 from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.likeness import NESTED, OWN_CLASSES
 from attn_graph.machine.target import Target
@@ -41,7 +42,7 @@ from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
 from attn_graph.plan.building import plan_simplified
 from attn_graph.plan.cache import Key, cache
-from attn_graph.planner.content import MOST_TEXTS, CallContent, PlanContent, read_content
+from attn_graph.planner.content import CallContent, PlanContent, read_content
 from attn_graph.planner.content import introduce as introduce
 from attn_graph.planner.recipe import Recipe
 from attn_graph.spec import (
@@ -54,7 +55,6 @@ from attn_graph.spec import (
 from attn_graph.spec.dims import bind
 
 NAME = "attn_graph"
-MOST_COUNTED = 256  # plans whose flops are remembered
 KINDS = ("cpu", "cuda")  # of devices
 
 Context = Any  # autograd's own, with torch's attributes
@@ -139,7 +139,7 @@ def run_gradient(
     ]
 
 
-known_strides = lru_cache(MOST_TEXTS)(strides_like)  # for numbers; symbols have no hash
+known_strides = remember(strides_like)  # for numbers; symbols have no hash
 
 
 def lay(x: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -151,7 +151,7 @@ def lay(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
-@lru_cache(MOST_TEXTS)
+@remember
 def result_layouts(graph: Graph) -> tuple[tuple[ValueType, tuple[int, ...]], ...]:
     every = (*graph.outputs, *(i for i in residuals(graph) if i not in graph.outputs))
     specs = [result_spec(graph, i) for i in every]
@@ -410,13 +410,13 @@ def names_of_call(text: str) -> tuple[str, ...]:
 # Counting
 
 
-@lru_cache(MOST_COUNTED)
+@remember
 def count_flops(plan: Plan) -> int:
     """The flops of a plan, without masked places; masks decided by tensors count as full."""
     return plan.cost().forward.flops
 
 
-@lru_cache(MOST_COUNTED)
+@remember
 def plan_pull(plan: Plan, needs: tuple[bool, ...]) -> Plan:
     return plan.backward([n for n, need in enumerate(needs) if need])
 

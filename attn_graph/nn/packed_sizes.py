@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 from torch import Tensor
 
 from attn_graph.ir.scaling import PAIRS
+from attn_graph.machine.cache import remember
 from attn_graph.plan import Plan
 from attn_graph.planner.handed_back import generalise
 from attn_graph.spec import TensorSpec
@@ -18,7 +18,6 @@ PACKING = frozenset((*STARTS, "pages"))  # inputs of calls on packed tensors or 
 FIXED = frozenset(("q_lengths", "kv_lengths", "alibi", "sinks", "seed", "offset"))
 LETTERS = dict.fromkeys((*STARTS, "q_lengths", "kv_lengths"), "B") | {"pages": "BC"}
 OTHERS = ("sinks", "seed", "offset")  # their axes never change
-MOST_KNOWN = 2**10  # cached results of `largest_size`
 MOST_KEYS = 2**16  # of a cache that grows under one plan; from there on up to the next power of two
 
 Specs = Mapping[str, TensorSpec]
@@ -43,7 +42,7 @@ def largest_size(letter: str, size: int) -> int:
     return max(1, round_size(size + 2) - 2) if letter == "B" else round_size(size)
 
 
-known_largest = lru_cache(MOST_KNOWN)(largest_size)  # for numbers: symbols have no hash
+known_largest = remember(largest_size)  # for numbers: symbols have no hash
 
 
 def name_sizes(specs: Specs, caches: bool = False) -> Specs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import final
 
 from attrs import frozen
@@ -12,7 +11,8 @@ from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
-from attn_graph.planner.content import MOST_TEXTS, CallContent, PlanContent, read_content
+from attn_graph.machine.cache import remember
+from attn_graph.planner.content import CallContent, PlanContent, read_content
 
 
 @final
@@ -44,14 +44,14 @@ class Results:
         return cls(len(names), tuple(map(every.index, SAVED)), constants)
 
 
-@lru_cache(MOST_TEXTS)
+@remember
 def restore_graph(text: str) -> tuple[PlanContent, Graph]:
     content = read_content(text)
     assert isinstance(content, PlanContent)
     return content, content.restore()[0]
 
 
-@lru_cache(MOST_TEXTS)
+@remember
 def results_of(text: str) -> Results:
     content = read_content(text)
     if isinstance(content, CallContent):
@@ -59,7 +59,7 @@ def results_of(text: str) -> Results:
     return Results.of_graph(restore_graph(text)[1])
 
 
-@lru_cache(MOST_TEXTS)
+@remember
 def names_of_inputs(text: str) -> tuple[str, ...]:
     content = read_content(text)
     if isinstance(content, CallContent):

@@ -8,12 +8,10 @@ from typing import final
 import torch
 from attrs import define, field
 
-from attn_graph.machine.cache import Cache, CacheInfo
+from attn_graph.machine.cache import CAPACITY, Cache, CacheInfo
 from attn_graph.machine.likeness import look_at
 from attn_graph.plan import Plan
 from attn_graph.planner.builds import BuildLog, skeleton_of
-
-CAPACITY = 1024  # plans; one is a few kilobytes
 
 Key = tuple[object, ...]  # everything a plan depends on, with or without tensors' looks
 

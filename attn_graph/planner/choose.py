@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar, final
 from warnings import warn_explicit
@@ -30,6 +29,7 @@ from attn_graph.lowering.fa4 import backend as fa4
 from attn_graph.lowering.torch_cuda import dense as torch_cuda
 from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
+from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.planner.cost import format_scaled
@@ -215,7 +215,7 @@ def by_prediction(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]
     return (triton_flash.BACKEND, *rest), "preferred to cuDNN on this kind of GPU"
 
 
-@lru_cache(256)  # a choice asks twice
+@remember  # a choice asks twice
 def rank_all(graph: Graph, target: Target) -> tuple[tuple[str, float], ...]:
     """Predicted seconds of our backends, the fastest first."""
     return tuple(rank(graph, target, [b.name for b in BACKENDS]).items())

@@ -8,7 +8,6 @@ used them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import count
 from typing import Any, final
 from weakref import WeakValueDictionary
@@ -20,6 +19,7 @@ from attn_graph.errors import GraphError, PlanTargetError
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.parse import Parser, parse, parse_mask, parse_modifier, read_syntax
 from attn_graph.lowering.backend import Backend, Fallback, Options
+from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.target import Target
@@ -30,7 +30,6 @@ from attn_graph.planner.arguments import Switch, one_of
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.printing.text import show_call
 
-MOST_TEXTS = 1024  # texts remembered as values
 PACKAGE = __name__.partition(".")[0]
 WORKSPACE = "workspace"
 
@@ -260,7 +259,7 @@ def write_call(names: tuple[str, ...], options: dict[str, Any]) -> str:  # Any: 
     return show_call(CallContent(names, **said))
 
 
-@lru_cache(MOST_TEXTS)
+@remember
 def read_content(text: str) -> Content:
     """The plan or call of a text. Raises GraphError for a text of another form."""
     content = READER.value(read_syntax(text, "eval").body)

@@ -15,7 +15,6 @@ No kernel can move less, whatever its caches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import zip_longest
 from math import prod
 from typing import Any, final
@@ -34,14 +33,13 @@ from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionJvp, attention_in
 from attn_graph.ir.vjp import training_gradient
 from attn_graph.lowering.problem import operand_specs
+from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
 from attn_graph.masks.tiles import Coverage, Sizes, count_pairs
 from attn_graph.planner.views import core_of, peel
 from attn_graph.spec import NAMES, TensorSpec, ValueType
-
-MOST_COUNTS = 256  # of masks, in the cache
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -276,7 +274,7 @@ def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
             return 0
 
 
-@lru_cache(1024)
+@remember
 def distinct_elements(spec: TensorSpec) -> int:
     """The number of memory elements read by a spec: an axis of stride 0 has one."""
     if 0 in spec.shape:
@@ -316,7 +314,7 @@ def attention_share(
     return Share(flops, moved + written, *counts)
 
 
-@lru_cache(MOST_COUNTS)
+@remember
 def count_pairs_once(mask: Mask | None, sizes: Sizes) -> Coverage:
     """The pairs kept by a mask without its data, cached for all passes and targets."""
     return count_pairs(mask, sizes, {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, final
 
 from attrs import asdict, evolve, frozen
@@ -14,6 +13,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import fused_op
 from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.lowering.backend import Foreseen
+from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
@@ -21,7 +21,6 @@ from attn_graph.masks.tiles import Tiles, tiles
 from attn_graph.planner.cost import Cost
 from attn_graph.planner.remedies import Change, Remedy
 
-HELD = 256  # counts of masks
 OTHER = "which changes the result"
 IF_LSE = "backward, if lse gets a gradient"
 
@@ -212,7 +211,7 @@ def mask_tiles(graph: Graph) -> Iterator[Tiles]:
             yield count_tiles_once(eqn.op.mask, M, N, B, H)
 
 
-@lru_cache(HELD)
+@remember
 def count_tiles_once(mask: Mask | None, M: int, N: int, B: int, H: int) -> Tiles:
     """The tiles of a mask before any data, cached for all targets."""
     return tiles(mask, M, N, B=B, H=H)

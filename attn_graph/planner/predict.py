@@ -10,7 +10,6 @@ multiprocessors and memory, or its cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import final
 
 from attrs import frozen
@@ -20,6 +19,7 @@ from attn_graph.lowering.cudnn.run import ends_keys
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.rates import Rate, least_seconds, peak_of, rates
 from attn_graph.lowering.triton.divisions import LEAST, choose_parts, is_decoding
+from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.masks.tiles import most_pairs
 from attn_graph.planner.cost import distinct_elements, summed_widths
@@ -118,7 +118,7 @@ def row_padding(problem: Problem, heads: int) -> float:
     return -(-rows // size) * size / rows
 
 
-@lru_cache(256)  # each backend's forecast asks
+@remember  # each backend's forecast asks
 def least_work(graph: Graph) -> tuple[float, int]:
     """Flops of the products that the mask leaves, and bytes of each operand and result, once."""
     p = sole(graph)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -22,10 +22,10 @@ from attn_graph.ir.scaling import stands_in
 from attn_graph.ir.vjp import training_gradient, wanted_inputs
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.reasons import lacks_machine
+from attn_graph.machine.cache import remember
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
 STEP = 8  # head sizes that kernels take are multiples of it
-HELD = 512  # questions, and graphs of them: all backends ask the same; a question has some dozens
 
 
 @final
@@ -55,8 +55,14 @@ class Request:
         """The gradient's graph; its cotangents lie as the outputs do."""
         return training_gradient(self.forward(), self.wants, through_lse=self.through_lse)
 
+    @cached_property
+    def single_edits(self) -> tuple[tuple[Remedy, Edit, Request], ...]:
+        """Every applicable single change, gentlest first, and the request after it."""
+        tries = ((remedy, edit, edit(self)) for remedy, edit in edits(self))
+        return tuple((remedy, edit, then) for remedy, edit, then in tries if then)
 
-@lru_cache(HELD)
+
+@remember
 def simplify_once(graph: Graph) -> Graph:
     return simplify(graph)
 
@@ -120,7 +126,7 @@ def find_remedies(
     """
     if all(map(lacks_machine, reasons)):
         return ((),) * len(reasons), None
-    tried = [(remedy, then, asks(then)) for remedy, _, then in single_edits(question)]
+    tried = [(remedy, then, asks(then)) for remedy, _, then in question.single_edits]
     lifts = tuple(remedies_of(reason.key, tried, keys(reasons)) for reason in reasons)
     return lifts, smallest_change(question, lifts, tried, asks) if all(lifts) else None
 
@@ -133,13 +139,6 @@ def remedies_of(key: str, tried: Sequence[Tried], before: frozenset[str]) -> tup
     """The changes that lift a reason; only those without new reasons, if there are any."""
     gone = [(remedy, keys(left)) for remedy, _, left in tried if key not in keys(left)]
     return tuple([remedy for remedy, left in gone if left <= before] or [x for x, _ in gone])
-
-
-@lru_cache(HELD // 64)
-def single_edits(question: Request) -> tuple[tuple[Remedy, Edit, Request], ...]:
-    """Every applicable single change, gentlest first, and the request after it."""
-    tries = ((remedy, edit, edit(question)) for remedy, edit in edits(question))
-    return tuple((remedy, edit, then) for remedy, edit, then in tries if then)
 
 
 def smallest_change(
@@ -167,11 +166,11 @@ def change_together(
         if chosen.isdisjoint(each):
             chosen.add(min(each, key=lambda remedy: remedy.changes_result))
     then: Request | None = question
-    for remedy, edit, _ in single_edits(question):
+    for remedy, edit, _ in question.single_edits:
         if remedy in chosen:
             then = then and edit(then)
     if then is not None and len(chosen) > 1 and not asks(then):
-        yield Change(tuple(x for x, *_ in single_edits(question) if x in chosen), then)
+        yield Change(tuple(x for x, *_ in question.single_edits if x in chosen), then)
 
 
 # The changes, gentlest first: layouts, gradients, options, dtypes, sizes, and last the graph's

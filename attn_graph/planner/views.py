@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import final
 
 import torch
@@ -25,6 +25,7 @@ from attn_graph.lowering.backend import (
     lay_out_results,
 )
 from attn_graph.machine.ambient import plain_ops_on
+from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import format_bytes
 
 Run = Callable[..., tuple[Tensors, Tensors]]
@@ -167,7 +168,7 @@ def core_of(graph: Graph) -> Graph:
     return graph if peeled is None else peeled.core
 
 
-@lru_cache(256)  # each question about a graph asks
+@remember  # each question about a graph asks
 def peel(graph: Graph) -> Peeled | None:
     """A graph in parts; None without views, or if attentions read views of results."""
     if not any(isinstance(eqn.op, VIEW_OPS) for eqn in graph.eqns):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
@@ -28,6 +28,7 @@ from attn_graph.lowering.problem import Problem, places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
+from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
@@ -102,7 +103,7 @@ def describe_fa4(graph: Graph, target: Target, options: Options) -> Fa4Call:
     return make_fa4_call(*read, target, options.deterministic, options.max_workspace, listed)
 
 
-@lru_cache(maxsize=256)
+@remember
 def make_fa4_call(
     problem: Problem, sequences: CudnnSequences | None, target: Target, deterministic: bool,
     most: int | None, listed: bool,

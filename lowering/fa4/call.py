@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from hashlib import sha256
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from attn_graph.lowering.fa4.lists import (
     plan_lists,
 )
 from attn_graph.lowering.problem import Problem, is_misaligned, read_specs
+from attn_graph.machine.cache import remember
 from attn_graph.masks import Band, Mask
 from attn_graph.masks.places import Place
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
@@ -364,7 +365,7 @@ def load_package() -> tuple[Any, Any]:  # Any: the package is untyped
     return interface, BlockSparseTensorsTorch
 
 
-@lru_cache(maxsize=1024)
+@remember
 def fixed_options(
     texts: tuple[tuple[str, str], ...], shared: int, numbers: tuple[int, ...]
 ) -> dict[str, Any]:  # Any: the package is untyped

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -15,6 +14,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
 
 from attn_graph.lowering.fa4.dialect import in_place
+from attn_graph.machine.cache import remember
 
 Value = Any  # a vector, or a number
 
@@ -146,7 +146,7 @@ def package_functions(texts: Mapping[str, str], shared: int) -> dict[str, Callab
     return made
 
 
-@lru_cache(maxsize=1024)
+@remember
 def make_function(text: str) -> Callable[..., Value]:
     """The function defined by a text. Tracebacks can read its source."""
     name = f"<attn_graph {sha256(text.encode()).hexdigest()[:16]}>"

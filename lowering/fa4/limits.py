@@ -6,7 +6,7 @@ Sources are files of flash_attn/cute in flash-attn-4 4.0.0b36; 4.0.0b35 refuses 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, final
 
 import torch
@@ -33,6 +33,7 @@ from attn_graph.lowering.reasons import (
     uneven_heads,
     wide_heads,
 )
+from attn_graph.machine.cache import remember
 
 INTERFACE = "interface.py"
 MEANING = "the package has no such argument"
@@ -132,7 +133,7 @@ def limit_reasons(case: Fa4Case) -> Iterator[Reason]:
         yield from limit.reasons(case)
 
 
-@lru_cache(64)  # of each there are many cases
+@remember  # of each there are many cases
 def limits_at(family: int, is_backward: bool) -> tuple[Limit, ...]:
     """The limits of an architecture and a pass."""
     return tuple([limit for limit in LIMITS if limit.holds(family, is_backward)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
 from attn_graph.lowering.triton.layout import LONGEST, MOST_TILES, Layout, order_bytes
 from attn_graph.lowering.triton.work import Push, Single, Work, split_graph, trace, work_of
+from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec
@@ -162,7 +163,7 @@ def plan_flash(work: Work, target: Target, options: Options) -> Flash:
     return plan_once(work, target, options.precision, options.variant, most, invariant)
 
 
-@lru_cache(maxsize=256)
+@remember
 def plan_once(
     work: Work, target: Target, precision: Precision, variant: str | None, most: int | None,
     invariant: bool,
@@ -172,7 +173,7 @@ def plan_once(
     return Flash.plan(work, target, precision, variant, most, invariant, trace_once(work))
 
 
-@lru_cache(maxsize=256)
+@remember
 def trace_once(work: Work) -> DeviceCode:
     """The traced mask and modifiers. Raises Untraceable."""
     return trace(work)

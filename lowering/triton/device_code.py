@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from typing import Any, final
@@ -32,6 +32,7 @@ from attn_graph.lowering.triton.symbols import (
     Size,
     Symbol,
 )
+from attn_graph.machine.cache import remember
 from attn_graph.machine.imports import load_modules
 from attn_graph.masks import Mask
 from attn_graph.masks.canonical import is_ours
@@ -470,7 +471,7 @@ def reach(spec: TensorSpec) -> int:
     return sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True) if n)
 
 
-@lru_cache(maxsize=1024)
+@remember
 def compile_text(text: str) -> Any:  # Any: a function of Triton
     """The Triton function in a text. Triton and tracebacks can read its source."""
     if not text:

@@ -6,7 +6,6 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +16,7 @@ from attrs import frozen
 
 from attn_graph.lowering.triton.launches import Launch, Tensors, is_interpreting, load_kernel
 from attn_graph.lowering.triton.plan import Flash
+from attn_graph.machine.cache import remember
 
 INSTRUCTIONS = {  # in PTX: matrix products, and copies beside them
     "wgmma": r"wgmma\.mma_async",
@@ -179,7 +179,7 @@ def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # An
     )
 
 
-@lru_cache(maxsize=1024)
+@remember
 def read_resources(cubin: bytes) -> tuple[int, int, int, int, str]:
     """Registers and bytes of stack of a thread, instructions to wait for products and to begin
     them, and the code."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, final
 
 from attrs import evolve, frozen
@@ -16,6 +15,7 @@ from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.lowering.reasons import wide_heads
 from attn_graph.lowering.triton.layout import Layout
+from attn_graph.machine.cache import remember
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
@@ -108,7 +108,7 @@ class Single:
     work: Work
 
 
-@lru_cache(64)  # `why_not` asks for it, and `lower` again
+@remember  # `why_not` asks for it, and `lower` again
 def split_graph(graph: Graph) -> tuple[Single, ...]:
     """The equations of a graph of attentions and their derivatives, each by itself.
 
