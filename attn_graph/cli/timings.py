@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any, Literal, final
 
 import torch
@@ -11,7 +10,7 @@ from attrs import asdict, frozen
 
 import attn_graph as ag
 from attn_graph.ir.vjp import main_outputs
-from attn_graph.machine.timing import Job, samples
+from attn_graph.machine.timing import Job, add_medians
 from attn_graph.plan import Plan
 from attn_graph.planner.cost import cost, masks_inputs
 from attn_graph.planner.tuning import examples
@@ -127,35 +126,26 @@ def measure_graph(
                 jobs[name, pass_] = backward_job(plan, tensors)
         except ag.NoBackendError as error:
             refusals += [Refused.of(name, pass_, reasons) for _, reasons in error.refusals]
-    named_jobs = {f"{name} {pass_}": job for (name, pass_), job in jobs.items()}
-    runs = samples(named_jobs, seconds=seconds, device=device, progress=progress)
-    taken, interrupted = collect_until_interrupt(runs)
+    taken: dict[str, float] = {}
+    interrupted = False
+    try:
+        named = {f"{name} {pass_}": job for (name, pass_), job in jobs.items()}
+        add_medians(taken, named, seconds=seconds, device=device, progress=progress)
+    except KeyboardInterrupt:
+        interrupted = True
     some = tuple(collect_figures(jobs, taken, costs)) if costs else ()
     return Bench(graph, rates or target, some, tuple(refusals), interrupted)
 
 
-def collect_until_interrupt(
-    runs: Iterable[tuple[str, float]],
-) -> tuple[dict[str, list[float]], bool]:
-    """The seconds of all runs by name, until Ctrl-C; and True if it came."""
-    taken: dict[str, list[float]] = {}
-    try:
-        for name, seconds in runs:
-            taken.setdefault(name, []).append(seconds)
-    except KeyboardInterrupt:
-        return taken, True
-    return taken, False
-
-
 def collect_figures(
-    jobs: Mapping[tuple[str, Pass], Job], taken: Mapping[str, Sequence[float]], cost: ag.types.Cost
+    jobs: Iterable[tuple[str, Pass]], taken: Mapping[str, float], cost: ag.types.Cost
 ) -> Iterator[Figure]:
     """The median of each measured pass."""
     works = {"forward": cost.forward, "backward": cost.backward}
     for name, pass_ in jobs:
         seconds = taken.get(f"{name} {pass_}")
         if seconds and (work := works[pass_]):
-            yield Figure(name, pass_, median(seconds), work)
+            yield Figure(name, pass_, seconds, work)
 
 
 def count_costs(plan: Plan, rates: ag.Target, tensors: Tensors) -> ag.types.Cost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from statistics import median
 from typing import TypeVar
 
 import torch
@@ -42,6 +43,24 @@ def samples(
         for name, job in jobs.items():
             tell(f"{name}: run {n + 1}")
             yield name, sample(job, calls[name], device)
+
+
+def add_medians(
+    figures: dict[str, float],
+    jobs: Mapping[str, Job],
+    *,
+    seconds: float = 0.5,
+    device: torch.device | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Add the median seconds of each job to the figures: after an interrupt too, of the samples
+    until then. Arguments as in `samples`."""
+    taken: dict[str, list[float]] = {}
+    try:
+        for name, each in samples(jobs, seconds=seconds, device=device, progress=progress):
+            taken.setdefault(name, []).append(each)
+    finally:
+        figures.update({name: median(each) for name, each in taken.items()})
 
 
 def ignore_progress(_: str) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 
@@ -16,15 +16,15 @@ import torch
 from attrs import evolve
 
 from attn_graph.ir.attention import AttentionGrad
-from attn_graph.ir.graph import Graph, Input, Op
-from attn_graph.ir.packed import LENGTHS, STARTS, Packed, fused_op
+from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.parse import parse
 from attn_graph.ir.reference import compare
 from attn_graph.lowering.backend import Backend, DeviceTest, Options, RefusedError
 from attn_graph.lowering.problem import PREPARING, read_operands
 from attn_graph.machine.target import Target
 from attn_graph.planner.self_check import Proof
-from attn_graph.planner.tuning import elements_spanned, make_tensor
+from attn_graph.planner.tuning import examples
 
 GRACE = 5.0  # seconds for a killed process to end
 PROGRAM = "from attn_graph.planner.device_test import run_request; run_request()"
@@ -115,29 +115,11 @@ def try_graph(
 
 
 def tensors_of(graph: Graph) -> list[torch.Tensor]:
-    """Tensors as the graph declares them: normal numbers, integers rising by place, and the o and
-    lse of the graph's attention for its gradient."""
-    random = torch.Generator().manual_seed(0)
-    sizes = {i.name: i.spec.shape for i in graph.inputs}
-    own = {"rows": sizes["q"], "keys": sizes["k"]} if "q" in sizes else {}
-    most = {LENGTHS[side]: shape[-2] for side, shape in own.items()}
-    most |= {STARTS[side]: shape[0] for side, shape in own.items()}
-    if "pages" in sizes:
-        (count, page, *_), (_, each) = sizes["k"], sizes["pages"]
-        most |= {LENGTHS["keys"]: each * page, "pages": count - 1}
-    tensors = [tensor_of(i, most.get(i.name, 3), random) for i in graph.inputs]
-    end_sequences({i.name: x for i, x in zip(graph.inputs, tensors, strict=True)})
+    """Drawn `examples`, with the o and lse of the graph's attention for its gradient."""
+    tensors = examples(graph, torch.device("cpu"), drawn=True)
     if all(isinstance(eqn.op, PREPARING) for eqn in graph.eqns[:-1]) and graph.eqns:
         fill_saved(graph.eqns[-1].op, read_operands(graph, tensors))
     return tensors
-
-
-def end_sequences(named: Mapping[str, torch.Tensor]) -> None:
-    """Leave gaps after some sequences that have starts and lengths."""
-    for side, name in STARTS.items():
-        if name in named and LENGTHS[side] in named:
-            extents = named[name].diff()
-            named[LENGTHS[side]].copy_(extents - extents // 4)
 
 
 def fill_saved(op: Op, operands: Sequence[torch.Tensor]) -> None:
@@ -155,15 +137,3 @@ def fill_saved(op: Op, operands: Sequence[torch.Tensor]) -> None:
     forward = evolve(op, op=grad.attention) if isinstance(op, Packed) else grad.attention
     for saved, exact in zip((given.o, given.lse), forward.run(*own, *where), strict=True):
         saved.copy_(exact)
-
-
-def tensor_of(x: Input, most: int, random: torch.Generator) -> torch.Tensor:
-    """A tensor of an input's spec; integers rise from 0 to `most`, as segments do."""
-    count, kind = elements_spanned(x.spec), x.spec.dtype
-    if kind == torch.bool:
-        return make_tensor(x, 0, 0.0, random)
-    if kind.is_floating_point:
-        values = torch.randn(count, generator=random)
-    else:
-        values = torch.randint(most + 1, (count,), generator=random).sort().values
-    return values.to(kind).as_strided(x.spec.shape, x.spec.strides)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
@@ -14,11 +13,12 @@ from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError, Reason
 from attn_graph.ir.graph import Graph, Input
+from attn_graph.ir.packed import LENGTHS, STARTS
 from attn_graph.lowering.backend import Backend, Executable, Options, RefusedError
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
-from attn_graph.machine.timing import Job, Progress, samples
+from attn_graph.machine.timing import Job, Progress, add_medians
 from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower
 from attn_graph.planner.cost import cost, format_scaled
 from attn_graph.planner.self_check import lower_checked
@@ -174,14 +174,11 @@ def measure(
     device = target.device
     assert device is not None  # `choose_fastest` raises otherwise
     tensors = examples(graph, device)
-    taken: dict[str, list[float]] = {}
     with load_modules("rich.console").Console(stderr=True).status("tuning") as status:
         jobs, late = prepare_jobs(contenders, graph, target, options, tensors, status.update)
         try:
-            for name, seconds in samples(jobs, device=device, progress=status.update):
-                taken.setdefault(name, []).append(seconds)
+            add_medians(figures, jobs, device=device, progress=status.update)
         finally:
-            figures.update({name: statistics.median(each) for name, each in taken.items()})
             if options.store and figures:
                 options.store.put(key, json.dumps(figures).encode())
     return late
@@ -223,30 +220,52 @@ def late_reasons(error: RefusedError | torch.OutOfMemoryError) -> tuple[Reason, 
     return tuple(Reason("memory", str(text), sentence="{limit}") for text in error.args)
 
 
-def examples(graph: Graph, device: torch.device) -> list[torch.Tensor]:
-    """Tensors as the graph declares them, with typical values: full lengths, one segment, half of
-    all flags true, lse of scores near 0."""
-    random = torch.Generator().manual_seed(0)
-    sizes = {i.name: i.spec.shape for i in graph.inputs}
-    M, N = sizes["q"][2] if "q" in sizes else 1, sizes["k"][2] if "k" in sizes else 1
-    full = {"q_lengths": M, "kv_lengths": N}
-    return [
-        make_tensor(i, full.get(i.name, 0), math.log(max(1, N)), random).to(device)
-        for i in graph.inputs
-    ]
+def examples(graph: Graph, device: torch.device, *, drawn: bool = False) -> list[torch.Tensor]:
+    """Tensors as the graph declares them, with typical values: full sequences of equal lengths, one
+    segment, pages in order, half of all flags true, lse of scores near 0.
 
-
-def make_tensor(x: Input, number: int, lse: float, random: torch.Generator) -> torch.Tensor:
-    """A tensor of an input's spec: normal numbers, random flags, or `number` everywhere.
-
-    An input named lse is `lse` everywhere.
+    drawn: sequences of other lengths, with gaps after them, several segments, pages as they come.
     """
+    random = torch.Generator().manual_seed(0)
+    sizes, most = {i.name: i.spec.shape for i in graph.inputs}, largest_integers(graph)
+    lse = math.log(max(1, sizes["k"][2])) if "k" in sizes and "pages" not in sizes else 0.0
+    tensors = [
+        make_tensor(i, most.get(i.name, 3 * drawn), lse, random, drawn) for i in graph.inputs
+    ]
+    named = {i.name: x for i, x in zip(graph.inputs, tensors, strict=True)}
+    for side, name in STARTS.items():
+        if name in named and LENGTHS[side] in named:
+            rows = named[name].diff()
+            named[LENGTHS[side]].copy_(rows - rows // 4 * drawn)
+    return [x.to(device) for x in tensors]
+
+
+def largest_integers(graph: Graph) -> dict[str, int]:
+    """The largest lengths, starts and numbers of pages, by name."""
+    sizes = {i.name: i.spec.shape for i in graph.inputs}
+    own = {"rows": sizes["q"], "keys": sizes["k"]} if "q" in sizes else {}
+    most = {LENGTHS[side]: shape[-2] for side, shape in own.items()}
+    most |= {STARTS[side]: shape[0] for side, shape in own.items()}
+    if "pages" in sizes:
+        (count, page, *_), (_, each) = sizes["k"], sizes["pages"]
+        most |= {LENGTHS["keys"]: each * page, "pages": count - 1}
+    return most
+
+
+def make_tensor(
+    x: Input, most: int, lse: float, random: torch.Generator, drawn: bool
+) -> torch.Tensor:
+    """A tensor of an input's spec: normal numbers, random flags, or integers rising from 0 to
+    `most`; lengths are `most` unless drawn. An input named lse is `lse` everywhere."""
     spec = x.spec
     count = elements_spanned(spec)
     if spec.dtype == torch.bool:
         values = torch.rand(count, generator=random) < 0.5
     elif not spec.dtype.is_floating_point:
-        values = torch.full((count,), number, dtype=spec.dtype)
+        least = most if x.name in LENGTHS.values() else 0
+        even = torch.linspace(least, most, count, dtype=torch.float64)
+        some = torch.randint(most + 1, (count,), generator=random).sort().values
+        values = (some if drawn else even).to(spec.dtype)
     elif x.name.startswith("lse"):
         values = torch.full((count,), lse, dtype=spec.dtype)
     else:

@@ -17,6 +17,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.backend import Executable, Options
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cudnn import backend as cudnn_backend
+from attn_graph.machine import timing
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from attn_graph.planner import tuning
@@ -74,7 +75,7 @@ def test_figures_are_stored_and_measured_once(
 ) -> None:
     first = ag.compile(GRAPH, target=CPU, backends=(SLOW, VARIED), tune=True, store=store)
     ag.clear_cache()
-    monkeypatch.setattr(tuning, "samples", None)
+    monkeypatch.setattr(tuning, "add_medians", None)
     again = ag.compile(GRAPH, target=CPU, backends=(SLOW, VARIED), tune=True, store=store)
     assert again is not first
     assert again.cause == first.cause
@@ -111,10 +112,10 @@ def test_an_interrupt_keeps_what_is_known_and_the_rest_is_measured_later(
         asked.append([*jobs])
         yield from dict.fromkeys(jobs, 0.25).items()
 
-    monkeypatch.setattr(tuning, "samples", interrupted)
+    monkeypatch.setattr(timing, "samples", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ag.compile(GRAPH, target=CPU, backends=(SLOW, VARIED), tune=True, store=store)
-    monkeypatch.setattr(tuning, "samples", whole)
+    monkeypatch.setattr(timing, "samples", whole)
     plan = ag.compile(GRAPH, target=CPU, backends=(SLOW, VARIED), tune=True, store=store)
     assert asked == [["slow", "varied", "varied, quick"], ["varied", "varied, quick"]]
     assert plan.cause.endswith("varied 250 ms, varied, quick 250 ms, slow 500 ms")
@@ -152,6 +153,28 @@ def test_examples_are_what_the_graph_declares(graph: ag.Graph) -> None:
         assert ag.TensorSpec.like(tensor) == x.spec
         if x.name == "kv_lengths":
             assert (tensor == simple.inputs[1].spec.shape[2]).all()
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_examples_of_packed_and_paged_tensors_fill_them(drawn: bool) -> None:
+    """Else tuning measures what empty sequences take."""
+    q, starts = ag.TensorSpec((120, 2, 16), torch.float32), ag.TensorSpec((5,), torch.int32)
+    pool, table = ag.TensorSpec((9, 4, 2, 16), torch.float32), ag.TensorSpec((4, 2), torch.int32)
+    lengths = ag.TensorSpec((4,), torch.int32)
+    packed = ag.attention(q, q, q, q_starts=starts, q_lengths=lengths, kv_starts=starts)
+    paged = ag.attention(q, pool, pool, q_starts=starts, pages=table, kv_lengths=lengths)
+    for graph in map(simplify, (packed, paged)):
+        tensors = tuning.examples(graph, torch.device("cpu"), drawn=drawn)
+        given = dict(zip((i.name for i in graph.inputs), tensors, strict=True))
+        rows, most = given["q_starts"].diff(), {"q_lengths": 120, "kv_lengths": 8, "pages": 8}
+        assert (rows >= 0).all()
+        assert rows.sum() > 0
+        assert all(0 <= given[n].min() <= given[n].max() <= most[n] for n in most if n in given)
+        if not drawn:
+            assert rows.tolist() == [30] * 4
+            assert given.get("q_lengths", rows).tolist() == rows.tolist()
+            assert given.get("kv_lengths", torch.tensor(8)).min() == 8
+        ag.compile(graph, target=CPU)(*tensors)
 
 
 def test_cudnn_builds_each_plan_that_it_proposes(store: Store) -> None:
