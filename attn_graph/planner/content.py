@@ -32,6 +32,10 @@ from attn_graph.printing.text import show_call
 
 PACKAGE = __name__.partition(".")[0]
 WORKSPACE = "workspace"
+PLAIN = (  # options that stand in a text as they are
+    *("deterministic", "batch_invariant", "max_workspace", "tune"),
+    *("precision", "avoid", "on_fallback"),
+)
 
 Names = tuple[tuple[str, int], ...]  # a user's own things: a name, a number among its namesakes
 
@@ -125,13 +129,7 @@ class PlanContent:
             workspace=OWN.workspace(self.workspace),
             store=restore_store(self.store),
             switches=Switches(*self.switches),
-            **{
-                name: getattr(self, name)
-                for name in (
-                    *("deterministic", "batch_invariant", "max_workspace", "tune"),
-                    *("precision", "avoid", "on_fallback"),
-                )
-            },
+            **{name: getattr(self, name) for name in PLAIN},
         )
         graph = parse(self.graph, known=classes_among(own))
         return graph, options, backends_of(self.backends, own)
@@ -228,24 +226,17 @@ def write_plan(graph: Graph, target: Target, options: Options, among: Backends |
             f"the plan is for {target}, and code that is compiled or exported here runs on "
             f"{Target.here()}; compile the graph for that"
         )
-    return show_call(
-        PlanContent(
-            str(graph),
-            target.name,
-            names_of(among),
-            options.deterministic,
-            options.batch_invariant,
-            options.max_workspace,
-            workspace,
-            name_store(options.store),
-            options.tune,
-            options.precision,
-            options.avoid,
-            options.on_fallback,
-            tuple(options.switches),
-            name_own(*(eqn.op for eqn in graph.eqns), among),
-        )
+    content = PlanContent(
+        str(graph),
+        target.name,
+        names_of(among),
+        workspace=workspace,
+        store=name_store(options.store),
+        switches=tuple(options.switches),
+        own=name_own(*(eqn.op for eqn in graph.eqns), among),
+        **{name: getattr(options, name) for name in PLAIN},
     )
+    return show_call(content)
 
 
 def write_call(names: tuple[str, ...], options: dict[str, Any]) -> str:  # Any: as `restore` gives
