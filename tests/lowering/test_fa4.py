@@ -24,7 +24,7 @@ from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import VIRTUAL
 from attn_graph.masks import LENGTHS
 from attn_graph.masks.places import Untraceable
-from attn_graph.testing import agreement, backend_check
+from attn_graph.testing import backend_check
 from attn_graph.testing import strategies as drawn
 from attn_graph.testing.agreement import run_plan
 from tests.lowering import test_absent as absent
@@ -91,22 +91,60 @@ def rows(shape: Sequence[int], dtype: torch.dtype) -> st.SearchStrategy[ag.Tenso
     return st.one_of(drawn.specs(shape, dtype), spaced(shape, dtype))
 
 
-@pytest.fixture(params=[H200, B200], ids=["sm_90", "sm_100"])
-def modelled(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ag.Target]:
-    """A target on which a model of the package runs, with lists wherever there may be some."""
+TARGETS = (H200, B200)
+Skip = int | None
+targets: st.SearchStrategy[ag.Target] = st.sampled_from(TARGETS)
+skips: st.SearchStrategy[Skip] = st.sampled_from((None, 0, 1))
+fixed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def modelled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On both targets a model of the package runs, with lists wherever there may be some."""
     monkeypatch.setattr(fa4_run, "call_package", call_model)
     monkeypatch.setattr(fa4_run, "find_misplaced", lambda _: [])  # as drawn they begin anywhere
     monkeypatch.setattr(fa4_lists, "WORTH", 0.0)
-    VIRTUAL.add(request.param)
-    yield request.param
-    VIRTUAL.discard(request.param)
+    VIRTUAL.update(TARGETS)
+    yield
+    VIRTUAL.difference_update(TARGETS)
 
 
-def test_the_package_is_told_what_the_graph_says(modelled: ag.Target) -> None:
+def check_backend(graph: ag.Graph, target: ag.Target, seed: int, skip: Skip) -> None:
+    """Assert what `check_backend` asserts of one graph, which the package takes."""
+    plan = backend_check.plan_graph(BACKEND, graph, target)
+    assume(plan is not None)
+    assert plan is not None
+    backend_check.check_runs(plan, graph, seed, skip, target)
+
+
+def plan_on(target: ag.Target, graph: ag.Graph) -> ag.Plan:
+    """The package's plan, its gradient another's where it has none."""
+    try:
+        plan = ag.compile(graph, target=target, backends=("fa4", "math"))
+    except ag.NoBackendError as error:
+        refused(error)
+    assume(plan.backend == "fa4")
+    return plan
+
+
+@pytest.mark.usefixtures("modelled")
+@given(drawn.with_layouts(near(), rows), targets, drawn.seeds, skips)
+@fixed
+def test_the_package_is_told_what_the_graph_says(
+    graph: ag.Graph, target: ag.Target, seed: int, skip: Skip
+) -> None:
     """Both passes, by a model of the package that reads masks and modifiers off their text."""
-    backend_check.check_backend(BACKEND, modelled, graphs=drawn.with_layouts(near(), rows))
+    check_backend(graph, target, seed, skip)
+
+
+def draw_options(draw: st.DrawFn, size: drawn.Shape, dtype: torch.dtype) -> dict[str, Any]:
+    """What the package takes, more often than else with a mask of its own."""
+    options = draw(drawn.mask_options(size)) | draw(drawn.score_options(size, dtype))
+    options |= {"scale": None, "dropout": 0.0, "stats": draw(st.booleans())}
+    own = (None, ag.Causal("bottom_right"), ag.Window(3, 1, "bottom_right"))
+    if not getattr(options.get("mask"), "needs", ()):
+        options |= {"mask": draw(st.sampled_from(own))} if draw(st.booleans()) else {}
+    return options
 
 
 @st.composite
@@ -116,29 +154,21 @@ def ended(draw: st.DrawFn) -> absent.Case:
     G, B = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     size = drawn.Shape(B, G * draw(st.integers(1, 2)), G, M, N, 8, 16)
     dtype = draw(st.sampled_from((BF16, torch.float16)))
-    options = draw(drawn.mask_options(size)) | draw(drawn.score_options(size, dtype))
-    masks = st.sampled_from((None, ag.Causal("bottom_right"), ag.Window(9, 4, "bottom_right")))
-    options |= {"scale": None, "dropout": 0.0, "stats": draw(st.booleans())}
-    if not getattr(options.get("mask"), "needs", ()):
-        options |= {"mask": draw(masks)} if draw(st.booleans()) else {}
+    options = draw_options(draw, size, dtype)
     names = draw(st.sets(st.sampled_from(("q_lengths", "kv_lengths")), min_size=1))
     most = {"q_lengths": M, "kv_lengths": N}
     ends = {n: tuple(draw(st.integers(0, most[n])) for _ in range(B)) for n in sorted(names)}
     return absent.make_case(size, dtype, options, ends, draw(drawn.seeds))
 
 
-@given(case=ended())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_absent_rows_are_never_seen(modelled: ag.Target, case: absent.Case) -> None:
+@pytest.mark.usefixtures("modelled")
+@given(case=ended(), target=targets)
+@fixed
+def test_absent_rows_are_never_seen(case: absent.Case, target: ag.Target) -> None:
     """The model multiplies them by 0, as the package does, and NaN stays NaN."""
-    try:
-        plan = ag.compile(case.graph, target=modelled, backends=("fa4", "math"))
-    except ag.NoBackendError as error:
-        refused(error)
-    assume(plan.backend == "fa4")
+    plan = plan_on(target, case.graph)
     zeros, poisoned = (absent.every_result(case, plan, spoilt) for spoilt in (False, True))
     assert absent.are_same(poisoned, zeros)
-    agreement.check_outputs(plan, case.graph, case.tensors(False))
 
 
 @st.composite
@@ -148,26 +178,18 @@ def packed(draw: st.DrawFn) -> Packed:
     D, E = draw(st.sampled_from([(8, 8), (16, 16), (16, 8)]))
     shape = drawn.Shape(len(batch.rows), G * draw(st.integers(1, 2)), G, *batch.most, D, E)
     dtype = draw(st.sampled_from((BF16, torch.float16)))
-    options = draw(drawn.mask_options(shape)) | draw(drawn.score_options(shape, dtype))
-    options = {n: x for n, x in options.items() if n not in LENGTHS}
-    options |= {"scale": None, "dropout": 0.0, "stats": draw(st.booleans())}
+    options = {n: x for n, x in draw_options(draw, shape, dtype).items() if n not in LENGTHS}
     options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
-    if not getattr(options.get("mask"), "needs", ()):
-        own = (None, ag.Causal("bottom_right"), ag.Window(3, 1, "bottom_right"))
-        options |= {"mask": draw(st.sampled_from(own))} if draw(st.booleans()) else {}
     dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
     return make_case(batch, shape, dtype, dims, options, draw(drawn.seeds))
 
 
-@given(case=packed(), seed=drawn.seeds)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_packed_sequences_are_padded_ones(modelled: ag.Target, case: Packed, seed: int) -> None:
+@pytest.mark.usefixtures("modelled")
+@given(case=packed(), target=targets, seed=drawn.seeds)
+@fixed
+def test_packed_sequences_are_padded_ones(case: Packed, target: ag.Target, seed: int) -> None:
     """NaN lies in rows of no sequence, which the model multiplies by 0."""
-    try:
-        plan = ag.compile(case.packed, target=modelled, backends=("fa4", "math"))
-    except ag.NoBackendError as error:
-        refused(error)
-    assume(plan.backend == "fa4")
+    plan = plan_on(target, case.packed)
     check_case(plan, case)
     check_gradients(plan, case, seed)
     cotangents = draw_cotangents(plan.graph, case.batch, seed)
@@ -183,12 +205,8 @@ def paged(draw: st.DrawFn) -> test_paged.Case:
     N = P * (-(-batch.most[1] // P) + draw(st.integers(0, 1)))
     M = batch.most[0] if is_packed else draw(st.sampled_from((1, 5)))
     shape = drawn.Shape(len(batch.rows), G * draw(st.integers(1, 2)), G, M, N, 8, 16)
-    options = draw(drawn.mask_options(shape)) | draw(drawn.score_options(shape, BF16))
-    options |= {"scale": None, "dropout": 0.0, "stats": draw(st.booleans())}
+    options = draw_options(draw, shape, BF16)
     options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
-    if not getattr(options.get("mask"), "needs", ()):
-        own = (None, ag.Causal("bottom_right"), ag.Window(3, 1, "bottom_right"))
-        options |= {"mask": draw(st.sampled_from(own))} if draw(st.booleans()) else {}
     ended = ended or "kv_lengths" in options
     batch = evolve(batch, rows=batch.rows if is_packed else (M,) * shape.B)
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
@@ -196,14 +214,11 @@ def paged(draw: st.DrawFn) -> test_paged.Case:
     return test_paged.make_case(batch, layout, shape, BF16, options, draw(drawn.seeds))
 
 
-@given(case=paged())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_pages_are_keys_in_one_piece(modelled: ag.Target, case: test_paged.Case) -> None:
-    try:
-        plan = ag.compile(case.graph, target=modelled, backends=("fa4", "math"))
-    except ag.NoBackendError as error:
-        refused(error)
-    assume(plan.backend == "fa4")
+@pytest.mark.usefixtures("modelled")
+@given(case=paged(), target=targets)
+@fixed
+def test_pages_are_keys_in_one_piece(case: test_paged.Case, target: ag.Target) -> None:
+    plan = plan_on(target, case.graph)
     test_paged.check_case(case, plan)
     zeros, poisoned = ([absent.fill(x, spoilt) for x in case.inputs] for spoilt in (False, True))
     assert absent.are_same(run_plan(plan, poisoned), run_plan(plan, zeros))
@@ -236,21 +251,25 @@ def test_rows_off_16_bytes_are_copied_and_told() -> None:
     assert copies == [3, 3, 0, 0]
 
 
-def test_lse_is_the_sink_where_it_is_far_above_all_scores(modelled: ag.Target) -> None:
+@pytest.mark.usefixtures("modelled")
+@pytest.mark.parametrize("target", TARGETS)
+def test_lse_is_the_sink_where_it_is_far_above_all_scores(target: ag.Target) -> None:
     """The package gives inf there."""
     q = spec(1, 2, 5, 8)
     graph = ag.attention(q, q, q, sinks=spec(2, dtype=torch.float32), stats=True)
-    plan = ag.compile(graph, target=modelled, backends=("fa4",))
+    plan = ag.compile(graph, target=target, backends=("fa4",))
     scores = torch.full((1, 2, 5, 8), 30.0, dtype=BF16)
     _, lse = plan(scores, -scores, scores, torch.zeros(2))
     assert lse.tolist() == torch.zeros(1, 2, 5).tolist()
 
 
-def test_a_gradient_of_rows_that_see_nothing_is_never_seen(modelled: ag.Target) -> None:
+@pytest.mark.usefixtures("modelled")
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_gradient_of_rows_that_see_nothing_is_never_seen(target: ag.Target) -> None:
     """The model multiplies it by 0, and NaN would stay NaN."""
     x = spec(1, 2, 20, 8)
     graph = ag.attention(x, x, x, mask=ag.Causal("top_left") & ~ag.Prefix(5))
-    plan = ag.compile(graph, target=modelled, backends=("fa4",))
+    plan = ag.compile(graph, target=target, backends=("fa4",))
     given = [torch.randn(1, 2, 20, 8, dtype=BF16, requires_grad=True) for _ in range(3)]
     o = plan(*given)
     assert isinstance(o, torch.Tensor)

@@ -15,15 +15,14 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.fa4 import lists as fa4_lists
 from attn_graph.lowering.fa4 import run as fa4_run
-from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
+from attn_graph.lowering.fa4.backend import PACKAGE
 from attn_graph.lowering.fa4.lists import FULL, MIXED, MadeLists, plan_lists
 from attn_graph.lowering.problem import Problem, tidy_strides
 from attn_graph.machine.target import VIRTUAL
 from attn_graph.masks.places import Place
-from attn_graph.testing import backend_check
 from attn_graph.testing import strategies as drawn
 from attn_graph.testing.tensors import tensors_for
-from tests.lowering.test_fa4 import near, problem_of, spec
+from tests.lowering.test_fa4 import Skip, check_backend, fixed, near, problem_of, skips, spec
 from tests.support.fa4_model import call_model, tile_kinds
 
 CPU = ag.Target.here("cpu")
@@ -168,20 +167,26 @@ def test_lists_made_on_the_device_are_the_mask_by_tiles(
     assert kinds.expand(dense.shape).tolist() == dense.tolist()
 
 
-@pytest.fixture(params=[H200, B200], ids=["sm_90", "sm_100"])
-def modelled(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ag.Target]:
-    """A target on which a model of the package runs, each call with lists wherever data decide."""
+TARGETS = (H200, B200)
+
+
+@pytest.fixture
+def modelled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On both targets a model of the package runs, each call with lists wherever data decide."""
     monkeypatch.setattr(fa4_run, "call_package", call_model)
     monkeypatch.setattr(fa4_run, "find_misplaced", lambda _: [])  # as drawn they begin anywhere
     monkeypatch.setattr(fa4_lists, "may_repay", lambda *_: True)
-    VIRTUAL.add(request.param)
-    yield request.param
-    VIRTUAL.discard(request.param)
+    VIRTUAL.update(TARGETS)
+    yield
+    VIRTUAL.difference_update(TARGETS)
 
 
 @interpreted
-def test_a_call_with_lists_of_its_own_gives_what_the_graph_says(modelled: ag.Target) -> None:
+@pytest.mark.usefixtures("modelled")
+@given(near(), st.sampled_from(TARGETS), drawn.seeds, skips)
+@settings(fixed, max_examples=settings().max_examples // 2)
+def test_a_call_with_lists_of_its_own_gives_what_the_graph_says(
+    graph: ag.Graph, target: ag.Target, seed: int, skip: Skip
+) -> None:
     """Both passes, by a model of the package that visits the listed tiles alone."""
-    backend_check.check_backend(BACKEND, modelled, graphs=near())
+    check_backend(graph, target, seed, skip)

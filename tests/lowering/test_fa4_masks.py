@@ -172,6 +172,9 @@ def test_lengths_are_the_packages_own_beside_bands_by_their_corner(names: tuple[
         call = Fa4Call.of(problem_of(make(200, 300, mask=other, **ends)), 90)
         assert not call.ends
         assert "keep" in call.code.texts
+    sinks = spec(4, dtype=torch.float32)  # which a query past its length sees, but to the package
+    call = Fa4Call.of(problem_of(make(200, 300, sinks=sinks, **ends)), 90)
+    assert call.ends == (() if "q_lengths" in ends else names)
 
 
 def test_a_causal_mask_by_the_top_left_corner_is_a_function() -> None:
