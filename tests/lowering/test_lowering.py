@@ -41,7 +41,7 @@ from attn_graph.testing.tensors import cotangents_for, tensors_for
 CPU = ag.Target.of("cpu")
 NAMES = ("triton",) if CPU.interprets else ("torch_sdpa", "math")
 INF = float("inf")
-
+elsewhere = pytest.mark.skipif(CPU.interprets, reason="nothing of Triton's runs in it")
 
 EXAMPLES = settings().max_examples
 FEW = 2 * EXAMPLES // 5 if CPU.interprets else EXAMPLES  # gradients are interpreted for seconds
@@ -98,6 +98,7 @@ def test_data_of_a_mask_that_keeps_everything_is_taken_and_not_read(backend: str
 
 @pytest.mark.parametrize("backend", NAMES)
 @given(data=st.data(), seed=seeds)
+@settings(max_examples=FEW)
 def test_whether_gradients_may_follow_changes_no_bit_of_a_result(
     backend: str, data: st.DataObject, seed: int
 ) -> None:
@@ -192,6 +193,7 @@ def test_the_gradient_of_sinks_is_that_of_the_formula(dtype: torch.dtype, modifi
         due.check(found[name])
 
 
+@elsewhere
 @given(graph=graphs(stats=True), seed=seeds)
 def test_rows_that_are_said_to_see_a_key_do(graph: ag.Graph, seed: int) -> None:
     problem = sole(simplify(graph))
@@ -264,7 +266,7 @@ def spec_like(x: Any) -> Any:  # Any: tensors, or a pair of them, and specs
 
 
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-46, -1e-46, 1e-40, 5e-324])
+@pytest.mark.parametrize("scale", [0.0, -1e-46, 1e-40])
 @pytest.mark.parametrize("mask", [None, ag.Causal(), ag.Window(3)])
 def test_scales_that_float32_takes_for_0_are_right_or_refused(
     backend: str, scale: float, mask: ag.Mask | None
@@ -397,7 +399,9 @@ def test_a_causal_mask_survives_scales_that_turn_infinity_around(scale: float) -
     check_outputs(plan, graph, tensors)
 
 
+@elsewhere
 @given(seed=seeds, dtype=st.sampled_from((torch.float32, torch.float16)))
+@settings(max_examples=EXAMPLES // 5)
 def test_a_nan_stays_in_the_tiles_that_read_it(seed: int, dtype: torch.dtype) -> None:
     """A NaN in key and value 200: rows that may see it have it, other tiles' rows are the same."""
     x = ag.TensorSpec((1, 16, 256, 64), dtype)
@@ -423,6 +427,7 @@ def test_a_nan_stays_in_the_tiles_that_read_it(seed: int, dtype: torch.dtype) ->
 
 @pytest.mark.skipif(CPU.interprets, reason="all graphs drawn there are of several tiles a side")
 @given(data=st.data())
+@settings(max_examples=EXAMPLES // 3)
 def test_larger_shapes_agree_too(data: st.DataObject) -> None:
     """Several tiles a side, so that folding, merging and overlapping windows are seen."""
     large = [(1, 2, 1, 300, 300), (2, 4, 2, 130, 290), (1, 2, 2, 290, 130)]

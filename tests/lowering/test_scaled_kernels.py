@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(
     not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
 )
 TRITON = ("triton",)
+few = settings(max_examples=2 * settings().max_examples // 5)  # each is interpreted
 
 
 def assume_kernels(graph: ag.Graph) -> None:
@@ -39,6 +40,7 @@ def assume_kernels(graph: ag.Graph) -> None:
 
 
 @given(graphs(shapes(8, 6)), kinds, seeds)
+@few
 def test_kernels_read_quantised_keys(plain: ag.Graph, kind: torch.dtype, seed: int) -> None:
     assume_kernels(plain)
     graph = quantise_graph(plain, kind, seed)
@@ -48,6 +50,7 @@ def test_kernels_read_quantised_keys(plain: ag.Graph, kind: torch.dtype, seed: i
 
 
 @given(test_packed.cases(torch.bfloat16), kinds, seeds)
+@few
 def test_kernels_read_quantised_queries(
     case: test_packed.Case, kind: torch.dtype, seed: int
 ) -> None:
@@ -65,6 +68,7 @@ def test_quantised_queries_lie_in_any_order() -> None:
 
 
 @given(test_packed.cases(), kinds, seeds)
+@few
 def test_kernels_read_packed_quantised_keys(
     case: test_packed.Case, kind: torch.dtype, seed: int
 ) -> None:
@@ -79,6 +83,7 @@ def test_kernels_read_packed_quantised_keys(
 
 
 @given(test_paged.cases(), kinds, seeds)
+@few
 def test_kernels_read_quantised_pages(case: test_paged.Case, kind: torch.dtype, seed: int) -> None:
     plan, own, plain = plan_kernels(case.graph, case.tensors, kind, seed)
     due = evolve(case, tensors=plain)
