@@ -1,6 +1,6 @@
 """On a real GPU: sequences, packed, in pages and with pages in common, and their gradients.
 
-Every body runs without one too: by `math` in the same sizes, and by Triton's interpreter in
+Every body runs once without one too: by `math` in the same sizes, and by Triton's interpreter in
 smaller ones.
 """
 
@@ -73,9 +73,10 @@ def plan_on(device: str, backend: str, graph: ag.Graph) -> ag.Plan:
 
 
 def jobs(cases: dict[str, tuple[str, ...]]) -> list[Any]:  # Any: parameters of pytest
-    """Each case by each of its backends: here, and on a GPU."""
+    """Each case by each of its backends on a GPU. Here one by each: other tests draw such cases."""
     pairs = [(case, backend) for case, backends in cases.items() for backend in backends]
-    here = [pytest.param(case, name, "cpu") for case, name in pairs if name in HERE]
+    last = {backend: case for case, backend in pairs if backend in HERE}
+    here = [pytest.param(case, backend, "cpu") for backend, case in last.items()]
     return [*here, *(pytest.param(*pair, "cuda", marks=pytest.mark.gpu) for pair in pairs)]
 
 

@@ -36,6 +36,7 @@ from tests.support.sources import ROOT, load_file
 
 CPU = ag.Target.of("cpu")
 NAN = float("nan")
+HALF = (torch.float16, torch.bfloat16)
 SENTINEL = -7.5  # exact in every dtype; NaN + 1 would still be NaN
 HALO = 4096  # elements on each side
 pytestmark = pytest.mark.skipif(
@@ -97,11 +98,10 @@ def launched(graph: ag.Graph, named: dict[str, Any], results: dict[str, TensorSp
         assert (room[~inside] == SENTINEL).all(), f"{name} was written outside"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@given(data=st.data(), seed=seeds)
-@settings(max_examples=2 * settings().max_examples // 5)  # each compiles or is interpreted
+@given(data=st.data(), dtype=st.sampled_from((*HALF, torch.float32)), seed=seeds)
+@settings(max_examples=settings().max_examples // 2)  # each is interpreted
 def test_nothing_is_read_or_written_outside(
-    dtype: torch.dtype, data: st.DataObject, seed: int
+    data: st.DataObject, dtype: torch.dtype, seed: int
 ) -> None:
     """NaN around the inputs never shows in a result; around the results nothing changes."""
     size = Shape(1, 2, 1, data.draw(st.integers(1, 70)), data.draw(st.integers(1, 70)), 5, 20)
@@ -324,8 +324,9 @@ def test_masks_and_modifiers_read_nothing_beyond_the_last_query_and_key() -> Non
 
 
 def test_query_heads_read_the_keys_and_values_of_their_group() -> None:
-    x, few = (TensorSpec((1, heads, 20, 8), torch.float32) for heads in (4, 2))
-    graph = ag.attention(x, few, few, stats=True)
+    """Of two tiles, the first of which the second block of queries sees whole."""
+    x, few = (TensorSpec((1, heads, 40, 8), torch.float32) for heads in (4, 2))
+    graph = ag.attention(x, few, few, mask=ag.Causal(), stats=True)
     assert not apart(graph, tensors_for(graph, 1))
 
 
