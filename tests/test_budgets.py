@@ -2,14 +2,11 @@
 
 import ast
 import statistics
-import subprocess
-import sys
 import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from attn_graph.nn.tracing import KEEPS_CONSTANTS
 from tests.support.sources import HOMES, ROOT, tree_of
 
 MEDIAN, P90, LONGEST, LONGEST_KERNEL = 4, 15, 50, 120  # lines of a function
@@ -133,35 +130,3 @@ def test_any_in_a_public_signature_says_why() -> None:
         for line in sorted(anys(function) - commented(path))
     ]
     assert not wrong, "\n".join(wrong)
-
-
-IMPORTS = """
-import sys
-import torch  # what torch imports is its own affair
-{torch_too}
-
-heavy = []
-
-def watch(event, args):
-    if event == "import" and args[0].partition(".")[0] in ("click", "cudnn", "rich", "triton"):
-        heavy.append(args[0])
-
-sys.addaudithook(watch)
-import attn_graph
-print(*heavy)
-"""
-
-
-def test_importing_the_library_imports_nothing_that_it_can_do_without() -> None:
-    """Where torch.compile takes no constants of ours, a part of PyTorch is told so. And nothing is
-    logged or warned of."""
-    torch_too = "" if KEEPS_CONSTANTS else "from torch._dynamo import trace_rules"
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS.format(torch_too=torch_too)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not done.stdout.split(), f"attn_graph imports {done.stdout.strip()}"

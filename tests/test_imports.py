@@ -8,6 +8,8 @@ from importlib.metadata import requires
 
 import pytest
 
+from attn_graph.nn.tracing import KEEPS_CONSTANTS
+
 # Without NumPy PyTorch warns at the first call that reads arguments of certain kinds. Its own
 # import has one in some versions, which is left out here: then the next one is seen.
 WITHOUT_NUMPY = """
@@ -39,9 +41,33 @@ assert "numpy" not in sys.modules
 """
 
 
-def test_importing_the_library_warns_of_nothing() -> None:
-    """PyTorch's own import warns without NumPy, so the library depends on it."""
-    code = [sys.executable, "-W", "error", "-c", "import attn_graph"]
+IMPORTING = """
+import sys
+import torch  # what torch imports is its own affair
+{torch_too}
+
+heavy = []
+
+def watch(event, args):
+    if event == "import" and args[0].partition(".")[0] in ("click", "cudnn", "rich", "triton"):
+        heavy.append(args[0])
+
+sys.addaudithook(watch)
+import attn_graph
+from attn_graph.machine import gpus, torch_switches
+
+assert not heavy, heavy
+assert sys.modules.keys().isdisjoint(("hypothesis", "attn_graph.printing.html"))
+assert not gpus.devices.cache_info().currsize, "the table of GPUs is read"
+assert not [*torch_switches.read_switches().changed()], "of an untouched PyTorch"
+"""
+
+
+def test_importing_the_library_does_nothing_that_it_can_do_without() -> None:
+    """Where torch.compile takes no constants of ours, a part of PyTorch is told so. Nothing is
+    logged or warned of: PyTorch's own import warns without NumPy, so the library depends on it."""
+    torch_too = "" if KEEPS_CONSTANTS else "from torch._dynamo import trace_rules"
+    code = [sys.executable, "-W", "error", "-c", IMPORTING.format(torch_too=torch_too)]
     done = subprocess.run(code, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert any(need.startswith("numpy") for need in requires("attn-graph") or ())

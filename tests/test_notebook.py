@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from html import escape
 from typing import Any, final
 
@@ -151,8 +149,3 @@ def test_what_a_value_says_is_text_and_no_markup() -> None:
     page = read(Odd())
     assert name in page.text
     assert "script" not in {tag for tag, _ in page.tags}
-
-
-def test_html_is_imported_only_when_it_is_asked_for() -> None:
-    program = "import sys, attn_graph; sys.exit('attn_graph.printing.html' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -201,15 +199,6 @@ def test_an_order_of_kernels_is_told_if_pytorch_does_not_set_it_itself(
     told = [note for note in diagnose(machine, EMPTY).notes if "priority" in note]
     expected = f"PyTorch's switch priority is {ORDERS[order]}: docs/torch-controls.md"
     assert told == ([expected] if ORDERS[order] else [])
-
-
-def test_nothing_is_told_of_the_switches_of_an_untouched_pytorch() -> None:
-    code = (
-        "from attn_graph.machine.torch_switches import read_switches\n"
-        "print(*read_switches().changed())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "\n"
 
 
 def takes(name: str, graph: ag.Graph, target: str) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from attrs import evolve
@@ -14,7 +11,6 @@ from attn_graph.kernels.tilings import SHARED
 from attn_graph.machine import target as module
 from attn_graph.machine.gpus import devices
 from tests.support.gpus import box, placed
-from tests.support.sources import ROOT
 
 NAMES = (
     *("a100", "h100", "h200", "b200", "b300", "l40s", "rtx4090"),
@@ -231,11 +227,3 @@ def test_the_gpu_here_is_told() -> None:
     assert target.kind == "cuda"
     assert target.memory == torch.cuda.get_device_properties().total_memory
     assert target.shared_memory is not None
-
-
-def test_importing_the_library_does_not_read_the_table() -> None:
-    code = "import attn_graph, attn_graph.machine.gpus as d; print(d.devices.cache_info().currsize)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "0"
