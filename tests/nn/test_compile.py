@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +119,12 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def cases_of(form: int) -> list[Any]:  # Any: parameters of pytest
-    """Each kind by each backend: by Inductor, which is slow, in one form; all at once in both."""
-    by_inductor = [kind for n, kind in enumerate(KINDS) if n % 2 == form or kind == "all"]
+    """Each kind by each backend in one form, by Inductor, which is slow, too; all at once in both."""
+    both = {kind: n % 2 == form or kind == "all" for n, kind in enumerate(KINDS)}
     return [
-        *product(KINDS, BACKENDS),
-        *(pytest.param(kind, "inductor", marks=pytest.mark.slow) for kind in by_inductor),
+        *((kind, BACKENDS[not mine]) for kind, mine in both.items()),
+        ("all", "eager"),
+        *(pytest.param(x, "inductor", marks=pytest.mark.slow) for x, mine in both.items() if mine),
     ]
 
 
@@ -308,7 +308,10 @@ def gradients(model: nn.Module, run: Attend, tokens: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("form", "backend"),
-    [*product(FORMS, BACKENDS), pytest.param("call", "inductor", marks=pytest.mark.slow)],
+    [
+        *((form, "aot_eager") for form in FORMS),
+        pytest.param("call", "inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_a_llama_trains_as_it_does_eagerly(form: str, backend: str) -> None:
     model, tokens = Llama(FORMS[form]()), torch.randint(50, (2, 24))
@@ -320,10 +323,14 @@ def test_a_llama_trains_as_it_does_eagerly(form: str, backend: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_frame_serves_twenty_steps(form: str) -> None:
+    """Each as it is eagerly."""
     model, frames = Llama(FORMS[form]()), Frames()
     compiled = torch.compile(model, fullgraph=True, backend=frames)
-    for _ in range(20):
-        step(compiled, torch.randint(50, (2, 24)))
+    for step in range(20):
+        tokens = torch.randint(50, (2, 24))
+        made = gradients(model, compiled, tokens)
+        if step % 10 == 0:
+            torch.testing.assert_close(made, gradients(model, model, tokens))
     assert frames.count == 1
 
 
