@@ -127,22 +127,16 @@ def tile_kinds(kept: torch.Tensor, block: tuple[int, int]) -> tuple[int, int, in
 
 
 @many
-@given(mask_cases(), sides)
-def test_counts_are_those_of_every_place_asked(drawn: MaskCase, block: tuple[int, int]) -> None:
-    check_counts(drawn, drawn.mask, block)
-
-
-@many
-@given(mask_cases(), sides, st.integers(1, 40))
-def test_counts_do_not_depend_on_how_many_are_made_at_once(
+@given(mask_cases(), sides, st.sampled_from([counts.AT_ONCE, 40, 9, 1]))
+def test_counts_are_those_of_every_place_asked(
     drawn: MaskCase, block: tuple[int, int], at_once: int
 ) -> None:
+    """However many are made at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counts, "AT_ONCE", at_once)
         check_counts(drawn, drawn.mask, block)
 
 
-@many
 @given(mask_cases(), sides, st.integers(1, 4))
 def test_leaves_of_ones_own_are_counted_exactly(
     drawn: MaskCase, block: tuple[int, int], size: int

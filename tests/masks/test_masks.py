@@ -41,14 +41,19 @@ def test_every_leaf_is_drawn_and_has_a_formula_of_its_own() -> None:
 
 @many
 @given(mask_cases())
-def test_asking_for_tensors_and_for_integers_gives_the_same(drawn: MaskCase) -> None:
+def test_a_mask_in_any_form_keeps_what_the_page_says(drawn: MaskCase) -> None:
+    """Asked for tensors and for integers; in its canonical form, which has no other; and as people
+    write it."""
     check_keep(drawn)
-
-
-@many
-@given(mask_cases())
-def test_a_mask_keeps_what_the_page_says(drawn: MaskCase) -> None:
     assert torch.equal(drawn.evaluate_singly(drawn.mask), drawn.kept)
+    M, N = drawn.shape.M, drawn.shape.N
+    canonical = canonical_mask(drawn.mask, M, N)
+    everything = torch.ones_like(drawn.kept)
+    form = everything if canonical is None else drawn.evaluate_singly(canonical)
+    assert torch.equal(form, drawn.kept)
+    assert canonical is None or canonical_mask(canonical, M, N) == canonical
+    written = drawn.resolved.written().aligned("top_left")
+    assert torch.equal(drawn.evaluate_singly(written), drawn.kept)
 
 
 @many
@@ -56,12 +61,18 @@ def test_a_mask_keeps_what_the_page_says(drawn: MaskCase) -> None:
 def test_span_covers_what_is_kept_and_what_is_surely_kept_is_kept(
     pair: tuple[MaskCase, Block],
 ) -> None:
+    """And what a block says stays true for the blocks inside it."""
     drawn, block = pair
     check_block(drawn.mask, drawn, block)
     check_block(drawn.resolved, drawn, block)
     canonical = canonical_mask(drawn.mask, drawn.shape.M, drawn.shape.N)
     if canonical is not None:
         check_block(canonical, drawn, block)
+    span, surely = drawn.resolved.span(block), drawn.resolved.surely(block)
+    for i in block.rows:
+        inner = evolve(block, rows=range(i, i + 1))
+        assert (span & drawn.resolved.span(inner)) == drawn.resolved.span(inner)
+        assert (surely & drawn.resolved.surely(inner)) == surely
 
 
 @pytest.mark.parametrize("kind", m.LEAVES)
@@ -93,6 +104,9 @@ def test_lengths_move_a_band_by_the_least_and_the_most_that_they_say() -> None:
     band = m.Band(-20, 3, tuple(data))
     assert band.span(block) == Keys.between(8 + 10 - 20, 9 + 24 + 3 + 1) & block.all
     assert band.surely(block) == Keys.between(9 + 24 - 20, 8 + 10 + 3 + 1)
+    for b, shift in enumerate((30 - 10, 34 - 20)):
+        kept = [j for j in range(64) if band.keep(Place(b, 0, 8, j, 1, 64, 64, data))]
+        assert kept == [*range(max(0, 8 + shift - 20), 8 + shift + 3 + 1)]
 
 
 def test_strips_that_are_joined_are_one_strip() -> None:
@@ -103,36 +117,6 @@ def test_strips_that_are_joined_are_one_strip() -> None:
     assert (m.Prefix(40) & m.Keep()).strip(Place(0, 0, 0, 0, 1, 64, 64)) is None
 
 
-@many
-@given(blocks(mask_cases()))
-def test_what_a_block_says_stays_true_for_the_blocks_inside_it(
-    pair: tuple[MaskCase, Block],
-) -> None:
-    drawn, block = pair
-    span, surely = drawn.resolved.span(block), drawn.resolved.surely(block)
-    for i in block.rows:
-        inner = evolve(block, rows=range(i, i + 1))
-        assert (span & drawn.resolved.span(inner)) == drawn.resolved.span(inner)
-        assert (surely & drawn.resolved.surely(inner)) == surely
-
-
-@many
-@given(mask_cases())
-def test_the_canonical_form_keeps_the_same_places(drawn: MaskCase) -> None:
-    canonical = canonical_mask(drawn.mask, drawn.shape.M, drawn.shape.N)
-    due = drawn.evaluate_singly(drawn.mask)
-    assert torch.equal(
-        torch.ones_like(due) if canonical is None else drawn.evaluate_singly(canonical), due
-    )
-
-
-@many
-@given(mask_cases())
-def test_a_mask_as_people_write_it_keeps_the_same_places(drawn: MaskCase) -> None:
-    written = drawn.resolved.written().aligned("top_left")
-    assert torch.equal(drawn.evaluate_singly(written), drawn.kept)
-
-
 def test_bands_are_written_as_causal_and_window() -> None:
     both = m.Band(None, 0) & (m.Band(-64, 0) | m.Prefix(4))
     assert str(both.written()) == "(Causal() & (Window(left=64) | Prefix(length=4)))"
@@ -140,15 +124,6 @@ def test_bands_are_written_as_causal_and_window() -> None:
     assert (empty.written(), moved.written()) == (empty, moved)
 
 
-@many
-@given(mask_cases())
-def test_the_canonical_form_has_no_other_canonical_form(drawn: MaskCase) -> None:
-    M, N = drawn.shape.M, drawn.shape.N
-    canonical = canonical_mask(drawn.mask, M, N)
-    assert canonical is None or canonical_mask(canonical, M, N) == canonical
-
-
-@many
 @given(mask_cases(), st.data())
 def test_loading_slices_gives_what_gathering_gives(drawn: MaskCase, data: st.DataObject) -> None:
     B, H, M, N = drawn.sizes
