@@ -17,6 +17,11 @@ from attrs import frozen
 from torch import multiprocessing
 
 TIMEOUT = timedelta(seconds=60)  # of a group: no test waits longer for a rank that is gone
+# Where there is fork, a server imports what all need once, and each process begins as its copy.
+FORKS = "forkserver" in multiprocessing.get_all_start_methods()
+CONTEXT: Any = multiprocessing.get_context("forkserver" if FORKS else "spawn")
+if FORKS:
+    CONTEXT.set_forkserver_preload(["attn_graph.testing", "tests.support.ranks"])
 
 
 @frozen(eq=False)
@@ -56,12 +61,11 @@ def serve(rank: int, size: int, path: str, pipe: Connection) -> None:
 @contextmanager
 def start_crew(size: int, folder: Path) -> Iterator[Crew]:
     """Processes for the ranks of a group, which end with this context."""
-    context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     for rank in range(size):
-        ours, theirs = context.Pipe()
+        ours, theirs = CONTEXT.Pipe()
         args = rank, size, str(folder / "store"), theirs
-        processes.append(context.Process(target=serve, args=args, daemon=True))
+        processes.append(CONTEXT.Process(target=serve, args=args, daemon=True))
         pipes.append(ours)
         processes[-1].start()
         theirs.close()
