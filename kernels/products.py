@@ -108,10 +108,9 @@ def softmax_(
     return own
 
 
-def drop_(dp: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """dp -> 0 unless p is positive: at 0, or dropped; out = |p|, maybe in its place."""
+def drop_(dp: torch.Tensor, p: torch.Tensor) -> None:
+    """dp -> 0 unless p is positive: at 0, or dropped."""
     torch.ops.aten.threshold_backward.grad_input(dp, p, 0, grad_input=dp)
-    return torch.abs(p, out=out)
 
 
 def weigh_(

@@ -7,7 +7,7 @@ These calls run again on tiles of whole rows, with weights divided by their sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -15,8 +15,8 @@ import torch
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.kernels.products import reaches_far
 from attn_graph.lowering.backend import Options
+from attn_graph.lowering.cpu.product_passes import run_products
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
-from attn_graph.lowering.cpu.sink_sums import run_backward
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rooms import Rooms
 from attn_graph.lowering.steps import Work, lease_rooms
@@ -56,10 +56,7 @@ def by_products(op: Attention | AttentionGrad, options: Options) -> Work:
         device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None
     ) -> Sequence[torch.Tensor]:
         tiles = plan_products(op, (*map(TensorSpec.like, operands),))
-        forward: Callable[..., Sequence[torch.Tensor]] = tiles.forward
-        if tiles.problem.grad is not None:
-            forward = partial(run_backward, tiles.problem, tiles.backward)
-        leased = lease_rooms(forward, tiles.scratch, options.workspace)
+        leased = lease_rooms(partial(run_products, tiles), tiles.scratch, options.workspace)
         return leased(device, *operands, rooms=rooms)
 
     return call

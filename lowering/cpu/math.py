@@ -32,11 +32,11 @@ from attn_graph.lowering.cpu.far_rows import or_by_products
 from attn_graph.lowering.cpu.fused_calls import FusedRun
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.packed import PackedRun, lease_run, plan_packed, runs_any_size
+from attn_graph.lowering.cpu.product_passes import run_products
 from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.sink_sums import run_backward, sink_bytes
-from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase, cheapest_way, keeps, sdpa_seconds
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
@@ -48,7 +48,6 @@ from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
-Tiles = AttentionTiles | TangentTiles
 NOTHING = Scratch()
 Tensors = Sequence[torch.Tensor]
 T = TypeVar("T")
@@ -75,22 +74,22 @@ def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
         yield Reason("packed_workspace", limit, actual)
 
 
-def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[Tiles | None, ...]:
+def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[AttentionTiles | None, ...]:
     fused = target.kind == "cpu" and options.switches.flash
     return tile_equations(graph, fused, own_products(target))
 
 
 @lru_cache(64)  # `why_not` asks for it, and `lower` again
-def tile_equations(graph: Graph, fused: bool, own: Dtypes) -> tuple[Tiles | None, ...]:
+def tile_equations(graph: Graph, fused: bool, own: Dtypes) -> tuple[AttentionTiles | None, ...]:
     """fused: True if PyTorch's fused CPU kernel may run. own: the CPU's native product dtypes."""
     return tuple([tile_equation(graph, eqn, fused, own) for eqn in graph.eqns])
 
 
-def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | None:
+def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> AttentionTiles | None:
     specs = operand_specs(graph, eqn)
     if isinstance(eqn.op, AttentionJvp):
         empty = 0 in (*specs[0].shape, *specs[1].shape)
-        return None if empty else TangentTiles.plan(eqn.op, specs)
+        return None if empty else ProductTiles.push(eqn.op, specs)
     if not isinstance(eqn.op, (Attention, AttentionGrad)):
         return None
     if not has_problem(eqn.op):
@@ -298,7 +297,9 @@ def run_exact(run: Callable[..., T], kind: str, *tensors: Any) -> T:  # Any: roo
     return run(*tensors)
 
 
-def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options: Options) -> Step:
+def step_of(
+    graph: Graph, eqn: Eqn, tiles: AttentionTiles | None, target: Target, options: Options
+) -> Step:
     """How an equation runs: in tiles, or by its definition."""
     if isinstance(eqn.op, Packed):
         return packed_step(graph, eqn, target, options)
@@ -314,21 +315,20 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
     return Step(call, tiles.scratch, temporary, note, infer, by_products, writes)
 
 
-def writes_into(tiles: Tiles) -> bool:
+def writes_into(tiles: AttentionTiles) -> bool:
     """True if tiles write into the caller's tensors: not as one call of PyTorch's kernel, which
     allocates its results, nor for derivatives."""
-    if isinstance(tiles, TangentTiles) or tiles.problem.grad is not None:
+    if tiles.problem.grad is not None or (isinstance(tiles, ProductTiles) and tiles.jvp):
         return False
     if not isinstance(tiles, FusedTiles) or tiles.static is None:
         return True
     return not (tiles.is_direct and tiles.is_whole(tiles.static))
 
 
-def count_temporary(tiles: Tiles) -> int:
+def count_temporary(tiles: AttentionTiles) -> int:
     """Bytes allocated by tiles beside the workspace, and by the gradient of sinks after them."""
-    if isinstance(tiles, TangentTiles):
-        return tiles.temporary
-    return max(tiles.temporary + total_bytes(tiles.problem), sink_bytes(tiles.problem))
+    after = sink_bytes(tiles.problem) if isinstance(tiles, FusedTiles) else 0
+    return max(tiles.temporary + total_bytes(tiles.problem), after)
 
 
 def ready_alone(tiles: AttentionTiles, options: Options) -> Ready:
@@ -337,7 +337,7 @@ def ready_alone(tiles: AttentionTiles, options: Options) -> Ready:
     return ready_tiles(tiles, Ends.of(p.grad or p.node, p.specs), options)
 
 
-def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
+def ready_tiles(tiles: AttentionTiles, ends: Ends | None, options: Options) -> Ready:
     """The work, and the work for o alone. ends: of operands by lengths."""
 
     def lease(work: TileWork) -> Work:
@@ -355,21 +355,21 @@ def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
     return call, call if leaner is None else lease(leaner)
 
 
-def reach_of(tiles: Tiles) -> Reach | None:
+def reach_of(tiles: AttentionTiles) -> Reach | None:
     """How many keys a call on tiles reads; None: all."""
     if isinstance(tiles, FusedTiles) and tiles.static is None:
         return lambda _, counts: max(counts)
     return tiles.count_keys if isinstance(tiles, RowTiles) and tiles.cuts else None
 
 
-def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
+def works_of(tiles: AttentionTiles) -> tuple[TileWork, TileWork | None]:
     """The work of tiles, and the work for o alone if it differs."""
-    if isinstance(tiles, TangentTiles):
-        return tiles.run, None
+    if isinstance(tiles, ProductTiles):
+        return partial(run_products, tiles), None
     run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
     if tiles.problem.grad is not None:
         return partial(run_backward, tiles.problem, run.backward), None
-    if isinstance(run, ProductTiles) or (isinstance(run, RowTiles) and run.kept):
+    if isinstance(run, RowTiles) and run.kept:
         return run.forward, None
     return run.forward, run.infer
 

@@ -1,53 +1,73 @@
-"""Attention by matrix products on tiles: every modifier, every gradient, on any device."""
+"""The tiles of matrix products, for every modifier and every derivative, and their memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import final
+from typing import Generic, TypeVar, final
 
 import torch
 from attrs import frozen
 
-from attn_graph.ir import ops
-from attn_graph.ir.attention import GradientOperands, Operands
-from attn_graph.ir.modifiers import SoftCap, back_, change_
-from attn_graph.ir.philox import WORDS, Compare, place_in_whole
+from attn_graph.ir.attention import Attention, AttentionGrad, GradientOperands, Operands
+from attn_graph.ir.modifiers import SoftCap
+from attn_graph.ir.philox import WORDS
+from attn_graph.ir.relative import MODIFIERS
+from attn_graph.ir.tangents import AttentionJvp, GradientTangents
 from attn_graph.kernels import products
-from attn_graph.kernels.hiding import hide_
 from attn_graph.lowering.cpu.asking import WORD, Extent, ask_bits, ask_modifiers
-from attn_graph.lowering.cpu.dropping import draw, needed_to_draw
-from attn_graph.lowering.cpu.product_slots import ProductSlot, TileGrid, choose_sizes, packs
-from attn_graph.lowering.cpu.schedule import Part, place_within
-from attn_graph.lowering.cpu.sink_sums import sink_gradient_of
+from attn_graph.lowering.cpu.dropping import needed_to_draw
+from attn_graph.lowering.cpu.product_slots import TileGrid, choose_sizes, packs
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
-from attn_graph.spec import INF, NAMES
+from attn_graph.spec import NAMES, TensorSpec
 
 ROWS = 5  # numbers of each row of scores beside the scratch: its sink, and the terms of a sum
+SINKS = 8  # the same, for the gradient or the tangent of its sink
 MOST_CAP = 2.0**64  # its products, and products of scale / cap, fit in float32
+TRACED = 8  # blocks of scores held by PyTorch, at most, while it differentiates a step
+ADDED = 3  # the same of a step's own tangent: the block, its distances, their product
+Tensors = Mapping[str, torch.Tensor]
+Maybe = torch.Tensor | None
+T = TypeVar("T", torch.Tensor, Maybe, covariant=True)
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @final
 @frozen
 class ProductTiles(TileGrid):
-    """Forward and backward of one problem.
+    """One pass of one problem: forward or gradient, or the tangent of either.
 
     factors: the dtype of products' factors and results, the scores' own or the operands' half
     precision; everything between two products has the scores' dtype. blind: True if a query may see
-    no key. restores: for each modifier, True if -inf has to be put back after it.
+    no key. restores: for each modifier, True if -inf has to be put back after it. jvp: the tangent;
+    moved: the spec of each tangent of the attention's operands, or None.
     """
 
     factors: torch.dtype
     blind: bool
     restores: tuple[bool, ...]
+    jvp: AttentionJvp | None = None
+    moved: tuple[TensorSpec | None, ...] = ()
 
     @classmethod
     def plan(cls, problem: Problem, factors: torch.dtype) -> ProductTiles:
         """The tiles of a problem, of sizes chosen for it alone."""
         sizes = choose_sizes(problem, factors)
         return cls(problem, *sizes, factors, problem.has_blind_rows, problem.node.restores)
+
+    @classmethod
+    def push(cls, jvp: AttentionJvp, specs: Sequence[TensorSpec]) -> ProductTiles:
+        """The tiles of a tangent. specs: of its operands, in their order."""
+        own, moved = jvp.split(specs)
+        p = Problem.of(jvp.of, own)
+        sizes = choose_sizes(p, p.wide)
+        return cls(p, *sizes, p.wide, p.has_blind_rows, p.node.restores, jvp, moved)
+
+    @property
+    def op(self) -> Attention | AttentionGrad | AttentionJvp:
+        return self.jvp or self.problem.grad or self.problem.node
 
     @cached_property
     def cap(self) -> float | None:
@@ -64,63 +84,86 @@ class ProductTiles(TileGrid):
         for a row, and a gradient summed from ds over places, as of slopes, adds it up. See
         `Problem.drops_rounded` for half precision."""
         p = self.problem
-        return p.grad is not None and (p.drops_rounded or p.gathers)
+        gathers = p.drops_rounded or p.gathers
+        return gathers and p.grad is not None and p.grad.with_do and self.jvp is None
 
     @cached_property
     def more(self) -> tuple[str, ...]:
         return self.problem.node.without_gradient
 
-    @cached_property
-    def buffers(self) -> dict[str, Buffer]:
-        p, wide, keys = self.problem, self.problem.wide, self.reach
-        n, L = self.batch * self.groups, self.r * self.rows
-        buffers = {
-            name: Buffer(s.shape, self.factors)
-            for name, s in zip("kv", p.specs[1:3], strict=True)
-            if packs(s, self.factors)
-        }
-        buffers |= {"q": Buffer((n * L * p.D,), self.factors), "s": Buffer((n * L * keys,), wide)}
-        buffers |= {"o": Buffer((n * L * p.E,), wide)}
-        buffers |= {name: Buffer((n * L,), wide) for name in ("lse", "total")}
-        if p.node.dropout:
-            buffers |= needed_to_draw(n * L, keys, wide)
-        if self.rounds:
-            widest = max(p.D, p.E)
-            buffers["factor"] = Buffer((n * L * keys,), self.factors)
-            buffers["product"] = Buffer((n * max(L, keys) * widest,), self.factors)
-        if p.grad is not None:
-            buffers |= self.needed_backward(n, L)
-        return buffers
-
-    @cached_property
+    @property
     def rounds(self) -> bool:
         return self.factors != self.problem.wide
+
+    @property
+    def lines(self) -> int:
+        """Rows of scores of a tile, at most."""
+        return self.batch * self.groups * self.r * self.rows
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        """The scratch buffers. A tangent lies beside its value, with a t before the name."""
+        p, keys = self.problem, self.reach
+        sizes = {"s": keys, "o": p.E, "lse": 1}  # numbers of a row
+        if p.grad is not None:
+            sizes |= {"ds": keys, "do": p.E, "delta": 1, **{f"step{i}": keys for i in self.bent}}
+        if self.jvp is not None:
+            sizes |= {f"t{name}": n for name, n in sizes.items()} | {"tq": p.D}
+            sizes |= {"step0": keys} if self.cap is not None else {}
+            sizes |= {"scrap": keys} if any(i or self.cap is None for i in self.bent) else {}
+        sizes |= {"total": 1} | ({"dq": p.D} if self.wants(0) else {})
+        buffers = self.packed | {"q": Buffer((self.lines * p.D,), self.factors)}
+        buffers |= {name: Buffer((self.lines * n,), p.wide) for name, n in sizes.items()}
+        if p.node.dropout:
+            buffers |= needed_to_draw(self.lines, keys, p.wide)
+        return buffers | self.needed_to_round | self.needed_to_sum
+
+    @property
+    def bent(self) -> list[int]:
+        """The modifiers with a derivative other than 1, by number."""
+        return [i for i, m in enumerate(self.problem.node.modifiers) if not m.additive]
+
+    @property
+    def packed(self) -> dict[str, Buffer]:
+        """Room for k, v and their tangents, if products can't read them in place."""
+        named = zip("kv", self.problem.specs[1:3], strict=True)
+        moved = zip(("tk", "tv"), self.moved[1:3], strict=False)
+        return {
+            name: Buffer(x.shape, self.factors)
+            for name, x in (*named, *moved)
+            if x is not None and packs(x, self.factors)
+        }
+
+    @property
+    def needed_to_round(self) -> dict[str, Buffer]:
+        """Room for rounded factors, and for products before they are widened."""
+        p, rows = self.problem, self.lines
+        if not self.rounds:
+            return {}
+        product = max(rows, self.batch * self.groups * self.reach) * max(p.D, p.E)
+        sizes = {"factor": rows * self.reach, "product": product}
+        sizes |= {"cotangent": rows * p.E} if p.grad is not None else {}
+        return {name: Buffer((n,), self.factors) for name, n in sizes.items()}
+
+    @property
+    def needed_to_sum(self) -> dict[str, Buffer]:
+        """Room for sums of narrower gradients of k and v."""
+        p = self.problem
+        specs = zip(("dk", "dv"), (1, 2), p.specs[1:3], strict=True)
+        return {
+            name: Buffer(x.shape, p.wide)
+            for name, n, x in specs
+            if self.wants(n) and p.dtype != p.wide
+        }
 
     @cached_property
     def scratch(self) -> Scratch:
         return Scratch(self.buffers)
 
-    def needed_backward(self, n: int, L: int) -> dict[str, Buffer]:
-        """The gradient's additional scratch buffers, for n heads and L rows a tile."""
-        p, wide = self.problem, self.problem.wide
-        buffers = {"ds": Buffer((n * L * self.reach,), wide), "do": Buffer((n * L * p.E,), wide)}
-        buffers |= {"dq": Buffer((n * L * p.D,), wide), "delta": Buffer((n * L,), wide)}
-        if self.rounds:
-            buffers["cotangent"] = Buffer((n * L * p.E,), self.factors)
-        if p.node.dropout:
-            buffers["weights"] = buffers["ds"]
-        steps = [i for i, m in enumerate(p.node.modifiers) if not m.additive]
-        buffers |= {f"step{i}": Buffer((n * L * self.reach,), wide) for i in steps}
-        if p.dtype != wide:
-            buffers |= {
-                f"d{x}": Buffer(s.shape, wide) for x, s in zip("kv", p.specs[1:3], strict=True)
-            }
-        return buffers
-
     @property
     def temporary(self) -> int:
         """Bytes allocated by PyTorch beside the workspace, at most: of one tile the booleans of its
-        places, draws, rows of numbers, oneDNN's packed operands; sums of weights of all."""
+        places, draws, rows of numbers, tangents of steps, oneDNN's packed operands; lse of all."""
         p, wide = self.problem, self.problem.wide.itemsize
         at = Extent(self.batch, self.groups * self.r, self.rows, self.reach)
         scores, rows = at.count("bhij"), at.count("bhi")
@@ -128,349 +171,127 @@ class ProductTiles(TileGrid):
         drawn = scores * WORD // WORDS if p.node.dropout else 0
         stats = scores * wide if self.more else 0
         steps = ask_modifiers(p, at, first=int(self.cap is not None), collects=self.wants)
-        positions = WORD * (p.B + p.H + p.M + p.N)
-        sums = p.B * p.H * p.M * (wide + 1) if p.grad is not None else 0
-        sums += self.packing if self.rounds else 0
-        return positions + sums + ROWS * rows * wide + max(bits, drawn, stats, steps)
+        most = max(bits, drawn, stats, steps) + ROWS * rows * wide
+        most += WORD * (p.B + p.H + p.M + p.N)
+        most += self.packing if self.rounds else 0
+        if p.grad is not None:
+            most += p.B * p.H * p.M * (wide + torch.bool.itemsize)
+        if p.node.sinks and self.op is not p.node:
+            most += SINKS * (rows + p.H) * wide
+        if self.jvp is not None:
+            traced = any(type(m) not in MODIFIERS for m in p.node.modifiers)
+            blocks = (TRACED if traced else 0) + (ADDED if p.node.modifiers else 0)
+            most += scores * (torch.bool.itemsize + blocks * wide)
+        return most
 
     def summary(self) -> str:
         dtype = f"{NAMES[self.factors]} " if self.rounds else ""
-        return f"{dtype}matrix products on tiles of {self.size}"
+        tangents = "tangents by " if self.jvp is not None else ""
+        return f"{tangents}{dtype}matrix products on tiles of {self.size}"
 
-    def visits(
-        self, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor],
-        divisors: torch.Tensor | None = None,
-    ) -> Iterator[Here]:  # fmt: skip
-        """Each tile of a call. divisors: as `divisors_of` gives them."""
-        places = self.places(given.mask, given.q)
-        for slot in self.tiles(given.mask):
-            yield Here(self, slot, given, scratch, places, divisors)
-
-    def divisors_of(self, lse: torch.Tensor) -> torch.Tensor | None:
-        """Room for the sums that divide recomputed weights, 1 until known; None if lse suffices: it
-        is small, or of more keys than these. Off the CPU looking at lse takes longer."""
+    def divides(self, lse: torch.Tensor) -> bool:
+        """True if recomputed weights are divided by their sum: lse does not tell it, unless it is
+        small, or of more keys than these. Off the CPU looking at lse takes longer."""
         tells = self.problem.node.part or (lse.is_cpu and not products.reaches_far(lse))
-        divides = self.rounds or self.problem.gathers or not tells
-        return torch.ones_like(lse) if divides else None
+        return self.rounds or self.problem.gathers or not tells
 
-    def packed(
-        self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """k and v as the products read them, in scratch if they must be."""
-        pairs = zip("kv", operands[1:3], strict=True)
-        return [scratch[name].copy_(x) if name in scratch else x for name, x in pairs]
 
-    def forward(
-        self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """The results of the attention, in the order of their names."""
-        p, given = self.problem, self.problem.node.split(operands)
-        k, v = self.packed(operands, scratch)
-        o = p.new_o(given.q.device, scratch)
-        stats = {n: p.new_statistic(n, o.device, scratch) for n in p.node.stats}
-        results = {"o": o, **stats}
-        for here in self.visits(given, scratch):
-            here.attend(k, v, {name: here.slot.rows(x) for name, x in results.items()})
-        return tuple(results.values())
-
-    def backward(
-        self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        """The gradients of q, k, v and of the modifiers' tensors, by number of the operand."""
-        p = self.problem
-        assert p.grad is not None
-        read = p.grad.split(operands)
-        given = p.node.split(read.own)
-        k, v = self.packed(operands, scratch)
-        dq = torch.empty(given.q.shape, dtype=p.dtype, device=given.q.device)
-        dk, dv = (
-            scratch[f"d{name}"].zero_()
-            if f"d{name}" in scratch
-            else torch.zeros_like(x, memory_format=torch.contiguous_format)
-            for name, x in zip("kv", (given.k, given.v), strict=True)
-        )
-        totals, divisors = self.totals(given), self.divisors_of(read.lse)
-        for here in self.visits(given, scratch, divisors):
-            if here.slot.tile.parts:
-                here.pull(k, v, read, (dq, dk, dv), totals)
-            else:
-                here.slot.rows(dq).zero_()
-        gradients = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
-        gradients |= self.collected(given, totals)
-        del totals  # else sums of narrow gradients would stay beside the sinks' memory
-        if given.sinks is not None and divisors is not None:
-            place = p.node.roles.index("sinks")
-            gradients[place] = sink_gradient_of(p.grad, operands, divisors)
-        return gradients
+# Operands of a call
 
 
 @final
 @frozen(eq=False)
-class Here:
-    """One tile of a call, with its buffers.
+class Dual(Generic[T]):
+    """A value and its tangent; None is zero."""
 
-    places: all, not its own alone. divisors: room [B,H,M] for the sums of weights; None if weights
-    are not divided by them.
+    value: T
+    tangent: Maybe = None
+
+    @property
+    def known(self) -> list[torch.Tensor]:
+        return [x for x in (self.value, self.tangent) if x is not None]
+
+
+def product_of(a: Dual[Maybe], b: Dual[Maybe]) -> list[Pair]:
+    """The factors of a b; none if it is zero."""
+    return pair_up((a.value, b.value))
+
+
+def moves_of(a: Dual[Maybe], b: Dual[Maybe]) -> list[Pair]:
+    """The factors of the two products in the tangent of a b."""
+    return pair_up((a.tangent, b.value), (a.value, b.tangent))
+
+
+def pair_up(*pairs: tuple[Maybe, Maybe]) -> list[Pair]:
+    return [(x, y) for x, y in pairs if x is not None and y is not None]
+
+
+@final
+@frozen(eq=False)
+class Read:
+    """What a gradient reads beside the attention's operands. lse, dlse: [B,H,M,1]."""
+
+    o: Dual[torch.Tensor]
+    lse: Dual[torch.Tensor]
+    do: Dual[Maybe]
+    dlse: Dual[Maybe]
+
+    @classmethod
+    def of(
+        cls, x: GradientOperands[torch.Tensor], moved: GradientTangents[torch.Tensor] | None
+    ) -> Read:
+        dlse = None if x.dlse is None else x.dlse[..., None]
+        if moved is None:
+            return cls(Dual(x.o), Dual(x.lse[..., None]), Dual(x.do), Dual(dlse))
+        tdlse = None if moved.tdlse is None else moved.tdlse[..., None]
+        lse = Dual(x.lse[..., None], moved.tlse[..., None])
+        return cls(Dual(x.o, moved.to), lse, Dual(x.do, moved.tdo), Dual(dlse, tdlse))
+
+
+@final
+@frozen(eq=False)
+class Call:
+    """The operands of a call and its memory.
+
+    given, moved: the attention's own operands, and their tangents. k, v: as products read them.
+    read: o, lse, do and dlse, of a gradient. places: all. divides: as `ProductTiles` has it.
     """
 
     tiles: ProductTiles
-    slot: ProductSlot
+    scratch: Tensors
     given: Operands[torch.Tensor]
-    scratch: Mapping[str, torch.Tensor]
+    moved: Operands[Maybe]
+    k: Dual[torch.Tensor]
+    v: Dual[torch.Tensor]
+    read: Read | None
     places: Place
-    divisors: torch.Tensor | None = None
+    divides: bool
 
-    def room(self, name: str, last: int) -> torch.Tensor:
-        """A buffer as [n, L, last]."""
-        n, L = self.slot.lines
-        return self.scratch[name][: n * L * last].view(n, L, last)
-
-    def factor(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n,L,S] as a factor of products, in the buffer of factors unless it has the right
-        dtype."""
-        return self.room("factor", x.shape[2]).copy_(x) if self.tiles.rounds else x
-
-    @property
-    def product(self) -> torch.Tensor | None:
-        return self.scratch.get("product")
-
-    def multiply(self, s: torch.Tensor, x: torch.Tensor, keys: torch.Tensor, scale: float) -> None:
-        """s [n,L,S] = scale * x keys^T, of this tile's keys."""
-        room = self.room("factor", s.shape[2]) if self.tiles.rounds else None
-        products.scores_(s, x, self.slot.keys_of(keys), scale, room=room)
-
-    def heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[n,L,S] as [batch,heads,rows,S]."""
-        return x.view(self.slot.grid)
-
-    def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """This tile's queries of x [B,H,M,D], gathered in a buffer as [n,L,D]."""
-        room = self.room(name, x.shape[3])
-        self.heads(room).copy_(self.slot.rows(x))
-        return room
-
-    def keys_of(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The tile's keys of x [B,G,N,D], as [n,S,D] for each run of parts without a hole."""
-        return self.slot.keys_of(x)
-
-    def place(self, part: Part) -> Place:
-        tile = self.slot.tile
-        keys = range(part.start, part.stop)
-        return place_within(self.places, tile.batch, self.slot.heads, tile.rows, keys)
-
-    def pieces(self, s: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Each part of the scores [n,L,S] as [batch,heads,rows,keys]."""
-        four, at = self.heads(s), 0
-        for part in self.slot.tile.parts:
-            yield part, four[..., at : at + len(part)]
-            at += len(part)
-
-    def scores(
-        self, q: torch.Tensor, k: torch.Tensor, save: Callable[[int, torch.Tensor], None],
-        first: Callable[[], None] | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """The modified and masked scores. `save` gets each step's result before the next; `first`
-        is called after a soft cap in the products, with its tanh in step0."""
-        node, s = self.tiles.problem.node, self.room("s", self.slot.keys)
-        cap = self.tiles.cap
-        if cap is None:
-            self.multiply(s, q, k, node.scale)
-        else:
-            tanh = self.room("step0", self.slot.keys) if "step0" in self.scratch else s
-            self.multiply(tanh, q, k, node.scale / cap)
-            products.cap_(s, tanh, cap)
-            if first is not None:
-                first()
-        for i in range(int(cap is not None), len(node.modifiers)):
-            self.change_(i, s)
-            save(i, s)
-        for at, part in self.slot.mixed:
-            assert node.mask is not None
-            piece = self.heads(s)[..., at : at + len(part)]
-            hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))
-        return s
-
-    def change_(self, i: int, s: torch.Tensor) -> None:
-        modifier, data = self.tiles.problem.node.modifiers[i], self.given.modifiers[i]
-        hidden = s == -INF if self.tiles.restores[i] else None
-        for part, piece in self.pieces(s):
-            change_(modifier, piece, self.place(part).reading(data))
-        if hidden is not None:
-            s.masked_fill_(hidden, -INF)
-
-    def draw(self, part: Part, compare: Compare) -> torch.Tensor:
-        """Dropout's draws for a part of this tile, [batch,heads,rows,keys]."""
-        at, given, node = self.place(part), self.given, self.tiles.problem.node
-        assert at.ranges is not None
-        assert given.seed is not None
-        assert given.offset is not None
-        seed = int(given.seed), int(given.offset)
-        ranges, H, period = place_in_whole(node.origin, at.ranges, at.H)
-        return draw(node.dropout, seed, ranges, H, self.scratch, compare, period)
-
-    def dropped_(self, *weights: torch.Tensor) -> None:
-        """p -> p * z / (1 - rate), of each p, by the same z."""
-        for several in zip(*map(self.pieces, weights), strict=True):
-            z = self.draw(several[0][0], torch.ge)
-            for _, piece in several:
-                piece.mul_(z)
-        for p in weights:
-            p.div_(1 - self.tiles.problem.node.dropout)
-
-    def sign_(self, p: torch.Tensor) -> None:
-        for part, piece in self.pieces(p):
-            piece.copysign_(self.draw(part, torch.sub))
-
-    def attend(self, k: torch.Tensor, v: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
-        o, lse = self.room("o", v.shape[3]), self.room("lse", 1)
-        if self.slot.tile.parts:
-            self.softmax(k, v, o, lse, results)
-        else:
-            self.see_nothing(o, lse)
-            self.take_statistics(o.new_empty((*results["lse"].shape, 0)), results)
-        results["o"].copy_(self.heads(o))
-        results["lse"].copy_(self.heads(lse)[..., 0])
-
-    def see_nothing(self, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """o [n,L,E] and lse [n,L,1] of a tile without keys."""
-        o.zero_()
-        lse.fill_(-INF)
-        if self.sinks is not None:
-            lse.copy_(self.sinks)
+    @classmethod
+    def of(cls, tiles: ProductTiles, operands: Sequence[torch.Tensor], scratch: Tensors) -> Call:
+        node, grad, jvp = tiles.problem.node, tiles.problem.grad, tiles.jvp
+        own, moves = (operands, ()) if jvp is None else jvp.split(operands)
+        read = None if grad is None else Read.of(grad.split(own), jvp and jvp.directions(operands))
+        given = node.split(own)
+        moved = node.split(moves or (None,) * len(node.takes))
+        k, v = (
+            Dual(
+                as_factor(name, x, scratch),
+                None if t is None else as_factor(f"t{name}", t, scratch),
+            )
+            for name, x, t in (("k", given.k, moved.k), ("v", given.v, moved.v))
+        )
+        places = tiles.places(given.mask, given.q)
+        divides = read is not None and tiles.divides(read.lse.value)
+        return cls(tiles, scratch, given, moved, k, v, read, places, divides)
 
     @cached_property
-    def sinks(self) -> torch.Tensor | None:
-        """The sink of each row, [n,L,1] in the dtype of scores."""
-        return None if self.given.sinks is None else self.spread(self.given.sinks)
+    def moves_scores(self) -> bool:
+        """True if a score moves: not if v and the sinks alone have tangents."""
+        parts = (x for each in self.moved.modifiers for x in each.values())
+        return any(x is not None for x in (self.moved.q, self.moved.k, *parts))
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """A number of each head, x [H], as [n,L,1]."""
-        room, heads = torch.empty_like(self.room("lse", 1)), self.slot.heads
-        self.heads(room).copy_(x[heads.start : heads.stop, None, None])
-        return room
 
-    def take_statistics(self, s: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
-        """Fill the statistics beside lse, each by its own definition on this tile's scores."""
-        for name in self.tiles.more:
-            results[name].copy_(ops.STATISTICS[name]().run(s)[0])
-
-    def softmax(
-        self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-        results: Mapping[str, torch.Tensor],
-    ) -> None:  # fmt: skip
-        """o [n,L,E] and lse [n,L,1] of a tile with keys, and the statistics beside them."""
-        s = self.scores(self.load("q", self.given.q), k, lambda i, s: None)
-        self.take_statistics(self.heads(s), results)
-        total = self.room("total", 1)
-        products.softmax_(s, lse, total, None if self.given.sinks is None else self.sinks)
-        if self.tiles.problem.node.dropout:
-            self.dropped_(s)
-        products.weigh_(o, self.factor(s), self.slot.keys_of(v), room=self.product)
-        o.div_(total)
-
-    def pull(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        read: GradientOperands[torch.Tensor],
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        totals: Sequence[Mapping[str, torch.Tensor]],
-    ) -> None:
-        """Add this tile's share of every gradient, by the formulas of AttentionGrad."""
-        dq, dk, dv = grads
-        node = self.tiles.problem.node
-        q, kept = self.load("q", self.given.q), self.kept_steps()
-        p = self.scores(q, k, kept)
-        stats = self.room("lse", 1)
-        self.heads(stats).copy_(self.slot.rows(read.lse)[..., None])
-        self.weigh_(p, stats)
-        ds = self.room("ds", self.slot.keys)
-        surplus = self.room("delta", 1)
-        if read.do is None:
-            ds.zero_()
-            surplus.zero_()
-        else:
-            self.cotangent(ds, surplus, p, v, read.o, read.do, dv)
-            if self.tiles.weighs_cotangents:
-                torch.sum(ds.mul_(p), -1, keepdim=True, out=surplus)
-        if read.dlse is not None:
-            self.heads(surplus).sub_(self.slot.rows(read.dlse)[..., None])
-            self.clear(surplus)
-        if read.do is not None and self.tiles.weighs_cotangents:
-            ds.addcmul_(p, surplus, value=-1)
-        else:
-            ds.sub_(surplus).mul_(p)
-        self.modifiers_back(ds, totals)
-        sums, factor = self.room("dq", q.shape[2]), self.factor(ds)
-        products.weigh_(sums, factor, self.slot.keys_of(k), node.scale, room=self.product)
-        self.slot.rows(dq).copy_(self.heads(sums))
-        products.add_transposed_(self.slot.keys_of(dk), factor, q, node.scale, self.product)
-
-    def weigh_(self, s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
-        """s -> exp(s - lse), divided by its sum with the sinks if lse [n,L,1] is rounded or of
-        other scores. Returns this sum if it was needed."""
-        products.exp_(s, lse)
-        if self.divisors is None:
-            return None
-        total = torch.sum(s, -1, keepdim=True, out=self.room("total", 1))
-        if self.sinks is not None:
-            total.add_(products.exp_of(self.sinks, lse))
-        s.div_(total.masked_fill_(total == 0.0, 1.0))
-        self.slot.rows(self.divisors).copy_(self.heads(total)[..., 0])
-        return total
-
-    def clear(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n,L,.] with 0, in place, in the rows without keys."""
-        return x.masked_fill_(self.room("lse", 1) == -INF, 0.0) if self.tiles.blind else x
-
-    def cotangent(
-        self, dp: torch.Tensor, delta: torch.Tensor, p: torch.Tensor, v: torch.Tensor,
-        o: torch.Tensor, do: torch.Tensor, dv: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Fill dp, and delta unless it comes from dp, and add to dv."""
-        cotangents = self.clear(self.load("do", do))
-        if not self.tiles.weighs_cotangents:
-            torch.sum(self.load("o", o).mul_(cotangents), -1, keepdim=True, out=delta)
-        if self.tiles.rounds:  # as do is itself
-            cotangents = self.room("cotangent", do.shape[3]).copy_(cotangents)
-        rate = self.tiles.problem.node.dropout
-        weights, scale = p, 1 / (1 - rate)
-        if rate:
-            self.sign_(p)
-            weights = torch.clamp(p, min=0.0, out=self.room("weights", self.slot.keys))
-        factor, values = self.factor(weights), self.slot.keys_of(dv)
-        products.add_transposed_(values, factor, cotangents, scale, self.product)
-        self.multiply(dp, cotangents, v, scale)
-        if rate:
-            products.drop_(dp, p, out=p)
-
-    def kept_steps(self) -> Callable[[int, torch.Tensor], None]:
-        """Stores the result of each modifier for its derivative, if needed."""
-
-        def keep(i: int, s: torch.Tensor) -> None:
-            if f"step{i}" in self.scratch:
-                self.room(f"step{i}", self.slot.keys).copy_(s)
-
-        return keep
-
-    def modifiers_back(
-        self, ds: torch.Tensor, totals: Sequence[Mapping[str, torch.Tensor]]
-    ) -> None:
-        """ds of the last step -> ds of the products, collecting the modifiers' own gradients."""
-        steps = [*zip(self.tiles.problem.node.modifiers, self.given.modifiers, totals, strict=True)]
-        for i, (modifier, data, sums) in reversed([*enumerate(steps)]):
-            if i == 0 and self.tiles.cap is not None:
-                products.cap_back_(ds, self.room("step0", self.slot.keys))
-                break
-            results = self.room(f"step{i}" if f"step{i}" in self.scratch else "s", self.slot.keys)
-            restores = self.tiles.restores[i] and not modifier.additive
-            hidden = results == -INF if restores else None
-            for (part, piece), (_, result) in zip(
-                self.pieces(ds), self.pieces(results), strict=True
-            ):
-                at = self.place(part).reading(data)
-                if sums:
-                    modifier.collect(sums, piece, at)
-                back_(modifier, piece, result, at)
-            if hidden is not None:
-                ds.masked_fill_(hidden, 0.0)
+def as_factor(name: str, x: torch.Tensor, scratch: Tensors) -> torch.Tensor:
+    """k, v or a tangent of them as products read it, in scratch if it must be."""
+    return scratch[name].copy_(x) if name in scratch else x

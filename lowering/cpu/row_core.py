@@ -148,7 +148,8 @@ class Core:
         multiply_(dv, (self.undropped(p) if rate else p).mT, do, upscale)
         multiply_(ds, do, v.mT, upscale)
         if rate:
-            p = drop_(ds, p, self.room("p", p, p.shape[2]))
+            drop_(ds, p)
+            p = torch.abs(p, out=self.room("p", p, p.shape[2]))
         softmax_backward(ds, p, -1, ds.dtype, grad_input=ds)
         multiply_(dq, ds, k, scale)
         multiply_(dk, ds.mT, q, scale)
