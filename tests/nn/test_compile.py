@@ -119,7 +119,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def cases_of(form: int) -> list[Any]:  # Any: parameters of pytest
-    """Each kind by each backend in one form, by Inductor, which is slow, too; all at once in both."""
+    """Each kind by each backend in one form, by slow Inductor too; in both forms all at once."""
     both = {kind: n % 2 == form or kind == "all" for n, kind in enumerate(KINDS)}
     return [
         *((kind, BACKENDS[not mine]) for kind, mine in both.items()),

@@ -111,9 +111,7 @@ def test_what_is_right_runs_and_says_so(store: Store) -> None:
         (RAISES, "it ended with 1: RuntimeError: misaligned address"),
     ],
 )
-def test_what_hangs_or_raises_does_not_run(
-    backend: Backend, why: str, store: Store
-) -> None:
+def test_what_hangs_or_raises_does_not_run(backend: Backend, why: str, store: Store) -> None:
     with pytest.warns(ag.SelfCheckWarning, match=f"{backend.name} is not used on cpu: .*{why}"):
         plan = compile_with(backend, store)
     assert plan.backend == "math"
