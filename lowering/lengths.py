@@ -10,20 +10,23 @@ from attn_graph.ir.packed import Packed
 
 def gapless_sides(graph: Graph) -> tuple[str, ...]:
     """The packed sides whose lengths are the differences of their starts. graph: ends in Packed."""
-    last = graph.eqns[-1]
-    assert isinstance(last.op, Packed)
-    _, where = last.op.split(last.args)
-    makers = {outs[0]: eqn for eqn, outs in graph.numbered}
-    pairs = ((side, where[side]) for side in last.op.sides)
+    makers, where = {outs[0]: eqn for eqn, outs in graph.numbered}, packed_sides(graph)
+    pairs = where.items()
     return tuple(side for side, (starts, n) in pairs if n in makers and makers[n].args == (starts,))
 
 
 def shares_lengths(graph: Graph) -> bool:
     """True if packed q and k have equal lengths. graph: ends in Packed."""
+    where = packed_sides(graph)
+    return len(where) == 2 and len({lengths for _, lengths in where.values()}) == 1
+
+
+def packed_sides(graph: Graph) -> dict[str, tuple[int, ...]]:
+    """The numbers of starts and lengths of each packed side."""
     last = graph.eqns[-1]
-    assert isinstance(last.op, Packed)
-    _, where = last.op.split(last.args)
-    return len(last.op.sides) == 2 and len({where[side][1] for side in last.op.sides}) == 1
+    op: Packed = last.op.packed
+    _, where = op.split(last.args)
+    return {side: where[side] for side in op.sides}
 
 
 def sequence_rows(starts: torch.Tensor, lengths: torch.Tensor | None, T: int) -> torch.Tensor:

@@ -51,13 +51,9 @@ class Problem:
     lies: Lies = ()
 
     @classmethod
-    def of(
-        cls, op: Attention | AttentionGrad, specs: Sequence[TensorSpec], lies: Lies = ()
-    ) -> Problem:
-        """specs: of the operands, in their order."""
-        if isinstance(op, AttentionGrad):
-            return cls(op.attention, tuple(specs), op, lies)
-        return cls(op, tuple(specs), None, lies)
+    def of(cls, op: Op, specs: Sequence[TensorSpec], lies: Lies = ()) -> Problem:
+        """op: an attention or its gradient. specs: of the operands, in their order."""
+        return cls(op.attention, tuple(specs), op.grad, lies)
 
     @cached_property
     def by_role(self) -> Operands[TensorSpec]:
@@ -150,7 +146,7 @@ class Problem:
         if self.grad is None or self.node.part:
             return False
         each = zip(self.node.takes, self.grad.wants, self.specs, strict=False)
-        read = [(role.axes, s.shape) for role, wants, s in each if wants and role.is_data]
+        read = [(role.axes, s.shape) for role, wants, s in each if wants and role.data]
         return any(dict(zip(*x, strict=True)).get("j", 1) == 1 for x in read)
 
     @property

@@ -8,11 +8,9 @@ import torch
 
 from attn_graph.errors import DEVICE, Reason
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Pack, Unpack
 from attn_graph.ir.paging import SumPages, Unpage
 from attn_graph.ir.scaling import Dequantise
-from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES
@@ -57,8 +55,8 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
     pages.
     """
     ops = [eqn.op for eqn in graph.eqns]
-    pushed = [within for op in ops if isinstance(within := fused_op(op), AttentionJvp)]
-    packed = any(isinstance(op, Packed) and op.op in pushed for op in ops)
+    pushed = [op.jvp for op in ops if op.jvp]
+    packed = any(op.packed and op.jvp for op in ops)
     if pushed and (packed or not pushes):
         names = ", ".join(f"AttentionJvp{' of a gradient' if op.grad else ''}" for op in pushed)
         limit = f"computes no tangents{' of packed tensors' * pushes}"
@@ -77,7 +75,7 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
 
 def scaling_reason(ops: Sequence[Op]) -> Reason | None:
     """Against quantised keys and values; None without them."""
-    if any(isinstance(op, Dequantise) or (isinstance(op, Packed) and op.scaled) for op in ops):
+    if any(isinstance(op, Dequantise) or (op.packed and op.packed.scaled) for op in ops):
         actual = "the graph has some; math and triton read them"
         return Reason("quantised", "reads no quantised keys", actual)
     return None
@@ -87,10 +85,10 @@ def packing_reason(ops: Sequence[Op]) -> Reason | None:
     """Against packed tensors and pages; None without them."""
     fused = not any(isinstance(op, (*PACKING, *PAGING)) for op in ops)
     others = "{} read them" if fused else "math supports it"
-    if any(isinstance(op, PAGING) or (isinstance(op, Packed) and op.paged) for op in ops):
+    if any(isinstance(op, PAGING) or (op.packed and op.packed.paged) for op in ops):
         others = others.format("math, triton and cudnn")
         return Reason("pages", "reads no pages", f"the graph has some; {others}")
-    if any(isinstance(op, (Packed, *PACKING)) for op in ops):
+    if any(op.packed or isinstance(op, PACKING) for op in ops):
         others = others.format("math, triton, cudnn and torch_flash")
         return Reason("packed", "reads no packed tensors", f"the graph has some; {others}")
     return None

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from typing import Any
 
 from attrs import evolve
 
-from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Graph, Input
-from attn_graph.ir.packed import PLACES, TOTALS, Packed
+from attn_graph.ir.packed import PLACES, TOTALS
 from attn_graph.ir.packing import row_count
 from attn_graph.lowering.problem import Problem
-from attn_graph.masks import Data, needs_of
 from attn_graph.spec import TensorSpec
 
 MOST = {"rows": "i", "keys": "j"}  # axes: of the rows of one sequence
-Label = str | Data  # the axes of an operand
 
 
 def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
@@ -27,26 +23,25 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
     sizes |= {"d": problem.D, "e": problem.E}
     before = {"b": problem.B, "g": problem.G, "h": problem.H, "i": problem.M, "j": problem.N}
     before |= {"d": problem.D, "e": problem.E}
-    last = graph.eqns[-1]
-    assert isinstance(last.op, Fused)
-    if isinstance(last.op, Packed):
-        totals = {side: graph.types[last.args[PLACES[side]]] for side in last.op.sides}
+    last: Any = graph.eqns[-1]  # Any: of a Fused
+    if packed := last.op.packed:
+        totals = {side: graph.types[last.args[PLACES[side]]] for side in packed.sides}
         before |= {TOTALS[side]: row_count(x.shape) for side, x in totals.items()}
         sizes |= {"t": M, "u": N, "s": sizes["b"] + 1}
         before["s"] = problem.B + 1
-        if last.op.paged:
+        if packed.paged:
             (before["n"], page, *_), (_, before["w"]) = (
                 graph.types[last.args[at]].shape for at in (1, -1)
             )
             before["p"] = sizes["p"] = page
             sizes["w"] = -(-N // page)
             sizes |= {"j": sizes["w"] * page, "n": sizes["b"] * sizes["w"]}
-    axes = dict(zip(last.args, operand_axes(last.op), strict=True))
+    roles = dict(zip(last.args, last.op.takes, strict=True))
 
     def resize(n: int, x: Input) -> Input:
-        if n not in axes:  # nothing reads it
+        if n not in roles:  # nothing reads it
             return x
-        each = zip(x.spec.shape, *(sizes_of(axes[n], own) for own in (before, sizes)), strict=True)
+        each = zip(x.spec.shape, *(roles[n].shape(own) for own in (before, sizes)), strict=True)
         shape = tuple(new if size == old else 1 for size, old, new in each)
         return Input(x.name, TensorSpec(shape, x.spec.dtype))
 
@@ -54,24 +49,10 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
     types, eqns = [x.spec.type for x in inputs], []
     for eqn in graph.eqns:
         op = eqn.op
-        if isinstance(op, Packed):
-            rows, keys = (sizes[axis] if x in op.most else None for x, axis in MOST.items())
-            op = evolve(op, rows=rows, keys=keys)
+        if packed := op.packed:
+            rows, keys = (sizes[axis] if x in packed.most else None for x, axis in MOST.items())
+            op = evolve(packed, rows=rows, keys=keys)
         outs = op.infer(*(types[n] for n in eqn.args))
         types += outs
         eqns.append(evolve(eqn, op=op, outs=outs))
     return evolve(graph, inputs=inputs, eqns=tuple(eqns), layouts=())
-
-
-def sizes_of(label: Label, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    if isinstance(label, Data):
-        return label.shape(sizes)
-    return tuple(sizes[axis] for axis in label)
-
-
-def operand_axes(op: Fused) -> Iterator[Label]:
-    """The axes of each operand, or its `Data`."""
-    node = op.attention
-    needs = (*(m.needs for m in node.modifiers), needs_of(node.mask))
-    data = chain.from_iterable(each.values() for each in needs)
-    return (next(data) if role.is_data else role.axes for role in op.takes)

@@ -27,7 +27,7 @@ from attn_graph.spec import ValueType, accumulator, to_number
 
 T = TypeVar("T")
 SAVED = ("o", "lse")  # results of an attention read by its gradient, unless weights are kept
-QKV = Role("q", "bhid", 4, 0, True), Role("k", "bgjd", 4, 1, True), Role("v", "bgje", 4, 2, True)
+QKV = Role("q", "bhid", 0, True), Role("k", "bgjd", 1, True), Role("v", "bgje", 2, True)
 
 
 def sort_statistics(names: Iterable[str]) -> tuple[str, ...]:
@@ -108,20 +108,16 @@ class Attention(Fused):
             limit = "keeps weights of a softmax of scores and a bias under a mask, and of no more"
             raise GraphError(f"attention: {self} {limit}")
 
-    @property
-    def attention(self) -> Attention:
-        return self
-
     @cached_property
     def takes(self) -> tuple[Role, ...]:
         steps = [(m, n, *data) for m in self.modifiers for n, data in enumerate(m.needs.items(), 1)]
         more = [
-            Role(name, x.axes, None, None, name in m.trains, n in m.constants)
+            Role(name, x.axes, None, name in m.trains, n in m.constants, x)
             for m, n, name, x in steps
         ]
-        more += [Role(name, x.axes, None) for name, x in masks.needs_of(self.mask).items()]
-        more += [Role("sinks", "h", 1, trains=True)] * self.sinks
-        more += [Role("seed", "", 0), Role("offset", "", 0)] if self.dropout else []
+        more += [Role(name, x.axes, data=x) for name, x in masks.needs_of(self.mask).items()]
+        more += [Role("sinks", "h", trains=True)] * self.sinks
+        more += [Role("seed", ""), Role("offset", "")] if self.dropout else []
         return (*QKV, *(evolve(role, like=n) for n, role in enumerate(more, len(QKV))))
 
     @cached_property
@@ -355,6 +351,10 @@ class AttentionGrad(Fused):
     def carried(self) -> tuple[int, ...]:
         n = len(self.wants)
         return tuple(range(n, n + len(self.attention.saved)))
+
+    @property
+    def grad(self) -> AttentionGrad:
+        return self
 
     @property
     def by_lse(self) -> AttentionGrad:

@@ -11,10 +11,9 @@ from attn_graph.errors import GraphError, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import Packed, with_operands
+from attn_graph.ir.packed import with_operands
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.tangents import attention_in
 from attn_graph.masks import Mask
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.spec.dims import Dim, NamedSize, Sizes, are_numbers, bind
@@ -50,11 +49,10 @@ def require_numbers(graph: Graph, who: str) -> None:
 
 def settle(op: Op, operands: Sequence[Value]) -> tuple[Op, Sequence[Value]]:
     """An op whose sizes are now numbers with a canonical mask and modifiers, and its operands."""
-    node = attention_in(op)
+    node = op.attention
     if node is None or (node.mask is None and not node.modifiers):
         return op, operands
-    types = [x.type for x in operands]
-    q, k, *_ = op.padded(types) if isinstance(op, Packed) else types
+    q, k, *_ = op.padded([x.type for x in operands])
     M, N = q.shape[2], k.shape[2]
     settled, kept = settle_attention(op, node, node.mask, M, N, len(operands))
     return settled, operands if kept is None else [operands[i] for i in kept]

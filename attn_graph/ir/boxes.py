@@ -64,8 +64,7 @@ def move_attention(eqn: Eqn, box: Box) -> Piece:
 
     It is a part unless the box has all keys. Raises GraphError for masks and steps that can't move.
     """
-    node = eqn.op
-    assert isinstance(node, Attention)
+    node: Attention = eqn.op.forward
     whole = node.split(eqn.args)
     steps = tuple(move_modifier(step, box) for step in node.modifiers)
     mask = None if node.mask is None else canonical_mask(move_mask(node.mask, box), *box.shape[2:])

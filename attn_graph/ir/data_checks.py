@@ -12,10 +12,9 @@ import torch
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import LENGTHS, PLACES, Packed
+from attn_graph.ir.packed import LENGTHS, PLACES
 from attn_graph.ir.packing import Lengths, list_sequences, row_count
 from attn_graph.ir.paging import list_entries
-from attn_graph.ir.tangents import attention_in
 from attn_graph.spec import ValueType
 
 
@@ -29,26 +28,24 @@ def check_data(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:
     for eqn, outs in graph.numbered:
         if isinstance(eqn.op, Lengths):
             (values[outs[0]],) = eqn.op.run(values[eqn.args[0]])
-        elif attention_in(eqn.op) is not None:
+        elif eqn.op.attention is not None:
             known = {n: values[i] for n, i in enumerate(eqn.args) if i in values}
             check_operands(eqn.op, [graph.types[i] for i in eqn.args], known)
 
 
 def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch.Tensor]) -> None:
     """Check the operands of an attention. known: those already known, by number."""
-    node, numbers = attention_in(op), range(len(types))
-    assert node is not None
-    padded, where = types, dict[str, tuple[int, ...]]()
-    if isinstance(op, Packed):
-        padded, where = op.padded(types), op.split(numbers)[1]
-        for side, most in op.most.items():
+    padded, packed, where = op.padded(types), op.packed, dict[str, tuple[int, ...]]()
+    if packed:
+        _, where = packed.split(range(len(types)))
+        for side, most in packed.most.items():
             starts, lengths = (known[n] for n in where[side])
             total = row_count(types[PLACES[side]].shape)
             list_sequences(starts, lengths, total, most, LENGTHS[side].split("_")[0])
-        if op.paged:
+        if packed.paged:
             n, page = types[PLACES["keys"]].shape[:2]
             deque(list_entries(page, n, *(known[n] for n in where["keys"])), 0)
-    read = node.slots.mask
+    read = op.attention.slots.mask
     for side, name in LENGTHS.items():
         if name in read and side not in where:
             check_lengths(name, known[read[name]], padded[PLACES[side]].shape[2])

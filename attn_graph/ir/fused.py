@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, TypeVar, final
@@ -10,6 +10,7 @@ from typing import Any, TypeVar, final
 from attrs import evolve, frozen
 
 from attn_graph.ir.graph import Op
+from attn_graph.masks import Data
 
 T = TypeVar("T")
 SIDES: dict[int | None, str] = {None: "rows", 0: "rows", 1: "keys", 2: "keys"}  # of q, k and v
@@ -24,27 +25,32 @@ class Role:
 
     axes: "b" batch, "h" heads, "g" key/value heads, any other letter for an axis that stays. like:
     the number of the attention's operand with its layout; None for the rows of o. trains: True if
-    it has a gradient. constant: True if a derivative by it is refused.
+    it has a gradient. constant: True if a derivative by it is refused. data: of a tensor read by a
+    modifier or the mask.
     """
 
     name: str
     axes: str
-    rank: int | None
     like: int | None = None
     trains: bool = False
     constant: bool = False
+    data: Data | None = None
 
     @classmethod
     @cache
     def of_rows(cls, name: str) -> Role:
         """o, lse, ..., or a gradient or tangent of these."""
         axes = WIDE.get(name.removeprefix("t").removeprefix("d"), "bhi")
-        return cls(name, axes, len(axes))
+        return cls(name, axes)
 
     @property
-    def is_data(self) -> bool:
-        """True if a modifier or the mask reads it."""
-        return self.rank is None
+    def rank(self) -> int | None:
+        """How many axes it has; None: any number."""
+        return None if self.data else len(self.axes)
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The full size of each axis. sizes: by letter."""
+        return self.data.shape(sizes) if self.data else tuple([sizes[x] for x in self.axes])
 
     @property
     def side(self) -> str:
@@ -62,8 +68,8 @@ class Fused(Op):
 
     @property
     def attention(self) -> Any:  # Any: an Attention, whose module imports this one
-        """The attention that it is or differentiates."""
-        raise NotImplementedError
+        """The attention that it differentiates; by default itself."""
+        return self
 
     @cached_property
     def takes(self) -> tuple[Role, ...]:
@@ -74,6 +80,11 @@ class Fused(Op):
     def gives(self) -> tuple[Role, ...]:
         """Its results."""
         raise NotImplementedError
+
+    @property
+    def operand_sides(self) -> tuple[str, ...]:
+        """For each operand: "rows" if laid out like q, "keys" if like k, else ""."""
+        return tuple([role.side for role in self.takes])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,11 +110,6 @@ class Fused(Op):
 def mark_flagged(roles: Sequence[Role], flags: Sequence[bool], letter: str) -> tuple[Role, ...]:
     """The roles of the gradients or tangents of those flagged."""
     return tuple([role.marked(letter) for role in select_flagged(roles, flags)])
-
-
-def label_roles(roles: Sequence[Role], own: Sequence[T], row: T) -> tuple[T, ...]:
-    """A label for each role. own: labels of the attention's operands. row: of o, lse, ..."""
-    return tuple([row if role.like is None else own[role.like] for role in roles])
 
 
 def select_flagged(values: Sequence[T], flags: Sequence[bool]) -> tuple[T, ...]:

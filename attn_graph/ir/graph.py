@@ -84,6 +84,35 @@ class Op(Declared):
         """Names of the results without a gradient, which have no cotangent."""
         return ()
 
+    @property
+    def attention(self) -> Any:  # Any: an Attention, whose module imports this one, or None
+        """The attention that it is or differentiates."""
+        return None
+
+    @property
+    def grad(self) -> Any:  # Any: an AttentionGrad, or None
+        """The gradient of an attention, if it is one or the tangent of one."""
+        return None
+
+    @property
+    def jvp(self) -> Any:  # Any: an AttentionJvp, or None
+        """The tangent of an attention or of its gradient, if it is one."""
+        return None
+
+    @property
+    def forward(self) -> Any:  # Any: an Attention, or None
+        """The attention, if it is one and no derivative."""
+        return None if self.is_gradient else self.attention
+
+    @property
+    def packed(self) -> Any:  # Any: a Packed, or None
+        """Itself, if its operands are packed, in pages or quantised."""
+        return None
+
+    def padded(self, types: Sequence[ValueType]) -> list[ValueType]:
+        """The types of its operands, with a batch entry for each sequence."""
+        return [*types]
+
     # Any in these three: subclasses fix the number of operands, which this form alone allows.
     def problems(self, *args: Any, **kwargs: Any) -> Iterator[str]:  # Any: as above
         """Why operands of these types make no sense; empty if they do."""

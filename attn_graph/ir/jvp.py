@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from attn_graph.errors import GraphError
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, check_graph, unused_names
-from attn_graph.ir.packed import fused_op
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.sums import Zeros
-from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.vjp import floating_inputs, numbers_of, refuse_constants
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
@@ -99,8 +97,7 @@ def push_equation(
         return results, [None] * len(results)
     pushed = eqn.op.push(b.emit, operands, results, moved)
     last = b.eqns[-1]
-    pushed_op, own = fused_op(last.op), fused_op(eqn.op)
-    if isinstance(pushed_op, AttentionJvp) and not pushed_op.grad and pushed_op.of == own:
+    if last.op.jvp and last.op.jvp.of == eqn.op.forward:
         first = len(b.types) - len(last.outs)
         results = tuple(Value(b, first + n) for n in range(len(results)))
     return results, pushed

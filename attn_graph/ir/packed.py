@@ -36,16 +36,6 @@ TOTALS = {"rows": "t", "keys": "u"}  # axes: of all packed rows of a side
 LEAVES: dict[str, Mask] = {"rows": QueryLengths(), "keys": KeyLengths()}  # needed by a packed side
 
 
-def fused_op(op: Op) -> Op:
-    """The op within a Packed; any other op itself."""
-    return op.op if isinstance(op, Packed) else op
-
-
-def operand_sides(op: Fused) -> tuple[str, ...]:
-    """For each operand of a fused op: "rows" if laid out like q, "keys" if like k, else ""."""
-    return tuple([role.side for role in op.takes])
-
-
 def with_operands(
     op: Op, node: Attention, kept: Sequence[int]
 ) -> Any:  # Any: an op of the same class
@@ -111,7 +101,7 @@ class Packed(Fused):
     scaled: bool = field(default=False, converter=bool)
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.op, Fused) or isinstance(self.op, Packed):
+        if not isinstance(self.op, Fused) or self.op.packed:
             raise GraphError(f"packed: {self.op} is not an attention, nor a derivative of one")
         parts = and_parts(self.attention.mask)
         if missing := [str(LEAVES[side]) for side in self.sides if LEAVES[side] not in parts]:
@@ -125,6 +115,18 @@ class Packed(Fused):
     def attention(self) -> Attention:
         node: Attention = self.op.attention
         return node
+
+    @property
+    def grad(self) -> Any:  # Any: as of Op
+        return self.op.grad
+
+    @property
+    def jvp(self) -> Any:  # Any: as above
+        return self.op.jvp
+
+    @property
+    def packed(self) -> Packed:
+        return self
 
     @property
     def most(self) -> dict[str, int]:
@@ -186,8 +188,8 @@ class Packed(Fused):
         if self.scaled:
             own[1:3] = [evolve(role, trains=False, constant=True) for role in own[1:3]]
             more = [evolve(x, name=name) for x, name in zip(own[1:3], KEY_SCALES, strict=True)]
-        more += [Role(STARTS[side], "s", 1) for side in self.sides]
-        more += [Role("pages", "bw", 2)] * self.paged
+        more += [Role(STARTS[side], "s") for side in self.sides]
+        more += [Role("pages", "bw")] * self.paged
         return (*own, *(evolve(role, like=n) for n, role in enumerate(more, len(own))))
 
     @cached_property
@@ -202,8 +204,7 @@ class Packed(Fused):
         if role.side not in self.sides:
             return role
         row = TOTALS[role.side]
-        axes = row + head + last if last else head + row
-        return evolve(role, axes=axes, rank=len(axes))
+        return evolve(role, axes=row + head + last if last else head + row)
 
     def scales(self, operands: Sequence[T]) -> dict[int, T]:
         """The scale of each quantised operand, by number."""
@@ -244,7 +245,7 @@ class Packed(Fused):
     def read(self, use: Callable[..., X], operands: Sequence[X]) -> list[X]:
         """The operands of `op`. use: applies an op to values."""
         own, where = self.split(operands)
-        readers, sides = self.readers, operand_sides(self.op)
+        readers, sides = self.readers, self.op.operand_sides
         scales = self.scales(operands)
         own = tuple(
             use(Dequantise(), x, scales[n], own[0]) if n in scales else x for n, x in enumerate(own)
@@ -280,7 +281,7 @@ class Packed(Fused):
         if len(entries) > 1:
             names = " and ".join(self.roles[len(own) :])
             yield f"packed: {names} are of {sorted(entries)} sequences"
-        for x, side in zip(own, operand_sides(self.op), strict=True):
+        for x, side in zip(own, self.op.operand_sides, strict=True):
             due = own[PLACES.get(side, 0)]
             if side in where and extent_of(x.shape) != extent_of(due.shape):
                 yield f"packed: {x} should have as many rows as {due}"

@@ -100,19 +100,20 @@ class Neighbours:
 
     def absorb(self, eqn: Eqn, outs: range) -> Absorbed | None:
         """An attention with its surroundings; None if they can't be one op."""
-        if not isinstance(eqn.op, Attention) or eqn.op.keeps:
+        node: Attention | None = eqn.op.forward
+        if node is None or eqn.op.packed or node.keeps:
             return None
         q, k, v, *rest = eqn.args
         rows, keys = self.side(eqn, "rows", q), self.side(eqn, "keys", k, v)
         results = dict(zip(outs, range(len(outs)), strict=True))
-        packs = results if rows is None else self.packs(eqn.op, results, rows)
+        packs = results if rows is None else self.packs(node, results, rows)
         starts = [side.where[0] for side in (rows, keys) if side]
         query, tensors = rows.tensors[0] if rows else q, keys.tensors if keys else (k, v)
         tensors, scales = self.scaled(query, tensors)
         if not (rows or keys or scales) or packs is None:
             return None
         paged = keys is not None and isinstance(keys.op, Unpage)
-        op = Packed(eqn.op, rows and rows.most, keys and keys.most, paged, bool(scales))
+        op = Packed(node, rows and rows.most, keys and keys.most, paged, bool(scales))
         return Absorbed(op, (query, *tensors, *rest, *scales, *starts), packs)
 
     def scaled(self, q: int, tensors: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -138,9 +139,9 @@ class Neighbours:
 
     def end(self, eqn: Eqn, name: str) -> int | None:
         """The lengths by which the mask ends a side; None if it does not."""
-        assert isinstance(eqn.op, Attention)
-        data = eqn.op.split(eqn.args).mask
-        return data[LENGTHS[name]] if LEAVES[name] in and_parts(eqn.op.mask) else None
+        node: Attention = eqn.op.attention
+        data = node.split(eqn.args).mask
+        return data[LENGTHS[name]] if LEAVES[name] in and_parts(node.mask) else None
 
     def packs(self, op: Attention, results: Mapping[int, int], rows: Side) -> dict[int, int] | None:
         """The packs of an attention's results; None if one has another reader."""

@@ -17,10 +17,10 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.packed import Packed, fused_op
+from attn_graph.ir.packed import Packed
 from attn_graph.ir.packed_fusing import fuse_packed
 from attn_graph.ir.rewrite import Copy, replay
-from attn_graph.ir.tangents import AttentionJvp, attention_in, gradient_in
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.masks.canonical import canonical_mask
 
 
@@ -215,7 +215,7 @@ def narrow(graph: Graph) -> Graph:
     """Let gradients of attention compute only the results that are read."""
     users, copy = count_users(graph), Copy(graph)
     for eqn, outs in graph.numbered:
-        if gradient_in(fused_op(eqn.op)) is not None:
+        if eqn.op.grad is not None:
             op = select_results(eqn.op, [i in users for i in outs])
             copy.add(op, eqn.args, [i for i in outs if i in users])
         else:
@@ -241,17 +241,17 @@ def keep_weights(graph: Graph) -> Graph | None:
     if len(graph.eqns) != 1 or graph.outputs != (len(graph.inputs),):
         return None
     (eqn,) = graph.eqns
-    if not isinstance(eqn.op, Attention) or not eqn.op.is_keepable:
+    node: Attention | None = eqn.op.forward
+    if node is None or eqn.op.packed or not node.is_keepable:
         return None
-    op = evolve(eqn.op, keeps=True)
+    op = evolve(node, keeps=True)
     outs = op.infer(*(graph.types[i] for i in eqn.args))
     return evolve(graph, eqns=(Eqn(op, eqn.args, outs),))
 
 
 def keeps_weights(graph: Graph) -> bool:
     """True if an attention keeps its weights, or a gradient reads kept ones."""
-    nodes = (attention_in(eqn.op) for eqn in graph.eqns)
-    return any(node is not None and node.keeps for node in nodes)
+    return any(eqn.op.attention is not None and eqn.op.attention.keeps for eqn in graph.eqns)
 
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (canonicalise, fuse, fuse_packed)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Eqn, Graph
-from attn_graph.ir.packed import Packed
-from attn_graph.ir.tangents import attention_in
 from attn_graph.masks import Mask
 from attn_graph.masks.pictures import picture_html
 from attn_graph.printing.html import Html
@@ -21,9 +19,8 @@ def picture_masks(graph: Graph) -> Iterator[Html]:
 
 def masks_of(graph: Graph, eqn: Eqn) -> Iterator[tuple[Mask, int, int]]:
     """The mask of an equation, if it has one, with the numbers of queries and keys."""
-    op, node = eqn.op, attention_in(eqn.op)
-    types = [graph.types[i] for i in eqn.args]
-    shapes = [x.shape for x in (op.padded(types) if isinstance(op, Packed) else types)[:2]]
+    op, node = eqn.op, eqn.op.attention
+    shapes = [x.shape for x in op.padded([graph.types[i] for i in eqn.args])[:2]]
     if node is not None and node.mask is not None:
         yield node.mask, shapes[0][2], shapes[1][2]
     elif isinstance(op, ops.Mask):

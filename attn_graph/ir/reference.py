@@ -10,7 +10,6 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError, PlanMismatchError, show
-from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import replace_sizes
 from attn_graph.ir.graph import Graph, Op, check_graph
 from attn_graph.machine.ambient import plain_ops_on
@@ -137,7 +136,7 @@ def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
     low = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
 
     def step(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = op.unfold(step, operands) if isinstance(op, Attention) else op.run(*operands)
+        results = op.unfold(step, operands) if op.forward is op else op.run(*operands)
         return tuple(round_digits(x, low) if x.is_floating_point() else x for x in results)
 
     values = list(tensors)

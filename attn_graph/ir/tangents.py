@@ -50,17 +50,6 @@ NO_SECOND_PUSH = (
 )
 
 
-def attention_in(op: Op) -> Attention | None:
-    """The attention that an op is or differentiates; None for other ops."""
-    return op.attention if isinstance(op, Fused) else None
-
-
-def gradient_in(op: Op) -> AttentionGrad | None:
-    """The gradient of an attention that an op is or pushes; None for other ops."""
-    within = op.of if isinstance(op, AttentionJvp) else op
-    return within if isinstance(within, AttentionGrad) else None
-
-
 def run_op(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """An `emit` that computes at once."""
     return op.run(*operands)
@@ -158,7 +147,11 @@ class AttentionJvp(Fused):
     @property
     def grad(self) -> AttentionGrad | None:
         """The gradient it goes through; None if it goes through an attention."""
-        return self.of if isinstance(self.of, AttentionGrad) else None
+        return self.of.grad
+
+    @property
+    def jvp(self) -> AttentionJvp:
+        return self
 
     @property
     def attention(self) -> Attention:

@@ -9,14 +9,11 @@ from attrs import evolve
 
 from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
-from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, check_graph
-from attn_graph.ir.packed import fused_op
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.sums import Add, Zeros
-from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.views import Unfold, spec_of_view
 from attn_graph.machine.cache import remember
 from attn_graph.machine.overlap import overlaps_itself
@@ -198,8 +195,7 @@ def result_spec(graph: Graph, i: int) -> TensorSpec:
         if isinstance(eqn.op, Unfold) and i not in statistics(graph):
             return eqn.op.view(result_spec(graph, eqn.args[0]))
         q = spec_of_view(graph, eqn.args[0]) if eqn.args else None
-        kinds = Attention, AttentionJvp, ops.Weigh
-        follows = isinstance(fused_op(eqn.op), kinds)
+        follows = eqn.op.attention or isinstance(eqn.op, ops.Weigh)
         if q is not None and follows and eqn.op.names[i - outs[0]] in ("o", "to"):
             return TensorSpec(type_.shape, type_.dtype, dense_strides(type_.shape, memory_order(q)))
     return TensorSpec(type_.shape, type_.dtype)

@@ -14,12 +14,11 @@ from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
 from attn_graph.ir.modifiers import Alibi
-from attn_graph.ir.packed import Packed, with_operands
+from attn_graph.ir.packed import with_operands
 from attn_graph.ir.passes import canonicalise, fuse
 from attn_graph.ir.relative import MODIFIERS
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.ir.sums import Add, Zeros
-from attn_graph.ir.tangents import attention_in, gradient_in
 from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
 from attn_graph.ir.vjp import require_no_layouts, value_names
 from attn_graph.masks import LEAVES
@@ -166,7 +165,7 @@ def mapped_spec(own: Input, place: int, size: int) -> TensorSpec:
 def general_problems(graph: Graph) -> Iterator[str]:
     read = {i for eqn in graph.eqns for i in eqn.args}
     for eqn, outs in graph.numbered:
-        node = None if isinstance(eqn.op, Packed) else attention_in(eqn.op)
+        node = None if eqn.op.packed else eqn.op.attention
         if node is None and not isinstance(eqn.op, Add | Zeros | Dequantise):
             yield (
                 f"vmap: {type(eqn.op).__name__} is a step by itself; only whole attentions are "
@@ -256,7 +255,7 @@ class MappedGraph:
             if n in self.letters and not self.stays(n, way):
                 yield from self.input_problems(n, own, way)
         for eqn in self.graph.eqns:
-            node = attention_in(eqn.op)
+            node = eqn.op.attention
             if node is not None:
                 yield from self.equation_problems(eqn, node, way)
 
@@ -296,7 +295,7 @@ class MappedGraph:
             r = self.width(eqn.args[0], "h") // max(1, self.width(eqn.args[1], "g"))
             if r > 1 and not way.before and not self.shares_keys(way):
                 yield f"{r} query heads share a key/value head, and would not lie side by side"
-        grad = gradient_in(eqn.op)
+        grad = eqn.op.grad
         if grad is not None:
             for n, wanted in zip(eqn.args, grad.wants, strict=False):
                 if wanted and n < len(self.inputs) and self.stays(n, way):
@@ -324,7 +323,7 @@ class MappedGraph:
 
     def map_op(self, eqn: Eqn) -> Op:
         """An equation's op; dropout draws for each entry as for it alone."""
-        node = attention_in(eqn.op)
+        node = eqn.op.attention
         if node is None or not node.dropout:
             return eqn.op
         (B, H, *_) = self.graph.types[eqn.args[0]].shape

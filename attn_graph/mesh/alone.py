@@ -13,7 +13,6 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.boxes import Piece, cut_feed
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import Packed
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.plan import Plan
@@ -86,5 +85,4 @@ class OwnPart:
 def own_op(sharded: Sharded, piece: Piece) -> Op:
     """The op of a rank's part: moved, and packed as the whole one is."""
     node: Attention = evolve(piece.node, sinks=sharded.node.sinks, part=sharded.node.part)
-    op = sharded.whole[0].op
-    return evolve(op, op=node) if isinstance(op, Packed) else node
+    return evolve(sharded.packed, op=node) if sharded.packed else node

@@ -18,7 +18,6 @@ from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.philox import WORDS
-from attn_graph.ir.tangents import attention_in
 from attn_graph.machine.target import Target
 from attn_graph.masks import Data, needs_of
 from attn_graph.masks.moving import Box
@@ -114,8 +113,8 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
     @property
     def packed(self) -> Packed | None:
         """The op of an attention on packed sequences or pages."""
-        op = self.whole[0].op
-        return op if isinstance(op, Packed) else None
+        packed: Packed | None = self.whole[0].op.packed
+        return packed
 
     @property
     def packs_rows(self) -> bool:
@@ -125,15 +124,14 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
     @property
     def node(self) -> Attention:
         """The op of the attention."""
-        node = attention_in(self.whole[0].op)
-        assert node is not None
+        node: Attention = self.whole[0].op.attention
         return node
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """B, H, M and N; for sequences packed or in pages, the most M and N of one."""
-        types = [self.graph.types[i] for i in self.whole[0].args]
-        q, k, *_ = types if self.packed is None else self.packed.padded(types)
+        eqn, _ = self.whole
+        q, k, *_ = eqn.op.padded([self.graph.types[i] for i in eqn.args])
         return q.shape[0], q.shape[1], q.shape[2], k.shape[2]
 
     @cached_property
@@ -357,10 +355,11 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
 
 def starts_of(eqn: Eqn) -> dict[str, int]:
     """The numbers of an attention's starts, by letter."""
-    if not isinstance(eqn.op, Packed):
+    packed: Packed | None = eqn.op.packed
+    if packed is None:
         return {}
-    given = eqn.args[len(eqn.op.op.takes) :]
-    return dict(zip((STARTS[side] for side in eqn.op.sides), given, strict=False))
+    given = eqn.args[len(packed.op.takes) :]
+    return dict(zip((STARTS[side] for side in packed.sides), given, strict=False))
 
 
 def show_holding(holding: Holding) -> str:

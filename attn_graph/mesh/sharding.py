@@ -12,10 +12,8 @@ from attn_graph.errors import GraphError, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.graph import Graph, check_graph, op_name
-from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.tangents import attention_in
 from attn_graph.ir.vjp import require_no_layouts
 from attn_graph.machine.tensors import is_distributed
 from attn_graph.masks.moving import Box
@@ -104,15 +102,15 @@ def check_choice(name: str, value: object, known: Sequence[str]) -> None:
 def check_attention(graph: Graph, placement: Placement) -> None:
     """Raise GraphError unless a simplified graph is one attention, divisible by the placement."""
     ops = [eqn.op for eqn in graph.eqns if not isinstance(eqn.op, Lengths)]
-    node = fused_op(ops[0]) if len(ops) == 1 else None
-    if not isinstance(node, Attention) or node.keeps:
+    node: Attention | None = ops[0].forward if len(ops) == 1 else None
+    if node is None or node.keeps:
         text = ", ".join(op_name(type(op)) for op in ops) or "nothing"
         raise GraphError(f"shard: the graph is to be one attention, and is {text}; shard that part")
-    if isinstance(ops[0], Packed) and ops[0].scaled:
+    if ops[0].packed and ops[0].packed.scaled:
         raise GraphError(
             "shard: quantised keys and values are not divided; pass k * k_scale and v * v_scale"
         )
-    if isinstance(ops[0], Packed) and placement in SEQUENCES:
+    if ops[0].packed and placement in SEQUENCES:
         raise GraphError(
             f"shard: sequences that are packed or in pages are divided whole, by 'batch', or by "
             f"'heads', not by {show(placement)}; to divide each of them, put all in one row, with "
@@ -134,8 +132,7 @@ def check_given(graph: Graph, known: Mapping[str, torch.Tensor]) -> None:
     Starts of packed sequences have a use too.
     """
     eqn = graph.eqns[-1]
-    node = attention_in(eqn.op)
-    assert node is not None
+    node: Attention = eqn.op.attention
     lengths = {out: each.args[0] for each, (out, *_) in graph.numbered[:-1]}
     reads = [*node.split(eqn.args).mask.values(), *starts_of(eqn).values()]
     names = [graph.inputs[n].name for n in dict.fromkeys(lengths.get(n, n) for n in reads)]

@@ -11,7 +11,6 @@ from attrs import define, field
 
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Graph, Input, op_name
-from attn_graph.ir.tangents import attention_in
 from attn_graph.masks import Mask
 from attn_graph.masks.joins import leaf_classes
 
@@ -97,7 +96,7 @@ def skeleton_of(key: tuple[Graph, ...]) -> Kind:
 
 def masks_in(graph: Graph) -> Iterator[tuple[type[Mask], ...]]:
     for eqn in graph.eqns:
-        node = eqn.op if isinstance(eqn.op, ops.Mask) else attention_in(eqn.op)
+        node = eqn.op if isinstance(eqn.op, ops.Mask) else eqn.op.attention
         if node is not None and node.mask is not None:
             yield tuple(leaf_classes(node.mask))
 

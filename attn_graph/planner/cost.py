@@ -28,9 +28,8 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.gradient_ops import WeighT
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Lengths
-from attn_graph.ir.tangents import AttentionJvp, attention_in
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.vjp import training_gradient
 from attn_graph.lowering.problem import operand_specs
 from attn_graph.machine.cache import remember
@@ -200,7 +199,7 @@ def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
 
 def masks_operands(eqn: Eqn) -> dict[str, int]:
     """The number of each tensor's value, by its name in an attention's mask."""
-    node = attention_in(eqn.op)
+    node: Attention | None = eqn.op.attention
     return node.split(eqn.args[: len(node.takes)]).mask if node else {}
 
 
@@ -254,13 +253,12 @@ def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
     for eqn, outs in graph.numbered:
         operands = operand_specs(graph, eqn)
         written = sum([types[i].bytes for i in outs if i in read])
-        node = attention_in(eqn.op)
-        if node is None:
+        if isinstance(eqn.op, Fused):
+            data = masks_data(graph, eqn, given)
+            yield attention_share(eqn.op, operands, data, written)
+        else:
             moved = sum(distinct_elements(x) * x.dtype.itemsize for x in operands) + written
             yield Share(product_flops(eqn, [x.type for x in operands]), moved)
-        else:
-            data = masks_data(graph, eqn, given)
-            yield attention_share(eqn.op, node, operands, data, written)
 
 
 def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
@@ -285,16 +283,15 @@ def distinct_elements(spec: TensorSpec) -> int:
 
 
 def attention_share(
-    whole: Op, node: Attention, operands: Sequence[TensorSpec], data: Tensors, written: int
+    whole: Fused, operands: Sequence[TensorSpec], data: Tensors, written: int
 ) -> Share:
     """An attention's part of the cost, or its gradient's. written: bytes of the results."""
-    op, types = fused_op(whole), [x.type for x in operands]
-    assert isinstance(op, Fused)
-    if isinstance(whole, Packed):
-        types = whole.padded(types)
+    given, packed, node = [x.type for x in operands], whole.packed, whole.attention
+    op: Fused = packed.op if packed else whole
+    types = whole.padded(given)
     (B, H, M, D), (_, G, N, _), E = types[0].shape, types[1].shape, types[2].shape[3]
-    if isinstance(whole, Packed) and not data:
-        B = whole.fewest([x.type for x in operands])
+    if packed and not data:
+        B = packed.fewest(given)
     sizes = (B, H, G, M, N)
     coverage = count_pairs(node.mask, sizes, data) if data else count_pairs_once(node.mask, sizes)
     most: list[int | None] = [coverage.queries * D, coverage.keys * D, coverage.keys * E]

@@ -17,7 +17,6 @@ from attrs import evolve
 
 from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.parse import parse
 from attn_graph.ir.reference import compare
 from attn_graph.lowering.backend import Backend, DeviceTest, Options, RefusedError
@@ -128,12 +127,12 @@ def fill_saved(op: Op, operands: Sequence[torch.Tensor]) -> None:
     Any other lse makes weights exp(s - lse) of hundreds. The rule's allowance follows the largest
     gradients: it would be as large as most errors, and wrong results would pass.
     """
-    grad = fused_op(op)
-    if not isinstance(grad, AttentionGrad):
+    grad: AttentionGrad | None = op.grad
+    if grad is None or op.jvp:
         return
     count = len(grad.ranks)
     given, where = grad.split(operands[:count]), operands[count:]
     own = [x.double() if x.is_floating_point() else x for x in given.own]
-    forward = evolve(op, op=grad.attention) if isinstance(op, Packed) else grad.attention
+    forward = evolve(op.packed, op=grad.attention) if op.packed else grad.attention
     for saved, exact in zip((given.o, given.lse), forward.run(*own, *where), strict=True):
         saved.copy_(exact)

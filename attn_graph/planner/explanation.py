@@ -8,9 +8,7 @@ from typing import Any, final
 from attrs import asdict, evolve, frozen
 
 from attn_graph.errors import Reason, refusal_lines
-from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import fused_op
 from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.lowering.backend import Foreseen
 from attn_graph.machine.cache import remember
@@ -201,12 +199,12 @@ class Explanation:
 
 
 def attention_masks(graph: Graph) -> list[Mask | None]:
-    return [eqn.op.mask for eqn in graph.eqns if isinstance(eqn.op, Attention)]
+    return [eqn.op.mask for eqn in graph.eqns if eqn.op.forward is eqn.op]
 
 
 def mask_tiles(graph: Graph) -> Iterator[Tiles]:
     for eqn in graph.eqns:
-        if isinstance(eqn.op, Attention):
+        if eqn.op.forward is eqn.op:
             (B, H, M), N = graph.types[eqn.args[0]].shape[:3], graph.types[eqn.args[1]].shape[2]
             yield count_tiles_once(eqn.op.mask, M, N, B, H)
 
@@ -246,5 +244,5 @@ def saved_values(graph: Graph) -> set[int]:
 
     The backward reads them, or the graph returns them.
     """
-    fused = {i for e, outs in graph.numbered if isinstance(fused_op(e.op), Attention) for i in outs}
+    fused = {i for eqn, outs in graph.numbered if eqn.op.forward for i in outs}
     return {*residuals(graph), *(fused & {*graph.outputs})}

@@ -11,9 +11,8 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Eqn, Graph, Input, Op
-from attn_graph.ir.packed import fused_op, with_operands
+from attn_graph.ir.packed import with_operands
 from attn_graph.ir.sums import Zeros
-from attn_graph.ir.tangents import attention_in
 from attn_graph.ir.views import VIEW_OPS, VIEWS, Leading, equation_of, spec_of_view
 from attn_graph.ir.vjp import statistics
 from attn_graph.lowering.backend import (
@@ -175,7 +174,7 @@ def peel(graph: Graph) -> Peeled | None:
         return None
     parts = split_equations(graph)
     ahead, core, behind = (tuple(x) for x in parts)
-    if any(attention_in(eqn.op) is not None for eqn, _ in behind) or not core:
+    if any(eqn.op.attention for eqn, _ in behind) or not core:
         return None
     return assemble(graph, ahead, core, behind)
 
@@ -238,11 +237,10 @@ def name_of(graph: Graph, i: int) -> str:
 
 def with_values_in_keys(graph: Graph, eqn: Eqn) -> Op:
     """The op of an equation; an attention knows then whether its values begin its keys."""
-    node = fused_op(eqn.op)
-    view = equation_of(graph, eqn.args[2]) if isinstance(node, Attention) else None
-    if view is None or not isinstance(view.op, Leading) or view.args[0] != eqn.args[1]:
+    node: Attention | None = eqn.op.forward
+    view = equation_of(graph, eqn.args[2]) if node else None
+    if not node or not view or not isinstance(view.op, Leading) or view.args[0] != eqn.args[1]:
         return eqn.op
-    assert isinstance(node, Attention)
     op: Op = with_operands(eqn.op, evolve(node, v_in_k=True), ())
     return op
 

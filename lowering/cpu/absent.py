@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite, prod
-from typing import final
+from typing import Any, final
 
 import torch
 from attrs import evolve, frozen
 
 from attn_graph.ir.fused import Fused
-from attn_graph.ir.graph import Op
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
-from attn_graph.ir.tangents import attention_in
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.spec import TensorSpec
@@ -63,11 +61,14 @@ class Ends:
     bytes: int
 
     @classmethod
-    def of(cls, op: Op, specs: Sequence[TensorSpec]) -> Ends | None:
+    def of(
+        cls,
+        op: Any,  # Any: a Fused, as an Op gives it
+        specs: Sequence[TensorSpec],
+    ) -> Ends | None:
         """None if no lengths end rows. op: an attention, or a derivative of one. specs: of its
         operands."""
-        node = attention_in(op)
-        assert node is not None
+        node = op.attention
         parts, lying = and_parts(node.mask), sides_of(op)
         sides = tuple(
             EndedRows(
@@ -125,9 +126,8 @@ def has_numbers(x: torch.Tensor) -> bool:
     return type(x) is torch.Tensor and x.is_cpu and not is_traced()
 
 
-def sides_of(op: Op) -> tuple[str, ...]:
+def sides_of(op: Fused) -> tuple[str, ...]:
     """ "rows" for each operand with q's rows, "keys" with k's; else ""."""
-    assert isinstance(op, Fused)
     weights = "weights"  # are 0 in absent rows
     return tuple([role.side if role.name != weights else "" for role in op.takes])
 

@@ -15,8 +15,7 @@ from attrs import evolve
 from attn_graph.ir.binding import settle_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import Packed, and_parts
-from attn_graph.ir.tangents import attention_in
+from attn_graph.ir.packed import and_parts
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors, Write
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.target import Target
@@ -105,7 +104,7 @@ def open_graph(graph: Graph) -> Opened | None:
     """The graph of one attention, or a gradient, without its boolean masks joined by &, with the
     remaining inputs and the removed ones; None for other graphs."""
     op = graph.eqns[0].op if len(graph.eqns) == 1 else None
-    node = None if op is None or isinstance(op, Packed) else attention_in(op)
+    node = None if op is None or op.packed else op.attention
     parts = and_parts(node.mask) if node else []
     rest = [part for part in parts if not isinstance(part, Keep)]
     if node is None or len(rest) == len(parts):

@@ -15,7 +15,6 @@ from attrs import Factory, field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.binding import settle_attention
-from attn_graph.ir.tangents import attention_in
 from attn_graph.lowering.folding import Shapes, fold_problem, shape_each
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rooms import Rooms, room_name
@@ -72,8 +71,7 @@ class SizedStep:
         lower: Callable[[Problem], Lowered],
     ) -> SizedStep | None:
         """None if operands do not give all sizes, or if more than the mask depends on them."""
-        reads, node = dict(find_reads(specs)), attention_in(op)
-        assert node is not None
+        reads, node = dict(find_reads(specs)), op.attention
         inside, bounds = [*dims_in(op)], [*dims_in(node.mask)]
         needed = {x.name for dim in (*dims_in(tuple(specs)), *inside) for x in dim.symbols}
         if not needed <= reads.keys() or len(inside) > len(bounds):

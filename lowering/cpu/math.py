@@ -17,11 +17,9 @@ from attrs import evolve, frozen
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import keep_weights
 from attn_graph.ir.scaling import Dequantise
-from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, Write, switch_name
 from attn_graph.lowering.cpu import sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
@@ -68,7 +66,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
     """A reason against a limit of the workspace, if still unknown lengths decide it."""
-    if any(isinstance(eqn.op, Packed) for eqn in graph.eqns):
+    if any(eqn.op.packed for eqn in graph.eqns):
         limit = f"max_workspace is {options.max_workspace} bytes"
         actual = "what packed sequences need depends on their lengths"
         yield Reason("packed_workspace", limit, actual)
@@ -86,16 +84,16 @@ def tile_equations(graph: Graph, fused: bool, own: Dtypes) -> tuple[AttentionTil
 
 
 def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> AttentionTiles | None:
-    specs = operand_specs(graph, eqn)
-    if isinstance(eqn.op, AttentionJvp):
-        empty = 0 in (*specs[0].shape, *specs[1].shape)
-        return None if empty else ProductTiles.push(eqn.op, specs)
-    if not isinstance(eqn.op, (Attention, AttentionGrad)):
+    op, specs = eqn.op, operand_specs(graph, eqn)
+    if op.packed or not op.attention:
         return None
-    if not has_problem(eqn.op):
-        ways = (tile_kept(*kept_problem(eqn.op, x), own) for x in lay_out_kept(eqn.op, specs))
+    if op.jvp:
+        empty = 0 in (*specs[0].shape, *specs[1].shape)
+        return None if empty else ProductTiles.push(op.jvp, specs)
+    if op.attention.keeps:
+        ways = (tile_kept(*kept_problem(op, x), own) for x in lay_out_kept(op, specs))
         return next(filter(None, ways), None)
-    problem = Problem.of(eqn.op, specs)
+    problem = Problem.of(op, specs)
     if problem.is_empty:
         return None
     return tile_problem(gives_statistics(graph, eqn), fused, own, problem)
@@ -107,27 +105,23 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
     return cheapest_way(case)[0].tile(case)
 
 
-def kept_problem(
-    op: Attention | AttentionGrad, specs: Sequence[TensorSpec]
-) -> tuple[Problem, float]:
+def kept_problem(op: Op, specs: Sequence[TensorSpec]) -> tuple[Problem, float]:
     """The problem of an attention with kept weights, or of its gradient, without dropout; and the
     rate of dropout."""
-    if isinstance(op, Attention):
-        return without_dropout(Problem.of(op, specs)), op.dropout
+    if op.forward:
+        return without_dropout(Problem.of(op, specs)), op.attention.dropout
     *own, _, do = specs
     forward = without_dropout(Problem.of(op.attention, own))
     shape, strides = forward.layout_of_o
     saved = TensorSpec(shape, do.dtype, strides), TensorSpec(shape[:3], forward.wide)
-    again = AttentionGrad(forward.node, op.wants[: forward.node.reads])
+    again = AttentionGrad(forward.node, op.grad.wants[: forward.node.reads])
     return Problem.of(again, (*forward.specs, *saved, do)), op.attention.dropout
 
 
-def lay_out_kept(
-    op: Attention | AttentionGrad, specs: Sequence[TensorSpec]
-) -> Iterator[Sequence[TensorSpec]]:
+def lay_out_kept(op: Op, specs: Sequence[TensorSpec]) -> Iterator[Sequence[TensorSpec]]:
     """The operands as they lie, and then with the gradient's do in C order, as tiles copy it."""
     yield specs
-    if isinstance(op, AttentionGrad):
+    if op.grad:
         yield (*specs[:-1], TensorSpec(specs[-1].shape, specs[-1].dtype))
 
 
@@ -178,7 +172,7 @@ def where_faster(graph: Graph, target: Target) -> str | None:
 def gives_statistics(graph: Graph, eqn: Eqn) -> bool:
     """True if an attention's lse or another statistic is returned or read: it is not of rounded
     scores then."""
-    if not isinstance(eqn.op.op if isinstance(eqn.op, Packed) else eqn.op, Attention):
+    if not eqn.op.forward:
         return False
     given = {i for each, outs in graph.numbered if each is eqn for i in outs[1:]}
     read = {i for each in graph.eqns for i in each.args}
@@ -301,7 +295,7 @@ def step_of(
     graph: Graph, eqn: Eqn, tiles: AttentionTiles | None, target: Target, options: Options
 ) -> Step:
     """How an equation runs: in tiles, or by its definition."""
-    if isinstance(eqn.op, Packed):
+    if eqn.op.packed:
         return packed_step(graph, eqn, target, options)
     if tiles is None:
         specs = operand_specs(graph, eqn)
@@ -428,9 +422,9 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         with torch.no_grad(), plain_ops_on(device):
             results = op.run(*operands)
-            if isinstance(op, Attention):
+            if op.forward:
                 return Problem.of(op, specs).new_o(device).copy_(results[0]), *results[1:]
-            if isinstance(op, AttentionJvp) and not op.grad:  # o and to in the memory order of q
+            if op.jvp and not op.grad:  # o and to in the memory order of q
                 like = Problem.of(op.attention, specs).new_o
                 named = zip(op.names, results, strict=True)
                 return [like(device).copy_(x) if n in ("o", "to") else x for n, x in named]

@@ -15,9 +15,9 @@ from attrs import Factory, evolve, field, frozen
 
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder
-from attn_graph.ir.fused import label_roles
+from attn_graph.ir.fused import Role
 from attn_graph.ir.graph import Eqn, Op
-from attn_graph.ir.packed import LENGTHS, Packed, operand_sides, with_operands
+from attn_graph.ir.packed import LENGTHS, Packed, with_operands
 from attn_graph.ir.packing import list_sequences, row_count
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.padded import PaddedRun
@@ -49,12 +49,9 @@ from attn_graph.lowering.rooms import room_name
 from attn_graph.lowering.steps import Work, lease_rooms
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
 from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
-from attn_graph.masks import Data, needs_of
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
 from attn_graph.spec import (
-    FLOATS,
     INF,
-    INTEGERS,
     TensorSpec,
     accumulator,
     dense_strides,
@@ -63,7 +60,6 @@ from attn_graph.spec import (
 from attn_graph.spec.dims import are_numbers
 
 MOST_PARTS = 256  # executables kept by a plan, one for each pair of lengths
-Label = str | Data  # "rows", "keys", or the axes of other data
 
 
 @final
@@ -102,8 +98,8 @@ class PackedRun:
 
     @cached_property
     def op(self) -> Packed:
-        assert isinstance(self.eqn.op, Packed)
-        return self.eqn.op
+        op: Packed = self.eqn.op.packed
+        return op
 
     @cached_property
     def node(self) -> Attention:
@@ -111,21 +107,14 @@ class PackedRun:
         return self.op.attention
 
     @cached_property
-    def own(self) -> tuple[Label, ...]:
-        data = [data for m in self.node.modifiers for data in m.needs.values()]
-        data += needs_of(self.node.mask).values()
-        data += [Data("h", FLOATS)] * self.node.sinks
-        data += [Data("", INTEGERS)] * 2 if self.node.dropout else []
-        return ("rows", "keys", "keys", *data)
+    def takes(self) -> tuple[Role, ...]:
+        """The operands of `op` within, and scales as those that they scale."""
+        own = self.op.op.takes
+        return (*own, *own[1:3] * self.op.scaled)
 
     @cached_property
-    def labels(self) -> tuple[Label, ...]:
-        labels = label_roles(self.op.op.takes, self.own, "rows")
-        return (*labels, *("keys", "keys") * self.op.scaled)
-
-    @cached_property
-    def results(self) -> tuple[Label, ...]:
-        return label_roles(self.op.op.gives, self.own, "rows")
+    def results(self) -> tuple[Role, ...]:
+        return self.op.op.gives
 
     @cached_property
     def most(self) -> dict[str, int]:
@@ -227,7 +216,7 @@ class PackedRun:
 
     def views(self, reads: tuple[int, ...], operands: Tensors, span: Span, rooms: Rooms) -> Tensors:
         """The operands of a sequence's op. k and v are dequantised."""
-        cut = [self.cut(operands[n], self.labels[n], span, rooms.get(n)) for n in reads]
+        cut = [self.cut(operands[n], self.takes[n], span, rooms.get(n)) for n in reads]
         return dequantise_keys(cut, self.op.scaled)
 
     def whole_keys(self, reads: tuple[int, ...], operands: Tensors, span: Span) -> Tensors:
@@ -235,8 +224,8 @@ class PackedRun:
         are."""
         return [
             operands[n]
-            if self.op.paged and self.labels[n] == "keys"
-            else self.cut(operands[n], self.labels[n], span)
+            if self.op.paged and self.takes[n].side == "keys"
+            else self.cut(operands[n], self.takes[n], span)
             for n in reads
         ]
 
@@ -255,23 +244,24 @@ class PackedRun:
         return with_operands(op, evolve(node, mask=mask), kept), (*kept, *rest)
 
     def cut(
-        self, x: torch.Tensor, label: Label, span: Span, room: torch.Tensor | None = None
+        self, x: torch.Tensor, role: Role, span: Span, room: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The view of a tensor for one sequence, with one batch entry.
 
         room: for gathering keys in pages.
         """
         sizes, entry = span.sizes, slice(span.entry, span.entry + 1)
-        if isinstance(label, Data):
+        if not role.side:
             most = {"b": 1, "h": self.specs[0].shape[1], "i": sizes.rows, "j": sizes.keys}
-            full = dict(zip(label.axes, map(slice, label.shape(most)), strict=True)) | {"b": entry}
-            whole = [label.broadcasts and n == 1 for n in x.shape]
-            pairs = zip(label.axes, whole, strict=True)
+            full = dict(zip(role.axes, map(slice, role.shape(most)), strict=True)) | {"b": entry}
+            broadcasts = role.data is not None and role.data.broadcasts
+            whole = [broadcasts and n == 1 for n in x.shape]
+            pairs = zip(role.axes, whole, strict=True)
             return x[tuple(slice(None) if all_ else full[axis] for axis, all_ in pairs)]
-        first, n = (span.row, sizes.rows) if label == "rows" else (span.key, sizes.keys)
-        if label == "keys" and span.pages is not None:
+        first, n = (span.row, sizes.rows) if role.side == "rows" else (span.key, sizes.keys)
+        if role.side == "keys" and span.pages is not None:
             return gather_pages(x, span.pages, n, room)
-        return cut_rows(x, first, n) if label in self.sides else x[entry, :, :n]
+        return cut_rows(x, first, n) if role.side in self.sides else x[entry, :, :n]
 
     # A call
 
@@ -282,7 +272,7 @@ class PackedRun:
             return {}
         (_, P, G, _), keys = self.specs[1].shape, self.at_once["keys"]
         rows = -(-keys // max(1, P)) * P * G
-        pools = [n for n, x in enumerate(self.labels[: len(self.op.op.ranks)]) if x == "keys"]
+        pools = [n for n, side in enumerate(self.op.op.operand_sides) if side == "keys"]
         return {n: Buffer((rows * self.specs[n].shape[3],), self.specs[n].dtype) for n in pools}
 
     def run(self, operands: Tensors, rooms: Rooms) -> list[torch.Tensor]:
@@ -292,9 +282,9 @@ class PackedRun:
         return self.run_spans(operands, rooms, self.results[:1])
 
     def run_spans(
-        self, operands: Tensors, rooms: Rooms, wanted: tuple[Label, ...]
+        self, operands: Tensors, rooms: Rooms, wanted: tuple[Role, ...]
     ) -> list[torch.Tensor]:
-        """The first results: the wanted labels."""
+        """The first results: the wanted ones."""
         spans, operands = self.spans(operands), expand_scales(self.op, operands)
         results = self.new_results(spans, operands, wanted, rooms)
         for span in spans:
@@ -312,16 +302,16 @@ class PackedRun:
             made = run.infer(*views)[0] if len(results) == 1 else run.run(*views)[1]
         else:
             made = run.run(*views)[0]
-        for x, label, y in zip(results, self.results, made, strict=False):
-            self.write(x, label, span, y)
+        for x, role, y in zip(results, self.results, made, strict=False):
+            self.write(x, role, span, y)
 
-    def write(self, x: torch.Tensor, label: Label, span: Span, y: torch.Tensor) -> None:
+    def write(self, x: torch.Tensor, role: Role, span: Span, y: torch.Tensor) -> None:
         """Write a sequence's part of a result, or add it to a sum."""
-        if label == "keys" and span.pages is not None:
+        if role.side == "keys" and span.pages is not None:
             add_to_pages(x, y, span.pages)
         else:
-            own = self.cut(x, label, span)
-            own.add_(y) if isinstance(label, Data) else own.copy_(y)
+            own = self.cut(x, role, span)
+            own.copy_(y) if role.side else own.add_(y)
 
     def run_blocks(
         self, part: SequenceRun, span: Span, operands: Tensors, results: Tensors, rooms: Rooms
@@ -331,18 +321,17 @@ class PackedRun:
         views = self.whole_keys(part.reads, operands, span)
         if not blocks.op.is_gradient:
             outputs = blocks.forward(views, pages, rooms)
-            for x, label, y in zip(results, self.results, outputs, strict=False):
-                self.write(x, label, span, y)
+            for x, role, y in zip(results, self.results, outputs, strict=False):
+                self.write(x, role, span, y)
             return
-        by = {role.like: x for role, x in zip(self.op.op.gives, results, strict=True)}
-        labels = dict(zip(by, self.results, strict=True))
+        by = {role.like: x for role, x in zip(self.results, results, strict=True)}
         totals = blocks.backward(views, pages, rooms, lambda n, x, own: add_to_pages(by[n], x, own))
         for n, y in totals.items():
             whole = part.reads[n]
-            self.write(by[whole], labels[whole], span, y)
+            self.write(by[whole], self.takes[whole], span, y)
 
     def new_results(
-        self, spans: Sequence[Span], operands: Tensors, wanted: tuple[Label, ...], rooms: Views
+        self, spans: Sequence[Span], operands: Tensors, wanted: tuple[Role, ...], rooms: Views
     ) -> list[torch.Tensor]:
         """Memory for results, the caller's if given: 0 in sums and in rows of no sequence, -inf in
         statistics."""
@@ -354,13 +343,12 @@ class PackedRun:
         room: list[torch.Tensor] = []
         given = {name: rooms[n] for name in self.op.names if (n := room_name(name)) in rooms}
         lies = zip(self.shapes_of(operands), self.layouts, strict=True)
-        named = zip(self.op.names, wanted, strict=False)
-        for (name, label), (layout, spec) in zip(named, lies, strict=False):
-            x = given.get(name)
+        for role, (layout, spec) in zip(wanted, lies, strict=False):
+            x = given.get(role.name)
             if x is None or x.dtype != spec.dtype:
                 x = torch.empty_strided(*layout, dtype=spec.dtype, device=device)
-            if not covers.get(str(label), False):
-                x.fill_(-INF if self.op.hides(name) else 0.0)
+            if not covers.get(role.side, False):
+                x.fill_(-INF if self.op.hides(role.name) else 0.0)
             room.append(x)
         return room
 
@@ -381,9 +369,9 @@ class PackedRun:
         if self.op.scaled:  # in float32, times their scales, and rounded
             sums += 3 * self.at_once["keys"] * key_bytes(self.op, self.specs)
         return sums + sum(
-            spec.type.bytes // max(1, self.count_rows(spec, label)) * self.at_once[label]
-            for spec, label in zip(self.layouts, self.results, strict=True)
-            if not isinstance(label, Data)
+            spec.type.bytes // max(1, self.count_rows(spec, role.side)) * self.at_once[role.side]
+            for spec, role in zip(self.layouts, self.results, strict=True)
+            if role.side
         )
 
     def count_rows(self, spec: TensorSpec, side: str) -> int:
@@ -430,11 +418,11 @@ class PackedRun:
         """The specs of the results: gradients like their operands, o like q. Sums are wider."""
         main, wide = len(self.specs[0].shape), accumulator(self.specs[0].dtype)
         specs = []
-        for role, type_, label in zip(self.op.op.gives, self.eqn.outs, self.results, strict=True):
+        for role, type_ in zip(self.results, self.eqn.outs, strict=True):
             n = role.like
             like = self.specs[n or 0] if n is not None or len(type_.shape) == main else None
             order = None if like is None else memory_order(like)
-            sums = isinstance(label, Data) or (label == "keys" and self.op.paged)
+            sums = not role.side or (role.side == "keys" and self.op.paged)
             dtype = wide if sums else type_.dtype
             specs.append(TensorSpec(type_.shape, dtype, dense_strides(type_.shape, order)))
         return tuple(specs)
@@ -460,11 +448,11 @@ class PackedPlan:
 def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
     """True if one PackedRun serves all sizes with names: rows of packed tensors, sequences, and
     pages with lengths. Strides of statistics [H,T] are read off the tensors."""
-    op = eqn.op
-    if not isinstance(op, Packed) or not is_separable(op) or (op.paged and not op.ended):
+    op: Packed | None = eqn.op.packed
+    if op is None or not is_separable(op) or (op.paged and not op.ended):
         return False
     padded = [
-        x for x, side in zip(specs[:2], operand_sides(op.op), strict=False) if side not in op.sides
+        x for x, side in zip(specs[:2], op.op.operand_sides, strict=False) if side not in op.sides
     ]
     numbers = are_numbers(*(n for x in padded for n in x.shape[1:]))
     return numbers and all(are_numbers(*x.strides) for x in specs if len(x.shape) != 2)
@@ -480,9 +468,9 @@ def plan_packed(
     eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower, workspace: Workspace, *, gives: bool
 ) -> PackedPlan:
     """lower: makes a graph of one attention run. gives: see PackedRun."""
-    assert isinstance(eqn.op, Packed)
-    each = is_separable(eqn.op)
-    run = PackedRun(eqn, specs, lower, gives) if each else PaddedRun(eqn, specs, lower)
+    op: Packed = eqn.op.packed
+    each = is_separable(op)
+    run = PackedRun(eqn, specs, lower, gives) if each else PaddedRun(op, specs, lower)
     rooms = Scratch(run.rooms)
     most = max(probe.workspace for probe in run.probes) + rooms.bytes
     temporary = max(probe.temporary for probe in run.probes) + run.held

@@ -9,8 +9,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.builder import Builder
-from attn_graph.ir.graph import Eqn
-from attn_graph.ir.packed import Packed, operand_sides, run_one
+from attn_graph.ir.packed import Packed, run_one
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.paged import Lower, Rooms, Tensors
 from attn_graph.machine.workspace import Buffer
@@ -23,18 +22,13 @@ class PaddedRun:
     """Runs an equation on packed tensors with sequences padded, in one graph. This is for steps
     dependent on a sequence's number in the batch, or on the largest length."""
 
-    eqn: Eqn
+    op: Packed
     specs: tuple[TensorSpec, ...]
     lower: Lower
 
-    @property
-    def op(self) -> Packed:
-        assert isinstance(self.eqn.op, Packed)
-        return self.eqn.op
-
     @cached_property
     def padded(self) -> Executable:
-        packed = [side in self.op.readers for side in operand_sides(self.op.op)]
+        packed = [side in self.op.readers for side in self.op.op.operand_sides]
         types = self.op.padded([spec.type for spec in self.specs])
         b = Builder(True)
         specs = [

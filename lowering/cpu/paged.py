@@ -170,10 +170,10 @@ class BlockRun:
         sources = (0, 1, 2, *(feed.source for feed in piece.feeds))
         op: Op = piece.node
         gives: tuple[int, ...] = ()
-        if isinstance(self.op, AttentionGrad):
-            wants = [n is not None and self.op.wants[n] for n in sources]
-            op = evolve(self.op, attention=piece.node, wants=wants)
-            gives = tuple(n for n in sources if n is not None and self.op.wants[n])
+        if grad := self.op.grad:
+            wants = [n is not None and grad.wants[n] for n in sources]
+            op = evolve(grad, attention=piece.node, wants=wants)
+            gives = tuple(n for n in sources if n is not None and grad.wants[n])
         metas = [as_meta(spec) for spec in self.specs]
         own = meta_pages(self.specs[1], len(keys)) if self.paged else slice(keys.start, keys.stop)
         tensors = self.tensors(piece, metas, own, {})
@@ -227,12 +227,12 @@ class BlockRun:
     ) -> dict[int, torch.Tensor]:
         """The gradients, by number of the operand, except of k and v. `keep` takes these block by
         block: number, gradient, pages."""
-        assert isinstance(self.op, AttentionGrad)
+        grad: AttentionGrad = self.op.grad
         wide = accumulator(self.specs[0].dtype)
         totals = {
             n: torch.zeros_like(x, dtype=wide)
-            for n, x in enumerate(operands[: len(self.op.wants)])
-            if n not in (1, 2) and self.op.wants[n]
+            for n, x in enumerate(operands[: len(grad.wants)])
+            if n not in (1, 2) and grad.wants[n]
         }
         for block, own in self.blocks(pages):
             made, _ = block.executable.run(*self.tensors(block.piece, operands, own, rooms))
@@ -244,9 +244,7 @@ class BlockRun:
                 else:
                     block.piece.box.cut(totals[n], axes.get(n, "")).add_(x)
         if self.node.sinks and totals.keys() & {self.node.roles.index("sinks")}:
-            totals[self.node.roles.index("sinks")] = sink_gradient_of(
-                self.op, operands[: self.op.reads]
-            )
+            totals[self.node.roles.index("sinks")] = sink_gradient_of(grad, operands[: grad.reads])
         return totals
 
 

@@ -87,7 +87,7 @@ def refuses_kernel(case: CpuCase) -> str | None:
         return "it adds to scores, and gives o and lse"
     if grad is None:
         return None
-    data = (wanted for role, wanted in zip(node.takes, grad.wants, strict=True) if role.is_data)
+    data = (wanted for role, wanted in zip(node.takes, grad.wants, strict=True) if role.data)
     if not grad.with_do or grad.with_dlse or any(data):
         return "it has the gradients of o by q, k and v"
     return None

@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import PLACES, STARTS, Packed, operand_sides
+from attn_graph.ir.packed import PLACES, STARTS, Packed
 from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
 from attn_graph.lowering.lengths import gapless_sides, shares_lengths
@@ -80,12 +80,13 @@ def packed_problem(graph: Graph) -> tuple[Problem, CudnnSequences] | None:
     if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
         return None
     last = graph.eqns[-1]
-    if not isinstance(last.op, Packed) or not has_problem(last.op.op):
+    op: Packed | None = last.op.packed
+    if op is None or op.scaled or not has_problem(op.op):
         return None
-    if last.op.scaled or min(graph.outputs) < len(graph.types) - len(last.outs):
+    if min(graph.outputs) < len(graph.types) - len(last.outs):
         return None
     specs = operand_specs(graph, last)
-    return Problem.of(last.op.op, padded_specs(last.op, specs)), find_sequences(graph, specs)
+    return Problem.of(op.op, padded_specs(op, specs)), find_sequences(graph, op, specs)
 
 
 def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
@@ -95,7 +96,7 @@ def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     copies = copied_places(op.op)
     return [
         pad_spec(x, due.shape, dense=n in copies and side in op.sides) if side in op.readers else x
-        for n, (x, due, side) in enumerate(zip(specs, types, operand_sides(op.op), strict=False))
+        for n, (x, due, side) in enumerate(zip(specs, types, op.op.operand_sides, strict=False))
     ]
 
 
@@ -120,15 +121,12 @@ def pad_spec(x: TensorSpec, shape: tuple[int, ...], *, dense: bool) -> TensorSpe
     return TensorSpec(shape, x.dtype, (outer, head, step, last))
 
 
-def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> CudnnSequences:
-    """The layout of the operands of a packed graph. specs: of its last equation."""
-    last = graph.eqns[-1]
-    assert isinstance(last.op, Packed)
-    op = last.op
+def find_sequences(graph: Graph, op: Packed, specs: Sequence[TensorSpec]) -> CudnnSequences:
+    """The layout of the operands of a packed graph. op, specs: of its last equation."""
     copies = copied_places(op.op)
     own = (
         (name, x)
-        for n, (name, x, side) in enumerate(zip("qkv", specs, operand_sides(op.op), strict=False))
+        for n, (name, x, side) in enumerate(zip("qkv", specs, op.op.operand_sides, strict=False))
         if side in op.readers and (side not in op.sides or n not in copies)
     )
     totals = {side: row_count(specs[PLACES[side]].shape) for side in op.sides}

@@ -81,8 +81,7 @@ class TritonCall:
 
     def push(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """The results of an AttentionJvp, and the tensors for its derivatives."""
-        op = self.graph.eqns[0].op
-        assert isinstance(op, AttentionJvp)
+        op: AttentionJvp = self.graph.eqns[0].op.jvp
         own, moved = op.split(self.operands(tensors))
         results = self.new_results(self.flash.results, own[0].device, rooms)
         with self.launched(self.flash.launches, {**results}, own, moved):
@@ -116,8 +115,7 @@ class TritonCall:
 
     def push_backward(self, *tensors: torch.Tensor) -> Results:
         """The tangents of the wanted gradients, of an AttentionJvp."""
-        op = self.graph.eqns[0].op
-        assert isinstance(op, AttentionJvp)
+        op: AttentionJvp = self.graph.eqns[0].op.jvp
         x = op.directions(self.operands(tensors))
         named = self.name_gradient(x.read, NO_ROOMS) | name_directions(x)
         moved = op.attention.split(x.own).sinks

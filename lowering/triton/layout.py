@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import LENGTHS, STARTS, Packed, operand_sides
+from attn_graph.ir.packed import LENGTHS, STARTS, Packed
 from attn_graph.ir.packing import row_count
 from attn_graph.ir.scaling import KEY_SCALES
 from attn_graph.lowering.problem import (
@@ -69,9 +69,10 @@ class Layout:
         if not graph.eqns or any(not isinstance(eqn.op, PREPARING) for eqn in graph.eqns[:-1]):
             return None
         last, outs = graph.numbered[-1]
-        if not isinstance(last.op, Packed) or min(graph.outputs) < outs.start:
+        op: Packed | None = last.op.packed
+        if op is None or min(graph.outputs) < outs.start:
             return None
-        return cls.packed(last.op, operand_specs(graph, last), declared_strides(graph, last, outs))
+        return cls.packed(op, operand_specs(graph, last), declared_strides(graph, last, outs))
 
     @classmethod
     def dense(cls, problem: Problem) -> Layout:
@@ -87,7 +88,7 @@ class Layout:
         padded = op.padded([x.type for x in specs])
         whole = [
             TensorSpec(type_.shape, spec.dtype) if side in where else spec
-            for spec, type_, side in zip(own, padded, operand_sides(op.op), strict=True)
+            for spec, type_, side in zip(own, padded, op.op.operand_sides, strict=True)
         ]
         return cls(Problem.of(op.op, whole, lies), own, op, tuple(specs[len(own) :]))
 

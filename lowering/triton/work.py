@@ -9,8 +9,8 @@ from attrs import evolve, frozen
 
 from attn_graph.errors import Reason
 from attn_graph.ir.attention import Operands
-from attn_graph.ir.graph import Eqn, Graph, Input, unused_names
-from attn_graph.ir.tangents import AttentionJvp, gradient_in
+from attn_graph.ir.graph import Eqn, Graph, Input, Op, unused_names
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.lowering.reasons import wide_heads
@@ -41,11 +41,10 @@ class Push:
     @classmethod
     def of(cls, graph: Graph) -> Push | None:
         """Of a graph of one AttentionJvp; None of others."""
-        if len(graph.eqns) != 1:
+        if len(graph.eqns) != 1 or not is_tangent(graph.eqns[0].op):
             return None
-        op, specs = graph.eqns[0].op, operand_specs(graph, graph.eqns[0])
-        if not isinstance(op, AttentionJvp):
-            return None
+        op: AttentionJvp = graph.eqns[0].op.jvp
+        specs = operand_specs(graph, graph.eqns[0])
         read, moved = op.split(specs)
         given = op.directions(specs) if op.grad else None
         return cls(
@@ -93,6 +92,10 @@ def trace(work: Work) -> DeviceCode:
     return Tracer.of(work.problem, steps, sizes=work.layout.known_lengths()).trace()
 
 
+def is_tangent(op: Op) -> bool:
+    return op.jvp is not None and not op.packed
+
+
 def work_of(graph: Graph) -> Work | None:
     """A graph of one attention or derivative as work; None without kernels for it."""
     return Layout.of(graph) or Push.of(graph)
@@ -115,12 +118,12 @@ def split_graph(graph: Graph) -> tuple[Single, ...]:
     None without kernels for one of them. None without a tangent too, since several attentions are
     several graphs, and if one equation reads a gradient of another.
     """
-    gradients = {i for eqn, outs in graph.numbered if gradient_in(eqn.op) for i in outs}
+    gradients = {i for eqn, outs in graph.numbered if eqn.op.grad for i in outs}
     read = {i for eqn in graph.eqns for i in eqn.args}
     if work := work_of(graph):
         return (Single(tuple(range(len(graph.inputs))), graph, work),)
-    moves = any(isinstance(eqn.op, AttentionJvp) for eqn in graph.eqns)
-    known = all(isinstance(eqn.op, AttentionJvp) or has_problem(eqn.op) for eqn in graph.eqns)
+    moves = any(is_tangent(eqn.op) for eqn in graph.eqns)
+    known = all(is_tangent(eqn.op) or has_problem(eqn.op) for eqn in graph.eqns)
     if not known or not moves or gradients & read:
         return ()
     return tuple(cut_equation(graph, eqn) for eqn in graph.eqns)

@@ -90,7 +90,7 @@ def test_axes_of_packed_operands_and_results_have_one_size_each(case: Case) -> N
             shapes = [graph.types[n].shape for n in eqn.args]
             shapes += [x.shape for x in eqn.outs]
             roles = (*eqn.op.takes, *eqn.op.gives)
-            fixed = [x for x in zip(roles, shapes, strict=True) if not x[0].is_data]
+            fixed = [x for x in zip(roles, shapes, strict=True) if not x[0].data]
             sizes = {pair for role, n in fixed for pair in zip(role.axes, n, strict=True)}
             assert len({axis for axis, _ in sizes}) == len(sizes)
             assert all(role.rank == len(n) for role, n in fixed)
