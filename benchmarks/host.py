@@ -23,7 +23,7 @@ from attn_graph.ir.graph import Input
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.cudnn import builder as cudnn_builder
-from attn_graph.lowering.cudnn.graph import describe_call
+from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.offline import describe_target, driver_library
 from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Run
@@ -336,13 +336,10 @@ def cudnn_rows() -> list[dict[str, Any]]:
 def short_call() -> Callable[[], object]:
     """What a plan of cuDNN's does in a call, without the execution."""
     graph = simplify(causal(1))
-    problem = sole(graph)
-    assert problem is not None
-    run = Run.of(
-        describe_call(problem), problem, graph, ag.Workspace(), 256, lambda *arguments: None
-    )
+    case, call = describe_problem(graph, ag.Target.of("h200"), ag.extend.Options())
+    run = Run.of(case, call, graph, ag.Workspace(), 256, lambda *arguments: None)
     tensors = [torch.empty(i.spec.shape, dtype=i.spec.dtype) for i in graph.inputs]
-    return lambda: run.forward(*tensors)
+    return lambda: run(*tensors)
 
 
 LOAD = """

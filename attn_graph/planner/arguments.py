@@ -25,7 +25,6 @@ from attn_graph.planner.choose import resolve_backends
 FOR_GPUS = (
     "attn_graph.lowering.cudnn.limits",
     "attn_graph.lowering.cudnn.memory",
-    "attn_graph.lowering.cudnn.packed_run",
     "attn_graph.lowering.cudnn.plan",
     "attn_graph.lowering.fa4.limits",
     "attn_graph.lowering.fa4.offline",

@@ -15,7 +15,7 @@ from typing import final
 from attrs import frozen
 
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.cudnn.run import ends_keys
+from attn_graph.ir.packed import LEAVES, and_parts
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.rates import Rate, least_seconds, peak_of, rates
 from attn_graph.lowering.triton.divisions import LEAST, choose_parts, is_decoding
@@ -86,7 +86,7 @@ def predict_parts(rate: Rate, problem: Problem, processors: int) -> int:
 
 def copied_bytes(problem: Problem, name: str) -> int:
     """Bytes that copies read and write before the kernel runs: cuDNN's of k and v with lengths."""
-    copies = name == "cudnn" and ends_keys(problem)
+    copies = name == "cudnn" and LEAVES["keys"] in and_parts(problem.node.mask)
     return 2 * sum(x.type.bytes for x in problem.specs[1:3]) if copies else 0
 
 

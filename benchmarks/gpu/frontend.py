@@ -20,15 +20,14 @@ def frontend_call(
     import cudnn
 
     case, call = describe_problem(graph, target, ag.extend.Options())
-    problem = case.problem
     device = tensors[0].device
     its = handle(device)
     plan = build_graph(call.plain, handle=its)
     packs: list[Any] = []  # Any: pointers by name
     run = Run.of(
-        call, problem, graph, ag.Workspace(), 0, lambda *arguments: packs.append(arguments[0])
+        case, call, graph, ag.Workspace(), 0, lambda *arguments: packs.append(arguments[0])
     )
-    (run.forward if problem.grad is None else run.backward)(*tensors)
+    run(*tensors)
     workspace = torch.empty(plan.get_workspace_size(), dtype=torch.uint8, device=device)
 
     def execute() -> None:

@@ -23,7 +23,7 @@ from attn_graph.lowering.backend import (
     Options,
     RefusedError,
 )
-from attn_graph.lowering.problem import Problem, places_of_rows, sole
+from attn_graph.lowering.problem import Problem, places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
@@ -32,10 +32,8 @@ from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
 if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
     from attn_graph.lowering.cudnn.case import Case
     from attn_graph.lowering.cudnn.graph import CudnnCall
-    from attn_graph.lowering.cudnn.packed_run import CudnnPackedRun
     from attn_graph.lowering.cudnn.plan import CudnnPlan
     from attn_graph.lowering.cudnn.run import Results, Run
-    from attn_graph.lowering.cudnn.sequences import CudnnSequences
 
 VARIES = "divides sums among the more programs, the smaller the batch is"
 FRONTEND = "nvidia-cudnn-frontend"
@@ -52,22 +50,13 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         return
     yield from library_reasons(target)
     yield from options.switched_off("cudnn")
-    read = read_problem(graph)
-    if read is None:
+    case = read_case(graph, target, options)
+    if case is None:
         yield other_equations(graph, packs=True)
     else:
-        if problem_varies(read[0]):
+        if problem_varies(case.problem):
             yield from options.varying(VARIES)
-        yield from problem_reasons(*read, target, options)
-
-
-def read_problem(graph: Graph) -> tuple[Problem, CudnnSequences | None] | None:
-    """The attention of a graph, or its gradient; None for other graphs. For packed tensors the
-    problem is a padded one, and the second result says how the tensors lie."""
-    from attn_graph.lowering.cudnn.sequences import packed_problem
-
-    problem = sole(graph)
-    return packed_problem(graph) if problem is None else (problem, None)
+        yield from case_reasons(case, options)
 
 
 def problem_varies(problem: Problem) -> bool:
@@ -89,26 +78,27 @@ def library_reasons(target: Target) -> Iterator[Reason]:
         )
 
 
-def problem_reasons(
-    problem: Problem, sequences: CudnnSequences | None, target: Target, options: Options
-) -> Iterator[Reason]:
-    """The limits of cuDNN exceeded by a problem."""
+def case_reasons(case: Case, options: Options) -> Iterator[Reason]:
+    """The limits of cuDNN exceeded by a case."""
     from attn_graph.lowering.cudnn.limits import reasons
     from attn_graph.lowering.cudnn.memory import workspace
 
-    case = request_case(problem, target, options, sequences)
     against = [*reasons(case)]
     yield from against
     if not against and (need := workspace(case)) is not None:
         yield from options.over_workspace(need)
 
 
-def request_case(
-    problem: Problem, target: Target, options: Options, sequences: CudnnSequences | None = None
-) -> Case:
-    """A problem with the library versions and the GPU."""
+def read_case(graph: Graph, target: Target, options: Options) -> Case | None:
+    """The attention of a graph, or its gradient, with the library versions and the GPU; None for
+    other graphs."""
     from attn_graph.lowering.cudnn.case import Case
+    from attn_graph.lowering.cudnn.sequences import read_problem
 
+    read = read_problem(graph)
+    if read is None:
+        return None
+    problem, sequences = read
     backend, frontend = versions(target)
     pair = backend or ASSUMED[0], frontend or ASSUMED[1]
     return Case(problem, target.sm, *pair, options.deterministic, sequences)
@@ -139,19 +129,18 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     if over := [*options.over_workspace(need.workspace or 0)]:
         raise RefusedError(*over)
     run = make_run(case, call, graph, options, plan)
-    call_run = run.forward if case.problem.grad is None else run.backward
     executable = Executable(
-        call_run,
+        run,
         need.workspace or 0,
         need.temporary,
         (str(plan), *need.notes),
         inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
-        write=partial(write_named, call_run, graph.result_names),
+        write=partial(write_named, run, graph.result_names),
     )
     if case.problem.grad is not None or "lse" in graph.result_names:
         return executable
-    lean = Inference(run.forward, lambda: without_lse(graph, target, options, plan.workspace))
+    lean = Inference(run, lambda: without_lse(graph, target, options, plan.workspace))
     return evolve(
         executable,
         infer=lean,
@@ -161,31 +150,21 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     )
 
 
-def make_run(
-    case: Case, call: CudnnCall, graph: Graph, options: Options, plan: CudnnPlan
-) -> Run | CudnnPackedRun:
-    from attn_graph.lowering.cudnn.packed_run import CudnnPackedRun
+def make_run(case: Case, call: CudnnCall, graph: Graph, options: Options, plan: CudnnPlan) -> Run:
     from attn_graph.lowering.cudnn.run import Run
 
-    given = (graph, options.workspace, plan.workspace, plan.execute)
-    if case.sequences is None:
-        return Run.of(call, case.problem, *given)
-    return CudnnPackedRun.of(call, case.problem, case.sequences, *given)
+    return Run.of(case, call, graph, options.workspace, plan.workspace, plan.execute)
 
 
 def needs(case: Case, call: CudnnCall, graph: Graph, need: int | None) -> Foreseen:
     """A call's memory besides cuDNN's own `need` bytes of workspace (None: not known), and notes
     for `explain`."""
-    from attn_graph.lowering.cudnn import packed_run, run
+    from attn_graph.lowering.cudnn.run import leased_bytes, run_notes, temporary_bytes
 
-    problem, sequences = case.problem, case.sequences
-    if sequences is None:
-        notes = (*split_notes(case), *run.run_notes(problem, graph))
-        return Foreseen(need, run.temporary_bytes(call, problem, graph), notes)
     return Foreseen(
-        None if need is None else packed_run.leased_bytes(call, problem, sequences, need),
-        packed_run.packed_temporary_bytes(call, problem, sequences),
-        (*split_notes(case), *packed_run.packed_notes(call, problem, sequences)),
+        None if need is None else leased_bytes(case, call, need),
+        temporary_bytes(case, call, graph),
+        (*split_notes(case), *run_notes(case, call, graph)),
     )
 
 
@@ -212,7 +191,7 @@ def without_lse(
         raise RefusedError(
             Reason("workspace_with_lse", f"{most} with lse", need, "{actual}, and {limit}")
         )
-    return make_run(case, call, graph, options, plan).forward
+    return make_run(case, call, graph, options, plan)
 
 
 def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
@@ -237,15 +216,11 @@ def describe_problem(
     from attn_graph.lowering.cudnn.graph import describe_call
     from attn_graph.lowering.cudnn.sequences import pack_call
 
-    read = read_problem(graph)
-    assert read is not None  # why_not said so
-    problem, sequences = read
-    case = request_case(problem, target, options, sequences)
-    in_order = options.deterministic
-    call = describe_call(
-        problem, padded=needs_padding_mask(case), deterministic=in_order, stats=stats
-    )
-    return case, call if sequences is None else pack_call(call, sequences)
+    case = read_case(graph, target, options)
+    assert case is not None  # why_not said so
+    padded, in_order = needs_padding_mask(case), options.deterministic
+    call = describe_call(case.problem, padded=padded, deterministic=in_order, stats=stats)
+    return case, pack_call(call, case.sequences)
 
 
 def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
@@ -258,9 +233,9 @@ def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
 
 def wide_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
     """Small attentions of the head sizes beyond cuDNN's own support matrix; None within it."""
-    read = read_problem(graph)
-    assert read is not None  # why_not said so
-    problem, _ = read
+    case = read_case(graph, target, options)
+    assert case is not None  # why_not said so
+    problem = case.problem
     if max(problem.D, problem.E) <= DOCUMENTED:
         return None
     M = min(problem.M, WIDE_ROWS)

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from attn_graph.lowering.cudnn.graph import translate_mask
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask
-from attn_graph.lowering.cudnn.sequences import CudnnSequences
+from attn_graph.lowering.cudnn.sequences import COPIED, DENSE, SIDES, CudnnSequences
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 
@@ -25,7 +25,7 @@ class Case:
 
     sm: the compute capability, 90 for 9.0. backend, frontend: versions of cuDNN and its frontend.
     deterministic: equal calls must give equal bits. sequences: the layout of packed or paged
-    operands, padded in the problem; None without them.
+    operands, padded in the problem.
     """
 
     problem: Problem
@@ -33,7 +33,7 @@ class Case:
     backend: Version
     frontend: Version
     deterministic: bool = False
-    sequences: CudnnSequences | None = None
+    sequences: CudnnSequences = DENSE
 
     @property
     def place(self) -> Place:
@@ -43,16 +43,30 @@ class Case:
     @cached_property
     def packed(self) -> tuple[str, ...]:
         """The packed sides, of "rows" and "keys"."""
-        return () if self.sequences is None else tuple(self.sequences.totals)
-
-    @property
-    def page(self) -> int:
-        """Rows of a page of k and v; 0 without pages."""
-        return 0 if self.sequences is None else self.sequences.page
+        return tuple(self.sequences.totals)
 
     @property
     def is_paged(self) -> bool:
-        return self.sequences is not None and self.sequences.table is not None
+        return self.sequences.table is not None
+
+    @cached_property
+    def cleaned(self) -> dict[str, str]:
+        """The side of each operand that a call copies, with 0 in rows outside sequences.
+
+        cuDNN multiplies packed ones by 0 there, and of k and v that end by lengths no document
+        says that it does not.
+        """
+        copied = {n: SIDES[n] for n in COPIED[self.pass_] if n != "do"}
+        packed = {n: side for n, side in copied.items() if side in self.packed}
+        if "keys" in self.packed or self.is_paged or "kv_lengths" not in self.mask.lengths:
+            return packed
+        return packed | dict.fromkeys("kv", "keys")
+
+    @property
+    def clears(self) -> bool:
+        """True if do is copied, with 0 in rows without keys, and lse with +inf."""
+        grad = self.problem.grad
+        return grad is not None and grad.with_do and self.problem.has_blind_rows
 
     @cached_property
     def pass_(self) -> Pass:

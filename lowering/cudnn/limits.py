@@ -96,7 +96,7 @@ RULES = (
     ),
     Rule(
         "sizes",
-        lambda c: no_elements(c.problem, c.sequences and c.sequences.totals),
+        lambda c: no_elements(c.problem, c.sequences.totals),
         "{it}",
         MEASURED,
         says="unasked",
@@ -208,9 +208,7 @@ RULES = (
     ),
     Rule(
         "ended_broadcast",
-        lambda c: once(
-            "kv_lengths" in c.mask.lengths and c.sequences is None and name_broadcast(c)
-        ),
+        lambda c: once("keys" not in c.packed and "k" in c.cleaned and name_broadcast(c)),
         "reads copies of k and v that are 0 past kv_lengths, laid out alike, and {it}",
         "what lies past a length may be NaN, and no page of cuDNN's says that it is not read",
         says="unasked",

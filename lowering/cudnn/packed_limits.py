@@ -38,7 +38,7 @@ PACKED_RULES = (
     ),
     Rule(
         "page_size",
-        lambda c: once(c.page & (c.page - 1) and c.page),
+        lambda c: once(c.sequences.page & (c.sequences.page - 1) and c.sequences.page),
         "reads pages of a power of two of rows, and they have {it}",
         FORWARD_HEADER,
     ),

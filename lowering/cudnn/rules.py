@@ -141,13 +141,12 @@ def off_grid(c: Case) -> Violations:
 
 def crossed_heads(c: Case) -> Violations:
     """Packed operands, read in place, with rows within heads."""
-    given = c.sequences.packed.items() if c.sequences else ()
-    return tuple((n, x) for n, x in given if not has_rows_outermost(x))
+    return tuple((n, x) for n, x in c.sequences.packed.items() if not has_rows_outermost(x))
 
 
 def far_keys(c: Case) -> Violations:
     """Packed k and v, with more elements than int32 counts, if q is not packed."""
-    given = c.sequences.packed.items() if c.sequences and "rows" not in c.packed else ()
+    given = c.sequences.packed.items() if "rows" not in c.packed else ()
     reach = ((n, x.shape[0] * max(x.strides[0], prod(x.shape[1:]))) for n, x in given)
     return tuple((n, count) for n, count in reach if count >= LONG)
 

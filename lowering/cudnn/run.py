@@ -1,12 +1,27 @@
-"""cuDNN's plans at work: a handle for each thread and device, tensors by number, the workspace."""
+"""cuDNN's plans at work: a handle for each thread and device, tensors by number, the workspace.
+
+For packed tensors cuDNN reads the start of each sequence, in elements, and its length, in int32.
+Both are made from starts and lengths on the device, without waiting for it.
+
+Three undocumented cases are avoided:
+
+- A tile may read rows outside sequences, or past lengths, and multiply them by 0, so NaN there
+  would reach others (NVIDIA/cudnn-frontend#624). A copy of these operands has 0 in these rows.
+- Below 9.25 packed queries of a sequence without keys become NaN (NVIDIA/cudnn-frontend#943). cuDNN
+  is given no queries for this sequence, and no keys for one without queries.
+- cuDNN leaves rows outside all sequences unwritten. They are written before it runs.
+
+In pages this is not possible: keys past a length, in its last page, have to be finite.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -14,32 +29,37 @@ from attrs import define, field, frozen
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import LEAVES, and_parts
+from attn_graph.ir.packed import LENGTHS, STARTS
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
+from attn_graph.lowering.cudnn.case import Case
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
+from attn_graph.lowering.cudnn.sequences import SIDES, round_total
+from attn_graph.lowering.lengths import sequence_rows
 from attn_graph.lowering.problem import (
     ALIGNED,
-    Problem,
-    cotangent_bytes,
-    cotangent_note,
     find_misplaced,
     on_boundary,
-    select_outputs,
+    operand_specs,
+    read_operands,
 )
-from attn_graph.lowering.rooms import NO_ROOMS, Rooms, require_aligned, room_or_new
+from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms, require_aligned, room_or_new
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.sizes import format_bytes
-from attn_graph.machine.workspace import Buffer, Scratch, Workspace
-from attn_graph.spec import INF, NAMES, TensorSpec
+from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
+from attn_graph.spec import INF, NAMES, dense_strides
 
 LOG = logging.getLogger("attn_graph")
 Pack = Mapping[int, torch.Tensor]
 Execute = Callable[[Pack, torch.Tensor | None, torch.device], None]
-# Read packed by cuDNN, regardless of given strides: vectors of few numbers, and lse, perhaps saved
+Named = dict[str, torch.Tensor]
+Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and saved tensors
+MARKS = 16  # bytes a packed row, of its number and of whether it belongs to a sequence
+SEQ_LENGTHS = {"seq_len_q": "rows", "seq_len_kv": "keys"}  # the side of a length
+# Read dense by cuDNN, regardless of given strides: vectors of few numbers, and lse, perhaps saved
 # in another layout by another backend.
-PACKED = {
+VECTORS = {
     "q_lengths": torch.int32,
     "kv_lengths": torch.int32,
     "sinks": torch.float32,
@@ -95,133 +115,212 @@ class Engine:
 class Run:
     """Runs a graph: passes the call's tensors, and new ones, to cuDNN.
 
-    spots: the graph's input for each tensor of the call; None for tensors to make or perhaps to
-    copy. packs: the graph's inputs of the latter, by their place in the call. blanks: shape,
-    strides and dtype of each result, as returned. sums: results cuDNN may add to. rows: the graph's
-    inputs for do and lse, if a query may see no key. keys: its inputs for k, v and their lengths,
-    if given.
+    scratch: cuDNN's workspace, and the tables made for it.
     """
 
+    case: Case
     call: CudnnCall
-    problem: Problem
     graph: Graph
     workspace: Workspace
     scratch: Scratch
     execute: Execute
-    spots: tuple[int | None, ...]
-    packs: Mapping[int, int]
-    blanks: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    sums: tuple[int, ...]
-    rows: tuple[int, int] | None = None
-    keys: tuple[int, int, int] | None = None
     sizes: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
 
     @classmethod
     def of(
         cls,
+        case: Case,
         call: CudnnCall,
-        problem: Problem,
         graph: Graph,
         workspace: Workspace,
         need: int,
         execute: Execute,
     ) -> Run:
-        """need: bytes of workspace."""
-        scratch = Scratch({"workspace": Buffer((need,), torch.uint8)} if need else {})
-        spots = call_arguments(problem, graph)
-        direct = (None if x.source in PACKED else spots.get(x.source) for x in call.inputs)
-        packs = {n: spots[x.source] for n, x in enumerate(call.inputs) if x.source in PACKED}
-        blanks = tuple(map(blank, call.outputs))
-        sums = tuple(n for n, x in enumerate(call.outputs) if x.source == "dsinks")
-        rows = (spots["do"], spots["lse"]) if clears(problem) else None
-        keys = (spots["k"], spots["v"], spots["kv_lengths"]) if ends_keys(problem) else None
-        return cls(
-            call, problem, graph, workspace, scratch, execute, tuple(direct), packs, blanks, sums,
-            rows, keys,
-        )  # fmt: skip
+        """need: bytes of cuDNN's workspace."""
+        scratch = Scratch(buffers(case, call, need))
+        return cls(case, call, graph, workspace, scratch, execute)
 
-    def forward(
-        self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """o, and lse if it is stored."""
-        made = self.run(tensors, rooms)
-        results = {x.source: t for x, t in zip(self.call.outputs, made, strict=True)}
-        return [results[name] for name in self.graph.result_names], made
+    @cached_property
+    def roles(self) -> tuple[str, ...]:
+        return self.graph.eqns[-1].op.roles
 
-    def backward(
-        self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """The wanted gradients of the operands, o, lse and the cotangents."""
-        assert self.problem.grad is not None
-        clean = tensors if self.rows is None else self.cleared(tensors, *self.rows)
-        results = self.run(clean, rooms)
-        by_source = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
-        cast_sinks(by_source, self.problem)
-        return select_outputs(self.graph, [by_source[name] for name in self.problem.grad.names]), ()
+    @cached_property
+    def totals(self) -> dict[str, int]:
+        """The rows of each packed side."""
+        return self.case.sequences.totals
 
-    def cleared(self, tensors: Sequence[torch.Tensor], do: int, lse: int) -> list[torch.Tensor]:
-        """The tensors, with do copied and 0, and lse +inf, in rows without keys: for every score,
-        exp(s - lse) is 0 then."""
-        clean, blind = [*tensors], tensors[lse] == -INF
-        slot = next(x for x in self.call.inputs if x.source == "do")
-        copy = torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=blind.device)
-        clean[do] = copy.copy_(tensors[do]).masked_fill_(blind[..., None], 0.0)
-        clean[lse] = tensors[lse].masked_fill(blind, INF)
-        return clean
-
-    def ended(self, tensors: Sequence[torch.Tensor], k: int, v: int, at: int) -> list[torch.Tensor]:
-        """The tensors, with copies of k and v set to 0 past the lengths: cuDNN may multiply these
-        rows by weights of 0, and NaN would stay NaN."""
-        clean, lengths = [*tensors], tensors[at]
-        past = torch.arange(self.problem.N, device=lengths.device) >= lengths[:, None]
-        for name, n in ("k", k), ("v", v):
-            x = next(x for x in self.call.inputs if x.source == name)
-            copy = torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=lengths.device)
-            clean[n] = copy.copy_(tensors[n]).masked_fill_(past[:, None, :, None], 0.0)
-        return clean
-
-    def run(self, tensors: Sequence[torch.Tensor], rooms: Rooms) -> list[torch.Tensor]:
-        device = tensors[0].device
-        if self.keys is not None:
-            tensors = self.ended(tensors, *self.keys)
-        given = [
-            self.special(n, tensors, device) if spot is None else tensors[spot]
-            for n, spot in enumerate(self.spots)
-        ]
-        if self.problem.grad is not None:  # nobody can clone autograd's tensors
-            given = [on_boundary(t) for t in given]
-        for t in given:
-            if t.data_ptr() % ALIGNED:
-                sources = (x.source for x in self.call.inputs)
+    def __call__(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
+        """o, and lse if it is stored; or the wanted gradients."""
+        x = dict(zip(self.roles, read_operands(self.graph, tensors), strict=True))
+        device = x["q"].device
+        if rooms:
+            require_aligned(rooms)
+        with self.workspace.lease(self.scratch, device) as room:
+            known = x if self.reads_all else self.prepare(x, room)
+            given = [self.argument(slot, known) for slot in self.call.inputs]
+            if any(t.data_ptr() % ALIGNED for t in given):
+                sources = [slot.source for slot in self.call.inputs]
                 raise PlanMismatchError(*find_misplaced(zip(sources, given, strict=True)))
-        made = self.new_results(device, rooms)
-        for n in self.sums:
-            made[n].zero_()
-        with self.workspace.lease(self.scratch, device) as views:
-            pack = dict(enumerate(given + made, start=1))
-            self.execute(pack, views.get("workspace"), device)
+            made = {slot.source: self.blank(slot, x, room, rooms) for slot in self.call.outputs}
+            pack = dict(enumerate((*given, *made.values()), start=1))
+            self.execute(pack, room.get("workspace"), device)
+            if self.totals or "dsinks" in made:
+                self.finish(made, x, rooms)
+        saved = [*made.values()] if self.case.problem.grad is None else ()
+        return [made[name] for name in self.graph.result_names], saved
+
+    @cached_property
+    def reads_all(self) -> bool:
+        """True if cuDNN reads the operands as they are, without lengths."""
+        padded = any(slot.argument in SEQ_LENGTHS for slot in self.call.inputs)
+        return not (padded or self.case.cleaned or self.case.clears)
+
+    def prepare(self, x: Named, room: Views) -> Named:
+        """The tensors for cuDNN, by argument or by source."""
+        ends = self.ends(x)
+        self.write_tables(x, ends, room)
+        return {**self.clean(x), **room, **self.lengths(ends)}
+
+    # Tables
+
+    def ends(self, x: Named) -> Named:
+        """The length of each sequence, by side, for a padding mask; M or N without given ones."""
+        device = x["q"].device
+        return {
+            SEQ_LENGTHS[slot.argument]: x[slot.source]
+            if slot.source in x
+            else self.full(slot.source, device)
+            for slot in self.call.inputs
+            if slot.argument in SEQ_LENGTHS
+        }
+
+    def full(self, source: str, device: torch.device) -> torch.Tensor:
+        """One length for all entries: M or N."""
+        p = self.case.problem
+        count = p.M if source == "M" else p.N
+        return self.sizes.get((source, device), lambda: full_lengths(p.B, count, device))
+
+    def lengths(self, ends: Named) -> Named:
+        """The lengths for cuDNN, by argument: 0 on packed sides if the other side's is."""
+        made, apart = {}, () if self.case.sequences.alike else self.totals
+        for (argument, side), other in zip(SEQ_LENGTHS.items(), reversed(ends), strict=False):
+            made[argument] = ends[side] * (ends[other] > 0) if side in apart else ends[side]
         return made
 
-    def new_results(self, device: torch.device, rooms: Rooms) -> list[torch.Tensor]:
-        """Uninitialised results, in their rooms."""
-        if not rooms:
-            return [
-                torch.empty_strided(shape, strides, dtype=dtype, device=device)
-                for shape, strides, dtype in self.blanks
-            ]
-        require_aligned(rooms)
-        each = zip(self.call.outputs, self.blanks, strict=True)
-        return [room_or_new(rooms, x.source, lying, device) for x, lying in each]
+    def write_tables(self, x: Named, ends: Named, room: Views) -> None:
+        """Write offsets in elements, and the table of pages."""
+        wide = {name: x[name].long() for name in STARTS.values() if name in x}
+        for slot in self.call.inputs:
+            if slot.step:
+                torch.mul(wide[slot.source], slot.step, out=room[slot.argument])
+        if self.case.is_paged:
+            room["pages"].copy_(self.used_pages(x["pages"], ends["keys"][:, None]))
 
-    def special(
-        self, n: int, tensors: Sequence[torch.Tensor], device: torch.device
+    def used_pages(self, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The table, with an entry's first page (0 without one) in place of pages past its length:
+        cuDNN may read them."""
+        begin = self.case.sequences.page * torch.arange(table.shape[1], device=table.device)
+        return torch.where(begin < lengths, table, table[:, :1] * (lengths > 0))
+
+    # Arguments
+
+    def clean(self, x: Named) -> Named:
+        """The operands, with copies of those that cuDNN multiplies by 0: in rows outside sequences,
+        and do, with lse = +inf, in rows without keys, as exp(s - lse) is 0 then."""
+        given = dict(x)
+        for name, side in self.case.cleaned.items():
+            given[name] = self.copy(name, x[name]).masked_fill_(self.outside(side, x), 0.0)
+        if self.case.clears:
+            lse = x["lse"].T if "rows" in self.totals else x["lse"]
+            blind = lse == -INF
+            given["do"] = self.copy("do", x["do"]).masked_fill_(blind[..., None], 0.0)
+            given["lse"] = lse.new_empty(lse.shape).copy_(lse).masked_fill_(blind, INF)
+        return given
+
+    def copy(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """A copy of an operand as cuDNN reads it."""
+        slot = next(slot for slot in self.call.inputs if slot.source == name)
+        return torch.empty_strided(*self.layout(slot), dtype=x.dtype, device=x.device).copy_(x)
+
+    def outside(self, side: str, x: Named) -> torch.Tensor:
+        """True for rows outside sequences, beside operands of a side."""
+        if side in self.totals:
+            return self.outside_packed(side, x)[:, None, None]
+        keys = torch.arange(self.case.problem.N, device=x["q"].device)
+        return (keys >= x["kv_lengths"][:, None])[:, None, :, None]
+
+    def outside_packed(self, side: str, x: Named) -> torch.Tensor:
+        """True for rows outside sequences: [T] of bool."""
+        lengths = None if side in self.case.sequences.gapless else x[LENGTHS[side]]
+        return ~sequence_rows(x[STARTS[side]], lengths, self.totals[side])
+
+    def argument(self, slot: Slot, known: Named) -> torch.Tensor:
+        """The tensor for a slot, known by argument or by source."""
+        given = known[slot.argument if slot.argument in known else slot.source]
+        if slot.source in VECTORS:
+            return readable_vector(given, slot.dtype)
+        return given if self.case.problem.grad is None else on_boundary(given)  # of autograd's
+
+    # Results
+
+    def layout(self, slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of a result as we give it back, or of an operand as it is copied."""
+        T = self.totals.get(SIDES.get(slot.source, ""))
+        if T is None:
+            axes = OURS.get(slot.source, slice(None))
+            return slot.shape[axes], slot.strides[axes]
+        shape = (T, slot.shape[1], slot.shape[3])
+        return shape, dense_strides(shape)
+
+    def blank(self, slot: Slot, x: Named, room: Views, rooms: Rooms) -> torch.Tensor:
+        """An empty result. It is 0 if cuDNN adds to it or leaves rows unwritten; lse has its value
+        for rows without keys."""
+        if slot.source == "lse" and slot.offsets:
+            return self.blank_lse(x, room["stats"])
+        lying, fills = self.blanks[slot.source]
+        made = room_or_new(rooms, slot.source, lying, x["q"].device)
+        return made.zero_() if fills else made
+
+    @cached_property
+    def blanks(self) -> dict[str, tuple[Lying, bool]]:
+        """How each result lies, and True if it is 0 at first."""
+        return {
+            slot.source: (
+                (*self.layout(slot), slot.dtype),
+                bool(slot.offsets or slot.source == "dsinks")
+                or bool(self.totals and slot.source not in SIDES),
+            )
+            for slot in self.call.outputs
+        }
+
+    def blank_lse(self, x: Named, room: torch.Tensor) -> torch.Tensor:
+        """lse [T,H] of rows without keys: -inf, or in a sequence without keys the sinks."""
+        if "sinks" not in x or self.case.sequences.alike:
+            return room.fill_(-INF)
+        return room.copy_(x["sinks"]).masked_fill_(self.outside_packed("rows", x)[:, None], -INF)
+
+    def finish(self, made: Named, x: Named, rooms: Rooms) -> None:
+        """Turn the results into those that we give back."""
+        sinks = self.case.problem.by_role.sinks
+        if sinks is not None and "dsinks" in made:
+            made["dsinks"] = made["dsinks"].to(sinks.dtype)
+        ends, other = self.ends(x), {"rows": "keys", "keys": "rows"}
+        for name, t in made.items():
+            side = SIDES.get(name, "")
+            if name == "lse" and side in self.totals:
+                made[name] = rooms[name].copy_(t.T) if name in rooms else t.T.contiguous()
+            elif self.totals and side and side not in self.totals:
+                empty = (ends[other[side]] == 0).view(-1, *(1 for _ in t.shape[1:]))
+                made[name] = self.without_partner(name, t, empty, x)
+
+    def without_partner(
+        self, name: str, t: torch.Tensor, empty: torch.Tensor, x: Named
     ) -> torch.Tensor:
-        """A vector packed for cuDNN; or lengths [B] of M or N, if none are given."""
-        x = self.call.inputs[n]
-        if n in self.packs:
-            return readable_vector(tensors[self.packs[n]], x.dtype)
-        count = self.problem.M if x.source == "M" else self.problem.N
-        return self.sizes.get((x.source, device), lambda: full_lengths(x.shape[0], count, device))
+        """A padded result, with 0 in `empty` entries: their other side has no rows."""
+        if name != "lse":
+            return t.masked_fill_(empty, 0.0)
+        blind = x["sinks"][:, None] if "sinks" in x else t.new_full((), -INF)
+        return torch.where(empty, blind, t, out=t)
 
 
 def full_lengths(B: int, count: int, device: torch.device) -> torch.Tensor:
@@ -229,9 +328,6 @@ def full_lengths(B: int, count: int, device: torch.device) -> torch.Tensor:
     with neutral_state():
         host = torch.full((B,), count, dtype=torch.int32)
     return copy_to(device, host, "lengths")
-
-
-Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and saved tensors
 
 
 @final
@@ -274,76 +370,65 @@ class Inference:
         return f"calls without gradients store no lse, by a plan of their own, {built}"
 
 
-def clears(problem: Problem) -> bool:
-    """True if do is copied, to clear rows without keys."""
-    return problem.grad is not None and problem.grad.with_do and problem.has_blind_rows
+def buffers(case: Case, call: CudnnCall, need: int) -> dict[str, Buffer]:
+    """The memory of a call, by purpose. need: bytes of cuDNN's workspace."""
+    p, T, table = case.problem, case.sequences.rows, case.sequences.table
+    room = {"workspace": Buffer((need,), torch.uint8)} if need else {}
+    room |= {x.argument: Buffer(x.shape[:1], x.dtype) for x in call.inputs if x.step}
+    if table:
+        room["pages"] = Buffer(table.shape, torch.int32)
+    if T is not None and any(x.source == "lse" for x in call.outputs):
+        room["stats"] = Buffer((T, p.H), torch.float32)
+    return room
 
 
-def ends_keys(problem: Problem) -> bool:
-    """True if k and v are copied, to clear rows past lengths."""
-    return LEAVES["keys"] in and_parts(problem.node.mask)
+def leased_bytes(case: Case, call: CudnnCall, need: int) -> int:
+    """Bytes of `buffers`."""
+    return Scratch(buffers(case, call, need)).bytes
 
 
-def temporary_bytes(call: CudnnCall, problem: Problem, graph: Graph) -> int:
-    """Bytes of unwanted gradients computed by cuDNN, of copied vectors and cotangents, of lse if
-    rows are cleared, and of k and v if they end."""
-    grad, vectors = problem.grad, copied_vectors(problem, graph)
-    wanted = ("o", "lse") if grad is None else grad.names
-    casts = ("dsinks",) if "sinks" in vectors else ()
-    unasked = sum(x.bytes for x in call.outputs if x.source not in wanted or x.source in casts)
-    made = {*vectors, *(("lse",) if clears(problem) else ())}
-    made |= {"k", "v"} if ends_keys(problem) else set()
-    return (
-        unasked + sum(x.bytes for x in call.inputs if x.source in made) + cotangent_bytes(problem)
-    )
+def temporary_bytes(case: Case, call: CudnnCall, graph: Graph) -> int:
+    """Bytes of unwanted gradients computed by cuDNN, of casts and copies, and of marks of rows."""
+    grad, vectors = case.problem.grad, copied_vectors(graph)
+    wanted = {"o", "lse"} if grad is None else {*grad.names}
+    wanted -= {"dsinks"} if "sinks" in vectors else set()
+    unasked = (slot_bytes(x, case) for x in call.outputs if x.source not in wanted)
+    copied = {*vectors, *case.cleaned, *["do"] * (grad is not None), *["lse"] * case.clears}
+    copies = (slot_bytes(x, case) for x in call.inputs if x.source in copied)
+    return sum(unasked) + sum(copies) + MARKS * sum(case.sequences.totals.values())
 
 
-def cast_sinks(made: dict[str, torch.Tensor], problem: Problem) -> None:
-    """Cast the gradient of sinks from cuDNN's float32 to the dtype of the sinks."""
-    sinks = problem.by_role.sinks
-    if sinks is not None and "dsinks" in made:
-        made["dsinks"] = made["dsinks"].to(sinks.dtype)
+def slot_bytes(x: Slot, case: Case) -> int:
+    """Bytes of a slot's tensor: packed, or else padded."""
+    T = case.sequences.totals.get(SIDES.get(x.source, ""))
+    return x.bytes if T is None else x.bytes // (x.shape[0] * x.shape[2]) * T
 
 
-def run_notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
-    vectors = (
-        f"{name} is copied to a dense {NAMES[PACKED[name]]} at each call"
-        for name in copied_vectors(problem, graph)
-    )
-    odd = cotangent_note(problem, "is broadcast, or begins off 16 bytes")
-    keys = sum(x.type.bytes for x in problem.specs[1:3])
-    ended = (f"k and v are copied, {format_bytes(keys)}, with 0 past their lengths",)
-    return (*vectors, *odd, *ended * ends_keys(problem))
+def run_notes(case: Case, call: CudnnCall, graph: Graph) -> Iterator[str]:
+    for name in copied_vectors(graph):
+        yield f"{name} is copied to a dense {NAMES[VECTORS[name]]} at each call"
+    sizes = {x.source: format_bytes(slot_bytes(x, case)) for x in call.inputs}
+    for name, side in case.cleaned.items():
+        where = "of no sequence" if side in case.packed else "past the lengths"
+        yield f"{name} is copied, {sizes[name]}, with 0 in rows {where}"
+    if case.problem.grad is not None:
+        usual = "where it is broadcast, or begins off 16 bytes"
+        where = "with 0 in rows that see nothing" if case.clears else usual
+        yield f"do is copied, {sizes['do']}, {where}"
+    if case.is_paged:
+        yield "pages is copied, with the first page of an entry in place of those past its length"
+        yield "keys past a length, in its last page, have to be finite: cuDNN multiplies them by 0"
+    totals = {side: round_total(T) for side, T in case.sequences.totals.items()}
+    if case.problem.grad is not None and totals:
+        most = " and ".join(f"{n} {side}" for side, n in totals.items())
+        yield f"planned for up to {most}: batches of as many run by the same plan"
 
 
-def copied_vectors(problem: Problem, graph: Graph) -> list[str]:
+def copied_vectors(graph: Graph) -> list[str]:
     """Short vectors in a dtype or layout unfit for cuDNN."""
-    spots = call_arguments(problem, graph).items()
-    specs = {name: graph.inputs[n].spec for name, n in spots if name in PACKED}
-    return [n for n, x in specs.items() if x.dtype != PACKED[n] or not is_packed(x)]
-
-
-def call_arguments(problem: Problem, graph: Graph) -> dict[str, int]:
-    """The graph's input for each operand, by name."""
-    return dict(zip(operand_names(problem), graph.eqns[0].args, strict=True))
-
-
-def operand_names(problem: Problem) -> tuple[str, ...]:
-    """The operands of an attention or of its gradient, in order."""
-    own, grad = problem.node.roles, problem.grad
-    if grad is None:
-        return own
-    return (*own, "o", "lse", *["do"] * grad.with_do, *["dlse"] * grad.with_dlse)
-
-
-def blank(x: Slot) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Shape, strides and dtype of a result."""
-    axes = OURS.get(x.source, slice(None))
-    return x.shape[axes], x.strides[axes], x.dtype
-
-
-def is_packed(x: TensorSpec) -> bool:
-    return x.is_dense
+    eqn = graph.eqns[-1]
+    named = zip(eqn.op.roles, operand_specs(graph, eqn), strict=True)
+    return [n for n, x in named if n in VECTORS and not (x.dtype == VECTORS[n] and x.is_dense)]
 
 
 def readable_vector(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ from attn_graph.ir.packed import PLACES, STARTS, Packed
 from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
 from attn_graph.lowering.lengths import gapless_sides, shares_lengths
-from attn_graph.lowering.problem import Problem, has_problem, operand_specs
+from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
 from attn_graph.spec import TensorSpec, dense_strides
 
 LEAST_STEP = 64  # rows: the grain of planned totals of backwards
@@ -29,7 +29,7 @@ SIDES = {  # of cuDNN's operands and results
     **dict.fromkeys(("q", "o", "lse", "do", "dq"), "rows"),
     **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
 }
-COPIED = {"sdpa": ("v",), "sdpa_backward": ("q", "k", "v", "do")}
+COPIED = {"forward": ("v",), "backward": ("q", "k", "v", "do")}  # packed ones, by pass
 TOTALS = {"rows": "max_total_seq_len_q", "keys": "max_total_seq_len_kv"}
 TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 
@@ -37,7 +37,7 @@ TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 @final
 @frozen
 class CudnnSequences:
-    """The layout of packed or paged operands, padded in the problem.
+    """The layout of packed or paged operands, padded in the problem; empty without any.
 
     rows: T of packed q; keys: T of k and v. specs: of packed or paged q, k and v, unless copied, by
     name. table: [B,pages] of k and v in pages. gapless: the sides with lengths equal to the
@@ -73,10 +73,15 @@ class CudnnSequences:
         return next((x.shape[1] for x in self.pools.values()), 0)
 
 
+DENSE = CudnnSequences()
+
+
 @lru_cache(64)  # asked for when planning and when lowering
-def packed_problem(graph: Graph) -> tuple[Problem, CudnnSequences] | None:
-    """The padded problem of a graph of one attention on packed tensors or pages, or of its
-    gradient, and the layout of its operands; None for other graphs."""
+def read_problem(graph: Graph) -> tuple[Problem, CudnnSequences] | None:
+    """The problem of a graph of one attention, or of its gradient, padded if the tensors are packed
+    or in pages, and the layout of these; None for other graphs."""
+    if (problem := sole(graph)) is not None:
+        return problem, DENSE
     if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
         return None
     last = graph.eqns[-1]
@@ -103,7 +108,7 @@ def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 def copied_places(op: Fused) -> tuple[int, ...]:
     """The packed operands of an attention or its gradient copied by a call: cuDNN multiplies them
     by 0 in masked places. v; of a gradient q, k, v and do."""
-    copied = COPIED["sdpa_backward" if op.is_gradient else "sdpa"]
+    copied = COPIED["backward" if op.is_gradient else "forward"]
     return tuple(n for n, role in enumerate(op.takes) if role.name in copied)
 
 
@@ -145,13 +150,14 @@ def find_sequences(graph: Graph, op: Packed, specs: Sequence[TensorSpec]) -> Cud
 
 def pack_call(call: CudnnCall, sequences: CudnnSequences) -> CudnnCall:
     """The call on packed tensors and pages, of the same on padded ones."""
-    totals, copies = sequences.totals, COPIED[call.name]
+    totals, goes_back = sequences.totals, call.name == "sdpa_backward"
+    copies = COPIED["backward" if goes_back else "forward"]
     own = tuple(pack_slot(x, sequences, dense=x.source in copies) for x in call.inputs)
     outputs = tuple(pack_slot(x, sequences, dense=True) for x in call.outputs)
     packed = (x for x in (*own, *outputs) if x.offsets)
     starts = dict.fromkeys(start_slot(x, sequences) for x in packed)
     bounds = {TOTALS[side]: round_total(T) for side, T in totals.items()}
-    options = call.options + (tuple(bounds.items()) if call.name == "sdpa_backward" else ())
+    options = call.options + (tuple(bounds.items()) if goes_back else ())
     tables = table_slots(sequences)
     if tables:
         most = tables[0].shape[2] * sequences.page
@@ -181,12 +187,6 @@ def pack_slot(x: Slot, sequences: CudnnSequences, *, dense: bool) -> Slot:
         row = x.strides[2] if M > 1 else max(x.strides[0], row)
     strides = (M * row, head, row, last)
     return evolve(x, strides=strides, offsets=f"{STARTS[side]}_{row}")
-
-
-def cleaned_names(call: CudnnCall, sequences: CudnnSequences) -> tuple[str, ...]:
-    """The operands copied by a call, with 0 in rows outside sequences."""
-    names = (name for name in COPIED[call.name] if name != "do")
-    return tuple(name for name in names if SIDES[name] in sequences.totals)
 
 
 def start_slot(x: Slot, sequences: CudnnSequences) -> Slot:

@@ -23,7 +23,6 @@ from attn_graph.lowering.backend import (
     Options,
     RefusedError,
 )
-from attn_graph.lowering.cudnn.backend import read_problem
 from attn_graph.lowering.problem import Problem, places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
 from attn_graph.lowering.rooms import write_named
@@ -51,6 +50,8 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if target.kind != "cuda":
         yield no_gpu(target)
         return
+    from attn_graph.lowering.cudnn.sequences import read_problem
+
     read = read_problem(graph)
     against = [*package_reasons(target)]
     if read is None:
@@ -97,6 +98,8 @@ def trace_reasons(graph: Graph, target: Target, options: Options) -> Iterator[Re
 
 def describe_fa4(graph: Graph, target: Target, options: Options) -> Fa4Call:
     """The call for a graph within the limits."""
+    from attn_graph.lowering.cudnn.sequences import read_problem
+
     read = read_problem(graph)
     assert read is not None  # why_not said so
     listed = options.variant == LISTED
@@ -105,12 +108,12 @@ def describe_fa4(graph: Graph, target: Target, options: Options) -> Fa4Call:
 
 @remember
 def make_fa4_call(
-    problem: Problem, sequences: CudnnSequences | None, target: Target, deterministic: bool,
+    problem: Problem, sequences: CudnnSequences, target: Target, deterministic: bool,
     most: int | None, listed: bool,
 ) -> Fa4Call:  # fmt: skip
     """most: bytes of workspace; None: no limit. listed: True to have each call list tiles, even if
     that can't save time."""
-    from attn_graph.lowering.fa4.call import DENSE, Fa4Call
+    from attn_graph.lowering.fa4.call import Fa4Call
     from attn_graph.lowering.fa4.lists import MadeLists, may_repay
 
     def admits(lists: MadeLists) -> bool:
@@ -118,7 +121,7 @@ def make_fa4_call(
         runs = "triton" in dict(target.libraries)
         return runs and fits and (listed or may_repay(lists, problem, target))
 
-    return Fa4Call.of(problem, target.sm, deterministic, sequences or DENSE, admits)
+    return Fa4Call.of(problem, target.sm, deterministic, sequences, admits)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:

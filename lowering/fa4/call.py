@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
-from attn_graph.lowering.cudnn.sequences import SIDES, CudnnSequences
+from attn_graph.lowering.cudnn.sequences import DENSE, SIDES, CudnnSequences
 from attn_graph.lowering.fa4.dialect import CuteCode, as_read, trace_problem
 from attn_graph.lowering.fa4.lists import (
     MadeLists,
@@ -34,7 +34,6 @@ SEQUSED = {"q_lengths": "seqused_q", "kv_lengths": "seqused_k"}
 CU_SEQLENS = {"rows": "cu_seqlens_q", "keys": "cu_seqlens_k"}
 MOST = {"rows": "max_seqlen_q", "keys": "max_seqlen_k"}
 NARROW = (128, 64)  # queries and keys of a tile; a kernel for sm_100 has one or two such of queries
-DENSE = CudnnSequences()
 Named = Mapping[str, torch.Tensor]
 Bounds = tuple[int | None, int | None]
 

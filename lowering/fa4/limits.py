@@ -13,9 +13,8 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import Reason
-from attn_graph.lowering.cudnn.sequences import CudnnSequences
+from attn_graph.lowering.cudnn.sequences import DENSE, CudnnSequences
 from attn_graph.lowering.fa4.call import (
-    DENSE,
     NativeMask,
     copied_names,
     end_names,
@@ -56,7 +55,7 @@ class Fa4Case:
     problem: Problem
     sm: int
     deterministic: bool = False
-    sequences: CudnnSequences | None = None
+    sequences: CudnnSequences = DENSE
 
     @cached_property
     def family(self) -> int:
@@ -80,16 +79,16 @@ class Fa4Case:
     @property
     def totals(self) -> dict[str, int]:
         """T of each packed side."""
-        return self.sequences.totals if self.sequences else {}
+        return self.sequences.totals
 
     @property
     def is_paged(self) -> bool:
-        return self.sequences is not None and self.sequences.table is not None
+        return self.sequences.table is not None
 
     @property
     def page(self) -> int:
         """Rows of a page; 0 without pages."""
-        return self.sequences.page if self.sequences else 0
+        return self.sequences.page
 
 
 Found = Iterator[Reason] | str | bool
@@ -143,8 +142,8 @@ def other_strides(case: Fa4Case) -> Iterator[Reason]:
     """Operands with gaps between rows, and pages off 16 bytes: kernels would need a copy of the
     whole pool."""
     operands = dict(zip("qkv", case.problem.specs, strict=False))
-    operands |= dict(case.sequences.specs) if case.sequences else {}
-    copied = copied_names(case.problem, case.sequences or DENSE)
+    operands |= dict(case.sequences.specs)
+    copied = copied_names(case.problem, case.sequences)
     for name, given in operands.items():
         spec = new_like(given) if name in copied else given
         if not spec.unit_last:

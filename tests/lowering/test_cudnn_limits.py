@@ -16,7 +16,7 @@ from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.limits import RULES, reasons, rules_at
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask, mask_problems
-from attn_graph.lowering.cudnn.sequences import CudnnSequences
+from attn_graph.lowering.cudnn.sequences import DENSE, CudnnSequences
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, KeyLengths, QueryLengths
 from attn_graph.masks.canonical import canonical_mask
@@ -68,7 +68,7 @@ def names(
     frontend: Version = KNOWN[1],
     *,
     deterministic: bool = False,
-    sequences: CudnnSequences | None = None,
+    sequences: CudnnSequences = DENSE,
 ) -> list[str]:
     """The rules that refuse a problem."""
     case = Case(given, sm, backend, frontend, deterministic, sequences)

@@ -103,8 +103,7 @@ def test_what_the_check_of_a_stored_plan_loaded_is_what_runs(
     fill(store, target)
     plan = ag.compile(GRAPH, target=target, backends=("cudnn",), store=store)
     assert machine.loads == [b"plan"]
-    run = plan.executable.run.__self__  # type: ignore[attr-defined]  # a method
-    run.execute({}, None, GPU)
+    plan.executable.run.execute({}, None, GPU)  # type: ignore[attr-defined]  # a Run
     assert len(machine.runs) == 1
     assert machine.loads == [b"plan"]
 
@@ -141,5 +140,5 @@ def test_each_frontend_loads_and_runs_plans_or_is_refused_with_a_reason(
             ag.compile(GRAPH, target=target, backends=("cudnn",), store=store)
         return
     plan = ag.compile(GRAPH, target=target, backends=("cudnn",), store=store)
-    plan.executable.run.__self__.execute({}, None, GPU)  # type: ignore[attr-defined]  # a method
+    plan.executable.run.execute({}, None, GPU)  # type: ignore[attr-defined]  # a Run
     assert len(machine.runs) == 1

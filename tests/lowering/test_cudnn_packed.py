@@ -21,14 +21,10 @@ from attn_graph.ir.packing import Unpack
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.lowering.backend import Options
-from attn_graph.lowering.cudnn.backend import describe_problem, read_problem, request_case
+from attn_graph.lowering.cudnn.backend import describe_problem, read_case
 from attn_graph.lowering.cudnn.limits import reasons
 from attn_graph.lowering.cudnn.memory import key_splits
-from attn_graph.lowering.cudnn.packed_run import (
-    CudnnPackedRun,
-    packed_notes,
-    packed_temporary_bytes,
-)
+from attn_graph.lowering.cudnn.run import Run, run_notes, temporary_bytes
 from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
@@ -49,19 +45,15 @@ I32, BRAIN = torch.int32, torch.bfloat16
 
 
 def refusals(graph: Graph) -> list[Reason]:
-    read = read_problem(graph)
-    assert read is not None
-    problem, sequences = read
-    return [*reasons(request_case(problem, H200, Options(), sequences))]
+    case = read_case(graph, H200, Options())
+    assert case is not None
+    return [*reasons(case)]
 
 
-def modelled(graph: Graph, *, stats: bool = True) -> CudnnPackedRun:
+def modelled(graph: Graph, *, stats: bool = True) -> Run:
     """How a simplified graph, one that cuDNN takes, would run; and without lse if not `stats`."""
     case, call = describe_problem(graph, H200, Options(), stats=stats)
-    assert case.sequences is not None
-    return CudnnPackedRun.of(
-        call, case.problem, case.sequences, graph, Workspace(), 128, Model(call)
-    )
+    return Run.of(case, call, graph, Workspace(), 128, Model(call))
 
 
 def gradient_of(graph: Graph, do: torch.Tensor) -> tuple[Graph, list[str]]:
@@ -126,19 +118,19 @@ def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
     simple = simplify(case.packed)
     assume(not refusals(simple))
     tensors = [*map(aligned, case.packed_tensors)]
-    outputs, (o, lse) = modelled(simple).forward(*tensors)
+    outputs, (o, lse) = modelled(simple)(*tensors)
     check_results(case, outputs)
     for x, i in zip(outputs, simple.outputs, strict=True):
         assert SPEC.like(x) == result_spec(simple, i)
-    lean, _ = modelled(evolve(simple, outputs=simple.outputs[:1]), stats=False).forward(*tensors)
+    lean, _ = modelled(evolve(simple, outputs=simple.outputs[:1]), stats=False)(*tensors)
     assert torch.equal(lean[0], o)
     do = case.batch.spoil(noise(o, seed), 0)
     empty = [aligned(fill(x, False)) for x in tensors]
-    assert are_same(modelled(simple).forward(*empty)[0], outputs)
+    assert are_same(modelled(simple)(*empty)[0], outputs)
     back, names = gradient_of(simple, do)
     assume(not refusals(back))
-    gradients, _ = modelled(back).backward(*tensors, o, lse, do)
-    assert are_same(modelled(back).backward(*empty, o, lse, fill(do, False))[0], gradients)
+    gradients, _ = modelled(back)(*tensors, o, lse, do)
+    assert are_same(modelled(back)(*empty, o, lse, fill(do, False))[0], gradients)
     cotangents = [do, *(None for _ in outputs[1:])]
     check_packed_gradients(case, dict(zip(names, gradients, strict=True)), cotangents)
 
@@ -154,7 +146,8 @@ PARTLY: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, list[int]]]] = {
 
 @pytest.mark.parametrize("side", PARTLY)
 def test_queries_alone_or_keys_alone_may_be_packed(side: str) -> None:
-    """The other side has as many rows for all. Where one side has none, the other gets zeros."""
+    """The other side has as many rows for all. Where one side has none, the other gets zeros. Rows
+    of no sequence, and padded keys past a length, hold NaN."""
     shapes, extra = PARTLY[side]
     random, counts = torch.Generator().manual_seed(0), torch.tensor([3, 0, 6, 1], dtype=I32)
     own = {n: torch.tensor(x, dtype=I32) for n, x in extra.items()}
@@ -166,6 +159,10 @@ def test_queries_alone_or_keys_alone_may_be_packed(side: str) -> None:
     q, k, v = (torch.randn(shapes[n], generator=random).half() for n in "qkk")
     for x in (q,) if side == "q" else (k, v):
         x[10:] = torch.nan
+    if "kv_lengths" in own:
+        past = torch.arange(k.shape[2]) >= own["kv_lengths"][:, None]
+        for x in (k, v):
+            x.masked_fill_(past[:, None, :, None], torch.nan)
     specs: dict[str, Any] = {n: SPEC.like(x) for n, x in own.items()}
     most = (6, None) if side == "q" else (None, 6)
     simple = simplify(
@@ -175,14 +172,16 @@ def test_queries_alone_or_keys_alone_may_be_packed(side: str) -> None:
     named = {"q": q, "k": k, "v": v, **own}
     tensors = [named[i.name] for i in simple.inputs]
 
-    whole = {n: pad(named[n]) for n in "qkv"} | {n: own[n] for n in own if n == "kv_lengths"}
+    whole = {n: pad(named[n]).nan_to_num() for n in "qkv"} | {
+        n: own[n] for n in own if n == "kv_lengths"
+    }
     whole[f"{side}_lengths".replace("k_", "kv_")] = counts
     ends: dict[str, Any] = {n: SPEC.like(x) for n, x in whole.items() if n in m.LENGTHS}
     mask = m.KeyLengths() & m.QueryLengths() if side == "q" else m.KeyLengths()
     padded = ag.attention(*(SPEC.like(whole[n]) for n in "qkv"), mask=mask, stats=True, **ends)
     inputs = [whole[i.name] for i in padded.inputs]
 
-    _, (o, lse) = modelled(simple).forward(*tensors)
+    _, (o, lse) = modelled(simple)(*tensors)
     o_due, lse_due = expect_outputs(padded, inputs)
     o_due.check(pad(o))
     there = torch.arange(6) < counts[:, None]
@@ -192,7 +191,7 @@ def test_queries_alone_or_keys_alone_may_be_packed(side: str) -> None:
     do = noise(o, 1)
     back, names = gradient_of(simple, do)
     assert not refusals(back)
-    gradients, _ = modelled(back).backward(*tensors, o, lse, do)
+    gradients, _ = modelled(back)(*tensors, o, lse, do)
     dues = expect_gradients(padded, inputs, [pad(do), None])
     for name, x in zip(names, gradients, strict=True):
         dues[name].check(pad(x))
@@ -211,7 +210,7 @@ def test_packed_tensors_are_read_where_they_lie(strides: tuple[int, int, int]) -
         strides[0],
         64,
     ]  # v is a copy
-    outputs, _ = run.forward(*tensors, starts)
+    outputs, _ = run(*tensors, starts)
     loop = torch.cat([alone(*(x[a:b] for x in tensors)) for a, b in ((0, 2), (2, 9))])
     torch.testing.assert_close(outputs[0], loop)
 
@@ -259,13 +258,10 @@ def test_what_is_copied_of_packed_tensors_is_told_and_counted(
     texts = []
     for each in (graph, backward(graph, [0, 1], [q])):
         case, call = describe_problem(each, H200, Options())
-        assert case.sequences is not None
-        room = CudnnPackedRun.of(
-            call, case.problem, case.sequences, each, Workspace(), 128, Model(call)
-        )
+        room = Run.of(case, call, each, Workspace(), 128, Model(call))
         texts += [
-            *packed_notes(call, case.problem, case.sequences),
-            f"{packed_temporary_bytes(call, case.problem, case.sequences)} bytes besides",
+            *run_notes(case, call, each),
+            f"{temporary_bytes(case, call, each)} bytes besides",
             f"{room.scratch.bytes} bytes leased, for {', '.join(room.scratch.buffers)}",
             str(call),
             "",
@@ -280,7 +276,7 @@ def test_an_address_off_16_bytes_is_an_error_that_says_so() -> None:
     tensors["q"] = room[1:].view(tensors["q"].shape).copy_(tensors["q"])
     simple = simplify(case.packed)
     with pytest.raises(ag.PlanMismatchError, match=r"q: expected an address .* 2 bytes past"):
-        modelled(simple).forward(*(tensors[i.name] for i in simple.inputs))
+        modelled(simple)(*(tensors[i.name] for i in simple.inputs))
 
 
 # Pages
@@ -324,15 +320,15 @@ def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: paging.Cas
     assert any(isinstance(e.op, Packed) and e.op.paged for e in simple.eqns)
     case = finite_pages(case)
     tensors = [aligned(x) for x in case.inputs]
-    outputs, _ = modelled(simple).forward(*tensors)
+    outputs, _ = modelled(simple)(*tensors)
     paging.check_results(case, outputs)
 
 
 def test_keys_past_a_length_in_pages_have_to_be_finite_which_is_told() -> None:
     """The exception to the law of absent rows."""
-    case, call = describe_problem(decode(), H200, Options())
-    assert case.sequences is not None
-    (note,) = (x for x in packed_notes(call, case.problem, case.sequences) if "finite" in x)
+    graph = decode()
+    case, call = describe_problem(graph, H200, Options())
+    (note,) = (x for x in run_notes(case, call, graph) if "finite" in x)
     assert note == (
         "keys past a length, in its last page, have to be finite: cuDNN multiplies them by 0"
     )

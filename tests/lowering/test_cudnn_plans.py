@@ -21,10 +21,9 @@ from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn import limits as cudnn_limits
 from attn_graph.lowering.cudnn import offline as cudnn_offline
 from attn_graph.lowering.cudnn import plan as cudnn_plan
-from attn_graph.lowering.cudnn.backend import request_case, versions
+from attn_graph.lowering.cudnn.backend import describe_problem, versions
 from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.memory import workspace
-from attn_graph.lowering.problem import sole
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from tests.support.cudnn_builder import ask_builder
@@ -182,9 +181,8 @@ def test_cudnn_comes_first_where_it_is_the_faster() -> None:
 def test_the_workspace_is_cudnns_own_number(store: Store) -> None:
     """Known before a plan is built, on Hopper and below 9.25; both are what `memory()` tells."""
     plan = planned(store=store).vjp
-    problem = sole(plan.graph)
-    assert problem is not None
-    case = evolve(request_case(problem, H200, Options()), backend=(9, 20, 0))
+    case, _ = describe_problem(plan.graph, H200, Options())
+    case = evolve(case, backend=(9, 20, 0))
     assert plan.executable.workspace == workspace(case) == 2 * 8 * 1024 * (128 * 4 + 4) + 256
     assert planned(store=store).memory().workspace_backward == plan.executable.workspace
 

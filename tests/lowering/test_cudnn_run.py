@@ -21,12 +21,10 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.lowering.backend import Options, RefusedError
 from attn_graph.lowering.cudnn.backend import BACKEND as cudnn
-from attn_graph.lowering.cudnn.backend import request_case
-from attn_graph.lowering.cudnn.case import needs_padding_mask
-from attn_graph.lowering.cudnn.graph import describe_call
+from attn_graph.lowering.cudnn.backend import describe_problem, read_case
 from attn_graph.lowering.cudnn.limits import reasons
 from attn_graph.lowering.cudnn.run import Inference, Run, run_notes, temporary_bytes
-from attn_graph.lowering.problem import returns_lse, sole
+from attn_graph.lowering.problem import returns_lse
 from attn_graph.lowering.rooms import write_named
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
@@ -49,29 +47,35 @@ VERSIONS = (
 )
 H200 = Target("h200", "cuda", 90, (), VERSIONS)
 X = ag.TensorSpec((2, 4, 6, 8), torch.float16)
+ENDED = tuple(f"{x} is copied, 768 B, with 0 in rows past the lengths" for x in "kv")
 LONG = ag.TensorSpec((2, 4, 128, 64), torch.float16)
 
 
 def refusals(graph: Graph) -> list[Reason]:
-    problem = sole(graph)
-    assert problem is not None
-    return [*reasons(request_case(problem, H200, Options()))]
+    case = read_case(graph, H200, Options())
+    assert case is not None
+    return [*reasons(case)]
 
 
 def modelled(graph: Graph, *, stats: bool = True) -> Run:
     """How a simplified graph, one that cuDNN takes, would run; and without lse if not `stats`."""
-    problem = sole(graph)
-    assert problem is not None
     assert not refusals(graph)
-    call = describe_call(
-        problem, padded=needs_padding_mask(request_case(problem, H200, Options())), stats=stats
-    )
-    return Run.of(call, problem, graph, Workspace(), 128, Model(call))
+    case, call = describe_problem(graph, H200, Options(), stats=stats)
+    return Run.of(case, call, graph, Workspace(), 128, Model(call))
 
 
 def results(graph: Graph, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return modelled(graph)(*tensors)[0]
+
+
+def notes(graph: Graph) -> tuple[str, ...]:
     run = modelled(graph)
-    return (run.forward if run.problem.grad is None else run.backward)(*tensors)[0]
+    return tuple(run_notes(run.case, run.call, graph))
+
+
+def besides(graph: Graph) -> int:
+    run = modelled(graph)
+    return temporary_bytes(run.case, run.call, graph)
 
 
 def gradient_of(graph: Graph, do: torch.Tensor) -> tuple[Graph, list[str]]:
@@ -100,14 +104,14 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
     assume(not refusals(simple))
     tensors = tuple(map(aligned, tensors_for(graph, seed)))
     run = modelled(simple)
-    outputs, (o, lse) = run.forward(*tensors)
+    outputs, (o, lse) = run(*tensors)
     for found, due, i in zip(
         outputs, rule.expect_outputs(graph, tensors), simple.outputs, strict=True
     ):
         due.check(found)
         assert ag.TensorSpec.like(found) == result_spec(simple, i)
     if not returns_lse(simple):
-        lean = modelled(simple, stats=False).forward(*tensors)[0]
+        lean = modelled(simple, stats=False)(*tensors)[0]
         for one, other in zip(lean, outputs, strict=True):
             assert torch.equal(one.nan_to_num(), other.nan_to_num())
     cotangents = cotangents_for(simple, seed)
@@ -127,13 +131,13 @@ def test_results_are_written_into_the_callers_tensors(graph: Graph, seed: int) -
     assume(not refusals(simple))
     tensors = tuple(map(aligned, tensors_for(graph, seed)))
     run = modelled(simple)
-    outputs, saved = run.forward(*tensors)
-    check_rooms(run.forward, simple, tensors, outputs)
+    outputs, saved = run(*tensors)
+    check_rooms(run, simple, tensors, outputs)
     (do, *_) = cotangents_for(simple, seed)
     back, _ = gradient_of(simple, do)
     assume(not refusals(back))
     given = (*tensors, *saved, do)
-    check_rooms(modelled(back).backward, back, given, results(back, given))
+    check_rooms(modelled(back), back, given, results(back, given))
 
 
 @given(graph=cudnn_graphs(), seed=seeds, data=st.data())
@@ -144,12 +148,12 @@ def test_gradients_lie_as_declared(graph: Graph, seed: int, data: st.DataObject)
     laid = cudnn.seen(data.draw(with_layouts(st.just(back), spaced)))
     assume(not refusals(back))
     tensors = tuple(map(aligned, tensors_for(graph, seed)))
-    given = (*tensors, *modelled(simple).forward(*tensors)[1], do)
+    given = (*tensors, *modelled(simple)(*tensors)[1], do)
     dues = results(back, given)
     for x, due, spec in zip(results(laid, given), dues, laid.declared_outputs, strict=True):
         assert torch.equal(x.nan_to_num(), due.nan_to_num())
         assert ag.TensorSpec.like(x) == (spec or ag.TensorSpec.like(due))
-    check_rooms(modelled(laid).backward, laid, given, results(laid, given))
+    check_rooms(modelled(laid), laid, given, results(laid, given))
 
 
 def check_rooms(
@@ -177,10 +181,10 @@ def test_a_captured_call_is_cudnns_plan_alone(side: str) -> None:
     back = backward(graph, (0, 1, 2), [do, None])
     run = modelled(graph if side == "forward" else back)
     drawn = [tuple(map(aligned, tensors_for(run.graph, seed))) for seed in range(2)]
-    tensors, call = [t.clone() for t in drawn[0]], getattr(run, side)
+    tensors, call = [t.clone() for t in drawn[0]], run
     rooms = [torch.full_like(x, torch.nan) for x in call(*tensors)[0]]
     launched: list[tuple[Any, ...]] = []
-    recorded = getattr(evolve(run, execute=lambda *given: launched.append(given)), side)
+    recorded = evolve(run, execute=lambda *given: launched.append(given))
 
     def step() -> object:
         return write_named(recorded, run.graph.result_names, rooms, *tensors)
@@ -202,14 +206,14 @@ def test_a_room_off_16_bytes_is_an_error_that_says_so() -> None:
     tensors = tensors_for(graph, 0)
     room = off(torch.zeros(X.shape, dtype=X.dtype))
     with pytest.raises(ag.PlanMismatchError, match=r"o: expected an address .* 2 bytes past"):
-        write_named(modelled(graph).forward, ("o",), [room], *map(aligned, tensors))
+        write_named(modelled(graph), ("o",), [room], *map(aligned, tensors))
 
 
 def test_what_cudnn_adds_to_is_zero_before(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = simplify(LENGTHS)
     tensors = tuple(map(aligned, tensors_for(graph, 0)))
     (do,) = cotangents_for(graph, 0)
-    saved = modelled(graph).forward(*tensors)[1]
+    saved = modelled(graph)(*tensors)[1]
     back, names = gradient_of(graph, do)
     empty = torch.empty_strided
     monkeypatch.setattr(torch, "empty_strided", lambda *x, **y: empty(*x, **y).fill_(9))
@@ -239,7 +243,7 @@ def test_what_autograd_hands_over_off_16_bytes_is_copied(name: str) -> None:
     graph = ag.attention(X, X, X)
     forward = simplify(graph)
     tensors = [torch.randn(X.shape, dtype=X.dtype) for _ in "qkv"]
-    o, lse = modelled(forward).forward(*tensors)[1]
+    o, lse = modelled(forward)(*tensors)[1]
     do = torch.randn(X.shape, dtype=X.dtype)
     back, names = gradient_of(forward, do)
     roles = ("q", "k", "v", "o", "lse", "do")
@@ -248,10 +252,8 @@ def test_what_autograd_hands_over_off_16_bytes_is_copied(name: str) -> None:
     dues = rule.expect_gradients(graph, tensors, (do,))
     for each, gradient in zip(names, results(back, [*given.values()]), strict=True):
         dues[each].check(gradient)
-    problem = sole(back)
-    assert problem is not None
     told = "do is copied, 768 B, where it is broadcast, or begins off 16 bytes"
-    assert run_notes(problem, back) == (told,)
+    assert notes(back) == (told,)
 
 
 def test_a_cotangent_that_cudnn_refuses_does_not_change_who_runs_the_gradient() -> None:
@@ -275,11 +277,9 @@ def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:
     """Others are copied, which is told, and counted."""
     for dtype, told in ((torch.int32, False), (torch.int64, True)):
         graph = simplify(ag.attention(X, X, X, kv_lengths=ag.TensorSpec((2,), dtype)))
-        run = modelled(graph)
         said = ("kv_lengths is copied to a dense i32 at each call",)
-        ended = ("k and v are copied, 1.5 KiB, with 0 past their lengths",)
-        assert run_notes(run.problem, graph) == said * told + ended
-        assert temporary_bytes(run.call, run.problem, graph) == 8 * told + 2 * X.type.bytes
+        assert notes(graph) == said * told + ENDED
+        assert besides(graph) == 8 * told + 2 * X.type.bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -293,9 +293,9 @@ def test_cudnn_is_given_no_row_past_a_length(dtype: torch.dtype) -> None:
         q, k, v = (aligned(x) for x in tensors_for(graph, 1)[:3])
         for x in (k, v):
             x[0, :, 3:] = value
-        o, lse = modelled(forward).forward(q, k, v, lengths)[1]
+        o, lse = modelled(forward)(q, k, v, lengths)[1]
         back, _ = gradient_of(forward, do)
-        found.append((o, lse, *modelled(back).backward(q, k, v, lengths, o, lse, do)[0]))
+        found.append((o, lse, *modelled(back)(q, k, v, lengths, o, lse, do)[0]))
     for each in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], each, strict=True))
 
@@ -305,15 +305,15 @@ def test_gradients_that_nobody_asked_for_are_counted() -> None:
     specs = [result_spec(forward, i) for i in forward.outputs]
     run = modelled(backward(forward, [0], specs))
     copy = X.type.bytes  # of do
-    assert temporary_bytes(run.call, run.problem, run.graph) == 2 * X.type.bytes + copy
-    found = run.backward(*(torch.zeros(i.spec.shape, dtype=i.spec.dtype) for i in run.graph.inputs))
+    assert besides(run.graph) == 2 * X.type.bytes + copy
+    found = run(*(torch.zeros(i.spec.shape, dtype=i.spec.dtype) for i in run.graph.inputs))
     assert [t.shape for t in found[0]] == [X.shape]
 
 
 def test_the_workspace_is_leased_and_no_more_than_told() -> None:
     graph = simplify(ag.attention(X, X, X))
     run = modelled(graph)
-    run.forward(*(torch.zeros(X.shape, dtype=X.dtype) for _ in range(3)))
+    run(*(torch.zeros(X.shape, dtype=X.dtype) for _ in range(3)))
     assert run.workspace.bytes == 128
 
 
@@ -321,7 +321,7 @@ def test_gradients_are_of_their_inputs_in_whatever_order() -> None:
     graph = ag.attention(X, X, X)
     forward = simplify(graph)
     tensors = tuple(map(aligned, tensors_for(graph, 1)))
-    o, lse = modelled(forward).forward(*tensors)[1]
+    o, lse = modelled(forward)(*tensors)[1]
     (do,) = cotangents_for(forward, 1)
     dues = rule.expect_gradients(graph, tensors, (do,))
     back = backward(forward, (2, 0), [ag.TensorSpec.like(do)])
@@ -381,7 +381,7 @@ def test_another_backends_lse_may_lie_anyhow() -> None:
     graph = ag.attention(X, X, X)
     forward = simplify(graph)
     tensors = tuple(map(aligned, tensors_for(graph, 1)))
-    o, lse = modelled(forward).forward(*tensors)[1]
+    o, lse = modelled(forward)(*tensors)[1]
     loose = torch.zeros(*lse.shape[:2], 32)[:, :, : lse.shape[2]].copy_(lse)
     (do,) = cotangents_for(forward, 1)
     back, names = gradient_of(forward, do)
@@ -409,7 +409,7 @@ def test_do_and_lse_are_cleared_where_lengths_may_hide_rows_which_is_told() -> N
     forward = simplify(graph)
     tensors = (*tensors_for(graph, 1)[:3], torch.tensor([0, 6], dtype=torch.int32))
     tensors = (*map(aligned, tensors[:3]), tensors[3])
-    o, lse = modelled(forward).forward(*tensors)[1]
+    o, lse = modelled(forward)(*tensors)[1]
     (do,) = cotangents_for(forward, 1)
     back, _ = gradient_of(forward, do)
     run = modelled(back)
@@ -423,14 +423,11 @@ def test_do_and_lse_are_cleared_where_lengths_may_hide_rows_which_is_told() -> N
         model(pack, room, device)
 
     poisoned = formula.poison_blind_rows(graph, tensors, (do,), 0)
-    found = evolve(run, execute=execute).backward(*tensors, o, lse, *poisoned)[0]
+    found = evolve(run, execute=execute)(*tensors, o, lse, *poisoned)[0]
     assert all(g.isfinite().all() for g in found)
     assert torch.equal(seen[0]["do"], do.masked_fill(lse[..., None] == -torch.inf, 0))
     assert (seen[0]["lse"][0] == torch.inf).all()
-    assert run_notes(run.problem, back) == (
-        "do is copied, 768 B, with 0 in rows that see nothing",
-        "k and v are copied, 1.5 KiB, with 0 past their lengths",
-    )
-    assert temporary_bytes(run.call, run.problem, back) == 3 * X.type.bytes + 4 * lse.numel()
+    assert notes(back) == (*ENDED, "do is copied, 768 B, with 0 in rows that see nothing")
+    assert besides(back) == 3 * X.type.bytes + 4 * lse.numel()
     whole, _ = gradient_of(simplify(ag.attention(X, X, X)), do)
-    assert "with 0" not in "".join(run_notes(modelled(whole).problem, whole))
+    assert "with 0" not in "".join(notes(whole))

@@ -15,9 +15,9 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs
 from attn_graph.lowering.backend import Options
-from attn_graph.lowering.cudnn.backend import read_problem
+from attn_graph.lowering.cudnn.sequences import read_problem
 from attn_graph.lowering.fa4.backend import BACKEND
-from attn_graph.lowering.fa4.call import DENSE, Fa4Call
+from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.limits import Fa4Case, limits_at
 from tests.support.fa4_questions import HAS_PACKAGE, WITHOUT, ask_package
 
@@ -63,7 +63,7 @@ def draw_case(draw: random.Random, sm: int) -> Fa4Case:
 
 def call_of(case: Fa4Case) -> Fa4Call:
     """The call that would be made of it."""
-    return Fa4Call.of(case.problem, case.sm, case.deterministic, case.sequences or DENSE)
+    return Fa4Call.of(case.problem, case.sm, case.deterministic, case.sequences)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
+from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn import offline as cudnn_offline
 from attn_graph.lowering.cudnn import plan as cudnn_plan
-from attn_graph.lowering.cudnn.backend import versions
-from attn_graph.lowering.cudnn.graph import describe_call
+from attn_graph.lowering.cudnn.backend import describe_problem, versions
 from attn_graph.lowering.cudnn.run import Engine, Run
-from attn_graph.lowering.problem import sole
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
 from attn_graph.testing import rule
@@ -69,16 +68,14 @@ def test_a_plan_built_away_from_its_gpu_runs_on_it() -> None:
     x = ag.TensorSpec((2, 4, 192, 64), torch.float16)
     graph = ag.attention(x, x, x, mask=ag.Causal())
     simple, here = simplify(graph), Target.here()
-    problem = sole(simple)
-    assert problem is not None
-    call, (backend, frontend) = describe_call(problem), versions(here)
+    (case, call), (backend, frontend) = describe_problem(simple, here, Options()), versions(here)
     assert backend is not None
     assert frontend is not None
     pair = backend, frontend
     built = cudnn_plan.build_away(call, cudnn_plan.describe_own_gpu(), here.sm, pair)
-    run = Run.of(call, problem, simple, Workspace(), built.workspace, Engine(built.data))
+    run = Run.of(case, call, simple, Workspace(), built.workspace, Engine(built.data))
     tensors = tuple(map(aligned, tensors_for(graph, 1, "cuda")))
-    rule.expect_outputs(graph, tensors)[0].check(run.forward(*tensors)[0][0])
+    rule.expect_outputs(graph, tensors)[0].check(run(*tensors)[0][0])
 
 
 @pytest.mark.parametrize("M", [64, 192, 320])

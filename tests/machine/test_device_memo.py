@@ -11,7 +11,7 @@ import torch
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.backend import Options
-from attn_graph.lowering.cudnn.graph import describe_call
+from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.calls import TritonCall
@@ -38,12 +38,9 @@ def tile_lists() -> Source:
 def lengths() -> Source:
     """The lengths of queries, which cuDNN reads beside those of keys."""
     graph = simplify(ag.attention(X, X, X, mask=ag.KeyLengths(), kv_lengths=LENGTHS))
-    problem = sole(graph)
-    assert problem is not None
-    call = describe_call(problem, padded=True)
-    run = Run.of(call, problem, graph, ag.Workspace(), 0, lambda *given: None)
-    (at,) = (n for n, slot in enumerate(call.inputs) if slot.source == "M")
-    return lambda: run.special(at, (), DEVICE)
+    case, call = describe_problem(graph, ag.Target.of("h200"), Options())
+    run = Run.of(case, call, graph, ag.Workspace(), 0, lambda *given: None)
+    return lambda: run.full("M", DEVICE)
 
 
 @pytest.fixture

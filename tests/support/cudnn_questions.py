@@ -55,7 +55,7 @@ class Question:
         case = self.case
         pad = needs_padding_mask(case) and (self.ours != "no" or case.is_paged)
         call = describe_call(case.problem, padded=pad, deterministic=case.deterministic)
-        return pack_call(call, case.sequences) if case.sequences else call
+        return pack_call(call, case.sequences)
 
     def verdict(self, answer: Answer) -> Verdict:
         """Ours and cuDNN's together. Who refuses by choice need not know whether cuDNN does."""
