@@ -220,7 +220,7 @@ def test_what_cudnn_declines_after_all_goes_to_the_next_backend(
     """With cuDNN's words, and a line in the log: the table has a gap."""
     x = ag.TensorSpec((1, 2, 1, 64), torch.float16)
     graph = ag.attention(x, x, x)
-    monkeypatch.setattr(cudnn_limits, "RULES", ())
+    monkeypatch.setattr(cudnn_limits, "reasons", lambda case: ())
     plan = planned(graph, store=store, backends=("cudnn", "triton")).vjp
     (reason,) = map(str, dict(plan.refusals)["cudnn"])
     assert plan.backend == "triton"
