@@ -21,6 +21,7 @@ from attn_graph.kernels.hiding import hide_
 from attn_graph.lowering.cpu.dropping import draw
 from attn_graph.lowering.cpu.product_slots import ProductSlot
 from attn_graph.lowering.cpu.product_tiles import (
+    ZERO,
     Call,
     Dual,
     Maybe,
@@ -47,12 +48,12 @@ def run_products(
 
 def attend(call: Call) -> list[torch.Tensor]:
     """The results of an attention, and their tangents."""
-    p, op, device = call.tiles.problem, call.tiles.op, call.given.q.device
+    tiles, p, op, device = call.tiles, call.tiles.problem, call.tiles.op, call.given.q.device
     made = {"o": p.new_o(device, call.scratch)}
     made |= {n: p.new_statistic(n, device, call.scratch) for n in op.names if n not in ("o", "to")}
     made |= {"to": p.new_o(device)} if "to" in op.names else {}
-    for slot in call.tiles.tiles(call.given.mask):
-        Here(call, slot).attend({name: slot.rows(x) for name, x in made.items()})
+    for slot in tiles.tiles(call.given.mask):
+        Here(tiles, call, slot).attend({name: slot.rows(x) for name, x in made.items()})
     return [made[name] for name in op.names]
 
 
@@ -62,7 +63,7 @@ def pull(call: Call) -> list[torch.Tensor]:
     assert grad is not None
     sums, totals = start_sums(call), tiles.totals(call.given)
     for slot in tiles.tiles(call.given.mask):
-        Here(call, slot).pull(sums, totals)
+        Here(tiles, call, slot).pull(sums, totals)
     made = {n: x.to(p.specs[n].dtype) for n, x in sums.items()}
     made |= tiles.collected(call.given, totals)
     return [made[n] for n, wanted in enumerate(grad.wants) if wanted]
@@ -87,12 +88,9 @@ def start_sums(call: Call) -> dict[int, torch.Tensor]:
 class Here:
     """One tile of a call."""
 
+    tiles: ProductTiles
     call: Call
     slot: ProductSlot
-
-    @property
-    def tiles(self) -> ProductTiles:
-        return self.call.tiles
 
     # Memory
 
@@ -358,7 +356,7 @@ class Here:
 
     def surplus(self, read: Read, do: Dual[Maybe]) -> Dual[torch.Tensor]:
         """delta - dlse [n,L,1]; without delta if it is to be summed from p dp."""
-        surplus, o = self.rooms("delta", 1), Dual[Maybe](None)
+        surplus, o = self.rooms("delta", 1), ZERO
         if not self.tiles.weighs_cotangents and do.known:
             o = self.load_each("o", read.o)
         if surplus.tangent is not None:  # first: o is overwritten then
@@ -372,9 +370,11 @@ class Here:
         self, out: torch.Tensor, pairs: Sequence[Pair], room: torch.Tensor, less: Maybe
     ) -> None:
         """out [n,L,1] = sum_e x y, of each pair, less numbers [B,H,M,1]; 0 in rows without keys."""
-        out.zero_()
-        for x, y in pairs:
-            out.add_(torch.mul(x, y, out=room).sum(-1, keepdim=True))
+        if not pairs:
+            out.zero_()
+        for n, (x, y) in enumerate(pairs):
+            torch.mul(x, y, out=room)
+            out.add_(room.sum(-1, keepdim=True)) if n else torch.sum(room, -1, True, out=out)
         if less is not None:
             self.heads(out).sub_(self.slot.rows(less))
         self.clear(out)

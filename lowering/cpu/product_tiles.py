@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Generic, TypeVar, final
+from typing import Generic, NamedTuple, TypeVar, final
 
 import torch
 from attrs import frozen
@@ -91,7 +91,7 @@ class ProductTiles(TileGrid):
     def more(self) -> tuple[str, ...]:
         return self.problem.node.without_gradient
 
-    @property
+    @cached_property
     def rounds(self) -> bool:
         return self.factors != self.problem.wide
 
@@ -104,21 +104,28 @@ class ProductTiles(TileGrid):
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers. A tangent lies beside its value, with a t before the name."""
         p, keys = self.problem, self.reach
-        sizes = {"s": keys, "o": p.E, "lse": 1}  # numbers of a row
+        sizes = {"s": keys, "o": p.E, "lse": 1, "total": 1}  # numbers of a row
         if p.grad is not None:
-            sizes |= {"ds": keys, "do": p.E, "delta": 1, **{f"step{i}": keys for i in self.bent}}
+            sizes |= {"ds": keys, "do": p.E, "dq": p.D, "delta": 1}
+            sizes |= {f"step{i}": keys for i in self.bent}
         if self.jvp is not None:
-            sizes |= {f"t{name}": n for name, n in sizes.items()} | {"tq": p.D}
+            alone = "total", "dq"
+            sizes |= {f"t{name}": n for name, n in sizes.items() if name not in alone}
+            sizes |= {"tq": p.D}
             sizes |= {"step0": keys} if self.cap is not None else {}
             sizes |= {"scrap": keys} if any(i or self.cap is None for i in self.bent) else {}
-        sizes |= {"total": 1} | ({"dq": p.D} if self.wants(0) else {})
         buffers = self.packed | {"q": Buffer((self.lines * p.D,), self.factors)}
         buffers |= {name: Buffer((self.lines * n,), p.wide) for name, n in sizes.items()}
         if p.node.dropout:
             buffers |= needed_to_draw(self.lines, keys, p.wide)
         return buffers | self.needed_to_round | self.needed_to_sum
 
-    @property
+    @cached_property
+    def unmoved(self) -> Operands[Maybe]:
+        """No tangents."""
+        return self.problem.node.split((None,) * len(self.problem.node.takes))
+
+    @cached_property
     def bent(self) -> list[int]:
         """The modifiers with a derivative other than 1, by number."""
         return [i for i, m in enumerate(self.problem.node.modifiers) if not m.additive]
@@ -199,10 +206,8 @@ class ProductTiles(TileGrid):
 # Operands of a call
 
 
-@final
-@frozen(eq=False)
-class Dual(Generic[T]):
-    """A value and its tangent; None is zero."""
+class Dual(NamedTuple, Generic[T]):
+    """A value and its tangent; None is zero. A call makes many."""
 
     value: T
     tangent: Maybe = None
@@ -212,17 +217,18 @@ class Dual(Generic[T]):
         return [x for x in (self.value, self.tangent) if x is not None]
 
 
+ZERO: Dual[Maybe] = Dual(None)
+
+
 def product_of(a: Dual[Maybe], b: Dual[Maybe]) -> list[Pair]:
     """The factors of a b; none if it is zero."""
-    return pair_up((a.value, b.value))
+    x, y = a.value, b.value
+    return [] if x is None or y is None else [(x, y)]
 
 
 def moves_of(a: Dual[Maybe], b: Dual[Maybe]) -> list[Pair]:
     """The factors of the two products in the tangent of a b."""
-    return pair_up((a.tangent, b.value), (a.value, b.tangent))
-
-
-def pair_up(*pairs: tuple[Maybe, Maybe]) -> list[Pair]:
+    pairs = (a.tangent, b.value), (a.value, b.tangent)
     return [(x, y) for x, y in pairs if x is not None and y is not None]
 
 
@@ -273,7 +279,7 @@ class Call:
         own, moves = (operands, ()) if jvp is None else jvp.split(operands)
         read = None if grad is None else Read.of(grad.split(own), jvp and jvp.directions(operands))
         given = node.split(own)
-        moved = node.split(moves or (None,) * len(node.takes))
+        moved = node.split(moves) if moves else tiles.unmoved
         k, v = (
             Dual(
                 as_factor(name, x, scratch),
