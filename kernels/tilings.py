@@ -347,8 +347,9 @@ COPIED: dict[tuple[int, str, int], tuple[Tiling, Tiling, Tiling]] = {
         Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), Tiling(32, 64, 4, 2),
     ),
 }  # fmt: skip
-# And under a narrow mask: larger tiles would hold many dropped places.
-SHORT = {(90, "query_gradient", 128): Tiling(64, 64, 4, 2)}
+# And under a narrow mask, where larger tiles would hold many dropped places; its speed at a place,
+# as a share of the usual tile's.
+SHORT = {(90, "query_gradient", 128): (Tiling(64, 64, 4, 2), 0.85)}
 # Tiles made for two programs on a multiprocessor, by row of the table, side and width: the variant
 # for one program alone there. And rows of the table with tiles of FULL warps that may be halved.
 FULL = 8  # warps for full speed of a multiprocessor
@@ -373,7 +374,8 @@ for (_, itemsize, pass_), tiles in TABLE.items():
     if itemsize == 4:
         tile = Tiling(16, 16, 8, 1, pass_ == "key_gradient")
         tiles[HELD] = tile, tile
-WIDE_GRADIENT = 139264  # bytes of shared memory of these in a gradient, by machine code
+WIDE_GRADIENT = 139264  # bytes of shared memory of these in a gradient, by machine code,
+WIDE_TF32 = 163840  # and of tiles 256 wide with TF32
 
 # Of forward mode, by compute capability, bytes of an element and pass: four tiles of keys and
 # values, and two sums of rows, against the forward's two and one; and of a gradient in a direction,

@@ -11,10 +11,9 @@ import torch
 from attrs import frozen
 
 from attn_graph.machine.target import Target
-from attn_graph.spec import NAMES
+from attn_graph.spec import HALF, NAMES
 
 FILLS = 2  # programs of four warps that a multiprocessor runs at once
-HALF = (torch.float16, torch.bfloat16)
 Shares = tuple[tuple[int, float], ...]  # (head size, share of the peak)
 Splits = Literal["always", "one_query", "few_rows", "never"]
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from attn_graph.spec import MOST_INT32
+
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 ALWAYS = 2**62  # a period that no batch reaches
-MOST = 2**31 - 1  # the largest number that kernels take
 WORDS = 4  # drawn by a counter, for as many neighbouring keys
 ROOMS = 5  # buffers to draw them in
 Compare = Callable[..., object]  # two tensors, or a tensor and a number, with out=
@@ -43,7 +44,7 @@ def period_of(origin: Sequence[int]) -> int:
 
 def flat_origin(origin: Sequence[int]) -> tuple[int, ...] | None:
     """Dropout's origin for kernels: the first batch entry, head, row and key, H, period."""
-    return (*origin[:5], min(period_of(origin), MOST)) if origin else None
+    return (*origin[:5], min(period_of(origin), MOST_INT32)) if origin else None
 
 
 def counters(keys: range) -> range:

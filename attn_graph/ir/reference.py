@@ -14,7 +14,7 @@ from attn_graph.ir.binding import replace_sizes
 from attn_graph.ir.graph import Graph, Op, check_graph
 from attn_graph.machine.ambient import plain_ops_on
 from attn_graph.machine.fitting import read_sizes
-from attn_graph.spec import FLOATS, INF, TensorSpec, layout_problem
+from attn_graph.spec import FLOATS, HALF, INF, TensorSpec, layout_problem
 from attn_graph.spec.dims import Dim
 
 
@@ -120,7 +120,7 @@ def compare(
 
 def factor(graph: Graph, x: torch.Tensor) -> int:
     """The allowed multiple of the low formula's error for an output."""
-    return 3 if graph.is_gradient and x.dtype in (torch.float16, torch.bfloat16) else 2
+    return 3 if graph.is_gradient and x.dtype in HALF else 2
 
 
 def distance(x: torch.Tensor, ref: torch.Tensor) -> float:

@@ -19,9 +19,9 @@ from attn_graph.machine.cache import remember
 from attn_graph.masks.intervals import Range
 from attn_graph.masks.joins import Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Term
+from attn_graph.spec import MOST_INT64
 
 AXES = "bhij"
-MOST_INTEGER = 2**63 - 1  # of 64 bits
 Elements = tuple[tuple[str, str], ...]  # the name of each tensor, and its axes, letters of "bhij"
 Apply = Callable[..., Term]
 
@@ -149,9 +149,9 @@ def check_constants(node: ast.expr) -> None:
         named = any(isinstance(x, ast.Name | ast.Compare) for x in ast.walk(part))
         if isinstance(part, ast.expr) and not named:
             value = evaluate_formula(part, {})
-            if isinstance(value, int) and not -MOST_INTEGER <= value <= MOST_INTEGER:
+            if isinstance(value, int) and not -MOST_INT64 <= value <= MOST_INT64:
                 raise GraphError(
-                    f"formula: {ast.unparse(part)} is {value}, beyond {MOST_INTEGER}, the largest "
+                    f"formula: {ast.unparse(part)} is {value}, beyond {MOST_INT64}, the largest "
                     "64-bit integer"
                 )
 
@@ -178,7 +178,7 @@ def range_problems(text: str, elements: Elements, sizes: tuple[int, int, int, in
         if isinstance(part, ast.BinOp) and has_integers_alone(part, names):
             made = evaluate_formula(part, names)
             ends = (made.least, made.most) if isinstance(made, Range) else (made,)
-            if max(abs(float(x)) for x in ends) > MOST_INTEGER:
+            if max(abs(float(x)) for x in ends) > MOST_INT64:
                 return [f"formula: {ast.unparse(part)} may be beyond 64 bits for sizes {sizes}"]
     return []
 

@@ -12,10 +12,9 @@ from attrs.converters import optional
 from attn_graph.errors import GraphError, show
 from attn_graph.masks.joins import Align, Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
-from attn_graph.spec import to_integer
+from attn_graph.spec import MOST_INT64, to_integer
 from attn_graph.spec.dims import are_numbers
 
-FARTHEST = 2**63 - 1  # positions: the largest integer of a tensor
 LENGTHS = ("kv_lengths", "q_lengths")  # the names of the lengths of sequences
 
 
@@ -35,15 +34,15 @@ def to_whole(value: float | None) -> int | None:
 def to_reachable(value: float | None) -> int | None:
     """A bound that fits into int64, so that tensors of positions can be compared with it."""
     bound = to_whole(value)
-    if bound is not None and abs(bound) > FARTHEST:
-        raise GraphError(f"mask: the bound {bound} is farther than {FARTHEST}; None is unbounded")
+    if bound is not None and abs(bound) > MOST_INT64:
+        raise GraphError(f"mask: the bound {bound} is farther than {MOST_INT64}; None is unbounded")
     return bound
 
 
 def to_nearest(value: float | None) -> int | None:
     """A bound clipped, without effect, so that its sum with any position fits into int64."""
     bound = to_whole(value)
-    return None if bound is None else max(-FARTHEST // 2, min(FARTHEST // 2, bound))
+    return None if bound is None else max(-MOST_INT64 // 2, min(MOST_INT64 // 2, bound))
 
 
 def as_pair(values: Iterable[int]) -> tuple[int, int]:

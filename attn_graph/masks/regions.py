@@ -23,8 +23,6 @@ from attn_graph.masks.places import Block, Keys, Place, Strip, Term, join_interv
 MOST_POINTS = 2**17  # evaluations of a mask, over all batch entries: a good half second
 MOST_LAYERS = 128  # blocks of queries for which a mask is bounded
 MOST_RUNS = 512  # of such a block
-MOST_READ = 2**21  # elements of data that these blocks read, if each reads all
-LEAST_LAYERS = 8  # even if they read more
 
 
 @final
@@ -329,9 +327,8 @@ def bound_region(mask: Mask, block: Block, size: int, *, outer: bool) -> Region:
 
     The mask is bounded over blocks of one or more lines of `size` queries and all batch entries.
     """
-    lines, data = -(-len(block.rows) // size), (block.data or {}).values()
-    most = max(LEAST_LAYERS, MOST_READ // (1 + sum(x.numel() for x in data)))
-    step = size * max(1, -(-lines // min(MOST_LAYERS, most)))
+    lines = -(-len(block.rows) // size)
+    step = size * max(1, -(-lines // MOST_LAYERS))
     return Region(
         len(block.batch) * len(block.heads),
         tuple(bound_layers(mask, block, step, outer)) if block.batch and block.heads else (),

@@ -31,11 +31,12 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INF = float("inf")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (*HALF, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # of keys and values, with scales
 LAYOUTS = tuple("".join(letters) for letters in permutations("bhsd"))
-MOST = 2**63 - 1  # of one size or stride: PyTorch's largest integer
+MOST_INT32, MOST_INT64 = 2**31 - 1, 2**63 - 1  # the latter of sizes and strides: PyTorch's most
 
 
 def to_integer(value: object) -> int | None:
@@ -51,7 +52,7 @@ def to_integer(value: object) -> int | None:
 def require_size(who: str, value: object, least: int = 0) -> int:
     """`value` as an int. Raises GraphError, naming `who`, unless it is at least `least`."""
     number = to_index(value)
-    if number is None or not least <= number <= MOST:
+    if number is None or not least <= number <= MOST_INT64:
         raise GraphError(f"{who} {show(value)} is not a whole number of at least {least}")
     return number
 
@@ -241,8 +242,10 @@ def spec_problems(
         problems.append(f"spec: dtype {show(dtype)} {dtype_problem(dtype)}")
     if min(sizes, default=0) < 0:
         problems.append(f"spec: shape {shape} has a negative size; sizes are at least 0")
-    if max((*sizes, *steps), default=0) > MOST:
-        problems.append(f"spec: shape {shape}, strides {strides}: no tensor goes beyond {MOST}")
+    if max((*sizes, *steps), default=0) > MOST_INT64:
+        problems.append(
+            f"spec: shape {shape}, strides {strides}: no tensor goes beyond {MOST_INT64}"
+        )
     if strides is not None and len(strides) != len(shape):
         problems.append(f"spec: {len(strides)} strides {strides} for {len(shape)} axes {shape}")
     if min(steps, default=0) < 0:

@@ -15,7 +15,6 @@ from attrs import evolve, field, frozen
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.device_code import WHERE, Tracer
 from attn_graph.lowering.triton.symbols import (
-    LONG,
     Code,
     Dialect,
     Kind,
@@ -26,7 +25,7 @@ from attn_graph.lowering.triton.symbols import (
     is_zero,
 )
 from attn_graph.masks.places import Untraceable
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import MOST_INT32, TensorSpec
 from attn_graph.spec.formulas import is_one
 
 CUTE = Dialect(
@@ -84,7 +83,7 @@ class CuteArray:
     dtype: torch.dtype
     strides: tuple[int, ...]
     is_long: bool
-    reach: int = LONG
+    reach: int = MOST_INT32
 
     def __getitem__(self, index: tuple[Operand, ...]) -> Symbol:
         """The element at `index`."""

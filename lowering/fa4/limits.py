@@ -33,12 +33,12 @@ from attn_graph.lowering.reasons import (
     wide_heads,
 )
 from attn_graph.machine.cache import remember
+from attn_graph.spec import HALF
 
 INTERFACE = "interface.py"
 MEANING = "the package has no such argument"
 PAGES = "k and v lie in pages"
 UNTRIED = "its kernels for this architecture were run by nobody here"
-HALF = (torch.float16, torch.bfloat16)
 AMPERE, HOPPER, BLACKWELL, THOR, GEFORCE = 8, 9, 10, 11, 12  # compute capabilities less their tens
 DATACENTER = (BLACKWELL, THOR)
 SMALL = (AMPERE, GEFORCE)

@@ -25,7 +25,6 @@ from attn_graph.masks.places import Block, Untraceable
 from attn_graph.masks.tiles import classify_tiles, most_pairs
 
 MIXED, FULL = 1, 2
-WORTH = 0.05  # of all tiles: with fewer empty or full ones, kernels without lists are as fast
 MOST_TILES = 2**24  # of one problem: their lists are made on a CPU, in seconds
 
 
@@ -121,7 +120,7 @@ def make_lists(problem: Problem, tile: tuple[int, int], *, exact: bool) -> TileL
         return None
     kinds = classify(p, tile, exact=exact)
     empty, full = int((kinds == 0).sum()), int((kinds == FULL).sum())
-    if empty + full < WORTH * total:
+    if empty == full == 0:
         return None
     lines = kinds if p.grad is None else kinds.mT.contiguous()
     return TileLists(tile, (*list_kind(lines, MIXED), *list_kind(lines, FULL)), empty, total)

@@ -49,17 +49,15 @@ from attn_graph.lowering.reasons import (
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.masks.canonical import CAUSAL
-from attn_graph.spec import NAMES, TensorSpec, memory_order
+from attn_graph.spec import HALF, MOST_INT32, NAMES, TensorSpec, memory_order
 
 LEAST_SM, MOST_SM = 80, 121  # the range of sdp_utils.cpp, from sm_80 on
 MOST_HEADS = 65535  # heads, and batch entries, are counted in axes y and z of CUDA's grid
 MOST_SPLITS = 128  # of the keys in the flash kernel, for want of heads and queries
 FEW_BLOCKS = 256  # of 64 queries: with as many no GPU of today splits the keys
-LONG = 2**31 - 1
 WRAPS = 2**32  # elements of a bias: github.com/pytorch/pytorch/issues/187227
 RIGHT = (9, 15, 1)  # github.com/pytorch/pytorch/issues/169849
 TOO_WIDE = range(193, 225)  # head sizes of flash backwards too large for small shared memory
-HALF = (torch.float16, torch.bfloat16)
 BSHD = (0, 2, 1, 3)
 VARIES = "divides sums among programs by the size of the batch"
 IMPLIED = ("head_widest", "head_multiple")  # limits of cuDNN: PyTorch's are as strict
@@ -227,8 +225,8 @@ def efficient_reasons(problem: Problem, target: Target, options: Options) -> Rea
         yield Reason("grouped_heads", limit, f"G = {p.G}, H = {p.H}")
     for name, spec in zip("qkv", p.specs, strict=False):
         far = spec.shape[2] * spec.strides[2]
-        if far > LONG:
-            limit = f"counts within a head up to {LONG} elements"
+        if far > MOST_INT32:
+            limit = f"counts within a head up to {MOST_INT32} elements"
             yield Reason(f"head_offsets.{name}", limit, f"{name} {spec} needs {far}")
     if p.grad is not None and options.deterministic:
         yield by_switch_alone("efficient")

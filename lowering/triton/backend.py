@@ -30,12 +30,12 @@ from attn_graph.lowering.reasons import (
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
-from attn_graph.lowering.triton.layout import LONGEST, MOST_TILES, Layout, order_bytes
+from attn_graph.lowering.triton.layout import FAR, MOST_TILES, Layout, order_bytes
 from attn_graph.lowering.triton.work import Push, Single, Work, split_graph, trace, work_of
 from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import MOST_INT32, TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.triton.device_code import DeviceCode
@@ -46,8 +46,6 @@ LEAST_SM = 80
 CONVERTS = 89  # from there on GPUs have instructions for float8_e4m3fn
 WIDEST, REST = 512, 64  # of a head, and of q's and k's beside: see kernels/pieces.py
 MOST_ROWS = 256  # of one tile
-LEAST = 16  # positions of the least tile
-POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STATISTICS = ("lse", "max")  # stored by the forward kernel beside o
 INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too, slowly"
@@ -91,8 +89,8 @@ def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[R
     yield from other_dtype(problem, DTYPES)
     yield from wide_heads(problem, WIDEST, REST)
     yield from no_elements(problem, totals)
-    if max(problem.M, problem.N) >= POSITIONS:
-        limit = f"counts positions below {POSITIONS}"
+    if max(problem.M, problem.N) >= FAR:
+        limit = f"counts positions below {FAR}"
         yield Reason("positions", limit, f"M = {problem.M}, N = {problem.N}")
     yield from other_statistics(problem, STATISTICS)
     if problem.node.origin and problem.node.origin[3] % WORDS:
@@ -124,8 +122,8 @@ def plan_reasons(work: Work, target: Target, options: Options) -> Iterator[Reaso
     moved = work.large if isinstance(work, Push) else {}
     for name, spec in (work.layout.large() | moved).items():
         far = tile_reach(work.layout, name, spec)
-        if far > LONGEST:
-            limit = f"counts within a tile up to {LONGEST} elements"
+        if far > MOST_INT32:
+            limit = f"counts within a tile up to {MOST_INT32} elements"
             yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
     if options.max_workspace is not None or may_overflow(work):
         flash = plan_flash(work, target, options)
@@ -136,10 +134,12 @@ def plan_reasons(work: Work, target: Target, options: Options) -> Iterator[Reaso
 def may_overflow(work: Work) -> bool:
     """True if launches may have too many programs, or lists too many tiles. Dense operands have no
     more of either than tiles of LEAST x LEAST."""
+    from attn_graph.kernels.tilings import LEAST
+
     p = work.problem
     rows, columns = (-(-length // LEAST) for length in (p.M, p.N))
     programs = p.B * p.H * rows * columns
-    return work.layout.op is not None or programs > LONGEST or max(rows, columns) > MOST_TILES
+    return work.layout.op is not None or programs > MOST_INT32 or max(rows, columns) > MOST_TILES
 
 
 def launch_reasons(flash: Flash) -> Iterator[Reason]:
@@ -147,8 +147,8 @@ def launch_reasons(flash: Flash) -> Iterator[Reason]:
     from attn_graph.lowering.triton.tile_lists import most_listed
 
     most = max(launch.grid for launch in flash.launches)
-    if most > LONGEST:
-        yield Reason("programs", f"launches up to {LONGEST} programs", f"{most} are needed")
+    if most > MOST_INT32:
+        yield Reason("programs", f"launches up to {MOST_INT32} programs", f"{most} are needed")
     tiles = max(
         (most_listed(x.fixed) for x in flash.launches if x.kernel == "list_tiles"), default=0
     )
@@ -336,7 +336,7 @@ def lays(graph: Graph) -> Iterator[int]:
         return
     each = zip(graph.result_names, graph.declared_outputs, strict=True)
     for n, (name, spec) in enumerate(each):
-        if name in ROWS and spec is not None and tile_reach(layout, name, spec) <= LONGEST:
+        if name in ROWS and spec is not None and tile_reach(layout, name, spec) <= MOST_INT32:
             yield n
 
 

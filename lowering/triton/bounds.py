@@ -13,13 +13,12 @@ from typing import final
 
 from attrs import frozen
 
+from attn_graph.lowering.triton.layout import FAR
 from attn_graph.lowering.triton.symbols import Code, Symbol
 from attn_graph.masks import Mask
 from attn_graph.masks.joins import And, Or, flatten_join
 from attn_graph.masks.places import Place, Strip, Term, maximum, minimum, tighter
 from attn_graph.spec.formulas import highest, lowest
-
-FAR = 1 << 30  # beyond every position, as in kernels/common.py
 
 
 @final

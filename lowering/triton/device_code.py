@@ -23,7 +23,6 @@ from attn_graph.ir.relative import MODIFIERS
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.bounds import keep_by_bounds
 from attn_graph.lowering.triton.symbols import (
-    LONG,
     TRITON,
     Array,
     Code,
@@ -37,7 +36,7 @@ from attn_graph.machine.imports import load_modules
 from attn_graph.masks import Mask
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Place, Untraceable
-from attn_graph.spec import INF, TensorSpec
+from attn_graph.spec import INF, MOST_INT32, TensorSpec
 from attn_graph.spec.formulas import capacity, is_one
 
 WHERE = "b, h, i, j, M, N, data, numbers"
@@ -129,21 +128,16 @@ class Tracer:
     def trace(self) -> DeviceCode:
         """All functions of the problem. Raises Untraceable for code beyond tracing."""
         texts = {"keep": self.keep(False), "strip": self.strip(), "ends": self.ends()}
-        if self.problem.grad is not None:
-            texts["keep_by_keys"] = self.keep(True)
-        if self.problem.node.modifiers:
-            texts |= self.trace_modifiers()
-        contributions = dict(self.contributions())
-        return DeviceCode(tuple(self.numbers.values), **texts, contributions=contributions)
-
-    def trace_modifiers(self) -> dict[str, str]:
-        """The functions of the modifiers, by name."""
-        texts = {"change": self.change()}
-        if self.moved is not None:
+        steps, moves = bool(self.problem.node.modifiers), self.moved is not None
+        texts["change"] = self.change()
+        if steps and moves:
             texts["push"] = self.push()
         if self.problem.grad is not None:
-            texts |= {"back": self.back()} if self.moved is None else {"bend": self.bend()}
-        return texts
+            texts["keep_by_keys"] = self.keep(True)
+        if steps and self.problem.grad is not None:
+            texts |= {"bend": self.bend()} if moves else {"back": self.back()}
+        contributions = dict(self.contributions())
+        return DeviceCode(tuple(self.numbers.values), **texts, contributions=contributions)
 
     def start(self) -> Code:
         """The code of a function, still empty."""
@@ -178,7 +172,7 @@ class Tracer:
         for tensors, owner in zip(groups, owners, strict=bool(groups)):
             each: dict[str, Array | Size] = {}
             for name, spec in tensors.items():
-                n, is_long, most = next(slots), reach(spec) > LONG, element_reach(spec, owner)
+                n, is_long, most = next(slots), reach(spec) > MOST_INT32, element_reach(spec, owner)
                 each[name] = self.array(
                     code, n, spec.shape, spec.dtype, self.strides[n], is_long, reach=most
                 )
@@ -462,8 +456,8 @@ def element_reach(spec: TensorSpec, owner: Mask | Modifier | None) -> int:
     any number of its dtype; the library's own read lengths, and numbers to compare."""
     is_known = is_ours(owner) if isinstance(owner, Mask) else type(owner) in MODIFIERS
     if is_known or spec.dtype == torch.bool:
-        return LONG // 4
-    return -torch.iinfo(spec.dtype).min if not spec.dtype.is_floating_point else LONG
+        return MOST_INT32 // 4
+    return -torch.iinfo(spec.dtype).min if not spec.dtype.is_floating_point else MOST_INT32
 
 
 def reach(spec: TensorSpec) -> int:

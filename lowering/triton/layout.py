@@ -28,11 +28,11 @@ from attn_graph.lowering.problem import (
     operand_specs,
     sole,
 )
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import MOST_INT32, TensorSpec
 from attn_graph.spec.formulas import capacity
 
 MOST_BATCH = 2 * 4096  # more than AT_ONCE of kernels/sequences.py
-LONGEST = 2**31 - 1  # offset in 32 bits
+FAR = 2**30  # beyond every position, as in kernels/common.py
 MOST_TILES = 2**15  # in one list; a vector within one program
 KEY_TENSORS = ("k", "v", "dk", "dv", *KEY_SCALES)  # the others have the rows of q
 Strides = tuple[int, ...]
@@ -275,8 +275,8 @@ class Layout:
     def page_reasons(self) -> Iterator[Reason]:
         """Against pages beyond the kernels."""
         for name, x in zip("kv", self.specs[1:3], strict=True):
-            if (x.shape[1] - 1) * x.strides[1] > LONGEST:
-                limit = f"reads pages whose rows lie within {LONGEST} elements"
+            if (x.shape[1] - 1) * x.strides[1] > MOST_INT32:
+                limit = f"reads pages whose rows lie within {MOST_INT32} elements"
                 yield Reason(f"page_rows.{name}", limit, f"{name} is {x}")
         if not self.specs[1].shape[0]:
             yield Reason("pool", "needs a page at least", f"k is {self.specs[1]}")

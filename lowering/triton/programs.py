@@ -12,6 +12,7 @@ from attn_graph.kernels.tilings import (
     HELD,
     SHORT,
     VARIANTS,
+    WIDE_TF32,
     Pass,
     PushPass,
     Tiling,
@@ -29,11 +30,9 @@ from attn_graph.masks.tiles import tiles
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.formulas import decide, highest
 
-WIDE_TF32 = 163840  # bytes of shared memory of tiles 256 wide with TF32, by machine code
 ROWS = 64  # of the least tile at full speed of matrix units
 WAVES = 8  # programs of a multiprocessor: with as many, long ones first, loads even out
 INTERPRETED = 4, 2**13  # multiprocessors and bytes of cache of Triton's interpreter
-FEWER = 0.85  # of the places walked with the table's tile: enough fewer for a short one
 
 
 def choose_tiling(
@@ -49,9 +48,10 @@ def choose_tiling(
     copied = dense and copies_tiles(p, target) and all(map(is_copied_in_tiles, p.specs[:3]))
     decided = p.node.mask is not None and bool(p.node.mask.needs)
     usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops, copied, decided)
-    if copied and not modified and (short := short_tiling(p, target, pass_)):
+    if copied and not modified and (narrow := short_tiling(p, target, pass_)):
+        short, speed = narrow
         walked, fewer = (decide(walked_places, (p.M, p.N, p.node.mask, x)) for x in (usual, short))
-        usual = short if fewer < FEWER * walked else usual
+        usual = short if fewer < speed * walked else usual
     return usual if variant is None else VARIANTS[variant](usual)
 
 
@@ -64,8 +64,8 @@ def choose_push_tiling(
     return usual if variant is None else VARIANTS[variant](usual)
 
 
-def short_tiling(problem: Problem, target: Target, pass_: Pass) -> Tiling | None:
-    """The tile of a narrow mask, if there is one of its own."""
+def short_tiling(problem: Problem, target: Target, pass_: Pass) -> tuple[Tiling, float] | None:
+    """The tile of a narrow mask, if there is one of its own, and its speed."""
     width = table_width(problem)
     strip = static_strip(problem)
     narrow = strip is not None and strip.low is not None and strip.high is not None

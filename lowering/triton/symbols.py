@@ -16,11 +16,11 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from attn_graph.masks.places import Untraceable
+from attn_graph.spec import MOST_INT32
 from attn_graph.spec.formulas import SizeFormula, capacity, is_one
 
 Kind = Literal["int", "float", "bool"]
 Operand = Any  # a symbol, an integer, a float or a boolean
-LONG = 2**31 - 1  # the largest integer of 32 bits
 MOST_NUMBER = 2**60  # passed by `Numbers`, in 64 bits
 SPECIAL = 16  # Triton makes separate kernels for multiples of it
 NAMES = re.compile(r"\bx\d+")  # the names assigned by lines
@@ -121,7 +121,7 @@ class Code:
 
     numbers: Numbers
     half: bool = False
-    reach: int = LONG // 4
+    reach: int = MOST_INT32 // 4
     dialect: Dialect = TRITON
     lines: dict[str, str] = field(factory=dict)
 
@@ -177,7 +177,7 @@ class Symbol:
     text: str
     kind: Kind
     axes: frozenset[str] = frozenset()
-    reach: int = LONG
+    reach: int = MOST_INT32
     dtype = torch.float32
 
     @property
@@ -208,7 +208,7 @@ class Symbol:
         text, other = self.operand(x, at_run_time)
         wider: Kind = "float" if "float" in (self.kind, other) else self.kind
         reach, own = self.reach if reach is None else reach, self.text
-        if (kind or wider) == "int" and reach > LONG:
+        if (kind or wider) == "int" and reach > MOST_INT32:
             wide = self.code.form("long")
             own = wide.format(own)
             text = wide.format(text) if isinstance(x, Symbol) else text
@@ -273,7 +273,7 @@ class Symbol:
 
     def wide(self) -> Symbol:
         """In 64 bits if 32 hold no negative of its least value."""
-        return self.named("long") if self.kind == "int" and self.reach > LONG else self
+        return self.named("long") if self.kind == "int" and self.reach > MOST_INT32 else self
 
     def __lt__(self, x: Operand) -> Symbol:
         return self.binary("{0} < {1}", x, "bool", at_run_time=True)
@@ -479,7 +479,7 @@ class Array:
     strides: tuple[str, ...]
     is_long: bool  # whether offsets need 64 bits
     limits: Mapping[str, str] = field(factory=lambda: LIMITS)
-    reach: int = LONG  # of an element
+    reach: int = MOST_INT32  # of an element
 
     def __getitem__(self, index: tuple[Operand, ...]) -> Symbol:
         """The element at `index`; 0 past the last query or key."""

@@ -15,7 +15,6 @@ import attn_graph as ag
 from attn_graph.errors import Reason
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.backend import Options
-from attn_graph.lowering.fa4 import lists as fa4_lists
 from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
 from attn_graph.lowering.fa4.call import Fa4Call
@@ -103,7 +102,6 @@ def modelled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On both targets a model of the package runs, with lists wherever there may be some."""
     monkeypatch.setattr(fa4_run, "call_package", call_model)
     monkeypatch.setattr(fa4_run, "find_misplaced", lambda _: [])  # as drawn they begin anywhere
-    monkeypatch.setattr(fa4_lists, "WORTH", 0.0)
     VIRTUAL.update(TARGETS)
     yield
     VIRTUAL.difference_update(TARGETS)
