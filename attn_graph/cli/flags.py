@@ -36,34 +36,17 @@ def parse_sizes(text: str) -> Sizes:
     return numbers
 
 
-def reads_sizes(count: int, meaning: str) -> Read:
-    """A click callback for `count` sizes of `meaning`."""
+def reads_sizes(meaning: str, *counts: int) -> Read:
+    """A click callback for the sizes of `meaning`, as many as one of `counts`."""
 
     def read(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
         numbers = None if value is None else parse_sizes(value)
-        if numbers is not None and len(numbers) != count:
-            raise click.BadParameter(f"{value} has {len(numbers)} sizes, and {meaning} has {count}")
+        if numbers is not None and len(numbers) not in counts:
+            due = " or ".join(map(str, counts))
+            raise click.BadParameter(f"{value} has {len(numbers)} sizes, and {meaning} has {due}")
         return numbers
 
     return read
-
-
-def read_window(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
-    """A click callback for one bound or two."""
-    numbers = None if value is None else parse_sizes(value)
-    if numbers is not None and len(numbers) > 2:
-        raise click.BadParameter(f"{value} has {len(numbers)} bounds: left, or left and right")
-    return numbers
-
-
-def read_block(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
-    """A click callback for two sides, or one for both."""
-    numbers = None if value is None else parse_sizes(value)
-    if numbers is not None and len(numbers) > 2:
-        raise click.BadParameter(
-            f"{value} has {len(numbers)} sizes, and a tile has 2, or 1 for both"
-        )
-    return numbers and (numbers * 2)[:2]
 
 
 def parse_dtype(text: str) -> str:
@@ -88,11 +71,11 @@ def read_bias(
     return parse_sizes(shape), parse_dtype(dtype) if colon else None
 
 
-AXES = reads_sizes(4, "[batch, heads, positions, head size]")
+AXES = reads_sizes("[batch, heads, positions, head size]", 4)
 MASK = (
     click.option("--causal", is_flag=True, help="Keys up to the query's own place."),
     click.option(
-        "--window", metavar="LEFT[,RIGHT]", callback=read_window,
+        "--window", metavar="LEFT[,RIGHT]", callback=reads_sizes("a window", 1, 2),
         help="Sliding window: LEFT keys before and RIGHT after the query (default 0).",
     ),
     click.option(

@@ -9,7 +9,7 @@ import click
 from attrs import asdict
 
 import attn_graph as ag
-from attn_graph.cli.flags import mask_flags, mask_of, read_block
+from attn_graph.cli.flags import Sizes, mask_flags, mask_of, reads_sizes
 from attn_graph.cli.output import (
     CODES,
     as_json,
@@ -21,8 +21,6 @@ from attn_graph.cli.output import (
     show_text,
 )
 from attn_graph.masks.pictures import draw_mask, picture
-
-BLOCK = (128, 128)
 
 
 @click.command(
@@ -39,7 +37,7 @@ BLOCK = (128, 128)
 @click.argument("expression", metavar="[MASK]", required=False)
 @mask_flags
 @click.option(
-    "--block", metavar="QUERIESxKEYS", callback=read_block,
+    "--block", metavar="QUERIESxKEYS", callback=reads_sizes("a tile", 1, 2),
     help="Size of a tile, by default 128x128; one number for both sides. Marks follow it.",
 )  # fmt: skip
 @out
@@ -49,7 +47,7 @@ def mask(
     queries: int,
     keys: int,
     expression: str | None,
-    block: tuple[int, int] | None,
+    block: Sizes | None,
     out: Path | None,
     plain: bool,
     **flags: Any,  # Any: what click makes of each flag
@@ -63,14 +61,16 @@ def mask(
     """
     joined = mask_of(flags, expression)
     whole = None if joined is None else joined.aligned(flags["align"])
-    tiles = ag.tiles(whole, queries, keys, block=block or BLOCK)
+    rows, columns = ((block or (128,)) * 2)[:2]
+    tile = (rows, columns) if block else None  # of a picture
+    tiles = ag.tiles(whole, queries, keys, block=(rows, columns))
     if out is not None:
-        draw_to(out, lambda: draw_mask(out, whole, queries, keys, tile=block))
+        draw_to(out, lambda: draw_mask(out, whole, queries, keys, tile=tile))
     if plain:
         show_json(mask_dict(whole, queries, keys, tiles))
         return
     if out is None:
-        show_text(picture(whole, queries, keys, tile=block), wraps=False)
+        show_text(picture(whole, queries, keys, tile=tile), wraps=False)
     share = f"; {100 * computed_share(tiles):.3g} % to compute"
     show_text(f"{'no mask' if whole is None else whole}: {tiles}{share}", wraps=False)
 
