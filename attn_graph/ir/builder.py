@@ -394,17 +394,15 @@ def attention(
     b.problem(*unknown_arguments(data, mask, steps))
     data = {name: spec for name, spec in data.items() if name in (*EXTRA, *read_by(mask, steps))}
     slopes = None if isinstance(alibi, bool) else alibi
-    given = {"bias": bias, "alibi": slopes, "keep": keep}
-    given |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
-    given |= {"q_starts": q_starts, "kv_starts": kv_starts, "pages": pages}
-    if segments is not None:
-        given["q_segments"], given["kv_segments"] = two_segments(segments, TensorSpec)
+    each = (None, None) if segments is None else two_segments(segments, TensorSpec)
     rate = b.attempt(lambda: ops.Dropout(0.0 if dropout is None else dropout).rate) or 0.0
-    if rate:
-        given["seed"] = given["offset"] = TensorSpec((), torch.int64)
+    seed = TensorSpec((), torch.int64) if rate else None
+    given = (  # in the order of EXTRA
+        bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, seed, seed,
+        q_starts, kv_starts, pages, q_scale, k_scale, v_scale,
+    )  # fmt: skip
     specs = {"q": q, "k": k} | ({} if isinstance(v, int) else {"v": v})
-    more = {name: given.get(name) for name in EXTRA} | data
+    more = dict(zip(EXTRA, given, strict=True)) | data
     specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = {name: b.input(name, spec) for name, spec in specs.items()}
     x["v"] = x["k"].then(Leading(v)) if isinstance(v, int) else x["v"]

@@ -60,11 +60,8 @@ def multi_head_attention(
     (M, B, _), N = query.shape, key.shape[0]
     require_sizes(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
     require_masks(attn_mask, key_padding_mask, is_causal, (B, num_heads, M, N))
-    weights = (
-        (q_proj_weight, k_proj_weight, v_proj_weight)
-        if use_separate_proj_weight
-        else in_proj_weight
-    )
+    separate = q_proj_weight, k_proj_weight, v_proj_weight
+    weights = separate if use_separate_proj_weight else in_proj_weight
     q, k, v = project(query, key, value, weights, in_proj_bias)
     k, v = append_bias(k, v, bias_k, bias_v)
     heads = (split_heads(x, num_heads) for x in (q, k, v))
