@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import example, given, reject
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 from torch.backends.cuda import (
     SDPAParams,
@@ -110,10 +110,10 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("played")
-@pytest.mark.parametrize("backend", NAMES)
-@given(data=st.data(), seed=seeds)
+@given(data=st.data(), backend=st.sampled_from(NAMES), seed=seeds)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_by_the_kernels_contracts_results_and_gradients_agree_with_the_formula(
-    backend: str, data: st.DataObject, seed: int
+    data: st.DataObject, backend: str, seed: int
 ) -> None:
     """What is around the kernels: they are played, with their padding and their habits."""
     graph = data.draw(near(backend))
