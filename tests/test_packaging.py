@@ -48,7 +48,8 @@ def named_in_makefile(variable: str) -> set[str]:
 def test_make_test_interprets_every_test_that_triton_interprets() -> None:
     """Those that are skipped elsewhere, or are of another backend there."""
     form = re.compile(
-        r'"triton".* if CPU\.interprets|not [\w.]+(\("cpu"\))?\.interprets|\n@interpret(ed|ing)\n'
+        r'"triton".* if CPU\.interprets|not [\w.]+(\("cpu"\))?\.interprets|'
+        r"\n(@|pytestmark = )interpreted\n"
     )
     tests = {path for path in ROOT.glob("tests/**/test_*.py") if form.search(path.read_text())}
     assert {path.name for path in tests} == named_in_makefile("INTERPRETED")
@@ -57,7 +58,7 @@ def test_make_test_interprets_every_test_that_triton_interprets() -> None:
 def test_make_test_runs_twice_what_is_another_test_where_triton_compiles() -> None:
     """Those that are skipped by the interpreter, or are of another backend elsewhere."""
     form = re.compile(
-        r'skipif\(\s*CPU\.interprets|\n@compiling\n|"triton"\]? if CPU\.interprets else \S*"|'
+        r'skipif\(\s*CPU\.interprets|\n@compiled\n|"triton"\]? if CPU\.interprets else \S*"|'
         r'\("triton",\) if CPU\.interprets else \("'
     )
     interpreted = named_in_makefile("INTERPRETED")

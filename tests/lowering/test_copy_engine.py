@@ -11,30 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import result_spec
-from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton import divisions
 from attn_graph.lowering.triton.launches import Descriptor
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import cotangents_for, tensors_for
+from tests.support.kernels import CPU, interpreted, problem_of
 
-CPU, F32 = ag.Target.of("cpu"), torch.float32
-
-
-def the(graph: ag.Graph) -> Problem:
-    problem = sole(graph)
-    assert problem is not None
-    return problem
+F32 = torch.float32
 
 
 def planned_for(gpu: str, *specs: ag.TensorSpec) -> dict[str, tuple[list[str], tuple[int, int]]]:
     """What kernels of a causal attention read by descriptors, and their tiles."""
     target, launches = ag.Target.of(gpu), {}
     for graph in ag.vjp(ag.attention(*specs, mask=ag.Causal()), ["q", "k", "v"]):
-        for x in Flash.plan(the(simplify(graph)), target).launches:
+        for x in Flash.plan(problem_of(graph), target).launches:
             if x.kernel != "delta":
                 sizes = x.fixed["BLOCK_M"], x.fixed["BLOCK_N"]
                 launches[x.kernel] = sorted(x.descriptors), sizes
@@ -80,9 +73,7 @@ def test_strides_of_axes_of_size_1_are_those_of_a_dense_tensor(
     assert tiles.strides == strides or (gap and any(lone))
 
 
-@pytest.mark.skipif(
-    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
-)
+@interpreted
 @given(
     dtype=st.sampled_from((torch.float16, torch.bfloat16)),
     rows=st.tuples(st.integers(1, 40), st.integers(1, 40)),
@@ -104,7 +95,7 @@ def test_by_the_copy_engine_and_by_pointers_the_bits_are_the_same(
     forward, backward = ag.vjp(ag.attention(*specs, mask=mask))
     with pytest.MonkeyPatch.context() as patch:  # parts of keys, which few queries have, have none
         patch.setattr(divisions, "MOST_QUERIES", 0)
-        planned = [Flash.plan(the(graph), CPU) for graph in (forward, backward)]
+        planned = [Flash.plan(problem_of(graph), CPU) for graph in (forward, backward)]
     tiled = {x.kernel: sorted(x.descriptors) for flash in planned for x in flash.launches}
     for short in ("delta", "sum_parts", "merge_parts"):
         assert not tiled.pop(short, [])

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import MERGE
-from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.rates import FILLS
 from attn_graph.lowering.triton.decode import FIXED_KEYS, divide_keys
 from attn_graph.lowering.triton.divisions import LEAST, MOST_QUERIES, MOST_ROWS
@@ -22,23 +20,15 @@ from attn_graph.testing.agreement import check_outputs, run_plan
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options
 from attn_graph.testing.tensors import tensors_for
 from tests.support.equipped import equip
+from tests.support.kernels import interpreted, problem_of
 
 CPU = ag.Target.of("cpu")
 SPEC = ag.TensorSpec
 NAN = float("nan")
-interpreted = pytest.mark.skipif(
-    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
-)
-
-
-def the(graph: ag.Graph) -> Problem:
-    problem = sole(simplify(graph))
-    assert problem is not None
-    return problem
 
 
 def lying(graph: ag.Graph) -> Layout:
-    return Layout.dense(the(graph))
+    return Layout.dense(problem_of(graph))
 
 
 def decoding(B: int, H: int, G: int, M: int, N: int, D: int = 128, **options: Any) -> ag.Graph:
@@ -85,7 +75,7 @@ def test_what_is_not_divided(options: dict[str, Any]) -> None:
     M, r = options.pop("M", 1), options.pop("r", 1)
     graph = decoding(1, r, 1, M, 4096, 64, **options)
     assert divide_keys(lying(graph), ag.Target.of("h200"), None, None, False) is None
-    flash = Flash.plan(the(graph), ag.Target.of("h200"))
+    flash = Flash.plan(problem_of(graph), ag.Target.of("h200"))
     assert "forward" in [launch.kernel for launch in flash.launches]
 
 
@@ -138,7 +128,7 @@ def test_prefill_is_the_same_for_every_batch_too() -> None:
         plans = []
         for B in (1, 64):
             graph = ag.vjp(decoding(B, 32, 8, 512, 512, mask=ag.Causal()))[backward]
-            flash = Flash.plan(the(graph), ag.Target.of("h200"), invariant=True)
+            flash = Flash.plan(problem_of(graph), ag.Target.of("h200"), invariant=True)
             names = ("BLOCK_M", "BLOCK_N", "SPLITS")
             plans.append([[x.fixed.get(n) for n in names] for x in flash.launches])
         assert plans[0] == plans[1]

@@ -19,7 +19,6 @@ from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.dialect import in_place, read_axes_of
-from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import VIRTUAL
 from attn_graph.masks import LENGTHS
 from attn_graph.masks.places import Untraceable
@@ -33,6 +32,7 @@ from tests.lowering.test_packed import Case as Packed
 from tests.lowering.test_packed import check_case, check_gradients, make_case
 from tests.support.cudnn_graphs import spaced
 from tests.support.fa4_model import call_model
+from tests.support.kernels import problem_of
 from tests.support.sequences import batches, draw_cotangents
 
 BF16 = torch.bfloat16
@@ -50,12 +50,6 @@ def make(M: int = 300, N: int = 300, H: int = 4, G: int = 2, **options: Any) -> 
     """A graph as the backend sees it."""
     k = spec(2, G, N, 64)
     return simplify(ag.attention(spec(2, H, M, 64), k, k, **options))
-
-
-def problem_of(graph: ag.Graph) -> Problem:
-    problem = sole(graph)
-    assert problem is not None
-    return problem
 
 
 def keys_of(graph: ag.Graph, target: ag.Target, options: Options | None = None) -> set[str]:
@@ -359,7 +353,7 @@ def test_gradients_are_in_order_only_if_that_is_asked_for() -> None:
     assert keys_of(backward, H200, Options(batch_invariant=True)) == {"batch_invariant"}
     ordered = Options(batch_invariant=True, deterministic=True)
     assert not keys_of(backward, H200, ordered)
-    call = Fa4Call.of(problem_of(simplify(ag.vjp(make(mask=JOINED))[1])), 90, deterministic=True)
+    call = Fa4Call.of(problem_of(ag.vjp(make(mask=JOINED))[1]), 90, deterministic=True)
     assert call.plain(True)["deterministic"]
     assert call.lists is None
 

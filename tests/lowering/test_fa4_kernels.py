@@ -19,8 +19,9 @@ from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.offline import CompiledKernel, keep_kernels_in, kernel_folder
-from tests.lowering.test_fa4 import B200, H200, JOINED, make, problem_of, spec
+from tests.lowering.test_fa4 import B200, H200, JOINED, make, spec
 from tests.lowering.test_python_calls import python_calls
+from tests.support.kernels import problem_of
 
 FORWARD, BACKWARD = 56, 150  # functions of Python of a call
 

@@ -12,7 +12,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.passes import simplify
 from attn_graph.lowering.fa4 import lists as fa4_lists
 from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import PACKAGE
@@ -22,13 +21,11 @@ from attn_graph.machine.target import VIRTUAL
 from attn_graph.masks.places import Place
 from attn_graph.testing import strategies as drawn
 from attn_graph.testing.tensors import tensors_for
-from tests.lowering.test_fa4 import Skip, check_backend, fixed, near, problem_of, skips, spec
+from tests.lowering.test_fa4 import Skip, check_backend, fixed, near, skips, spec
 from tests.support.fa4_model import call_model, tile_kinds
+from tests.support.kernels import interpreted, problem_of
 
 CPU = ag.Target.here("cpu")
-interpreted = pytest.mark.skipif(
-    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
-)
 LIBRARIES = ((PACKAGE, "4.0.0b36"), ("triton", "3.7.1"))
 H200 = evolve(ag.Target.of("h200"), libraries=LIBRARIES)
 B200 = evolve(ag.Target.of("b200"), libraries=LIBRARIES)
@@ -86,7 +83,7 @@ def dense_kinds(problem: Problem, tile: tuple[int, int], mask: Tensors) -> torch
 
 
 def of_pass(graph: ag.Graph, backward: bool) -> Problem:
-    return problem_of(simplify(ag.vjp(graph)[1] if backward else graph))
+    return problem_of(ag.vjp(graph)[1] if backward else graph)
 
 
 def mask_tensors(graph: ag.Graph, problem: Problem, seed: int) -> Tensors:

@@ -26,9 +26,9 @@ from tests.lowering.test_fa4 import (
     WITH_TRITON,
     keys_of,
     make,
-    problem_of,
     spec,
 )
+from tests.support.kernels import problem_of
 
 
 @given(st.data(), st.booleans(), st.sampled_from(((128, 128), (256, 128), (128, 80))))
@@ -65,7 +65,7 @@ def check_lists(mask: ag.Mask, M: int, N: int, tile: tuple[int, int], backward: 
             assert kinds[x, y] == (FULL if whole else MIXED if each.any() else 0)
     if backward:
         graph = ag.vjp(graph)[1]
-        problem = problem_of(simplify(graph))
+        problem = problem_of(graph)
     found = make_lists(problem, tile, exact=True)
     if found is None:
         return

@@ -24,9 +24,9 @@ from benchmarks.gpu.device import capture_step
 from tests.lowering import test_packed, test_paged
 from tests.lowering.test_sequences import gradient_is_taken
 from tests.support.equipped import equip
+from tests.support.kernels import CPU
 from tests.support.sequences import I32, SPEC, Batch, gradients_on
 
-CPU = ag.Target.of("cpu")
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 KINDS = st.sampled_from([F16, BF16, F32])
 HERE = ("math", "triton") if CPU.interprets else ("math",)  # who runs on a CPU

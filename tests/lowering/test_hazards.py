@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.ir.passes import simplify
-from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.offline import compile_launch, compile_launches, mock_tensors
 from attn_graph.lowering.triton.plan import Flash
+from tests.support.kernels import problem_of
 from tests.support.virtual_cases import CASES, machine
 
 STORE, FENCE = r"\t(?:@%p\d+ )?(?:st\.shared|stmatrix)", r"fence\.proxy\.async"
@@ -55,8 +54,7 @@ def test_products_read_stores_of_threads_behind_a_fence(sm: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90, 100, 120])
 def test_a_kernel_has_the_shared_memory_that_it_asks_for(sm: int) -> None:
-    problem = sole(simplify(ag.vjp(CASES["head dim 128"]())[1]))
-    assert problem is not None
+    problem = problem_of(ag.vjp(CASES["head dim 128"]())[1])
     flash = Flash.plan(problem, machine(sm))
     tensors, most = mock_tensors(flash), flash.target.shared_memory
     assert most is not None
@@ -67,8 +65,7 @@ def test_a_kernel_has_the_shared_memory_that_it_asks_for(sm: int) -> None:
 @pytest.mark.parametrize(("name", "anew"), [("full", False), ("soft cap", True)])
 def test_products_that_the_assembler_begins_anew_are_counted(name: str, anew: bool) -> None:
     """It does where a register of theirs is set late, and says so: C7519."""
-    problem = sole(simplify(ag.vjp(CASES[name](), ["q", "k", "v"])[1]))
-    assert problem is not None
+    problem = problem_of(ag.vjp(CASES[name](), ["q", "k", "v"])[1])
     codes = {x.kernel: x for x in compile_launches(Flash.plan(problem, machine(90)))}
     assert (codes["key_gradient"].renewed > 0) == anew
     assert ("begun anew" in str(codes["key_gradient"])) == anew

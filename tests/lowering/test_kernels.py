@@ -30,12 +30,10 @@ from attn_graph.lowering.triton.layout import Layout
 from docs.generate import kernels_serving as serving
 from docs.generate.kernel_rows import PASSES, SPLIT, TARGETS, target_of
 from docs.generate.predict import PROCESSORS
+from tests.support.kernels import compiled
 from tests.support.sources import ROOT, load_file
 
 CPU = ag.Target.of("cpu")
-compiling = pytest.mark.skipif(
-    CPU.interprets, reason="with TRITON_INTERPRET=1 Triton compiles nothing"
-)
 
 
 def report() -> Any:  # Any: a module
@@ -94,7 +92,7 @@ def rows_of(part: int) -> list[list[str]]:
     return [row for row in rows if row[1] in NAMES.values()]
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SUBSET, ids=lambda c: "-".join(map(str, astuple(c))))
 def test_kernels_are_clean_and_as_the_table_says(case: Any) -> None:
@@ -110,14 +108,14 @@ def check_row(case: Any) -> None:
         assert row.text in table(), "run `make kernel-report`, and read the diff"
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SERVED, ids=lambda c: "-".join(map(str, astuple(c))))
 def test_kernels_that_serve_are_clean_and_as_the_page_says(case: Any) -> None:
     check_row(case)
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "queries"), [(128, 8), (128, 16), (256, 8), (256, 16)])
 def test_few_rows_of_float32_spill_little_and_fit_everywhere(size: int, queries: int) -> None:
@@ -136,7 +134,7 @@ def test_products_of_float32_are_too_short_for_tensor_cores_that_round_them() ->
     assert all(split_tiling(100, 4, w, 64).block_m < IMPRECISE_ROWS for w in WIDTHS)
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", ARCHS)
 def test_products_of_float32_are_ieee_under_dropout(sm: int) -> None:
@@ -151,7 +149,7 @@ def test_products_of_float32_are_ieee_under_dropout(sm: int) -> None:
     assert not any("tf32" in text for text in texts)
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("size", WIDTHS)
 def test_tiles_with_a_bias_of_float32_fit_the_least_shared_memory(size: int) -> None:
@@ -220,7 +218,7 @@ def test_ours_stand_beside_others_and_none_is_much_slower() -> None:
     assert sum(row[3] != "-" for row in rows.values()) == 4
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Flex", "tutorial"])
 def test_kernels_of_others_are_as_the_page_says(name: str) -> None:
@@ -246,7 +244,7 @@ def test_head_sizes_are_padded_to_powers_of_two(size: int, width: int) -> None:
     assert padded_head_size(size) == width
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 def test_explain_reads_the_machine_code_of_a_gpu_that_is_not_there() -> None:
     x = ag.TensorSpec((2, 8, 1024, 64), torch.bfloat16)
@@ -262,7 +260,7 @@ def test_explain_reads_the_machine_code_of_a_gpu_that_is_not_there() -> None:
     assert "def keep(b, h, i, j, M, N, data, numbers):" in text
 
 
-@compiling
+@compiled
 def test_a_new_length_needs_no_new_kernel() -> None:
     """What differs in sizes alone is compiled once: the texts and the constants are the same."""
     plans = []
@@ -332,7 +330,7 @@ def test_a_large_tensor_is_addressed_in_64_bits() -> None:
     assert "(i).to(tl.int64) * numbers" in flash.code.change
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("pass_", REPORT.PUSHES)
 @pytest.mark.parametrize("sm", [80, 90, 100])
@@ -343,7 +341,7 @@ def test_forward_mode_compiles_in_float32_too(sm: int, pass_: str) -> None:
         assert machine.registers * 32 * machine.warps <= 65536
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90, 100, 120])
 def test_rows_are_summed_again_without_spilling(sm: int) -> None:
@@ -394,7 +392,7 @@ SERVING = [
 ]
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize(("sm", "size", "page", "M"), SERVING)
 def test_kernels_that_serve_spill_nothing(

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.modifiers import Bias
-from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import move_tile
-from attn_graph.lowering.problem import problems_in, sole
+from attn_graph.lowering.problem import problems_in
 from attn_graph.lowering.rates import cpu_rates
 from attn_graph.masks import needs_of
 from attn_graph.testing import formula, rule
@@ -37,8 +36,8 @@ from attn_graph.testing.strategies import (
     simple_graphs,
 )
 from attn_graph.testing.tensors import cotangents_for, tensors_for
+from tests.support.kernels import CPU, problem_of
 
-CPU = ag.Target.of("cpu")
 NAMES = ("triton",) if CPU.interprets else ("torch_sdpa", "math")
 INF = float("inf")
 elsewhere = pytest.mark.skipif(CPU.interprets, reason="nothing of Triton's runs in it")
@@ -196,8 +195,7 @@ def test_the_gradient_of_sinks_is_that_of_the_formula(dtype: torch.dtype, modifi
 @elsewhere
 @given(graph=graphs(stats=True), seed=seeds)
 def test_rows_that_are_said_to_see_a_key_do(graph: ag.Graph, seed: int) -> None:
-    problem = sole(simplify(graph))
-    assert problem is not None
+    problem = problem_of(graph)
     if problem.is_empty or problem.has_blind_rows:
         reject()
     assert (formula.evaluate(graph, tensors_for(graph, seed))[1] > -INF).all()
@@ -215,8 +213,7 @@ def test_what_no_row_needs_is_not_paid_for(mask: ag.Mask | None, size: int) -> N
     read = {"keep": ag.TensorSpec((1, 1, 1, 1), torch.bool)}
     read |= {"kv_lengths": ag.TensorSpec((1,), torch.int64)}
     specs: dict[str, Any] = {name: read[name] for name in needs}
-    problem = sole(simplify(ag.attention(x, x, x, mask=mask, **specs)))
-    assert problem is not None
+    problem = problem_of(ag.attention(x, x, x, mask=mask, **specs))
     assert problem.has_blind_rows == (mask in UNSEEING)
 
 

@@ -20,7 +20,8 @@ from attn_graph.lowering.triton.programs import choose_tiling, spread_tilings
 from docs.generate.kernel_rows import PRODUCTS, Kernel, target_of
 from docs.generate.predict import PROCESSORS, TileWork, predict_clocks
 from docs.generate.sass import read_body
-from tests.lowering.test_programs import LONG, attention, compiling, flashes, tile_of
+from tests.lowering.test_programs import LONG, attention, flashes, tile_of
+from tests.support.kernels import compiled
 
 SIZES, GENERATIONS = (64, 128), (80, 90, 120)
 VARIANTS = (
@@ -50,7 +51,7 @@ def clocks_of(sm: int, size: int, launch: Launch, machine: MachineCode, programs
     return predict_clocks(PROCESSORS[sm], body, work, machine.warps, programs).full / scores
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", GENERATIONS)
 @pytest.mark.parametrize("size", SIZES)

@@ -15,13 +15,11 @@ from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import seeds, with_layouts
 from attn_graph.testing.tensors import tensors_for
 from tests.machine.test_memory import allocated
+from tests.support.kernels import CPU, interpreted
 from tests.test_declared_layouts import check_laid
 from tests.test_outputs import check_written
 
-CPU = ag.Target.of("cpu")
-pytestmark = pytest.mark.skipif(
-    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
-)
+pytestmark = interpreted
 ROWS = ag.TensorSpec((2, 4, 20, 16), torch.float32)
 SHARED = ag.TensorSpec((2, 2, 20, 16), torch.float32)
 NAMED = ag.TensorSpec((ag.Dim("B", most=4), 4, ag.Dim("M", most=64), 16), torch.float32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from attrs import evolve
 from hypothesis import assume, given, settings
@@ -13,7 +12,6 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.triton.backend import BACKEND
-from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import (
     check_gradients,
     check_outputs,
@@ -24,13 +22,11 @@ from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
 from tests.lowering import test_packed, test_paged
 from tests.lowering.test_sequences import gradient_is_taken
+from tests.support.kernels import CPU, interpreted
 from tests.support.quantised import Named, Own, kinds, quantise_graph, quantise_tensors
 from tests.support.sequences import draw_cotangents
 
-CPU = Target.here("cpu")
-pytestmark = pytest.mark.skipif(
-    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
-)
+pytestmark = interpreted
 TRITON = ("triton",)
 few = settings(max_examples=2 * settings().max_examples // 5)  # each is interpreted
 

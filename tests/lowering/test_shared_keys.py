@@ -24,15 +24,13 @@ from docs.generate.kernel_rows import Kernel, target_of
 from docs.generate.sass import read_body
 from tests.lowering.test_programs import (
     BELOW,
-    CPU,
     GPUS,
     attention,
     check_repeated_gradients,
-    compiling,
     divided,
     flashes,
-    interpreting,
 )
+from tests.support.kernels import CPU, compiled, interpreted
 
 H200 = ag.Target.of("h200")
 BY_QUERIES = ("forward", "query_gradient")
@@ -47,7 +45,7 @@ def launch_of(flash: Flash, name: str) -> Launch:
 # Planning
 
 
-@compiling
+@compiled
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("mask", [BELOW, None], ids=["causal", "full"])
 def test_chunks_of_a_long_prompt_fill_every_gpu(gpu: str, mask: ag.Mask | None) -> None:
@@ -155,7 +153,7 @@ Q, K = (ag.TensorSpec((1, 2, n, 8), torch.float32) for n in (65, 98))
 WITH_SINKS = ag.attention(Q, K, K, sinks=ag.TensorSpec((2,), torch.float32), stats=True)
 
 
-@interpreting
+@interpreted
 @given(chunk=chunks())
 @example(chunk=(WITH_SINKS, 1))
 @settings(max_examples=max(3, settings().max_examples // 5))  # each is interpreted
@@ -173,7 +171,7 @@ def test_shared_keys_give_the_whole(chunk: tuple[ag.Graph, int]) -> None:
     )
 
 
-@interpreting
+@interpreted
 @pytest.mark.parametrize(
     ("dtype", "M", "N", "more"),
     [
@@ -196,7 +194,7 @@ def test_gradients_agree_however_keys_are_divided(
         check_repeated_gradients(graph)
 
 
-@interpreting
+@interpreted
 def test_rows_of_very_different_parts_are_merged() -> None:
     """Weights of one part far beyond those of others, and beyond what exp2 of a score holds."""
     q, k = torch.full((1, 1, 66, 8), 10.0), torch.zeros(1, 1, 97, 8)
@@ -205,7 +203,7 @@ def test_rows_of_very_different_parts_are_merged() -> None:
     check_outputs(ag.compile(graph, backends=("triton",)), graph, (q, k, k))
 
 
-@interpreting
+@interpreted
 def test_dropout_drops_the_same_places_whoever_walks_them() -> None:
     """All weights on one key: a row is 0 or whole, by its place alone."""
     q, k, v = torch.zeros(1, 2, 66, 8), torch.zeros(1, 2, 101, 8), torch.ones(1, 2, 101, 8)
@@ -228,7 +226,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@compiling
+@compiled
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sm", "name"), [(90, "causal"), (100, "soft cap"), (80, "listed"), (90, "lengths")]

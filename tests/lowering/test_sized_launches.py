@@ -32,14 +32,12 @@ from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
 from tests.ir.test_dims import named_graphs
 from tests.support.calls import check_same_bits, is_same
+from tests.support.kernels import CPU, interpreted
 
-CPU, H200 = ag.Target.of("cpu"), ag.Target.of("h200")
+H200 = ag.Target.of("h200")
 F16, I32 = torch.float16, torch.int32
 BATCH = "BATCH"  # packed sequences that a program reads at once: here as many as there may be
 BOTTOM = ag.Causal("bottom_right")
-interpreted = pytest.mark.skipif(
-    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
-)
 
 
 def dense(H: int = 8, G: int = 8, D: int = 64, most: int = 4096, **options: Any) -> ag.Graph:

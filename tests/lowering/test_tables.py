@@ -19,12 +19,9 @@ from attn_graph.masks.moving import Box, move_mask
 from attn_graph.masks.places import Block, Keys, Place
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.tensors import tensors_for
+from tests.support.kernels import CPU, interpreted
 
-CPU = ag.Target.of("cpu")
 BACKEND = "triton" if CPU.interprets else "math"
-interpreting = pytest.mark.skipif(
-    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
-)
 sizes = st.sampled_from([1, 3, 16, 32, 48, 64, 100])
 
 
@@ -43,7 +40,7 @@ def graph_of(mask: ag.Mask, M: int, N: int, heads: int = 2) -> ag.Graph:
     return ag.attention(q, k, k, mask=mask, keep_blocks=ag.TensorSpec(shape, torch.bool))
 
 
-@interpreting
+@interpreted
 @given(
     rows=sizes, keys=sizes, M=st.integers(1, 150), N=st.integers(1, 150), by_keys=st.booleans(),
     at=st.tuples(st.integers(0, 40), st.integers(0, 40)), seed=st.integers(0, 99),

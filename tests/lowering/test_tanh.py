@@ -13,15 +13,11 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.device_code import Tracer, compile_text
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.tensors import tensors_for
+from tests.support.kernels import CPU, interpreted, problem_of
 
-CPU = ag.Target.of("cpu")
-interpreting = pytest.mark.skipif(
-    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
-)
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -48,7 +44,7 @@ def check(graph: ag.Graph) -> None:
     check_gradients(plan, graph, tensors, 3)
 
 
-@interpreting
+@interpreted
 @pytest.mark.usefixtures("rough_tanh")
 @pytest.mark.parametrize("cap", [0.5, 20.0])
 @pytest.mark.parametrize("dtype", HALF)
@@ -56,7 +52,7 @@ def test_its_error_is_within_the_rule_in_half_precision(dtype: torch.dtype, cap:
     check(capped(dtype, cap))
 
 
-@interpreting
+@interpreted
 @pytest.mark.usefixtures("rough_tanh")
 def test_its_error_is_too_large_for_float32() -> None:
     with pytest.raises(AssertionError):
@@ -66,8 +62,7 @@ def test_its_error_is_too_large_for_float32() -> None:
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 def test_only_half_precision_takes_it(dtype: torch.dtype) -> None:
     for graph in ag.vjp(capped(dtype, 20.0), ["q"]):
-        problem = sole(graph)
-        assert problem is not None
+        problem = problem_of(graph)
         change = Tracer.of(problem).trace().change
         assert ("= fast_tanh(" in change) == (dtype in HALF)
         assert ("= tanh(" in change) == (dtype not in HALF)

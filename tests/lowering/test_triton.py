@@ -18,7 +18,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
 from attn_graph.lowering.backend import Options
-from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton.device_code import DeviceCode, Tracer, compile_text
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
@@ -32,22 +32,14 @@ from attn_graph.testing.agreement import check_gradients
 from attn_graph.testing.mask_formula import Places, evaluate_mask
 from attn_graph.testing.strategies import Shape, data_specs, masks, seeds
 from attn_graph.testing.tensors import cotangents_for, tensors_for
+from tests.support.kernels import CPU, interpreted, problem_of
 from tests.support.sources import ROOT, load_file
 
-CPU = ag.Target.of("cpu")
 NAN = float("nan")
 HALF = (torch.float16, torch.bfloat16)
 SENTINEL = -7.5  # exact in every dtype; NaN + 1 would still be NaN
 HALO = 4096  # elements on each side
-pytestmark = pytest.mark.skipif(
-    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
-)
-
-
-def the(graph: ag.Graph) -> Problem:
-    problem = sole(graph)
-    assert problem is not None
-    return problem
+pytestmark = interpreted
 
 
 def probes() -> Any:  # Any: a module that imports Triton, under which type checkers lose their way
@@ -85,7 +77,7 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype) -> st.SearchStrategy[Ten
 
 def launched(graph: ag.Graph, named: dict[str, Any], results: dict[str, TensorSpec]) -> None:
     """Launch a graph's kernels on these tensors. What they write lies in halos, unchanged after."""
-    flash, rooms = Flash.plan(the(graph), CPU), {}
+    flash, rooms = Flash.plan(problem_of(graph), CPU), {}
     named |= flash.tables
     buffers = {n: TensorSpec(b.shape, b.dtype) for n, b in flash.buffers.items()}
     for name, spec in (results | buffers).items():
@@ -122,7 +114,7 @@ def test_nothing_is_read_or_written_outside(
     for name, spec, x in zip(("do", "dlse"), results, cotangents, strict=True):
         named[name] = haloed(spec, NAN, x)[0]
     named["o.strides"] = named["o"].stride()
-    lying = Layout.dense(the(backward))
+    lying = Layout.dense(problem_of(backward))
     launched(backward, named, {f"grad{n}": lying.gradient(n) for n in range(3)})
     for n, due in enumerate(rule.expect_gradients(graph, tensors, cotangents).values()):
         due.check(named[f"grad{n}"])
@@ -133,7 +125,7 @@ def test_nothing_is_read_or_written_outside(
 
 def visited(graph: ag.Graph, tensors: dict[str, torch.Tensor], by_keys: bool) -> torch.Tensor:
     """For each tile, 0: not visited, 1: masked, 2: taken whole; [B,H,blocks of M,blocks of N]."""
-    problem = the(graph)
+    problem = problem_of(graph)
     flash = FlashBuilder(problem, CPU, Tracer.of(problem).trace())
     pointer, fixed = flash.listed(INTERPRETED, by_keys)
     data = [tensors[name] for name in needs_of(problem.node.mask)]
@@ -187,7 +179,7 @@ def tiled(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def places_kept(graph: ag.Graph, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    problem = the(graph)
+    problem = problem_of(graph)
     sizes = problem.B, problem.H, problem.M, problem.N
     assert problem.node.mask is not None
     return evaluate_mask(problem.node.mask, Places(sizes, tensors)).expand(sizes)
@@ -212,7 +204,7 @@ def test_every_tile_that_keeps_a_place_is_visited(
     graph: ag.Graph, seed: int, by_keys: bool
 ) -> None:
     """And of the others none, where closed form or `span` knows; none is taken whole that isn't."""
-    problem = the(graph)
+    problem = problem_of(graph)
     if problem.node.mask is None:
         return
     names = [i.name for i in graph.inputs]
@@ -248,7 +240,7 @@ def test_a_block_of_queries_that_lengths_end_in_is_masked() -> None:
 def test_a_window_at_64k_visits_less_than_a_hundredth() -> None:
     x = TensorSpec((1, 1, 65536, 16), torch.float16)
     graph = simplify(ag.attention(x, x, x, mask=ag.Causal() & ag.Window(256)))
-    problem = the(graph)
+    problem = problem_of(graph)
     rows = strip_tiles(problem, Flash.plan(problem, CPU).code, [], False, 2048)
     count = int((rows[..., 3] - rows[..., 0]).sum())
     assert count / 2048**2 < 0.01
@@ -316,7 +308,7 @@ def test_masks_and_modifiers_read_nothing_beyond_the_last_query_and_key() -> Non
     """What is read where a tile reaches over the edge changes no result, so none would tell."""
     x, full = TensorSpec((1, 2, 70, 8), torch.float32), (1, 2, 70, 70)
     keep, bias = TensorSpec(full, torch.bool), TensorSpec(full, torch.float32)
-    code = Flash.plan(the(simplify(ag.attention(x, x, x, keep=keep, bias=bias))), CPU).code
+    code = Flash.plan(problem_of(ag.attention(x, x, x, keep=keep, bias=bias)), CPU).code
     for text in (code.keep, code.change):
         loads = [line for line in str(text).splitlines() if "tl.load(" in line]
         assert loads

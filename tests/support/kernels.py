@@ -1,0 +1,24 @@
+"""Triton's kernels in tests: interpreted or compiled, whichever Triton was imported for."""
+
+from __future__ import annotations
+
+import pytest
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.problem import Problem, sole
+
+CPU = ag.Target.of("cpu")
+interpreted = pytest.mark.skipif(
+    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
+)
+compiled = pytest.mark.skipif(
+    CPU.interprets, reason="with TRITON_INTERPRET=1 Triton compiles nothing"
+)
+
+
+def problem_of(graph: ag.Graph) -> Problem:
+    """The attention that a graph is, or its gradient."""
+    problem = sole(simplify(graph))
+    assert problem is not None
+    return problem
