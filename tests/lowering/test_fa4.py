@@ -68,7 +68,7 @@ def near(draw: st.DrawFn) -> ag.Graph:
     """Graphs that the package takes, or nearly."""
     G = draw(st.integers(1, 2))
     D = draw(st.sampled_from((8, 16)))
-    M, N = (draw(st.one_of(st.integers(1, 40), st.integers(129, 300))) for _ in "MN")
+    M, N = (draw(st.one_of(st.integers(1, 40), st.integers(129, 140))) for _ in "MN")
     size = drawn.Shape(draw(st.integers(1, 2)), G * draw(st.integers(1, 2)), G, M, N, D, D)
     layout = draw(st.sampled_from(("bhsd", "bshd", "sbhd")))
     q, k, v = (

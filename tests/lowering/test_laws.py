@@ -49,12 +49,12 @@ def attend(
     return o, lse
 
 
-def apart(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], size: float = 1.0) -> list[str]:
+def apart(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> list[str]:
     """Where they differ by more than float32 rounds away: the rule's floor, and 16 roundings."""
     found = []
     for n, (x, y) in enumerate(zip(a, b, strict=True)):
         largest = float(torch.where(y.isinf(), 0.0, y.abs()).max())
-        floor = 2 * rule.distance((y + 0.3) - 0.3, y) + 16 * 2.0**-24 * size * largest
+        floor = 2 * rule.distance((y + 0.3) - 0.3, y) + 16 * 2.0**-24 * largest
         if not rule.distance(x, y) <= floor:
             found.append(f"{n}: {rule.distance(x, y):.3g} apart, allowed {floor:.3g}")
     return found
@@ -70,16 +70,6 @@ OPTIONS: tuple[Options, ...] = (
 options = st.sampled_from(OPTIONS)
 
 
-@given(seed=seeds, chosen=options, axis=st.sampled_from((0, 1)))
-def test_permuting_batch_or_heads_permutes_the_result(
-    seed: int, chosen: Options, axis: int
-) -> None:
-    q, k, v = qkv(seed)
-    turned = tuple(x.flip(axis) for x in (q, k, v))
-    o, lse = attend(q, k, v, **chosen)
-    assert not apart(attend(*turned, **chosen), (o.flip(axis), lse.flip(axis)))
-
-
 @given(seed=seeds, more=st.integers(1, 70))
 def test_appending_masked_keys_changes_nothing(seed: int, more: int) -> None:
     q, k, v = qkv(seed)
@@ -88,46 +78,12 @@ def test_appending_masked_keys_changes_nothing(seed: int, more: int) -> None:
     assert not apart(attend(q, *longer, kv_lengths=lengths), attend(q, k, v))
 
 
-@given(seed=seeds, chosen=options)
-def test_o_is_linear_in_v(seed: int, chosen: Options) -> None:
-    q, k, v = qkv(seed)
-    w = normal(seed + 5, *v.shape)
-    both, _ = attend(q, k, 2 * v - 3 * w, **chosen)
-    assert not apart(
-        (both,), (2 * attend(q, k, v, **chosen)[0] - 3 * attend(q, k, w, **chosen)[0],), 8
-    )
-
-
-@given(seed=seeds, chosen=options, scale=st.sampled_from((0.5, 2.0, -1.0, 0.25)))
-def test_a_scale_of_scores_is_a_scale_of_q(seed: int, chosen: Options, scale: float) -> None:
-    q, k, v = qkv(seed)
-    assert not apart(
-        attend(q, k, v, scale=scale, **chosen), attend(scale * q, k, v, scale=1.0, **chosen)
-    )
-
-
-@given(seed=seeds, chosen=options)
-def test_grouped_heads_are_repeated_ones(seed: int, chosen: Options) -> None:
-    q, k, v = qkv(seed)
-    many = (x.repeat_interleave(H // G, 1) for x in (k, v))
-    assert not apart(attend(q, k, v, **chosen), attend(q, *many, **chosen))
-
-
 @given(seed=seeds, cut=st.integers(0, N))
 def test_keys_in_two_parts_merged_by_lse_are_the_whole(seed: int, cut: int) -> None:
     q, k, v = qkv(seed)
     o, lse = attend(q, k[:, :, :cut], v[:, :, :cut])
     merge_(o, lse, *attend(q, k[:, :, cut:], v[:, :, cut:]))
     assert not apart((o, lse), attend(q, k, v))
-
-
-@given(seed=seeds, shift=st.sampled_from((-1e4, -100.0, 50.0, 1e4)))
-def test_a_shift_of_all_scores_shifts_lse_alone(seed: int, shift: float) -> None:
-    q, k, v = qkv(seed)
-    bias = torch.full((1, 1, 1, 1), shift)
-    o, lse = attend(q, k, v, bias=bias)
-    plain_o, plain_lse = attend(q, k, v)
-    assert not apart((o, lse - shift), (plain_o, plain_lse), abs(shift))
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])

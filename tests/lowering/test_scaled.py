@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -28,6 +28,7 @@ from tests.support.quantised import Named, kinds, quantise_graph, quantise_tenso
 from tests.support.tracing import Watch
 
 CPU = Target.here("cpu")
+some = settings(max_examples=settings().max_examples // 2)  # each plans anew, and checks twice
 BLOCKS = st.sampled_from([paged.BLOCK_BYTES, 1])  # whole sequences, and one key or page at a time
 
 
@@ -44,6 +45,7 @@ def planned(graph: ag.Graph, block: int) -> Iterator[ag.Plan]:
 
 
 @given(graphs(), kinds, BLOCKS, seeds)
+@some
 def test_quantised_keys_are_their_numbers_times_scales(
     plain: ag.Graph, kind: torch.dtype, block: int, seed: int
 ) -> None:
@@ -70,6 +72,7 @@ def test_quantised_queries_too_are_their_numbers_times_scales(
 
 
 @given(test_packed.cases(torch.bfloat16), test_paged.cases(torch.bfloat16), kinds, BLOCKS, seeds)
+@some
 def test_quantised_queries_are_packed_or_meet_pages(
     packed: test_packed.Case, paged: test_paged.Case, kind: torch.dtype, block: int, seed: int
 ) -> None:

@@ -19,7 +19,7 @@ from tests.support.virtual_cases import machine
         (90, torch.float8_e5m2, torch.float16, 1),
         (80, torch.int8, torch.bfloat16, 1),
         (100, torch.float8_e5m2, torch.bfloat16, 70),
-        (120, torch.int8, torch.bfloat16, 70),
+        pytest.param(120, torch.int8, torch.bfloat16, 70, marks=pytest.mark.slow),
         pytest.param(80, torch.int8, torch.float16, 70, marks=pytest.mark.slow),
         pytest.param(80, torch.float8_e5m2, torch.bfloat16, 1, marks=pytest.mark.slow),
         pytest.param(90, torch.float8_e4m3fn, torch.bfloat16, 70, marks=pytest.mark.slow),
