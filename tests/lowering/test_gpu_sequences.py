@@ -75,8 +75,8 @@ def plan_on(device: str, backend: str, graph: ag.Graph) -> ag.Plan:
 def jobs(cases: dict[str, tuple[str, ...]]) -> list[Any]:  # Any: parameters of pytest
     """Each case by each of its backends on a GPU. Here one by each: other tests draw such cases."""
     pairs = [(case, backend) for case, backends in cases.items() for backend in backends]
-    last = {backend: case for case, backend in pairs if backend in HERE}
-    here = [pytest.param(case, backend, "cpu") for backend, case in last.items()]
+    first = {backend: case for case, backend in reversed(pairs) if backend in HERE}
+    here = [pytest.param(case, backend, "cpu") for backend, case in first.items()]
     return [*here, *(pytest.param(*pair, "cuda", marks=pytest.mark.gpu) for pair in pairs)]
 
 

@@ -112,15 +112,6 @@ def test_sums_are_made_where_they_spare_more_than_they_take(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
-def test_one_group_of_heads_fills_a_gpu_in_the_backward(gpu: str) -> None:
-    """One program for each block of keys leaves half of the multiprocessors idle."""
-    graph = attention(1, 8, 1, 4096, 4096, mask=ag.Causal())
-    _, backward = flashes(graph, ag.Target.of(gpu))
-    launch = next(x for x in backward.launches if x.kernel == "key_gradient")
-    assert (launch.fixed["SPLITS"], launch.fixed["PARTS"], launch.grid) == (4, 1, 256)
-
-
-@pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_the_queries_of_few_heads_are_divided_in_the_backward(gpu: str) -> None:
     """Not where sums have no room, nor where bits may not depend on the batch."""
     graph, target = attention(1, 2, 2, 4096, 4096, mask=ag.Causal()), ag.Target.of(gpu)
@@ -154,13 +145,6 @@ def test_blocks_are_half_as_long_where_they_are_few(gpu: str) -> None:
     for options in (Options(batch_invariant=True), Options(variant="a stage more")):
         forward, _ = flashes(attention(1, 8, 8, 1024, 1024), target, options)
         assert (forward.launches[0].fixed["BLOCK_M"], forward.launches[0].warps) == (128, 4)
-
-
-def test_a_division_that_gains_nothing_takes_no_memory() -> None:
-    for B, H, G, S in ((4, 32, 8, 4096), (1, 32, 32, 1024), (8, 64, 8, 4096)):
-        _, backward = flashes(attention(B, H, G, S, S, mask=ag.Causal()), ag.Target.of("h200"))
-        assert [*backward.buffers] == ["delta"]
-        assert not backward.division
 
 
 def test_sums_take_of_max_workspace_what_is_left() -> None:
