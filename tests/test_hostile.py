@@ -23,9 +23,10 @@ PLAN = ag.compile(GRAPH, target="cpu", store=False)
 ERRORS = (ag.GraphError, ag.PlanMismatchError, ag.PlanTargetError, ag.NoBackendError)
 JUNK: dict[str, Any] = {  # Any: what nobody should pass
     "None": None, "text": "x", "bytes": b"x", "null": "\0", "3": 3, "-1": -1, "2**70": 2**70,
-    "1.5": 1.5, "nan": float("nan"), "inf": float("inf"), "1j": 1j, "True": True, "[]": [],
-    "[[]]": [[]], "{}": {}, "set": {1}, "(1, 2, 3)": (1, 2, 3), "object": object(), "class": int,
-    "function": len, "tensor": torch.zeros(2), "spec": X, "mask": ag.Causal(), "graph": GRAPH,
+    "-2**70": -(2**70), "1.5": 1.5, "nan": float("nan"), "inf": float("inf"), "1j": 1j,
+    "True": True, "[]": [], "[[]]": [[]], "{}": {}, "set": {1}, "(1, 2, 3)": (1, 2, 3),
+    "object": object(), "class": int, "function": len, "tensor": torch.zeros(2), "spec": X,
+    "mask": ag.Causal(), "graph": GRAPH,
 }  # fmt: skip
 # Of these Python asks the truth, which a tensor of two numbers does not have.
 SWITCHES = ("is_causal", "enable_gqa", "recognize_masks", "report", "dense")

@@ -41,11 +41,11 @@ def wants(given: str) -> Callable[[], object]:
     return lambda: ag.parse(str(BACKWARD).replace("wants=(True, True, True)", f"wants={given}"))
 
 
-# What is called, and a word that must be in what is told.
+# What is called, and a word that must be in what is told. tests/test_hostile.py passes anything as
+# each argument; here are parts of arguments, and ways out.
 ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "a size None in text": (parse("f32[None, 2]"), "line 2: (None, 2) are not integers"),
     "a size beyond all in text": (parse("f32[1e999, 2]"), "line 2: (1e309, 2) are not integers"),
-    "a letter for a size in text": (parse("f32['x']"), "line 2: 'x' are not integers"),
     "an operand too many": (
         parse("f32[1, 2, 6, 8]", "s = scores(q, q, q)"),
         "line 4: scores: 3 operands given, 2 needed",
@@ -53,59 +53,23 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "no operand": (parse("f32[1, 2, 6, 8]", "s = scores()"), "0 operands given, 2 needed"),
     "wants too short": (wants("(True,)"), "1 wants for 3 operands"),
     "wants too long": (wants("(True, True, True, True)"), "4 wants for 3 operands"),
-    "text that is none": (lambda: ag.parse(3), "expected text, got int"),  # type: ignore[arg-type]  # is wrong
-    "a mask's text that is none": (lambda: parse_mask(None), "expected text"),  # type: ignore[arg-type]  # is wrong
-    "a target without a hash": (compile_(target=[]), "target [] is not a Target"),
-    "a target by number": (lambda: ag.Target.of([]), "target [] is not known"),  # type: ignore[arg-type]  # is wrong
     "None among backends": (compile_(backends=[None]), "None is not a Backend"),
     "one backend": (compile_(backends="math"), "say ('math',)"),
-    "a number of backends": (compile_(backends=3), "backends=3"),
-    "a list among those to avoid": (compile_(avoid=[[]]), "[] is not a Backend"),
-    "one to avoid": (compile_(avoid="math"), "avoid='math'"),
-    "None to prefer": (lambda: ag.prefer(None).__enter__(), "None is not a Backend"),  # type: ignore[arg-type]  # is wrong
-    "a number for a workspace": (compile_(workspace=3), "workspace 3 is not a Workspace"),
-    "a list for a workspace": (compile_(workspace=[]), "workspace [] is not a Workspace"),
     "a workspace beyond all": (compile_(max_workspace="9" * 400 + "GiB"), "size 999999999..."),
-    "a list of bytes": (compile_(max_workspace=[1]), "size [1]"),
-    "a list for a precision": (compile_(precision=[]), "precision []"),
-    "a dict for a fallback": (compile_(on_fallback={}), "on_fallback {}"),
-    "a list for a switch": (compile_(deterministic=[]), "deterministic []"),
-    "a text for a switch": (compile_(tune="yes"), "tune 'yes'"),
-    "a list for a cap": (attend(soft_cap=[1]), "cap [1] must be a positive, finite number"),
-    "a letter for a cap": (attend(soft_cap="a"), "cap 'a' must be a positive, finite number"),
-    "a letter for a scale": (attend(scale="a"), "scale 'a' must be a finite number"),
     "a scale beyond all": (attend(scale=10**400), "must be a finite number"),
-    "a letter for a rate": (attend(dropout="a"), "rate 'a'"),
     "no v": (lambda: ag.attention(X, X, None), "'v' is a NoneType"),  # type: ignore[arg-type]  # is wrong
-    "no q": (lambda: ag.attention(None, X, X), "'q' is a NoneType"),  # type: ignore[arg-type]  # is wrong
     "segments of one kind": (
         attend(segments=ag.TensorSpec((1, 6), I64)),
         "(q_segments, kv_segments)",
     ),
-    "three kinds of segments": (attend(segments=(1, 2, 3)), "segments (1, 2, 3)"),
     "a bound beyond all tensors": (lambda: ag.Window(None, -(2**70)), "farther than"),
-    "a prefix beyond all tensors": (lambda: ag.Prefix(2**70), "farther than"),
-    "a letter for a bound": (lambda: ag.Window("a"), "the bound 'a'"),  # type: ignore[arg-type]  # is wrong
-    "a prefix of None": (lambda: ag.Prefix(None), "Prefix(None)"),  # type: ignore[arg-type]  # is wrong
     "part of a size": (lambda: ag.TensorSpec((2.9, 3), F32), "(2.9, 3)"),  # type: ignore[arg-type]  # is wrong
-    "sizes as text": (lambda: ag.TensorSpec("2468", F32), "shape '2468'"),  # type: ignore[arg-type]  # is wrong
-    "strides as text": (lambda: ag.TensorSpec((2,), F32, "1"), "strides '1'"),  # type: ignore[arg-type]  # is wrong
-    "one number for a shape": (lambda: ag.TensorSpec(3, F32), "shape 3"),  # type: ignore[arg-type]  # is wrong
     "a size beyond all": (lambda: ag.TensorSpec((2**70, 2), F32), "no tensor goes beyond"),
-    "a list for a dtype": (lambda: ag.TensorSpec((3,), []), "dtype []"),  # type: ignore[arg-type]  # is wrong
-    "a number for a layout": (
-        lambda: ag.TensorSpec((1, 2, 3, 4), F32, layout=3),  # type: ignore[arg-type]  # is wrong
-        "layout 3",
-    ),
-    "the spec of a number": (lambda: ag.TensorSpec.like(3), "3 is not a tensor"),  # type: ignore[arg-type]  # is wrong
     "outputs that nothing makes": (lambda: ag.Graph((), (), (3,)), "outputs (3,) of 0 values"),
     "operands that nothing makes": (
         lambda: ag.Graph(GRAPH.inputs, GRAPH.eqns[1:], (3,)),
         "reads (3,) of 3 values",
     ),
-    "wants by number": (lambda: ag.vjp(GRAPH, wants=3), "wants 3"),  # type: ignore[arg-type]  # is wrong
-    "a list among wants": (lambda: ag.vjp(GRAPH, wants=[[]]), "named []"),  # type: ignore[list-item]  # is wrong
-    "the gradient of no graph": (lambda: ag.vjp(3), "vjp: expected a Graph"),  # type: ignore[arg-type]  # is wrong
     "axes that there are not": (lambda: ag.Data("bz"), "axes 'bz'"),
 }
 
