@@ -103,15 +103,12 @@ def is_same(x: Tensor, y: Tensor) -> bool:
 
 @given(case=cases())
 def test_a_mapped_graph_is_the_loop(case: Case) -> None:
+    """And its plan gives what the graph says."""
     every = [ag.evaluate(case.graph, entry) for entry in case.entries]
     results = ag.evaluate(case.mapped, case.tensors)
     for x, each in zip(results, zip(*every, strict=True), strict=True):
         assert is_same(x, torch.stack(each))
     assert ag.parse(str(case.mapped)) == case.mapped
-
-
-@given(case=cases())
-def test_plans_of_mapped_graphs_give_what_the_graph_says(case: Case) -> None:
     plan = ag.compile(case.mapped, target=CPU)
     results = run_plan(plan, case.tensors)
     for n, x in zip(plan.graph.outputs, results, strict=True):
