@@ -3,7 +3,7 @@
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,9 +26,10 @@ settings.register_profile(
 settings.register_profile(  # the same examples; one that fails is not made smaller
     "unshrunk", settings.get_profile("default"), phases=(Phase.explicit, Phase.generate)
 )
-settings.register_profile(  # for pages, which show that a property can be asked
-    "few", settings.get_profile(PROFILE), max_examples=max(1, EXAMPLES // 5)
-)
+settings.register_profile(  # for what shows that a property can be asked
+    "few", settings.get_profile(PROFILE),
+    max_examples=max(1, settings.get_profile(PROFILE).max_examples // 5),
+)  # fmt: skip
 settings.load_profile(PROFILE)
 
 
@@ -76,6 +77,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def few_examples() -> Iterator[None]:
+    """Few draws: what these would find is tested where it is."""
+    settings.load_profile("few")
+    yield
+    settings.load_profile(PROFILE)
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 import attn_graph as ag
 from attn_graph import extend, testing, types
 from attn_graph.nn.tracing import KEEPS_CONSTANTS
 from attn_graph.testing import gpu
-from tests.conftest import PROFILE
 from tests.support.sources import ROOT, load_file
 from tests.support.tracing import WHY
 
@@ -59,14 +57,6 @@ def blocks(page: Path) -> Iterator[tuple[str, str | None]]:
     """Each block of Python, and what it is said to print; None: not said."""
     for match in BLOCK.finditer(page.read_text(encoding="utf-8")):
         yield match[1], match[2]
-
-
-@pytest.fixture
-def few_examples() -> Iterator[None]:
-    """Few draws for a page's own checks: what they find is tested where they are."""
-    settings.load_profile("few")
-    yield
-    settings.load_profile(PROFILE)
 
 
 @pytest.mark.usefixtures("few_examples")

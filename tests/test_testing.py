@@ -40,6 +40,7 @@ def test_every_leaf_and_every_modifier_of_ours_is_checked() -> None:
     assert {*map(type, STEPS)} == {*MODIFIERS}
 
 
+@pytest.mark.usefixtures("few_examples")
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_masks_of_ours_pass(mask: ag.Mask) -> None:
     testing.check_mask(mask)

@@ -53,12 +53,14 @@ compiled = pytest.mark.skipif(CPU.interprets, reason="draws sizes of 0, which tr
 
 
 @compiled
+@pytest.mark.usefixtures("few_examples")
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_a_formula_holds_what_a_mask_promises(mask: Formula) -> None:
     testing.check_mask(mask)
 
 
 @compiled
+@pytest.mark.usefixtures("few_examples")
 @pytest.mark.parametrize("modifier", MODIFIERS, ids=str)
 def test_a_term_holds_what_a_modifier_promises(modifier: Addend | Factor) -> None:
     testing.check_modifier(modifier)
