@@ -337,8 +337,7 @@ def test_it_shows_nothing_of_traced_calls() -> None:
     assert not report.rows
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(("training", "grad"), [(True, True), (False, False)])
 @traces
 def test_compiled_regions_are_replaced(training: bool, grad: bool) -> None:
     torch._dynamo.reset()

@@ -126,7 +126,7 @@ SIZED: dict[str, Sized] = {
 
 @pytest.mark.parametrize(
     ("kind", "dynamic"),  # symbols when they change, or from the first call on
-    [*((kind, None) for kind in SIZED), ("window", True), ("own", True), ("numbers", True)],
+    [*((kind, None) for kind in SIZED), ("own", True)],
 )
 @traces
 def test_numbers_of_options_may_be_symbols(kind: str, dynamic: bool | None) -> None:
