@@ -60,29 +60,23 @@ assert not heavy, heavy
 assert sys.modules.keys().isdisjoint(("hypothesis", "attn_graph.printing.html"))
 assert not gpus.devices.cache_info().currsize, "the table of GPUs is read"
 assert not [*torch_switches.read_switches().changed()], "of an untouched PyTorch"
+
+from attn_graph.ir.tracing import trace_along
+
+trace_along(torch.sin, torch.zeros(1), torch.ones(1))
 """
 
 
 def test_importing_the_library_does_nothing_that_it_can_do_without() -> None:
     """Where torch.compile takes no constants of ours, a part of PyTorch is told so. Nothing is
-    logged or warned of: PyTorch's own import warns without NumPy, so the library depends on it."""
+    logged or warned of: PyTorch's own import warns without NumPy, so the library depends on it. Nor
+    by derivatives of own steps: PyTorch scripts functions at the first tangent, and warns of its
+    own torch.jit.script."""
     torch_too = "" if KEEPS_CONSTANTS else "from torch._dynamo import trace_rules"
     code = [sys.executable, "-W", "error", "-c", IMPORTING.format(torch_too=torch_too)]
     done = subprocess.run(code, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert any(need.startswith("numpy") for need in requires("attn-graph") or ())
-
-
-def test_derivatives_of_own_steps_warn_of_nothing() -> None:
-    """PyTorch scripts functions at the first tangent, and warns of its own torch.jit.script."""
-    code = (
-        "import torch; from attn_graph.ir.tracing import trace_along; "
-        "print(trace_along(torch.sin, torch.zeros(1), torch.ones(1)).item())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1.0\n", "")
 
 
 def test_the_library_is_imported_without_a_warning_where_numpy_is_absent() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import random
-import subprocess
 import sys
 
 import pytest
@@ -152,52 +151,3 @@ def test_what_is_never_forgotten_does_not_grow_with_lengths(backend: str, target
         sizes.append(unbounded_sizes())
     assert sizes[9]
     assert sizes[9] == sizes[-1]
-
-
-COMPILING = """
-import sys
-import torch
-import attn_graph as ag
-import attn_graph.extend
-known = {*sys.modules}
-
-def compile(*inputs, **options):
-    graph = ag.attention(*inputs, **options)
-    for each in (graph, ag.vjp(graph)[1]):
-        ag.compile(each, target="cpu")
-
-def spec(*shape, dtype=torch.float32):
-    return ag.TensorSpec(shape, dtype)
-
-def number(*shape):
-    return spec(*shape, dtype=torch.int64)
-
-x, row, short = spec(1, 4, 600, 32), spec(1, 4, 1, 32), spec(4, 4, 3, 32)
-half, packed = spec(1, 4, 600, 32, dtype=torch.bfloat16), spec(30, 4, 32)
-for q in (x, row, short, half):
-    k = x if q is row else q
-    causal = ag.Causal("bottom_right")
-    compile(q, k, k)
-    compile(q, k, k, mask=causal & ag.Window(9) | ag.Prefix(2), alibi=True, align="bottom_right")
-    compile(q, k, k, mask=causal, soft_cap=3.0, sinks=spec(4))
-    compile(q, k, k, kv_lengths=number(q.shape[0]), dropout=0.1, stats=("max",))
-    compile(q, k, k, keep=spec(1, 1, q.shape[2], k.shape[2], dtype=torch.bool))
-starts = number(3)
-compile(packed, packed, packed, q_starts=starts, kv_starts=starts, mask=causal)
-pool = spec(5, 8, 4, 32)
-compile(row, pool, pool, pages=number(1, 5), kv_lengths=number(1))
-n = ag.Dim("n", most=64)
-named = spec(1, 4, n, 32)
-compile(named, named, named, mask=ag.Causal())
-ag.extend.default_store()
-ag.parse(str(ag.attention(x, x, x, mask=ag.Causal())))
-print(*sorted(m for m in {*sys.modules} - known if not m.startswith(("torch.", "sympy"))))
-"""
-
-
-def test_compiling_on_a_cpu_imports_nothing() -> None:
-    """A fork while another thread imports leaves a lock that nobody gives back to the child."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILING], check=True, capture_output=True, text=True
-    )
-    assert done.stdout.split() == []
