@@ -35,7 +35,7 @@ def test_what_is_put_is_got(store: Store, key: str, data: bytes) -> None:
 
 
 @given(where=st.integers(0, 10**6), change=st.integers(1, 255), cut=st.integers(0, 10**6))
-@settings(shared, max_examples=8 * settings().max_examples)
+@shared
 def test_a_damaged_file_is_a_miss_with_a_logged_reason(
     store: Store, where: int, change: int, cut: int
 ) -> None:
@@ -190,15 +190,6 @@ def test_a_whole_file_whose_key_is_no_text_is_a_miss(store: Store) -> None:
     body = (1).to_bytes(8, "big") + b"\xff"
     store.path(KEY).write_bytes(MAGIC + sha256(body).digest() + body)
     assert "its key is not text" in logged(store)
-
-
-def test_clear_deletes_what_is_ours(store: Store) -> None:
-    store.put(KEY, DATA)
-    store.put("other", DATA)
-    (store.folder / "notes.txt").write_text("not ours")
-    assert store.clear() == 2
-    assert [p.name for p in store.folder.iterdir()] == ["notes.txt"]
-    assert Store(store.folder / "absent").clear() == 0
 
 
 def test_entries_tell_what_is_there_and_what_is_wrong(store: Store) -> None:
