@@ -11,7 +11,7 @@ from typing import Any, final
 import pytest
 import torch
 from attrs import frozen
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -265,6 +265,7 @@ def ran(graph: ag.Graph, tensors: Leaves, cotangents: Leaves) -> list[torch.Tens
 @example(graph=IN_STEPS, seed=0)
 @example(graph=SLOPES, seed=0)
 @example(graph=WEIGHED, seed=0)
+@settings(max_examples=settings().max_examples // 3)  # of each state
 def test_no_ambient_state_changes_a_bit(name: str, graph: ag.Graph, seed: int) -> None:
     leaves, cotangents = leaves_of(graph, seed), cotangents_for(graph, seed)
     plan = ag.compile(graph, target=CPU)
