@@ -47,7 +47,6 @@ def apart(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[str]:
     return found
 
 
-@SOME
 @given(graphs(), seeds)
 def test_no_pass_changes_what_a_graph_means(graph: ag.Graph, seed: int) -> None:
     tensors = tensors_for(graph, seed)
@@ -78,7 +77,6 @@ def test_a_masked_place_stays_masked_whatever_comes_after(graph: ag.Graph, seed:
     check(graph, tensors_for(graph, seed))
 
 
-@SOME
 @given(shuffled_graphs())
 def test_masks_come_after_modifiers_and_all_scores_into_one_op(graph: ag.Graph) -> None:
     kinds = [type(eqn.op) for eqn in canonicalise(graph).eqns]
