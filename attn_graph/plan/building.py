@@ -27,7 +27,7 @@ from attn_graph.machine.imports import load_modules
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import cache
 from attn_graph.planner.choose import choose, choose_and_lower
-from attn_graph.planner.handed_back import generalise_all
+from attn_graph.planner.handed_back import generalise_all, generalise_given
 from attn_graph.planner.recipe import Recipe
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.sized import Sized, lower_graph
@@ -145,7 +145,7 @@ def bind_backward(
     """`Plan.backward` for sizes as numbers, by the gradient's own plan."""
     due = [result_spec(plan.graph, i) for i in plan.graph.outputs]
     lies = [*saved_specs(plan.graph).values()]
-    own = None if cotangents is None else generalise_all(due, cotangents, sizes)
+    own = None if cotangents is None else generalise_given(due, cotangents, sizes)
     moved = None if saved is None else generalise_all(lies, saved, sizes)
     gradient = plan.backward(wants, own, moved)
     named = {symbol.name for symbol in gradient.graph.symbols}

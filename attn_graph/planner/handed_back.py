@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TypeVar, final
+from typing import final
 
 import torch
 from attrs import frozen
@@ -14,8 +14,6 @@ from attn_graph.ir.vjp import result_spec, saved_specs, saved_statistics
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import as_it_lies, require_as_declared
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
-
-SpecT = TypeVar("SpecT", TensorSpec, TensorSpec | None)
 
 
 @final
@@ -55,7 +53,7 @@ class HandedBack:
     def cotangents(self) -> list[TensorSpec | None]:
         due = [result_spec(self.graph, i) for i in self.graph.outputs]
         given = [None if g is None else TensorSpec.like(g) for g in self.grads]
-        return generalise_all(due, given, self.sizes)
+        return generalise_given(due, given, self.sizes)
 
     def anew(self, backward: Graph) -> tuple[tuple[int, TensorSpec], ...]:
         """The cotangents to copy into another layout for a backward, by number, with specs."""
@@ -80,8 +78,14 @@ def generalise(spec: TensorSpec, exact: TensorSpec, sizes: Mapping[str, int]) ->
 
 
 def generalise_all(
-    specs: Sequence[TensorSpec], exact: Sequence[SpecT], sizes: Mapping[str, int]
-) -> list[SpecT]:
+    specs: Sequence[TensorSpec], exact: Sequence[TensorSpec], sizes: Mapping[str, int]
+) -> list[TensorSpec]:
+    return [generalise(spec, own, sizes) for spec, own in zip(specs, exact, strict=True)]
+
+
+def generalise_given(
+    specs: Sequence[TensorSpec], exact: Sequence[TensorSpec | None], sizes: Mapping[str, int]
+) -> list[TensorSpec | None]:
     """`generalise` for each spec; None stays None."""
     pairs = zip(specs, exact, strict=True)
     return [None if own is None else generalise(spec, own, sizes) for spec, own in pairs]
