@@ -110,7 +110,8 @@ def compile(
     cache (kv_lengths), both passes. Backends refuse if they split sums by the size of the batch.
     precision: of products of float32 tensors. "ieee": float32, and backends without it refuse.
     "tf32": inputs may be rounded to TF32 on GPUs, on CPUs by PyTorch's switch. None: the switch
-    torch.backends.cuda.matmul.fp32_precision, on CPUs torch.backends.mkldnn's.
+    torch.backends.cuda.matmul.fp32_precision, on CPUs torch.backends.mkldnn's. "fp8": as "ieee",
+    and beside q, k and v in float8 backends may round weights to 8 bits.
     on_fallback: if only `math` is left because every other backend refused, in either pass:
     "ignore" it; "warn", once a plan, with every reason; or "raise" NoBackendError.
     max_workspace: the most bytes of workspace for each pass, as a number or text, "1GiB" say.

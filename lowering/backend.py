@@ -54,11 +54,11 @@ class Options:
     """The arguments of `compile` besides the graph and the target.
 
     batch_invariant: True if the bits of a batch entry may not depend on the others. precision: of
-    products of float32 tensors: "ieee", or "tf32", which permits less and commands nothing. avoid:
-    names of backends not to run. on_fallback: the action if `math` runs because every other backend
-    refused. switches: PyTorch's own, at the time of planning. tune: True if measurements choose.
-    variant: which of its ways a backend takes; None leaves it the choice. resized: True for a graph
-    of a plan for many sizes.
+    products: "ieee", or what may be rounded and need not be, inputs in float32 with "tf32", weights
+    beside quantised q, k and v with "fp8". avoid: names of backends not to run. on_fallback: the
+    action if `math` runs because every other backend refused. switches: PyTorch's own, at the time
+    of planning. tune: True if measurements choose. variant: which of its ways a backend takes; None
+    leaves it the choice. resized: True for a graph of a plan for many sizes.
     """
 
     deterministic: bool = False
@@ -105,12 +105,12 @@ class Options:
     def rounded(self, graph: Graph, target: Target) -> Iterator[Reason]:
         """The reason against PyTorch's own float32 products, where its switch lets them round."""
         if self.exact(graph) and self.switches.precision(target.kind) != "ieee":
-            actual = f'precision is "ieee": {switch_name(target.kind)}'
+            actual = f'precision is "{self.precision}": {switch_name(target.kind)}'
             yield Reason("rounded", "has PyTorch's float32 products", actual)
 
     def exact(self, graph: Graph) -> bool:
         """True if float32 products must not be rounded. Half precision loses nothing by it."""
-        return self.precision == "ieee" and any(i.spec.dtype == torch.float32 for i in graph.inputs)
+        return self.precision != "tf32" and any(i.spec.dtype == torch.float32 for i in graph.inputs)
 
     def notes(self, graph: Graph, target: Target) -> Iterator[str]:
         """Lines for `explain` about options and a graph, PyTorch's switches first."""
@@ -301,7 +301,7 @@ class DeviceTest:
     process, "module:NAME". variant: the kernel's, with everything its machine code depends on
     beside device, libraries and its source. graphs: small ones for the variant, in the form
     backends see, of ops of this library. seconds: the most for all of it, compiling too. way: their
-    option `variant` in lowering.
+    option `variant` in lowering. precision: their option of that name.
     """
 
     home: str
@@ -309,6 +309,7 @@ class DeviceTest:
     graphs: tuple[Graph, ...]
     seconds: float = 300.0
     way: str | None = None
+    precision: Precision = "ieee"
 
 
 def no_layouts(graph: Graph) -> Iterable[int]:

@@ -12,7 +12,7 @@ from attrs import frozen
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
 from attn_graph.ir.graph import Eqn, Graph, Op, check_graph
 from attn_graph.ir.packing import Lengths
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.scaling import Dequantise, stands_in
 from attn_graph.ir.views import spec_of_view
 from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import format_bytes
@@ -42,13 +42,15 @@ class Problem:
 
     node: scale, modifiers, mask, sinks and dropout. specs: of q, k and v, then of other operands by
     `node.roles`; of a gradient also o, lse and the given cotangents. grad: the wanted gradients;
-    None for the forward pass. lies: the declared strides of results, by name.
+    None for the forward pass. lies: the declared strides of results, by name. scales: the specs of
+    those of q, k and v, if a backend reads these in 8 bits.
     """
 
     node: Attention
     specs: tuple[TensorSpec, ...]
     grad: AttentionGrad | None = None
     lies: Lies = ()
+    scales: tuple[TensorSpec, ...] = ()
 
     @classmethod
     def of(cls, op: Op, specs: Sequence[TensorSpec], lies: Lies = ()) -> Problem:
@@ -188,7 +190,7 @@ class Problem:
         """How a result lies: as declared, or dense in the memory order of `like`."""
         declared = dict(self.lies).get(name)
         strides = dense_strides(shape, memory_order(like)) if declared is None else declared
-        return TensorSpec(shape, like.dtype, strides)
+        return TensorSpec(shape, stands_in(like.dtype), strides)
 
     def new_o(
         self, device: torch.device, rooms: Mapping[str, torch.Tensor] | None = None

@@ -9,6 +9,7 @@ from attrs import evolve
 from attn_graph.ir.graph import Graph, Input
 from attn_graph.ir.packed import PLACES, TOTALS
 from attn_graph.ir.packing import row_count
+from attn_graph.ir.scaling import Dequantise
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 
@@ -37,6 +38,9 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
             sizes["w"] = -(-N // page)
             sizes |= {"j": sizes["w"] * page, "n": sizes["b"] * sizes["w"]}
     roles = dict(zip(last.args, last.op.takes, strict=True))
+    for eqn, made in graph.numbered:
+        if isinstance(eqn.op, Dequantise):
+            roles |= dict.fromkeys(eqn.args, roles[made[0]])
 
     def resize(n: int, x: Input) -> Input:
         if n not in roles:  # nothing reads it

@@ -35,7 +35,7 @@ names = click.option(
 )  # fmt: skip
 deterministic = click.option("--deterministic", is_flag=True, help="Equal bits in every run.")
 precision = click.option(
-    "--precision", type=click.Choice(get_args(Precision)), help="Precision of float32 products."
+    "--precision", type=click.Choice(get_args(Precision)), help="What products may be rounded."
 )
 
 

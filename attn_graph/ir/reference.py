@@ -12,9 +12,11 @@ from attrs import frozen
 from attn_graph.errors import GraphError, PlanMismatchError, show
 from attn_graph.ir.binding import replace_sizes
 from attn_graph.ir.graph import Graph, Op, check_graph
+from attn_graph.ir.ops import Softmax
+from attn_graph.ir.scaling import round_weights, stands_in, weights_dtype
 from attn_graph.machine.ambient import plain_ops_on
 from attn_graph.machine.fitting import read_sizes
-from attn_graph.spec import FLOATS, HALF, INF, TensorSpec, layout_problem
+from attn_graph.spec import FLOATS, HALF, INF, QUANTISED, TensorSpec, layout_problem
 from attn_graph.spec.dims import Dim
 
 
@@ -95,7 +97,10 @@ class Verification:
 
 
 def compare(
-    graph: Graph, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+    graph: Graph,
+    tensors: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    precision: str = "ieee",
 ) -> Verification:
     """Compare results with `evaluate` by the rule |x - ref| <= 2 max|low - ref| + 2 rounding.
 
@@ -103,11 +108,15 @@ def compare(
     change of ref by adding and subtracting 0.3 in the result's dtype. This is FlashAttention's rule
     with FlashAttention-4's floor. Gradients in half precision may use 3 instead of the first 2. For
     float64, with low equal to ref, the allowance is the error of float32 times 2^-29, the ratio of
-    their unit roundoffs.
+    their unit roundoffs. precision: "fp8" has low round weights to the 8 bits of a quantised q.
     """
     exact = evaluate(graph, tensors)
     double = all(t.dtype == torch.float64 for t in tensors if t.is_floating_point())
-    low = evaluate(graph, tensors, torch.float32) if double else evaluate_low(graph, tensors)
+    low = (
+        evaluate(graph, tensors, torch.float32)
+        if double
+        else evaluate_low(graph, tensors, precision)
+    )
     finer = 2.0**-29 if double else 1.0
     errors = [distance(x, ref) for x, ref in zip(results, exact, strict=True)]
     allowed = [
@@ -131,13 +140,25 @@ def distance(x: torch.Tensor, ref: torch.Tensor) -> float:
     return float(apart.max()) if apart.numel() else 0.0
 
 
-def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The outputs, computed in single steps that each round to the dtype of the first input."""
-    low = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+def evaluate_low(
+    graph: Graph, tensors: Sequence[torch.Tensor], precision: str = "ieee"
+) -> tuple[torch.Tensor, ...]:
+    """The outputs, computed in single steps that each round to the dtype of the first input, or to
+    bfloat16 if that has 8 bits. precision: see `compare`."""
+    narrow = weights_dtype(graph, precision)
+    kinds = (t.dtype for t in tensors if t.is_floating_point() or t.dtype in QUANTISED)
+    low = stands_in(next(kinds, torch.float32))
 
     def step(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if packed := op.packed:
+            return packed.write(first, step(packed.op, *packed.read(first, operands)), operands)  # type: ignore[no-any-return]  # of a Packed
         results = op.unfold(step, operands) if op.forward is op else op.run(*operands)
+        if narrow and isinstance(op, Softmax):
+            results = round_weights(results[0], narrow), *results[1:]
         return tuple(round_digits(x, low) if x.is_floating_point() else x for x in results)
+
+    def first(op: Op, *operands: torch.Tensor) -> torch.Tensor:
+        return step(op, *operands)[0]
 
     values = list(tensors)
     with plain_ops_on(device_of(tensors)):

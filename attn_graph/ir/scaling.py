@@ -8,13 +8,17 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.graph import Emit, Gradients, Graph, Op, Values
 from attn_graph.spec import QUANTISED, ValueType, accumulator
 from attn_graph.spec.formulas import is_one
 
 SCALES = ("q_scale", "k_scale", "v_scale")
 KEY_SCALES = SCALES[1:]
 PAIRS = tuple(zip("qkv", SCALES, strict=True))
+FLOATS_OF_8 = QUANTISED[:2]
+# Of weights before they are rounded to 8 bits. Kernels may hold weights up to 2^4 times the largest
+# so far (RESCALE_THRESHOLD of NVIDIA's for sm_100), and 2^4 * 2^4 is below 448, the end of e4m3.
+WEIGHT_SCALE = 16.0
 
 
 @final
@@ -75,6 +79,26 @@ class Dequantise(Op):
 def stands_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype of an attention whose q has this one: bfloat16 if q is quantised."""
     return torch.bfloat16 if dtype in QUANTISED else dtype
+
+
+def round_weights(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Weights [..,N] rounded to 8 bits, as shares of the largest in their row."""
+    if not p.shape[-1]:
+        return p
+    most = p.amax(-1, keepdim=True)
+    shares = torch.where(most > 0, p / most, 0.0)
+    return (WEIGHT_SCALE * shares).to(dtype).to(p.dtype) * (most / WEIGHT_SCALE)
+
+
+def weights_dtype(graph: Graph, precision: str) -> torch.dtype | None:
+    """The dtype of 8 bits to which weights may be rounded: that of q, if precision is "fp8"."""
+    quantised = (
+        graph.types[eqn.args[0]].dtype
+        for eqn in graph.eqns
+        if isinstance(eqn.op, Dequantise) and eqn.args[0] == eqn.args[2]
+    )
+    dtype = next(quantised, None) if precision == "fp8" else None
+    return dtype if dtype in FLOATS_OF_8 else None
 
 
 def scales_fit(scale: tuple[int, ...], x: tuple[int, ...]) -> bool:

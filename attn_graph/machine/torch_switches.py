@@ -17,7 +17,7 @@ from torch._C import (  # behind torch.backends and torch itself, and faster: a 
     _get_sdp_priority_order,
 )
 
-Precision = Literal["ieee", "tf32"]
+Precision = Literal["ieee", "tf32", "fp8"]
 KernelName = Literal["math", "flash", "efficient", "cudnn"]
 LIBRARIES = {"cuda": "cuda", "cpu": "mkldnn"}  # torch.backends.X.matmul, by kind of device
 

@@ -448,7 +448,7 @@ class Plan:
             given = self.arranged(tensors, named)
             self(*given)  # checks the tensors
             graph = bind_graph(self.graph, self.sizes_of(given))
-            return compare(graph, given, self.run(*given)[0])
+            return compare(graph, given, self.run(*given)[0], self.recipe.options.precision)
 
     def check(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> None:
         """Raise PlanMismatchError if starts, lengths or pages point at nothing: starts that

@@ -35,6 +35,7 @@ def try_graphs(test: DeviceTest, target: Target) -> Proof:
         "home": test.home,
         "graphs": [*map(str, test.graphs)],
         "way": test.way,
+        "precision": test.precision,
         "device": str(target.device),
     }
     start = time.monotonic()
@@ -91,7 +92,7 @@ def run_request() -> None:
     backend, device = getattr(import_module(module), name), torch.device(request["device"])
     target = Target.here(device)
     with target.current(), torch.no_grad():
-        options = Options(variant=request["way"])
+        options = Options(variant=request["way"], precision=request["precision"])
         graphs = map(parse, request["graphs"])
         shares = [max(try_graph(backend, graph, target, device, options)) for graph in graphs]
     print(json.dumps(shares))
@@ -108,7 +109,7 @@ def try_graph(
     tensors = [tensor.to(device) for tensor in host]
     for run in (executable.run, executable.infer, executable.run):  # races need not show at once
         outputs, _ = run(*tensors)
-        verification = compare(graph, host, [output.cpu() for output in outputs])
+        verification = compare(graph, host, [output.cpu() for output in outputs], options.precision)
         for error, allowed in zip(verification.errors, verification.allowed, strict=True):
             yield error / allowed if allowed else float(error > 0) * float("inf") if error else 0.0
 

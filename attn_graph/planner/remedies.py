@@ -18,7 +18,7 @@ from attn_graph.ir.packing import Unpack
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.rewrite import prune
-from attn_graph.ir.scaling import stands_in
+from attn_graph.ir.scaling import stands_in, weights_dtype
 from attn_graph.ir.vjp import training_gradient, wanted_inputs
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.reasons import lacks_machine
@@ -189,6 +189,8 @@ def edits(question: Request) -> Iterator[Named]:
         if name not in ("q", "k", "v"):
             yield Remedy(f"do not differentiate {name}"), without_gradient_of(name)
     yield from option_edits(question.options)
+    if question.options.precision != "fp8" and weights_dtype(question.graph, "fp8"):
+        yield Remedy('set precision="fp8"', changes_result=True), with_option(precision="fp8")
     yield from dtype_edits(specs)
     yield from size_edits(specs)
     yield from op_edits(question.graph)

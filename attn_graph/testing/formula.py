@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from attn_graph import masks
@@ -50,6 +50,7 @@ class Chain:
     seed: int
     offset: int
     origin: tuple[int, ...]
+    narrow: torch.dtype | None = None  # weights are rounded to it
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -344,7 +345,8 @@ def attend(c: Chain) -> Evaluation:
         else None
     )
     z = torch.ones_like(s) if z is None else z
-    o = torch.einsum("bhij,bhje->bhie", p * z, per_head(c.v, H))
+    weights = p * z if c.narrow is None else round_to_eight(p, c.narrow)
+    o = torch.einsum("bhij,bhje->bhie", weights, per_head(c.v, H))
     largest = torch.where(keep, s, -INF).amax(-1) if N else s.new_full((B, H, M), -INF)
     return Evaluation(tuple(steps), p, z, lse, largest.detach(), p * z, o)
 
@@ -359,6 +361,13 @@ def softmax(s: Tensor, keep: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tens
     sums = torch.logsumexp(torch.where(blind, 0.0, columns), -1, keepdim=True)
     p = torch.softmax(torch.where(blind, 0.0, columns), -1)[..., : shown.shape[-1]]
     return torch.where(blind, 0.0, p), torch.where(blind, -INF, sums)[..., 0]
+
+
+def round_to_eight(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights rounded to 8 bits, 16 times their share of the largest in a row."""
+    most = p.amax(-1, keepdim=True) if p.shape[-1] else p
+    shares = torch.where(most > 0, 16 * p / most, 0.0)
+    return shares.to(dtype).to(p.dtype) * most / 16
 
 
 def cast(graph: Graph, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -378,10 +387,13 @@ def cast(graph: Graph, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Te
 
 
 def evaluate(
-    graph: Graph, tensors: Sequence[Tensor], dtype: torch.dtype = torch.float64
+    graph: Graph,
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype = torch.float64,
+    narrow: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
-    """The outputs, every step of the formula in `dtype`."""
-    values = attend(read_chain(graph, cast(graph, tensors, dtype)))
+    """The outputs, every step of the formula in `dtype`, and weights in `narrow`."""
+    values = attend(evolve(read_chain(graph, cast(graph, tensors, dtype)), narrow=narrow))
     return tuple(values[role] for role in output_roles(graph))
 
 

@@ -14,7 +14,7 @@ from attrs import frozen
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
 from attn_graph.ir.relative import RelativeBias
-from attn_graph.ir.scaling import stands_in
+from attn_graph.ir.scaling import stands_in, weights_dtype
 from attn_graph.ir.tracing import trace_along_data
 from attn_graph.spec import INF
 from attn_graph.testing.formula import (
@@ -37,6 +37,8 @@ from attn_graph.testing.mask_formula import Data, Places
 NOTHING = torch.zeros(1, dtype=torch.float64)
 HALF = (torch.float16, torch.bfloat16)
 UNIT = {  # the largest relative error of one rounding
+    torch.float8_e5m2: 2.0**-3,
+    torch.float8_e4m3fn: 2.0**-4,
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
     torch.float32: 2.0**-24,
@@ -108,11 +110,19 @@ def low_dtype(graph: Graph) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def expect_outputs(graph: Graph, tensors: Sequence[Tensor]) -> tuple[Expectation, ...]:
-    """The right outputs of a graph of one attention, within the accuracy rule."""
-    refs, lows = evaluate(graph, tensors), evaluate(graph, tensors, low_dtype(graph))
+def expect_outputs(
+    graph: Graph, tensors: Sequence[Tensor], precision: str = "ieee"
+) -> tuple[Expectation, ...]:
+    """The right outputs of a graph of one attention, within the accuracy rule.
+
+    precision: as plans have it.
+    """
+    narrow = weights_dtype(graph, precision)
+    refs, lows = evaluate(graph, tensors), evaluate(graph, tensors, low_dtype(graph), narrow)
     c = read_chain(graph, cast(graph, tensors, torch.float64))
     sizes = forward_terms(c, attend(c))
+    if narrow is not None:
+        sizes["o"] = sizes["o"] + narrow_terms(c, attend(c), narrow)
     if low_dtype(graph) in HALF:
         sizes["lse"] = sizes["lse"] + EXP_ERROR / (2 * UNIT[torch.float32])  # terms count twice
     return tuple(
@@ -178,6 +188,20 @@ def forward_terms(c: Chain, f: Evaluation) -> dict[str, Tensor]:
     lse = seen + torch.where(f.lse == -INF, 0.0, f.lse.abs())
     weights = {"p": add_exp_error(c, f, f.p), "pz": add_exp_error(c, f, f.pz)}
     return {**weights, "lse": lse, "max": seen, "o": o}
+
+
+def narrow_terms(c: Chain, f: Evaluation, dtype: torch.dtype) -> Tensor:
+    """The most by which weights rounded to 8 bits change o, in terms, which count twice.
+
+    A weight is off by a roundoff of itself, or by half the distance of the least numbers of
+    `dtype`, as a share of 16 times the largest weight.
+    """
+    if not f.p.shape[-1]:
+        return NOTHING
+    least = torch.finfo(dtype).smallest_normal * UNIT[dtype]
+    off = UNIT[dtype] * f.p + least / 16 * f.p.amax(-1, keepdim=True)
+    size = torch.einsum("bhij,bhje->bhie", off, per_head(c.v.abs(), c.sizes[1]))
+    return size / (2 * UNIT[torch.float32])
 
 
 def slope(op: Modifier, data: Data, before: Tensor, after: Tensor) -> Tensor:

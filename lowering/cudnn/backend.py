@@ -1,4 +1,5 @@
-"""cuDNN: single attentions and their gradients on NVIDIA GPUs, in half precision.
+"""cuDNN: single attentions and their gradients on NVIDIA GPUs, in half precision, and attentions
+in 8 bits.
 
 On every machine a table decides if cuDNN supports a graph. This backend also builds plans for
 absent GPUs, in a process with a stand-in for their driver.
@@ -28,6 +29,7 @@ from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
+from attn_graph.spec import NAMES
 
 if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
     from attn_graph.lowering.cudnn.case import Case
@@ -85,6 +87,9 @@ def case_reasons(case: Case, options: Options) -> Iterator[Reason]:
 
     against = [*reasons(case)]
     yield from against
+    if case.problem.scales and options.precision != "fp8":
+        limit = "rounds weights beside quantised tensors to 8 bits"
+        yield Reason("precision", limit, f'precision is "{options.precision}"')
     if not against and (need := workspace(case)) is not None:
         yield from options.over_workspace(need)
 
@@ -232,15 +237,18 @@ def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
 
 
 def wide_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
-    """Small attentions of the head sizes beyond cuDNN's own support matrix; None within it."""
+    """Small attentions of the head sizes beyond cuDNN's own support matrix, or of quantised
+    tensors; None for others."""
     case = read_case(graph, target, options)
     assert case is not None  # why_not said so
     problem = case.problem
-    if max(problem.D, problem.E) <= DOCUMENTED:
+    if max(problem.D, problem.E) <= DOCUMENTED and not problem.scales:
         return None
     M = min(problem.M, WIDE_ROWS)
     small = tuple(shrink(graph, problem, M, N) for N in WIDE_KEYS)
-    return DeviceTest(HOME, f"heads of {problem.D} and {problem.E}, {M} queries", small)
+    kind = f", {NAMES[problem.dtype]}" if problem.scales else ""
+    variant = f"heads of {problem.D} and {problem.E}, {M} queries{kind}"
+    return DeviceTest(HOME, variant, small, precision=options.precision)
 
 
 BACKEND = Backend(

@@ -30,9 +30,16 @@ DTYPES = {
     "f64": "DOUBLE",
     "i32": "INT32",
     "i64": "INT64",
+    "f8e4m3": "FP8_E4M3",
+    "f8e5m2": "FP8_E5M2",
 }
 ALIGNMENTS = {"top_left": "TOP_LEFT", "bottom_right": "BOTTOM_RIGHT"}
-RESULTS = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}  # others are arguments
+RESULTS = {  # others are arguments
+    "sdpa": ("o", "stats"),
+    "sdpa_fp8": ("o", "stats", "amax_s", "amax_o"),
+    "sdpa_backward": ("dQ", "dK", "dV"),
+}
+BOUNDS = {"diagonal_band_left_bound": "left_bound", "diagonal_band_right_bound": "right_bound"}
 
 
 class DeclinedError(Exception):
@@ -158,8 +165,10 @@ def frontend_options(graph: Any, call: Json) -> dict[str, Any]:  # Any: cuDNN's
     """The options of a call as the frontend takes them."""
     import cudnn
 
-    options = dict(call["options"])
-    if call["name"] == "sdpa":
+    options: dict[str, Any] = dict(call["options"])
+    if call["name"] == "sdpa_fp8":
+        options = {BOUNDS.get(name, name): x for name, x in options.items()}
+    if call["name"] in ("sdpa", "sdpa_fp8"):
         options.setdefault("generate_stats", False)  # the frontend has no default
     if align := options.get("diagonal_alignment"):
         options["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])

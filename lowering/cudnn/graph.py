@@ -11,6 +11,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
+from attn_graph.ir.scaling import WEIGHT_SCALE
 from attn_graph.lowering.cudnn.masks import CudnnMask
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order, new_strides
@@ -24,9 +25,10 @@ class Slot:
     """A tensor of a cuDNN graph.
 
     argument: the frontend's name for it. source: our name for the operand or result; "M" and "N"
-    stand for int32 [B,1,1,1] filled with that size. Lengths are always dense int32 here, in any
-    layout of the operand. strides: in elements. offsets: of a packed tensor, the argument with the
-    starts of its sequences. step: of such offsets, the elements from row to row.
+    stand for int32 [B,1,1,1] filled with that size, a number for float32 [1,1,1,1]. Lengths are
+    always dense int32 here, in any layout of the operand. strides: in elements. offsets: of a
+    packed tensor, the argument with the starts of its sequences. step: of such offsets, the
+    elements from row to row.
     """
 
     argument: str
@@ -64,7 +66,7 @@ class Slot:
 @final
 @frozen
 class CudnnCall:
-    """One call of the frontend, `sdpa` or `sdpa_backward`: its tensors and its options.
+    """One call of the frontend, `sdpa`, `sdpa_fp8` or `sdpa_backward`: its tensors and options.
 
     Tensors are numbered in order, inputs before outputs, from 1: these are cuDNN's uids.
     """
@@ -148,11 +150,21 @@ def band_options(mask: CudnnMask) -> dict[str, Option]:
 def forward_call(
     problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
 ) -> CudnnCall:
-    """The call of `sdpa`; options: those of both passes, and generate_stats."""
-    output = result_slot("o", "o", problem.o)
-    inputs = (*operand_slots(problem), *lengths)
+    """The call of `sdpa`, or of `sdpa_fp8` for quantised tensors; options: those of both passes,
+    and generate_stats."""
+    output, scales = result_slot("o", "o", problem.o), [*scale_slots(problem)]
+    inputs = (*operand_slots(problem), *scales, *lengths)
     outputs = (output, lse_slot(problem)) if options["generate_stats"] else (output,)
-    return CudnnCall("sdpa", inputs, outputs, tuple(options.items()))
+    return CudnnCall("sdpa_fp8" if scales else "sdpa", inputs, outputs, tuple(options.items()))
+
+
+def scale_slots(problem: Problem) -> Iterator[Slot]:
+    """The scales of quantised tensors, and those of weights and of o."""
+    if problem.scales:
+        yield from (scale_slot(f"descale_{name}", f"{name}_scale") for name in "qkv")
+        yield scale_slot("descale_s", f"{1 / WEIGHT_SCALE}")
+        yield scale_slot("scale_s", f"{WEIGHT_SCALE}")
+        yield scale_slot("scale_o", "1.0")
 
 
 def backward_call(
@@ -223,6 +235,11 @@ def per_head_slot(argument: str, source: str, H: int) -> Slot:
     """A float32 for each head: our [H] as cuDNN's [1,H,1,1]."""
     shape = (1, H, 1, 1)
     return Slot(argument, source, shape, dense_strides(shape), torch.float32)
+
+
+def scale_slot(argument: str, source: str) -> Slot:
+    """One float32."""
+    return Slot(argument, source, (1, 1, 1, 1), (1, 1, 1, 1), torch.float32)
 
 
 def result_slot(argument: str, source: str, spec: TensorSpec) -> Slot:

@@ -12,9 +12,11 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
+from attn_graph.ir.scaling import FLOATS_OF_8
 from attn_graph.lowering.cudnn.case import Case, Place, needs_padding_mask
 from attn_graph.lowering.cudnn.masks import mask_problems
 from attn_graph.lowering.cudnn.packed_limits import PACKED_RULES
+from attn_graph.lowering.cudnn.quantised_limits import QUANTISED_RULES
 from attn_graph.lowering.cudnn.rules import (
     BACKWARD,
     BACKWARD_HEADER,
@@ -46,6 +48,7 @@ from attn_graph.lowering.reasons import (
     several_biases,
     uneven_heads,
 )
+from attn_graph.spec import HALF
 
 
 @lru_cache(256)  # PyTorch's own call of cuDNN has these limits too
@@ -89,7 +92,7 @@ RULES = (
     # The graph's computation
     Rule(
         "dtype",
-        lambda c: other_dtype(c.problem, (torch.float16, torch.bfloat16)),
+        lambda c: other_dtype(c.problem, FLOATS_OF_8 if c.problem.scales else HALF),
         "{it}",
         "support matrix of cuDNN 9.20; float32 has a forward plan and no backward",
         says="yes",
@@ -260,7 +263,7 @@ RULES = (
     # How operands look
     Rule(
         "head_multiple",
-        lambda c: uneven_heads(c.problem, 8),
+        lambda c: uneven_heads(c.problem, 16 if c.problem.scales else 8),
         "{it}",
         HEADERS,
     ),
@@ -467,4 +470,5 @@ RULES = (
         sm=(100, 110),
     ),
     *PACKED_RULES,
+    *QUANTISED_RULES,
 )

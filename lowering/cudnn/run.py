@@ -30,10 +30,12 @@ from attrs import define, field, frozen
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS
+from attn_graph.ir.scaling import SCALES
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Case
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
+from attn_graph.lowering.cudnn.quantised import quantised_places
 from attn_graph.lowering.cudnn.sequences import SIDES, round_total
 from attn_graph.lowering.lengths import sequence_rows
 from attn_graph.lowering.problem import (
@@ -64,6 +66,7 @@ VECTORS = {
     "kv_lengths": torch.int32,
     "sinks": torch.float32,
     "lse": torch.float32,
+    **dict.fromkeys(SCALES, torch.float32),
 }
 OURS = {"lse": slice(0, 3), "dsinks": slice(1, 2)}  # our axes of cuDNN's results
 
@@ -145,13 +148,19 @@ class Run:
         return self.graph.eqns[-1].op.roles
 
     @cached_property
+    def places(self) -> dict[str, int]:
+        """The graph's input for each operand, if they are quantised."""
+        return quantised_places(self.graph) if self.case.problem.scales else {}
+
+    @cached_property
     def totals(self) -> dict[str, int]:
         """The rows of each packed side."""
         return self.case.sequences.totals
 
     def __call__(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """o, and lse if it is stored; or the wanted gradients."""
-        x = dict(zip(self.roles, read_operands(self.graph, tensors), strict=True))
+        x = {name: tensors[n] for name, n in self.places.items()}
+        x = x or dict(zip(self.roles, read_operands(self.graph, tensors), strict=True))
         device = x["q"].device
         if rooms:
             require_aligned(rooms)
@@ -198,7 +207,7 @@ class Run:
         """One length for all entries: M or N."""
         p = self.case.problem
         count = p.M if source == "M" else p.N
-        return self.sizes.get((source, device), lambda: full_lengths(p.B, count, device))
+        return self.sizes.get((source, device), lambda: full_vector(p.B, count, device))
 
     def lengths(self, ends: Named) -> Named:
         """The lengths for cuDNN, by argument: 0 on packed sides if the other side's is."""
@@ -229,7 +238,7 @@ class Run:
         and do, with lse = +inf, in rows without keys, as exp(s - lse) is 0 then."""
         given = dict(x)
         for name, side in self.case.cleaned.items():
-            given[name] = self.copy(name, x[name]).masked_fill_(self.outside(side, x), 0.0)
+            given[name] = zero_rows(self.copy(name, x[name]), self.outside(side, x))
         if self.case.clears:
             lse = x["lse"].T if "rows" in self.totals else x["lse"]
             blind = lse == -INF
@@ -256,10 +265,17 @@ class Run:
 
     def argument(self, slot: Slot, known: Named) -> torch.Tensor:
         """The tensor for a slot, known by argument or by source."""
-        given = known[slot.argument if slot.argument in known else slot.source]
+        name = slot.argument if slot.argument in known else slot.source
+        given = known[name] if name in known else self.number(name, known["q"].device)
         if slot.source in VECTORS:
             return readable_vector(given, slot.dtype)
         return given if self.case.problem.grad is None else on_boundary(given)  # of autograd's
+
+    def number(self, text: str, device: torch.device) -> torch.Tensor:
+        """A float32 on a device."""
+        return self.sizes.get(
+            (text, device), lambda: full_vector(1, float(text), device, torch.float32)
+        )
 
     # Results
 
@@ -323,11 +339,20 @@ class Run:
         return torch.where(empty, blind, t, out=t)
 
 
-def full_lengths(B: int, count: int, device: torch.device) -> torch.Tensor:
-    """B lengths on a device, all equal to count."""
+def full_vector(
+    B: int, each: float, device: torch.device, dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
+    """B equal numbers on a device, by default lengths."""
     with neutral_state():
-        host = torch.full((B,), count, dtype=torch.int32)
+        host = torch.full((B,), each, dtype=dtype)
     return copy_to(device, host, "lengths")
+
+
+def zero_rows(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """x with 0 in some rows, written in place; 8 bits of 0 are 0 in every dtype."""
+    bits = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+    bits.masked_fill_(where, 0)
+    return x
 
 
 @final
@@ -418,6 +443,8 @@ def run_notes(case: Case, call: CudnnCall, graph: Graph) -> Iterator[str]:
     if case.is_paged:
         yield "pages is copied, with the first page of an entry in place of those past its length"
         yield "keys past a length, in its last page, have to be finite: cuDNN multiplies them by 0"
+    if case.problem.scales:
+        yield f"weights are rounded to {NAMES[case.problem.dtype]}"
     totals = {side: round_total(T) for side, T in case.sequences.totals.items()}
     if case.problem.grad is not None and totals:
         most = " and ".join(f"{n} {side}" for side, n in totals.items())
@@ -427,8 +454,10 @@ def run_notes(case: Case, call: CudnnCall, graph: Graph) -> Iterator[str]:
 def copied_vectors(graph: Graph) -> list[str]:
     """Short vectors in a dtype or layout unfit for cuDNN."""
     eqn = graph.eqns[-1]
-    named = zip(eqn.op.roles, operand_specs(graph, eqn), strict=True)
-    return [n for n, x in named if n in VECTORS and not (x.dtype == VECTORS[n] and x.is_dense)]
+    named = {name: graph.inputs[n].spec for name, n in quantised_places(graph).items()}
+    named = named or dict(zip(eqn.op.roles, operand_specs(graph, eqn), strict=True))
+    short = ((n, x) for n, x in named.items() if n in VECTORS)
+    return [n for n, x in short if not (x.dtype == VECTORS[n] and x.is_dense)]
 
 
 def readable_vector(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,6 +19,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import PLACES, STARTS, Packed
 from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
+from attn_graph.lowering.cudnn.quantised import quantised_problem
 from attn_graph.lowering.lengths import gapless_sides, shares_lengths
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
 from attn_graph.spec import TensorSpec, dense_strides
@@ -80,7 +81,7 @@ DENSE = CudnnSequences()
 def read_problem(graph: Graph) -> tuple[Problem, CudnnSequences] | None:
     """The problem of a graph of one attention, or of its gradient, padded if the tensors are packed
     or in pages, and the layout of these; None for other graphs."""
-    if (problem := sole(graph)) is not None:
+    if (problem := sole(graph) or quantised_problem(graph)) is not None:
         return problem, DENSE
     if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
         return None

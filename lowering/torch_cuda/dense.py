@@ -217,9 +217,9 @@ def by_switch_alone(kernel: str) -> Reason:
 def efficient_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
     """Limits of the memory-efficient kernel alone."""
     p = problem
-    if p.dtype == torch.float32 and options.precision == "ieee":
+    if p.dtype == torch.float32 and options.precision != "tf32":
         limit = "computes float32 products on TF32 tensor cores, three each"
-        yield Reason("tf32", limit, 'precision is "ieee"')
+        yield Reason("tf32", limit, f'precision is "{options.precision}"')
     if p.G != p.H:
         limit = "needs as many key/value heads as query heads"
         yield Reason("grouped_heads", limit, f"G = {p.G}, H = {p.H}")

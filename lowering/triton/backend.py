@@ -284,7 +284,7 @@ def prepared_bytes(graph: Graph) -> int:
 
 
 def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
-    if flash.problem.dtype == torch.float32 and precision != flash.precision:
+    if flash.problem.dtype == torch.float32 and "tf32" == precision != flash.precision:
         yield "float32 products without TF32: its tiles would not fit this GPU's shared memory"
     yield from flash.division.splitlines()
     for name, spec in flash.specs().items():

@@ -99,7 +99,9 @@ class Flash:
         """
         layout = Layout.dense(work) if isinstance(work, Problem) else work.layout
         p, push = layout.problem, work if isinstance(work, Push) else None
-        best = precision if takes_tf32(p, target.sm) else "ieee"
+        best: Precision = "ieee"
+        if precision == "tf32" and takes_tf32(p, target.sm):
+            best = precision
         code = code or trace(push or layout)
         return FlashBuilder(p, target, code, best, variant, most, invariant, layout, push).build()
 

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 import attn_graph as ag
 from attn_graph.ir.attention import Attention, AttentionGrad
@@ -42,6 +42,7 @@ def problem(
     wants: Sequence[bool] | None = None,
     do: bool = True,
     dlse: bool = False,
+    scales: Sequence[TensorSpec] = (),
     **fields: Any,  # of Attention
 ) -> Problem:
     """An attention, or its gradient, on dense tensors but for those in `like`.
@@ -54,7 +55,7 @@ def problem(
     node = Attention(**{"scale": 0.125, **fields})
     own = [made["q"], made["k"], made["v"], *data]
     if not backward:
-        return Problem.of(node, own)
+        return evolve(Problem.of(node, own), scales=tuple(scales))
     o, lse = TensorSpec((B, H, M, E), dtype), TensorSpec((B, H, M), FLOAT)
     grad = AttentionGrad(node, node.trains if wants is None else tuple(wants), do, dlse)
     results = [made.get("o", o), made.get("lse", lse)]
@@ -118,6 +119,11 @@ def pages(rows: int) -> CudnnSequences:
 
 
 # For each rule what it alone refuses: the problem, and where it is asked.
+EIGHT = torch.float8_e4m3fn
+SCALED = {"dtype": EIGHT, "scales": [TensorSpec((1, 1, 1, 1), FLOAT)] * 3}
+BLACKWELL = {"sm": 100}
+
+
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "architecture": ({}, {"sm": 75}),
     "backend": ({}, {"backend": (9, 10, 1)}),
@@ -215,6 +221,18 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"modifiers": (PAPERS,), "mask": CAUSAL, **BACK},
         {"sm": 100, "deterministic": True},
     ),
+    "quantised_architecture": (SCALED, {}),
+    "quantised_version": (SCALED, {**BLACKWELL, "backend": (9, 12, 0)}),
+    "quantised_dtypes": (
+        {**SCALED, "like": {"v": TensorSpec((2, 2, 256, 64), torch.float8_e5m2)}},
+        BLACKWELL,
+    ),
+    "quantised_scales": (
+        {**SCALED, "scales": [TensorSpec((1, n, 1, 1), FLOAT) for n in (1, 1, 2)]},
+        BLACKWELL,
+    ),
+    "quantised_heads": ({**SCALED, "D": 256}, BLACKWELL),
+    "quantised_modifiers": ({**SCALED, "modifiers": (CAP,)}, BLACKWELL),
     "packed_rows": (
         BOTH_ENDED,
         {

@@ -40,7 +40,10 @@ class Model:
         for name in ("k", "v"):
             if (table := views.get(f"paged_attention_{name}_table")) is not None:
                 given[name] = gathered(given[name], table)
-        computed = (forward if self.call.name == "sdpa" else backward)(self.options, given)
+        compute = backward if self.call.name == "sdpa_backward" else forward
+        computed = compute(
+            self.options, given | {"kind": torch.empty(0, dtype=self.call.inputs[0].dtype)}
+        )
         for name in outputs & views.keys():
             if name not in ADDED:
                 views[name].zero_()
@@ -97,6 +100,8 @@ def scores(options: Options, given: Named) -> Tensor:
     k = formula.per_head(given["k"], q.shape[1])
     scale = options["attn_scale"]
     assert isinstance(scale, float)
+    for name in ("descale_q", "descale_k"):
+        q = q * given.get(name, torch.ones(()))
     s = capped(options, scale * (q @ k.mT)) + given.get("bias", torch.zeros(()))
     i, j = torch.arange(s.shape[2])[:, None], torch.arange(s.shape[3])
     if options.get("use_alibi_mask"):
@@ -145,8 +150,19 @@ def forward(options: Options, given: Named) -> dict[str, Tensor]:
     rows = given.get("seq_len_q", torch.full((1, 1, 1, 1), s.shape[2]))
     lse = lse.masked_fill(torch.arange(s.shape[2])[:, None] >= rows, -INF)  # with sinks too
     p = torch.exp(s - lse.masked_fill(lse == -INF, INF))
-    o = p @ formula.per_head(given["v"], s.shape[1])
+    v = formula.per_head(given["v"], s.shape[1])
+    o = p @ v if "scale_s" not in given else weighed(s, lse, v, given)
     return {"o": o.masked_fill(keyless(given), NAN), "stats": lse.masked_fill(keyless(given), NAN)}
+
+
+def weighed(s: Tensor, lse: Tensor, v: Tensor, given: Named) -> Tensor:
+    """o by weights in the 8 bits of q, as a kernel has them: exp(s - max), not divided by a sum."""
+    most = s.amax(-1, keepdim=True).masked_fill(s.isneginf().all(-1, keepdim=True), 0)
+    kind, end = given["kind"].dtype, torch.finfo(given["kind"].dtype).max
+    weights = (torch.exp(s - most) * given["scale_s"]).clamp(max=end).to(kind).double()
+    shares = torch.exp(most - lse.masked_fill(lse == -INF, INF))
+    scales = given["descale_s"] * given["descale_v"] * given["scale_o"]
+    return weights @ v * shares * scales
 
 
 def keyless(given: Named) -> Tensor:

@@ -1,0 +1,46 @@
+"""Quantised q, k and v in cuDNN's terms: 8 bits each, and one scale a tensor.
+
+cuDNN multiplies them as they are, and then scores and o by the scales. It rounds weights to the
+dtype of q, after it has multiplied them by WEIGHT_SCALE: docs/semantics.md has the error of that.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from attrs import evolve
+
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import Packed
+from attn_graph.ir.scaling import SCALES, Dequantise
+from attn_graph.lowering.problem import Problem
+from attn_graph.spec import dense_strides
+
+
+@lru_cache(64)  # asked for when planning and when lowering
+def quantised_places(graph: Graph) -> dict[str, int]:
+    """The input for each operand of one attention on quantised q, k and v, by name; empty for other
+    graphs, with packed tensors, pages or k and v alone quantised among them."""
+    if len(graph.eqns) != 2 or min(graph.outputs) <= len(graph.inputs):
+        return {}
+    first, main = graph.eqns
+    if not isinstance(first.op, Dequantise) or main.args[0] != len(graph.inputs):
+        return {}
+    packed: Packed | None = main.op.packed
+    if packed is None or packed != Packed(packed.op, scaled=True) or packed.forward is None:
+        return {}
+    q, q_scale, _ = first.args
+    return dict(zip(packed.roles, main.args, strict=True)) | {"q": q, "q_scale": q_scale}
+
+
+def quantised_problem(graph: Graph) -> Problem | None:
+    """The problem on the 8 bits of q, k and v; None without `quantised_places`. o is in C order, as
+    dequantised q is."""
+    specs = {name: graph.inputs[n].spec for name, n in quantised_places(graph).items()}
+    if not specs:
+        return None
+    main = graph.eqns[1]
+    node = main.op.attention
+    lies = (("o", dense_strides(main.outs[0].shape)),)
+    problem = Problem.of(node, [specs[name] for name in node.roles], lies)
+    return evolve(problem, scales=tuple(specs[name] for name in SCALES))

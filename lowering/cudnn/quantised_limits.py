@@ -1,0 +1,80 @@
+"""The limits of cuDNN on quantised tensors, rows of the table in limits.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attn_graph.lowering.cudnn.case import Case
+from attn_graph.lowering.cudnn.rules import FORWARD_HEADER, MEASURED, Rule, once
+from attn_graph.spec import NAMES, ValueType
+
+WIDTHS = "q has D = {p.D}, v has E = {p.E}"
+
+
+def unlike_q(c: Case) -> Iterator[tuple[str, str]]:
+    """k and v in other dtypes than q's."""
+    for name, x in zip("kv", c.problem.specs[1:3], strict=True):
+        if c.problem.scales and x.dtype != c.problem.dtype:
+            yield name, NAMES[x.dtype]
+
+
+def many_scales(c: Case) -> Iterator[tuple[str, ValueType]]:
+    """Scales of more than one number."""
+    for name, x in zip("qkv", c.problem.scales, strict=False):
+        if x.shape != (1, 1, 1, 1):
+            yield name, x.type
+
+
+def is_latent(c: Case) -> bool:
+    """True for the head sizes of latent attention, with a kernel of their own."""
+    return (c.problem.D, c.problem.E) == (192, 128) and c.backend >= (9, 19, 0)
+
+
+QUANTISED_RULES = (
+    Rule(
+        "quantised_architecture",
+        lambda c: once(c.problem.scales and not 100 <= c.sm < 110),
+        "gives o of quantised tensors in bf16 on sm_100 to sm_109, and the target has sm_{c.sm}",
+        FORWARD_HEADER,
+        says="unasked",
+    ),
+    Rule(
+        "quantised_version",
+        lambda c: once(c.problem.scales),
+        "gives o of quantised tensors in bf16 from cuDNN 9.13, and this is {c.cudnn}",
+        FORWARD_HEADER,
+        backend=((0, 0, 0), (9, 13, 0)),
+        says="unasked",
+    ),
+    Rule(
+        "quantised_dtypes",
+        unlike_q,
+        "multiplies tensors of one dtype, and {it[0]} is in {it[1]} beside another q",
+        MEASURED,
+        says="unasked",
+    ),
+    Rule(
+        "quantised_scales",
+        many_scales,
+        "has one scale for a tensor, and {it[0]}_scale is {it[1]}",
+        "the arguments of sdpa_fp8",
+        says="unasked",
+    ),
+    Rule(
+        "quantised_heads",
+        lambda c: once(c.problem.scales and c.larger > 128 and not is_latent(c)),
+        "multiplies 8 bits in head sizes up to 128, or of D = 192 with E = 128 from cuDNN 9.19, "
+        "and " + WIDTHS,
+        FORWARD_HEADER,
+        says="unasked",
+    ),
+    Rule(
+        "quantised_modifiers",
+        lambda c: dict.fromkeys(
+            type(m).__name__ for m in c.problem.node.modifiers if c.problem.scales
+        ),
+        "changes no scores of quantised tensors, and the graph has {it}",
+        f"{FORWARD_HEADER}: no bias; others are not built here",
+        says="unasked",
+    ),
+)

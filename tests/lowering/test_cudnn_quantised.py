@@ -1,0 +1,189 @@
+"""Attention in 8 bits by cuDNN: the model of its kernels, its limits, and real plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.reference import compare
+from attn_graph.ir.scaling import FLOATS_OF_8, PAIRS
+from attn_graph.lowering.backend import Options
+from attn_graph.lowering.cudnn import backend as cudnn_backend
+from attn_graph.lowering.cudnn.backend import describe_problem
+from attn_graph.lowering.cudnn.graph import CudnnCall
+from attn_graph.lowering.cudnn.run import Run
+from attn_graph.machine.target import Target
+from attn_graph.machine.workspace import Workspace
+from attn_graph.planner.device_test import tensors_of
+from attn_graph.testing import formula, rule
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import tensors_for
+from tests.support.cudnn_graphs import aligned, cudnn_graphs
+from tests.support.cudnn_model import Model
+
+cudnn = cudnn_backend.BACKEND
+B200 = Target.of("b200")
+NARROW = Options(precision="fp8")
+E4M3, E5M2 = FLOATS_OF_8
+planning = pytest.mark.skipif(find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend")
+
+
+def declare(
+    kinds: Sequence[torch.dtype] = (E4M3,) * 3,
+    sizes: tuple[int, int, int, int, int, int] = (2, 8, 2, 256, 512, 64),
+    scale: tuple[int, ...] = (1, 1, 1, 1),
+    **options: Any,
+) -> ag.Graph:
+    """sizes: B, H, G, M, N, D. scale: the shape of v's."""
+    B, H, G, M, N, D = sizes
+    shapes = (B, H, M, D), (B, G, N, D), (B, G, N, options.pop("E", D))
+    specs: dict[str, Any] = {
+        n: ag.TensorSpec(x, kind) for n, x, kind in zip("qkv", shapes, kinds, strict=True)
+    }
+    specs |= {name: ag.TensorSpec((1, 1, 1, 1), torch.float32) for _, name in PAIRS}
+    specs["v_scale"] = ag.TensorSpec(scale, torch.float32)
+    return ag.attention(**specs, **options)
+
+
+def modelled(graph: ag.Graph, model: Callable[..., Any] = Model, *, stats: bool = True) -> Run:
+    """How a simplified graph would run."""
+    assert not cudnn.reasons(graph, B200, NARROW)
+    case, call = describe_problem(graph, B200, NARROW, stats=stats)
+    return Run.of(case, call, graph, Workspace(), 128, model(call))
+
+
+@st.composite
+def quantised_graphs(draw: st.DrawFn) -> ag.Graph:
+    """Graphs of three tensors in 8 bits, without modifiers."""
+    plain = draw(cudnn_graphs())
+    kind, specs = draw(st.sampled_from(FLOATS_OF_8)), {i.name: i.spec for i in plain.inputs}
+    node: Any = simplify(plain).eqns[0].op
+    assume(not node.modifiers)
+    half = {torch.float16: torch.bfloat16}
+    kept: dict[str, Any] = {
+        n: ag.TensorSpec(x.shape, half.get(x.dtype, x.dtype), x.strides)
+        for n, x in specs.items()
+        if n not in "qkv"
+    }
+    D, E = (draw(st.sampled_from([16, 64])) for _ in range(2))
+    shapes = {n: (*specs[n].shape[:3], E if n == "v" else D) for n in "qkv"}
+    orders = {n: draw(st.sampled_from(["bhsd", "bshd", "sbhd"])) for n in "qkv"}
+    given: dict[str, Any] = {n: ag.TensorSpec(shapes[n], kind, layout=orders[n]) for n in "qkv"}
+    given |= {name: ag.TensorSpec((1, 1, 1, 1), torch.float32) for _, name in PAIRS}
+    options = {"mask": node.mask, "scale": node.scale, "stats": draw(st.booleans())}
+    return ag.attention(**given, **kept, **options)
+
+
+@given(graph=quantised_graphs(), seed=seeds)
+def test_what_cudnn_is_told_means_what_the_graph_means(graph: ag.Graph, seed: int) -> None:
+    simple = cudnn.seen(simplify(graph))
+    assume(not cudnn.reasons(simple, B200, NARROW))
+    tensors = tuple(map(aligned, tensors_for(graph, seed)))
+    outputs, saved = modelled(simple)(*tensors)
+    assert [x.dtype for x in saved] == [torch.bfloat16, torch.float32]
+    for x, due in zip(outputs, rule.expect_outputs(graph, tensors, "fp8"), strict=True):
+        due.check(x)
+    if "lse" not in simple.result_names:
+        (lean,) = modelled(simple, stats=False)(*tensors)[0]
+        assert torch.equal(lean, outputs[0])
+
+
+def shares(graph: ag.Graph, model: Callable[..., Any]) -> tuple[float, ...]:
+    """The largest error of each graph of the self-check, as a share of the allowance."""
+    test = cudnn.device_test(simplify(graph), B200, NARROW)
+    assert test is not None
+    assert test.precision == "fp8"
+    worst = []
+    for small in test.graphs:
+        tensors = tensors_of(small)
+        made, _ = modelled(small, model)(*map(aligned, tensors))
+        found = compare(small, tensors, made, test.precision)
+        worst.append(max(e / a for e, a in zip(found.errors, found.allowed, strict=True)))
+    return tuple(worst)
+
+
+def overflowing(call: CudnnCall) -> Callable[..., None]:
+    """A kernel with weights that overflow: shares of a maximum that is 2^8 times too small."""
+    factors = {"scale_s": 2.0**8, "descale_s": 2.0**-8}
+
+    def run(pack: dict[int, torch.Tensor], workspace: Any, device: torch.device) -> None:
+        changed = {
+            n: pack[n] * factors[x.argument]
+            for n, x in enumerate(call.slots, start=1)
+            if x.argument in factors
+        }
+        Model(call)(pack | changed, workspace, device)
+
+    return run
+
+
+@pytest.mark.parametrize("kind", FLOATS_OF_8)
+def test_the_self_check_passes_and_finds_weights_that_overflow(kind: torch.dtype) -> None:
+    graph = declare((kind,) * 3, mask=ag.Causal("bottom_right"))
+    assert max(shares(graph, Model)) <= 1
+    assert max(shares(declare(), overflowing)) > 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kinds": (torch.int8,) * 3}, "computes in f8e4m3 and f8e5m2, and the graph is in i8"),
+        ({"sizes": (2, 8, 2, 64, 64, 24)}, "needs head sizes that are multiples of 16"),
+    ],
+)
+def test_limits_of_all_graphs_have_other_numbers(given: dict[str, Any], message: str) -> None:
+    assert message in str(ag.explain(declare(**given), target="b200", precision="fp8"))
+
+
+def test_weights_are_rounded_only_where_the_call_permits_it() -> None:
+    found = ag.explain(declare(), target="b200")
+    assert found.backend == "triton"
+    said = 'rounds weights beside quantised tensors to 8 bits, and precision is "ieee"'
+    assert f'{said} (fix: set precision="fp8", which changes the result)' in str(found)
+    permitted = ag.explain(declare(), target="b200", precision="fp8")
+    assert permitted.backend == "cudnn"
+    assert "weights are rounded to f8e4m3" in str(permitted)
+    assert "a self-check on the device itself comes before its first use" in str(permitted)
+
+
+@planning
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kv_lengths": ag.TensorSpec((2,), torch.int32), "mask": ag.Causal("bottom_right")},
+        {"kinds": (E5M2,) * 3, "mask": ag.Window(100, 0, "top_left"), "stats": True},
+        {"sizes": (1, 8, 2, 1, 4096, 128)},
+        {"sizes": (1, 4, 4, 100, 77, 192), "E": 128, "sinks": ag.TensorSpec((4,), torch.float32)},
+    ],
+    ids=["lengths", "window", "decode", "latent"],
+)
+def test_real_plans_are_built_for_blackwell(given: dict[str, Any]) -> None:
+    plan = ag.compile(declare(**given), target="b200", precision="fp8", backends=("cudnn",))
+    assert plan.backend == "cudnn"
+    assert re.search(r"scale_s=16\.0 f32\[1, 1, 1, 1\]", plan.text())
+
+
+@given(seed=seeds, kind=st.sampled_from(FLOATS_OF_8), rise=st.integers(0, 4))
+def test_weights_rounded_beside_any_earlier_maximum_are_within_the_rule(
+    seed: int, kind: torch.dtype, rise: int
+) -> None:
+    """Kernels round them before they know the largest, as shares of one up to 2^4 times smaller."""
+    graph = declare((kind,) * 3, (1, 2, 1, 8, 100, 64), stats=True)
+    tensors = tensors_for(graph, seed)
+    c = formula.read_chain(graph, formula.cast(graph, tensors, torch.float64))
+    exact = formula.attend(c)
+    most = exact.p.amax(-1, keepdim=True) / 2**rise
+    weights = (16 * exact.p / most).to(kind).double() * most / 16
+    o = (weights @ formula.per_head(c.v, 2)).bfloat16()
+    due, _ = rule.expect_outputs(graph, tensors, "fp8")
+    due.check(o)
+    assert compare(graph, tensors, (o, exact.lse.float()), "fp8").ok
