@@ -43,7 +43,7 @@ class Problem:
     node: scale, modifiers, mask, sinks and dropout. specs: of q, k and v, then of other operands by
     `node.roles`; of a gradient also o, lse and the given cotangents. grad: the wanted gradients;
     None for the forward pass. lies: the declared strides of results, by name. scales: the specs of
-    those of q, k and v, if a backend reads these in 8 bits.
+    those of q, k and v, if a backend reads these in 8 bits, and that of o, if it gives this so.
     """
 
     node: Attention
@@ -91,6 +91,11 @@ class Problem:
     def sizes(self) -> tuple[int, int, int, int]:
         """B, H, M, N: of the scores."""
         return self.B, self.H, self.M, self.N
+
+    @property
+    def narrow_o(self) -> bool:
+        """True if o is in the 8 bits of q, k and v."""
+        return len(self.scales) > 3
 
     @property
     def lines(self) -> int:
@@ -190,7 +195,8 @@ class Problem:
         """How a result lies: as declared, or dense in the memory order of `like`."""
         declared = dict(self.lies).get(name)
         strides = dense_strides(shape, memory_order(like)) if declared is None else declared
-        return TensorSpec(shape, stands_in(like.dtype), strides)
+        dtype = like.dtype if self.narrow_o else stands_in(like.dtype)
+        return TensorSpec(shape, dtype, strides)
 
     def new_o(
         self, device: torch.device, rooms: Mapping[str, torch.Tensor] | None = None

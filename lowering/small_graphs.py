@@ -9,7 +9,7 @@ from attrs import evolve
 from attn_graph.ir.graph import Graph, Input
 from attn_graph.ir.packed import PLACES, TOTALS
 from attn_graph.ir.packing import row_count
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 
@@ -24,7 +24,7 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
     sizes |= {"d": problem.D, "e": problem.E}
     before = {"b": problem.B, "g": problem.G, "h": problem.H, "i": problem.M, "j": problem.N}
     before |= {"d": problem.D, "e": problem.E}
-    last: Any = graph.eqns[-1]  # Any: of a Fused
+    last: Any = next(eqn for eqn in reversed(graph.eqns) if eqn.op.attention)  # Any: of a Fused
     if packed := last.op.packed:
         totals = {side: graph.types[last.args[PLACES[side]]] for side in packed.sides}
         before |= {TOTALS[side]: row_count(x.shape) for side, x in totals.items()}
@@ -41,6 +41,8 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
     for eqn, made in graph.numbered:
         if isinstance(eqn.op, Dequantise):
             roles |= dict.fromkeys(eqn.args, roles[made[0]])
+        if isinstance(eqn.op, Quantise):
+            roles[eqn.args[1]] = last.op.gives[0]
 
     def resize(n: int, x: Input) -> Input:
         if n not in roles:  # nothing reads it

@@ -14,13 +14,17 @@ from attn_graph import masks
 from attn_graph.errors import ArgumentError, GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.scaling import KEY_SCALES, PAIRS, SCALES
+from attn_graph.ir.scaling import KEY_SCALES, O_SCALE, PAIRS, SCALES
 from attn_graph.spec import FLOATS, QUANTISED, TensorSpec, ValueType
 
 PACKED = {  # the other way to write q, k and v of three axes
     "q": ", or give q_starts= if it is packed [T,H,D]",
     "k": ", or give kv_starts= if it is packed [T,G,D]",
     "v": ", or give kv_starts= if it is packed [T,G,E]",
+}
+JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by &: the tensors each reads
+    leaf: frozenset(leaf.needs)
+    for leaf in (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
 }
 T = TypeVar("T")
 
@@ -120,6 +124,8 @@ def scale_problems(x: Mapping[str, TensorSpec]) -> Iterator[str]:
     """Quantised tensors without scales, and scales of q, k or v without those of k and v."""
     given = [name for name in SCALES if name in x]
     missing = [name for name in KEY_SCALES if given and name not in x]
+    if O_SCALE in x and SCALES[0] not in x:
+        yield "attention: o_scale is given, and q_scale is not; o is quantised like q"
     if given and "v" not in x:
         yield "attention: quantised values are a tensor, not a number of the first elements of k"
     elif missing:
@@ -154,3 +160,25 @@ def pool_problems(q: TensorSpec, k: TensorSpec, pages: TensorSpec | None) -> Ite
             f"pages: k {k} is read as [pages, rows, heads, D], and its {own} heads do not divide "
             f"q's {heads}; if it is [pages, heads, rows, D], pass k.transpose(1, 2)"
         )
+
+
+def whole_mask(
+    mask: masks.Mask | None,
+    given: Mapping[str, object],
+    align: masks.Align | None,
+    rows: object,
+    keys: object,
+) -> masks.Mask | None:
+    """The mask joined with a leaf for each given tensor that it does not read itself.
+
+    rows, keys: the packed or paged sides. Their lengths end the sequences whatever the mask reads.
+    """
+    if mask is not None:
+        masks.require_mask(None, None, mask)
+    ends = {masks.QueryLengths(): rows, masks.KeyLengths(): keys}
+    for leaf, names in JOINED.items():
+        parts = [] if mask is None else masks.flatten_join(masks.And, mask)
+        reads = leaf in parts if ends.get(leaf) else names & masks.needs_of(mask).keys()
+        if names <= given.keys() and not reads:
+            mask = leaf if mask is None else mask & leaf
+    return None if mask is None else mask.aligned(align)

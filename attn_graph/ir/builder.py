@@ -31,13 +31,14 @@ from attn_graph.ir.arguments import (
     statistic_names,
     take_masks,
     two_segments,
+    whole_mask,
 )
 from attn_graph.ir.elsewhere import unknown_argument
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.ir.packed_inputs import alignment_problems, find_packed_sides
+from attn_graph.ir.packed_inputs import Sequences, alignment_problems, find_packed_sides
 from attn_graph.ir.paging import Unpage
-from attn_graph.ir.scaling import PAIRS, SCALES, Dequantise
+from attn_graph.ir.scaling import O_SCALE, PAIRS, SCALES, Dequantise, Quantise
 from attn_graph.ir.views import Leading
 from attn_graph.masks import Align
 from attn_graph.spec import TensorSpec, ValueType
@@ -48,10 +49,6 @@ EXTRA = (  # the inputs added by options of `attention`, in order; those of mask
     *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts", "pages"),
     *SCALES,
 )
-JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by &: the tensors each reads
-    leaf: frozenset(leaf.needs)
-    for leaf in (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
-}
 T = TypeVar("T")
 
 
@@ -150,6 +147,11 @@ class Value:
     def dequantise(self, scale: Value, like: Value) -> Value:
         """A tensor in 8 bits times its scale, in the dtype of `like`; bfloat16 if that has 8."""
         return self.then(Dequantise(), scale, like)
+
+    def quantise(self, scale: Value, like: Value) -> tuple[Value, Value]:
+        """o / scale in the dtype of `like`, of 8 bits, and the largest |o|."""
+        narrow, amax = self.builder.emit(Quantise(), self, scale, like)
+        return narrow, amax
 
     def weigh(self, v: Value) -> Value:
         """Weights p [B,H,M,N] and v [B,G,N,E] -> o [B,H,M,E]."""
@@ -340,6 +342,7 @@ def attention(
     q_scale: TensorSpec | None = None,
     k_scale: TensorSpec | None = None,
     v_scale: TensorSpec | None = None,
+    o_scale: TensorSpec | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
     modifiers: Sequence[Modifier | masks.Mask] = (),
     outputs: Mapping[str, TensorSpec | str] | None = None,
@@ -380,7 +383,9 @@ def attention(
 
     `k_scale`, `v_scale`: k and v, in float8 or int8, stand for k * k_scale and v * v_scale. Scales
     are float32, with the axes of k and v, each full or 1, and 1 for the last. With `q_scale` too, q
-    stands for q * q_scale, and o is in bfloat16. None has a gradient.
+    stands for q * q_scale, and o is in bfloat16. None has a gradient. With `o_scale`, with the axes
+    of o, o is in the dtype of q and stands for o * o_scale, and the last result is amax, the
+    largest |o| before, one float32. Such a graph has no gradient.
 
     `outputs` declares the memory layouts of o and statistics, as `lay_out` takes them: {"o":
     "bshd"}, say.
@@ -397,18 +402,18 @@ def attention(
     each = (None, None) if segments is None else two_segments(segments, TensorSpec)
     rate = b.attempt(lambda: ops.Dropout(0.0 if dropout is None else dropout).rate) or 0.0
     seed = TensorSpec((), torch.int64) if rate else None
-    given = (  # in the order of EXTRA
+    given = (  # in the order of EXTRA, and of O_SCALE
         bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, seed, seed,
-        q_starts, kv_starts, pages, q_scale, k_scale, v_scale,
+        q_starts, kv_starts, pages, q_scale, k_scale, v_scale, o_scale,
     )  # fmt: skip
     specs = {"q": q, "k": k} | ({} if isinstance(v, int) else {"v": v})
-    more = dict(zip(EXTRA, given, strict=True)) | data
+    more = dict(zip((*EXTRA, O_SCALE), given, strict=True)) | data
     specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = {name: b.input(name, spec) for name, spec in specs.items()}
     x["v"] = x["k"].then(Leading(v)) if isinstance(v, int) else x["v"]
     b.problem(*pool_problems(q, k, pages))
     require_scales(specs)
-    x["q"] = x["q"].dequantise(x["q_scale"], x["q"]) if "q_scale" in x else x["q"]
+    narrow, x["q"] = x["q"], x["q"].dequantise(x["q_scale"], x["q"]) if "q_scale" in x else x["q"]
     b.problem(*dtype_problems(x["q"].type, x["v"].type, bias=bias, alibi=slopes, sinks=sinks))
     if wrong := problems_of(lambda: masks.Causal(align)):
         b.problem(*wrong)
@@ -433,8 +438,19 @@ def attention(
         p = p.dropout(rate, x["seed"], x["offset"])
     stats_of = (lse if name == "lse" else s.then(ops.STATISTICS[name]()) for name in names)
     results = p.weigh(unpacked["v"]), *stats_of
-    packed = (rows.pack(r, x["q"], n > 0) if rows else r for n, r in enumerate(results))
-    return declare_outputs(b.build(*packed), outputs)
+    return declare_outputs(b.build(*store_results(results, rows, x, narrow)), outputs)
+
+
+def store_results(
+    results: Sequence[Value], rows: Sequences | None, x: dict[str, Value], narrow: Value
+) -> list[Value]:
+    """o and statistics, packed as q is, and o in 8 bits with amax, if it has a scale. narrow: q
+    before it is dequantised."""
+    packed = [rows.pack(r, x["q"], n > 0) if rows else r for n, r in enumerate(results)]
+    if O_SCALE not in x:
+        return packed
+    o, amax = packed[0].quantise(x[O_SCALE], narrow)
+    return [o, *packed[1:], amax]
 
 
 def declare_outputs(graph: Graph, outputs: Mapping[str, TensorSpec | str] | None) -> Graph:
@@ -474,25 +490,3 @@ def unknown_arguments(
     known = {*EXTRA, *read_by(mask, modifiers)}
     own = known | signature(attention).parameters.keys()
     return [unknown_argument(name, sorted(own)) for name in sorted({*names} - known)]
-
-
-def whole_mask(
-    mask: masks.Mask | None,
-    given: dict[str, Value],
-    align: Align | None,
-    rows: object,
-    keys: object,
-) -> masks.Mask | None:
-    """The mask joined with a leaf for each given tensor that it does not read itself.
-
-    rows, keys: the packed or paged sides. Their lengths end the sequences whatever the mask reads.
-    """
-    if mask is not None:
-        masks.require_mask(None, None, mask)
-    ends = {masks.QueryLengths(): rows, masks.KeyLengths(): keys}
-    for leaf, names in JOINED.items():
-        parts = [] if mask is None else masks.flatten_join(masks.And, mask)
-        reads = leaf in parts if ends.get(leaf) else names & masks.needs_of(mask).keys()
-        if names <= given.keys() and not reads:
-            mask = leaf if mask is None else mask & leaf
-    return None if mask is None else mask.aligned(align)

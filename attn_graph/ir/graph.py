@@ -249,9 +249,10 @@ class Graph:
 
     @cached_property
     def result_names(self) -> tuple[str, ...]:
-        """The names of the outputs, if the last equation gives all of them."""
-        eqn, outs = self.numbered[-1]
-        return tuple(eqn.op.names[i - outs.start] for i in self.outputs)
+        """The names of the outputs, if equations give all of them."""
+        pairs = (zip(outs, eqn.op.names, strict=True) for eqn, outs in self.numbered)
+        names = {i: name for pair in pairs for i, name in pair}
+        return tuple(names[i] for i in self.outputs)
 
     @property
     def is_gradient(self) -> bool:

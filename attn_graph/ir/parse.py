@@ -20,7 +20,7 @@ from attn_graph.ir.graph import Graph, Op, op_name
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.relative import MODIFIERS
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.views import VIEW_OPS
 from attn_graph.ir.vjp import lay_out, output_names
@@ -44,7 +44,7 @@ OPS: tuple[type[Op], ...] = (
     *(*MODIFIERS, Addend, Factor),
     *(Attention, AttentionGrad, AttentionJvp),
     *(packing.Lengths, packing.Unpack, packing.Pack, Packed, paging.Unpage, paging.SumPages),
-    Dequantise,
+    *(Dequantise, Quantise),
     *VIEW_OPS,
 )
 

@@ -14,6 +14,7 @@ from attn_graph.spec.formulas import is_one
 
 SCALES = ("q_scale", "k_scale", "v_scale")
 KEY_SCALES = SCALES[1:]
+O_SCALE = "o_scale"
 PAIRS = tuple(zip("qkv", SCALES, strict=True))
 FLOATS_OF_8 = QUANTISED[:2]
 # Of weights before they are rounded to 8 bits. Kernels may hold weights up to 2^4 times the largest
@@ -74,6 +75,77 @@ class Dequantise(Op):
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         return (None,)
+
+
+@final
+@frozen
+class Quantise(Op):
+    """o, scale, like -> o / scale in the dtype of `like`, of 8 bits, and amax [] = max |o|.
+
+    Rounded to the nearest, and no larger than the dtype's largest; of o in float64, as the
+    reference has it, neither. scale has the axes of o, each
+    full or 1, and 1 for the last. It has no derivative.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return "o", "amax"
+
+    @property
+    def reads(self) -> int:
+        return 3
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return "o", "scale", "like"
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return None, None, None
+
+    def problems(self, o: ValueType, scale: ValueType, like: ValueType) -> Iterator[str]:
+        if like.dtype not in QUANTISED:
+            kinds = ", ".join(map(str, QUANTISED))
+            yield f"quantise: o is given in the dtype of q, {like.dtype}, which is none of {kinds}"
+        if scale.dtype != torch.float32 or not scales_fit(scale.shape, o.shape):
+            due = [1] * len(o.shape)
+            yield (
+                f"quantise: scale {scale} must be of torch.float32, with the axes of {o}, each "
+                f"full or 1, and 1 for the last: {due} for the tensor"
+            )
+
+    def infer(self, o: ValueType, scale: ValueType, like: ValueType) -> tuple[ValueType, ValueType]:
+        return ValueType(o.shape, like.dtype), ValueType((), torch.float32)
+
+    def run(
+        self, o: torch.Tensor, scale: torch.Tensor, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = o.to(accumulator(o.dtype))
+        amax = wide.abs().amax() if o.numel() else wide.new_zeros(())
+        narrow = wide / scale
+        return narrow if o.dtype == torch.float64 else to_eight(narrow, like.dtype), amax
+
+    def gradient_problems(self) -> Iterator[str]:
+        yield "o in 8 bits has no gradient; leave o_scale out"
+
+    def push_problems(self) -> Iterator[str]:
+        yield "o in 8 bits has no tangent; leave o_scale out"
+
+
+def to_eight(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded to a dtype of 8 bits, and no larger than its largest; unchanged for others."""
+    if dtype not in QUANTISED:
+        return x
+    ended = saturate(x, dtype)
+    return (ended if dtype in FLOATS_OF_8 else ended.round()).to(dtype)
+
+
+def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x, no larger than the largest of a dtype of 8 bits; unchanged for other dtypes."""
+    if dtype not in QUANTISED:
+        return x
+    end = torch.finfo(dtype).max if dtype in FLOATS_OF_8 else 127
+    return x.clamp(-end, end)
 
 
 def stands_in(dtype: torch.dtype) -> torch.dtype:

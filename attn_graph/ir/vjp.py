@@ -13,6 +13,7 @@ from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
+from attn_graph.ir.scaling import Quantise
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.views import Unfold, spec_of_view
 from attn_graph.machine.cache import remember
@@ -192,6 +193,9 @@ def result_spec(graph: Graph, i: int) -> TensorSpec:
     for eqn, outs in graph.numbered:
         if i not in outs:
             continue
+        if isinstance(eqn.op, Quantise) and type_.shape:
+            whole = result_spec(graph, eqn.args[0])
+            return TensorSpec(type_.shape, type_.dtype, whole.strides)
         if isinstance(eqn.op, Unfold) and i not in statistics(graph):
             return eqn.op.view(result_spec(graph, eqn.args[0]))
         q = spec_of_view(graph, eqn.args[0]) if eqn.args else None

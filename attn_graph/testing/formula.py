@@ -23,7 +23,7 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
 from attn_graph.ir.relative import RelativeBias
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.ir.views import Leading
 from attn_graph.spec import INF
 from attn_graph.testing.mask_formula import Data, Places, evaluate_mask
@@ -51,6 +51,7 @@ class Chain:
     offset: int
     origin: tuple[int, ...]
     narrow: torch.dtype | None = None  # weights are rounded to it
+    o_scale: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -77,6 +78,9 @@ def read_chain(graph: Graph, tensors: Sequence[Tensor]) -> Chain:
             continue
         if isinstance(eqn.op, Dequantise):  # `cast` has multiplied it
             values[outs[0]] = values[eqn.args[0]]
+            continue
+        if isinstance(eqn.op, Quantise):
+            fields["o_scale"] = values[eqn.args[1]]
             continue
         fields |= read_step(eqn.op, [values.get(i, torch.empty(0)) for i in eqn.args], fields)
     return Chain(**fields)
@@ -151,6 +155,8 @@ def output_roles(graph: Graph) -> list[str]:
                 names[outs[0]] = "o"
             case Attention():
                 names |= zip(outs, eqn.op.names, strict=True)
+            case Quantise():
+                names |= zip(outs, ("o8", "amax"), strict=True)
     return [names[i] for i in graph.outputs]
 
 
@@ -306,11 +312,16 @@ class Evaluation:
     max: Tensor
     pz: Tensor
     o: Tensor
+    o8: Tensor  # before it is rounded to 8 bits
 
     @property
     def finite_steps(self) -> tuple[Tensor, ...]:
         """The steps with 0 at places of -inf, where p is 0 however large the terms are."""
         return tuple(s.masked_fill(self.steps[-1] == -INF, 0.0) for s in self.steps)
+
+    @property
+    def amax(self) -> Tensor:
+        return self.o.abs().amax() if self.o.numel() else self.o.new_zeros(())
 
     def __getitem__(self, role: str) -> Tensor:
         value: Tensor = getattr(self, role)
@@ -348,7 +359,8 @@ def attend(c: Chain) -> Evaluation:
     weights = p * z if c.narrow is None else round_to_eight(p, c.narrow)
     o = torch.einsum("bhij,bhje->bhie", weights, per_head(c.v, H))
     largest = torch.where(keep, s, -INF).amax(-1) if N else s.new_full((B, H, M), -INF)
-    return Evaluation(tuple(steps), p, z, lse, largest.detach(), p * z, o)
+    o8 = o if c.o_scale is None else o / c.o_scale
+    return Evaluation(tuple(steps), p, z, lse, largest.detach(), p * z, o, o8)
 
 
 def softmax(s: Tensor, keep: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,9 @@ from attrs import frozen
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
+from attn_graph.ir.reference import round_twice
 from attn_graph.ir.relative import RelativeBias
-from attn_graph.ir.scaling import stands_in, weights_dtype
+from attn_graph.ir.scaling import saturate, stands_in, weights_dtype
 from attn_graph.ir.tracing import trace_along_data
 from attn_graph.spec import INF
 from attn_graph.testing.formula import (
@@ -63,7 +64,7 @@ def allowance(ref: Tensor, low: Tensor, dtype: torch.dtype, *, gradient: bool = 
     """
     shrink = 2.0**-29 if dtype == torch.float64 else 1.0
     times = 3 if gradient and dtype in HALF else 2
-    return shrink * times * distance(low, ref) + 2 * distance((ref.to(dtype) + 0.3) - 0.3, ref)
+    return shrink * times * distance(low, ref) + 2 * distance(round_twice(ref, dtype), ref)
 
 
 @frozen
@@ -89,7 +90,7 @@ class Expectation:
             rule = 0.0  # in half precision the formula overflowed: then only the bound counts
         unit = UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
         luck = unit * float(self.terms.max()) if self.terms.numel() else 0.0
-        return max(rule, 2 * luck + 2 * distance((self.ref.to(dtype) + 0.3) - 0.3, self.ref))
+        return max(rule, 2 * luck + 2 * distance(round_twice(self.ref, dtype), self.ref))
 
     def check(self, x: Tensor, who: str = "") -> None:
         """Raise AssertionError unless x is close enough, with the error and the allowance.
@@ -123,6 +124,11 @@ def expect_outputs(
     sizes = forward_terms(c, attend(c))
     if narrow is not None:
         sizes["o"] = sizes["o"] + narrow_terms(c, attend(c), narrow)
+    if c.o_scale is not None:
+        sizes |= {"o8": sizes["o"] / c.o_scale, "amax": largest(sizes["o"])}
+        refs = tuple(
+            saturate(ref, t.dtype) for ref, t in zip(refs, graph.output_types, strict=True)
+        )
     if low_dtype(graph) in HALF:
         sizes["lse"] = sizes["lse"] + EXP_ERROR / (2 * UNIT[torch.float32])  # terms count twice
     return tuple(
@@ -202,6 +208,11 @@ def narrow_terms(c: Chain, f: Evaluation, dtype: torch.dtype) -> Tensor:
     off = UNIT[dtype] * f.p + least / 16 * f.p.amax(-1, keepdim=True)
     size = torch.einsum("bhij,bhje->bhie", off, per_head(c.v.abs(), c.sizes[1]))
     return size / (2 * UNIT[torch.float32])
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest number; 0 of none."""
+    return x.amax() if x.numel() else x.new_zeros(())
 
 
 def slope(op: Modifier, data: Data, before: Tensor, after: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.scaling import SCALES
+from attn_graph.ir.scaling import O_SCALE, SCALES
 from attn_graph.spec import TensorSpec, ValueType, dense_strides
 
 BETWEEN = 77  # integers in gaps, never to be read
@@ -28,7 +28,7 @@ def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Ten
     shift = {6: EXTREME, 7: -EXTREME}.get(seed % 8, 0.0)
     sizes = {i.name: i.spec.shape for i in graph.inputs}
     most = {"q_lengths": sizes.get("q", (0,) * 4)[2], "kv_lengths": sizes.get("k", (0,) * 4)[2]}
-    means = centres(graph, shift) | dict.fromkeys(SCALES, 1.0)
+    means = centres(graph, shift) | dict.fromkeys((*SCALES, O_SCALE), 1.0)
     tensors = []
     for i in graph.inputs:
         name = i.name.rstrip("0123456789")  # a second one of a kind
@@ -52,7 +52,7 @@ def hide(tensor: torch.Tensor, random: torch.Generator) -> None:
         storage[at.to(tensor.device)] = -torch.inf  # axes of stride 0 can't be written through
 
 
-SPREADS = {"alibi": 0.3, "sinks": 2.0} | dict.fromkeys(SCALES, 0.3)
+SPREADS = {"alibi": 0.3, "sinks": 2.0} | dict.fromkeys((*SCALES, O_SCALE), 0.3)
 
 
 def centres(graph: Graph, shift: float) -> dict[str, float]:

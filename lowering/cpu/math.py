@@ -19,7 +19,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import keep_weights
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, Write, switch_name
 from attn_graph.lowering.cpu import sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
@@ -220,7 +220,7 @@ def lower_any_size(graph: Graph, target: Target, options: Options) -> Executable
 def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step | None:
     """How an equation runs in any sizes; None if each size is lowered by itself."""
     specs = tuple(operand_specs(graph, eqn))
-    if isinstance(eqn.op, (Lengths, Dequantise)):
+    if isinstance(eqn.op, (Lengths, Dequantise, Quantise)):
         return Step(run_definition(eqn.op, specs))
     if has_problem(eqn.op):
         return sized_step(graph, eqn, eqn.op, target, options)

@@ -154,7 +154,9 @@ def forward_call(
     and generate_stats."""
     output, scales = result_slot("o", "o", problem.o), [*scale_slots(problem)]
     inputs = (*operand_slots(problem), *scales, *lengths)
-    outputs = (output, lse_slot(problem)) if options["generate_stats"] else (output,)
+    stats = [lse_slot(problem)] if options["generate_stats"] else []
+    largest = [scale_slot("amax_o", "amax")] if problem.narrow_o else []
+    outputs = (output, *stats, *largest)
     return CudnnCall("sdpa_fp8" if scales else "sdpa", inputs, outputs, tuple(options.items()))
 
 
@@ -164,7 +166,7 @@ def scale_slots(problem: Problem) -> Iterator[Slot]:
         yield from (scale_slot(f"descale_{name}", f"{name}_scale") for name in "qkv")
         yield scale_slot("descale_s", f"{1 / WEIGHT_SCALE}")
         yield scale_slot("scale_s", f"{WEIGHT_SCALE}")
-        yield scale_slot("scale_o", "1.0")
+        yield scale_slot("scale_o", "o_scale" if problem.narrow_o else "1.0")
 
 
 def backward_call(

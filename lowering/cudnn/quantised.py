@@ -12,30 +12,34 @@ from attrs import evolve
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import Packed
-from attn_graph.ir.scaling import SCALES, Dequantise
+from attn_graph.ir.scaling import O_SCALE, SCALES, Dequantise, Quantise
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import dense_strides
 
 
 @lru_cache(64)  # asked for when planning and when lowering
 def quantised_places(graph: Graph) -> dict[str, int]:
-    """The input for each operand of one attention on quantised q, k and v, by name; empty for other
-    graphs, with packed tensors, pages or k and v alone quantised among them."""
-    if len(graph.eqns) != 2 or min(graph.outputs) <= len(graph.inputs):
+    """The input for each operand of one attention on quantised q, k and v, by name, and that for
+    the scale of an o in as many bits; empty for other graphs, with packed tensors, pages or k and v
+    alone quantised among them."""
+    if not 2 <= len(graph.eqns) <= 3 or min(graph.outputs) <= len(graph.inputs):
         return {}
-    first, main = graph.eqns
+    first, main, *last = graph.eqns
     if not isinstance(first.op, Dequantise) or main.args[0] != len(graph.inputs):
         return {}
     packed: Packed | None = main.op.packed
     if packed is None or packed != Packed(packed.op, scaled=True) or packed.forward is None:
         return {}
     q, q_scale, _ = first.args
-    return dict(zip(packed.roles, main.args, strict=True)) | {"q": q, "q_scale": q_scale}
+    places = dict(zip(packed.roles, main.args, strict=True)) | {"q": q, "q_scale": q_scale}
+    if not last:
+        return places
+    return places | {O_SCALE: last[0].args[1]} if isinstance(last[0].op, Quantise) else {}
 
 
 def quantised_problem(graph: Graph) -> Problem | None:
-    """The problem on the 8 bits of q, k and v; None without `quantised_places`. o is in C order, as
-    dequantised q is."""
+    """The problem on the 8 bits of q, k and v, and perhaps of o; None without `quantised_places`. o
+    is in C order, as dequantised q is."""
     specs = {name: graph.inputs[n].spec for name, n in quantised_places(graph).items()}
     if not specs:
         return None
@@ -43,4 +47,5 @@ def quantised_problem(graph: Graph) -> Problem | None:
     node = main.op.attention
     lies = (("o", dense_strides(main.outs[0].shape)),)
     problem = Problem.of(node, [specs[name] for name in node.roles], lies)
-    return evolve(problem, scales=tuple(specs[name] for name in SCALES))
+    scales = (specs[name] for name in (*SCALES, O_SCALE) if name in specs)
+    return evolve(problem, scales=tuple(scales))

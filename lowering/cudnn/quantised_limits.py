@@ -20,7 +20,7 @@ def unlike_q(c: Case) -> Iterator[tuple[str, str]]:
 
 def many_scales(c: Case) -> Iterator[tuple[str, ValueType]]:
     """Scales of more than one number."""
-    for name, x in zip("qkv", c.problem.scales, strict=False):
+    for name, x in zip("qkvo", c.problem.scales, strict=False):
         if x.shape != (1, 1, 1, 1):
             yield name, x.type
 
@@ -33,9 +33,18 @@ def is_latent(c: Case) -> bool:
 QUANTISED_RULES = (
     Rule(
         "quantised_architecture",
-        lambda c: once(c.problem.scales and not 100 <= c.sm < 110),
-        "gives o of quantised tensors in bf16 on sm_100 to sm_109, and the target has sm_{c.sm}",
+        lambda c: once(c.problem.scales and not 90 <= c.sm < 110),
+        "multiplies 8 bits on sm_90 to sm_109, and the target has sm_{c.sm}",
         FORWARD_HEADER,
+        says="unasked",
+    ),
+    Rule(
+        "quantised_output",
+        lambda c: once(c.problem.scales and not c.problem.narrow_o),
+        "gives o of quantised tensors in bf16 on sm_100 to sm_109, with o_scale in 8 bits on "
+        "sm_90 too, and the target has sm_{c.sm}",
+        FORWARD_HEADER,
+        sm=(0, 100),
         says="unasked",
     ),
     Rule(
@@ -66,6 +75,31 @@ QUANTISED_RULES = (
         "multiplies 8 bits in head sizes up to 128, or of D = 192 with E = 128 from cuDNN 9.19, "
         "and " + WIDTHS,
         FORWARD_HEADER,
+        sm=(100, 110),
+        says="unasked",
+    ),
+    Rule(
+        "quantised_query",
+        lambda c: once(c.problem.scales and c.problem.M == 1),
+        "multiplies 8 bits of one query from sm_100 on, and the target has sm_{c.sm}",
+        MEASURED,
+        sm=(90, 100),
+        says="unasked",
+    ),
+    Rule(
+        "quantised_corner",
+        lambda c: once(c.problem.scales and c.diagonal.align == "bottom_right"),
+        "masks scores of 8 bits from the bottom right from sm_100 on, and the target has sm_{c.sm}",
+        FORWARD_HEADER,
+        sm=(90, 100),
+        says="unasked",
+    ),
+    Rule(
+        "quantised_sinks",
+        lambda c: once(c.problem.scales and c.problem.node.sinks),
+        "has sinks beside quantised tensors from sm_100 on, and the target has sm_{c.sm}",
+        f"{MEASURED}: its kernel does not compile",
+        sm=(90, 100),
         says="unasked",
     ),
     Rule(

@@ -30,7 +30,7 @@ from attrs import define, field, frozen
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS
-from attn_graph.ir.scaling import SCALES
+from attn_graph.ir.scaling import O_SCALE, SCALES
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Case
@@ -66,9 +66,14 @@ VECTORS = {
     "kv_lengths": torch.int32,
     "sinks": torch.float32,
     "lse": torch.float32,
-    **dict.fromkeys(SCALES, torch.float32),
+    **dict.fromkeys((*SCALES, O_SCALE), torch.float32),
 }
-OURS = {"lse": slice(0, 3), "dsinks": slice(1, 2)}  # our axes of cuDNN's results
+OURS = {  # our axes of cuDNN's results
+    "lse": slice(0, 3),
+    "dsinks": slice(1, 2),
+    "amax": slice(0, 0),
+}
+SUMS = "dsinks", "amax"  # cuDNN may add to them, or keep what is larger there
 
 
 class Handles(threading.local):
@@ -268,7 +273,8 @@ class Run:
         name = slot.argument if slot.argument in known else slot.source
         given = known[name] if name in known else self.number(name, known["q"].device)
         if slot.source in VECTORS:
-            return readable_vector(given, slot.dtype)
+            vector = readable_vector(given, slot.dtype)
+            return vector.reciprocal() if slot.source == O_SCALE else vector
         return given if self.case.problem.grad is None else on_boundary(given)  # of autograd's
 
     def number(self, text: str, device: torch.device) -> torch.Tensor:
@@ -303,7 +309,7 @@ class Run:
         return {
             slot.source: (
                 (*self.layout(slot), slot.dtype),
-                bool(slot.offsets or slot.source == "dsinks")
+                bool(slot.offsets or slot.source in SUMS)
                 or bool(self.totals and slot.source not in SIDES),
             )
             for slot in self.call.outputs
@@ -415,7 +421,7 @@ def leased_bytes(case: Case, call: CudnnCall, need: int) -> int:
 def temporary_bytes(case: Case, call: CudnnCall, graph: Graph) -> int:
     """Bytes of unwanted gradients computed by cuDNN, of casts and copies, and of marks of rows."""
     grad, vectors = case.problem.grad, copied_vectors(graph)
-    wanted = {"o", "lse"} if grad is None else {*grad.names}
+    wanted = {"o", "lse", "amax"} if grad is None else {*grad.names}
     wanted -= {"dsinks"} if "sinks" in vectors else set()
     unasked = (slot_bytes(x, case) for x in call.outputs if x.source not in wanted)
     copied = {*vectors, *case.cleaned, *["do"] * (grad is not None), *["lse"] * case.clears}

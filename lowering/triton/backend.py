@@ -15,6 +15,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.lowering.backend import Backend, Executable, Options
+from attn_graph.lowering.finishing import finishes
 from attn_graph.lowering.problem import ROWS, Problem, returns_lse
 from attn_graph.lowering.reasons import (
     missing_library,
@@ -346,4 +347,6 @@ def tile_reach(layout: Layout, name: str, spec: TensorSpec) -> int:
     return (MOST_ROWS - 1) * strides[2] + (spec.shape[-1] - 1) * strides[-1]
 
 
-BACKEND = Backend("triton", why_not, lower, variants=variants, lower_any=lower_formulas, lays=lays)
+BACKEND = finishes(
+    Backend("triton", why_not, lower, variants=variants, lower_any=lower_formulas, lays=lays)
+)

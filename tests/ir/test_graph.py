@@ -32,7 +32,7 @@ from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths, Pack, Unpack
 from attn_graph.ir.paging import SumPages, Unpage
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.printing.text import show_value
@@ -188,7 +188,7 @@ EXAMPLES = (
     AttentionGrad(Attention(0.5, mask=m.Causal(), keeps=True), (True,) * 3),
     *(Lengths(), Unpack(5), Pack(7), Packed(Attention(mask=m.KeyLengths()), keys=4)),
     *(Unpage(), SumPages(5, 4), Packed(Attention(), paged=True)),
-    *(Dequantise(), Packed(Attention(), scaled=True)),
+    *(Dequantise(), Quantise(), Packed(Attention(), scaled=True)),
     *(views.Fold(1, 0, 3, True), views.Unfold(1, 0, 3, True), views.Repeat(0, 3)),
     *(views.SumRepeats(0, 3), views.Leading(4), views.Widen(8)),
 )

@@ -25,6 +25,7 @@ from attn_graph.ir import (
     paging,
     parse,
     relative,
+    scaling,
     sums,
     tangents,
     views,
@@ -87,6 +88,7 @@ def test_every_op_can_be_read() -> None:
         packed,
         packing,
         paging,
+        scaling,
         views,
     )
     declared = {

@@ -121,6 +121,7 @@ def pages(rows: int) -> CudnnSequences:
 # For each rule what it alone refuses: the problem, and where it is asked.
 EIGHT = torch.float8_e4m3fn
 SCALED = {"dtype": EIGHT, "scales": [TensorSpec((1, 1, 1, 1), FLOAT)] * 3}
+NARROWED = {"dtype": EIGHT, "scales": [TensorSpec((1, 1, 1, 1), FLOAT)] * 4}
 BLACKWELL = {"sm": 100}
 
 
@@ -221,7 +222,11 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"modifiers": (PAPERS,), "mask": CAUSAL, **BACK},
         {"sm": 100, "deterministic": True},
     ),
-    "quantised_architecture": (SCALED, {}),
+    "quantised_architecture": (NARROWED, {"sm": 120}),
+    "quantised_output": (SCALED, {}),
+    "quantised_query": ({**NARROWED, "M": 1}, {}),
+    "quantised_corner": ({**NARROWED, "N": 300, "mask": Band(high=44)}, {}),
+    "quantised_sinks": ({**NARROWED, "sinks": True, "data": [TensorSpec((4,), FLOAT)]}, {}),
     "quantised_version": (SCALED, {**BLACKWELL, "backend": (9, 12, 0)}),
     "quantised_dtypes": (
         {**SCALED, "like": {"v": TensorSpec((2, 2, 256, 64), torch.float8_e5m2)}},

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import compare
-from attn_graph.ir.scaling import FLOATS_OF_8, PAIRS
+from attn_graph.ir.scaling import FLOATS_OF_8, O_SCALE, PAIRS, SCALES
+from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.cudnn.backend import describe_problem
@@ -25,13 +26,13 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
 from attn_graph.planner.device_test import tensors_of
 from attn_graph.testing import formula, rule
-from attn_graph.testing.strategies import seeds
+from attn_graph.testing.strategies import Shape, seeds
 from attn_graph.testing.tensors import tensors_for
-from tests.support.cudnn_graphs import aligned, cudnn_graphs
+from tests.support.cudnn_graphs import aligned, cudnn_options
 from tests.support.cudnn_model import Model
 
 cudnn = cudnn_backend.BACKEND
-B200 = Target.of("b200")
+B200, H200 = Target.of("b200"), Target.of("h200")
 NARROW = Options(precision="fp8")
 E4M3, E5M2 = FLOATS_OF_8
 planning = pytest.mark.skipif(find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend")
@@ -63,38 +64,40 @@ def modelled(graph: ag.Graph, model: Callable[..., Any] = Model, *, stats: bool 
 
 @st.composite
 def quantised_graphs(draw: st.DrawFn) -> ag.Graph:
-    """Graphs of three tensors in 8 bits, without modifiers."""
-    plain = draw(cudnn_graphs())
-    kind, specs = draw(st.sampled_from(FLOATS_OF_8)), {i.name: i.spec for i in plain.inputs}
-    node: Any = simplify(plain).eqns[0].op
-    assume(not node.modifiers)
-    half = {torch.float16: torch.bfloat16}
-    kept: dict[str, Any] = {
-        n: ag.TensorSpec(x.shape, half.get(x.dtype, x.dtype), x.strides)
-        for n, x in specs.items()
-        if n not in "qkv"
-    }
+    """Graphs of three tensors in 8 bits, without modifiers, and perhaps with o in as many."""
+    length, kind = st.integers(1, 20), draw(st.sampled_from(FLOATS_OF_8))
+    M, N, G = draw(length), draw(length), draw(st.integers(1, 2))
     D, E = (draw(st.sampled_from([16, 64])) for _ in range(2))
-    shapes = {n: (*specs[n].shape[:3], E if n == "v" else D) for n in "qkv"}
-    orders = {n: draw(st.sampled_from(["bhsd", "bshd", "sbhd"])) for n in "qkv"}
-    given: dict[str, Any] = {n: ag.TensorSpec(shapes[n], kind, layout=orders[n]) for n in "qkv"}
-    given |= {name: ag.TensorSpec((1, 1, 1, 1), torch.float32) for _, name in PAIRS}
-    options = {"mask": node.mask, "scale": node.scale, "stats": draw(st.booleans())}
-    return ag.attention(**given, **kept, **options)
+    shape = Shape(draw(st.integers(1, 3)), G * draw(st.integers(1, 3)), G, M, N, D, E)
+    layouts = st.sampled_from(["bhsd", "bshd", "sbhd"])
+    given: dict[str, Any] = {
+        n: ag.TensorSpec(x, kind, layout=draw(layouts))
+        for n, x in zip("qkv", (shape.q, shape.k, shape.v), strict=True)
+    }
+    scales = [*SCALES, *[O_SCALE] * draw(st.booleans())]
+    given |= {name: ag.TensorSpec((1, 1, 1, 1), torch.float32) for name in scales}
+    drawn = draw(cudnn_options(shape, torch.bfloat16))
+    options = {n: x for n, x in drawn.items() if n in ("mask", "align", "kv_lengths", "sinks")}
+    scale, stats = draw(st.floats(0.05, 1.0)), draw(st.booleans())
+    return ag.attention(**given, **options, scale=scale, stats=stats)
 
 
-@given(graph=quantised_graphs(), seed=seeds)
-def test_what_cudnn_is_told_means_what_the_graph_means(graph: ag.Graph, seed: int) -> None:
+@given(graph=quantised_graphs(), target=st.sampled_from([B200, H200]), seed=seeds)
+def test_what_cudnn_is_told_means_what_the_graph_means(
+    graph: ag.Graph, target: Target, seed: int
+) -> None:
+    """With o in bfloat16, or in 8 bits by a scale, and its largest number."""
     simple = cudnn.seen(simplify(graph))
-    assume(not cudnn.reasons(simple, B200, NARROW))
+    assume(not cudnn.reasons(simple, target, NARROW))
     tensors = tuple(map(aligned, tensors_for(graph, seed)))
-    outputs, saved = modelled(simple)(*tensors)
-    assert [x.dtype for x in saved] == [torch.bfloat16, torch.float32]
-    for x, due in zip(outputs, rule.expect_outputs(graph, tensors, "fp8"), strict=True):
+    outputs, _ = modelled(simple)(*tensors)
+    dues = rule.expect_outputs(graph, tensors, "fp8")
+    for x, due, i in zip(outputs, dues, simple.outputs, strict=True):
         due.check(x)
+        assert ag.TensorSpec.like(x) == result_spec(simple, i)
     if "lse" not in simple.result_names:
-        (lean,) = modelled(simple, stats=False)(*tensors)[0]
-        assert torch.equal(lean, outputs[0])
+        lean, *_ = modelled(simple, stats=False)(*tensors)[0]
+        assert torch.equal(lean.float(), outputs[0].float())
 
 
 def shares(graph: ag.Graph, model: Callable[..., Any]) -> tuple[float, ...]:
@@ -128,8 +131,10 @@ def overflowing(call: CudnnCall) -> Callable[..., None]:
 
 @pytest.mark.parametrize("kind", FLOATS_OF_8)
 def test_the_self_check_passes_and_finds_weights_that_overflow(kind: torch.dtype) -> None:
-    graph = declare((kind,) * 3, mask=ag.Causal("bottom_right"))
-    assert max(shares(graph, Model)) <= 1
+    options: tuple[dict[str, Any], ...] = {}, {"o_scale": ag.TensorSpec((1,) * 4, torch.float32)}
+    for more in options:
+        graph = declare((kind,) * 3, mask=ag.Causal("bottom_right"), **more)
+        assert max(shares(graph, Model)) <= 1
     assert max(shares(declare(), overflowing)) > 1
 
 
@@ -168,8 +173,23 @@ def test_weights_are_rounded_only_where_the_call_permits_it() -> None:
 )
 def test_real_plans_are_built_for_blackwell(given: dict[str, Any]) -> None:
     plan = ag.compile(declare(**given), target="b200", precision="fp8", backends=("cudnn",))
-    assert plan.backend == "cudnn"
     assert re.search(r"scale_s=16\.0 f32\[1, 1, 1, 1\]", plan.text())
+
+
+@planning
+@pytest.mark.parametrize(
+    ("target", "given"),
+    [
+        ("h200", {"mask": ag.Causal("top_left"), "stats": True}),
+        ("h200", {"kinds": (E5M2,) * 3, "sizes": (2, 8, 2, 100, 77, 256)}),
+        ("b200", {"kv_lengths": ag.TensorSpec((2,), torch.int32)}),
+    ],
+    ids=["hopper", "wide", "blackwell"],
+)
+def test_real_plans_give_o_in_8_bits(target: str, given: dict[str, Any]) -> None:
+    graph = declare(**given, o_scale=ag.TensorSpec((1, 1, 1, 1), torch.float32))
+    plan = ag.compile(graph, target=target, precision="fp8", backends=("cudnn",))
+    assert re.search(r"-> o=o f8e\dm\d\[.*amax_o=amax f32", plan.text())
 
 
 @given(seed=seeds, kind=st.sampled_from(FLOATS_OF_8), rise=st.integers(0, 4))

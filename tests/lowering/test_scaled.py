@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -20,6 +20,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu import paged
 from attn_graph.machine.target import Target
 from attn_graph.planner.cost import cost
+from attn_graph.spec import QUANTISED
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_plan
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import tensors_for
@@ -69,6 +70,46 @@ def test_quantised_queries_too_are_their_numbers_times_scales(
         assert ag.parse(str(plan.graph)) == plan.graph == simplify(graph)
         assert graph.output_types == plain.output_types
         check_outputs(plan, graph, tensors)
+
+
+@given(graphs(dtype=st.just(torch.bfloat16)), kinds, seeds)
+def test_o_too_is_quantised_with_its_largest_number(
+    plain: ag.Graph, kind: torch.dtype, seed: int
+) -> None:
+    graph = quantise_graph(plain, kind, seed, "qkvo")
+    assume(graph.inputs[-1].name == "o_scale")
+    tensors = tensors_for(graph, seed)
+    plan = ag.compile(graph, target=CPU)
+    assert ag.parse(str(graph)) == graph
+    assert ag.parse(str(plan.graph)) == plan.graph == simplify(graph)
+    check_outputs(plan, graph, tensors)
+    assert plan.verify(*tensors).allowed
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_o_beyond_its_dtype_is_the_largest_number(kind: torch.dtype) -> None:
+    q = torch.zeros(1, 1, 1, 16, dtype=kind)
+    one, signs = torch.ones(1, 1, 1, 1), torch.ones(16)
+    signs[0] = -1
+    v = (100 * signs).reshape(1, 1, 1, 16).to(kind)
+    scales = {"q_scale": one, "k_scale": one, "v_scale": 8 * one, "o_scale": one / 1000}
+    tensors = {"q": q, "k": q, "v": v, **scales}
+    graph = declare(tensors)
+    plan = ag.compile(graph, target=CPU)
+    o, amax = plan(**tensors)
+    end = 127 if kind == torch.int8 else torch.finfo(kind).max
+    assert o.double().flatten().tolist() == [-end, *[end] * 15]
+    assert amax == 8 * v.double().abs().max()
+    assert plan.verify(*tensors.values()).ok
+    with pytest.raises(ag.GraphError, match="o in 8 bits has no gradient; leave o_scale out"):
+        ag.vjp(graph)
+    with pytest.raises(ag.GraphError, match="o in 8 bits has no tangent; leave o_scale out"):
+        ag.jvp(graph)
+    sinks = torch.zeros(1, requires_grad=True)
+    trained = ag.compile(declare(tensors | {"sinks": sinks.detach()}), target=CPU)
+    _, amax = trained(**tensors, sinks=sinks)
+    with pytest.raises(ag.GraphError, match="o in 8 bits has no gradient"):
+        torch.autograd.backward(amax)
 
 
 @given(test_packed.cases(torch.bfloat16), test_paged.cases(torch.bfloat16), kinds, BLOCKS, seeds)
@@ -180,6 +221,7 @@ def test_scales_and_quantised_tensors_have_no_derivative() -> None:
             dict.fromkeys(("q_scale", "k_scale", "v_scale"), (1, 1, 1, 1)),
             "dequantise: bf16[1, 2, 3, 4] is in torch.bfloat16, and scales are for tensors in",
         ),
+        ({"o_scale": (1, 1, 1, 1)}, "o_scale is given, and q_scale is not; o is quantised like q"),
         ({"k_scale": (1, 1, 1, 1)}, "k_scale is given, and v_scale is not; k and v are quantised"),
         (dict.fromkeys(("k_scale", "v_scale"), (2,)), "must have the axes of i8[1, 2, 5, 4]"),
     ],
@@ -211,7 +253,10 @@ def test_bytes_of_quantised_keys_are_halved_in_cost_and_explanation() -> None:
 def test_triton_runs_both_passes_of_quantised_tensors(name: str) -> None:
     q, k = (ag.TensorSpec((1, 8, n, 64), torch.bfloat16) for n in (300, 4096))
     plain = ag.attention(q, k, k, bias=ag.TensorSpec((1, 8, 300, 4096), torch.bfloat16))
-    for names in ("kv", "qkv"):  # the gradients of q and of the bias, or of the bias alone
+    for names in ("kv", "qkv", "qkvo"):  # the gradients of q and of the bias, or of the bias alone
         text = str(ag.explain(quantise_graph(plain, torch.int8, 15, names), target=name))
         assert text.startswith("triton runs this")
+        if "o" in names:
+            assert "o is quantised by a pass of its own, which reads 300 KiB" in text
+            continue
         assert "backward: triton runs this" in text

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from attrs import evolve
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
@@ -52,6 +53,15 @@ def test_kernels_read_quantised_queries(
 ) -> None:
     plan, own, plain = plan_kernels(case.packed, case.tensors, kind, seed, "qkv")
     test_packed.check_results(evolve(case, tensors=plain), run_plan(plan, own))
+
+
+@few
+@given(graphs(shapes(8, 6), st.just(torch.bfloat16)), kinds, seeds)
+def test_o_is_quantised_after_kernels(plain: ag.Graph, kind: torch.dtype, seed: int) -> None:
+    graph = quantise_graph(plain, kind, seed, "qkvo")
+    assume_kernels(graph)
+    plan, tensors = ag.compile(graph, target=CPU, backends=TRITON), tensors_for(graph, seed)
+    check_outputs(plan, graph, tensors)
 
 
 def test_quantised_queries_lie_in_any_order() -> None:

@@ -17,7 +17,7 @@ from attn_graph.testing import formula
 
 Tensor = torch.Tensor
 INF, NAN = float("inf"), float("nan")
-ADDED = ("dSink_token",)  # to what lies there before
+ADDED = ("dSink_token", "amax_o")  # to what lies there before
 
 
 @final
@@ -45,9 +45,8 @@ class Model:
             self.options, given | {"kind": torch.empty(0, dtype=self.call.inputs[0].dtype)}
         )
         for name in outputs & views.keys():
-            if name not in ADDED:
-                views[name].zero_()
-            views[name].add_(computed[name])
+            before = views[name] if name in ADDED else 0
+            views[name].copy_(before + computed[name])
         for name in outputs & packed.keys():
             write_rows(*packed[name], views, computed[name])
 
@@ -152,7 +151,8 @@ def forward(options: Options, given: Named) -> dict[str, Tensor]:
     p = torch.exp(s - lse.masked_fill(lse == -INF, INF))
     v = formula.per_head(given["v"], s.shape[1])
     o = p @ v if "scale_s" not in given else weighed(s, lse, v, given)
-    return {"o": o.masked_fill(keyless(given), NAN), "stats": lse.masked_fill(keyless(given), NAN)}
+    made = {"o": o.masked_fill(keyless(given), NAN), "stats": lse.masked_fill(keyless(given), NAN)}
+    return made | narrowed(o, given) if "scale_o" in given else made
 
 
 def weighed(s: Tensor, lse: Tensor, v: Tensor, given: Named) -> Tensor:
@@ -161,8 +161,14 @@ def weighed(s: Tensor, lse: Tensor, v: Tensor, given: Named) -> Tensor:
     kind, end = given["kind"].dtype, torch.finfo(given["kind"].dtype).max
     weights = (torch.exp(s - most) * given["scale_s"]).clamp(max=end).to(kind).double()
     shares = torch.exp(most - lse.masked_fill(lse == -INF, INF))
-    scales = given["descale_s"] * given["descale_v"] * given["scale_o"]
-    return weights @ v * shares * scales
+    return weights @ v * shares * given["descale_s"] * given["descale_v"]
+
+
+def narrowed(o: Tensor, given: Named) -> dict[str, Tensor]:
+    """o times its scale, ended where its 8 bits end, and the largest before."""
+    scaled, end = o * given["scale_o"], torch.finfo(given["kind"].dtype).max
+    ended = scaled.clamp(-end, end) if bool((given["scale_o"] != 1).any()) else scaled
+    return {"o": ended, "amax_o": o.abs().amax().reshape(1, 1, 1, 1)}
 
 
 def keyless(given: Named) -> Tensor:

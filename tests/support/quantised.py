@@ -11,6 +11,7 @@ import attn_graph as ag
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.scaling import PAIRS
 from attn_graph.spec import QUANTISED, dense_strides
+from attn_graph.testing.formula import output_roles
 from tests.support.sequences import lay_like
 
 Named = Mapping[str, torch.Tensor]
@@ -27,18 +28,27 @@ def scale_spec(shape: tuple[int, ...], seed: int) -> ag.TensorSpec:
 
 def quantise_graph(graph: ag.Graph, kind: torch.dtype, seed: int, names: str = "kv") -> ag.Graph:
     """The graph with k and v, or other `names`, in 8 bits, before all steps times scales, its last
-    inputs. With q among them it is to be in bfloat16."""
+    inputs. With q among them it is to be in bfloat16, and o may be too: then amax comes last."""
+    names, narrows = names.replace("o", ""), "o" in names
     b, specs = Builder(), {i.name: i.spec for i in graph.inputs}
     kinds = {n: ag.TensorSpec(specs[n].shape, kind, specs[n].strides) for n in names}
     x = {n: b.input(n, kinds.get(n, spec)) for n, spec in specs.items()}
     pairs = [(n, name) for n, name in PAIRS if n in names]
     scales = {name: b.input(name, scale_spec(specs[n].shape, seed)) for n, name in pairs}
+    at = [n for n, role in enumerate(output_roles(graph)) if role == "o"] if narrows else []
+    shape = graph.output_types[at[0]].shape if at else ()
+    o_scale = b.input("o_scale", scale_spec(shape, seed)) if at else None
+    narrow = x["q"]
     for n, name in pairs:
         x[n] = x[n].dequantise(scales[name], x["q"])
     values = [*x.values()]
     for eqn in graph.eqns:
         values += b.emit(eqn.op, *(values[i] for i in eqn.args))
-    return b.build(*(values[i] for i in graph.outputs))
+    results = [values[i] for i in graph.outputs]
+    if o_scale is not None:
+        results[at[0]], amax = results[at[0]].quantise(o_scale, narrow)
+        results.append(amax)
+    return b.build(*results)
 
 
 def quantise_tensors(graph: ag.Graph, tensors: Named, seed: int) -> tuple[Own, Own]:
