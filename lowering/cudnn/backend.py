@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
 VARIES = "divides sums among the more programs, the smaller the batch is"
 FRONTEND = "nvidia-cudnn-frontend"
 HOME = "attn_graph.lowering.cudnn.backend:BACKEND"
+UNREAD = "reads no quantised keys beside another q, packed or in pages"
 DOCUMENTED = 256  # the widest heads of its support matrix
 WIDE_ROWS, WIDE_KEYS = 200, (251, 700)  # the most queries, and the keys of self-checks
 # Assumed versions of missing libraries, for finding the graph's own reasons as well.
@@ -54,7 +55,8 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     yield from options.switched_off("cudnn")
     case = read_case(graph, target, options)
     if case is None:
-        yield other_equations(graph, packs=True)
+        reason = other_equations(graph, packs=True)
+        yield evolve(reason, limit=UNREAD) if reason.key == "quantised" else reason
     else:
         if problem_varies(case.problem):
             yield from options.varying(VARIES)
