@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import string_at
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
@@ -14,12 +14,12 @@ from attn_graph.compiler import Compilable
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.boxes import Piece, move_attention
+from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph
-from attn_graph.ir.packed import Packed
+from attn_graph.ir.packed import TOTALS, Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.philox import WORDS
 from attn_graph.machine.target import Target
-from attn_graph.masks import Data, needs_of
 from attn_graph.masks.moving import Box
 from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges, divide_heads
 from attn_graph.mesh.results import Outlook, ShardedPlan
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+UNPACKED = str.maketrans({TOTALS["rows"]: "i", TOTALS["keys"]: "j"})  # axes of all packed rows
 STARTS = {"rows": "<", "keys": ">"}  # letters of the starts of packed sequences
 AXES = {
     "b": "the batch", "h": "query heads", "g": "key/value heads", "i": "queries", "j": "keys",
@@ -104,6 +105,12 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         """The equation of the attention, packed or not, with the numbers of its results."""
         return next(each for each in self.graph.numbered if not isinstance(each[0].op, Lengths))
 
+    @property
+    def op(self) -> Fused:
+        """The attention, packed or not."""
+        op: Fused = self.packed or self.node
+        return op
+
     @cached_property
     def eqn(self) -> Eqn:
         """The attention on unpacked tensors, with its operands."""
@@ -142,35 +149,19 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         Every rank has all keys of other inputs: their letter of keys is n, and so is their letter
         of queries with packed ones. Unused inputs have n too. Starts have the letters of STARTS.
         """
-        letters: dict[int, str] = dict(zip(self.eqn.args, self.main_axes, strict=False))
-        hidden = str.maketrans(dict.fromkeys("ijxy" if self.packs_rows else "jxy", "n"))
-        whole = self.node.split(self.eqn.args)
-        reads: list[tuple[Mapping[str, int], Mapping[str, Data]]] = [
-            (inputs, step.needs)
-            for inputs, step in zip(whole.modifiers, self.node.modifiers, strict=True)
-        ]
-        reads += [(whole.mask, needs_of(self.node.mask))]
-        for inputs, needs in reads:
-            letters |= {inputs[name]: x.axes.translate(hidden) for name, x in needs.items()}
-        if whole.sinks is not None:
-            letters[whole.sinks] = "h"
+        (eqn, _), letters = self.whole, dict[int, str]()
+        hidden = str.maketrans(dict.fromkeys("ijxyw" if self.packs_rows else "jxyw", "n"))
+        for n, role in zip(eqn.args, self.op.takes, strict=True):
+            letters[n] = role.axes.translate(UNPACKED if role.side else hidden)
         letters |= {number: letter for letter, number in self.starts.items()}
-        letters |= {self.whole[0].args[-1]: "bn"} if self.packed and self.packed.paged else {}
         ranks = (len(i.spec.shape) for i in self.graph.inputs)
         return tuple(letters.get(n, "n" * rank) for n, rank in enumerate(ranks))
 
     @property
-    def main_axes(self) -> tuple[str, str, str]:
-        """The letters of q, k and v."""
-        if self.packed is None:
-            return "bhid", "bgjd", "bgje"
-        keys = "jg" if self.packed.keys is not None else "npg" if self.packed.paged else "bgj"
-        return ("ihd" if self.packs_rows else "bhid"), f"{keys}d", f"{keys}e"
-
-    @property
     def result_axes(self) -> tuple[str, str]:
         """The letters of o, and of statistics."""
-        return ("ihe", "hi") if self.packs_rows else ("bhie", "bhi")
+        o, lse, *_ = self.op.gives
+        return o.axes.translate(UNPACKED), lse.axes.translate(UNPACKED)
 
     @property
     def starts(self) -> dict[str, int]:
@@ -253,10 +244,8 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
         """The sizes of the divisible axes, by letter."""
-        shapes = (self.graph.types[i].shape for i in self.eqn.args[:2])
-        pairs = [
-            x for own in zip(self.main_axes, shapes, strict=False) for x in zip(*own, strict=True)
-        ]
+        main = ((self.axes[i], self.graph.types[i].shape) for i in self.eqn.args[:2])
+        pairs = [x for own in main for x in zip(*own, strict=True)]
         B, H, M, N = self.sizes
         sizes = {"b": B, "h": H, "i": M, "j": N, **dict.fromkeys(STARTS.values(), B + 1)}
         return sizes | {x: n for x, n in pairs if x in "gij"}
