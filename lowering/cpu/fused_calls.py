@@ -9,7 +9,8 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.attention import Attention, Operands
+from attn_graph.ir.attention import Attention, AttentionGrad, Operands
+from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.lowering.cpu.far_rows import refuse_far_rows
@@ -25,7 +26,7 @@ from attn_graph.lowering.cpu.fused_slots import (
     tile_slot,
 )
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.problem import new_gradient
+from attn_graph.lowering.problem import Problem, new_gradient
 from attn_graph.machine.ambient import constant_beside, is_traced
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, TensorSpec
@@ -116,12 +117,18 @@ class FusedRun:
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> dict[int, torch.Tensor]:
-        """The gradients of q, k and v, by number of the operand."""
+        """The gradients of q, k, v and wanted sinks, by number of the operand."""
         specs, sums = self.tiles.problem.specs, self.pull(operands, scratch)
-        return {
+        gradients = {
             i: new_gradient(spec).copy_(x[..., : spec.shape[3]]) if f"d{name}" in scratch else x
             for i, (name, spec, x) in enumerate(zip("qkv", specs, sums, strict=False))
         }
+        del sums  # else they would stay beside the sinks' memory
+        grad = self.tiles.problem.grad
+        if (place := wanted_sinks(grad)) is not None:
+            assert grad is not None
+            gradients[place] = sink_gradient_of(grad, operands)
+        return gradients
 
     def pull(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> Triple:
         """The gradients in the dtype and head size of the computation, perhaps in scratch."""
@@ -304,6 +311,36 @@ class TileCall:
             at = slot_place(self.at, slot, run)
             fill_addend(piece, node, self.given.modifiers, self.restores, at, mixed)
         return room
+
+
+# Sinks, whose gradient is a sum over rows
+
+
+def wanted_sinks(grad: AttentionGrad | None) -> int | None:
+    """The number of the sinks among the operands, if their gradient is wanted."""
+    roles = grad.attention.roles if grad is not None else ()
+    place = roles.index("sinks") if "sinks" in roles else None
+    return place if place is not None and grad is not None and grad.wants[place] else None
+
+
+def sink_bytes(problem: Problem) -> int:
+    """Bytes of `sink_gradient_of`, in the dtype of scores: the product of do and o, each of them if
+    it is narrower, and five numbers a row."""
+    if wanted_sinks(problem.grad) is None:
+        return 0
+    each = problem.E * (3 if problem.dtype != problem.wide else 1) + 5
+    return problem.B * problem.H * problem.M * each * problem.wide.itemsize
+
+
+def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta), of equal bits for all strides of lse."""
+    given = grad.split(operands)
+    sinks, lse = grad.attention.split(given.own).sinks, given.lse.contiguous()
+    assert sinks is not None
+    surplus = torch.zeros_like(lse) if given.dlse is None else given.dlse.clone()
+    if given.do is not None:
+        surplus -= (given.do.to(lse.dtype) * given.o).sum(-1)
+    return sink_gradient(sinks, lse, surplus)
 
 
 def fill(room: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -27,14 +27,13 @@ from attn_graph.lowering.cpu.all_kept import open_graph, skips_booleans
 from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.asking import POSITIONS
 from attn_graph.lowering.cpu.far_rows import or_by_products
-from attn_graph.lowering.cpu.fused_calls import FusedRun
+from attn_graph.lowering.cpu.fused_calls import FusedRun, sink_bytes
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.packed import PackedRun, lease_run, plan_packed, runs_any_size
 from attn_graph.lowering.cpu.product_passes import run_products
 from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
-from attn_graph.lowering.cpu.sink_sums import run_backward, sink_bytes
 from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase, cheapest_way, keeps, sdpa_seconds
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
@@ -362,10 +361,19 @@ def works_of(tiles: AttentionTiles) -> tuple[TileWork, TileWork | None]:
         return partial(run_products, tiles), None
     run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
     if tiles.problem.grad is not None:
-        return partial(run_backward, tiles.problem, run.backward), None
+        return partial(pull_wanted, tiles.problem.grad, run.backward), None
     if isinstance(run, RowTiles) and run.kept:
         return run.forward, None
     return run.forward, run.infer
+
+
+def pull_wanted(
+    grad: AttentionGrad, backward: Callable[..., Mapping[int, torch.Tensor]], operands: Tensors,
+    scratch: Mapping[str, torch.Tensor],
+) -> Tensors:  # fmt: skip
+    """The wanted gradients, in the order of the operands. backward: gives gradients by number."""
+    gradients = backward(operands, scratch)
+    return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
 def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:

@@ -24,7 +24,7 @@ from attn_graph.ir.paging import list_entries
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.lowering.backend import Executable
-from attn_graph.lowering.cpu.sink_sums import sink_gradient_of
+from attn_graph.lowering.cpu.fused_calls import sink_gradient_of, wanted_sinks
 from attn_graph.masks.moving import Box
 from attn_graph.spec import TensorSpec, accumulator
 
@@ -243,8 +243,8 @@ class BlockRun:
                     keep(n, x, own)
                 else:
                     block.piece.box.cut(totals[n], axes.get(n, "")).add_(x)
-        if self.node.sinks and totals.keys() & {self.node.roles.index("sinks")}:
-            totals[self.node.roles.index("sinks")] = sink_gradient_of(grad, operands[: grad.reads])
+        if (place := wanted_sinks(grad)) is not None:
+            totals[place] = sink_gradient_of(grad, operands[: grad.reads])
         return totals
 
 
