@@ -199,14 +199,15 @@ class Explanation:
 
 
 def attention_masks(graph: Graph) -> list[Mask | None]:
-    return [eqn.op.mask for eqn in graph.eqns if eqn.op.forward is eqn.op]
+    return [eqn.op.forward.mask for eqn in graph.eqns if eqn.op.forward and not eqn.op.packed]
 
 
 def mask_tiles(graph: Graph) -> Iterator[Tiles]:
     for eqn in graph.eqns:
-        if eqn.op.forward is eqn.op:
+        node = None if eqn.op.packed else eqn.op.forward
+        if node:
             (B, H, M), N = graph.types[eqn.args[0]].shape[:3], graph.types[eqn.args[1]].shape[2]
-            yield count_tiles_once(eqn.op.mask, M, N, B, H)
+            yield count_tiles_once(node.mask, M, N, B, H)
 
 
 @remember
