@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import final
+from typing import Any, final
 
 import torch
 from attrs import frozen
@@ -127,7 +127,8 @@ class Here:
         """`load`, of what there is of a value and its tangent."""
         value, tangent = x.value, x.tangent
         moved = None if tangent is None else self.load(f"t{name}", tangent)
-        return Dual(None if value is None else self.load(name, value), moved)
+        made: Any = Dual(None if value is None else self.load(name, value), moved)
+        return made  # type: ignore[no-any-return]  # None where x has None
 
     def spread(self, x: Maybe) -> Maybe:
         """A number of each head, x [H], as [n,L,1]."""
