@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, final
+from typing import final
 
 import torch
 from attrs import frozen
@@ -28,7 +28,6 @@ from attn_graph.lowering.cpu.product_tiles import (
     Pair,
     ProductTiles,
     Read,
-    T,
     Tensors,
     moves_of,
     product_of,
@@ -123,12 +122,11 @@ class Here:
         self.heads(room).copy_(self.slot.rows(x))
         return room
 
-    def load_each(self, name: str, x: Dual[T]) -> Dual[T]:
-        """`load`, of what there is of a value and its tangent."""
-        value, tangent = x.value, x.tangent
-        moved = None if tangent is None else self.load(f"t{name}", tangent)
-        made: Any = Dual(None if value is None else self.load(name, value), moved)
-        return made  # type: ignore[no-any-return]  # None where x has None
+    def load_known(self, name: str, x: Maybe) -> Maybe:
+        return None if x is None else self.load(name, x)
+
+    def load_both(self, name: str, x: torch.Tensor, moved: Maybe) -> Dual[torch.Tensor]:
+        return Dual(self.load(name, x), self.load_known(f"t{name}", moved))
 
     def spread(self, x: Maybe) -> Maybe:
         """A number of each head, x [H], as [n,L,1]."""
@@ -202,9 +200,12 @@ class Here:
                 self.push_(i, s, ts)
                 self.save(f"tstep{i}", ts)
         for at, part in self.slot.mixed:
-            piece = self.heads(s)[..., at : at + len(part)]
+            keys = slice(at, at + len(part))
+            piece = self.heads(s)[..., keys]
             hide_(piece, self.tiles.bits(self.slot, part, self.call.places, piece))
-        if ts is not None and (self.slot.mixed or any(m.hides for m in node.modifiers)):
+            if ts is not None:
+                self.cut(keys, ts).masked_fill_(piece == -INF, 0.0)
+        if ts is not None and any(m.hides for m in node.modifiers):
             ts.masked_fill_(s == -INF, 0.0)
         return both
 
@@ -247,13 +248,10 @@ class Here:
 
     def draw(self, at: Place, compare: Compare) -> torch.Tensor:
         """Dropout's draws for a part of this tile, [batch,heads,rows,keys]."""
-        given, node = self.call.given, self.tiles.problem.node
+        node, call = self.tiles.problem.node, self.call
         assert at.ranges is not None
-        assert given.seed is not None
-        assert given.offset is not None
-        seed = int(given.seed), int(given.offset)
         ranges, H, period = place_in_whole(node.origin, at.ranges, at.H)
-        return draw(node.dropout, seed, ranges, H, self.call.scratch, compare, period)
+        return draw(node.dropout, call.seed, ranges, H, call.scratch, compare, period)
 
     def dropped_(self, *weights: torch.Tensor) -> None:
         """p -> p * z / (1 - rate), of each p, by the same z."""
@@ -334,7 +332,7 @@ class Here:
     @property
     def queries(self) -> Dual[torch.Tensor]:
         """This tile's rows of q."""
-        return self.load_each("q", Dual(self.call.given.q, self.call.moved.q))
+        return self.load_both("q", self.call.given.q, self.call.moved.q)
 
     # Its gradient
 
@@ -343,7 +341,8 @@ class Here:
         its tangent, by those of AttentionJvp."""
         read, roles = self.call.read, self.tiles.problem.node.roles
         assert read is not None
-        lse, do = self.load_each("lse", read.lse), self.load_each("do", read.do)
+        lse = self.load_both("lse", read.lse.value, read.lse.tangent)
+        do = Dual(self.load_known("do", read.do.value), self.load_known("tdo", read.do.tangent))
         for x in (lse.tangent, *do.known):
             if x is not None:
                 self.clear(x)
@@ -359,7 +358,7 @@ class Here:
         """delta - dlse [n,L,1]; without delta if it is to be summed from p dp."""
         surplus, o = self.rooms("delta", 1), ZERO
         if not self.tiles.weighs_cotangents and do.known:
-            o = self.load_each("o", read.o)
+            o = self.load_both("o", read.o.value, read.o.tangent)
         if surplus.tangent is not None:  # first: o is overwritten then
             pairs, room = moves_of(o, do), self.room("to", self.tiles.problem.E)
             self.sum_products(surplus.tangent, pairs, room, read.dlse.tangent)

@@ -292,6 +292,13 @@ class Call:
         return cls(tiles, scratch, given, moved, k, v, read, places, divides)
 
     @cached_property
+    def seed(self) -> tuple[int, int]:
+        """The seed and the offset of dropout."""
+        assert self.given.seed is not None
+        assert self.given.offset is not None
+        return int(self.given.seed), int(self.given.offset)
+
+    @cached_property
     def moves_scores(self) -> bool:
         """True if a score moves: not if v and the sinks alone have tangents."""
         parts = (x for each in self.moved.modifiers for x in each.values())

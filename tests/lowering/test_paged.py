@@ -305,6 +305,14 @@ def test_the_order_and_number_of_sequences_change_no_bit_of_one(
             assert torch.equal(other.gather(moved[name]), case.gather(grads[name])[order])
 
 
+def test_sinks_have_a_gradient_through_lse_by_blocks_too() -> None:
+    shape, layout = Shape(2, 4, 2, 2, 48, 8, 8), Layout(16, False, True, False)
+    sinks, batch = SPEC((4,), torch.float32), Batch((2, 2), (48, 30), ((0, 0), (0, 0)), False)
+    options = {"mask": None, "align": "bottom_right", "stats": True, "sinks": sinks}
+    case = make_case(batch, layout, shape, torch.float32, options, 0)
+    check_gradients(case, ag.compile(case.graph, target=CPU), 0)
+
+
 def test_a_page_that_many_name_gets_the_sum() -> None:
     table = torch.tensor([[0, 2], [2, 2]])
     x = torch.arange(4.0).view(2, 1, 2, 1)

@@ -264,6 +264,10 @@ TALL = {
     for name, shape in {"q": (4, 8, 400, 64), "k": (4, 1, 64, 64), "v": (4, 1, 64, 64)}.items()
 }
 TALL["bias"] = ag.TensorSpec((4, 1, 400, 64), torch.bfloat16)
+FLAT = {
+    name: ag.TensorSpec((4, H, n, 64), torch.float16)
+    for name, H, n in (("q", 8, 400), ("k", 1, 32), ("v", 1, 32))
+}
 
 
 SHARED, PAIRS = (
@@ -324,7 +328,8 @@ NONE = set[str]()
     ("dense", BIASED), None, {"sinks"}, None, "some", 0
 )  # sums of a bias beside those of sinks
 @example(("dense", CORNER), BOTTOM, NONE, ("math",), "some", 0)  # o of a tile at a time
-@example(("dense", TALL), None, {"sinks"}, ("math",), "some", 0)  # no sums any more beside sinks'
+@example(("dense", TALL), None, {"sinks"}, ("math",), "some", 0)  # sums of a bias and of sinks
+@example(("dense", FLAT), None, {"sinks"}, ("math",), "some", 0)  # o once more, for sinks
 @example(dense(BF16, BIG, bias=BIAS), None, NONE, ("math",), "some", 0)
 @example(dense(HALF16, FEW, bias=ROW_BIAS), None, {"soft_cap"}, None, "some", 0)
 @example(dense(BF16, BIG, keep=PLACES), None, {"sinks"}, None, "some", 0)
