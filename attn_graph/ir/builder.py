@@ -488,5 +488,6 @@ def unknown_arguments(
 ) -> list[str]:
     """Messages for names that neither an attention nor its mask nor its modifiers read."""
     known = {*EXTRA, *read_by(mask, modifiers)}
-    own = known | signature(attention).parameters.keys()
-    return [unknown_argument(name, sorted(own)) for name in sorted({*names} - known)]
+    unknown = sorted({*names} - known)
+    own = known | signature(attention).parameters.keys() if unknown else known
+    return [unknown_argument(name, sorted(own)) for name in unknown]

@@ -8,7 +8,7 @@ not a part of the call, so one plan serves batches of any number of rows. It see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import final
 
 import torch
@@ -52,7 +52,7 @@ class CudnnSequences:
     gapless: tuple[str, ...] = ()
     alike: bool = False
 
-    @property
+    @cached_property
     def totals(self) -> dict[str, int]:
         """T of each packed side."""
         both = {"rows": self.rows, "keys": self.keys}
