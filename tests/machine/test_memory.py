@@ -296,7 +296,7 @@ def told_at_most(plan: ag.Plan, specs: dict[str, Any], mask: ag.Mask | None) -> 
     if mask is not None and not specs.keys().isdisjoint({"kv_lengths", "kv_starts"}):
         return 4.0
     two = "keep" in specs or any("records" in note for note in plan.explain().notes)
-    return 1.7 if two or mask == WINDOW or specs["q"].dtype == torch.bfloat16 else 1.4
+    return 1.7 if two or specs["q"].dtype == torch.bfloat16 else 1.4
 
 
 def dense(
