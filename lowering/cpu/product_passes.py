@@ -1,7 +1,6 @@
 """Attention and its derivatives by matrix products: one loop over tiles for all four passes.
 
-In forward mode each block of a tile has a block of tangents beside it, and the tangent of a product
-is two products.
+In forward mode each block has a block of tangents, and a product's tangent is two products.
 """
 
 from __future__ import annotations
@@ -119,14 +118,14 @@ class Here:
     def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's queries of x [B,H,M,D], gathered in a buffer as [n,L,D]."""
         room = self.room(name, x.shape[3])
-        self.heads(room).copy_(self.slot.rows(x))
+        room.view(self.slot.grid).copy_(self.slot.rows(x))
         return room
 
     def load_known(self, name: str, x: Maybe) -> Maybe:
         return None if x is None else self.load(name, x)
 
     def load_both(self, name: str, x: torch.Tensor, moved: Maybe) -> Dual[torch.Tensor]:
-        return Dual(self.load(name, x), self.load_known(f"t{name}", moved))
+        return Dual(self.load(name, x), None if moved is None else self.load(f"t{name}", moved))
 
     def spread(self, x: Maybe) -> Maybe:
         """A number of each head, x [H], as [n,L,1]."""
@@ -139,7 +138,8 @@ class Here:
     @cached_property
     def sinks(self) -> Dual[Maybe]:
         """The sink of each row, [n,L,1] in the dtype of scores."""
-        return Dual(self.spread(self.call.given.sinks), self.spread(self.call.moved.sinks))
+        sinks, moved = self.call.given.sinks, self.call.moved.sinks
+        return ZERO if sinks is None else Dual(self.spread(sinks), self.spread(moved))
 
     def clear(self, x: torch.Tensor) -> torch.Tensor:
         """x [n,L,.] with 0, in place, in the rows without keys."""
@@ -201,7 +201,7 @@ class Here:
                 self.save(f"tstep{i}", ts)
         for at, part in self.slot.mixed:
             keys = slice(at, at + len(part))
-            piece = self.heads(s)[..., keys]
+            piece = s.view(self.slot.grid)[..., keys]
             hide_(piece, self.tiles.bits(self.slot, part, self.call.places, piece))
             if ts is not None:
                 self.cut(keys, ts).masked_fill_(piece == -INF, 0.0)
@@ -283,14 +283,13 @@ class Here:
     def attend(self, results: Tensors) -> None:
         """Fill this tile's rows of the results, by name."""
         o, lse = self.rooms("o", self.tiles.problem.E), self.rooms("lse", 1)
-        take = self.softmax if self.slot.tile.parts else self.see_nothing
-        take(o, lse, results)
+        (self.softmax if self.slot.tile.parts else self.see_nothing)(o, lse, results)
         if o.tangent is not None and lse.tangent is not None:
             o.tangent.addcmul_(o.value, lse.tangent, value=-1)
             results["to"].copy_(self.heads(o.tangent))
             results["tlse"].copy_(self.heads(lse.tangent)[..., 0])
-        results["o"].copy_(self.heads(o.value))
-        results["lse"].copy_(self.heads(lse.value)[..., 0])
+        results["o"].copy_(o.value.view(self.slot.grid))
+        results["lse"].copy_(lse.value.view(self.slot.grid)[..., 0])
 
     def see_nothing(self, o: Dual[torch.Tensor], lse: Dual[torch.Tensor], results: Tensors) -> None:
         """`softmax` of a tile without keys."""
@@ -313,7 +312,8 @@ class Here:
         """o [n,L,E] and lse [n,L,1] of a tile with keys, and the statistics beside them; of the
         tangent of o the part sum_j p z (ts v + tv)."""
         s, total, v = self.scores(self.queries), self.room("total", 1), self.call.v
-        self.take_statistics(self.heads(s.value), results)
+        if self.tiles.more:
+            self.take_statistics(self.heads(s.value), results)
         own = products.softmax_(s.value, lse.value, total, self.sinks.value)
         if s.tangent is not None and lse.tangent is not None:
             torch.sum(s.tangent.mul_(s.value), -1, keepdim=True, out=lse.tangent)
