@@ -46,24 +46,17 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-Built = dict[Any, cudnn_plan.CudnnPlan]  # by all that cuDNN is given
-
-
-@pytest.fixture(scope="module")
-def built() -> Built:
-    """The plans of this file's tests."""
-    return {}
+built: dict[Any, cudnn_plan.CudnnPlan] = {}  # in this file, by all that cuDNN is given
 
 
 @pytest.fixture(autouse=True)
-def built_once(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN builds each plan for the first test alone that needs it."""
     build = cudnn_plan.build_away
 
     def build_once(call: CudnnCall, *where: Any) -> cudnn_plan.CudnnPlan:
         key = str(call.plain), *where
-        if key not in built:
-            built[key] = build(call, *where)
+        built[key] = built.get(key) or build(call, *where)
         return built[key]
 
     monkeypatch.setattr(cudnn_plan, "build_away", build_once)
@@ -459,7 +452,7 @@ MISSING: dict[str, tuple[str, Callable[[str], object] | None, Target, str]] = {
 
 @pytest.mark.parametrize("name", MISSING)
 def test_what_is_missing_is_a_reason(
-    name: str, store: Store, built: Built, monkeypatch: pytest.MonkeyPatch
+    name: str, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built.clear()
     place, stand_in, target, words = MISSING[name]
@@ -479,7 +472,7 @@ def test_such_a_gpu_is_explained_all_the_same() -> None:
 
 
 def test_a_stored_plan_that_cudnn_does_not_take_back_is_a_miss(
-    store: Store, built: Built, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where it would be loaded: with a version that is nowhere installed."""
     planned(store=store)
