@@ -64,7 +64,7 @@ class CpuRates:
     """How fast a thread of some CPUs is, in units of rates.toml."""
 
     native_half: bool
-    kernel_call: float
+    kernel_row: float
     product_call: float
     look: float
     f32: float

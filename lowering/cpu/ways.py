@@ -137,26 +137,31 @@ def kernel_seconds(case: CpuCase) -> float:
 
 
 def sdpa_seconds(case: CpuCase) -> float:
-    """The price of one call on operands in their own dtype. In half precision the kernel converts k
-    and v for each block of queries, unless it multiplies bfloat16."""
+    """The price of one call on operands in their own dtype."""
     p = case.problem
-    converts = p.dtype == torch.float16 or (p.dtype != p.wide and p.grad is not None)
-    blocks = -(-p.M // DATA_ROWS) if converts else 0
-    more = blocks * count_numbers(p) / case.rates.kernel_reads
+    more = convert_seconds(case) if p.grad is not None and p.dtype != p.wide else 0.0
     return pulls(p) * (kernel_pass(case) + more)
 
 
+def convert_seconds(case: CpuCase) -> float:
+    """k and v made float32 for each block of queries."""
+    return -(-case.problem.M // DATA_ROWS) * count_numbers(case.problem) / case.rates.kernel_reads
+
+
 def kernel_pass(case: CpuCase) -> float:
+    """In float16 the kernel converts k and v; it multiplies bfloat16."""
     p, rates, mask = case.problem, case.rates, case.problem.node.mask
-    computes = prod(p.sizes) * score_seconds(p, rates)
+    reads = count_numbers(p) / rates.kernel_reads
+    once = p.B * p.H * p.M * rates.kernel_row
+    once += convert_seconds(case) if p.dtype == torch.float16 and p.grad is None else 0.0
     touches = 1 if p.grad is None else 2  # gradients of k and v too
-    computes += touches * p.H // p.G * count_numbers(p) / rates.kernel_reads
+    computes = prod(p.sizes) * score_seconds(p, rates) + touches * p.H // p.G * reads
     if mask is None or not mask.needs:
-        return rates.kernel_call + share_seen(p) * computes
+        return once + share_seen(p) * computes
     whole = rates.look + rates.hides * prod(p.sizes) + computes
     if any(isinstance(leaf, Keep) for leaf in leaves(mask)) or not looks_pay(p, rates):
-        return rates.kernel_call + whole
-    return rates.kernel_call + count_looks(p) * rates.look + computes / 2
+        return once + whole
+    return once + count_looks(p) * rates.look + computes / 2
 
 
 def rows_seconds(case: CpuCase) -> float:
@@ -171,7 +176,7 @@ def rows_pass(case: CpuCase, share: float) -> float:
     dtype = p.wide if p.dtype == torch.float16 else p.dtype
     computes = compute_seconds(case, dtype, dtype)
     computes += count_numbers(p) * dtype.itemsize / rates.product_reads
-    calls = p.B if cuts else 1
+    calls = p.B if cuts else count_calls(p)
     return calls * rates.product_call + computes * (0.5 if cuts else share)
 
 
@@ -183,7 +188,7 @@ def products_seconds(case: CpuCase) -> float:
     computes = compute_seconds(case, factors, p.wide)
     computes += count_numbers(p) / reads
     copied = gap_bytes(p) / rates.copies if factors != p.wide else 0.0
-    again = 3 * rates.product_call + share_seen(p) * computes + copied
+    again = 3 * count_calls(p) * rates.product_call + share_seen(p) * computes + copied
     once = pulls(p) * again + hide_seconds(case, by_tile=True)
     return (COPIED if factors != p.dtype and p.grad is None else 1) * once
 
@@ -220,6 +225,11 @@ def count_numbers(problem: Problem) -> int:
 def gap_bytes(problem: Problem) -> int:
     """Bytes of q, k and v copied for products, as oneDNN needs them without gaps."""
     return sum(spec.type.bytes for spec in problem.specs[:3] if not lies_flat(spec))
+
+
+def count_calls(problem: Problem) -> int:
+    """Of one product: operands with gaps between heads are multiplied entry by entry."""
+    return problem.B if gap_bytes(problem) else 1
 
 
 def share_seen(problem: Problem) -> float:
