@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from attrs import evolve
 
-from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.scaling import Quantise
-from attn_graph.lowering.backend import Backend, Executable, Options
+from attn_graph.lowering.backend import Executable
 from attn_graph.machine.sizes import format_bytes
-from attn_graph.machine.target import Target
 
 Tensors = Sequence[torch.Tensor]
 
@@ -26,31 +24,6 @@ def cut_last(graph: Graph) -> Graph | None:
     last, outs = graph.numbered[-1]
     others = tuple(i for i in graph.outputs if i not in outs)
     return Graph(graph.inputs, graph.eqns[:-1], (last.args[0], *others))
-
-
-def finishes(backend: Backend) -> Backend:
-    """A backend that gets graphs without a last step that quantises o, which PyTorch runs.
-
-    For backends without `foresees`.
-    """
-
-    def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason | str]:
-        yield from backend.why_not(cut_last(graph) or graph, target, options)
-
-    def lower(graph: Graph, target: Target, options: Options) -> Executable:
-        inner = cut_last(graph)
-        lowered = backend.lower(inner or graph, target, options)
-        return finish(lowered, graph, inner) if inner else lowered
-
-    def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
-        inner = cut_last(graph)
-        lowered = backend.lower_any(inner or graph, target, options)
-        return finish(lowered, graph, inner) if inner and lowered else lowered
-
-    def variants(graph: Graph, target: Target, options: Options) -> Sequence[str]:
-        return backend.variants(cut_last(graph) or graph, target, options)
-
-    return evolve(backend, why_not=why_not, lower=lower, lower_any=lower_any, variants=variants)
 
 
 def finish(lowered: Executable, graph: Graph, inner: Graph) -> Executable:

@@ -25,7 +25,6 @@ from attn_graph.spec import (
     memory_order,
     new_strides,
 )
-from attn_graph.spec.formulas import decide, follows_sizes, is_one
 
 T = TypeVar("T")
 ROWS = ("o", "dq", "dk", "dv")  # results stored by rows of a head
@@ -169,17 +168,14 @@ class Problem:
 
     @cached_property
     def mask_has_blind_rows(self) -> bool:
-        """True if the mask alone may leave a query no key. A mask with tensors may, if only a call
-        tells the sizes."""
+        """True if the mask alone may leave a query no key."""
         mask = self.node.mask
         if mask is None or mask.needs:
-            return mask is not None and (
-                follows_sizes((self.sizes, mask)) or not sees_everywhere(self)
-            )
+            return mask is not None and not sees_everywhere(self)
         strip = mask.strip(Place(0, 0, 0, 0, self.H, self.M, self.N))
         if strip is not None:
             return not strip_sees_everywhere(strip, self.M, self.N)
-        return not decide(sees_everywhere, self)
+        return not sees_everywhere(self)
 
     @cached_property
     def layout_of_o(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -334,7 +330,7 @@ def is_misaligned(spec: TensorSpec) -> bool:
 
 
 def is_broadcast(spec: TensorSpec) -> bool:
-    return any(s == 0 and not is_one(n) for n, s in zip(spec.shape, spec.strides, strict=True))
+    return any(s == 0 and n != 1 for n, s in zip(spec.shape, spec.strides, strict=True))
 
 
 def has_flash_order(q: TensorSpec) -> bool:
@@ -343,7 +339,7 @@ def has_flash_order(q: TensorSpec) -> bool:
     `empty_like` makes it, gaps or not; axes of one stride, and broadcast ones, get an order of
     their own.
     """
-    strides = [s for n, s in zip(q.shape, q.strides, strict=True) if not is_one(n)]
+    strides = [s for n, s in zip(q.shape, q.strides, strict=True) if n != 1]
     return q.is_dense or (0 not in strides and len({*strides}) == len(strides))
 
 

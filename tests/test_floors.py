@@ -42,7 +42,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.masks.*",),
     ("attn_graph.machine.*", "attn_graph.kernels.*"),
     ("attn_graph.spec",),
-    ("attn_graph.spec.dims", "attn_graph.spec.formulas"),
+    ("attn_graph.spec.dims",),
     ("attn_graph.spec.nested",),
     ("attn_graph.printing.*", "attn_graph.errors"),
 )

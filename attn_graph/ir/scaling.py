@@ -10,7 +10,6 @@ from attrs import frozen
 
 from attn_graph.ir.graph import Emit, Gradients, Graph, Op, Values
 from attn_graph.spec import QUANTISED, ValueType, accumulator
-from attn_graph.spec.formulas import is_one
 
 SCALES = ("q_scale", "k_scale", "v_scale")
 KEY_SCALES = SCALES[1:]
@@ -176,5 +175,5 @@ def weights_dtype(graph: Graph, precision: str) -> torch.dtype | None:
 def scales_fit(scale: tuple[int, ...], x: tuple[int, ...]) -> bool:
     """True if a scale of this shape fits a tensor: each axis full or 1, the last 1."""
     return len(scale) == len(x) and all(
-        is_one(n) or n == m for n, m in zip(scale, (*x[:-1], 1), strict=True)
+        n == 1 or n == m for n, m in zip(scale, (*x[:-1], 1), strict=True)
     )

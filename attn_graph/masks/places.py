@@ -11,7 +11,6 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.spec.formulas import is_one
 
 Term = Any  # an operand of Python's operators: an integer, a tensor, or a symbol of generated code
 
@@ -279,7 +278,7 @@ class Place:
         if n == len(index):
             return tensor[tuple(slots)]
         pairs = zip(index, tensor.shape, strict=True)
-        return read_at(tensor, tuple(0 if is_one(n) else x for x, n in pairs))
+        return read_at(tensor, tuple(0 if n == 1 else x for x, n in pairs))
 
     def add(self, total: Term, share: Term, h: Term, n: Term) -> None:
         """Add each place's share [b,h,i,j] to total [H|1, entries] at (h, n), in a fixed order.

@@ -30,7 +30,6 @@ FOR_GPUS = (
     "attn_graph.lowering.fa4.offline",
     "attn_graph.lowering.fa4.run",
     "attn_graph.lowering.triton.offline",
-    "attn_graph.lowering.triton.sized",
     "attn_graph.planner.device_test",
 )
 Backends = tuple[str | Backend, ...]

@@ -15,7 +15,6 @@ from torch.autograd import forward_ad
 
 from attn_graph.errors import ArgumentError, GraphError, show
 from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, to_index
-from attn_graph.spec.formulas import SizeFormula, is_one
 
 DTYPES = {
     "f16": torch.float16,
@@ -40,9 +39,9 @@ MOST_INT32, MOST_INT64 = 2**31 - 1, 2**63 - 1  # the latter of sizes and strides
 
 
 def to_integer(value: object) -> int | None:
-    """A whole number (2.0 too) as an int; a Dim or a formula unchanged; None for others."""
-    if isinstance(value, Dim | SizeFormula):
-        return value  # type: ignore[return-value]  # formulas stand for integers
+    """A whole number (2.0 too) as an int; a Dim unchanged; None for others."""
+    if isinstance(value, Dim):
+        return value  # it stands for an integer
     number = to_index(value)
     if number is None and isinstance(value, Real) and float(value).is_integer():
         return int(value)  # type: ignore[call-overload, no-any-return]  # a number
@@ -283,7 +282,7 @@ def normalise_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int
     """Strides, with 0 for axes of size 1 and for empty tensors."""
     empty = 0 in shape
     pairs = zip(shape, strides, strict=True)
-    return tuple([0 if empty or is_one(n) else s for n, s in pairs])
+    return tuple([0 if empty or n == 1 else s for n, s in pairs])
 
 
 def memory_order(spec: TensorSpec) -> tuple[int, ...]:
@@ -293,7 +292,7 @@ def memory_order(spec: TensorSpec) -> tuple[int, ...]:
 
 def new_strides(spec: TensorSpec) -> tuple[int, ...]:
     """Strides for a new tensor: without gaps if the spec has none, along axes of size 1 too."""
-    if 0 not in spec.shape and not any(map(is_one, spec.shape)):
+    if 0 not in spec.shape and 1 not in spec.shape:
         return spec.strides
     dense = dense_strides(spec.shape, memory_order(spec))
     return dense if normalise_strides(spec.shape, dense) == spec.strides else spec.strides
@@ -305,7 +304,7 @@ def order_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     Axes of size 1 stay in place. A tensor that broadcasts or is empty is in logical order.
     """
     axes = range(len(shape))
-    long = [a for a in axes if not is_one(shape[a])]
+    long = [a for a in axes if shape[a] != 1]
     if 0 in shape or 0 in [strides[a] for a in long]:
         return tuple(axes)
     ranked = iter(sorted(long, key=[-s for s in strides].__getitem__))

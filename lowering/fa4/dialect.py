@@ -26,7 +26,6 @@ from attn_graph.lowering.triton.symbols import (
 )
 from attn_graph.masks.places import Untraceable
 from attn_graph.spec import MOST_INT32, TensorSpec
-from attn_graph.spec.formulas import is_one
 
 CUTE = Dialect(
     forms={
@@ -110,7 +109,7 @@ def read_axes_of(spec: TensorSpec) -> tuple[list[int], int]:
     Raises Untraceable if two axes have stride 1.
     """
     pairs = enumerate(zip(spec.shape, spec.strides, strict=True))
-    kept = [n for n, (size, stride) in pairs if not is_one(size) and stride != 0]
+    kept = [n for n, (size, stride) in pairs if size != 1 and stride != 0]
     unit = sum(spec.strides[n] == 1 for n in kept)
     if unit > 1:
         raise Untraceable(f"{spec} has two axes of stride 1, and FlashAttention 4 takes one")

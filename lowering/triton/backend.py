@@ -15,7 +15,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.lowering.backend import Backend, Executable, Options
-from attn_graph.lowering.finishing import finishes
+from attn_graph.lowering.finishing import cut_last, finish
 from attn_graph.lowering.problem import ROWS, Problem, returns_lse
 from attn_graph.lowering.reasons import (
     missing_library,
@@ -56,6 +56,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if target.kind == "cpu" and not target.interprets:
         yield evolve(no_gpu(target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
+    graph = cut_last(graph) or graph
     parts = [part.work for part in split_graph(graph)]
     against = [*target_reasons(target)]
     if not parts:
@@ -181,11 +182,12 @@ def trace_once(work: Work) -> DeviceCode:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    """The launches of each equation, in their order."""
-    parts = split_graph(graph)
-    if len(parts) == 1:
-        return lower_part(parts[0], target, options)
-    return join_parts(graph, parts, [lower_part(part, target, options) for part in parts])
+    """The launches of each equation, in their order, and a pass of its own to quantise o."""
+    inner = cut_last(graph) or graph
+    parts = split_graph(inner)
+    each = [lower_part(part, target, options) for part in parts]
+    lowered = each[0] if len(parts) == 1 else join_parts(inner, parts, each)
+    return lowered if inner is graph else finish(lowered, graph, inner)
 
 
 def lower_part(part: Single, target: Target, options: Options) -> Executable:
@@ -205,25 +207,6 @@ def lower_part(part: Single, target: Target, options: Options) -> Executable:
         write=None if second else partial(write_named, infer, part.graph.result_names),
         prepare=lambda: compile_kernels(flash),
     )
-
-
-def lower_formulas(graph: Graph, target: Target, options: Options) -> Executable | None:
-    """The launches for any sizes. None for other derivatives, planned for one size, and if no
-    kernel follows the sizes by name in a mask or a modifier."""
-    parts = split_graph(graph)
-    if len(parts) != 1 or not isinstance(parts[0].work, Layout):
-        return None
-    from attn_graph.lowering.triton.sized import SizedCalls
-    from attn_graph.masks.places import Untraceable
-
-    try:
-        calls = SizedCalls.of(parts[0].graph, parts[0].work, target, options)
-    except Untraceable:
-        return None
-    saves = graph.is_gradient or returns_lse(graph)
-    infer = calls.run if saves else calls.infer
-    write = partial(write_named, infer, graph.result_names)
-    return Executable(calls.run, infer=infer, write=write)
 
 
 def join_parts(graph: Graph, parts: Sequence[Single], lowered: Sequence[Executable]) -> Executable:
@@ -347,6 +330,4 @@ def tile_reach(layout: Layout, name: str, spec: TensorSpec) -> int:
     return (MOST_ROWS - 1) * strides[2] + (spec.shape[-1] - 1) * strides[-1]
 
 
-BACKEND = finishes(
-    Backend("triton", why_not, lower, variants=variants, lower_any=lower_formulas, lays=lays)
-)
+BACKEND = Backend("triton", why_not, lower, variants=variants, lays=lays)

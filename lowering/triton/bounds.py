@@ -18,7 +18,6 @@ from attn_graph.lowering.triton.symbols import Code, Symbol
 from attn_graph.masks import Mask
 from attn_graph.masks.joins import And, Or, flatten_join
 from attn_graph.masks.places import Place, Strip, Term, maximum, minimum, tighter
-from attn_graph.spec.formulas import highest, lowest
 
 
 @final
@@ -146,7 +145,7 @@ def near(x: Term | None, at: Place, code: Code) -> Symbol | None:
     if x is None:
         return None
     if not isinstance(x, Symbol):
-        return code.argument(code.numbers.add(highest(-at.M, lowest(x, at.N))), axes="-")
+        return code.argument(code.numbers.add(max(-at.M, min(x, at.N))), axes="-")
     least, most = code.argument("-M", axes="-"), code.argument("N", axes="-")
     return in_32_bits(x.maximum(least).minimum(most))
 
@@ -154,7 +153,7 @@ def near(x: Term | None, at: Place, code: Code) -> Symbol | None:
 def end(x: Term, size: int, name: str, code: Code) -> Symbol:
     """The end of a sequence in 32 bits, at most its `size`, the argument `name`."""
     if not isinstance(x, Symbol):
-        return code.argument(code.numbers.add(highest(0, lowest(x, size))), axes="-")
+        return code.argument(code.numbers.add(max(0, min(x, size))), axes="-")
     return in_32_bits(x.minimum(code.argument(name, axes="-")).unary("tl.maximum({0}, 0)"))
 
 

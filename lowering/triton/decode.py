@@ -27,7 +27,6 @@ from attn_graph.lowering.triton.programs import places_of, reads_v_in_k, table_w
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Buffer
-from attn_graph.spec.formulas import defer
 
 FIXED_KEYS = 512  # of a part, if its bits may not depend on the batch
 WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
@@ -80,8 +79,8 @@ def divide_keys(
         return KeyDivision(tile, rows, -(-tiles // each), each)
     each = -(-least_part(target, tile.block_n) // tile.block_n)
     programs = p.B * p.G * -(-rows // tile.block_m)
-    sizes = programs, places_of(target, tile) or 1, -(-tiles // each)
-    division = KeyDivision(tile, rows, defer(lambda x: choose_parts(*x), sizes), each)
+    parts = choose_parts(programs, places_of(target, tile) or 1, -(-tiles // each))
+    division = KeyDivision(tile, rows, parts, each)
     worth = division.parts > 1 or WORTH * rows <= p.N
     while most is not None and division.parts > 1 and division.scratch(p) > most:
         division = evolve(division, parts=division.parts // 2)

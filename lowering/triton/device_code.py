@@ -37,7 +37,6 @@ from attn_graph.masks import Mask
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Place, Untraceable
 from attn_graph.spec import INF, MOST_INT32, TensorSpec
-from attn_graph.spec.formulas import capacity, is_one
 
 WHERE = "b, h, i, j, M, N, data, numbers"
 UNBOUNDED = ("-FAR", "FAR", "N", "M")  # the bounds of an open strip; FAR: kernels/common.py
@@ -142,7 +141,7 @@ class Tracer:
     def start(self) -> Code:
         """The code of a function, still empty."""
         p, half = self.problem, self.problem.dtype.itemsize == 2
-        return Code(self.numbers, half, size_reach(p.B, p.H, p.M, p.N), self.dialect)
+        return Code(self.numbers, half, max(p.B, p.H, p.M, p.N), self.dialect)
 
     def place(self, code: Code) -> Place:
         """The symbols for a place: b, h, i and j."""
@@ -334,7 +333,7 @@ class Tracer:
         modifier.collect({name: total}, as_tensor(ds), at)  # type: ignore[dict-item]  # a total
         share = total.sum[0] if total.sum else ds * 0.0
         pairs = zip(total.axes, spec.shape, strict=False)
-        axes = "".join(a for a, n in pairs if not is_one(n))
+        axes = "".join(a for a, n in pairs if n != 1)
         source = code.write_function("collect", arguments, *first, share)
         if not total.column:
             return Contribution(source, axes, spec)
@@ -361,7 +360,7 @@ class Total:
     def add_at(self, share: Symbol, h: Symbol, n: Symbol) -> None:
         """Add to column n of a table [H|1, entries]: once, unless it has one column."""
         self[h, 0].__iadd__(share)
-        if not is_one(self.shape[1]):
+        if self.shape[1] != 1:
             self.column.append(n)
 
     def __getitem__(self, index: tuple[object, ...]) -> Total:
@@ -444,11 +443,6 @@ def moved_axes(problem: Problem, moved: Moved | None) -> list[str]:
     """The axes, of "bhij", of the same tensors."""
     pairs = zip(problem.node.modifiers, moved or (), strict=moved is not None)
     return [x.needs[name].axes for x, tensors in pairs for name in tensors]
-
-
-def size_reach(*sizes: int) -> int:
-    """The largest of sizes. They may be formulas."""
-    return max(map(capacity, sizes))
 
 
 def element_reach(spec: TensorSpec, owner: Mask | Modifier | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import least_seconds, peak_of
@@ -68,7 +68,7 @@ def is_decoding(problem: Problem) -> bool:
 @final
 @frozen
 class Division:
-    """The division of a block's work among programs: equal by tile, splits and parts.
+    """The division of a block's work among programs.
 
     splits: how many programs share the query heads of a group, of dk and dv. parts: how many then
     share the other side's tiles. scratch: bytes of the sums to join. note: for `explain`.
@@ -77,17 +77,13 @@ class Division:
     tile: Tiling
     splits: int = 1
     parts: int = 1
-    scratch: int = field(default=0, eq=False)
-    note: str = field(default="", eq=False)
+    scratch: int = 0
+    note: str = ""
 
     @property
     def summands(self) -> int:
         """How many sums are put together; 1: programs write results themselves."""
         return self.splits * self.parts
-
-    def of_few_parts(self) -> Division:
-        """A division of at most two parts, with the launches of any number of them."""
-        return evolve(self, parts=min(self.parts, 2))
 
 
 def divide_work(

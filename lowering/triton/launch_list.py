@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +35,6 @@ from attn_graph.machine.workspace import Buffer
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Untraceable
 from attn_graph.spec import dense_strides
-from attn_graph.spec.formulas import defer, is_one
 
 Fixed = dict[str, Any]  # arguments of a kernel
 PLACED = (
@@ -77,7 +74,7 @@ class LaunchList:
     invariant: bool = False
     layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
     push: Push | None = None
-    division_notes: list[Callable[[], str]] = field(factory=list)
+    notes: list[str] = field(factory=list)
     launches: list[Launch] = field(factory=list)
     buffers: dict[str, Buffer] = field(factory=dict)
     tables: dict[str, torch.Tensor] = field(factory=dict)
@@ -231,11 +228,10 @@ class LaunchList:
             shape = None  # then from `span` and `surely`, for whatever the data may be
         if shape is None:
             first = not self.layout.sides
-            make = partial(list_ahead, tiling=tiling, by_keys=by_keys, longest_first=first)
-            self.tables[name] = defer(make, self.problem)
+            self.tables[name] = list_ahead(self.problem, tiling, by_keys, longest_first=first)
             shape = (1, 1, *shape_of_lists(self.problem, tiling, by_keys))
         strides = dense_strides(shape)[:3]
-        strides = tuple(0 if is_one(n) else s for n, s in zip(shape, strides, strict=False))
+        strides = tuple(0 if n == 1 else s for n, s in zip(shape, strides, strict=False))
         return {"lists_ptr": name}, {"lists_strides": strides, "LISTED": True}
 
     def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:

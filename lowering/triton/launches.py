@@ -15,7 +15,6 @@ from attn_graph.lowering.problem import ALIGNED
 from attn_graph.lowering.triton.device_code import compile_text
 from attn_graph.machine.imports import load_modules
 from attn_graph.spec import TensorSpec
-from attn_graph.spec.formulas import is_one
 
 HOMES = {
     "forward": "forward",
@@ -101,7 +100,7 @@ class Descriptor:
         strides: tuple[int, ...] = (1,)
         dense = -(-spec.shape[3] // step) * step
         for n, s in [*zip(spec.shape[:3], spec.strides, strict=False)][::-1]:
-            strides = (dense if is_one(n) else s, *strides)
+            strides = (dense if n == 1 else s, *strides)
             dense = n * strides[0]
         return cls(name, spec.shape, strides, (1, 1, rows, width))
 

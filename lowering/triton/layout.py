@@ -29,7 +29,6 @@ from attn_graph.lowering.problem import (
     sole,
 )
 from attn_graph.spec import MOST_INT32, TensorSpec
-from attn_graph.spec.formulas import capacity
 
 MOST_BATCH = 2 * 4096  # more than AT_ONCE of kernels/sequences.py
 FAR = 2**30  # beyond every position, as in kernels/common.py
@@ -239,12 +238,11 @@ class Layout:
 
     def sizes(self) -> dict[str, int | tuple[int, ...] | None]:
         """Facts of packed tensors for kernels, by parameter."""
-        sequences = 1 << (capacity(self.problem.B) + 1).bit_length()
         return {
             "B": self.problem.B,
             "T": self.T,
             "T_KEYS": self.T_keys,
-            "BATCH": min(sequences, MOST_BATCH) if self.sides else 0,
+            "BATCH": batch_room(self.problem.B) if self.sides else 0,
             "q_steps": self.steps("rows"),
             "kv_steps": self.steps("keys"),
         }
@@ -280,6 +278,11 @@ class Layout:
                 yield Reason(f"page_rows.{name}", limit, f"{name} is {x}")
         if not self.specs[1].shape[0]:
             yield Reason("pool", "needs a page at least", f"k is {self.specs[1]}")
+
+
+def batch_room(sequences: int) -> int:
+    """How many starts of sequences a program reads at once: few sizes, since each is a kernel."""
+    return next((room for room in (2**5, 2**8, 2**11) if room >= sequences + 2), MOST_BATCH)
 
 
 def sums_pages(layout: Layout) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from math import prod
 from typing import final
 
 import torch
-from attrs import Factory, define, evolve, field, frozen
+from attrs import Factory, define, field, frozen
 
 from attn_graph.ir.packed import LENGTHS
 from attn_graph.kernels.tilings import (
@@ -52,7 +52,6 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import TensorSpec, dense_strides
-from attn_graph.spec.formulas import decide, defer
 
 FORWARDS = ("forward", "merge_parts")  # they store lse, or lse of parts
 NOT_INVARIANT = "the order of sums would follow the batch, which batch_invariant=True forbids"
@@ -65,8 +64,8 @@ class Flash:
     """Launches in order, the name of each tensor they read, and scratch buffers by name.
 
     precision: of products of float32. tables: lists of tiles made in planning, by name. results:
-    shape, strides and dtype of each result, by name. division_notes: lines for `explain` about
-    divided work. push: the moving operands, in forward mode.
+    shape, strides and dtype of each result, by name. division: how the work of blocks is divided,
+    in lines for `explain`; "": it is not. push: the moving operands, in forward mode.
     """
 
     problem: Problem
@@ -77,7 +76,7 @@ class Flash:
     buffers: Mapping[str, Buffer]
     tables: Mapping[str, torch.Tensor]
     results: Mapping[str, Lying]
-    division_notes: Sequence[Callable[[], str]] = ()
+    division: str = ""
     layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
     push: Push | None = None
 
@@ -109,11 +108,6 @@ class Flash:
     def scratch(self) -> Scratch:
         """All scratch buffers, side by side."""
         return Scratch(self.buffers)
-
-    @property
-    def division(self) -> str:
-        """How the work of blocks is divided, in lines for `explain`; "": it is not."""
-        return "\n".join(filter(None, (note() for note in self.division_notes)))
 
     def specs(self) -> dict[str, TensorSpec]:
         """The specs of the large operands, by name."""
@@ -171,7 +165,7 @@ class FlashBuilder(LaunchList):
 
     def finish(self) -> Flash:
         made = tuple(self.launches), self.buffers, self.tables, dict(self.results())
-        more = self.division_notes, self.layout, self.push
+        more = "\n".join(filter(None, self.notes)), self.layout, self.push
         return Flash(self.problem, self.target, self.code, self.precision, *made, *more)
 
     def results(self) -> Iterator[tuple[str, Lying]]:
@@ -211,7 +205,7 @@ class FlashBuilder(LaunchList):
         texts = self.texts("keep", "strip", "ends", "change")
         fixed |= {} if data else {"data": None}
         self.launches += split_launches(division, self.layout, pointers, fixed, texts)
-        self.division_notes += [partial(describe_division, self.problem, self.target, division)]
+        self.notes.append(describe_division(self.problem, self.target, division))
 
     def whole_forward(self) -> None:
         """Add the launch with one program for a block of queries, or the launches with several for
@@ -360,17 +354,9 @@ class FlashBuilder(LaunchList):
             return Division(tile)
         room = None if self.most is None else self.most - Scratch(self.buffers).bytes
         barrier = NOT_INVARIANT if self.invariant else barrier
-
-        def divide(given: tuple[Problem, Problem, int | None]) -> Division:
-            padded, flat, room = given
-            of = padded, flat, target, pass_, tile, half, processors, room
-            return divide_work(*of, whole=pushes, barrier=barrier)
-
-        best = defer(divide, (self.problem, flat, room))
-        division = decide(Division.of_few_parts, best)
-        if division.parts > 1:
-            division = evolve(division, parts=defer(lambda way: way.parts, best))
-        self.division_notes += [partial(str, division.note)]
+        of = self.problem, flat, target, pass_, tile, half, processors, room
+        division = divide_work(*of, whole=pushes, barrier=barrier)
+        self.notes.append(division.note)
         return division
 
     def sums_buffer(self, n: int, heads: int) -> Buffer:

@@ -24,11 +24,9 @@ from attn_graph.kernels.tilings import (
 )
 from attn_graph.lowering.problem import Problem, is_broadcast, is_misaligned
 from attn_graph.machine.target import Target
-from attn_graph.masks import Mask
 from attn_graph.masks.places import Place, Strip
 from attn_graph.masks.tiles import tiles
 from attn_graph.spec import TensorSpec
-from attn_graph.spec.formulas import decide, highest
 
 ROWS = 64  # of the least tile at full speed of matrix units
 WAVES = 8  # programs of a multiprocessor: with as many, long ones first, loads even out
@@ -50,7 +48,7 @@ def choose_tiling(
     usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops, copied, decided)
     if copied and not modified and (narrow := short_tiling(p, target, pass_)):
         short, speed = narrow
-        walked, fewer = (decide(walked_places, (p.M, p.N, p.node.mask, x)) for x in (usual, short))
+        walked, fewer = (walked_places(p, tile) for tile in (usual, short))
         usual = short if fewer < speed * walked else usual
     return usual if variant is None else VARIANTS[variant](usual)
 
@@ -72,11 +70,10 @@ def short_tiling(problem: Problem, target: Target, pass_: Pass) -> tuple[Tiling,
     return SHORT.get((table_arch(target.sm), pass_, width)) if narrow else None
 
 
-def walked_places(given: tuple[int, int, Mask | None, Tiling]) -> int:
-    """Places in all tiles of a tiling with a kept place of a mask, of one head of M x N places."""
-    M, N, mask, tile = given
+def walked_places(problem: Problem, tile: Tiling) -> int:
+    """Places in all tiles of a tiling with a kept place, of one head."""
     size = tile.block_m, tile.block_n
-    counted = tiles(mask, M, N, block=size)
+    counted = tiles(problem.node.mask, problem.M, problem.N, block=size)
     return (counted.full + counted.mixed) * size[0] * size[1]
 
 
@@ -169,7 +166,7 @@ def heads_together(
     size = length * (p.D + p.E) * p.dtype.itemsize
     cache = INTERPRETED[1] if target.interprets else target.l2 or 0
     fit = cache // 2 // (size * each) if by_keys else cache // 2 * each // size
-    groups = -(-heads // highest(1, fit, -(-WAVES * processors // blocks)))
+    groups = -(-heads // max(1, fit, -(-WAVES * processors // blocks)))
     return -(-heads // groups)
 
 

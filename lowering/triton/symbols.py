@@ -17,7 +17,6 @@ from attrs import define, evolve, field, frozen
 
 from attn_graph.masks.places import Untraceable
 from attn_graph.spec import MOST_INT32
-from attn_graph.spec.formulas import SizeFormula, capacity, is_one
 
 Kind = Literal["int", "float", "bool"]
 Operand = Any  # a symbol, an integer, a float or a boolean
@@ -101,13 +100,13 @@ class Numbers:
         kernels_apart: True if multiples of 16 have a kernel of their own, for several elements a
         load.
         """
-        read = [s for s in strides if not is_one(s)]
+        read = [s for s in strides if s != 1]
         if kernels_apart and all(s % SPECIAL == 0 for s in read):
             start = len(self.values)
             self.values += read
             texts = (f"numbers[{n}]" for n in range(start, len(self.values)))
-            return tuple("1" if is_one(s) else next(texts) for s in strides)
-        return tuple("1" if is_one(s) else self.add(s) for s in strides)
+            return tuple("1" if s == 1 else next(texts) for s in strides)
+        return tuple("1" if s == 1 else self.add(s) for s in strides)
 
 
 @final
@@ -186,12 +185,9 @@ class Symbol:
         return torch.device("cpu")
 
     def operand(self, x: Operand, at_run_time: bool) -> tuple[str, Kind]:
-        """The text and kind of another operand. at_run_time: read an integer from `numbers`, as
-        formulas of sizes always are."""
+        """The text and kind of another operand. at_run_time: read an integer from `numbers`."""
         if isinstance(x, Symbol):
             return x.text, x.kind
-        if isinstance(x, SizeFormula):
-            return self.code.numbers.add(x), "int"  # type: ignore[arg-type]  # it stands for one
         text, kind = code_literal(x)
         reads = at_run_time and kind == self.kind == "int" and abs(x) <= MOST_NUMBER
         return (self.code.numbers.add(x) if reads else text), kind
@@ -441,8 +437,7 @@ def limit_of(x: Operand) -> int:
     """The most an operand may be, or minus this."""
     if isinstance(x, Symbol):
         return x.reach if x.kind == "int" else 1
-    most: int = capacity(x) if isinstance(x, int | SizeFormula) else 1  # type: ignore[arg-type]  # it stands for one
-    return abs(most)
+    return abs(x) if isinstance(x, int) else 1
 
 
 def is_zero(x: object) -> bool:

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from attn_graph.kernels.tilings import LISTS, Tiling
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.device_code import element_reach, size_reach
+from attn_graph.lowering.triton.device_code import element_reach
 from attn_graph.lowering.triton.launches import Launch, Pointers
 from attn_graph.lowering.triton.layout import MOST_TILES
 from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol
@@ -26,7 +26,6 @@ from attn_graph.masks.intervals import Range, lower_end, upper_end
 from attn_graph.masks.joins import BLOCKS
 from attn_graph.masks.places import Block, Place, Untraceable
 from attn_graph.spec import TensorSpec, dense_strides
-from attn_graph.spec.formulas import is_one
 
 AT_ONCE = 2**15  # tiles sorted at a time; for more PyTorch starts threads, which takes longer
 KINDS = ("mixed_count", "mixed", "full_count", "full")  # the tensors of lists by kind
@@ -130,7 +129,7 @@ class ListCode:
     def trace(cls, problem: Problem, tiling: Tiling) -> ListCode:
         """Trace the problem's mask. Raises Untraceable if interval arithmetic can't follow it."""
         p, mask, numbers = problem, problem.node.mask, Numbers()
-        code = Code(numbers, reach=size_reach(p.B, p.H, p.M, p.N))
+        code = Code(numbers, reach=max(p.B, p.H, p.M, p.N))
         assert mask is not None
         operands = problem.by_role.mask
         i, j = (Range(*(code.argument(f"{a}{n}", axes=a) for n in "01")) for a in "ij")
@@ -171,7 +170,7 @@ def reduced_shape(
     tiles = blocks(problem.M, tiling.block_m), blocks(problem.N, tiling.block_n)
     count = dict(zip("ijxy", tiles * 2, strict=True))
     pairs = zip(axes, spec.shape, strict=True)
-    shape = tuple(n if is_one(n) else count.get(axis, n) for axis, n in pairs)
+    shape = tuple(n if n == 1 else count.get(axis, n) for axis, n in pairs)
     return shape, dense_strides(shape)
 
 
@@ -385,7 +384,7 @@ class AxisTiles:
         cls, size: int, has_blocks: bool, positions: int, tile: int, block: int, start: int
     ) -> AxisTiles:
         """Of an axis of this size, with an element for each block or for each position."""
-        if is_one(size):
+        if size == 1:
             return cls(1, 1)
         return cls(positions, tile, block, start) if has_blocks else cls(size, tile)
 
