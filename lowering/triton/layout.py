@@ -282,7 +282,7 @@ class Layout:
 
 def batch_room(sequences: int) -> int:
     """How many starts of sequences a program reads at once: few sizes, since each is a kernel."""
-    return next((room for room in (2**5, 2**8, 2**11) if room >= sequences + 2), MOST_BATCH)
+    return next((room for room in (2**5, 2**8, 2**12) if room >= sequences + 2), MOST_BATCH)
 
 
 def sums_pages(layout: Layout) -> bool:
