@@ -15,19 +15,18 @@ from attn_graph.kernels.common import (
     count_tiles,
     dropout_keeps_tile,
     even_length,
-    full_tile,
     head_and_part,
     head_ptr,
     line_of,
     live_tile_of,
     mask_scores,
-    mixed_tile,
     modify_scores,
     place_program,
     present_sizes,
     round_to,
     rows_of,
     store_rows,
+    tile_at,
     tile_bounds,
     walk_part,
 )
@@ -236,25 +235,17 @@ def query_gradient(
     bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, False)
     full, mixed = count_tiles(list_ptr, bounds, LISTED)
     full, mixed = tiles_within(full, mixed, q_starts_ptr, first, M, LISTED)
-    begin, end, mixed_begin, mixed_end = walk_part(part, PARTS, full, mixed, PARTED)
-    for t in range(begin, end):
-        n = full_tile(t, list_ptr, bounds, LISTED)
-        dq = add_query_gradient(
-            dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
-            do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold,
-            origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
-        )  # fmt: skip
-    for t in range(mixed_begin, mixed_end):
-        n = mixed_tile(t, list_ptr, bounds, full, LISTED)
-        dq = add_query_gradient(
-            dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
-            do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold,
-            origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
-        )  # fmt: skip
+    begins, ends = walk_part(part, PARTS, full, mixed, PARTED)
+    for MIXED in tl.static_range(2):  # full tiles, then mixed ones
+        for t in range(begins[MIXED], ends[MIXED]):
+            n = tile_at(t, list_ptr, bounds, full, LISTED, MIXED)
+            dq = add_query_gradient(
+                dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first,
+                i, do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides,
+                v_strides, k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale,
+                threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                PAGE, KEEP, CHANGE, BACK, DROPOUT, MIXED, UPCAST, PRECISION,
+            )  # fmt: skip
     dq_head = head_at(dq_ptr, dq_strides, b, head, q_starts_ptr, row, 0)
     store_pieces(
         dq_head, dq_strides, first, extent, dq, scale, q_starts_ptr, M, D, BLOCK_M, WIDTH_D, UPCAST
@@ -380,25 +371,17 @@ def key_gradient(
         if do_ptr is not None:
             do_head = head_at(do_ptr, do_strides, b, h, q_starts_ptr, row, 0)
         at = line + tl.cast(h, tl.int64) * length
-        begin, end, mixed_begin, mixed_end = walk_part(piece, PARTS, full, mixed, PARTED)
-        for t in range(begin, end):
-            n = full_tile(t, list_ptr, bounds, LISTED)
-            dk, dv = add_key_gradient(
-                dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
-                rest_ptr, at, n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr,
-                data, numbers, q_strides, do_strides, b, h, G * GROUP, M, N, rows, scale,
-                keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                KEEP, CHANGE, BACK, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
-            )  # fmt: skip
-        for t in range(mixed_begin, mixed_end):
-            n = mixed_tile(t, list_ptr, bounds, full, LISTED)
-            dk, dv = add_key_gradient(
-                dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
-                rest_ptr, at, n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr,
-                data, numbers, q_strides, do_strides, b, h, G * GROUP, M, N, rows, scale,
-                keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                KEEP, CHANGE, BACK, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
-            )  # fmt: skip
+        begins, ends = walk_part(piece, PARTS, full, mixed, PARTED)
+        for MIXED in tl.static_range(2):  # full tiles, then mixed ones
+            for t in range(begins[MIXED], ends[MIXED]):
+                n = tile_at(t, list_ptr, bounds, full, LISTED, MIXED)
+                dk, dv = add_key_gradient(
+                    dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
+                    rest_ptr, at, n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr,
+                    offset_ptr, data, numbers, q_strides, do_strides, b, h, G * GROUP, M, N, rows,
+                    scale, keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                    KEEP, CHANGE, BACK, DROPOUT, MIXED, BLIND > 1 - MIXED, UPCAST, PRECISION,
+                )  # fmt: skip
     if dk_ptr is not None:
         dk_head = head_at(dk_ptr, dk_strides, b, part, kv_starts_ptr, key, 0)
         store_pieces(

@@ -414,39 +414,30 @@ def head_and_part(n, PARTS, PARTED: tl.constexpr):
 
 @triton.jit
 def walk_part(part, PARTS, full, mixed, PARTED: tl.constexpr):
-    """begin, end, mixed_begin, mixed_end: which of the full tiles, and then of the mixed ones, are
-    a part's. Each of PARTS has as many, but for the last ones; all are one part's unless PARTED."""
+    """Where a part of the full tiles and of the mixed ones begins, and where it ends.
+
+    Each of PARTS has as many, but for the last ones; all are one part's unless PARTED.
+    """
     if not PARTED:
-        return 0, full, 0, mixed
+        return (0, 0), (full, mixed)
     each = tl.cdiv(full + mixed, PARTS)
     begin = tl.minimum(part * each, full + mixed)
     end = tl.minimum(begin + each, full + mixed)
-    return (
-        tl.minimum(begin, full),
-        tl.minimum(end, full),
-        tl.maximum(begin - full, 0),
-        tl.maximum(end - full, 0),
-    )
+    begins = tl.minimum(begin, full), tl.maximum(begin - full, 0)
+    return begins, (tl.minimum(end, full), tl.maximum(end - full, 0))
 
 
 @triton.jit
-def full_tile(t, list_ptr, bounds, LISTED: tl.constexpr):
-    """The t-th full tile."""
-    n = bounds[1] + t
-    if LISTED:
-        n = tl.load(list_ptr + 3 + t)
-    return n
-
-
-@triton.jit
-def mixed_tile(t, list_ptr, bounds, full, LISTED: tl.constexpr):
-    """The t-th mixed tile: those before the full ones, then those after them."""
+def tile_at(t, list_ptr, bounds, full, LISTED: tl.constexpr, MIXED: tl.constexpr):
+    """The t-th full tile, or, MIXED, mixed one: those before the full ones, then those after."""
     start, full_start, full_stop, _ = bounds
     if LISTED:
-        n = start + tl.load(list_ptr + 3 + full + t)
-    else:
+        n = tl.load(list_ptr + 3 + full + t) if MIXED else tl.load(list_ptr + 3 + t)
+    elif MIXED:
         n = start + t
         n += tl.where(n >= full_start, full_stop - full_start, 0)
+    else:
+        n = full_start + t
     return n
 
 

@@ -11,17 +11,18 @@ import triton.language as tl
 from attn_graph.kernels.common import (
     LN2,
     SIZES,
+    count_tiles,
     even_length,
     head_ptr,
     in_scores,
     key_tiles,
     line_of,
-    mixed_tile,
     natural,
     place_program,
     present_sizes,
     raise_to,
     store_rows,
+    tile_at,
 )
 from attn_graph.kernels.forward import attend, store_part, store_statistic
 from attn_graph.kernels.pieces import pieces_at
@@ -71,26 +72,20 @@ def split_forward(
     total = tl.zeros([BLOCK_M, 1], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
-    begin, full_start, full_stop, end = part_of_tiles(
+    bounds = part_of_tiles(
         part, SPLITS, EACH, b, M, N, data, numbers, KEEP, STRIP, BLOCK_M, BLOCK_N
     )
-    for n in range(full_start, full_stop):
-        acc, total, m = attend(
-            acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
-            None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            k_scale, v_scale, b, h, 1, H, M, N, keys, POOL, scale, 0, None,
-            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, 1, V_IN_K, KEEP, CHANGE, FOLD, False, False, UPCAST, PRECISION,
-        )  # fmt: skip
-    for t in range(end - begin - (full_stop - full_start)):
-        n = mixed_tile(t, None, (begin, full_start, full_stop, end), 0, False)
-        acc, total, m = attend(
-            acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
-            None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            k_scale, v_scale, b, h, 1, H, M, N, keys, POOL, scale, 0, None,
-            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, 1, V_IN_K, KEEP, CHANGE, FOLD, False, True, UPCAST, PRECISION,
-        )  # fmt: skip
+    tiles = count_tiles(None, bounds, False)
+    for MIXED in tl.static_range(2):  # full tiles, then mixed ones
+        for t in range(tiles[MIXED]):
+            n = tile_at(t, None, bounds, 0, False, MIXED)
+            acc, total, m = attend(
+                acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
+                None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
+                k_scale, v_scale, b, h, 1, H, M, N, keys, POOL, scale, 0, None,
+                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                PAGE, 1, V_IN_K, KEEP, CHANGE, FOLD, False, MIXED, UPCAST, PRECISION,
+            )  # fmt: skip
 
     total = tl.sum(total, 1)
     blind = total == 0

@@ -10,10 +10,8 @@ from attn_graph.kernels.common import (
     count_tiles,
     dropout_keeps_tile,
     even_length,
-    full_tile,
     head_and_part,
     in_scores,
-    mixed_tile,
     natural,
     present_sizes,
     raise_to,
@@ -21,6 +19,7 @@ from attn_graph.kernels.common import (
     softmax_step,
     store_rows,
     sum_columns,
+    tile_at,
     tile_bounds,
     walk_part,
 )
@@ -102,25 +101,17 @@ def forward(
     bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, False)
     full, mixed = count_tiles(list_ptr, bounds, LISTED)
     full, mixed = tiles_within(full, mixed, q_starts_ptr, first, M, LISTED)
-    begin, end, mixed_begin, mixed_end = walk_part(part, PARTS, full, mixed, PARTED)
-    for t in range(begin, end):
-        n = full_tile(t, list_ptr, bounds, LISTED)
-        acc, total, m = attend(
-            acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
-            seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
-            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, COLUMNS, V_IN_K, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
-        )  # fmt: skip
-    for t in range(mixed_begin, mixed_end):
-        n = mixed_tile(t, list_ptr, bounds, full, LISTED)
-        acc, total, m = attend(
-            acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
-            seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
-            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, COLUMNS, V_IN_K, KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
-        )  # fmt: skip
+    begins, ends = walk_part(part, PARTS, full, mixed, PARTED)
+    for MIXED in tl.static_range(2):  # full tiles, then mixed ones
+        for t in range(begins[MIXED], ends[MIXED]):
+            n = tile_at(t, list_ptr, bounds, full, LISTED, MIXED)
+            acc, total, m = attend(
+                acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
+                seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
+                k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
+                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                PAGE, COLUMNS, V_IN_K, KEEP, CHANGE, FOLD, DROPOUT, MIXED, UPCAST, PRECISION,
+            )  # fmt: skip
 
     total = tl.sum(total, 1)
     if max_ptr is not None:

@@ -22,18 +22,17 @@ from attn_graph.kernels.common import (
     count_tiles,
     dropout_keeps_tile,
     even_length,
-    full_tile,
     head_ptr,
     list_at,
     listed_block,
     live_tile_of,
-    mixed_tile,
     place_program,
     present_sizes,
     round_to,
     rows_at,
     rows_of,
     store_rows,
+    tile_at,
     tile_bounds,
 )
 
@@ -218,27 +217,18 @@ def push_query_gradient(
 
     list_ptr = list_at(lists_ptr, lists_strides, b, h, place)
     bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, False)
-    full, mixed = count_tiles(list_ptr, bounds, LISTED)
-    for t in range(full):
-        n = full_tile(t, list_ptr, bounds, LISTED)
-        dq = push_add_query_gradient(
-            dq, q, tq, do, tdo, lse, rest, mu, surplus, tsurplus, k_head, v_head, tk_head,
-            tv_head, n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
-            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
-            b, h, H, M, N, keys, scale, keep_scale, threshold, origin,
-            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, PUSH, BEND, DROPOUT, False, UPCAST, PRECISION,
-        )  # fmt: skip
-    for t in range(mixed):
-        n = mixed_tile(t, list_ptr, bounds, full, LISTED)
-        dq = push_add_query_gradient(
-            dq, q, tq, do, tdo, lse, rest, mu, surplus, tsurplus, k_head, v_head, tk_head,
-            tv_head, n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
-            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
-            b, h, H, M, N, keys, scale, keep_scale, threshold, origin,
-            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, PUSH, BEND, DROPOUT, True, UPCAST, PRECISION,
-        )  # fmt: skip
+    tiles = count_tiles(list_ptr, bounds, LISTED)
+    for MIXED in tl.static_range(2):  # full tiles, then mixed ones
+        for t in range(tiles[MIXED]):
+            n = tile_at(t, list_ptr, bounds, tiles[0], LISTED, MIXED)
+            dq = push_add_query_gradient(
+                dq, q, tq, do, tdo, lse, rest, mu, surplus, tsurplus, k_head, v_head, tk_head,
+                tv_head, n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
+                seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
+                b, h, H, M, N, keys, scale, keep_scale, threshold, origin,
+                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                KEEP, CHANGE, PUSH, BEND, DROPOUT, MIXED, UPCAST, PRECISION,
+            )  # fmt: skip
     dq_head = head_ptr(dq_ptr, dq_strides, b, h)
     store_rows(dq_head, dq_strides, first, M, dq * scale, D, BLOCK_M, WIDTH_D, UPCAST)
 
@@ -320,36 +310,25 @@ def push_key_gradient(
     for r in range(tl.minimum(each, GROUP - split * each) if GROUPED else 1):
         h = g * GROUP + split * each + r
         list_ptr = list_at(lists_ptr, lists_strides, b, h, place)
-        full, mixed = count_tiles(list_ptr, bounds, LISTED)
+        tiles = count_tiles(list_ptr, bounds, LISTED)
         q_head = head_ptr(q_ptr, q_strides, b, h)
         tq_head = head_or(tq_ptr, tq_strides, b, h, q_head)
         do_head = head_or(do_ptr, do_strides, b, h, q_head)
         tdo_head = head_or(tdo_ptr, tdo_strides, b, h, q_head)
         row = (tl.cast(b, tl.int64) * (G * GROUP) + h) * M
-        for t in range(full):
-            n = full_tile(t, list_ptr, bounds, LISTED)
-            dk, dv = push_add_key_gradient(
-                dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
-                lse_ptr + row, delta_ptr + row, rest_ptr, row, tlse_ptr + row, tdelta_ptr + row,
-                n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
-                tdo_ptr, seed_ptr, offset_ptr, data, numbers,
-                q_strides, tq_strides, do_strides, tdo_strides,
-                b, h, G * GROUP, M, N, rows, scale, keep_scale, threshold, origin,
-                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                KEEP, CHANGE, PUSH, BEND, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
-            )  # fmt: skip
-        for t in range(mixed):
-            n = mixed_tile(t, list_ptr, bounds, full, LISTED)
-            dk, dv = push_add_key_gradient(
-                dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
-                lse_ptr + row, delta_ptr + row, rest_ptr, row, tlse_ptr + row, tdelta_ptr + row,
-                n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
-                tdo_ptr, seed_ptr, offset_ptr, data, numbers,
-                q_strides, tq_strides, do_strides, tdo_strides,
-                b, h, G * GROUP, M, N, rows, scale, keep_scale, threshold, origin,
-                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                KEEP, CHANGE, PUSH, BEND, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
-            )  # fmt: skip
+        for MIXED in tl.static_range(2):  # full tiles, then mixed ones
+            for t in range(tiles[MIXED]):
+                n = tile_at(t, list_ptr, bounds, tiles[0], LISTED, MIXED)
+                dk, dv = push_add_key_gradient(
+                    dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
+                    lse_ptr + row, delta_ptr + row, rest_ptr, row, tlse_ptr + row, tdelta_ptr + row,
+                    n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
+                    tdo_ptr, seed_ptr, offset_ptr, data, numbers,
+                    q_strides, tq_strides, do_strides, tdo_strides,
+                    b, h, G * GROUP, M, N, rows, scale, keep_scale, threshold, origin,
+                    D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                    KEEP, CHANGE, PUSH, BEND, DROPOUT, MIXED, BLIND > 1 - MIXED, UPCAST, PRECISION,
+                )  # fmt: skip
     if dk_ptr is not None:
         dk_head = head_ptr(dk_ptr, dk_strides, b, part)
         store_rows(dk_head, dk_strides, first, N, dk * scale, D, BLOCK_N, WIDTH_D, UPCAST)

@@ -18,12 +18,10 @@ from attn_graph.kernels.common import (
     count_tiles,
     dropout_keeps_tile,
     even_length,
-    full_tile,
     head_ptr,
     line_of,
     list_at,
     listed_block,
-    mixed_tile,
     place_program,
     present_sizes,
     raise_to,
@@ -32,6 +30,7 @@ from attn_graph.kernels.common import (
     rows_of,
     softmax_step,
     store_rows,
+    tile_at,
     tile_bounds,
 )
 from attn_graph.kernels.forward import store_statistic
@@ -81,25 +80,18 @@ def push(
 
     list_ptr = list_at(lists_ptr, lists_strides, b, h, place)
     bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, False)
-    full, mixed = count_tiles(list_ptr, bounds, LISTED)
-    for t in range(full):
-        n = full_tile(t, list_ptr, bounds, LISTED)
-        acc, moved, total, mu, c, m = attend_along(
-            acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
-            first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
-            k_strides, v_strides, tk_strides, tv_strides,
-            b, h, H, M, N, keys, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, PUSH, DROPOUT, False, UPCAST, PRECISION,
-        )  # fmt: skip
-    for t in range(mixed):
-        n = mixed_tile(t, list_ptr, bounds, full, LISTED)
-        acc, moved, total, mu, c, m = attend_along(
-            acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
-            first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
-            k_strides, v_strides, tk_strides, tv_strides,
-            b, h, H, M, N, keys, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, PUSH, DROPOUT, True, UPCAST, PRECISION,
-        )  # fmt: skip
+    tiles = count_tiles(list_ptr, bounds, LISTED)
+    for MIXED in tl.static_range(2):  # full tiles, then mixed ones
+        for t in range(tiles[MIXED]):
+            n = tile_at(t, list_ptr, bounds, tiles[0], LISTED, MIXED)
+            acc, moved, total, mu, c, m = attend_along(
+                acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
+                first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
+                k_strides, v_strides, tk_strides, tv_strides,
+                b, h, H, M, N, keys, scale, threshold, origin,
+                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                KEEP, CHANGE, PUSH, DROPOUT, MIXED, UPCAST, PRECISION,
+            )  # fmt: skip
 
     if max_ptr is not None:
         # A maximum drops NaN, and the sum keeps it.
