@@ -6,14 +6,13 @@ a GPU, several share the keys of one head.
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import torch
 from attrs import evolve, frozen
 
 from attn_graph.kernels.tilings import (
     HELD,
-    MERGE,
     VARIANTS,
     Tiling,
     padded_head_size,
@@ -21,7 +20,6 @@ from attn_graph.kernels.tilings import (
 )
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.divisions import choose_parts, is_decoding, least_part
-from attn_graph.lowering.triton.launches import Launch, Pointers
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.programs import places_of, reads_v_in_k, table_width
 from attn_graph.machine.sizes import format_bytes
@@ -31,13 +29,6 @@ from attn_graph.machine.workspace import Buffer
 FIXED_KEYS = 512  # of a part, if its bits may not depend on the batch
 WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
 PARTS, PARTS_LSE = "parts", "parts.lse"  # buffers: sums of all parts, and their lse
-RESULTS = ("o_ptr", "lse_ptr", "sinks_ptr")  # of the merging kernel
-MERGED = ("E", "WIDTH_E", "UPCAST")
-UNREAD = (  # of packed queries and of dropout: neither has parts
-    *("q_starts_ptr", "q_lengths_ptr", "q_steps", "T", "BATCH"),
-    *("keep_scale", "threshold", "origin", "DROPOUT"),
-)
-Fixed = dict[str, Any]  # arguments of a kernel
 
 
 @final
@@ -50,13 +41,10 @@ class KeyDivision:
     parts: int
     each: int
 
-    def buffers(self, problem: Problem) -> dict[str, Buffer]:
-        """The sums of all parts, and their lse."""
-        return parts_buffers(Layout.dense(problem), self.parts)
-
     def scratch(self, problem: Problem) -> int:
-        """Bytes of both."""
-        return sum(buffer.bytes for buffer in self.buffers(problem).values())
+        """Bytes of the sums of all parts, and of their lse."""
+        parts = parts_buffers(Layout.dense(problem), self.parts)
+        return sum(buffer.bytes for buffer in parts.values())
 
 
 def divide_keys(
@@ -97,57 +85,6 @@ def choose_split_tiling(problem: Problem, target: Target, rows: int, variant: st
     if table_width(p) == HELD:
         return tile
     return evolve(tile, block_m=max(tile.block_m, padded_head_size(p.M)))
-
-
-def split_launches(
-    division: KeyDivision, layout: Layout, pointers: Pointers, fixed: Fixed, texts: dict[str, str]
-) -> list[Launch]:
-    """The launches of the parts, and of the merge.
-
-    pointers, fixed: of both, and of other forwards.
-    """
-    p, tile = layout.problem, division.tile
-    parts: Pointers = {"parts_ptr": PARTS, "parts_lse_ptr": PARTS_LSE}
-    reads = {name: x for name, x in pointers.items() if name not in RESULTS} | parts
-    own = {
-        "B": p.B,
-        "H": p.H,
-        "G": p.G,
-        "SPLITS": division.parts,
-        "EACH": division.each,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "FOLD": p.folds_scale,
-    }
-    own = {name: x for name, x in fixed.items() if name not in (*UNREAD, *RESULTS)} | own
-    grid = p.B * p.G * division.parts * -(-division.rows // tile.block_m)
-    split = Launch("split_forward", grid, reads, own, texts, *tile.options)
-    return [split, merge_launch(layout, division.parts, MERGE, pointers, fixed)]
-
-
-def merge_launch(
-    layout: Layout, parts: int, tile: Tiling, pointers: Pointers, fixed: Fixed
-) -> Launch:
-    """The launch to join the parts of o. tile: rows of a program, and parts at a time.
-
-    pointers, fixed: of a forward.
-    """
-    B, H, M = layout.lines()
-    sinks = layout.problem.by_role.sinks
-    read: Pointers = {"parts_ptr": PARTS, "parts_lse_ptr": PARTS_LSE}
-    merged = {name: x for name, x in fixed.items() if name in (*RESULTS, *MERGED)} | {
-        "o_strides": layout.strides("o", layout.o()),
-        "sinks_stride": sinks.strides[0] if sinks else 0,
-        "H": H,
-        "PARTS": parts,
-        "M": M,
-        "ROWS": tile.block_m,
-        "AT_ONCE": tile.block_n,
-        "FOLD": layout.problem.folds_scale,
-    }
-    results = {name: x for name, x in pointers.items() if name in RESULTS} | read
-    grid = B * H * -(-M // tile.block_m)
-    return Launch("merge_parts", grid, results, merged, {}, *tile.options)
 
 
 def parts_buffers(layout: Layout, parts: int) -> dict[str, Buffer]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,13 +11,20 @@ from attrs import Factory, define, field
 
 from attn_graph.ir.modifiers import SoftCap
 from attn_graph.ir.philox import flat_origin, threshold
-from attn_graph.kernels.tilings import Pass, PushPass, Tiling, held_head_size, padded_head_size
+from attn_graph.kernels.tilings import (
+    Pass,
+    PushPass,
+    Tiling,
+    held_head_size,
+    padded_head_size,
+    summed_columns,
+)
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.device_code import (
     DeviceCode,
     read_axes,
 )
-from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers
+from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers, parameters
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.programs import (
     begins_last,
@@ -24,10 +33,11 @@ from attn_graph.lowering.triton.programs import (
     copies_tiles,
     heads_together,
     is_copied_in_tiles,
+    reads_v_in_k,
     spread_tilings,
 )
 from attn_graph.lowering.triton.symbols import SPECIAL
-from attn_graph.lowering.triton.tile_lists import DeviceLists, list_ahead, shape_of_lists
+from attn_graph.lowering.triton.tile_lists import DeviceLists, list_ahead
 from attn_graph.lowering.triton.work import Push, tangent_specs
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -37,14 +47,6 @@ from attn_graph.masks.places import Untraceable
 from attn_graph.spec import dense_strides
 
 Fixed = dict[str, Any]  # arguments of a kernel
-PLACED = (
-    "forward",
-    "sum_weights",
-    "query_gradient",
-    "key_gradient",
-)  # kernels for packed tensors
-COLLECTING = ("collect_places", "collect_lines", "collect_columns")
-SCALED = (*PLACED[:3], *COLLECTING)  # kernels for quantised keys
 PUSHED: dict[Pass, PushPass] = {
     "forward": "push",
     "query_gradient": "push_query_gradient",
@@ -55,9 +57,7 @@ PASS_OF: dict[str, Pass] = {  # of kernels with ordered programs
 }
 # Kernels with a program for each block of keys.
 BY_KEYS = tuple(kernel for kernel, pass_ in PASS_OF.items() if pass_ == "key_gradient")
-TILED = ("q", "k", "v", "do")  # operands with descriptors
-READ = ("q", "k", "v", "do", "lse", "delta", "rest", "seed", "offset")  # by every backward kernel
-MOVED = ("tq", "tk", "tv", "tdo", "tlse", "tdelta")  # and in a direction
+FUNCTIONS = ("KEEP", "STRIP", "ENDS", "CHANGE", "BACK", "PUSH", "BEND")  # of `DeviceCode`
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
 
@@ -95,28 +95,20 @@ class LaunchList:
         return spread_tilings(self.layout.flat, self.target, pass_, usual)
 
     @property
-    def read(self) -> tuple[str, ...]:
-        return READ + MOVED if self.push else READ
-
-    @property
-    def tiled(self) -> tuple[str, ...]:
-        return () if self.push else TILED
-
-    @property
     def prefix(self) -> str:
         return "push_" if self.push else ""
 
-    @property
-    def steps_back(self) -> tuple[str, ...]:
-        """The generated functions for gradients back through the modifiers."""
-        return ("push", "bend") if self.push else ("back",)
-
-    def common(self) -> Fixed:
-        """Sizes and constants."""
-        p, rate = self.problem, self.problem.node.dropout
-        return {
+    @cached_property
+    def facts(self) -> Fixed:
+        """Sizes, strides and constants of the problem, by parameter."""
+        p, rate, layout = self.problem, self.problem.node.dropout, self.layout
+        sinks, tsinks = p.by_role.sinks, self.push.by_role.sinks if self.push else None
+        scales = zip(layout.scales, layout.tables, strict=False)
+        facts = {
             "numbers": self.code.numbers or None,
             "GROUP": p.H // p.G,
+            "H": p.H,
+            "G": p.G,
             "M": p.M,
             "N": p.N,
             "EVEN": self.is_even(),
@@ -128,10 +120,36 @@ class LaunchList:
             "E": p.E,
             "WIDTH_D": held_head_size(p.D),
             "WIDTH_E": padded_head_size(p.E),
+            "COLUMNS": summed_columns(self.target.sm, p.dtype.itemsize),
+            "V_IN_K": reads_v_in_k(p),
+            "FOLD": p.folds_scale,
+            "BLIND": self.blind if p.grad else 0,
             "DROPOUT": rate > 0,
             "UPCAST": self.target.interprets,
             "PRECISION": self.precision,
-        } | self.strides("q", "k", "v")
+            "sinks_stride": sinks.strides[0] if sinks else 0,
+            "tsinks_stride": tsinks.strides[0] if tsinks else 0,
+            "scale_strides": tuple(layout.strides(*x) for x in scales) or None,
+            "o_strides": layout.strides("o", layout.o()),
+        }
+        large = layout.large() | (self.push.large if self.push else {})
+        strides = {f"{name}_strides": layout.strides(name, x) for name, x in large.items()}
+        return facts | strides | layout.sizes() | layout.paging()
+
+    def tensors(self) -> Pointers:
+        """The tensors of the problem, by parameter."""
+        p, layout = self.problem, self.layout
+        names = {"q", "k", "v", "delta", "dq", "dk", "dv", *p.node.names, *layout.large()}
+        names |= {"seed", "offset"} if p.node.dropout else set()
+        names |= {"sinks"} if p.node.sinks else set()
+        names |= {"rest"} & self.buffers.keys()
+        if self.push is not None:
+            names |= {*self.push.large, "to", "tlse", "tdelta"}
+            names |= {"tsinks"} if self.push.by_role.sinks else set()
+        pointers: Pointers = {f"{name}_ptr": GRADIENTS.get(name, name) for name in names}
+        pointers |= {name: x for name, x in layout.pointers().items() if x is not None}
+        groups = {"scales": layout.scales, "data": self.data()}
+        return pointers | {name: x for name, x in groups.items() if x}
 
     def is_even(self) -> bool:
         """True if many keys of operands of masks and modifiers are loaded at once."""
@@ -144,54 +162,10 @@ class LaunchList:
         hides = any(m.hides for m in self.problem.node.modifiers)
         return 2 if hides else int(self.problem.mask_has_blind_rows)
 
-    def strides(self, *names: str) -> Fixed:
-        """The strides of operands for the kernels; 0 of absent ones."""
-        specs, layout = self.layout.large() | (self.push.large if self.push else {}), self.layout
-        return {
-            f"{name}_strides": layout.strides(name, specs[name]) if name in specs else (0, 0, 0, 0)
-            for name in names
-        }
-
-    def placed(self) -> tuple[Pointers, Fixed]:
-        """Pointers and sizes of packed tensors and pages; None without them."""
-        pointers = self.layout.pointers()
-        there: Pointers = {name: x for name, x in pointers.items() if x is not None}
-        absent = {name: None for name in pointers if name not in there}
-        return there, absent | self.layout.sizes() | self.layout.paging()
-
-    def scaled(self) -> tuple[Pointers, Fixed]:
-        """Pointers and strides of the scales of quantised k and v; None without them."""
-        layout = self.layout
-        if not layout.scales:
-            return {}, {"scales": None, "scale_strides": None}
-        pairs = zip(layout.scales, layout.tables, strict=False)
-        strides = tuple(layout.strides(name, x) for name, x in pairs)
-        return {"scales": layout.scales}, {"scale_strides": strides}
-
-    def operands(self, *names: str) -> tuple[Pointers, Fixed]:
-        """Pointers by parameter, and None for absent ones."""
-        there = {"q", "k", "v", "delta", "dq", "dk", "dv", *self.problem.node.names}
-        there |= set(self.layout.large()) | (
-            {"seed", "offset"} if self.problem.node.dropout else set()
-        )
-        there |= {"sinks"} if self.problem.node.sinks else set()
-        there |= {"rest"} & self.buffers.keys()
-        if self.push is not None:
-            there |= {*self.push.large, "to", "tlse", "tdelta"}
-            there |= {"tsinks"} if self.push.by_role.sinks else set()
-        pointers: Pointers = {
-            f"{name}_ptr": GRADIENTS.get(name, name) for name in names if name in there
-        }
-        return pointers, {f"{name}_ptr": None for name in names if name not in there}
-
     def data(self) -> tuple[str, ...]:
         """Names of operands of modifiers and the mask, in order, and of the tangents among them."""
         count = len(read_specs(self.problem)) + len(tangent_specs(self.push))
         return tuple(f"data.{k}" for k in range(count))
-
-    def texts(self, *names: str) -> dict[str, str]:
-        """The generated functions, by parameter."""
-        return {name.upper(): getattr(self.code, name) for name in names}
 
     # The order of programs, and lists of tiles
 
@@ -214,7 +188,7 @@ class LaunchList:
         closed form."""
         mask, sizes = self.problem.node.mask, (tiling.block_m, tiling.block_n, by_keys)
         if mask is None or self.code.strip:
-            return {}, {"lists_ptr": None, "lists_strides": (0, 0, 0), "LISTED": False}
+            return {}, {"LISTED": False}
         if sizes not in self.lists:
             self.lists[sizes] = self.make_lists(mask, tiling, by_keys)
         return self.lists[sizes]
@@ -229,7 +203,7 @@ class LaunchList:
         if shape is None:
             first = not self.layout.sides
             self.tables[name] = list_ahead(self.problem, tiling, by_keys, longest_first=first)
-            shape = (1, 1, *shape_of_lists(self.problem, tiling, by_keys))
+            shape = (1, 1, *self.tables[name].shape)
         strides = dense_strides(shape)[:3]
         strides = tuple(0 if n == 1 else s for n, s in zip(shape, strides, strict=False))
         return {"lists_ptr": name}, {"lists_strides": strides, "LISTED": True}
@@ -243,31 +217,23 @@ class LaunchList:
         return lists.shape
 
     def launch(
-        self, kernel: str, lines: int, tiling: Tiling, names: tuple[str, ...], more: Fixed,
-        texts: dict[str, str], pointers: Pointers | None = None, tiled: tuple[str, ...] = (),
+        self, kernel: str, lines: int, tile: Tiling, own: Pointers | None = None,
+        fixed: Fixed | None = None, texts: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """Add a launch of one program for each line. tiled: its operands with descriptors."""
-        named, absent = self.operands(*names)
-        named |= pointers or {}
-        if kernel in PLACED:
-            there, sizes = self.placed()
-            named, absent = named | there, sizes | absent
-        if kernel in SCALED:
-            scales, scaled = self.scaled()
-            named, absent = named | scales, absent | scaled
-        blocks_ = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
-        fixed = self.common() | absent | blocks_ | more
-        fixed |= self.strides(*(name for name in ("do", *MOVED[:4]) if name in names))
-        if self.data():
-            named["data"] = self.data()
-        else:
-            fixed["data"] = None
-        descriptors = self.describe(tiling, tiled)
-        fixed |= {f"{x}_desc": None for x in tiled if f"{x}_desc" not in descriptors}
-        options = *tiling.options, descriptors
-        self.launches.append(Launch(kernel, lines, named, fixed, texts, *options))
+        """Add a launch of one program for each line. Of the problem's tensors, facts and functions,
+        and of its own after them, a kernel takes those that it declares; None for any other."""
+        takes, code, own, fixed = parameters(kernel), self.code, own or {}, fixed or {}
+        facts = self.facts | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n} | fixed
+        tensors = {name: x for name, x in self.tensors().items() if name not in fixed} | own
+        tensors = {name: tensors[name] for name in takes if name in tensors}
+        sources = {name: getattr(code, name.lower()) for name in FUNCTIONS} | dict(texts or {})
+        sources = {name: sources[name] for name in takes if name in sources}
+        tiles = self.describe(tile, [x for x in ["q", "k", "v", "do"] if f"{x}_desc" in takes])
+        others = [name for name in takes if name not in {*tensors, *sources, *tiles}]
+        rest = {name: facts.get(name) for name in others}
+        self.launches.append(Launch(kernel, lines, tensors, rest, sources, *tile.options, tiles))
 
-    def describe(self, tile: Tiling, names: tuple[str, ...]) -> dict[str, Descriptor]:
+    def describe(self, tile: Tiling, names: Sequence[str]) -> dict[str, Descriptor]:
         """Operands in tiles, by parameter, as far as the copy engine reads them."""
         if self.layout.op is not None or self.code.ends:  # the engine knows no lengths of them
             return {}
@@ -290,8 +256,7 @@ class LaunchList:
 FAR_LSE = {4: 2.0**5, 2: 2.0**10}
 LOG_OF_KEYS = 21  # more than the logarithm of the most keys, 2^30
 DIAGONAL, ALL = 1, 2  # the rows with delta = sum_j p z dp
-ROWS = ("q", "k", "v", "dlse", "lse", "delta", "rest", "sinks")
-COTANGENTS = ("do", "seed", "offset")  # read to overwrite delta
+COTANGENTS = ("do_ptr", "seed_ptr", "offset_ptr")  # read to overwrite delta
 
 
 def may_be_far(problem: Problem) -> bool:
@@ -327,12 +292,6 @@ def add_weight_sums(plan: LaunchList) -> None:
         return
     tile, _ = plan.tilings(pass_)
     lists, listed = plan.listed(tile, by_keys=False)
-    names = ROWS + COTANGENTS if weighed else ROWS
-    sinks = p.by_role.sinks
-    more: Fixed = {} if weighed else {f"{name}_ptr": None for name in COTANGENTS}
-    more |= plan.strides("do", "dlse") | listed
-    more |= {"H": p.H, "sinks_stride": sinks.strides[0] if sinks else 0, "WEIGHED": weighed}
-    more |= {"FAR_LSE": FAR_LSE[p.dtype.itemsize]}
-    lines = layout.row_programs(tile.block_m)
-    texts = plan.texts("keep", "strip", "ends", "change")
-    plan.launch("sum_weights", lines, tile, names, more, texts, lists)
+    fixed: Fixed = listed | {"WEIGHED": weighed, "FAR_LSE": FAR_LSE[p.dtype.itemsize]}
+    fixed |= {} if weighed else dict.fromkeys(COTANGENTS)
+    plan.launch("sum_weights", layout.row_programs(tile.block_m), tile, lists, fixed)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Hashable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, final
 
 import torch
 from attrs import evolve, field, frozen
 
+from attn_graph import kernels
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.problem import ALIGNED
@@ -43,6 +46,14 @@ Tensors = Mapping[str, Any]  # by name: tensors, tuples of tensors, or Triton's 
 @cache
 def load_kernel(name: str) -> Any:  # Any: a function of Triton
     return getattr(load_modules(f"attn_graph.kernels.{HOMES[name]}"), name)
+
+
+@cache
+def parameters(kernel: str) -> tuple[str, ...]:
+    """The parameters of a kernel, by its source: planning needs no Triton."""
+    tree = ast.parse((Path(kernels.__file__).parent / f"{HOMES[kernel]}.py").read_text())
+    (found,) = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == kernel)
+    return tuple(x.arg for x in found.args.args)
 
 
 @cache

@@ -10,15 +10,14 @@ from typing import final
 import torch
 from attrs import Factory, define, field, frozen
 
-from attn_graph.ir.packed import LENGTHS
 from attn_graph.kernels.tilings import (
     DELTA,
+    MERGE,
     MERGE_ROWS,
     SUMS,
     Pass,
     Tiling,
     padded_head_size,
-    summed_columns,
 )
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms, room_or_new
@@ -28,24 +27,19 @@ from attn_graph.lowering.triton.decode import (
     KeyDivision,
     describe_division,
     divide_keys,
-    merge_launch,
     parts_buffers,
-    split_launches,
 )
 from attn_graph.lowering.triton.device_code import Contribution, DeviceCode
 from attn_graph.lowering.triton.divisions import Division, divide_work
 from attn_graph.lowering.triton.launch_list import (
-    MOVED,
     PASS_OF,
-    READ,
-    TILED,
     Fixed,
     LaunchList,
     add_weight_sums,
 )
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
 from attn_graph.lowering.triton.layout import DTYPES, NAMED, ORDER, Layout, sums_pages
-from attn_graph.lowering.triton.programs import processors_of, reads_v_in_k, takes_tf32
+from attn_graph.lowering.triton.programs import processors_of, takes_tf32
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs, trace
 from attn_graph.machine.target import Target
@@ -53,6 +47,7 @@ from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import TensorSpec, dense_strides
 
+PARTS_OF_O: Pointers = {"parts_ptr": PARTS, "parts_lse_ptr": PARTS_LSE}  # of their merge
 FORWARDS = ("forward", "merge_parts")  # they store lse, or lse of parts
 NOT_INVARIANT = "the order of sums would follow the batch, which batch_invariant=True forbids"
 NO_MAXIMA = "parts of the largest score are not put together"
@@ -117,7 +112,7 @@ class Flash:
         """The dtype of each tensor, by its name in launches."""
         p = self.problem
         wide = (*p.node.stats, "delta", "dlse", "tlse", "tdelta", "tdlse")
-        dtypes = dict.fromkeys(("q", "k", "v", "o", "do", *MOVED[:4], "to"), p.dtype)
+        dtypes = dict.fromkeys(("q", "k", "v", "o", "do", "tq", "tk", "tv", "tdo", "to"), p.dtype)
         dtypes |= {n: x.dtype for n, x in zip("qkv", self.layout.specs, strict=False)}
         dtypes |= dict.fromkeys(wide, torch.float32)
         dtypes |= dict.fromkeys(("seed", "offset"), torch.int64)
@@ -195,50 +190,34 @@ class FlashBuilder(LaunchList):
 
     def split_forward(self, division: KeyDivision) -> None:
         """Add the launches of parts of the keys, and of their merge."""
-        there, sizes = self.placed()
-        scales, scaled = self.scaled()
-        named, absent = self.operands("q", "k", "v", "o", "lse", "sinks")
-        data = self.data() or None
-        fixed = self.common() | absent | sizes | scaled | {"V_IN_K": reads_v_in_k(self.problem)}
-        pointers = named | there | scales | ({"data": data} if data else {})
-        self.buffers |= division.buffers(self.problem)
-        texts = self.texts("keep", "strip", "ends", "change")
-        fixed |= {} if data else {"data": None}
-        self.launches += split_launches(division, self.layout, pointers, fixed, texts)
-        self.notes.append(describe_division(self.problem, self.target, division))
+        p, tile = self.problem, division.tile
+        self.buffers |= parts_buffers(self.layout, division.parts)
+        lines = p.B * p.G * division.parts * blocks(division.rows, tile.block_m)
+        fixed = {"SPLITS": division.parts, "EACH": division.each}
+        self.launch("split_forward", lines, tile, PARTS_OF_O, fixed)
+        self.merge(division.parts, MERGE)
+        self.notes.append(describe_division(p, self.target, division))
+
+    def merge(self, parts: int, tile: Tiling, **fixed: object) -> None:
+        """Add the launch to join the parts of o. tile: rows of a program, and parts at a time."""
+        B, H, M = self.layout.lines()
+        fixed |= {"PARTS": parts, "M": M, "ROWS": tile.block_m, "AT_ONCE": tile.block_n}
+        self.launch("merge_parts", B * H * blocks(M, tile.block_m), tile, PARTS_OF_O, fixed)
 
     def whole_forward(self) -> None:
         """Add the launch with one program for a block of queries, or the launches with several for
         one block and another to join their parts."""
-        p = self.problem
-        sinks = p.by_role.sinks
-        way = self.divide("forward", NO_MAXIMA if "max" in p.node.stats else "")
+        way = self.divide("forward", NO_MAXIMA if "max" in self.problem.node.stats else "")
         lists, listed = self.listed(way.tile, by_keys=False)
-        stored, more = self.parts_of_o(way) if way.parts > 1 else self.whole_o()
-        more |= listed | self.share_rows("forward", way, lists) | {"V_IN_K": reads_v_in_k(p)}
-        more |= {
-            "sinks_stride": sinks.strides[0] if sinks else 0,
-            "H": p.H,
-            "FOLD": p.folds_scale,
-            "COLUMNS": summed_columns(self.target.sm, p.dtype.itemsize),
-        }
-        names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
-        lines = self.layout.row_programs(way.tile.block_m) * way.parts
-        texts = self.texts("keep", "strip", "ends", "change")
-        self.launch("forward", lines, way.tile, names, more, texts, lists | stored, TILED[:3])
+        fixed = listed | self.share_rows("forward", way, lists)
         if way.parts > 1:
-            named, absent = self.operands("o", "lse")
-            fixed = self.common() | absent | {"sinks_ptr": None}  # the first part has them
-            self.launches.append(merge_launch(self.layout, way.parts, MERGE_ROWS, named, fixed))
-
-    def whole_o(self) -> tuple[Pointers, Fixed]:
-        """A forward's pointers and strides to store o."""
-        return {}, {"o_strides": self.layout.strides("o", self.layout.o())}
-
-    def parts_of_o(self, way: Division) -> tuple[Pointers, Fixed]:
-        """Pointers and strides for parts of o. Adds their buffers."""
-        self.buffers |= parts_buffers(self.layout, way.parts)
-        return {"o_ptr": PARTS, "lse_ptr": PARTS_LSE}, {"o_strides": self.parts_strides(PARTS)}
+            self.buffers |= parts_buffers(self.layout, way.parts)
+            lists = lists | {"o_ptr": PARTS, "lse_ptr": PARTS_LSE}
+            fixed["o_strides"] = self.parts_strides(PARTS)
+        lines = self.layout.row_programs(way.tile.block_m) * way.parts
+        self.launch("forward", lines, way.tile, lists, fixed)
+        if way.parts > 1:
+            self.merge(way.parts, MERGE_ROWS, sinks_ptr=None)  # the first part has them
 
     def share_rows(self, pass_: Pass, way: Division, lists: Pointers) -> Fixed:
         """The order of programs of blocks of queries, and the programs sharing keys."""
@@ -246,26 +225,10 @@ class FlashBuilder(LaunchList):
         return order | {"PARTS": way.parts, "PARTED": way.parts > 1}
 
     def push_forward(self) -> None:
-        p, push = self.problem, self.push
-        assert push is not None
-        tile = self.tiling("forward")
+        p, tile = self.problem, self.tiling("forward")
         lists, listed = self.listed(tile, by_keys=False)
-        sinks, tsinks = p.by_role.sinks, push.by_role.sinks
-        names = (
-            *("q", "k", "v", "tq", "tk", "tv", "o", "lse", "to", "tlse", "max"),
-            *("sinks", "tsinks", "seed", "offset"),
-        )
-        more: Fixed = {
-            "o_strides": p.layout_of_o[1],
-            "sinks_stride": sinks.strides[0] if sinks else 0,
-            "tsinks_stride": tsinks.strides[0] if tsinks else 0,
-            "H": p.H,
-            **listed,
-            **self.order(tile, "forward", lists),
-        }
         lines = blocks(p.M, tile.block_m) * p.H * p.B
-        texts = self.texts("keep", "strip", "ends", "change", "push")
-        self.launch("push", lines, tile, names, more, texts, lists)
+        self.launch("push", lines, tile, lists, listed | self.order(tile, "forward", lists))
 
     def backward(self) -> None:
         """Add the launches of the gradient."""
@@ -283,45 +246,28 @@ class FlashBuilder(LaunchList):
 
     def delta(self) -> None:
         """Add the launch for sums of do o over each row."""
-        p, rows = self.problem, DELTA.block_m
         B, H, M = self.layout.lines()
-        names: tuple[str, ...] = ("o", "lse", "do", "dlse", "delta")
-        strided: tuple[str, ...] = ("do", "dlse")
-        laid = {"o_strides": "o.strides"}
+        own: Pointers = {"o_strides": "o.strides"}
         if self.push is not None:
             self.buffers["tdelta"] = Buffer((B, H, M), torch.float32)
-            names, strided = (*names, "to", "tdo", "tdlse", "tdelta"), (*strided, "tdo", "tdlse")
-            laid["to_strides"] = "to.strides"
-        pointers, absent = self.operands(*names)
-        fixed = absent | self.strides(*strided) | {"H": H, "M": M, "E": p.E}
-        fixed |= {
-            "WIDTH_E": padded_head_size(p.E),
-            "BLOCK_M": rows,
-            "BLIND": p.has_blind_rows,
-            "UPCAST": self.target.interprets,
-        }
-        lines = blocks(M, rows) * H * B
-        kernel = f"{self.prefix}delta"
-        self.launches.append(Launch(kernel, lines, pointers | laid, fixed, {}, *DELTA.options))
+            own["to_strides"] = "to.strides"
+        fixed = {"M": M, "BLIND": self.problem.has_blind_rows}
+        lines = blocks(M, DELTA.block_m) * H * B
+        self.launch(f"{self.prefix}delta", lines, DELTA, own, fixed)
 
     def query_gradient(self) -> None:
         """Add the launch of dq, or of its parts and of their sum."""
-        p, pass_ = self.problem, PASS_OF["query_gradient"]
+        pass_ = PASS_OF["query_gradient"]
         way, part = self.divide(pass_), "parts.dq"
-        tile = way.tile
-        lists, listed = self.listed(tile, by_keys=False)
-        names = (*self.read, "dq")
-        more = {"H": p.H, "dq_strides": self.gradient_strides(0), "BLIND": self.blind}
+        lists, listed = self.listed(way.tile, by_keys=False)
+        fixed = listed | self.share_rows(pass_, way, lists)
+        fixed["dq_strides"] = self.gradient_strides(0)
         if way.parts > 1:
-            self.buffers[part] = self.sums_buffer(0, p.H * way.parts)
+            self.buffers[part] = self.sums_buffer(0, self.problem.H * way.parts)
             lists = lists | {"dq_ptr": part}
-            more["dq_strides"] = self.parts_strides(part)
-        shared = self.share_rows(pass_, way, lists)
-        more |= listed | (shared if self.push is None else self.order(tile, pass_, lists))
-        lines = self.layout.row_programs(tile.block_m) * way.parts
-        texts = self.texts("keep", "strip", "ends", "change", *self.steps_back)
-        kernel = f"{self.prefix}{pass_}"
-        self.launch(kernel, lines, tile, names, more, texts, lists, self.tiled)
+            fixed["dq_strides"] = self.parts_strides(part)
+        lines = self.layout.row_programs(way.tile.block_m) * way.parts
+        self.launch(f"{self.prefix}{pass_}", lines, way.tile, lists, fixed)
         if way.parts > 1:
             self.sum_parts(part, 0)
 
@@ -377,41 +323,28 @@ class FlashBuilder(LaunchList):
             for n, (name, part) in enumerate(parts.items(), start=1)
         }
         more = more | strides | {f"{name}_ptr": None for name in parts if name not in results}
-        more |= {"G": p.G, "SPLITS": way.splits, "BLIND": self.blind}
-        if self.push is None:
-            more |= {"PARTS": way.parts, "PARTED": way.summands > 1}
+        more |= {"SPLITS": way.splits, "PARTS": way.parts, "PARTED": way.summands > 1}
         more |= {"GROUPED": p.H > p.G or (self.push is None and way.summands > 1)}
-        pointers = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
+        own = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
         lines = self.layout.key_programs(tile.block_n, p.G * way.summands)
-        texts = self.texts("strip", "ends", "change", *self.steps_back) | {
-            "KEEP": self.code.keep_by_keys
-        }
-        kernel, names = f"{self.prefix}key_gradient", (*self.read, *results)
-        self.launch(kernel, lines, tile, names, more, texts, pointers, self.tiled)
+        texts = {"KEEP": self.code.keep_by_keys}
+        self.launch(f"{self.prefix}key_gradient", lines, tile, own, more, texts)
 
     def sum_parts(self, name: str, n: int) -> None:
         """Add the launch from sums to the gradient of operand n."""
         B, _, N, _ = self.buffers[name].shape
-        pointers, fixed = self.sums(name, n)
-        lines = blocks(N, SUMS.block_n) * fixed["G"] * B
-        self.launches.append(Launch("sum_parts", lines, pointers, fixed, {}, *SUMS.options))
+        lines = blocks(N, SUMS.block_n) * self.problem.specs[n].shape[1] * B
+        self.launch("sum_parts", lines, SUMS, *self.sums(name, n))
 
     def sum_pages(self, name: str, n: int) -> None:
         """Add the launch from sums by table entries to the gradient of a pool."""
         pages, (pool, page) = self.layout.pages, self.layout.specs[1].shape[:2]
         assert pages is not None
-        entries, lengths = prod(pages.shape), f"{LENGTHS['keys']}_ptr"
-        pointers, fixed = self.sums(name, n)
-        pointers |= {"named_ptr": NAMED, "order_ptr": ORDER}
+        entries, (own, fixed) = prod(pages.shape), self.sums(name, n)
+        own |= {"named_ptr": NAMED, "order_ptr": ORDER}
         fixed |= {"PAGES": pages.shape[1], "ENTRIES": entries, "STEPS": entries.bit_length()}
-        fixed |= {"POOL": pool, "PAGE": page, "kv_steps": self.layout.steps("keys")}
-        ends = self.layout.pointers()[lengths]
-        if ends is None:
-            fixed[lengths] = None
-        else:
-            pointers[lengths] = ends
         lines = blocks(pool * page, SUMS.block_n) * self.problem.G
-        self.launches.append(Launch("sum_pages", lines, pointers, fixed, {}, *SUMS.options))
+        self.launch("sum_pages", lines, SUMS, own, fixed)
 
     def sums(self, name: str, n: int) -> tuple[Pointers, Fixed]:
         """Pointers, sizes and strides for both of these kernels."""
@@ -425,8 +358,6 @@ class FlashBuilder(LaunchList):
             "N": N,
             "SIZE": size,
             "WIDTH": padded_head_size(size),
-            "BLOCK_N": SUMS.block_n,
-            "UPCAST": self.target.interprets,
         }
         return {"parts_ptr": name, "out_ptr": f"grad{n}"}, fixed
 
@@ -443,8 +374,7 @@ class FlashBuilder(LaunchList):
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums still to add up."""
         tile = self.tiling("query_gradient")
-        texts = self.texts("keep", "strip", "ends", "change", "push")
-        texts["COLLECT"] = collected.source
+        texts = {"COLLECT": collected.source}
         whole = {*"ij"} <= {*collected.axes}
         (self.collect_places if whole else self.collect_lines)(n, collected, tile, texts)
 
@@ -457,11 +387,11 @@ class FlashBuilder(LaunchList):
         if not collected.is_whole:
             out, shape = f"sums{n}", (1, p.H if "h" in axes else 1, p.M, p.N)
             self.buffers[out] = Buffer(shape, torch.float32)
-        more: Fixed = {"B": p.B, "H": p.H, "out_strides": dense_strides(shape)}
-        more |= {"PER_BATCH": "b" in axes, "PER_HEAD": "h" in axes}
+        more: Fixed = {"PER_BATCH": "b" in axes, "PER_HEAD": "h" in axes}
+        more["out_strides"] = dense_strides(shape)
         tiles = blocks(p.M, tile.block_m) * blocks(p.N, tile.block_n)
         lines = tiles * (p.B if "b" in axes else 1) * (p.H if "h" in axes else 1)
-        self.launch("collect_places", lines, tile, READ + MOVED, more, texts, {"out_ptr": out})
+        self.launch("collect_places", lines, tile, {"out_ptr": out}, more, texts)
 
     def collect_lines(
         self, n: int, collected: Contribution, tile: Tiling, texts: dict[str, str]
@@ -470,7 +400,7 @@ class FlashBuilder(LaunchList):
         p, by_keys = self.problem, "j" in collected.axes
         lists, listed = self.listed(tile, by_keys)
         length, block = (p.N, tile.block_n) if by_keys else (p.M, tile.block_m)
-        more: Fixed = {"H": p.H, **listed}
+        more: Fixed = {**listed}
         count, kernel, shape = blocks(length, block), "collect_lines", [length]
         if collected.column:
             entries, folds = collected.spec.shape[1], blocks(block, tile.block_n) + 1
@@ -480,5 +410,5 @@ class FlashBuilder(LaunchList):
         else:
             more["BY_KEYS"] = by_keys
         self.buffers[f"sums{n}"] = Buffer((p.B, p.H, *shape), torch.float32)
-        pointers = lists | {"out_ptr": f"sums{n}"}
-        self.launch(kernel, count * p.H * p.B, tile, READ + MOVED, more, texts, pointers)
+        own = lists | {"out_ptr": f"sums{n}"}
+        self.launch(kernel, count * p.H * p.B, tile, own, more, texts)
