@@ -231,7 +231,7 @@ class Builder:
         misfits = rank_problems(op, types)
         self.problem(*(misfits or op.problems(*types)))
         if misfits and (
-            rank_problems(op, types[: op.reads], partial=True) or len(types) != len(op.ranks)
+            rank_problems(op, types[: count_read(op)], partial=True) or len(types) != len(op.ranks)
         ):
             self.check()
 
@@ -265,6 +265,12 @@ class Builder:
         """The graph so far, unchecked: for passes, which keep graphs correct."""
         numbers = tuple(v.index for v in outputs)
         return Graph(tuple(self.inputs), tuple(self.eqns), numbers, layouts)
+
+
+def count_read(op: Op) -> int:
+    """How many operands, from the first, `infer` reads: those that it names, or all."""
+    needed = [x for x in signature(op.infer).parameters.values() if x.default is x.empty]
+    return sum(x.kind is not x.VAR_POSITIONAL for x in needed) or len(op.ranks)
 
 
 def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) -> list[str]:

@@ -91,10 +91,6 @@ class Fused(Op):
         return tuple(map(NAME, self.gives))
 
     @property
-    def reads(self) -> int:
-        return len(self.takes)
-
-    @property
     def constants(self) -> tuple[int, ...]:
         return tuple([n for n, role in enumerate(self.takes) if role.constant])
 

@@ -8,20 +8,17 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.ir.checks import require_finite
-from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.graph import Alike, Emit, Gradients, Op, Values, gives, takes
 from attn_graph.ir.modifiers import ScoreGradient
 from attn_graph.ir.sums import add_up, apply, fill_zeros
 from attn_graph.spec import INF, ValueType, to_number
 
 
 @final
+@takes(s=4, ds=4)
 @frozen
 class Unmasked(ScoreGradient):
     """s, ds -> ds, with 0 where s is -inf."""
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 4, 4
 
     def run(self, s: torch.Tensor, ds: torch.Tensor) -> tuple[torch.Tensor]:
         return (torch.where(s == -INF, 0.0, ds),)
@@ -34,13 +31,10 @@ class Unmasked(ScoreGradient):
 
 
 @final
+@takes(p=4, dp=4, dlse=3)
 @frozen
 class SoftmaxGrad(ScoreGradient):
     """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse); 0 at p = 0, for any dp and dlse."""
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 4, 4, 3
 
     def run(self, p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor]:
         dp = dp.masked_fill(p == 0, 0.0)
@@ -52,22 +46,13 @@ class SoftmaxGrad(ScoreGradient):
 
 
 @final
+@takes(sinks=1, lse=3, p=4, dp=4, dlse=3)
+@gives("dsinks")
 @frozen
-class SinkGrad(Op):
+class SinkGrad(Alike):
     """sinks, lse, p, dp, dlse -> dsinks [H] = sum_bi exp(sink - lse) * (dlse - sum_j p dp)."""
 
     is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("dsinks",)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 1, 3, 4, 4, 3
-
-    def infer(self, sinks: ValueType, *_: ValueType) -> tuple[ValueType]:
-        return (sinks,)
 
     def run(
         self,
@@ -120,6 +105,8 @@ def clear_blind_rows(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 @final
+@takes(p=4, x=4, like=4)
+@gives("dv")
 @frozen
 class WeighT(Op):
     """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, summed over groups of heads.
@@ -129,18 +116,6 @@ class WeighT(Op):
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
     is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("dv",)
-
-    @property
-    def reads(self) -> int:
-        return 3
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 4, 4, 4
 
     def infer(self, p: ValueType, x: ValueType, like: ValueType) -> tuple[ValueType]:
         return (like,)
@@ -158,6 +133,7 @@ class WeighT(Op):
 
 
 @final
+@gives("tp", "tlse")
 @frozen
 class SoftmaxJvp(Op):
     """p, lse, ts, [sinks, tsinks] -> tp = p (ts - tlse), tlse = sum_j p ts + p(sink) tsinks.
@@ -167,14 +143,6 @@ class SoftmaxJvp(Op):
 
     sinks: bool = False
     is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return "tp", "tlse"
-
-    @property
-    def reads(self) -> int:
-        return 2
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -200,22 +168,13 @@ def sink_tangent(sinks: torch.Tensor, tangent: torch.Tensor, lse: torch.Tensor) 
 
 
 @final
+@takes(p=4, dp=4, dlse=3, tp=4, tdp=4, tdlse=3)
+@gives("tds")
 @frozen
-class SoftmaxGradJvp(Op):
+class SoftmaxGradJvp(Alike):
     """p, dp, dlse, tp, tdp, tdlse -> tds, the tangent of ds = p (dp - sum_j p dp + dlse)."""
 
     is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("tds",)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 4, 4, 3, 4, 4, 3
-
-    def infer(self, p: ValueType, *_: ValueType) -> tuple[ValueType]:
-        return (p,)
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor]:
         p, dp, dlse, tp, tdp, tdlse = operands
@@ -226,22 +185,13 @@ class SoftmaxGradJvp(Op):
 
 
 @final
+@takes(sinks=1, lse=3, p=4, dp=4, dlse=3, tsinks=1, tlse=3, tp=4, tdp=4, tdlse=3)
+@gives("tdsinks")
 @frozen
-class SinkGradJvp(Op):
+class SinkGradJvp(Alike):
     """sinks, lse, p, dp, dlse and the tangent of each -> the tangent of SinkGrad's dsinks."""
 
     is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("tdsinks",)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return (1, 3, 4, 4, 3) * 2
-
-    def infer(self, sinks: ValueType, *_: ValueType) -> tuple[ValueType]:
-        return (sinks,)
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor]:
         (sinks, lse, p, dp, dlse), (tsinks, tlse, tp, tdp, tdlse) = operands[:5], operands[5:]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, starmap
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from attrs import frozen
@@ -16,6 +16,7 @@ from attn_graph.printing.text import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 from attn_graph.spec.dims import Dim, NamedSize
 
+T = TypeVar("T")
 # Values are handles of the graph's builder, which the IR does not know.
 Values = Sequence[Any]
 Gradients = tuple[Any, ...]  # a value for each operand, or None
@@ -40,11 +41,6 @@ class Op(Declared):
     def names(self) -> tuple[str, ...]:
         """Names of the results, for printing."""
         return ("x",)
-
-    @property
-    def reads(self) -> int:
-        """How many operands, from the first, `infer` reads."""
-        return 1
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -119,7 +115,10 @@ class Op(Declared):
         yield from ()
 
     def infer(self, *args: Any, **kwargs: Any) -> tuple[ValueType, ...]:  # Any: as above
-        """The types of the results. Called with right ranks, but perhaps wrong sizes."""
+        """The types of the results. Called with right ranks, but perhaps wrong sizes.
+
+        It reads the operands that it names, or all if it names none.
+        """
         raise NotImplementedError
 
     def gradient_problems(self) -> Iterator[str]:
@@ -159,6 +158,35 @@ class Op(Declared):
 
     def __str__(self) -> str:
         return show_call(self)
+
+
+@frozen(init=False)
+class Alike(Op):
+    """An op whose one result has the type of its first operand."""
+
+    def infer(self, x: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
+        return (x,)
+
+
+def with_values(**values: object) -> Callable[[type[T]], type[T]]:
+    """A decorator of ops: these properties have these values."""
+
+    def put(kind: type[T]) -> type[T]:
+        for name, value in values.items():
+            setattr(kind, name, value)
+        return kind
+
+    return put
+
+
+def takes(**ranks: int | None) -> Callable[[type[T]], type[T]]:
+    """A decorator of ops: the operands by name, each with its number of axes; None: any number."""
+    return with_values(roles=tuple(ranks), ranks=tuple(ranks.values()))
+
+
+def gives(*names: str) -> Callable[[type[T]], type[T]]:
+    """A decorator of ops: the names of the results."""
+    return with_values(names=names)
 
 
 def check_graph(graph: object, name: str) -> None:

@@ -22,7 +22,7 @@ from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError, asks_for_attrs, problems_of, refuse_truth
 from attn_graph.ir.checks import range_problem, require_positive
-from attn_graph.ir.graph import Emit, Gradients, Op, Values, op_name
+from attn_graph.ir.graph import Alike, Emit, Gradients, Op, Values, gives, op_name
 from attn_graph.ir.sums import add_up, apply
 from attn_graph.ir.tracing import trace_along, trace_along_data
 from attn_graph.masks import (
@@ -37,9 +37,10 @@ from attn_graph.masks.places import Block, Place, Term
 from attn_graph.spec import FLOATS, INF, INTEGERS, ValueType, to_number
 
 
+@gives("s")
 @asks_for_attrs
 @frozen(init=False)
-class Modifier(Op):
+class Modifier(Alike):
     """s [B,H,M,N], operands -> s' [B,H,M,N]. A score of -inf is masked and stays -inf.
 
     Your own modifier is a `@final @frozen` subclass. Building a graph checks the promises of its
@@ -48,10 +49,6 @@ class Modifier(Op):
 
     additive: ClassVar[bool] = False  # s' = s + addend(at)
     hides: ClassVar[bool] = True  # the step may give -inf
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("s",)
 
     @property
     def relative(self) -> bool:
@@ -154,9 +151,6 @@ class Modifier(Op):
         from attn_graph.ir.promises import modifier_promise_problems  # which imports this module
 
         yield from modifier_promise_problems(self, (B, H, M, N))
-
-    def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
-        return (s,)
 
     def run(self, s: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         changed = self.change(
@@ -346,22 +340,12 @@ def default_slopes(heads: int) -> list[float]:
     return (slopes + between)[:heads]
 
 
+@gives("ds")
 @frozen
-class ScoreGradient(Op):
+class ScoreGradient(Alike):
     """s or p, ds' or dp, operands -> ds: the gradient by scores, from that by a step's result."""
 
     is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("ds",)
-
-    @property
-    def reads(self) -> int:
-        return 2
-
-    def infer(self, s: ValueType, ds: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
-        return (ds,)
 
 
 @final
@@ -394,23 +378,17 @@ class Back(ScoreGradient):
 
 
 @final
+@gives("tds")
 @frozen
-class Bend(Op):
+class Bend(Alike):
     """s', ds', ts', operands -> the tangent of `Back` as s' moves by ts'; 0 at masked places."""
 
     modifier: Modifier
     is_gradient = True
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return ("tds",)
-
-    @property
     def ranks(self) -> tuple[int | None, ...]:
         return (4, 4, *self.modifier.ranks)
-
-    def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
-        return (s,)
 
     def run(
         self, s: torch.Tensor, ds: torch.Tensor, ts: torch.Tensor, *operands: torch.Tensor
@@ -422,8 +400,9 @@ class Bend(Op):
 
 
 @final
+@gives("ts")
 @frozen
-class Spread(Op):
+class Spread(Alike):
     """s', operands, tangents of the `given` ones -> their share in the tangent of s'."""
 
     modifier: Modifier
@@ -431,16 +410,9 @@ class Spread(Op):
     is_gradient = True
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return ("ts",)
-
-    @property
     def ranks(self) -> tuple[int | None, ...]:
         known = dict(zip(self.modifier.needs, self.modifier.ranks[1:], strict=True))
         return (*self.modifier.ranks, *(known[name] for name in self.given))
-
-    def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
-        return (s,)
 
     def run(self, s: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.modifier.needs)
@@ -463,15 +435,11 @@ class Collect(Op):
         return self.modifier.ranks
 
     @property
-    def reads(self) -> int:
-        return len(self.ranks)
-
-    @property
     def names(self) -> tuple[str, ...]:
         return tuple(f"d{name}" for name in self.modifier.trains)
 
-    def infer(self, ds: ValueType, *types: ValueType) -> tuple[ValueType, ...]:
-        named = zip(self.modifier.needs, types, strict=True)
+    def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
+        named = zip(self.modifier.needs, types[1:], strict=True)
         return tuple(type_ for name, type_ in named if name in self.modifier.trains)
 
     def run(self, ds: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -19,11 +19,11 @@ from attn_graph.ir.gradient_ops import (
     Unmasked,
     WeighT,
 )
-from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.graph import Alike, Emit, Gradients, Op, Values, gives, takes, with_values
 from attn_graph.ir.modifiers import every_place
 from attn_graph.ir.philox import ROOMS, WORDS, counters, draw_, place_in_whole
 from attn_graph.ir.promises import leaf_promise_problems
-from attn_graph.ir.sums import Zeros, add_up, apply
+from attn_graph.ir.sums import Linear, Zeros, add_up, apply
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.joins import reading_problems
 from attn_graph.masks.places import Place
@@ -37,27 +37,13 @@ def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 @final
+@takes(q=4, k=4)
+@gives("s")
 @frozen
 class Scores(Op):
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N], in float32 or wider."""
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("s",)
-
-    @property
-    def reads(self) -> int:
-        return 2
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("q", "k")
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 4, 4
 
     def problems(self, q: ValueType, k: ValueType) -> Iterator[str]:
         if not are_numbers(*q.shape[1::2], *k.shape[1::2]):
@@ -99,15 +85,12 @@ class Scores(Op):
 
 
 @final
+@gives("s")
 @frozen
-class Mask(Op):
+class Mask(Alike):
     """s [B,H,M,N], the mask's tensors -> s, with -inf where the mask does not keep."""
 
     mask: masks.Mask = field(validator=masks.require_mask)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("s",)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -126,9 +109,6 @@ class Mask(Op):
         yield from reading_problems(self.mask)
         broken = [*leaf_promise_problems(self.mask, (B, H, M, N))]
         yield from broken or problems_of(lambda: canonical_mask(self.mask, M, N))
-
-    def infer(self, s: ValueType, *given: ValueType) -> tuple[ValueType]:
-        return (s,)
 
     def run(self, s: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
         kept = self.mask.keep(every_place(s, dict(zip(self.mask.needs, given, strict=True))))
@@ -154,29 +134,12 @@ class Statistic(Op):
 
 
 @final
+@takes(s=4)
+@gives("max")
+@with_values(statistics=("max",), without_gradient=("max",))
 @frozen
 class MaxScores(Statistic):
     """s [B,H,M,N] -> max [B,H,M] = max_j s, -inf for a row that sees nothing. Without gradient."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("max",)
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("s",)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return (4,)
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        return self.names
-
-    @property
-    def without_gradient(self) -> tuple[str, ...]:
-        return self.names
 
     def infer(self, s: ValueType) -> tuple[ValueType]:
         return (ValueType(s.shape[:3], s.dtype),)
@@ -218,6 +181,8 @@ def no_gradient(name: str) -> str:
 
 
 @final
+@gives("p", "lse")
+@with_values(statistics=("lse",))
 @frozen
 class Softmax(Op):
     """s [B,H,M,N] -> p = exp(s - lse), lse [B,H,M] = log sum_j exp(s).
@@ -229,20 +194,12 @@ class Softmax(Op):
     sinks: bool = False
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return ("p", "lse")
-
-    @property
     def roles(self) -> tuple[str, ...]:
-        return ("s", "sinks")
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        return ("lse",)
+        return ("s", "sinks")[: 1 + self.sinks]
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
-        return (4, 1) if self.sinks else (4,)
+        return (4, 1)[: 1 + self.sinks]
 
     def problems(self, s: ValueType, sinks: ValueType | None = None) -> Iterator[str]:
         if sinks is not None:
@@ -305,8 +262,10 @@ def to_origin(value: Iterable[int]) -> tuple[int, ...]:
 
 
 @final
+@takes(p=4, seed=0, offset=0)
+@gives("p")
 @frozen
-class Dropout(Op):
+class Dropout(Linear):
     """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j).
 
     origin: for a part of a larger whole, the b, h, i, j of its first place there and the whole's H:
@@ -317,36 +276,21 @@ class Dropout(Op):
     rate: float = field(converter=to_number, validator=require_rate)
     origin: tuple[int, ...] = field(default=(), converter=to_origin)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("p",)
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("p", "seed", "offset")
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 4, 0, 0
-
     def problems(self, p: ValueType, seed: ValueType, offset: ValueType) -> Iterator[str]:
         for name, type_ in (("seed", seed), ("offset", offset)):
             if type_ != ValueType((), torch.int64):
                 yield f"dropout: {name} {type_} must be i64[()], one number"
 
-    def infer(self, p: ValueType, seed: ValueType, offset: ValueType) -> tuple[ValueType]:
+    def infer(self, p: ValueType, *_: ValueType) -> tuple[ValueType]:
         return (p,)
+
+    def transposed(self, p: ValueType) -> Op:
+        return self
 
     def run(self, p: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor]:
         at = every_place(p, {})
         keeps = dropout_keeps(at, self.rate, int(seed), int(offset), self.origin)
         return (p * keeps / (1 - self.rate),)
-
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        return emit(self, grads[0], *operands[1:])[0], None, None
-
-    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return (apply(emit, self, tangents[0], *operands[1:]),)
 
 
 def dropout_keeps(
@@ -362,6 +306,8 @@ def dropout_keeps(
 
 
 @final
+@takes(p=4, v=4)
+@gives("o")
 @frozen
 class Weigh(Op):
     """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype.
@@ -370,22 +316,6 @@ class Weigh(Op):
     """
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("o",)
-
-    @property
-    def reads(self) -> int:
-        return 2
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("p", "v")
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 4, 4
 
     def problems(self, p: ValueType, v: ValueType) -> Iterator[str]:
         for a, b, who, name in (

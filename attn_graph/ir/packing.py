@@ -15,8 +15,8 @@ import torch
 from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError, PlanMismatchError, show
-from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.sums import apply
+from attn_graph.ir.graph import Emit, Gradients, Op, Values, gives, takes
+from attn_graph.ir.sums import Linear
 from attn_graph.spec import INF, INTEGERS, ValueType, to_integer
 
 ASCENDING = "pass the first row of each sequence, in order, then the end of the last one"
@@ -88,21 +88,11 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 @final
+@takes(starts=1)
+@gives("n")
 @frozen
 class Lengths(Op):
     """starts [B+1] -> lengths [B], of sequences without gaps: starts[b + 1] - starts[b]."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("n",)
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("starts",)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return (1,)
 
     def problems(self, starts: ValueType) -> Iterator[str]:
         yield from integer_problems("lengths", starts=starts)
@@ -122,19 +112,12 @@ class Lengths(Op):
         return (None,)
 
 
+@takes(x=None, starts=1, lengths=1)
 @frozen
-class OfSequences(Op):
+class OfSequences(Linear):
     """An op on x and the starts and lengths of its sequences."""
 
     moves_rows = True
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return "x", "starts", "lengths"
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return None, 1, 1
 
 
 @final
@@ -146,10 +129,6 @@ class Unpack(OfSequences):
     """
 
     length: int = field(converter=to_size)
-
-    @property
-    def reads(self) -> int:
-        return 2
 
     def problems(self, x: ValueType, starts: ValueType, lengths: ValueType) -> Iterator[str]:
         yield from sequence_problems("unpack", starts, lengths)
@@ -170,13 +149,8 @@ class Unpack(OfSequences):
             padded[b, :, :n] = rows[:, start : start + n]
         return (padded,)
 
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        x, *where = operands
-        total = x.type.shape[0 if len(x.type.shape) == 3 else 1]
-        return (apply(emit, Pack(total), grads[0], *where), None, None)
-
-    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return (apply(emit, self, tangents[0], *operands[1:]),)
+    def transposed(self, x: ValueType) -> Op:
+        return Pack(row_count(x.shape))
 
 
 @final
@@ -212,12 +186,12 @@ class Pack(OfSequences):
             rows[:, start : start + n] = x[b, :, :n]
         return (packed,)
 
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        x, *where = operands
-        return (apply(emit, Unpack(x.type.shape[2]), grads[0], *where), None, None)
+    def transposed(self, x: ValueType) -> Op:
+        return Unpack(x.shape[2])
 
-    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return (apply(emit, evolve(self, blind=False), tangents[0], *operands[1:]),)
+    @property
+    def moved(self) -> Op:
+        return evolve(self, blind=False)
 
 
 def row_count(shape: Sequence[int]) -> int:

@@ -14,9 +14,9 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.errors import PlanMismatchError
-from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.graph import Op, gives
 from attn_graph.ir.packing import integer_problems, to_size
-from attn_graph.ir.sums import apply
+from attn_graph.ir.sums import Linear
 from attn_graph.spec import ValueType
 
 
@@ -56,17 +56,13 @@ def list_entries(
 
 @final
 @frozen
-class Unpage(Op):
+class Unpage(Linear):
     """pool [n,P,G,D], table [B,pages] -> x [B,G,pages * P,D], the rows of each entry's pages.
 
     ended: a third operand, lengths [B], counts the rows of each entry; the others are 0.
     """
 
     ended: bool = field(default=False, converter=bool)
-
-    @property
-    def reads(self) -> int:
-        return 2
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -92,19 +88,15 @@ class Unpage(Op):
             x[b, :, :count] = pool[each].flatten(0, 1)[:count].transpose(0, 1)
         return (x,)
 
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        pool, *where = operands
-        count, page = pool.type.shape[:2]
-        back = SumPages(count, page, self.ended)
-        return apply(emit, back, grads[0], *where), *(None for _ in where)
-
-    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return (apply(emit, self, tangents[0], *operands[1:]),)
+    def transposed(self, pool: ValueType) -> Op:
+        count, page = pool.shape[:2]
+        return SumPages(count, page, self.ended)
 
 
 @final
+@gives("pool")
 @frozen
-class SumPages(Op):
+class SumPages(Linear):
     """x [B,G,pages * page,D], table [B,pages] -> pool [count,page,G,D]: the sum for each page.
 
     A page named several times gets the sum in order, in float32 or wider; a page never named is 0.
@@ -115,14 +107,6 @@ class SumPages(Op):
     count: int = field(converter=to_size)
     page: int = field(converter=to_size)
     ended: bool = field(default=False, converter=bool)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("pool",)
-
-    @property
-    def reads(self) -> int:
-        return 2
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -157,9 +141,5 @@ class SumPages(Op):
                 pool[page, : len(rows)] += rows
         return (pool.to(x.dtype),)
 
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        where = operands[1:]
-        return apply(emit, Unpage(self.ended), grads[0], *where), *(None for _ in where)
-
-    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return (apply(emit, self, tangents[0], *operands[1:]),)
+    def transposed(self, x: ValueType) -> Op:
+        return Unpage(self.ended)

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.graph import Emit, Gradients, Graph, Op, Values
+from attn_graph.ir.graph import Emit, Gradients, Graph, Op, Values, gives, takes, with_values
 from attn_graph.spec import QUANTISED, ValueType, accumulator
 
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -22,6 +22,8 @@ WEIGHT_SCALE = 16.0
 
 
 @final
+@takes(x=None, scale=None, like=None)
+@with_values(constants=(0, 1))
 @frozen
 class Dequantise(Op):
     """x, scale, like -> x * scale, in the dtype of `like`, or in bfloat16 if that has 8 bits too.
@@ -29,22 +31,6 @@ class Dequantise(Op):
     x is in 8 bits; scale has its axes, each full or 1, and 1 for the last. The result is in C
     order. It has no derivative by either.
     """
-
-    @property
-    def reads(self) -> int:
-        return 3
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return "x", "scale", "like"
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return None, None, None
-
-    @property
-    def constants(self) -> tuple[int, ...]:
-        return 0, 1
 
     def problems(self, x: ValueType, scale: ValueType, like: ValueType) -> Iterator[str]:
         if x.dtype not in QUANTISED:
@@ -77,6 +63,8 @@ class Dequantise(Op):
 
 
 @final
+@takes(o=None, scale=None, like=None)
+@gives("o", "amax")
 @frozen
 class Quantise(Op):
     """o, scale, like -> o / scale in the dtype of `like`, of 8 bits, and amax [] = max |o|.
@@ -85,22 +73,6 @@ class Quantise(Op):
     reference has it, neither. scale has the axes of o, each
     full or 1, and 1 for the last. It has no derivative.
     """
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return "o", "amax"
-
-    @property
-    def reads(self) -> int:
-        return 3
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return "o", "scale", "like"
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return None, None, None
 
     def problems(self, o: ValueType, scale: ValueType, like: ValueType) -> Iterator[str]:
         if like.dtype not in QUANTISED:

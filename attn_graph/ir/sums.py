@@ -7,23 +7,17 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.graph import Alike, Emit, Gradients, Op, Values, gives, takes
 from attn_graph.spec import DTYPES, NAMES, ValueType
 
 
 @final
+@takes(a=None, b=None)
 @frozen
-class Add(Op):
+class Add(Alike):
     """a + b."""
 
     is_gradient = True
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return None, None
-
-    def infer(self, a: ValueType, b: ValueType) -> tuple[ValueType]:
-        return (a,)
 
     def run(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
         return (a + b,)
@@ -36,6 +30,8 @@ class Add(Op):
 
 
 @final
+@takes()
+@gives("zeros")
 @frozen
 class Zeros(Op):
     """Zeros of a shape: the gradient of an unused value."""
@@ -43,14 +39,6 @@ class Zeros(Op):
     shape: tuple[int, ...]
     dtype: str
     is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("zeros",)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return ()
 
     @classmethod
     def like(cls, type_: ValueType) -> Zeros:
@@ -67,6 +55,28 @@ class Zeros(Op):
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         return (None,)
+
+
+@frozen(init=False)
+class Linear(Op):
+    """An op linear in its first operand; the others have no derivative."""
+
+    def transposed(self, x: ValueType, /) -> Op:
+        """The op of the gradient, for a first operand x: on that of the result, and the others."""
+        raise NotImplementedError
+
+    @property
+    def moved(self) -> Op:
+        """The op of the tangent: on that of the first operand, and the others."""
+        return self
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        x, *others = operands
+        back = self.transposed(x.type)
+        return apply(emit, back, grads[0], *others), *(None for _ in others)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (apply(emit, self.moved, tangents[0], *operands[1:]),)
 
 
 def fill_zeros(emit: Emit, values: Values, tangents: Values) -> list[Any]:  # Any: values

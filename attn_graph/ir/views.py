@@ -14,28 +14,22 @@ import torch
 from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.ir.graph import Emit, Eqn, Gradients, Graph, Op, Values
-from attn_graph.ir.sums import apply
+from attn_graph.ir.graph import Eqn, Graph, Op, gives, takes
+from attn_graph.ir.sums import Linear
 from attn_graph.spec import TensorSpec, ValueType
 
 T = TypeVar("T")
 
 
-@frozen
-class Linear(Op):
-    """A linear op of one operand: it maps tangents like values."""
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return (None,)
-
-    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return (apply(emit, self, tangents[0]),)
+@takes(x=None)
+@frozen(init=False)
+class View(Linear):
+    """A linear op of one operand."""
 
 
 @final
 @frozen
-class Fold(Linear):
+class Fold(View):
     """x -> x without `axis`, of `size` S, which becomes a part of axis `into` of the others.
 
     If that axis has n places, entry s of place i is at s * n + i if `before`, else at i * S + s.
@@ -58,8 +52,8 @@ class Fold(Linear):
         place = self.into if self.before else self.into + 1
         return (x.movedim(self.axis, place).flatten(self.into, self.into + 1),)
 
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        return emit(Unfold(self.axis, self.into, self.size, self.before), grads[0])
+    def transposed(self, x: ValueType) -> Op:
+        return Unfold(self.axis, self.into, self.size, self.before)
 
     def view(self, x: TensorSpec) -> TensorSpec | None:
         """The spec of the result; None if it is a copy."""
@@ -76,7 +70,7 @@ class Fold(Linear):
 
 @final
 @frozen
-class Unfold(Linear):
+class Unfold(View):
     """x -> x with `axis` taken out of axis `into`: the inverse of `Fold` with equal fields.
 
     name: of the result, in text and in backward graphs.
@@ -93,8 +87,9 @@ class Unfold(Linear):
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return (apply(emit, evolve(self, name=f"t{self.name}"), tangents[0]),)
+    @property
+    def moved(self) -> Op:
+        return evolve(self, name=f"t{self.name}")
 
     def infer(self, x: ValueType) -> tuple[ValueType]:
         check_axes("unfold", x, max(0, self.axis - 1), self.into)
@@ -108,8 +103,8 @@ class Unfold(Linear):
         parts, place = ((self.size, n), 0) if self.before else ((n, self.size), 1)
         return (x.unflatten(self.into, parts).movedim(self.into + place, self.axis),)
 
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        return emit(Fold(self.axis, self.into, self.size, self.before), grads[0])
+    def transposed(self, x: ValueType) -> Op:
+        return Fold(self.axis, self.into, self.size, self.before)
 
     def view(self, x: TensorSpec) -> TensorSpec:
         n, stride = x.shape[self.into] // self.size, x.strides[self.into]
@@ -122,7 +117,7 @@ class Unfold(Linear):
 
 @final
 @frozen
-class Repeat(Linear):
+class Repeat(View):
     """x -> x with axis `into`, of one place, seen `size` times, shared by all entries."""
 
     into: int = field(converter=int)
@@ -137,8 +132,8 @@ class Repeat(Linear):
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         return (x.expand(replace_at(x.shape, self.into, self.size)),)
 
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        return emit(SumRepeats(self.into, self.size), grads[0])
+    def transposed(self, x: ValueType) -> Op:
+        return SumRepeats(self.into, self.size)
 
     def view(self, x: TensorSpec) -> TensorSpec:
         shape = replace_at(x.shape, self.into, self.size)
@@ -147,7 +142,7 @@ class Repeat(Linear):
 
 @final
 @frozen
-class SumRepeats(Linear):
+class SumRepeats(View):
     """x -> the sum along axis `into`, of `size`; the axis stays with one place."""
 
     into: int = field(converter=int)
@@ -161,13 +156,14 @@ class SumRepeats(Linear):
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         return (x.sum(self.into, keepdim=True),)
 
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        return emit(Repeat(self.into, self.size), grads[0])
+    def transposed(self, x: ValueType) -> Op:
+        return Repeat(self.into, self.size)
 
 
 @final
+@gives("v")
 @frozen
-class Leading(Linear):
+class Leading(View):
     """x -> the first `size` elements along the last axis: v of keys that begin with their values.
 
     So lie the keys of absorbed latent attention (MLA): v = k[..., :512].
@@ -175,10 +171,6 @@ class Leading(Linear):
 
     size: int = field(converter=int)
     is_view = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("v",)
 
     def problems(self, x: ValueType) -> Iterator[str]:
         if not x.shape or not 1 <= self.size <= x.shape[-1]:
@@ -190,8 +182,8 @@ class Leading(Linear):
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         return (x[..., : self.size],)
 
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        return emit(Widen(operands[0].type.shape[-1]), grads[0])
+    def transposed(self, x: ValueType) -> Op:
+        return Widen(x.shape[-1])
 
     def view(self, x: TensorSpec) -> TensorSpec:
         """The spec of the result."""
@@ -200,7 +192,7 @@ class Leading(Linear):
 
 @final
 @frozen
-class Widen(Linear):
+class Widen(View):
     """x -> x with zeros behind it along the last axis, `size` elements in all."""
 
     size: int = field(converter=int)
@@ -212,8 +204,8 @@ class Widen(Linear):
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         return (torch.nn.functional.pad(x, (0, self.size - x.shape[-1])),)
 
-    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        return emit(Leading(operands[0].type.shape[-1]), grads[0])
+    def transposed(self, x: ValueType) -> Op:
+        return Leading(x.shape[-1])
 
 
 VIEWS = (Fold, Unfold, Repeat, Leading)

@@ -113,7 +113,7 @@ def kept_problem(op: Op, specs: Sequence[TensorSpec]) -> tuple[Problem, float]:
     forward = without_dropout(Problem.of(op.attention, own))
     shape, strides = forward.layout_of_o
     saved = TensorSpec(shape, do.dtype, strides), TensorSpec(shape[:3], forward.wide)
-    again = AttentionGrad(forward.node, op.grad.wants[: forward.node.reads])
+    again = AttentionGrad(forward.node, op.grad.wants[: len(forward.node.takes)])
     return Problem.of(again, (*forward.specs, *saved, do)), op.attention.dropout
 
 
@@ -126,7 +126,7 @@ def lay_out_kept(op: Op, specs: Sequence[TensorSpec]) -> Iterator[Sequence[Tenso
 
 def without_dropout(problem: Problem) -> Problem:
     node = evolve(problem.node, dropout=0.0, keeps=False)
-    return Problem.of(node, problem.specs[: node.reads])
+    return Problem.of(node, problem.specs[: len(node.takes)])
 
 
 def tile_kept(problem: Problem, rate: float, own: Dtypes) -> RowTiles | None:

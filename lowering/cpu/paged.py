@@ -244,7 +244,7 @@ class BlockRun:
                 else:
                     block.piece.box.cut(totals[n], axes.get(n, "")).add_(x)
         if (place := wanted_sinks(grad)) is not None:
-            totals[place] = sink_gradient_of(grad, operands[: grad.reads])
+            totals[place] = sink_gradient_of(grad, operands[: len(grad.takes)])
         return totals
 
 

@@ -418,7 +418,7 @@ class RowTiles(TileGrid):
         if self.kept:
             *own, weights, do = operands
             do = do.contiguous() if self.reads_in_order else do
-            return own[: self.problem.node.reads], weights, do
+            return own[: len(self.problem.node.takes)], weights, do
         assert self.problem.grad is not None
         read = self.problem.grad.split(operands)
         assert read.do is not None
