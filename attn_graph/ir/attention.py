@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, TypeVar, final
 
@@ -15,15 +15,23 @@ from attn_graph.ir import ops
 from attn_graph.ir.checks import require_finite
 from attn_graph.ir.fused import Fused, Role, mark_flagged, select_flagged
 from attn_graph.ir.gradient_ops import (
-    SoftmaxGrad,
     WeighT,
-    clear_blind_rows,
+    run_traced,
     sink_gradient,
     weigh_again,
+    weigh_rows,
 )
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import Bias, Collect, Modifier, SoftCap, every_place, find_restores
-from attn_graph.spec import ValueType, accumulator, to_number
+from attn_graph.ir.modifiers import (
+    Back,
+    Bias,
+    Collect,
+    Modifier,
+    SoftCap,
+    every_place,
+    find_restores,
+)
+from attn_graph.spec import INF, ValueType, to_number
 
 T = TypeVar("T")
 SAVED = ("o", "lse")  # results of an attention read by its gradient, unless weights are kept
@@ -245,7 +253,7 @@ class Attention(Fused):
         return self.unfold(lambda op, *given: op.infer(*given), types)
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.unfold(lambda op, *given: op.run(*given), operands)
+        return self.unfold(run_traced, operands)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         ops.refuse_cotangents(self, grads)
@@ -372,16 +380,9 @@ class AttentionGrad(Fused):
         return select_flagged(types[: len(self.wants)], self.wants)
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self.attention.keeps:
-            gradients = gradients_by_weights(self.attention, *operands)
-        else:
-            given = self.split(operands)
-            lse = given.lse
-            do = torch.zeros_like(given.o) if given.do is None else given.do
-            dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
-            do, dlse = (clear_blind_rows(x.to(lse.dtype), lse) for x in (do, dlse))
-            gradients = compute_gradients(self.attention, given.own, given.o, lse, do, dlse)
-        return select_flagged(gradients, self.wants)
+        n = len(self.wants)
+        read = dict(zip(self.more, operands[n:], strict=True))
+        return select_flagged(compute_gradients(self.attention, operands[:n], read), self.wants)
 
     def read_again(self, emit: Emit, operands: Values) -> Values:
         """The operands of `by_lse`."""
@@ -431,64 +432,55 @@ class AttentionGrad(Fused):
 
 
 def compute_gradients(
-    node: Attention,
-    operands: Sequence[torch.Tensor],
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    do: torch.Tensor,
-    dlse: torch.Tensor,
+    node: Attention, operands: Sequence[torch.Tensor], read: Mapping[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The formulas of AttentionGrad on whole arrays, for every operand."""
+    """The formulas of AttentionGrad on whole arrays, for every operand.
+
+    read: the further operands of the gradient, by name. PyTorch differentiates this function, so
+    places are hidden where p is 0, not where ds is 0, which may move.
+    """
     given = node.split(operands)
-    steps = [ops.Scores(node.scale).run(given.q, given.k)[0]]
+    steps = [*ops.Scores(node.scale).run(given.q, given.k)]
     for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
-        steps += modifier.run(steps[-1], *data.values())
+        steps += run_traced(modifier, steps[-1], *data.values())
     s = steps[-1]
     if node.mask is not None:
         (s,) = ops.Mask(node.mask).run(s, *given.mask.values())
-    p, total = weigh_again(s, lse, given.sinks, node.part)
-    z = dropout_factor(node, given, s)
-    (dp,) = ops.Scores().run(do, given.v.to(do.dtype))
+    if node.keeps:
+        signed = read["weights"].to(s.dtype)
+        p, z = signed.abs(), (signed > 0).to(s.dtype) / (1 - node.dropout)
+        blind = (p == 0).all(-1)
+    else:
+        z, blind = dropout_factor(node, given, s), read["lse"] == -INF
+        p, total = weigh_again(s, read["lse"], given.sinks, node.part)
     unseen = p == 0  # there dp may be NaN, from rows beyond the lengths
-    surplus = dlse - (do * o).sum(-1).masked_fill(unseen.all(-1), 0.0)
-    ds = (p * (dp * z + surplus[..., None])).masked_fill(unseen, 0.0)
+    do, dlse = s.new_zeros(*s.shape[:3], given.v.shape[3]), s.new_zeros(s.shape[:3])
+    if "do" in read:
+        do = read["do"].to(s.dtype).masked_fill(blind[..., None], 0.0)
+    if "dlse" in read:
+        dlse = read["dlse"].masked_fill(blind, 0.0)
+    dp = (ops.Scores().run(do, given.v.to(s.dtype))[0] * z).masked_fill(unseen, 0.0)
+    delta = (p * dp).sum(-1) if node.keeps else (do * read["o"]).sum(-1)
+    surplus = dlse - delta.masked_fill(unseen.all(-1), 0.0)
+    ds = (p * (dp + surplus[..., None])).masked_fill(unseen, 0.0)
     extra: list[torch.Tensor | None] = []
     for modifier, data, after in reversed(
         [*zip(node.modifiers, given.modifiers, steps[1:], strict=True)]
     ):
-        ds, *shares = modifier.pull(
-            lambda op, *xs: op.run(*xs), (s, *data.values()), (after,), (ds,)
-        )
+        sums = iter(run_traced(Collect(modifier), ds, *data.values()) if modifier.trains else ())
+        extra = [*(next(sums) if name in modifier.trains else None for name in data), *extra]
+        (ds,) = run_traced(Back(modifier), after, ds, *data.values())
         ds = ds.masked_fill(unseen, 0.0)
-        extra = [*shares, *extra]
-    (dv,) = WeighT().run(p * z, do, given.v)
-    (dq,) = ops.Weigh(node.scale).run(ds, given.k)
-    (dk,) = WeighT(node.scale).run(ds, given.q, given.k)
-    tail: list[torch.Tensor | None] = [None for _ in given.mask]
-    if given.sinks is not None:
-        tail += [sink_gradient(given.sinks, lse, surplus / total)]
-    tail += [None, None] if node.dropout else []
-    return [dq, dk, dv, *extra, *tail]  # type: ignore[list-item]  # None only for unwanted ones
-
-
-def gradients_by_weights(node: Attention, *operands: torch.Tensor) -> list[torch.Tensor]:
-    """The formulas of AttentionGrad by kept weights, for every operand."""
-    *own, weights, do = operands
-    given = node.split(own)
-    signed = weights.to(accumulator(given.q.dtype))
-    p, left = signed.abs(), signed.clamp(min=0.0) / (1 - node.dropout)
-    do = do.to(p.dtype).masked_fill((p == 0).all(-1, keepdim=True), 0.0)
-    (dp,) = ops.Scores().run(do, given.v.to(p.dtype))
-    dp = (dp / (1 - node.dropout)).masked_fill(signed < 0, 0.0)
-    (ds,) = SoftmaxGrad().run(p, dp, torch.zeros_like(dp[..., 0]))
-    steps = zip(node.modifiers, given.modifiers, strict=True)
     made: list[torch.Tensor | None] = [
-        *ops.Weigh(node.scale).run(ds, given.k),
-        *WeighT(node.scale).run(ds, given.q, given.k),
-        *WeighT().run(left, do, given.v),
-        *(x for step, data in steps for x in Collect(step).run(ds, *data.values())),
+        ops.weigh(ds, given.k, unseen, node.scale),
+        weigh_rows(ds, given.q, given.k, unseen, node.scale),
+        *WeighT().run(p * z, do, given.v),
+        *extra,
+        *(None for _ in given.mask),
     ]
-    return [*made, *[None] * (len(own) - len(made))]  # type: ignore[list-item]  # as above
+    if given.sinks is not None:
+        made += [sink_gradient(given.sinks, read["lse"], surplus / total)]
+    return [*made, *[None] * (len(operands) - len(made))]  # type: ignore[list-item]  # None only for unwanted ones
 
 
 def dropout_factor(node: Attention, given: Operands[torch.Tensor], s: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,11 @@ from typing import final
 
 import torch
 from attrs import field, frozen
+from torch.autograd import forward_ad
 
 from attn_graph.ir.checks import require_finite
 from attn_graph.ir.graph import Alike, Emit, Gradients, Op, Values, gives, takes
-from attn_graph.ir.modifiers import ScoreGradient
+from attn_graph.ir.modifiers import Back, Collect, Modifier, ScoreGradient
 from attn_graph.ir.sums import add_up, apply, fill_zeros
 from attn_graph.spec import INF, ValueType, to_number
 
@@ -121,15 +122,21 @@ class WeighT(Op):
         return (like,)
 
     def run(self, p: torch.Tensor, x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
-        B, G, N, E = like.shape
-        weighed = x.to(p.dtype).masked_fill((p == 0).all(-1, keepdim=True), 0.0)
-        full = self.scale * (p.mT @ weighed)
-        grouped = full.reshape(B, G, p.shape[1] // max(1, G), N, E)
-        return (grouped.sum(2).to(like.dtype),)
+        return (weigh_rows(p, x, like, p == 0, self.scale),)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         (p, x, like), (tp, tx, _) = operands, tangents
         return (add_up(emit, apply(emit, self, tp, x, like), apply(emit, self, p, tx, like)),)
+
+
+def weigh_rows(
+    p: torch.Tensor, x: torch.Tensor, like: torch.Tensor, unseen: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """scale * p^T x, summed over groups of heads, without the rows of x whose p is all unseen."""
+    B, G, N, E = like.shape
+    weighed = x.to(p.dtype).masked_fill(unseen.all(-1, keepdim=True), 0.0)
+    full = scale * (p.mT @ weighed)
+    return full.reshape(B, G, p.shape[1] // max(1, G), N, E).sum(2).to(like.dtype)
 
 
 @final
@@ -210,3 +217,16 @@ def sink_gradient_tangent(sinks: Pair, lse: Pair, surplus: Pair) -> torch.Tensor
     """
     moved = sinks[1].to(lse[0].dtype)[:, None] - lse[1]
     return sink_gradient(sinks[0], lse[0], moved * surplus[0] + surplus[1])
+
+
+def run_traced(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The results of a step; in PyTorch's forward mode, a modifier's by its own derivatives."""
+    if not isinstance(op, Modifier | Back | Collect):
+        return op.run(*operands)
+    given, tangents = zip(*map(forward_ad.unpack_dual, operands), strict=True)
+    results = op.run(*given)
+    if all(t is None for t in tangents):
+        return results
+    moved = op.push(lambda step, *xs: step.run(*xs), given, results, tangents)
+    pairs = zip(results, moved, strict=True)
+    return tuple([x if t is None else forward_ad.make_dual(x, t) for x, t in pairs])

@@ -213,11 +213,13 @@ class Softmax(Op):
     def run(
         self, s: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:3], -INF)
-        if sinks is not None:
-            lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         wide = s if sinks is None else beside(s, sinks)
-        p = torch.softmax(wide, -1)[..., : s.shape[-1]]
+        if not wide.shape[-1]:
+            return s, s.new_full(s.shape[:3], -INF)
+        most = wide.amax(-1, keepdim=True)
+        shares = torch.exp(wide - most.masked_fill(most == -INF, 0.0))
+        lse = torch.logsumexp(wide, -1)
+        p = (shares / shares.sum(-1, keepdim=True))[..., : s.shape[-1]]
         return p.masked_fill(lse[..., None] == -INF, 0.0), lse
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
@@ -342,9 +344,7 @@ class Weigh(Op):
         return (ValueType((*p.shape[:3], v.shape[3]), v.dtype),)
 
     def run(self, p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
-        unseen = (p == 0).all(2)[..., None]
-        rows = per_head(v.to(p.dtype), p.shape[1]).masked_fill(unseen, 0.0)
-        return ((self.scale * (p @ rows)).to(v.dtype),)
+        return (weigh(p, v, p == 0, self.scale),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         (p, v), (do,) = operands, grads
@@ -353,3 +353,12 @@ class Weigh(Op):
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         (p, v), (tp, tv) = operands, tangents
         return (add_up(emit, apply(emit, self, tp, v), apply(emit, self, p, tv)),)
+
+
+def weigh(
+    p: torch.Tensor, v: torch.Tensor, unseen: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """scale * p v, without the rows of v that are unseen [B,H,M,N] by every query."""
+    hidden = unseen.all(2)[..., None]
+    rows = per_head(v.to(p.dtype), p.shape[1]).masked_fill(hidden, 0.0)
+    return (scale * (p @ rows)).to(v.dtype)

@@ -22,21 +22,13 @@ from attn_graph.ir.attention import (
     AttentionGrad,
     GradientOperands,
     as_flags,
-    dropout_factor,
 )
 from attn_graph.ir.fused import Fused, Role, mark_flagged
-from attn_graph.ir.gradient_ops import (
-    WeighT,
-    clear_blind_rows,
-    sink_gradient_tangent,
-    sink_tangent,
-    weigh_again,
-)
-from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import Back, Collect, Modifier
+from attn_graph.ir.gradient_ops import clear_blind_rows
+from attn_graph.ir.graph import Emit, Gradients, Values
 from attn_graph.ir.promises import tangent_promise_problems
-from attn_graph.ir.sums import add_up, apply
-from attn_graph.spec import INF, ValueType
+from attn_graph.ir.tracing import trace_results
+from attn_graph.spec import ValueType
 
 T = TypeVar("T")
 MOVED = ("to", "tlse")  # the tangents of a gradient's o and lse
@@ -48,11 +40,6 @@ NO_SECOND_PUSH = (
     "jvp of a jvp is not built: take jvp of the vjp, which gives every second derivative, as "
     "torch.func.jacfwd over jacrev does"
 )
-
-
-def run_op(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """An `emit` that computes at once."""
-    return op.run(*operands)
 
 
 def check_flags(name: str, node: Attention, flags: Sequence[bool]) -> None:
@@ -236,11 +223,16 @@ class AttentionJvp(Fused):
         return results if self.grad else (*results, *results[:2])
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """By PyTorch's forward mode over the definition of the attention, or of its gradient."""
         if self.grad is None:
-            return push_whole(self.attention, *self.split(operands))
-        given = clear_cotangents(self.directions(operands))
-        wanted = zip(gradient_tangents(self.attention, given), self.grad.wants, strict=True)
-        return tuple(t for t, want in wanted if want and t is not None)
+            results, moved = trace_results(self.attention.run, *self.split(operands))
+            return (*results, *(clear_blind_rows(t, results[1]) for t in moved[:2]))
+        x, whole = self.directions(operands), evolve(self.grad, with_do=True, with_dlse=True)
+        o, lse, do, dlse = x.read.o, x.read.lse, x.read.do, x.read.dlse
+        do = torch.zeros_like(o) if do is None else do
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        moves = (*x.own, x.to, x.tlse, x.tdo, x.tdlse)
+        return trace_results(whole.run, (*x.read.own, o, lse, do, dlse), moves)[1]
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         """First gradients by the tangents; second derivatives along them by the others."""
@@ -260,25 +252,6 @@ class AttentionJvp(Fused):
         return (*spread_flags(node.trains, made), *alone)
 
 
-def push_whole(
-    node: Attention, own: Sequence[torch.Tensor], moved: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor, ...]:
-    """The formulas of AttentionJvp through an attention, on whole arrays."""
-    results, given, tangents = node.run(*own), node.split(own), node.split(moved)
-    lse, wide = results[1], results[1].dtype
-    steps, ts = push_scores(node, own, moved)
-    p, total = weigh_again(steps[-1], lse, given.sinks, node.part)
-    tlse = (p * ts[-1]).sum(-1)
-    if given.sinks is not None and tangents.sinks is not None:
-        tlse = tlse + sink_tangent(given.sinks, tangents.sinks, lse) / total
-    weights = p * dropout_factor(node, given, p)
-    (to,) = ops.Weigh().run(weights * ts[-1], given.v.to(wide))
-    if tangents.v is not None:
-        to = to + ops.Weigh().run(weights, tangents.v.to(wide))[0]
-    (o,) = ops.Weigh().run(weights, given.v.to(wide))
-    return (*results, (to - tlse[..., None] * o).to(results[0].dtype), tlse)
-
-
 def present(values: Values) -> tuple[bool, ...]:
     return tuple(x is not None for x in values)
 
@@ -294,131 +267,3 @@ def push_attention(node: Attention, emit: Emit, operands: Values, tangents: Valu
         return ()
     by_lse = evolve(node, keeps=False)
     return emit(AttentionJvp(by_lse, present(moved)), *operands, *some(moved))
-
-
-def push_scores(
-    node: Attention, own: Sequence[torch.Tensor], moved: Sequence[torch.Tensor | None]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The products, the scores after each modifier, and after the mask; and the tangent of each."""
-    given, tangents = node.split(own), node.split(moved)
-    scores = ops.Scores(node.scale)
-    (s,) = scores.run(given.q, given.k)
-    (t,) = scores.push(run_op, (given.q, given.k), (s,), (tangents.q, tangents.k))
-    steps, ts = [s], [torch.zeros_like(s) if t is None else t]
-    for modifier, data, moves in zip(
-        node.modifiers, given.modifiers, tangents.modifiers, strict=True
-    ):
-        operands = (steps[-1], *data.values())
-        results = modifier.run(*operands)
-        (t,) = modifier.push(run_op, operands, results, (ts[-1], *moves.values()))
-        steps += results
-        ts.append(t)
-    if node.mask is not None:
-        steps += ops.Mask(node.mask).run(steps[-1], *given.mask.values())
-        ts.append(ts[-1])
-    ts[-1] = ts[-1].masked_fill(steps[-1] == -INF, 0.0)
-    return steps, ts
-
-
-def clear_cotangents(given: GradientTangents[torch.Tensor]) -> GradientTangents[torch.Tensor]:
-    """These operands with o, do, to, ... in lse's dtype, and 0 in rows that see nothing."""
-    read, lse = given.read, given.read.lse
-
-    def clear(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        x = torch.zeros_like(like) if x is None else x
-        return clear_blind_rows(x.to(lse.dtype), lse)
-
-    return GradientTangents(
-        evolve(read, o=read.o.to(lse.dtype), do=clear(read.do, read.o), dlse=clear(read.dlse, lse)),
-        clear(given.to, read.o),
-        clear(given.tlse, lse),
-        given.own,
-        clear(given.tdo, read.o),
-        clear(given.tdlse, lse),
-    )
-
-
-def gradient_tangents(
-    node: Attention, x: GradientTangents[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """The formulas of AttentionJvp through a gradient, on whole arrays, for every operand."""
-    given, moved, read = node.split(x.read.own), node.split(x.own), x.read
-    do, dlse, tdo, tdlse = read.do, read.dlse, x.tdo, x.tdlse
-    assert do is not None and dlse is not None and tdo is not None and tdlse is not None  # noqa: PT018
-    steps, ts = push_scores(node, read.own, x.own)
-    wide, lse = read.lse.dtype, read.lse
-    p, total = weigh_again(steps[-1], lse, given.sinks, node.part)
-    tp = p * (ts[-1] - x.tlse[..., None])
-    z, v = dropout_factor(node, given, p), given.v.to(wide)
-    tv = None if moved.v is None else moved.v.to(wide)
-    (dp,), dots = ops.Scores().run(do, v), ops.Scores()
-    tdp = dots.run(tdo, v)[0] + (0.0 if tv is None else dots.run(do, tv)[0])
-    unseen = p == 0  # there dp may be NaN, from rows beyond the lengths
-    moves = ((do * read.o).sum(-1), (tdo * read.o + do * x.to).sum(-1))
-    delta, tdelta = (move.masked_fill(unseen.all(-1), 0.0) for move in moves)
-    g, tg = dlse - delta, tdlse - tdelta
-    rows, trows = dp * z + g[..., None], tdp * z + tg[..., None]
-    grads = (p * rows).masked_fill(unseen, 0.0), (tp * rows + p * trows).masked_fill(unseen, 0.0)
-    (ds, tds), extra = back_through(node, x.read.own, (steps, ts), grads)
-    ds, tds = ds.masked_fill(unseen, 0.0), tds.masked_fill(unseen, 0.0)
-    transpose, weigh = WeighT(node.scale), ops.Weigh(node.scale)
-    tdq = add_up(run_op, *weigh.run(tds, given.k), apply(run_op, weigh, ds, moved.k))
-    tdk = add_up(
-        run_op,
-        *transpose.run(tds, given.q, given.k),
-        apply(run_op, transpose, ds, moved.q, given.k),
-    )
-    tdv = WeighT().run(tp * z, do, given.v)[0] + WeighT().run(p * z, tdo, given.v)[0]
-    tail: list[torch.Tensor | None] = [None for _ in given.mask]
-    if given.sinks is not None:
-        tsinks = torch.zeros_like(given.sinks) if moved.sinks is None else moved.sinks
-        pairs = (given.sinks, tsinks), (lse, x.tlse), (g / total, tg / total)
-        tail += [sink_gradient_tangent(*pairs)]
-    tail += [None, None] if node.dropout else []
-    return [tdq, tdk, tdv, *extra, *tail]
-
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def back_through(
-    node: Attention,
-    own: Sequence[torch.Tensor],
-    scores: tuple[list[torch.Tensor], list[torch.Tensor]],
-    grads: Pair,
-) -> tuple[Pair, list[torch.Tensor | None]]:
-    """ds and tds of the products, and the tangents of the gradients of modifiers' tensors.
-
-    grads: ds and tds of the masked scores. scores: from `push_scores`.
-    """
-    ds, tds = grads
-    extra: list[torch.Tensor | None] = []
-    steps = [
-        *zip(node.modifiers, node.split(own).modifiers, *scores_after(node, scores), strict=True)
-    ]
-    for modifier, data, s, t in reversed(steps):
-        extra = [*collect_tangents(modifier, tds, data), *extra]
-        back = Back(modifier)
-        results = back.run(s, ds, *data.values())
-        nothing = (None,) * len(data)
-        (tds,) = back.push(run_op, (s, ds, *data.values()), results, (t, tds, *nothing))
-        (ds,) = results
-    return (ds, tds), extra
-
-
-def scores_after(
-    node: Attention, scores: tuple[list[torch.Tensor], list[torch.Tensor]]
-) -> Iterator[list[torch.Tensor]]:
-    for each in scores:
-        yield each[1 : 1 + len(node.modifiers)]
-
-
-def collect_tangents(
-    modifier: Modifier, tds: torch.Tensor, data: dict[str, torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """The tangent of the gradient of each tensor of a modifier."""
-    trained = modifier.trains
-    sums = dict(
-        zip(trained, Collect(modifier).run(tds, *data.values()) if trained else (), strict=True)
-    )
-    return [sums.get(name) for name in data]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from warnings import catch_warnings, simplefilter
@@ -64,3 +64,16 @@ def trace_along_data(
             for name, t in tangents.items()
         }
         return tangent_of(fn(s.clone(), {**data, **moving}))
+
+
+def trace_results(
+    fn: Callable[..., tuple[torch.Tensor, ...]],
+    operands: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor | None],
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """fn(*operands), and the tangent of each result. None in tangents is 0."""
+    with forward_mode():
+        pairs = zip(operands, tangents, strict=True)
+        results = fn(*(x if t is None else forward_ad.make_dual(x.clone(), t) for x, t in pairs))
+        primals = tuple([forward_ad.unpack_dual(x).primal for x in results])
+        return primals, tuple(map(tangent_of, results))
