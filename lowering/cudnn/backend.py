@@ -8,7 +8,7 @@ absent GPUs, in a process with a stand-in for their driver.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -34,8 +34,6 @@ from attn_graph.spec import NAMES
 if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
     from attn_graph.lowering.cudnn.case import Case
     from attn_graph.lowering.cudnn.graph import CudnnCall
-    from attn_graph.lowering.cudnn.plan import CudnnPlan
-    from attn_graph.lowering.cudnn.run import Results, Run
 
 VARIES = "divides sums among the more programs, the smaller the batch is"
 FRONTEND = "nvidia-cudnn-frontend"
@@ -128,15 +126,15 @@ def version(target: Target, library: str) -> tuple[int, int, int] | None:
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """cuDNN's plan for a graph. Raises RefusedError if cuDNN declines it."""
     from attn_graph.lowering.cudnn.plan import load_or_build
-    from attn_graph.lowering.cudnn.run import Inference
+    from attn_graph.lowering.cudnn.run import Run
 
     case, call = describe_problem(graph, target, options)
     plan = load_or_build(call, target, (case.backend, case.frontend), options)
     need = needs(case, call, graph, plan.workspace)
     if over := [*options.over_workspace(need.workspace or 0)]:
         raise RefusedError(*over)
-    run = make_run(case, call, graph, options, plan)
-    executable = Executable(
+    run = Run.of(case, call, graph, options.workspace, plan.workspace, plan.execute)
+    return Executable(
         run,
         need.workspace or 0,
         need.temporary,
@@ -145,22 +143,6 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         text=lambda: f"{call}\n{plan}",
         write=partial(write_named, run, graph.result_names),
     )
-    if case.problem.grad is not None or "lse" in graph.result_names:
-        return executable
-    lean = Inference(run, lambda: without_lse(graph, target, options, plan.workspace))
-    return evolve(
-        executable,
-        infer=lean,
-        write=partial(write_named, lean, graph.result_names),
-        prepare=lean.prepare,
-        inspect=lambda: (*executable.inspect(), str(lean)),
-    )
-
-
-def make_run(case: Case, call: CudnnCall, graph: Graph, options: Options, plan: CudnnPlan) -> Run:
-    from attn_graph.lowering.cudnn.run import Run
-
-    return Run.of(case, call, graph, options.workspace, plan.workspace, plan.execute)
 
 
 def needs(case: Case, call: CudnnCall, graph: Graph, need: int | None) -> Foreseen:
@@ -184,23 +166,6 @@ def split_notes(case: Case) -> Iterator[str]:
         yield f"keys in {splits} parts, as many as cuDNN takes for a batch of {B}, and a merge"
 
 
-def without_lse(
-    graph: Graph, target: Target, options: Options, most: int
-) -> Callable[..., Results]:
-    """The forward without lse. Raises RefusedError if it needs more bytes than `most`, the plan's
-    declared need."""
-    from attn_graph.lowering.cudnn.plan import load_or_build
-
-    case, call = describe_problem(graph, target, options, stats=False)
-    plan = load_or_build(call, target, (case.backend, case.frontend), options)
-    if plan.workspace > most:
-        need = f"needs a workspace of {plan.workspace} bytes then"
-        raise RefusedError(
-            Reason("workspace_with_lse", f"{most} with lse", need, "{actual}, and {limit}")
-        )
-    return make_run(case, call, graph, options, plan)
-
-
 def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
     """The workspace by a stored plan or by a formula; otherwise only a built plan tells it."""
     from attn_graph.lowering.cudnn.memory import workspace
@@ -215,10 +180,8 @@ def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
     return evolve(need, notes=(str(plan), *need.notes)) if plan else need
 
 
-def describe_problem(
-    graph: Graph, target: Target, options: Options, *, stats: bool = True
-) -> tuple[Case, CudnnCall]:
-    """The call for a supported graph; see `describe_call` for `stats`."""
+def describe_problem(graph: Graph, target: Target, options: Options) -> tuple[Case, CudnnCall]:
+    """The call for a supported graph."""
     from attn_graph.lowering.cudnn.case import needs_padding_mask
     from attn_graph.lowering.cudnn.graph import describe_call
     from attn_graph.lowering.cudnn.sequences import pack_call
@@ -226,7 +189,7 @@ def describe_problem(
     case = read_case(graph, target, options)
     assert case is not None  # why_not said so
     padded, in_order = needs_padding_mask(case), options.deterministic
-    call = describe_call(case.problem, padded=padded, deterministic=in_order, stats=stats)
+    call = describe_call(case.problem, padded=padded, deterministic=in_order)
     return case, pack_call(call, case.sequences)
 
 

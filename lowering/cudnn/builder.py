@@ -168,8 +168,6 @@ def frontend_options(graph: Any, call: Json) -> dict[str, Any]:  # Any: cuDNN's
     options: dict[str, Any] = dict(call["options"])
     if call["name"] == "sdpa_fp8":
         options = {BOUNDS.get(name, name): x for name, x in options.items()}
-    if call["name"] in ("sdpa", "sdpa_fp8"):
-        options.setdefault("generate_stats", False)  # the frontend has no default
     if align := options.get("diagonal_alignment"):
         options["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])
     if cap := options.pop("soft_cap", None):

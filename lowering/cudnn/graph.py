@@ -105,12 +105,11 @@ class CudnnCall:
 
 
 def describe_call(
-    problem: Problem, *, padded: bool = False, deterministic: bool = False, stats: bool = True
+    problem: Problem, *, padded: bool = False, deterministic: bool = False
 ) -> CudnnCall:
     """The call for a problem with a mask in cuDNN's terms.
 
-    padded: use a padding mask of full lengths even if no lengths are parts. stats: True if a
-    forward stores lse.
+    padded: use a padding mask of full lengths even if no lengths are parts.
     """
     mask = translate_mask(problem)
     assert mask is not None  # the table of limits said so
@@ -124,7 +123,7 @@ def describe_call(
         "use_padding_mask": bool(lengths),
     }
     if problem.grad is None:
-        return forward_call(problem, lengths, options | {"generate_stats": stats})
+        return forward_call(problem, lengths, options | {"generate_stats": True})
     return backward_call(problem, lengths, options | {"use_deterministic_algorithm": deterministic})
 
 
@@ -150,13 +149,12 @@ def band_options(mask: CudnnMask) -> dict[str, Option]:
 def forward_call(
     problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
 ) -> CudnnCall:
-    """The call of `sdpa`, or of `sdpa_fp8` for quantised tensors; options: those of both passes,
-    and generate_stats."""
+    """The call of `sdpa`, or of `sdpa_fp8` for quantised tensors; options: as the frontend takes
+    them."""
     output, scales = result_slot("o", "o", problem.o), [*scale_slots(problem)]
     inputs = (*operand_slots(problem), *scales, *lengths)
-    stats = [lse_slot(problem)] if options["generate_stats"] else []
     largest = [scale_slot("amax_o", "amax")] if problem.narrow_o else []
-    outputs = (output, *stats, *largest)
+    outputs = (output, lse_slot(problem), *largest)
     return CudnnCall("sdpa_fp8" if scales else "sdpa", inputs, outputs, tuple(options.items()))
 
 

@@ -16,7 +16,6 @@ In pages this is not possible: keys past a length, in its last page, have to be 
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +24,12 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
-from attrs import define, field, frozen
+from attrs import field, frozen
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS
 from attn_graph.ir.scaling import O_SCALE, SCALES
-from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Case
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
@@ -52,7 +50,6 @@ from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
 from attn_graph.spec import INF, NAMES, dense_strides
 
-LOG = logging.getLogger("attn_graph")
 Pack = Mapping[int, torch.Tensor]
 Execute = Callable[[Pack, torch.Tensor | None, torch.device], None]
 Named = dict[str, torch.Tensor]
@@ -359,46 +356,6 @@ def zero_rows(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     bits = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
     bits.masked_fill_(where, 0)
     return x
-
-
-@final
-@define(eq=False)
-class Inference:
-    """A forward that stores no lse: its plan is built when it is first needed.
-
-    saving: the built forward with lse. It gives equal results, and runs during stream capture, as
-    nothing can be built then, and if cuDNN supports no other plan.
-    """
-
-    saving: Callable[..., Results]
-    build: Callable[[], Callable[..., Results]]
-    run: Callable[..., Results] | None = None
-    lock: threading.Lock = field(factory=threading.Lock, init=False)
-
-    def __call__(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
-        run = self.run or self.choose(tensors[0].device)
-        return run(*tensors, rooms=rooms) if rooms else run(*tensors)
-
-    def choose(self, device: torch.device) -> Callable[..., Results]:
-        """The call to run before the plan is built."""
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return self.saving
-        return self.prepare()
-
-    def prepare(self) -> Callable[..., Results]:
-        """Build the plan that stores no lse, once; returns the call from now on."""
-        with self.lock:
-            if self.run is None:
-                try:
-                    self.run = self.build()
-                except RefusedError as error:
-                    LOG.warning("calls without gradients store lse: cuDNN %s", error)
-                    self.run = self.saving
-            return self.run
-
-    def __str__(self) -> str:
-        built = "built" if self.run else "built when first needed"
-        return f"calls without gradients store no lse, by a plan of their own, {built}"
 
 
 def buffers(case: Case, call: CudnnCall, need: int) -> dict[str, Buffer]:

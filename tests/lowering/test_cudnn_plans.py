@@ -250,27 +250,6 @@ def keys_of(store: Store) -> list[str]:
     return [entry.key for entry in store.entries() if entry.key is not None]
 
 
-def stored_calls(store: Store) -> list[tuple[str, list[str]]]:
-    """Of each stored plan, what is called and what it gives."""
-    calls = [json.loads(key.partition(" ")[2])["call"] for key in keys_of(store)]
-    return sorted((call["name"], [x["argument"] for x in call["outputs"]]) for call in calls)
-
-
-def test_without_gradients_the_plan_is_one_that_stores_no_lse(store: Store) -> None:
-    """It is cuDNN's, and built when it is first needed; it needs no other workspace."""
-    plan = planned(store=store)
-    assert plan.infer is not plan.run
-    assert stored_calls(store) == [("sdpa", ["o", "stats"])]
-    plan.executable.prepare()
-    assert stored_calls(store) == [("sdpa", ["o"]), ("sdpa", ["o", "stats"])]
-    needs = {cudnn_plan.CudnnPlan.load(store.get(key) or b"").workspace for key in keys_of(store)}
-    assert needs == {plan.executable.workspace}
-    with_lse = planned(ag.attention(X, X, X, stats=True), store=store)
-    assert with_lse.infer == with_lse.run
-    with_lse.executable.prepare()
-    assert len([*store.entries()]) == 3
-
-
 @pytest.mark.parametrize("data", [b"", b"3\n", b"{}\nplan", b"\xff\n"])
 def test_a_file_that_holds_no_plan_is_built_again(
     store: Store, data: bytes, caplog: pytest.LogCaptureFixture

@@ -55,10 +55,10 @@ def declare(
     return ag.attention(**specs, **options)
 
 
-def modelled(graph: ag.Graph, model: Callable[..., Any] = Model, *, stats: bool = True) -> Run:
+def modelled(graph: ag.Graph, model: Callable[..., Any] = Model) -> Run:
     """How a simplified graph would run."""
     assert not cudnn.reasons(graph, B200, NARROW)
-    case, call = describe_problem(graph, B200, NARROW, stats=stats)
+    case, call = describe_problem(graph, B200, NARROW)
     return Run.of(case, call, graph, Workspace(), 128, model(call))
 
 
@@ -95,9 +95,6 @@ def test_what_cudnn_is_told_means_what_the_graph_means(
     for x, due, i in zip(outputs, dues, simple.outputs, strict=True):
         due.check(x)
         assert ag.TensorSpec.like(x) == result_spec(simple, i)
-    if "lse" not in simple.result_names:
-        lean, *_ = modelled(simple, stats=False)(*tensors)[0]
-        assert torch.equal(lean.float(), outputs[0].float())
 
 
 def shares(graph: ag.Graph, model: Callable[..., Any]) -> tuple[float, ...]:

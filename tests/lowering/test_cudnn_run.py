@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +16,11 @@ from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
-from attn_graph.lowering.backend import Options, RefusedError
+from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn.backend import BACKEND as cudnn
 from attn_graph.lowering.cudnn.backend import describe_problem, read_case
 from attn_graph.lowering.cudnn.limits import reasons
-from attn_graph.lowering.cudnn.run import Inference, Run, run_notes, temporary_bytes
-from attn_graph.lowering.problem import returns_lse
+from attn_graph.lowering.cudnn.run import Run, run_notes, temporary_bytes
 from attn_graph.lowering.rooms import write_named
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
@@ -57,10 +53,10 @@ def refusals(graph: Graph) -> list[Reason]:
     return [*reasons(case)]
 
 
-def modelled(graph: Graph, *, stats: bool = True) -> Run:
-    """How a simplified graph, one that cuDNN takes, would run; and without lse if not `stats`."""
+def modelled(graph: Graph) -> Run:
+    """How a simplified graph, one that cuDNN takes, would run."""
     assert not refusals(graph)
-    case, call = describe_problem(graph, H200, Options(), stats=stats)
+    case, call = describe_problem(graph, H200, Options())
     return Run.of(case, call, graph, Workspace(), 128, Model(call))
 
 
@@ -110,10 +106,6 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
     ):
         due.check(found)
         assert ag.TensorSpec.like(found) == result_spec(simple, i)
-    if not returns_lse(simple):
-        lean = modelled(simple, stats=False)(*tensors)[0]
-        for one, other in zip(lean, outputs, strict=True):
-            assert torch.equal(one.nan_to_num(), other.nan_to_num())
     cotangents = cotangents_for(simple, seed)
     back, names = gradient_of(simple, *cotangents)
     dues = rule.expect_gradients(graph, tensors, cotangents)
@@ -328,52 +320,6 @@ def test_gradients_are_of_their_inputs_in_whatever_order() -> None:
     dv, dq = results(back, (*tensors, o, lse, do))
     dues["v"].check(dv)
     dues["q"].check(dq)
-
-
-SAVING: Any = "saving"  # Any: what the two forwards of a plan give here
-LEAN: Any = "lean"
-ON_GPU: Any = SimpleNamespace(device=torch.device("cuda", 0))  # Any: a tensor there
-
-
-def test_what_stores_no_lse_is_built_once_when_first_needed() -> None:
-    built = []
-
-    def build() -> Callable[..., Any]:
-        built.append(1)
-        time.sleep(0.01)
-        return lambda *tensors: LEAN
-
-    lean = Inference(lambda *tensors: SAVING, build)
-    assert "built when first needed" in str(lean)
-    with ThreadPoolExecutor(4) as pool:
-        found = [*pool.map(lambda n: lean(torch.zeros(())), range(8))]
-    assert found == [LEAN] * 8
-    assert built == [1]
-    assert str(lean).endswith("built")
-
-
-def test_nothing_is_built_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = [True]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
-    lean = Inference(lambda *tensors: SAVING, lambda: lambda *tensors: LEAN)
-    assert lean(ON_GPU) == SAVING
-    captures[0] = False
-    assert lean(ON_GPU) == LEAN
-    captures[0] = True
-    assert lean(ON_GPU) == LEAN
-
-
-def test_where_cudnn_takes_no_other_plan_lse_is_stored_and_that_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def build() -> Callable[..., Any]:
-        raise RefusedError("said itself that it has none")
-
-    lean = Inference(lambda *tensors: SAVING, build)
-    assert [lean(torch.zeros(())) for _ in range(3)] == [SAVING] * 3
-    assert [record.message for record in caplog.records] == [
-        "calls without gradients store lse: cuDNN said itself that it has none"
-    ]
 
 
 def test_another_backends_lse_may_lie_anyhow() -> None:

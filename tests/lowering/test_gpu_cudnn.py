@@ -163,20 +163,6 @@ def test_sequences_without_keys_are_zero_and_so_are_their_gradients(
         assert not any(found[name][b, :, length:].any() for name in ("k", "v"))
 
 
-def test_calls_without_gradients_give_the_same_by_a_plan_that_stores_no_lse() -> None:
-    x = ag.TensorSpec((2, 4, 200, 64), HALF)
-    graph = ag.attention(x, x, x, mask=ag.Causal())
-    plan, tensors = ag.compile(graph, backends=("cudnn",)), tensors_for(graph, 1, "cuda")
-    (due,) = rule.expect_outputs(graph, tensors)
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    with torch.no_grad():
-        off = plan(*leaves)
-    for o in (off, plan(*tensors), plan(*leaves)):
-        assert isinstance(o, torch.Tensor)
-        due.check(o)
-    assert "by a plan of their own, built" in str(plan.explain())
-
-
 def test_loading_a_plan_captures_nothing() -> None:
     """On a side stream, whose capture would go on where the frontend's warm-up fails."""
     x = ag.TensorSpec((2, 4, 200, 64), HALF)
