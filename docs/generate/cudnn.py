@@ -18,11 +18,11 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from attn_graph.lowering.cudnn.case import Pass, Version
-from attn_graph.lowering.cudnn.limits import RULES
+from attn_graph.lowering.cudnn.case import Case
+from attn_graph.lowering.cudnn.limits import LIMITS
 from attn_graph.lowering.cudnn.offline import Answer
 from attn_graph.lowering.cudnn.plan import format_version
-from attn_graph.lowering.cudnn.rules import BOTH, FIRST, LAST, Rule
+from attn_graph.lowering.limits import BOTH, FIRST, LAST, Limit, Pass, Version
 from docs.generate.pages import replace, row
 from tests.lowering.test_cudnn_limits import ALONE, problem, sentences
 from tests.support.cudnn_grid import grid
@@ -51,34 +51,30 @@ COLUMNS = (
     *("cuDNN", "frontend", "GPU", "pass", *VERDICTS, "disagreements"),
     *("plans built", "seconds, median", "seconds, most", "other workspaces"),
 )
-LIMITS = """\
+LIMITS_HEAD = """\
 Every limit, with an example of its sentence; the backend takes a graph that no limit refuses. A
 range excludes its last number. "cuDNN says" is cuDNN's own answer to what the limit refuses: yes
 is a refusal by choice, unasked is what cuDNN cannot express.
 
-| limit | it ... | pass | sm | cuDNN | frontend | cuDNN says | source |
-|---|---|---|---|---|---|---|---|
+| limit | it ... | pass | sm | cuDNN | cuDNN says | source |
+|---|---|---|---|---|---|---|
 """
 
 
 def limits_table() -> str:
     """The table of limits, with its explanation."""
-    return LIMITS + "\n".join(map(limit_row, RULES))
+    return LIMITS_HEAD + "\n".join(map(limit_row, LIMITS))
 
 
-def limit_row(rule: Rule) -> str:
-    """The row of a rule, with its sentence on a graph that this rule alone refuses."""
-    options, where = ALONE[rule.name]
+def limit_row(limit: Limit[Case]) -> str:
+    """The row of a limit, with its sentence on a graph that this limit alone refuses."""
+    options, where = ALONE[limit.name]
     example = sentences(problem(**options), where)[0]
-    passes = "both" if rule.passes == BOTH else ", ".join(rule.passes)
-    ranges = (
-        format_range(map(str, rule.sm), ("0", "1000")),
-        *(
-            format_range(map(format_version, ends), (format_version(FIRST), format_version(LAST)))
-            for ends in (rule.backend, rule.frontend)
-        ),
-    )
-    return row(rule.name, example, passes, *ranges, rule.says, rule.source)
+    passes = "both" if limit.passes == BOTH else ", ".join(limit.passes)
+    ranges = (format_range((str(x.start), str(x.stop)), ("0", "1000")) for x in limit.sm)
+    widest = format_version(FIRST), format_version(LAST)
+    versions = format_range(map(format_version, limit.versions), widest)
+    return row(limit.name, example, passes, ", ".join(ranges), versions, limit.says, limit.source)
 
 
 def format_range(ends: Iterable[str], widest: tuple[str, str]) -> str:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal, final
+from typing import final
 
 from attrs import frozen
 
 from attn_graph.lowering.cudnn.graph import translate_mask
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask
 from attn_graph.lowering.cudnn.sequences import COPIED, DENSE, SIDES, CudnnSequences
+from attn_graph.lowering.limits import Pass, Place, Version
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
-
-Version = tuple[int, int, int]
-Pass = Literal["forward", "backward"]
-Place = tuple[Pass, int, Version, Version]  # a compute capability, versions of both libraries
 
 
 @final
@@ -37,8 +34,8 @@ class Case:
 
     @property
     def place(self) -> Place:
-        """Everything beside the problem that decides which limits it has."""
-        return self.pass_, self.sm, self.backend, self.frontend
+        """Everything beside the problem that decides which limits may refuse it."""
+        return self.pass_, self.sm, self.backend
 
     @cached_property
     def packed(self) -> tuple[str, ...]:

@@ -13,20 +13,16 @@ import torch
 from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.scaling import FLOATS_OF_8
-from attn_graph.lowering.cudnn.case import Case, Place, needs_padding_mask
+from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
 from attn_graph.lowering.cudnn.masks import mask_problems
-from attn_graph.lowering.cudnn.packed_limits import PACKED_RULES
-from attn_graph.lowering.cudnn.quantised_limits import QUANTISED_RULES
-from attn_graph.lowering.cudnn.rules import (
-    BACKWARD,
+from attn_graph.lowering.cudnn.packed_limits import PACKED_LIMITS
+from attn_graph.lowering.cudnn.quantised_limits import QUANTISED_LIMITS
+from attn_graph.lowering.cudnn.violations import (
     BACKWARD_HEADER,
-    FIRST,
-    FORWARD,
     FORWARD_HEADER,
     HEADERS,
-    MEANING,
     MEASURED,
-    Rule,
+    OFF_90_TO_109,
     alibi_unmasked,
     bias_column,
     dtype_name,
@@ -37,9 +33,20 @@ from attn_graph.lowering.cudnn.rules import (
     name_broadcast,
     name_mask,
     off_grid,
-    once,
     other_modifiers,
     split_rows,
+)
+from attn_graph.lowering.limits import (
+    BACKWARD,
+    BLACKWELL,
+    FIRST,
+    FORWARD,
+    HOPPER,
+    MEANING,
+    WIDTHS,
+    Limit,
+    Place,
+    once,
 )
 from attn_graph.lowering.reasons import (
     no_elements,
@@ -54,109 +61,104 @@ from attn_graph.spec import HALF
 @lru_cache(256)  # PyTorch's own call of cuDNN has these limits too
 def reasons(case: Case) -> tuple[Reason, ...]:
     """Every reason against a case; without one, cuDNN plans it and computes it right."""
-    return tuple([why for rule in rules_at(case.place) for why in rule.reasons(case)])
+    return tuple([why for limit in limits_at(case.place) for why in limit.reasons(case)])
 
 
 @lru_cache(64)  # of each pass on a GPU there are many cases
-def rules_at(place: Place) -> tuple[Rule, ...]:
+def limits_at(place: Place) -> tuple[Limit[Case], ...]:
     """The limits of a pass, on a GPU, with some versions."""
-    return tuple([rule for rule in RULES if rule.holds(place)])
+    return tuple([limit for limit in LIMITS if limit.holds(place)])
 
 
-LONGER = "M = {p.M}, N = {p.N}"
-WIDTHS = "q has D = {p.D}, v has E = {p.E}"
+LONGER = "M = {c.problem.M}, N = {c.problem.N}"
 
-RULES = (
-    Rule(
+LIMITS: tuple[Limit[Case], ...] = (
+    Limit(
         "architecture",
         lambda c: old_gpu(80, c.sm),
         "{it}",
         FORWARD_HEADER,
     ),
-    Rule(
+    Limit(
         "backend",
         lambda c: (c.cudnn,),
         "needs cuDNN 9.10.2, the first without known errors in attention, and has {it}",
         HEADERS,
-        backend=(FIRST, (9, 10, 2)),
+        versions=(FIRST, (9, 10, 2)),
     ),
-    Rule(
+    Limit(
         "frontend",
-        lambda c: (c.front,),
+        lambda c: once(c.frontend < (1, 28, 0) and c.front),
         "needs nvidia-cudnn-frontend 1.28, the first that loads plans without running them, and "
         "has {it}",
         "cudnn-frontend 1.28.0, graph_interface.h: deserialize by device properties; cudnn.Handle",
-        frontend=(FIRST, (1, 28, 0)),
         says="unasked",
     ),
     # The graph's computation
-    Rule(
+    Limit(
         "dtype",
         lambda c: other_dtype(c.problem, FLOATS_OF_8 if c.problem.scales else HALF),
         "{it}",
         "support matrix of cuDNN 9.20; float32 has a forward plan and no backward",
         says="yes",
     ),
-    Rule(
+    Limit(
         "sizes",
         lambda c: no_elements(c.problem, c.sequences.totals),
         "{it}",
         MEASURED,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "modifiers",
         other_modifiers,
         "{it}",
         MEANING,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "biases",
         lambda c: several_biases(c.count(Bias)),
         "{it}",
         MEANING,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "soft_caps",
         lambda c: once(c.count(SoftCap) > 1 and c.count(SoftCap)),
         "caps scores once, and the graph has {it} soft caps",
         MEANING,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "soft_cap_order",
         late_soft_cap,
         "caps scores before a bias is added, and the graph caps them later",
         MEANING,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "soft_cap_mask",
         masked_soft_cap,
         "supports a soft cap only without a mask and ALiBi, and the mask is {it}",
         f"{HEADERS}: score_mod excludes them",
     ),
-    *(
-        Rule(
-            f"soft_cap_{name}",
-            lambda c: once(c.count(SoftCap)),
-            "goes back through a soft cap on sm_90 to sm_109, and the target has sm_{c.sm}",
-            MEASURED,
-            BACKWARD,
-            sm=sm,
-        )
-        for name, sm in (("ampere", (80, 90)), ("others", (110, 1000)))
+    Limit(
+        "soft_cap",
+        lambda c: once(c.count(SoftCap)),
+        "goes back through a soft cap on sm_90 to sm_109, and the target has sm_{c.sm}",
+        MEASURED,
+        BACKWARD,
+        sm=OFF_90_TO_109,
     ),
-    Rule(
+    Limit(
         "soft_cap_bias_gradient",
         lambda c: once(c.count(SoftCap) and c.wants("bias")),
         "gives no gradient of a bias beside a soft cap, and it is wanted",
         MEASURED,
         BACKWARD,
     ),
-    Rule(
+    Limit(
         "soft_cap_way_round",
         lambda c: once(c.count(SoftCap) and needs_padding_mask(c)),
         "goes back through such lengths right only under a padding mask, which excludes a soft "
@@ -165,27 +167,27 @@ RULES = (
         BACKWARD,
         says="yes",
     ),
-    Rule(
+    Limit(
         "alibis",
         lambda c: once(c.count(Alibi) > 1 and c.count(Alibi)),
         "adds ALiBi once, and the graph has it {it} times",
         MEANING,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "alibi",
         foreign_alibi,
         "has ALiBi by the paper's slopes along the top left diagonal, and the graph's has {it}",
         "cudnn-frontend 1.28.0, utils/attn_score_modifiers.h",
         says="unasked",
     ),
-    Rule(
+    Limit(
         "alibi_mask",
         alibi_unmasked,
         "adds ALiBi under a causal mask at the top left alone, and the mask is {it}",
         HEADERS,
     ),
-    Rule(
+    Limit(
         "dropout",
         lambda c: once(c.problem.node.dropout),
         "draws dropout from a generator of its own, and the graph's, of rate {it}, is Philox "
@@ -193,7 +195,7 @@ RULES = (
         MEANING,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "statistics",
         lambda c: c.problem.node.without_gradient,
         "gives lse and no other statistic, and the graph returns {it}",
@@ -201,42 +203,42 @@ RULES = (
         FORWARD,
         says="unasked",
     ),
-    Rule("mask", lambda c: mask_problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
-    Rule(
+    Limit("mask", lambda c: mask_problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
+    Limit(
         "query_lengths",
         lambda c: once("q_lengths" in c.mask.lengths and "rows" not in c.packed and name_mask(c)),
         "leaves rows beyond q_lengths undefined, which must be 0 here, and the mask is {it}",
         "cudnn-frontend 1.23.0, test_mhas.py: o is not compared there",
         says="yes",
     ),
-    Rule(
+    Limit(
         "ended_broadcast",
         lambda c: once("keys" not in c.packed and "k" in c.cleaned and name_broadcast(c)),
         "reads copies of k and v that are 0 past kv_lengths, laid out alike, and {it}",
         "what lies past a length may be NaN, and no page of cuDNN's says that it is not read",
         says="unasked",
     ),
-    Rule(
+    Limit(
         "scale",
         lambda c: once(c.problem.low_scale),
         "is not known to be right with a scale of 0 or below, and it is {it}",
         "kernels may take maxima before they scale, as FlashAttention's do",
         says="yes",
     ),
-    Rule(
+    Limit(
         "band_right",
         lambda c: once((c.diagonal.right or 0) < 0 and name_mask(c)),
         "supports bands that reach the diagonal from the left, and the mask is {it}",
         HEADERS,
     ),
-    Rule(
+    Limit(
         "band_left",
         left_of_diagonal,
         "supports bands that reach the diagonal from the right, and the mask is {it}",
         BACKWARD_HEADER,
         BACKWARD,
     ),
-    Rule(
+    Limit(
         "band_left_forward",
         left_of_diagonal,
         "supports bands that reach the diagonal from the right, and the mask is {it}",
@@ -244,7 +246,7 @@ RULES = (
         FORWARD,
         says="yes",
     ),
-    Rule(
+    Limit(
         "lse_gradient",
         lambda c: once(c.problem.grad is not None and c.problem.grad.with_dlse),
         "has no gradient through lse, and the graph has",
@@ -252,7 +254,7 @@ RULES = (
         BACKWARD,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "no_cotangent",
         lambda c: once(c.problem.grad is not None and not c.problem.grad.with_do),
         "goes back from o, and the gradient of lse alone is wanted",
@@ -261,13 +263,13 @@ RULES = (
         says="unasked",
     ),
     # How operands look
-    Rule(
+    Limit(
         "head_multiple",
         lambda c: uneven_heads(c.problem, 16 if c.problem.scales else 8),
         "{it}",
         HEADERS,
     ),
-    Rule(
+    Limit(
         "head_forward",
         lambda c: once(c.problem.D > 576 or c.problem.E > 512),
         "supports head sizes up to D = 576 and E = 512, and " + WIDTHS,
@@ -275,35 +277,32 @@ RULES = (
         FORWARD,
         says="yes",
     ),
-    Rule(
+    Limit(
         "head_hopper",
         lambda c: once(c.larger > 256),
         "goes back through head sizes up to 256, and " + WIDTHS,
         BACKWARD_HEADER,
         BACKWARD,
-        sm=(90, 100),
+        sm=(HOPPER,),
     ),
-    Rule(
+    Limit(
         "head_blackwell",
         lambda c: once(c.too_wide_for_blackwell),
         "goes back through head sizes up to 128, of D = 192 with E = 128, or from cuDNN 9.23 of "
         "256, and " + WIDTHS,
         BACKWARD_HEADER,
         BACKWARD,
-        sm=(100, 110),
+        sm=(BLACKWELL,),
     ),
-    *(
-        Rule(
-            f"head_{name}",
-            lambda c: once(c.larger > 128),
-            "goes back through head sizes up to 128 on sm_{c.sm}, and " + WIDTHS,
-            BACKWARD_HEADER,
-            BACKWARD,
-            sm=sm,
-        )
-        for name, sm in (("ampere", (80, 90)), ("others", (110, 1000)))
+    Limit(
+        "head",
+        lambda c: once(c.larger > 128),
+        "goes back through head sizes up to 128 on sm_{c.sm}, and " + WIDTHS,
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=OFF_90_TO_109,
     ),
-    Rule(
+    Limit(
         "head_9_11",
         lambda c: once(
             128 < c.problem.D <= 192
@@ -315,66 +314,63 @@ RULES = (
         + WIDTHS,
         BACKWARD_HEADER,
         BACKWARD,
-        sm=(90, 100),
-        backend=((9, 11, 0), (9, 13, 0)),
+        sm=(HOPPER,),
+        versions=((9, 11, 0), (9, 13, 0)),
     ),
-    Rule(
+    Limit(
         "unit_last",
         split_rows,
         "needs rows of contiguous elements, and {it[0]} is {it[1]}",
         HEADERS,
     ),
-    Rule(
+    Limit(
         "aligned_rows",
         off_grid,
         "needs rows that start at multiples of 16 bytes, and {it[0]} is {it[1]}",
         "cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h: wrong output otherwise",
         says="yes",
     ),
-    Rule(
+    Limit(
         "bias_dtype",
         lambda c: dtype_name(c.bias, c.problem.dtype, torch.float32),
         "adds a bias of q's dtype or f32, and it is {it}",
         MEANING,
         says="yes",
     ),
-    Rule(
+    Limit(
         "bias_rows",
         lambda c: once(c.bias is not None and not c.bias.unit_last and c.bias),
         "adds a bias with contiguous keys, and it is {it}",
         "planned without a device: 9.20 crashes for sm_100, 9.27 refuses it for sm_90",
         says="unasked",
     ),
-    *(
-        Rule(
-            f"bias_column_{name}",
-            bias_column,
-            "goes back through a bias that differs by key, or by head alone, on sm_{c.sm}, and it "
-            "is {it}",
-            MEASURED,
-            BACKWARD,
-            sm=sm,
-        )
-        for name, sm in (("ampere", (80, 90)), ("others", (110, 1000)))
+    Limit(
+        "bias_column",
+        bias_column,
+        "goes back through a bias that differs by key, or by head alone, on sm_{c.sm}, and it "
+        "is {it}",
+        MEASURED,
+        BACKWARD,
+        sm=OFF_90_TO_109,
     ),
-    Rule(
+    Limit(
         "bias_column_in_order",
         lambda c: bias_column(c) if c.wants("bias") or c.sums_in_order else (),
         "goes back deterministically, or to a bias, where that differs by key, or by head alone, "
         "and it is {it}",
         MEASURED,
         BACKWARD,
-        sm=(100, 110),
+        sm=(BLACKWELL,),
     ),
-    Rule(
+    Limit(
         "bias_gradient_192",
         lambda c: once(c.wants("bias") and c.problem.D == 192),
         "gives no gradient of a bias at D = 192 on Blackwell, and " + WIDTHS,
         MEASURED,
         BACKWARD,
-        sm=(100, 110),
+        sm=(BLACKWELL,),
     ),
-    Rule(
+    Limit(
         "bias_gradient_dtype",
         lambda c: dtype_name(c.bias, c.problem.dtype) if c.wants("bias") else (),
         "gives a bias's gradient in q's dtype, and the bias is of {it}",
@@ -382,20 +378,20 @@ RULES = (
         BACKWARD,
     ),
     # Combinations
-    Rule(
+    Limit(
         "one_by_one",
         lambda c: once(c.problem.M == c.problem.N == 1),
         "can't go back through one query and one key, and " + LONGER,
         BACKWARD_HEADER,
         BACKWARD,
     ),
-    Rule(
+    Limit(
         "right_corner",
         lambda c: once(c.at_right and not c.mask.lengths and c.problem.M > c.problem.N),
         "masks from the bottom right where M <= N or lengths are given, and " + LONGER,
         HEADERS,
     ),
-    Rule(
+    Limit(
         "window_longer",
         lambda c: once(
             c.diagonal.left is not None and not c.mask.lengths and c.problem.M > c.problem.N
@@ -403,37 +399,37 @@ RULES = (
         "bounds a window on the left where M <= N or lengths are given, and " + LONGER,
         HEADERS,
     ),
-    Rule(
+    Limit(
         "right_corner_additions",
         lambda c: once(c.at_right and (c.count(Bias) or c.count(Alibi)) and name_mask(c)),
         "adds no bias under a mask from the bottom right, and the mask is {it}",
         HEADERS,
     ),
-    Rule(
+    Limit(
         "window_9_14_0",
         lambda c: once(
             c.diagonal.left is not None and c.diagonal.right is None and c.problem.N > 1024
         ),
         "is wrong in cuDNN 9.14.0 for windows without an end on the right over more than 1024 "
-        "keys, and N = {p.N}",
+        "keys, and N = {c.problem.N}",
         HEADERS,
-        backend=((9, 14, 0), (9, 14, 1)),
+        versions=((9, 14, 0), (9, 14, 1)),
     ),
-    Rule(
+    Limit(
         "sinks_version",
         lambda c: once(c.problem.node.sinks),
         "has sinks from cuDNN 9.13, and this is {c.cudnn}",
         BACKWARD_HEADER,
-        backend=(FIRST, (9, 13, 0)),
+        versions=(FIRST, (9, 13, 0)),
     ),
-    Rule(
+    Limit(
         "sinks_decode",
         lambda c: once(c.problem.node.sinks and c.problem.M == 1),
         "supports sinks with two queries or more, and M = 1",
         FORWARD_HEADER,
         FORWARD,
     ),
-    Rule(
+    Limit(
         "sinks_in_order",
         lambda c: once(c.deterministic and c.wants("sinks")),
         "promises no order for the gradient of sinks, and deterministic=True asks for one",
@@ -441,34 +437,34 @@ RULES = (
         BACKWARD,
         says="yes",
     ),
-    Rule(
+    Limit(
         "deterministic_blackwell",
         lambda c: once(c.deterministic),
         "is deterministic on Blackwell from cuDNN 9.18, and this is {c.cudnn}",
         BACKWARD_HEADER,
         BACKWARD,
-        sm=(100, 110),
-        backend=(FIRST, (9, 18, 0)),
+        sm=(BLACKWELL,),
+        versions=(FIRST, (9, 18, 0)),
     ),
-    Rule(
+    Limit(
         "deterministic_bias",
         lambda c: once(c.deterministic and c.bias),
         "is deterministic on Blackwell with a bias from cuDNN 9.24, and the bias is {it}",
         "planned without a device: its kernel does not compile in 9.19 and 9.20",
         BACKWARD,
-        sm=(100, 110),
-        backend=(FIRST, (9, 24, 0)),
+        sm=(BLACKWELL,),
+        versions=(FIRST, (9, 24, 0)),
         says="yes",
     ),
-    Rule(
+    Limit(
         "deterministic_additions",
         lambda c: once(c.sums_in_order and (c.wants("bias") or c.count(Alibi))),
         "is deterministic on Blackwell, as it always is at D = E = 256, without ALiBi and without "
         "the gradient of a bias, and the graph has one",
         BACKWARD_HEADER,
         BACKWARD,
-        sm=(100, 110),
+        sm=(BLACKWELL,),
     ),
-    *PACKED_RULES,
-    *QUANTISED_RULES,
+    *PACKED_LIMITS,
+    *QUANTISED_LIMITS,
 )

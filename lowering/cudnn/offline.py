@@ -18,7 +18,7 @@ from attrs import evolve, frozen
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
-from attn_graph.lowering.cudnn.case import Version
+from attn_graph.lowering.limits import Version
 from attn_graph.machine.gpus import Device, devices
 from attn_graph.machine.target import Target
 

@@ -7,28 +7,28 @@ and be wrong.
 from __future__ import annotations
 
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.lowering.cudnn.rules import (
-    BACKWARD,
+from attn_graph.lowering.cudnn.case import Case
+from attn_graph.lowering.cudnn.violations import (
     BACKWARD_HEADER,
-    FIRST,
     FORWARD_HEADER,
     HEADERS,
     MEASURED,
-    Rule,
     crossed_heads,
     far_keys,
-    once,
 )
+from attn_graph.lowering.limits import AMPERE, BACKWARD, FIRST, Limit, once
 
-PACKED_RULES = (
-    Rule(
+OFF_90_TO_119 = (AMPERE, range(120, 1000))
+
+PACKED_LIMITS: tuple[Limit[Case], ...] = (
+    Limit(
         "packed_rows",
         crossed_heads,
         "reads packed tensors whose heads lie side by side in each row, and {it[0]} is {it[1]}",
         "cudnn-frontend 1.28.0, test_mhas_v2.py: packed tensors lie so there",
         says="yes",
     ),
-    Rule(
+    Limit(
         "packed_keys_alone",
         far_keys,
         "counts elements of packed keys and values in i32 where queries are not packed, and "
@@ -36,13 +36,13 @@ PACKED_RULES = (
         "planned without a device: it has no kernel for offsets in i64 there",
         says="yes",
     ),
-    Rule(
+    Limit(
         "page_size",
         lambda c: once(c.sequences.page & (c.sequences.page - 1) and c.sequences.page),
         "reads pages of a power of two of rows, and they have {it}",
         FORWARD_HEADER,
     ),
-    Rule(
+    Limit(
         "pages_backward",
         lambda c: once(c.is_paged),
         "has no gradient over pages, and k and v lie in pages",
@@ -50,65 +50,53 @@ PACKED_RULES = (
         BACKWARD,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "pages_soft_cap",
         lambda c: once(c.is_paged and c.problem.node.mask is None and c.count(SoftCap)),
         "caps scores without lengths, which it needs over pages, and k and v lie in pages",
         f"{HEADERS}: score_mod excludes them",
     ),
-    Rule(
+    Limit(
         "packed_version",
         lambda c: once(c.packed),
         "reads packed tensors on sm_80 to sm_89 from cuDNN 9.18.1, and this is {c.cudnn}",
         FORWARD_HEADER,
-        sm=(80, 90),
-        backend=(FIRST, (9, 18, 1)),
+        sm=(AMPERE,),
+        versions=(FIRST, (9, 18, 1)),
     ),
-    *(
-        Rule(
-            f"packed_statistics_{name}",
-            lambda c: once("rows" in c.packed),
-            "goes back through packed queries on sm_90 to sm_119, since elsewhere it reads lse of "
-            "padded ones, and the target has sm_{c.sm}",
-            BACKWARD_HEADER,
-            BACKWARD,
-            sm=sm,
-        )
-        for name, sm in (("ampere", (80, 90)), ("others", (120, 1000)))
+    Limit(
+        "packed_statistics",
+        lambda c: once("rows" in c.packed),
+        "goes back through packed queries on sm_90 to sm_119, since elsewhere it reads lse of "
+        "padded ones, and the target has sm_{c.sm}",
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=OFF_90_TO_119,
     ),
-    *(
-        Rule(
-            f"packed_in_order_{name}",
-            lambda c: once(c.deterministic and c.packed),
-            "is deterministic with packed tensors on sm_90 to sm_119, and the target has sm_{c.sm}",
-            BACKWARD_HEADER,
-            BACKWARD,
-            sm=sm,
-        )
-        for name, sm in (("ampere", (80, 90)), ("others", (120, 1000)))
+    Limit(
+        "packed_in_order",
+        lambda c: once(c.deterministic and c.packed),
+        "is deterministic with packed tensors on sm_90 to sm_119, and the target has sm_{c.sm}",
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=OFF_90_TO_119,
     ),
-    *(
-        Rule(
-            f"packed_bias_gradient_{name}",
-            lambda c: once(c.packed and c.wants("bias")),
-            "gives the gradient of a bias beside packed tensors on sm_90 to sm_99, and the target "
-            "has sm_{c.sm}",
-            source,
-            BACKWARD,
-            sm=sm,
-        )
-        for name, sm, source in (
-            ("ampere", (80, 90), MEASURED),
-            ("others", (100, 1000), BACKWARD_HEADER),
-        )
+    Limit(
+        "packed_bias_gradient",
+        lambda c: once(c.packed and c.wants("bias")),
+        "gives the gradient of a bias beside packed tensors on sm_90 to sm_99, and the target "
+        "has sm_{c.sm}",
+        f"{BACKWARD_HEADER}; below sm_90 {MEASURED}",
+        BACKWARD,
+        sm=(AMPERE, range(100, 1000)),
     ),
-    Rule(
+    Limit(
         "packed_sinks",
         lambda c: once(c.packed and c.problem.node.sinks),
         "goes back through sinks beside packed tensors from cuDNN 9.26, and this is {c.cudnn}",
         "cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h",
         BACKWARD,
-        backend=(FIRST, (9, 26, 0)),
+        versions=(FIRST, (9, 26, 0)),
         says="yes",
     ),
 )

@@ -15,7 +15,6 @@ from attrs import Factory, field, frozen
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import Options, RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
-from attn_graph.lowering.cudnn.case import Version
 from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.offline import (
     ask_cudnn,
@@ -24,6 +23,7 @@ from attn_graph.lowering.cudnn.offline import (
     parse_versions,
 )
 from attn_graph.lowering.cudnn.run import Engine, handle
+from attn_graph.lowering.limits import Version
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attn_graph.lowering.cudnn.case import Case
-from attn_graph.lowering.cudnn.rules import FORWARD_HEADER, MEASURED, Rule, once
+from attn_graph.lowering.cudnn.violations import FORWARD_HEADER, MEASURED
+from attn_graph.lowering.limits import BLACKWELL, FIRST, HOPPER, WIDTHS, Limit, once
 from attn_graph.spec import NAMES, ValueType
-
-WIDTHS = "q has D = {p.D}, v has E = {p.E}"
 
 
 def unlike_q(c: Case) -> Iterator[tuple[str, str]]:
@@ -30,79 +29,79 @@ def is_latent(c: Case) -> bool:
     return (c.problem.D, c.problem.E) == (192, 128) and c.backend >= (9, 19, 0)
 
 
-QUANTISED_RULES = (
-    Rule(
+QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
+    Limit(
         "quantised_architecture",
         lambda c: once(c.problem.scales and not 90 <= c.sm < 110),
         "multiplies 8 bits on sm_90 to sm_109, and the target has sm_{c.sm}",
         FORWARD_HEADER,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "quantised_output",
         lambda c: once(c.problem.scales and not c.problem.narrow_o),
         "gives o of quantised tensors in bf16 on sm_100 to sm_109, with o_scale in 8 bits on "
         "sm_90 too, and the target has sm_{c.sm}",
         FORWARD_HEADER,
-        sm=(0, 100),
+        sm=(range(100),),
         says="unasked",
     ),
-    Rule(
+    Limit(
         "quantised_version",
         lambda c: once(c.problem.scales),
         "gives o of quantised tensors in bf16 from cuDNN 9.13, and this is {c.cudnn}",
         FORWARD_HEADER,
-        backend=((0, 0, 0), (9, 13, 0)),
+        versions=(FIRST, (9, 13, 0)),
         says="unasked",
     ),
-    Rule(
+    Limit(
         "quantised_dtypes",
         unlike_q,
         "multiplies tensors of one dtype, and {it[0]} is in {it[1]} beside another q",
         MEASURED,
         says="unasked",
     ),
-    Rule(
+    Limit(
         "quantised_scales",
         many_scales,
         "has one scale for a tensor, and {it[0]}_scale is {it[1]}",
         "the arguments of sdpa_fp8",
         says="unasked",
     ),
-    Rule(
+    Limit(
         "quantised_heads",
         lambda c: once(c.problem.scales and c.larger > 128 and not is_latent(c)),
         "multiplies 8 bits in head sizes up to 128, or of D = 192 with E = 128 from cuDNN 9.19, "
         "and " + WIDTHS,
         FORWARD_HEADER,
-        sm=(100, 110),
+        sm=(BLACKWELL,),
         says="unasked",
     ),
-    Rule(
+    Limit(
         "quantised_query",
         lambda c: once(c.problem.scales and c.problem.M == 1),
         "multiplies 8 bits of one query from sm_100 on, and the target has sm_{c.sm}",
         MEASURED,
-        sm=(90, 100),
+        sm=(HOPPER,),
         says="unasked",
     ),
-    Rule(
+    Limit(
         "quantised_corner",
         lambda c: once(c.problem.scales and c.diagonal.align == "bottom_right"),
         "masks scores of 8 bits from the bottom right from sm_100 on, and the target has sm_{c.sm}",
         FORWARD_HEADER,
-        sm=(90, 100),
+        sm=(HOPPER,),
         says="unasked",
     ),
-    Rule(
+    Limit(
         "quantised_sinks",
         lambda c: once(c.problem.scales and c.problem.node.sinks),
         "has sinks beside quantised tensors from sm_100 on, and the target has sm_{c.sm}",
         f"{MEASURED}: its kernel does not compile",
-        sm=(90, 100),
+        sm=(HOPPER,),
         says="unasked",
     ),
-    Rule(
+    Limit(
         "quantised_modifiers",
         lambda c: dict.fromkeys(
             type(m).__name__ for m in c.problem.node.modifiers if c.problem.scales

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Literal, final
+from typing import final
 
 import torch
 from attrs import frozen
@@ -22,9 +22,19 @@ from attn_graph.lowering.fa4.call import (
     new_like,
 )
 from attn_graph.lowering.fa4.lists import forward_tile
+from attn_graph.lowering.limits import (
+    AMPERE,
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    HOPPER,
+    WIDTHS,
+    Limit,
+    Place,
+    once,
+)
 from attn_graph.lowering.problem import ALIGNED, Problem, is_misaligned
 from attn_graph.lowering.reasons import (
-    head_sizes,
     no_elements,
     other_dtype,
     other_gradients,
@@ -32,19 +42,15 @@ from attn_graph.lowering.reasons import (
     uneven_heads,
     wide_heads,
 )
-from attn_graph.machine.cache import remember
-from attn_graph.spec import HALF
+from attn_graph.spec import HALF, TensorSpec
 
 INTERFACE = "interface.py"
-MEANING = "the package has no such argument"
+ARGUMENTS = "the package has no such argument"
 PAGES = "k and v lie in pages"
 UNTRIED = "its kernels for this architecture were run by nobody here"
-AMPERE, HOPPER, BLACKWELL, THOR, GEFORCE = 8, 9, 10, 11, 12  # compute capabilities less their tens
-DATACENTER = (BLACKWELL, THOR)
-SMALL = (AMPERE, GEFORCE)
-EVERY = (AMPERE, HOPPER, BLACKWELL, THOR, GEFORCE)
+DATACENTER, GEFORCE = (range(100, 120),), (range(120, 130),)
+SMALL = (AMPERE, *GEFORCE)
 WIDE_PAIRS = ((192, 128), (256, 256))  # D and E beyond 128 with kernels for sm_100
-Says = Literal["refuses", "unasked"]
 
 
 @final
@@ -58,13 +64,9 @@ class Fa4Case:
     sequences: CudnnSequences = DENSE
 
     @cached_property
-    def family(self) -> int:
-        """The architecture: 9 of sm_90."""
-        return self.sm // 10
-
-    @cached_property
-    def is_backward(self) -> bool:
-        return self.problem.grad is not None
+    def place(self) -> Place:
+        """Everything beside the problem that decides which limits may refuse it."""
+        return "forward" if self.problem.grad is None else "backward", self.sm, FIRST
 
     @property
     def is_native(self) -> bool:
@@ -86,56 +88,19 @@ class Fa4Case:
         return self.sequences.table is not None
 
     @property
+    def sinks(self) -> TensorSpec | None:
+        return self.problem.by_role.sinks
+
+    @property
     def page(self) -> int:
         """Rows of a page; 0 without pages."""
         return self.sequences.page
 
 
-Found = Iterator[Reason] | str | bool
-
-
-@final
-@frozen
-class Limit:
-    """One limit. found: the graph's part of the reason, whole reasons, or a boolean.
-
-    says: the package's own answer to such a call; "unasked" if it would compute another result,
-    refuses only while it compiles, or is untested.
-    """
-
-    key: str
-    found: Callable[[Fa4Case], Found]
-    limit: str
-    source: str
-    families: tuple[int, ...] = EVERY
-    backward: bool | None = None
-    says: Says = "refuses"
-
-    def holds(self, family: int, is_backward: bool) -> bool:
-        """True for a limit of an architecture and a pass."""
-        return family in self.families and self.backward in (None, is_backward)
-
-    def reasons(self, case: Fa4Case) -> Iterator[Reason]:
-        """Of a case of such an architecture and pass."""
-        found = self.found(case)
-        if isinstance(found, str | bool):
-            if found:
-                where = "" if len(self.families) == len(EVERY) else f" on sm_{case.sm}"
-                actual = found if isinstance(found, str) else "the graph does"
-                yield Reason(self.key, f"{self.limit}{where}", actual)
-        else:
-            yield from found
-
-
 def limit_reasons(case: Fa4Case) -> Iterator[Reason]:
-    for limit in limits_at(case.family, case.is_backward):
-        yield from limit.reasons(case)
-
-
-@remember  # of each there are many cases
-def limits_at(family: int, is_backward: bool) -> tuple[Limit, ...]:
-    """The limits of an architecture and a pass."""
-    return tuple([limit for limit in LIMITS if limit.holds(family, is_backward)])
+    for limit in LIMITS:
+        if limit.holds(case.place):
+            yield from limit.reasons(case)
 
 
 def other_strides(case: Fa4Case) -> Iterator[Reason]:
@@ -154,20 +119,18 @@ def other_strides(case: Fa4Case) -> Iterator[Reason]:
             yield Reason(f"misaligned.{name}", limit, f"rows of {name} {spec} start in between")
 
 
-def other_heads(case: Fa4Case) -> str:
-    """The head sizes, if Blackwell has no kernel for them."""
+def has_other_heads(case: Fa4Case) -> bool:
+    """True if Blackwell has no kernel for the head sizes."""
     D, E = case.problem.D, case.problem.E
-    known = (D, E) in WIDE_PAIRS or (8 <= D <= 128 and 8 <= E <= 128)
-    return "" if known else head_sizes(case.problem)
+    return (D, E) not in WIDE_PAIRS and not (8 <= D <= 128 and 8 <= E <= 128)
 
 
-def split_values(case: Fa4Case) -> str:
-    """The head sizes, if a gradient's tiles of v do not fill the rows of D's layout."""
+def splits_values(case: Fa4Case) -> bool:
+    """True if a gradient's tiles of v do not fill the rows of D's layout."""
     D, E = (-(-size // 16) * 16 for size in (case.problem.D, case.problem.E))
-    if case.family == HOPPER:
-        row = next(n for n in (64, 32, 16) if D % n == 0)
-        return head_sizes(case.problem) if E % row else ""
-    return head_sizes(case.problem) if D % 64 == 0 and E <= 32 else ""
+    if case.sm in HOPPER:
+        return E % next(n for n in (64, 32, 16) if D % n == 0) > 0
+    return D % 64 == 0 and E <= 32
 
 
 def is_wide(case: Fa4Case) -> bool:
@@ -188,117 +151,122 @@ def beyond_causal(case: Fa4Case) -> bool:
     return native is None or native.left is not None or native.right not in (None, 0)
 
 
-def of_wide(what: str, has: Callable[[Fa4Case], object], key: str) -> Limit:
+def of_wide(what: str, has: Callable[[Fa4Case], object], key: str) -> Limit[Fa4Case]:
     """A limit of the kernel of `is_wide`."""
     return Limit(
         f"wide_gradient.{key}",
-        lambda c: is_wide(c) and bool(has(c)),
-        f"has no gradient of D = 256 with {what}",
+        lambda c: once(is_wide(c) and has(c)),
+        f"has no gradient of D = 256 with {what} on sm_{{c.sm}}, and the graph does",
         f"{INTERFACE}, _flash_attn_bwd: use_dedicated_hd256_kernel",
-        DATACENTER,
-        backward=True,
-        says="unasked" if key == "modifiers" else "refuses",
+        BACKWARD,
+        sm=DATACENTER,
+        says="unasked" if key == "modifiers" else "no",
     )
 
 
-LIMITS = (
+LIMITS: tuple[Limit[Fa4Case], ...] = (
     Limit(
         "architecture",
-        lambda c: f"the target has sm_{c.sm}",
-        "runs on sm_80 to sm_129",
+        lambda c: (c.sm,),
+        "runs on sm_80 to sm_129, and the target has sm_{it}",
         f"{INTERFACE}: Unsupported compute capability",
-        tuple(n for n in range(30) if n not in EVERY),
+        sm=(range(80), range(130, 1000)),
     ),
     Limit(
         "gradient",
-        lambda c: "the graph is a gradient",
-        "computes no gradients",
+        lambda c: (c.sm,),
+        "computes no gradients on sm_{it}, and the graph is a gradient",
         f"{INTERFACE}, _flash_attn_bwd: arch // 10 in [9, 10, 11, 12]",
-        (AMPERE,),
-        backward=True,
+        BACKWARD,
+        sm=(AMPERE,),
     ),
-    Limit("dtype", lambda c: other_dtype(c.problem, HALF), "", f"{INTERFACE}: inputs must be"),
-    Limit("sizes", lambda c: no_elements(c.problem, c.totals), "", MEANING, says="unasked"),
+    Limit("dtype", lambda c: other_dtype(c.problem, HALF), "{it}", f"{INTERFACE}: inputs must be"),
+    Limit(
+        "sizes",
+        lambda c: no_elements(c.problem, c.totals),
+        "{it}",
+        ARGUMENTS,
+        says="unasked",
+    ),
     Limit(
         "head_multiple",
         lambda c: uneven_heads(c.problem, ALIGNED // c.problem.dtype.itemsize),
-        "",
+        "{it}",
         f"{INTERFACE}, _validate_head_dims",
     ),
     Limit(
         "head_widest",
         lambda c: wide_heads(c.problem, 256),
-        "",
+        "{it}",
         f"{INTERFACE}, _validate_head_dims",
-        (HOPPER,),
+        sm=(HOPPER,),
     ),
     Limit(
         "head_pair",
-        other_heads,
-        "supports head sizes up to 128, D = 192 with E = 128, and D = E = 256",
+        lambda c: once(has_other_heads(c)),
+        "supports head sizes up to 128, D = 192 with E = 128, and D = E = 256 on sm_{c.sm}, and "
+        + WIDTHS,
         f"{INTERFACE}, _validate_head_dims",
-        DATACENTER,
+        sm=DATACENTER,
     ),
     Limit(
         "head_widest",
         lambda c: wide_heads(c.problem, 128),
-        "",
+        "{it}",
         UNTRIED,
-        SMALL,
+        sm=SMALL,
         says="unasked",
     ),
     Limit(
         "grouped_heads",
-        lambda c: (
-            head_sizes(c.problem)
-            if c.problem.G < c.problem.H and c.problem.D != c.problem.E
-            else ""
-        ),
-        "has gradients of grouped heads where D = E",
+        lambda c: once(c.problem.G < c.problem.H and c.problem.D != c.problem.E),
+        "has gradients of grouped heads where D = E on sm_{c.sm}, and " + WIDTHS,
         "flash_bwd_sm90.py: GQA backward requires head_dim == head_dim_v",
-        (HOPPER,),
-        backward=True,
+        BACKWARD,
+        sm=(HOPPER,),
     ),
     Limit(
         "value_size",
-        split_values,
-        "has gradients where the head size of v fills rows of shared memory",
+        lambda c: once(splits_values(c)),
+        "has gradients where the head size of v fills rows of shared memory on sm_{c.sm}, and "
+        + WIDTHS,
         "flash_bwd_sm90.py, flash_bwd_sm100.py: layouts by head_dim, as compiled",
-        (HOPPER, *DATACENTER),
-        backward=True,
+        BACKWARD,
+        sm=(HOPPER, *DATACENTER),
         says="unasked",
     ),
     Limit(
         "mask",
-        lambda c: not c.is_native and str(c.problem.node.mask),
-        "is given a band that holds the diagonal of the bottom right corner, and no other mask,",
+        lambda c: once(not c.is_native and str(c.problem.node.mask)),
+        "is given a band that holds the diagonal of the bottom right corner, and no other mask, on "
+        "sm_{c.sm}, and {it}",
         UNTRIED,
-        SMALL,
+        sm=SMALL,
         says="unasked",
     ),
     Limit(
         "modifiers",
-        lambda c: ", ".join(type(m).__name__ for m in c.problem.node.modifiers),
-        "changes no scores",
+        lambda c: once(", ".join(type(m).__name__ for m in c.problem.node.modifiers)),
+        "changes no scores on sm_{c.sm}, and {it}",
         f"{INTERFACE}: Custom user-provided score_mod; not supported on SM 12.0",
-        SMALL,
+        sm=SMALL,
         says="unasked",
     ),
     Limit(
         "sinks",
-        lambda c: c.problem.node.sinks,
-        "has no sinks",
+        lambda c: once(c.problem.node.sinks),
+        "has no sinks on sm_{c.sm}, and the graph does",
         "flash_fwd.py: Learnable sink is not supported in this kernel",
-        SMALL,
+        sm=SMALL,
         says="unasked",
     ),
     Limit(
         "deterministic",
-        lambda c: c.deterministic and "deterministic=True",
-        "adds up gradients in any order",
+        lambda c: once(c.deterministic),
+        "adds up gradients in any order on sm_{c.sm}, and deterministic=True",
         f"{INTERFACE}: deterministic backward not supported on SM 12.0",
-        (GEFORCE,),
-        backward=True,
+        BACKWARD,
+        sm=GEFORCE,
     ),
     of_wide("sinks", lambda c: c.problem.node.sinks, "sinks"),
     of_wide("a gradient through lse", lambda c: c.problem.grad and c.problem.grad.with_dlse, "lse"),
@@ -306,79 +274,70 @@ LIMITS = (
     of_wide("a mask that is not causal, bottom right,", beyond_causal, "mask"),
     Limit(
         "dropout",
-        lambda c: f"the graph drops {c.problem.node.dropout}" if c.problem.node.dropout else "",
-        "has no dropout",
-        MEANING,
+        lambda c: once(c.problem.node.dropout),
+        "has no dropout, and the graph drops {it}",
+        ARGUMENTS,
         says="unasked",
     ),
     Limit(
         "scale",
-        lambda c: c.problem.low_scale and f"it is {c.problem.low_scale}",
-        "takes maxima before it scales: needs a scale above 0",
+        lambda c: once(c.problem.low_scale),
+        "takes maxima before it scales: needs a scale above 0, and it is {it}",
         "softmax.py: the maximum is taken of unscaled scores",
         says="unasked",
     ),
     Limit(
         "lengths",
-        lambda c: ", ".join(end_names(c.problem)),
-        "is given no lengths",
+        lambda c: once(", ".join(end_names(c.problem))),
+        "is given no lengths on sm_{c.sm}, and {it}",
         UNTRIED,
-        SMALL,
+        sm=SMALL,
         says="unasked",
     ),
     Limit(
         "pages",
-        lambda c: c.is_paged and PAGES,
-        "reads no pages",
+        lambda c: once(c.is_paged),
+        f"reads no pages on sm_{{c.sm}}, and {PAGES}",
         f"{INTERFACE}: paged KV not supported on SM 8.0, SM 12.0",
-        SMALL,
+        sm=SMALL,
     ),
     Limit(
         "pages_gradient",
-        lambda c: c.is_paged and PAGES,
-        "has no gradient over pages",
-        MEANING,
-        backward=True,
+        lambda c: once(c.is_paged),
+        f"has no gradient over pages, and {PAGES}",
+        ARGUMENTS,
+        BACKWARD,
         says="unasked",
     ),
     Limit(
         "page_size",
-        lambda c: has_whole_pages(c) and f"they have {c.page}",
+        lambda c: once(has_whole_pages(c) and c.page),
         "multiplies rows past a length by 0, where NaN would stay NaN, if pages have as many rows "
-        "as a tile of keys",
+        "as a tile of keys, and they have {it}",
         f"{INTERFACE}: paged_kv_tma; paged_kv.py leaves these rows out",
-        backward=False,
+        FORWARD,
         says="unasked",
     ),
-    Limit("statistics", lambda c: other_statistics(c.problem), "", MEANING, says="unasked"),
+    Limit("statistics", lambda c: other_statistics(c.problem), "{it}", ARGUMENTS, says="unasked"),
     Limit(
         "gradient.of",
         lambda c: other_gradients(c.problem, ("sinks",)),
-        "",
+        "{it}",
         "interface.py: _flash_attn_bwd returns dq, dk, dv and dsink",
         says="unasked",
     ),
     Limit(
         "sinks_stride",
-        lambda c: (
-            f"it is {c.problem.by_role.sinks}"
-            if c.problem.by_role.sinks is not None and not c.problem.by_role.sinks.unit_last
-            else ""
-        ),
-        "reads sinks with stride 1",
+        lambda c: once(c.sinks and not c.sinks.unit_last and c.sinks),
+        "reads sinks with stride 1, and it is {it}",
         f"{INTERFACE}: maybe_contiguous(learnable_sink)",
         says="unasked",
     ),
     Limit(
         "sinks_dtype",
-        lambda c: (
-            f"it is {c.problem.by_role.sinks}"
-            if c.problem.by_role.sinks is not None
-            and c.problem.by_role.sinks.dtype not in (*HALF, torch.float32)
-            else ""
-        ),
-        "reads sinks in float16, bfloat16 and float32",
+        lambda c: once(c.sinks and c.sinks.dtype not in (*HALF, torch.float32) and c.sinks),
+        "reads sinks in float16, bfloat16 and float32, and it is {it}",
         f"{INTERFACE}: learnable_sink must be float16, bfloat16, or float32",
     ),
-    Limit("strides", other_strides, "", "cute_dsl_utils.py: maybe_contiguous", says="unasked"),
+    Limit("strides", other_strides, "{it}", "cute_dsl_utils.py: maybe_contiguous", says="unasked"),
 )

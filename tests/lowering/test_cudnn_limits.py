@@ -12,11 +12,12 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
+from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call
-from attn_graph.lowering.cudnn.limits import RULES, reasons, rules_at
+from attn_graph.lowering.cudnn.limits import LIMITS, limits_at, reasons
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask, mask_problems
 from attn_graph.lowering.cudnn.sequences import DENSE, CudnnSequences
+from attn_graph.lowering.limits import Version
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, KeyLengths, QueryLengths
 from attn_graph.masks.canonical import canonical_mask
@@ -71,9 +72,9 @@ def names(
     deterministic: bool = False,
     sequences: CudnnSequences = DENSE,
 ) -> list[str]:
-    """The rules that refuse a problem."""
+    """The limits that refuse a problem."""
     case = Case(given, sm, backend, frontend, deterministic, sequences)
-    return [rule.name for rule in rules_at(case.place) if [*rule.reasons(case)]]
+    return [limit.name for limit in limits_at(case.place) if [*limit.reasons(case)]]
 
 
 def bias(*shape: int, dtype: torch.dtype = HALF, strides: Any = None) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def pages(rows: int) -> CudnnSequences:
     return CudnnSequences(specs=(("k", pool), ("v", pool)), table=TensorSpec((2, 16), torch.int32))
 
 
-# For each rule what it alone refuses: the problem, and where it is asked.
+# For each limit what it alone refuses: the problem, and where it is asked.
 EIGHT = torch.float8_e4m3fn
 SCALED = {"dtype": EIGHT, "scales": [TensorSpec((1, 1, 1, 1), FLOAT)] * 3}
 NARROWED = {"dtype": EIGHT, "scales": [TensorSpec((1, 1, 1, 1), FLOAT)] * 4}
@@ -138,8 +139,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "soft_cap_mask": ({"modifiers": (CAP,), "mask": CAUSAL}, {}),
-    "soft_cap_ampere": ({"modifiers": (CAP,), **BACK}, {"sm": 80}),
-    "soft_cap_others": ({"modifiers": (CAP,), **BACK}, {"sm": 120}),
+    "soft_cap": ({"modifiers": (CAP,), **BACK}, {"sm": 80}),
     "soft_cap_bias_gradient": (
         {"modifiers": (CAP, Bias()), "data": [TensorSpec((1, 4, 256, 256), HALF)], **BACK},
         {},
@@ -171,8 +171,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head_forward": ({"D": 584}, {}),
     "head_hopper": ({"D": 264, **BACK}, {}),
     "head_blackwell": ({"D": 136, **BACK}, {"sm": 100}),
-    "head_ampere": ({"D": 136, **BACK}, {"sm": 89}),
-    "head_others": ({"D": 136, **BACK}, {"sm": 120}),
+    "head": ({"D": 136, **BACK}, {"sm": 89}),
     "head_9_11": ({"D": 160, "E": 96, **BACK}, {"backend": (9, 12, 0)}),
     "unit_last": ({"like": {"k": TensorSpec((2, 2, 256, 64), HALF, (65536, 32768, 128, 2))}}, {}),
     "aligned_rows": (
@@ -190,8 +189,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "scale": ({"scale": 0.0}, {}),
     "bias_dtype": (bias(1, 4, 256, 256, dtype=torch.bfloat16), {}),
     "bias_rows": (bias(1, 4, 256, 256, strides=(0, 256 * 256, 1, 256)), {}),
-    "bias_column_ampere": ({**bias(1, 1, 256, 1), **BACK}, {"sm": 80}),
-    "bias_column_others": ({**bias(1, 1, 256, 1), **BACK}, {"sm": 120}),
+    "bias_column": ({**bias(1, 1, 256, 1), **BACK}, {"sm": 80}),
     "bias_gradient_192": ({**bias(1, 4, 256, 256), "D": 192, "E": 128, **BACK}, {"sm": 100}),
     "bias_column_in_order": ({**bias(1, 1, 256, 1), **BACK}, {"sm": 100}),
     "bias_gradient_dtype": ({**bias(1, 4, 256, 256, dtype=FLOAT), **BACK}, {}),
@@ -254,18 +252,12 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pages_backward": ({**ENDED, **BACK}, {"sequences": pages(16)}),
     "pages_soft_cap": ({"modifiers": (CAP,)}, {"sequences": pages(16)}),
     "packed_version": (BOTH_ENDED, {"sm": 80, "backend": (9, 18, 0), "sequences": PACKED}),
-    "packed_statistics_ampere": ({**BOTH_ENDED, **BACK}, {"sm": 80, "sequences": PACKED}),
-    "packed_statistics_others": ({**BOTH_ENDED, **BACK}, {"sm": 120, "sequences": PACKED}),
-    "packed_in_order_ampere": (
+    "packed_statistics": ({**BOTH_ENDED, **BACK}, {"sm": 80, "sequences": PACKED}),
+    "packed_in_order": (
         {**ENDED, **BACK},
         {"sm": 80, "deterministic": True, "sequences": PACKED_KEYS},
     ),
-    "packed_in_order_others": (
-        {**ENDED, **BACK},
-        {"sm": 120, "deterministic": True, "sequences": PACKED_KEYS},
-    ),
-    "packed_bias_gradient_ampere": (BIASED_KEYS, {"sm": 80, "sequences": PACKED_KEYS}),
-    "packed_bias_gradient_others": (BIASED_KEYS, {"sm": 100, "sequences": PACKED_KEYS}),
+    "packed_bias_gradient": (BIASED_KEYS, {"sm": 80, "sequences": PACKED_KEYS}),
     "packed_sinks": (
         {
             "sinks": True,
@@ -276,12 +268,30 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sequences": PACKED_KEYS},
     ),
 }
+# Limits that hold at another place too.
+TOO = (
+    ("soft_cap", *({"modifiers": (CAP,), **BACK}, {"sm": 120})),
+    ("head", *({"D": 136, **BACK}, {"sm": 120})),
+    ("bias_column", *({**bias(1, 1, 256, 1), **BACK}, {"sm": 120})),
+    ("packed_statistics", *({**BOTH_ENDED, **BACK}, {"sm": 120, "sequences": PACKED})),
+    (
+        "packed_in_order",
+        *(
+            {**ENDED, **BACK},
+            {"sm": 120, "deterministic": True, "sequences": PACKED_KEYS},
+        ),
+    ),
+    ("packed_bias_gradient", *(BIASED_KEYS, {"sm": 100, "sequences": PACKED_KEYS})),
+)
 
 
-@pytest.mark.parametrize("rule", [rule.name for rule in RULES])
-def test_each_rule_is_all_that_refuses_some_problem(rule: str) -> None:
-    given, asked = ALONE[rule]
-    assert names(problem(**given), **asked) == [rule]
+@pytest.mark.parametrize(
+    ("limit", "given", "asked"), [*((limit.name, *ALONE[limit.name]) for limit in LIMITS), *TOO]
+)
+def test_each_limit_is_all_that_refuses_some_problem(
+    limit: str, given: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    assert names(problem(**given), **asked) == [limit]
 
 
 def test_plain_attention_is_taken_in_both_passes_everywhere() -> None:
@@ -294,7 +304,7 @@ def test_plain_attention_is_taken_in_both_passes_everywhere() -> None:
 def sentences(given: Problem, asked: dict[str, Any]) -> list[str]:
     where = {"sm": 90, "backend": KNOWN[0], "frontend": KNOWN[1], **asked}
     case = Case(given, **where)
-    return [str(reason) for rule in rules_at(case.place) for reason in rule.reasons(case)]
+    return [str(reason) for limit in limits_at(case.place) for reason in limit.reasons(case)]
 
 
 def keeps(stated: CudnnBand, i: int, j: int, shift: int) -> bool:

@@ -18,7 +18,7 @@ from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn.sequences import read_problem
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
-from attn_graph.lowering.fa4.limits import Fa4Case, limits_at
+from attn_graph.lowering.fa4.limits import LIMITS, Fa4Case
 from tests.support.fa4_questions import HAS_PACKAGE, WITHOUT, ask_package
 
 pytestmark = pytest.mark.skipif(not HAS_PACKAGE, reason=WITHOUT)
@@ -74,11 +74,10 @@ def test_the_table_says_what_the_package_says(sm: int, tmp_path: Path) -> None:
     cases = [draw_case(draw, sm) for _ in range(160)]
     asked, against = [], []
     for case in cases:
-        limits = limits_at(case.family, case.is_backward)
-        rules = [limit for limit in limits if [*limit.reasons(case)]]
+        rules = [limit for limit in LIMITS if limit.holds(case.place) and [*limit.reasons(case)]]
         if not any(rule.says == "unasked" for rule in rules):
             asked.append(case)
-            against.append([rule.key for rule in rules])
+            against.append([rule.name for rule in rules])
     calls = [call_of(case).plain(True) for case in asked]
     said = ask_package(calls, GPUS[sm], tmp_path)
     assert len(said) == len(calls)

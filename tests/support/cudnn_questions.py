@@ -11,13 +11,13 @@ from typing import Literal, final
 from attrs import frozen
 
 from attn_graph.errors import Reason
-from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
+from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import CudnnCall, describe_call
-from attn_graph.lowering.cudnn.limits import rules_at
+from attn_graph.lowering.cudnn.limits import limits_at
 from attn_graph.lowering.cudnn.memory import workspace
 from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, describe_target
-from attn_graph.lowering.cudnn.rules import Rule
 from attn_graph.lowering.cudnn.sequences import pack_call
+from attn_graph.lowering.limits import Limit, Version
 from attn_graph.machine.target import Target
 from tests.support.cudnn_entries import Asked
 from tests.support.cudnn_grid import grid
@@ -35,10 +35,10 @@ class Question:
     case: Case
 
     @cached_property
-    def against(self) -> tuple[tuple[Rule, Reason], ...]:
+    def against(self) -> tuple[tuple[Limit[Case], Reason], ...]:
         """Which rules refuse it, with their reasons."""
         return tuple(
-            (rule, why) for rule in rules_at(self.case.place) for why in rule.reasons(self.case)
+            (rule, why) for rule in limits_at(self.case.place) for why in rule.reasons(self.case)
         )
 
     @property

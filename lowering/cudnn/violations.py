@@ -1,27 +1,20 @@
-"""A limit of cuDNN, and the functions to find its violations."""
+"""Where limits of cuDNN are written, and the functions to find violations of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from math import prod
-from typing import Any, Literal, final
 
 import torch
-from attrs import frozen
 
-from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
-from attn_graph.lowering.cudnn.case import Case, Pass, Place, Version
+from attn_graph.lowering.cudnn.case import Case
+from attn_graph.lowering.limits import AMPERE, Violations, once
 from attn_graph.lowering.problem import is_broadcast, is_misaligned
 from attn_graph.lowering.reasons import without_rule
 from attn_graph.spec import NAMES, TensorSpec
 
-Says = Literal["no", "yes", "unasked"]
-BOTH: tuple[Pass, ...] = ("forward", "backward")
-BACKWARD: tuple[Pass, ...] = ("backward",)
-FORWARD: tuple[Pass, ...] = ("forward",)
+OFF_90_TO_109 = (AMPERE, range(110, 1000))
 LONG = 2**31  # more elements than int32 counts
-FIRST, LAST = (0, 0, 0), (999, 0, 0)
 
 # Sources of limits. The headers ship in the wheel of nvidia-cudnn-frontend, under
 # include/cudnn_frontend/node: version 1.28.0 was read.
@@ -29,54 +22,6 @@ FORWARD_HEADER = "cudnn-frontend 1.28.0, sdpa_support_surface.h"
 BACKWARD_HEADER = "cudnn-frontend 1.28.0, scaled_dot_product_flash_attention.h"
 HEADERS = f"{FORWARD_HEADER} and {BACKWARD_HEADER}"
 MEASURED = "planned without a device, cuDNN 9.20.0"
-MEANING = "what a graph means"
-
-Violations = tuple[Any, ...]  # named in the sentence; one sentence for each
-
-
-@final
-@frozen
-class Rule:
-    """A limit, with a sentence that follows "cudnn can't: ".
-
-    violations: the parts of a case beyond the limit; empty if there are none. A Reason stands for
-    itself. In a pair of an operand's name and its spec, the name distinguishes the keys of the
-    sentences. sentence: a format of `it`, one violation, `c`, the case, and `p`, its problem: the
-    limit, ", and ", and the graph's own value. The rule holds for these passes, and these compute
-    capabilities and versions, upper ends excluded. says: cuDNN's own answer to a refused case:
-    "no"; "yes", but it computes wrongly or without a guarantee; or "unasked", since it has no words
-    for the case, or crashes.
-    """
-
-    name: str
-    violations: Callable[[Case], Iterable[Any]]  # Any: fills the rule's sentence
-    sentence: str
-    source: str
-    passes: tuple[Pass, ...] = BOTH
-    sm: tuple[int, int] = (0, 1000)
-    backend: tuple[Version, Version] = (FIRST, LAST)
-    frontend: tuple[Version, Version] = (FIRST, LAST)
-    says: Says = "no"
-
-    def holds(self, place: Place) -> bool:
-        """True if the limit is one of a pass, compute capability and versions."""
-        pass_, sm, backend, frontend = place
-        return (
-            pass_ in self.passes
-            and self.sm[0] <= sm < self.sm[1]
-            and self.backend[0] <= backend < self.backend[1]
-            and self.frontend[0] <= frontend < self.frontend[1]
-        )
-
-    def reasons(self, c: Case) -> Iterator[Reason]:
-        """Of a case at a place where the limit holds."""
-        for it in self.violations(c):
-            yield it if isinstance(it, Reason) else self.reason(it, c)
-
-    def reason(self, it: object, c: Case) -> Reason:
-        limit, _, actual = self.sentence.rpartition(", and ")
-        key = f"{self.name}.{it[0]}" if isinstance(it, tuple) else self.name
-        return Reason(key, *(part.format(it=it, c=c, p=c.problem) for part in (limit, actual)))
 
 
 def dtype_name(spec: TensorSpec | None, *fitting: torch.dtype) -> Violations:
@@ -94,11 +39,6 @@ def name_broadcast(c: Case) -> str:
     """The strides of k and v, if one of them shares elements."""
     named = zip("kv", c.problem.specs[1:3], strict=True)
     return " and ".join(f"{name} is {x}" for name, x in named if is_broadcast(x))
-
-
-def once(condition: object) -> Violations:
-    """One violation if the condition is true; the sentence names the condition itself."""
-    return (condition,) if condition else ()
 
 
 def other_modifiers(c: Case) -> Violations:

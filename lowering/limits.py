@@ -1,0 +1,73 @@
+"""A limit of a library, a row of a backend's table: law, words, and where it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, Literal, TypeVar, final
+
+from attrs import frozen
+
+from attn_graph.errors import Reason
+
+C = TypeVar("C")  # a backend's case: a problem, and where it is to run
+Pass = Literal["forward", "backward"]
+Version = tuple[int, int, int]
+Place = tuple[Pass, int, Version]  # a compute capability, and the library's version
+Says = Literal["no", "yes", "unasked"]
+Violations = tuple[Any, ...]  # named in the sentence; one sentence for each
+
+BOTH: tuple[Pass, ...] = ("forward", "backward")
+BACKWARD: tuple[Pass, ...] = ("backward",)
+FORWARD: tuple[Pass, ...] = ("forward",)
+FIRST, LAST = (0, 0, 0), (999, 0, 0)
+AMPERE, HOPPER, BLACKWELL = range(80, 90), range(90, 100), range(100, 110)
+MEANING = "what a graph means"
+WIDTHS = "q has D = {c.problem.D}, v has E = {c.problem.E}"
+
+
+@final
+@frozen
+class Limit(Generic[C]):
+    """A limit, with a sentence that follows the backend's name and "can't: ".
+
+    violations: the parts of a case beyond the limit; empty if there are none. A Reason stands for
+    itself. In a pair of an operand's name and its spec, the name distinguishes the keys of the
+    sentences. sentence: a format of `it`, one violation, and `c`, the case: the limit, ", and ",
+    and the graph's own value. The limit holds for these passes, and these compute capabilities and
+    versions, upper ends excluded. says: the library's own answer to a refused case: "no"; "yes",
+    but it computes wrongly or without a guarantee; or "unasked", since it has no words for the
+    case, refuses only while it compiles, or crashes.
+    """
+
+    name: str
+    violations: Callable[[C], Iterable[Any]]  # Any: fills the sentence
+    sentence: str
+    source: str
+    passes: tuple[Pass, ...] = BOTH
+    sm: tuple[range, ...] = (range(1000),)
+    versions: tuple[Version, Version] = (FIRST, LAST)
+    says: Says = "no"
+
+    def holds(self, place: Place) -> bool:
+        """True if the limit is one of a pass, compute capability and version."""
+        pass_, sm, version = place
+        return (
+            pass_ in self.passes
+            and any(sm in each for each in self.sm)
+            and self.versions[0] <= version < self.versions[1]
+        )
+
+    def reasons(self, case: C) -> Iterator[Reason]:
+        """Of a case at a place where the limit holds."""
+        for it in self.violations(case):
+            yield it if isinstance(it, Reason) else self.reason(it, case)
+
+    def reason(self, it: object, case: C) -> Reason:
+        limit, _, actual = self.sentence.rpartition(", and ")
+        key = f"{self.name}.{it[0]}" if isinstance(it, tuple) else self.name
+        return Reason(key, *(part.format(it=it, c=case) for part in (limit, actual)))
+
+
+def once(condition: object) -> Violations:
+    """One violation if the condition is true; the sentence names the condition itself."""
+    return (condition,) if condition else ()
