@@ -24,7 +24,7 @@ from attn_graph.lowering.backend import Backend, Executable, Options, Run, Write
 from attn_graph.lowering.cpu import sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
 from attn_graph.lowering.cpu.all_kept import open_graph, skips_booleans
-from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep, unfold_ready
+from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep
 from attn_graph.lowering.cpu.asking import POSITIONS
 from attn_graph.lowering.cpu.far_rows import or_by_products
 from attn_graph.lowering.cpu.fused_calls import FusedRun, sink_bytes
@@ -226,8 +226,7 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
     if not runs_any_size(eqn, specs):
         return None
     lower, gives = partial(lower_sequence, target, options), gives_statistics(graph, eqn)
-    shortcut = partial(whole_sequence, target, options, gives)
-    call, infer = lease_run(PackedRun(eqn, specs, lower, gives, shortcut), options.workspace)
+    call, infer = lease_run(PackedRun(eqn, specs, lower, gives), options.workspace)
     return Step(call, infer=infer, writes=True)
 
 
@@ -390,30 +389,6 @@ def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:
     faster = where_faster(part, target) is not None
     refused = faster or sdpa.BACKEND.reasons(part, target, options)
     return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
-
-
-def whole_sequence(
-    target: Target, options: Options, gives: bool, op: Op, specs: Sequence[TensorSpec]
-) -> Executable | None:
-    """A sequence as one call of PyTorch's fused kernel, without a graph; None for others. It has no
-    needs and notes. gives: see `gives_statistics`."""
-    if not has_problem(op) or target.kind != "cpu":
-        return None
-    problem = Problem.of(op, specs)
-    if problem.is_empty:
-        return None
-    folded = fold_problem(problem)
-    part = problem if folded is None else folded
-    tiles = tile_problem(gives, options.switches.flash, own_products(target), part)
-    if not isinstance(tiles, FusedTiles) or tiles.alone is None:
-        return None
-    call, _ = unfold_ready(ready_alone(tiles, options), problem, folded)
-
-    def run(*views: torch.Tensor) -> tuple[Tensors, Tensors]:
-        results = call(views[0].device, *views)
-        return results, results
-
-    return Executable(run)
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:

@@ -73,24 +73,16 @@ class SequenceRun:
     blocks: BlockRun | None = None
 
 
-def no_shortcut(op: Op, specs: Sequence[TensorSpec]) -> Executable | None:
-    return None
-
-
 @final
 @frozen(eq=False)
 class PackedRun:
     """Runs an equation on packed tensors. specs: of its operands. lower: of graphs of sequences.
-
-    gives: True if statistics are returned or read, by more than the derivatives. shortcut: runs an
-    op on operands of given specs, if this needs no graph.
-    """
+    gives: True if statistics are returned or read, by more than the derivatives."""
 
     eqn: Eqn
     specs: tuple[TensorSpec, ...]
     lower: Lower
     gives: bool
-    shortcut: Callable[[Op, Sequence[TensorSpec]], Executable | None] = no_shortcut
     part_of: Callable[[Sizes, int], SequenceRun] = field(  # see `make_part`
         init=False,
         default=Factory(lambda run: lru_cache(MOST_PARTS)(run.make_part), takes_self=True),
@@ -186,8 +178,6 @@ class PackedRun:
         pages = meta_pages(self.specs[1], sizes.keys) if self.op.paged else None
         span = Span(0, 0, 0, sizes, pages)
         given = [*map(TensorSpec.like, self.views(reads, self.metas, span, {}))]
-        if (executable := self.shortcut(op, given)) is not None:
-            return SequenceRun(executable, reads)
         b = Builder(True)
         values = [b.input(f"x{n}", x) for n, x in zip(reads, given, strict=False)]
         results = b.emit(op, *values)
