@@ -26,6 +26,21 @@ Work = Callable[..., Tensors]
 
 
 @final
+@frozen
+class Step:
+    """One equation, ready to run, and its memory in bytes. infer: as `call`, for the first result
+    alone. writes: True if both can write into the caller's tensors."""
+
+    call: Work
+    workspace: int = 0
+    temporary: int = 0
+    note: str | None = None
+    infer: Work | None = None
+    in_c_order: bool = False
+    writes: bool = False
+
+
+@final
 @frozen(eq=False)
 class Steps:
     """The equations of a graph, ready to run. calls: for each its operands and its work.

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import Attention, AttentionGrad
@@ -29,7 +29,7 @@ from attn_graph.lowering.cpu.asking import POSITIONS
 from attn_graph.lowering.cpu.far_rows import or_by_products
 from attn_graph.lowering.cpu.fused_calls import FusedRun, sink_bytes
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.cpu.packed import PackedRun, lease_run, plan_packed, runs_any_size
+from attn_graph.lowering.cpu.packed import PackedRun, any_packed_step, packed_step, runs_any_size
 from attn_graph.lowering.cpu.product_passes import run_products
 from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
@@ -38,14 +38,12 @@ from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase, cheapest_way, 
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
 from attn_graph.lowering.reasons import BY_THREADS
-from attn_graph.lowering.steps import Steps, Work, lease_rooms
+from attn_graph.lowering.steps import Step, Steps, Work, lease_rooms
 from attn_graph.machine.ambient import plain_ops_on
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
-from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
-NOTHING = Scratch()
 Tensors = Sequence[torch.Tensor]
 T = TypeVar("T")
 TileWork = Callable[[Tensors, Mapping[str, torch.Tensor]], Tensors]
@@ -186,21 +184,6 @@ def own_products(target: Target) -> Dtypes:
     return frozenset({torch.float32, torch.float64, *half})
 
 
-@final
-@frozen
-class Step:
-    """One equation, ready to run. infer: as `call`, for the first result alone. writes: True if
-    both can write into the caller's tensors."""
-
-    call: Work
-    scratch: Scratch = NOTHING
-    temporary: int = 0
-    note: str | None = None
-    infer: Work | None = None
-    in_c_order: bool = False
-    writes: bool = False
-
-
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     tilings = plan_tiles(graph, target, options)
     steps = [step_of(graph, *x, target, options) for x in zip(graph.eqns, tilings, strict=True)]
@@ -225,9 +208,13 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
         return sized_step(graph, eqn, eqn.op, target, options)
     if not runs_any_size(eqn, specs):
         return None
-    lower, gives = partial(lower_sequence, target, options), gives_statistics(graph, eqn)
-    call, infer = lease_run(PackedRun(eqn, specs, lower, gives), options.workspace)
-    return Step(call, infer=infer, writes=True)
+    return any_packed_step(packed_run(graph, eqn, target, options), options.workspace)
+
+
+def packed_run(graph: Graph, eqn: Eqn, target: Target, options: Options) -> PackedRun:
+    lower = partial(lower_sequence, target, options)
+    specs = tuple(operand_specs(graph, eqn))
+    return PackedRun(eqn, specs, lower, gives_statistics(graph, eqn))
 
 
 def sized_step(
@@ -268,7 +255,7 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
         write = write and partial(run_exact, write, target.kind)
     return Executable(
         run,
-        max((step.scratch.bytes for step in steps), default=0),
+        max((step.workspace for step in steps), default=0),
         max((step.temporary for step in steps), default=0) + plan.bytes_between,
         tuple(step.note for step in steps if step.note),
         infer=infer,
@@ -294,7 +281,7 @@ def step_of(
 ) -> Step:
     """How an equation runs: in tiles, or by its definition."""
     if eqn.op.packed:
-        return packed_step(graph, eqn, target, options)
+        return packed_step(packed_run(graph, eqn, target, options), options.workspace)
     if tiles is None:
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
@@ -304,7 +291,7 @@ def step_of(
     note = "; ".join([tiles.summary(), *([ends.note] if ends else [])])
     by_products = isinstance(tiles, RowTiles | ProductTiles)
     writes = writes_into(tiles)
-    return Step(call, tiles.scratch, temporary, note, infer, by_products, writes)
+    return Step(call, tiles.scratch.bytes, temporary, note, infer, by_products, writes)
 
 
 def writes_into(tiles: AttentionTiles) -> bool:
@@ -373,15 +360,6 @@ def pull_wanted(
     """The wanted gradients, in the order of the operands. backward: gives gradients by number."""
     gradients = backward(operands, scratch)
     return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
-
-
-def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
-    lower = partial(lower_sequence, target, options)
-    specs, gives = tuple(operand_specs(graph, eqn)), gives_statistics(graph, eqn)
-    plan = plan_packed(eqn, specs, lower, options.workspace, gives=gives)
-    scratch = Scratch({"called": Buffer((plan.workspace,), torch.uint8)})  # leased by its callees
-    writes = plan.writes
-    return Step(plan.call, scratch, plan.temporary, plan.note, plan.infer, writes=writes)
 
 
 def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:

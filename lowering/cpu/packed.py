@@ -1,76 +1,64 @@
 """Attention on packed tensors: sequence by sequence, each a graph of its own on views.
 
 Nothing of the size of a padded batch is made. A sequence runs as any attention of its lengths does,
-its mask being the whole graph's with the lengths as numbers.
+its mask being the whole graph's with the lengths as numbers. Keys in pages, or quantised, are read
+a block at a time, into memory that stays small: a block is an attention of its own, under a mask
+moved there. Results of blocks are joined by their lse. Gradients are added: the lse of all keys
+makes them independent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import final
 
 import torch
 from attrs import Factory, evolve, field, frozen
 
-from attn_graph.ir.attention import Attention
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.boxes import move_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.fused import Role
-from attn_graph.ir.graph import Eqn, Op
-from attn_graph.ir.packed import LENGTHS, Packed, with_operands
+from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.packed import LENGTHS, Packed, run_one, with_operands
 from attn_graph.ir.packing import list_sequences, row_count
+from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.backend import Executable
-from attn_graph.lowering.cpu.padded import PaddedRun
-from attn_graph.lowering.cpu.paged import (
-    BlockRun,
-    Lower,
-    Rooms,
+from attn_graph.lowering.cpu.fused_calls import sink_gradient_of, wanted_sinks
+from attn_graph.lowering.cpu.sequences import (
+    KeyPart,
+    Sizes,
+    Span,
     Tensors,
     add_to_pages,
     as_meta,
     block_keys,
     check_table,
-    dequantise_keys,
-    gather_pages,
-    key_bytes,
-    meta_pages,
-)
-from attn_graph.lowering.cpu.sequences import (
-    Sizes,
-    Span,
     cut_rows,
+    dequantise_keys,
     ending_sides,
     expand_scales,
+    gather_pages,
     is_separable,
+    join_results,
+    key_bytes,
+    meta_pages,
     replace_lengths,
 )
 from attn_graph.lowering.problem import has_problem
 from attn_graph.lowering.rooms import room_name
-from attn_graph.lowering.steps import Work, lease_rooms
+from attn_graph.lowering.steps import Step, lease_rooms
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
 from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
-from attn_graph.spec import (
-    INF,
-    TensorSpec,
-    accumulator,
-    dense_strides,
-    memory_order,
-)
+from attn_graph.masks.moving import Box
+from attn_graph.spec import INF, TensorSpec, accumulator, dense_strides, memory_order
 from attn_graph.spec.dims import are_numbers
 
-MOST_PARTS = 256  # executables kept by a plan, one for each pair of lengths
-
-
-@final
-@frozen
-class SequenceRun:
-    """Runs sequences of some sizes. reads: the operands, by number. blocks: runs them a block of
-    keys at a time, if they lie in many pages."""
-
-    executable: Executable
-    reads: tuple[int, ...]
-    blocks: BlockRun | None = None
+Lower = Callable[[Graph], Executable]
+Rooms = Mapping[int, torch.Tensor]  # for gathered operands, by number
+MOST_PARTS = 2**10  # executables kept by a plan: for each pair of lengths, one for a block of keys
 
 
 @final
@@ -83,7 +71,7 @@ class PackedRun:
     specs: tuple[TensorSpec, ...]
     lower: Lower
     gives: bool
-    part_of: Callable[[Sizes, int], SequenceRun] = field(  # see `make_part`
+    part_of: Callable[[Sizes, int, int], tuple[KeyPart, Executable]] = field(  # see `make_part`
         init=False,
         default=Factory(lambda run: lru_cache(MOST_PARTS)(run.make_part), takes_self=True),
     )
@@ -170,54 +158,53 @@ class PackedRun:
 
     # A sequence as a graph
 
-    def make_part(self, sizes: Sizes, entry: int) -> SequenceRun:
-        """The run of sequences of these sizes. entry: the number in the batch, if it matters."""
+    def make_part(self, sizes: Sizes, entry: int, start: int) -> tuple[KeyPart, Executable]:
+        """The keys from `start` on, and their run, in sequences of these sizes. entry: the number
+        in the batch, if it matters."""
         op, reads = self.within(sizes, entry)
-        if blocks := self.make_blocks(op, reads, sizes):
-            return SequenceRun(blocks.executable, reads, blocks)
+        keys, piece = range(start, min(start + self.block, sizes.keys)), None
+        if len(keys) < sizes.keys:
+            node, H = op.attention, self.specs[0].shape[1]
+            box = Box(range(1), range(H), range(sizes.rows), keys, (1, H, sizes.rows, sizes.keys))
+            piece = move_attention(Eqn(node, tuple(range(len(node.ranks))), ()), box)
+        part = KeyPart(op, reads, piece)
         pages = meta_pages(self.specs[1], sizes.keys) if self.op.paged else None
-        span = Span(0, 0, 0, sizes, pages)
-        given = [*map(TensorSpec.like, self.views(reads, self.metas, span, {}))]
-        b = Builder(True)
-        values = [b.input(f"x{n}", x) for n, x in zip(reads, given, strict=False)]
-        results = b.emit(op, *values)
-        return SequenceRun(self.lower(b.graph(*(results[:1] if self.saves else results))), reads)
+        views = self.views(part, self.metas, Span(0, 0, 0, sizes, pages), {})
+        b = Builder(trusts=True)
+        specs = map(TensorSpec.like, part.operands(views))
+        results = b.emit(part.own, *(b.input(f"x{n}", x) for n, x in enumerate(specs)))
+        outputs = results[:1] if self.saves and piece is None else results
+        return part, self.lower(b.graph(*outputs))
 
     @property
     def saves(self) -> bool:
         """True if statistics are for derivatives alone: they may be of rounded scores."""
         return not (self.op.is_gradient or self.gives)
 
-    def make_blocks(self, op: Op, reads: tuple[int, ...], sizes: Sizes) -> BlockRun | None:
-        """The run of a sequence block by block, if its keys lie in many pages or are quantised."""
-        paged, scaled = self.op.paged, self.op.scaled
-        if not (paged or scaled) or not has_problem(op):
-            return None
-        if sizes.keys <= (size := block_keys(self.op, self.specs)):
-            return None
-        views = self.whole_keys(reads, self.metas, Span(0, 0, 0, sizes))
-        specs = tuple(map(TensorSpec.like, views))
-        return BlockRun(op, specs, sizes.keys, size, self.lower, paged, scaled)
+    @cached_property
+    def block(self) -> int:
+        """The most keys read at a time."""
+        blocks = (self.op.paged or self.op.scaled) and has_problem(self.op.op)
+        return block_keys(self.op, self.specs) if blocks else max(1, self.most["keys"])
 
     @cached_property
     def metas(self) -> list[torch.Tensor]:
         """Its operands without memory."""
         return expand_scales(self.op, [as_meta(spec) for spec in self.specs])
 
-    def views(self, reads: tuple[int, ...], operands: Tensors, span: Span, rooms: Rooms) -> Tensors:
-        """The operands of a sequence's op. k and v are dequantised."""
-        cut = [self.cut(operands[n], self.takes[n], span, rooms.get(n)) for n in reads]
+    def views(self, part: KeyPart, operands: Tensors, span: Span, rooms: Rooms) -> Tensors:
+        """The operands of a sequence's op, with the keys of a part. k and v are dequantised."""
+        own, takes = self.keys_of(part, span), [self.takes[n] for n in part.reads]
+        cut = [
+            self.cut(operands[n], role, own if role.side == "keys" else span, rooms.get(n))
+            for n, role in zip(part.reads, takes, strict=True)
+        ]
         return dequantise_keys(cut, self.op.scaled)
 
-    def whole_keys(self, reads: tuple[int, ...], operands: Tensors, span: Span) -> Tensors:
-        """The operands of a sequence's op, but whole pools of keys in pages, and k and v as they
-        are."""
-        return [
-            operands[n]
-            if self.op.paged and self.takes[n].side == "keys"
-            else self.cut(operands[n], self.takes[n], span)
-            for n in reads
-        ]
+    def keys_of(self, part: KeyPart, span: Span) -> Span:
+        """The place of a part's keys."""
+        page = self.specs[1].shape[1] if self.op.paged else 1
+        return span if part.piece is None else span.of_keys(part.piece.box.keys, page)
 
     def within(self, sizes: Sizes, entry: int) -> tuple[Op, tuple[int, ...]]:
         """The op of a sequence, and the operands it reads."""
@@ -251,7 +238,9 @@ class PackedRun:
         first, n = (span.row, sizes.rows) if role.side == "rows" else (span.key, sizes.keys)
         if role.side == "keys" and span.pages is not None:
             return gather_pages(x, span.pages, n, room)
-        return cut_rows(x, first, n) if role.side in self.sides else x[entry, :, :n]
+        if role.side in self.sides:
+            return cut_rows(x, first, n)
+        return x[entry, :, first : first + n]
 
     # A call
 
@@ -278,20 +267,28 @@ class PackedRun:
         spans, operands = self.spans(operands), expand_scales(self.op, operands)
         results = self.new_results(spans, operands, wanted, rooms)
         for span in spans:
-            part = self.part_of(span.sizes, span.entry if self.node.dropout else 0)
-            run = self.run_whole if part.blocks is None else self.run_blocks
-            run(part, span, operands, results, rooms)
+            if span.sizes.keys <= self.block:
+                self.run_whole(span, operands, results, rooms)
+            else:
+                run = self.pull if self.op.is_gradient else self.attend
+                run(span, operands, results, rooms)
         return [x.to(due.dtype) for x, due in zip(results, self.eqn.outs, strict=False)]
 
-    def run_whole(
-        self, part: SequenceRun, span: Span, operands: Tensors, results: Tensors, rooms: Rooms
-    ) -> None:
-        views = self.views(part.reads, operands, span, rooms)
-        run = part.executable
+    def parts(self, span: Span) -> Iterator[tuple[KeyPart, Executable]]:
+        entry = span.entry if self.node.dropout else 0
+        for start in range(0, max(1, span.sizes.keys), self.block):
+            yield self.part_of(span.sizes, entry, start)
+
+    def run_whole(self, span: Span, operands: Tensors, results: Tensors, rooms: Rooms) -> None:
+        ((part, run),) = self.parts(span)
+        views = self.views(part, operands, span, rooms)
         if self.saves:
             made = run.infer(*views)[0] if len(results) == 1 else run.run(*views)[1]
         else:
             made = run.run(*views)[0]
+        self.write_each(results, span, made)
+
+    def write_each(self, results: Tensors, span: Span, made: Tensors) -> None:
         for x, role, y in zip(results, self.results, made, strict=False):
             self.write(x, role, span, y)
 
@@ -303,22 +300,44 @@ class PackedRun:
             own = self.cut(x, role, span)
             own.copy_(y) if role.side else own.add_(y)
 
-    def run_blocks(
-        self, part: SequenceRun, span: Span, operands: Tensors, results: Tensors, rooms: Rooms
-    ) -> None:
-        blocks, pages = part.blocks, span.pages
-        assert blocks is not None
-        views = self.whole_keys(part.reads, operands, span)
-        if not blocks.op.is_gradient:
-            outputs = blocks.forward(views, pages, rooms)
-            for x, role, y in zip(results, self.results, outputs, strict=False):
-                self.write(x, role, span, y)
-            return
-        by = {role.like: x for role, x in zip(self.results, results, strict=True)}
-        totals = blocks.backward(views, pages, rooms, lambda n, x, own: add_to_pages(by[n], x, own))
+    def attend(self, span: Span, operands: Tensors, results: Tensors, rooms: Rooms) -> None:
+        """Join the results of blocks of keys."""
+        made, sinks, node = list[torch.Tensor](), None, self.node
+        for part, run in self.parts(span):
+            views = self.views(part, operands, span, rooms)
+            more, _ = run.run(*part.operands(views))
+            if made:
+                join_results(node.stats, made, more)
+            else:
+                made = [more[0].to(more[1].dtype), *more[1:]]
+                sinks = part.op.split(views).sinks
+        if sinks is not None:
+            sink_(made[0], made[1 + node.stats.index("lse")], sinks)
+        self.write_each(results, span, made)
+
+    def pull(self, span: Span, operands: Tensors, results: Tensors, rooms: Rooms) -> None:
+        """Add the gradients of blocks of keys. Those of k and v are of one block each."""
+        lies = {role.like: (x, role) for x, role in zip(results, self.results, strict=True)}
+        totals = dict[int, torch.Tensor]()
+        for part, run in self.parts(span):
+            assert part.piece is not None
+            grad: AttentionGrad = part.op
+            views = self.views(part, operands, span, rooms)
+            if not totals:
+                wide = accumulator(views[0].dtype)
+                wanted = [n for n, wants in enumerate(grad.wants) if wants and n not in (1, 2)]
+                totals = {n: torch.zeros_like(views[n], dtype=wide) for n in wanted}
+                if (place := wanted_sinks(grad)) is not None:
+                    totals[place] = sink_gradient_of(grad, views[: grad.reads])
+            made, _ = run.run(*part.operands(views))
+            axes = {feed.source: feed.axes for feed in part.piece.feeds}
+            for n, y in zip(part.gives, made, strict=True):
+                if n in totals:
+                    part.piece.box.cut(totals[n], axes.get(n, "")).add_(y)
+                else:
+                    self.write(*lies[part.reads[n]], self.keys_of(part, span), y)
         for n, y in totals.items():
-            whole = part.reads[n]
-            self.write(by[whole], self.takes[whole], span, y)
+            self.write(*lies[part.reads[n]], span, y)
 
     def new_results(
         self, spans: Sequence[Span], operands: Tensors, wanted: tuple[Role, ...], rooms: Views
@@ -349,15 +368,19 @@ class PackedRun:
         M, N = self.most["rows"], self.most["keys"]
         pairs = (M, N), (M // 2 + 1, N), (M, N // 2 + 1), (min(1, M), N)
         fits = [(m, n) for m, n in pairs if m <= M and n <= N]
-        return tuple(self.part_of(Sizes(m, n, m, n), 0).executable for m, n in fits)
+        return tuple(self.part_of(Sizes(m, n, m, n), 0, 0)[1] for m, n in fits)
 
     @property
     def held(self) -> int:
-        """Bytes of the longest sequence's results, of sums in wider precision, and of dequantised
-        keys."""
+        """Bytes of the longest sequence's results, of sums in wider precision, of dequantised keys,
+        and of the joined results of blocks."""
         sums = sum(x.type.bytes for x in self.layouts if x.dtype != self.specs[0].dtype)
         if self.op.scaled:  # in float32, times their scales, and rounded
             sums += 3 * self.at_once["keys"] * key_bytes(self.op, self.specs)
+        if self.at_once["keys"] < self.most["keys"]:
+            q = self.specs[0]
+            rows = self.most["rows"] * q.shape[1] * (q.shape[-1] + 1)
+            sums += 2 * accumulator(q.dtype).itemsize * rows
         return sums + sum(
             spec.type.bytes // max(1, self.count_rows(spec, role.side)) * self.at_once[role.side]
             for spec, role in zip(self.layouts, self.results, strict=True)
@@ -373,9 +396,7 @@ class PackedRun:
     @cached_property
     def at_once(self) -> dict[str, int]:
         """The most rows of a side held at a time."""
-        blocks = (self.op.paged or self.op.scaled) and has_problem(self.op.op)
-        most = block_keys(self.op, self.specs) if blocks else self.most["keys"]
-        return self.most | {"keys": min(most, self.most["keys"])}
+        return self.most | {"keys": min(self.block, self.most["keys"])}
 
     @property
     def summary(self) -> str:
@@ -418,23 +439,6 @@ class PackedRun:
         return tuple(specs)
 
 
-@final
-@frozen
-class PackedPlan:
-    """The run of an equation on packed tensors, and its memory, in bytes.
-
-    infer: the run without anything saved for derivatives, if it is less work. writes: True if both
-    write into the caller's tensors.
-    """
-
-    call: Work
-    infer: Work | None
-    workspace: int
-    temporary: int
-    note: str
-    writes: bool
-
-
 def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
     """True if one PackedRun serves all sizes with names: rows of packed tensors, sequences, and
     pages with lengths. Strides of statistics [H,T] are read off the tensors."""
@@ -448,20 +452,39 @@ def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
     return numbers and all(are_numbers(*x.strides) for x in specs if len(x.shape) != 2)
 
 
-def lease_run(run: PackedRun | PaddedRun, workspace: Workspace) -> tuple[Work, Work | None]:
-    """The call of a step, and the call without anything saved for derivatives, if it is less."""
+def any_packed_step(run: PackedRun, workspace: Workspace) -> Step:
+    """Sequences one by one, without their memory."""
     lease = partial(lease_rooms, scratch=Scratch(run.rooms), workspace=workspace)
-    return lease(run.run), lease(run.infer) if isinstance(run, PackedRun) and run.saves else None
+    return Step(lease(run.run), infer=lease(run.infer) if run.saves else None, writes=True)
 
 
-def plan_packed(
-    eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower, workspace: Workspace, *, gives: bool
-) -> PackedPlan:
-    """lower: makes a graph of one attention run. gives: see PackedRun."""
-    op: Packed = eqn.op.packed
-    each = is_separable(op)
-    run = PackedRun(eqn, specs, lower, gives) if each else PaddedRun(op, specs, lower)
-    rooms = Scratch(run.rooms)
-    most = max(probe.workspace for probe in run.probes) + rooms.bytes
+def packed_step(run: PackedRun, workspace: Workspace) -> Step:
+    if not is_separable(run.op):
+        return padded_step(run.op, run.specs, run.lower, workspace)
+    most = max(probe.workspace for probe in run.probes) + Scratch(run.rooms).bytes
     temporary = max(probe.temporary for probe in run.probes) + run.held
-    return PackedPlan(*lease_run(run, workspace), most, temporary, run.summary, each)
+    step = any_packed_step(run, workspace)
+    return evolve(step, workspace=most, temporary=temporary, note=run.summary)
+
+
+def padded_step(
+    op: Packed, specs: Sequence[TensorSpec], lower: Lower, workspace: Workspace
+) -> Step:
+    """Sequences padded to the longest possible one, in one graph. This is for steps dependent on a
+    sequence's number in the batch, or on the largest length."""
+    types, b = op.padded([spec.type for spec in specs]), Builder(trusts=True)
+    given = [
+        TensorSpec(t.shape, t.dtype) if side in op.readers else spec
+        for t, spec, side in zip(types, specs, op.op.operand_sides, strict=False)
+    ]
+    values = [b.input(f"x{n}", spec) for n, spec in enumerate(given)]
+    padded = lower(b.graph(*b.emit(op.op, *values)))
+
+    def run(operands: Tensors, _rooms: Views) -> Tensors:
+        outputs, _ = padded.run(*op.read(run_one, operands))
+        return op.write(run_one, outputs, operands)
+
+    held = sum(t.bytes for t in (*types, *op.op.infer(*types)))
+    note = f"sequences padded to the longest; {'; '.join(padded.notes)}"
+    call = lease_rooms(run, Scratch({}), workspace)
+    return Step(call, padded.workspace, padded.temporary + held, note)

@@ -1,20 +1,33 @@
-"""One sequence of a packed batch: its place, and its form as an attention of its own."""
+"""One sequence of a packed batch: its place, its pages, and its form as an attention of its own."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import final
+from functools import cached_property
+from typing import Any, final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
+from attn_graph.ir.attention import AttentionGrad
+from attn_graph.ir.boxes import Piece
+from attn_graph.ir.graph import Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts
+from attn_graph.ir.ops import join_statistics
+from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, run_one
+from attn_graph.ir.paging import list_entries
 from attn_graph.ir.relative import RelativeBias
+from attn_graph.ir.scaling import Dequantise
+from attn_graph.kernels.merging import merge_
 from attn_graph.masks import LEAVES as KNOWN_LEAVES
 from attn_graph.masks import Band, Join, KeyLengths, Mask, Prefix, QueryLengths
 from attn_graph.masks.canonical import EVERYTHING
 from attn_graph.masks.joins import leaves
+from attn_graph.spec import TensorSpec, accumulator
+
+BLOCK_BYTES = 2**22  # of k and v in pages, or quantised, read at a time
+Tensors = Sequence[torch.Tensor]
 
 
 @final
@@ -39,6 +52,57 @@ class Span:
     key: int
     sizes: Sizes
     pages: torch.Tensor | None = None
+
+    def of_keys(self, keys: range, page: int) -> Span:
+        """The place of some keys: whole pages of `page` keys, but for the last of all."""
+        pages = self.pages
+        if pages is not None:
+            pages = pages[keys.start // page : -(-keys.stop // page)]
+        sizes = evolve(self.sizes, keys=len(keys))
+        return evolve(self, key=self.key + keys.start, sizes=sizes, pages=pages)
+
+
+@final
+@frozen
+class KeyPart:
+    """All keys of a sequence, or a block of them.
+
+    op: of the sequence, an attention or a derivative. reads: its operands, by number. piece: the
+    attention of a block; None for all keys.
+    """
+
+    op: Any  # of a Fused
+    reads: tuple[int, ...]
+    piece: Piece | None
+
+    @cached_property
+    def sources(self) -> tuple[int | None, ...]:
+        """For each operand of a block's attention, the number of the sequence's."""
+        return 0, 1, 2, *(feed.source for feed in (self.piece.feeds if self.piece else ()))
+
+    @cached_property
+    def gives(self) -> tuple[int, ...]:
+        """For each result of a block's gradient, the number of its operand of the sequence."""
+        return tuple(n for n in self.sources if n is not None and self.op.wants[n])
+
+    @property
+    def own(self) -> Op:
+        """The op of these keys."""
+        op: Op = self.op
+        if self.piece is None:
+            return op
+        if op.grad is None:
+            return self.piece.node
+        grad: AttentionGrad = op.grad
+        wants = [n is not None and grad.wants[n] for n in self.sources]
+        return evolve(grad, attention=self.piece.node, wants=wants)
+
+    def operands(self, views: Tensors) -> Tensors:
+        """The operands of `own`. views: of the sequence, with the keys of a block alone."""
+        if self.piece is None:
+            return views
+        rest = views[len(self.op.attention.ranks) :]
+        return [*views[:3], *self.piece.tensors(views, self.piece.box), *rest]
 
 
 def is_separable(op: Packed) -> bool:
@@ -100,3 +164,90 @@ def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:
         return x.as_strided((1, x.shape[0], n), (0, head, row), x.storage_offset() + first * row)
     (_, H, D), (row, head, each) = x.shape, x.stride()
     return x.as_strided((1, H, n, D), (0, head, row, each), x.storage_offset() + first * row)
+
+
+def gather_pages(
+    pool: torch.Tensor, pages: torch.Tensor, count: int, room: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The first `count` rows of some pages of a pool [n,P,G,D], as keys [1,G,count,D].
+
+    They lie as [n,P,G,D], or, if the pool is dense as [n,G,P,D], in this order. room: for all rows
+    of the pages, flat; None: new memory.
+    """
+    n, P, G, D = pool.shape
+    k, by_head = len(pages), pool.transpose(1, 2)
+    out = None if room is None else room[: k * P * G * D]
+    if pool.is_contiguous() or not by_head.is_contiguous():
+        rows = select_rows(pool, pages, out if out is None else out.view(k, P, G, D))
+        return rows.view(1, k * P, G, D).transpose(1, 2)[:, :, :count]
+    heads = torch.arange(G, device=pages.device)[:, None]
+    places, out = (pages * G + heads).flatten(), out if out is None else out.view(G * k, P * D)
+    rows = select_rows(by_head.view(n * G, P * D), places, out)
+    return rows.view(1, G, k * P, D)[:, :, :count]
+
+
+def select_rows(x: torch.Tensor, places: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """x[places]. For tensors without memory it takes a tenth of PyTorch's time."""
+    if x.is_meta:
+        return x.new_empty((len(places), *x.shape[1:]))
+    return torch.index_select(x, 0, places, out=out)
+
+
+def add_to_pages(pool: torch.Tensor, x: torch.Tensor, pages: torch.Tensor) -> None:
+    """Add x [1,G,L,D] to the first L rows of some pages of a pool [n,P,G,D], in their order."""
+    _, P, G, D = pool.shape
+    rows = x[0].transpose(0, 1).to(pool.dtype)
+    full, rest = divmod(len(rows), max(1, P))
+    whole = rows[: full * P].reshape(full, P, G, D)
+    pool.index_add_(0, pages[:full], whole)
+    if rest:
+        pool[int(pages[full]), :rest] += rows[full * P :]
+
+
+def dequantise_keys(operands: Tensors, scaled: bool) -> Tensors:
+    """The operands, with k and v times their scales, the last two, if these are `scaled`."""
+    if not scaled:
+        return operands
+    q, k, v, *rest, k_scale, v_scale = operands
+    pairs = (k, k_scale), (v, v_scale)
+    return [q, *(run_one(Dequantise(), x, scale, q) for x, scale in pairs), *rest]
+
+
+def block_keys(op: Packed, specs: Sequence[TensorSpec]) -> int:
+    """How many keys are read at a time: of whole pages. specs: of the operands."""
+    page = specs[1].shape[1] if op.paged else 1
+    return max(1, BLOCK_BYTES // max(1, key_bytes(op, specs) * page)) * page
+
+
+def key_bytes(op: Packed, specs: Sequence[TensorSpec]) -> int:
+    """Bytes of one key and its value of all heads, dequantised."""
+    q, k, v = specs[:3]
+    dtype = accumulator(q.dtype) if op.scaled else k.dtype
+    return k.shape[2 if op.paged else 1] * (k.shape[-1] + v.shape[-1]) * dtype.itemsize
+
+
+def check_table(pool: Sequence[int], table: torch.Tensor, *lengths: torch.Tensor) -> None:
+    """Raise PlanMismatchError for lengths beyond all pages, and for a used page outside the pool.
+    pool: its shape. Reads the tensors on the host."""
+    (n, P), pages = pool[:2], table.shape[1]
+    begin, used = torch.arange(pages, device=table.device) * P, table
+    for count in lengths:
+        used = table[begin < count[:, None]]
+    limits = zip((used, *lengths), (n - 1, pages * P), strict=False)
+    if any(x.numel() and not 0 <= x.min() <= x.max() <= most for x, most in limits):
+        deque(list_entries(P, n, table, *lengths), 0)  # raises, naming the entry
+
+
+def as_meta(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+
+
+def meta_pages(pool: TensorSpec, keys: int) -> torch.Tensor:
+    return torch.empty(-(-keys // max(1, pool.shape[1])), dtype=torch.int64, device="meta")
+
+
+def join_results(stats: Sequence[str], results: Tensors, more: Tensors) -> None:
+    """Join o and the statistics of the same rows over further keys, in place."""
+    own, other = (dict(zip(("o", *stats), x, strict=True)) for x in (results, more))
+    merge_(own["o"], own["lse"], other["o"], other["lse"])
+    join_statistics(own, other)

@@ -20,7 +20,7 @@ from attn_graph.ir.packed import Packed
 from attn_graph.ir.paging import SumPages, Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import evaluate
-from attn_graph.lowering.cpu import paged
+from attn_graph.lowering.cpu import sequences
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
@@ -42,12 +42,12 @@ GARBAGE = torch.tensor([-7, 10**6], dtype=I32)  # in entries of a table that nob
 
 
 @pytest.fixture(
-    scope="module", autouse=True, params=[paged.BLOCK_BYTES, 1], ids=["whole", "blocks"]
+    scope="module", autouse=True, params=[sequences.BLOCK_BYTES, 1], ids=["whole", "blocks"]
 )
 def block_bytes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Sequences gathered as usual, all these being short, and one page at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged, "BLOCK_BYTES", request.param)
+        patch.setattr(sequences, "BLOCK_BYTES", request.param)
         ag.clear_cache()
         yield
     ag.clear_cache()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.cpu import paged
+from attn_graph.lowering.cpu import sequences
 from attn_graph.machine.target import Target
 from attn_graph.planner.cost import cost
 from attn_graph.spec import QUANTISED
@@ -30,14 +30,14 @@ from tests.support.tracing import Watch
 
 CPU = Target.here("cpu")
 some = settings(max_examples=settings().max_examples // 2)  # each plans anew, and checks twice
-BLOCKS = st.sampled_from([paged.BLOCK_BYTES, 1])  # whole sequences, and one key or page at a time
+BLOCKS = st.sampled_from([sequences.BLOCK_BYTES, 1])  # all keys, or one key or page at a time
 
 
 @contextmanager
 def planned(graph: ag.Graph, block: int) -> Iterator[ag.Plan]:
     """A plan on a CPU that reads so many bytes of keys at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged, "BLOCK_BYTES", block)
+        patch.setattr(sequences, "BLOCK_BYTES", block)
         ag.clear_cache()
         plan = ag.compile(graph, target=CPU)
         assert [x.op.scaled for x in plan.graph.eqns if isinstance(x.op, Packed)] == [True]
@@ -189,10 +189,10 @@ def test_a_long_quantised_cache_is_dequantised_a_block_at_a_time(layout: str) ->
     whole = 2 * 4 * k.numel()  # bytes of k and v in float32
     needs = plan.memory()
     told = needs.workspace_forward + needs.temporary_forward
-    assert paged.BLOCK_BYTES < told < whole
+    assert sequences.BLOCK_BYTES < told < whole
     with Sizes() as sizes:
         plan(**tensors)
-    assert sizes.most <= paged.BLOCK_BYTES
+    assert sizes.most <= sequences.BLOCK_BYTES
 
 
 def test_scales_and_quantised_tensors_have_no_derivative() -> None:

@@ -401,7 +401,7 @@ def test_every_statistic_of_all_keys_is_joined_from_parts(data: st.DataObject, s
 @pytest.mark.usefixtures("counted")
 @pytest.mark.skipif(CPU.interprets, reason="Triton gives no other statistic")
 def test_pages_join_a_statistic_that_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_graph.lowering.cpu.paged.BLOCK_BYTES", 2**9)
+    monkeypatch.setattr("attn_graph.lowering.cpu.sequences.BLOCK_BYTES", 2**9)
     q, pool = torch.randn(1, 4, 6, 8), torch.randn(3, 8, 2, 8)
     pages, lengths, like = torch.tensor([[2, 0, 1]]), torch.tensor([21]), ag.TensorSpec.like
     graph = ag.attention(
