@@ -6,7 +6,7 @@ evaluated. Leaves unknown to the library count as `POSITIONS` bytes for each pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
 from typing import final
@@ -26,12 +26,9 @@ from attn_graph.masks import (
     Prefix,
     QueryLengths,
     SameSegment,
-    needs_of,
 )
-from attn_graph.masks.canonical import is_ours
-from attn_graph.masks.joins import BLOCKS, Not, Pair
+from attn_graph.masks.joins import Not, Pair
 from attn_graph.masks.leaves import Band
-from attn_graph.masks.places import Block, Place, Untraceable
 from attn_graph.spec import TensorSpec
 
 WORD = torch.int64.itemsize  # of a position
@@ -159,47 +156,17 @@ def ask_bits(problem: Problem, at: Extent) -> tuple[int, int]:
     return asked.made, max(asked.most, asked.made + bits)
 
 
-def depends(problem: Problem) -> str:
-    """The axes of the mask and the modifiers among "b" and "h"."""
-    axes = axes_of_modifiers(problem) + axes_of_mask(problem)
-    return "".join(axis for axis in "bh" if axis in axes)
-
-
 @lru_cache(64)
-def axes_of_modifiers(problem: Problem) -> str:
-    """Found by tracing the modifiers; all axes if they can't be traced."""
-    if not problem.node.modifiers:
+def depends(problem: Problem) -> str:
+    """The axes of the mask and the modifiers among "b" and "h", found by tracing them; both if they
+    compute with nothing but tensors."""
+    if problem.node.mask is None and not problem.node.modifiers:
         return ""
     try:
-        return "".join(Tracer.of(problem).axes())
-    except Untraceable:
+        axes = Tracer.of(problem).axes()
+    except (TypeError, AttributeError):  # as operators and methods unknown to symbols raise
         return "bh"
-
-
-def axes_of_mask(problem: Problem) -> str:
-    mask, sizes = problem.node.mask, problem.sizes
-    if mask is None:
-        return ""
-    ours, data, needs = is_ours(mask), problem.by_role.mask, needs_of(mask)
-    given = tuple(
-        [
-            (name, cut_positions(x.shape, needs[name].axes) if ours else tuple(x.shape), x.dtype)
-            for name, x in data.items()
-        ]
-    )
-    return probe_axes(mask, cut_short(sizes) if ours or not given else tuple(sizes), given)
-
-
-def cut_short(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of at most 2: a result of our masks broadcasts alike, and stays small."""
-    return tuple([min(2, n) for n in sizes])
-
-
-def cut_positions(shape: Sequence[int], axes: str) -> tuple[int, ...]:
-    """`cut_short` of a tensor. axes: of its `Data`; blocks stay, as a part of a table may begin at
-    any of them."""
-    pairs = zip(shape, axes, strict=True)
-    return tuple([n if axis in BLOCKS else min(2, n) for n, axis in pairs])
+    return "".join(axis for axis in "bh" if axis in axes)
 
 
 def shapes_of_data(problem: Problem) -> Tensors:
@@ -208,21 +175,3 @@ def shapes_of_data(problem: Problem) -> Tensors:
         n: torch.zeros((), dtype=s.dtype, device="cpu").expand(s.shape)
         for n, s in problem.by_role.mask.items()
     }
-
-
-@lru_cache(64)
-def probe_axes(
-    mask: Mask, sizes: tuple[int, ...], data: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-) -> str:
-    """Asks a mask at a few places: its result is as large as the data it reads. data: name, shape
-    and dtype of each tensor."""
-    _, H, M, N = sizes
-    zeros = {
-        name: torch.zeros((), dtype=dtype, device="cpu").expand(shape)
-        for name, shape, dtype in data
-    }
-    b, h, i, j = map(range, cut_short(sizes))
-    block = Block(b, h, i, H, M, N, zeros)
-    kept = torch.as_tensor(mask.keep(Place.of(block, j, torch.device("cpu"))), device="cpu")
-    shape = (1,) * (4 - kept.ndim) + tuple(kept.shape)
-    return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)

@@ -221,9 +221,15 @@ class Tracer:
         return x if isinstance(x, Symbol) else code.argument(self.numbers.add(x), axes="b")
 
     def axes(self) -> frozenset[str]:
-        """The modifiers' axes of "bhij" beyond the scores'."""
-        code = self.start()
-        return self.chain(code, code.argument("s", "float"))[-1].axes - {"s"}
+        """The axes of "bhij" read by the modifiers and the mask. Raises Untraceable."""
+        code, mask = self.start(), self.problem.node.mask
+        axes = self.chain(code, code.argument("s", "float"))[-1].axes - {"s"}
+        if mask is None:
+            return axes
+        keep = mask.keep(self.place(code).reading(self.arrays(code)[1]))
+        if not isinstance(keep, bool | Symbol):
+            raise Untraceable(f"a mask keeps {keep!r}, which is not computed from a place")
+        return axes | (keep.axes if isinstance(keep, Symbol) else frozenset())
 
     def chain(self, code: Code, s: Symbol) -> list[Symbol]:
         """The scores before, between and after the modifiers."""

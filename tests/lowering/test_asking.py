@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
 
 import attn_graph as ag
 from attn_graph.ir.modifiers import change_
-from attn_graph.lowering.cpu.asking import Extent, ask_mask, ask_modifier
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.cpu.asking import Extent, ask_mask, ask_modifier, depends
 from attn_graph.lowering.problem import sole
 from attn_graph.masks.places import Block, Place
+from attn_graph.testing.strategies import graphs
 from tests.machine.test_memory import BOTTOM, WINDOW, allocated
 
 FLAGS = ag.TensorSpec((2, 1, 1, 48), torch.bool)
@@ -81,3 +84,18 @@ def test_a_step_takes_what_is_said_beside_its_scores(name: str) -> None:
     _, _, most = allocated(lambda: change_(step, s, at))
     assert most <= told + 1024  # positions of a row, with lengths added
     assert told <= 1.25 * most
+
+
+@given(graphs())
+def test_data_of_entries_and_heads_are_of_their_axes(graph: ag.Graph) -> None:
+    """Booleans that differ between them have no other axes than tracing says."""
+    problem = sole(simplify(graph))
+    assume(problem is not None and problem.node.mask is not None and not problem.is_empty)
+    assert problem is not None
+    assert problem.node.mask is not None
+    b, h, i, j = map(range, problem.sizes)
+    data = {n: torch.zeros(x.shape, dtype=x.dtype) for n, x in problem.by_role.mask.items()}
+    at = Place.of(Block(b, h, i, len(h), len(i), len(j), data), j)
+    keep = torch.as_tensor(problem.node.mask.keep(at))
+    shape = (1,) * (4 - keep.ndim) + tuple(keep.shape)
+    assert {axis for axis, n in zip("bh", shape, strict=False) if n > 1} <= {*depends(problem)}
