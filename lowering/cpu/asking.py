@@ -6,7 +6,7 @@ evaluated. Leaves unknown to the library count as `POSITIONS` bytes for each pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import final
@@ -120,28 +120,17 @@ def ask_modifier(modifier: Modifier, data: Specs, at: Extent, wide: int) -> int:
             return (POSITIONS + 2 * wide) * at.count("bhij")
 
 
-def ask_collect(modifier: Modifier, at: Extent) -> int:
-    """Numbers made by the sums of a step's gradients."""
-    match modifier:
-        case RelativeBias(places=False, ragged=ragged):  # rows that hold all diagonals
-            return at.count("hij") + at.count("bhi" if ragged else "hi") * (at.i + at.j)
-        case _:
-            return at.count("bhij")
-
-
 def ask_modifiers(
-    problem: Problem, at: Extent, first: int = 0, collects: Callable[[int], bool] | None = None
+    problem: Problem, at: Extent, first: int = 0, collects: Sequence[Mapping[str, int]] = ()
 ) -> int:
     """Bytes of the steps from `first` on, one after the other: each its own, and booleans of scores
-    hidden earlier. collects: True of operands with a gradient to sum."""
-    p, wide, operand, most = problem, problem.wide.itemsize, 3, 0
+    hidden earlier. collects: the operands of each step with a gradient to sum."""
+    p, wide, most = problem, problem.wide.itemsize, 0
     steps = zip(p.node.modifiers, p.by_role.modifiers, p.node.restores, strict=True)
     for n, (modifier, data, restores) in enumerate(steps):
-        wanted = collects is not None and any(map(collects, range(operand, operand + len(data))))
-        operand += len(data)
         if n >= first:
             own = ask_modifier(modifier, data, at, wide)
-            products = wide * at.count("bhij") if wanted else 0
+            products = wide * at.count("bhij") if any(collects[n : n + 1]) else 0
             most = max(most, own + products + at.count("bhij") * restores)
     return most
 

@@ -17,8 +17,7 @@ from attn_graph.ir.modifiers import Modifier, back_, change_
 from attn_graph.ir.philox import Compare, place_in_whole
 from attn_graph.kernels import products
 from attn_graph.kernels.hiding import hide_
-from attn_graph.lowering.cpu.dropping import draw
-from attn_graph.lowering.cpu.product_slots import ProductSlot
+from attn_graph.lowering.cpu.product_slots import ProductSlot, draw
 from attn_graph.lowering.cpu.product_tiles import (
     ZERO,
     Call,
@@ -63,7 +62,7 @@ def pull(call: Call) -> list[torch.Tensor]:
     for slot in tiles.tiles(call.given.mask):
         Here(tiles, call, slot).pull(sums, totals)
     made = {n: x.to(p.specs[n].dtype) for n, x in sums.items()}
-    made |= tiles.collected(call.given, totals)
+    made |= tiles.collected(totals)
     return [made[n] for n, wanted in enumerate(grad.wants) if wanted]
 
 

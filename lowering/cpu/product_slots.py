@@ -12,6 +12,7 @@ import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.ir.attention import Operands
+from attn_graph.ir.philox import ALWAYS, ROOMS, WORDS, Compare, counters, draw_
 from attn_graph.kernels.hiding import Bits, hiding_bits
 from attn_graph.lowering.cpu.schedule import (
     Cut,
@@ -23,6 +24,7 @@ from attn_graph.lowering.cpu.schedule import (
 )
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced, neutral_state
+from attn_graph.machine.workspace import Buffer
 from attn_graph.masks import Mask
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place, join_intervals
@@ -176,21 +178,18 @@ class TileGrid:
         few = sum(self.problem.sizes) <= MOST_POSITIONS
         return self.make_places({}, torch.device("cpu")) if few else None
 
+    @cached_property
+    def collects(self) -> tuple[dict[str, int], ...]:
+        """The operands with a wanted gradient of each modifier: their numbers, by name."""
+        return collected_operands(self.problem)
+
     def totals(self, given: Operands[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """Zeros for the wanted gradients of the modifiers' tensors, one dict a modifier."""
-        node, out, at = self.problem.node, [], 3
-        for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
-            wanted = {
-                name for i, name in enumerate(data, at) if self.wants(i) and name in modifier.trains
-            }
-            out.append(
-                {
-                    n: torch.zeros(data[n].shape, dtype=self.problem.wide, device=data[n].device)
-                    for n in wanted
-                }
-            )
-            at += len(data)
-        return out
+        p, device = self.problem, given.q.device
+        return [
+            {x: torch.zeros(p.specs[n].shape, dtype=p.wide, device=device) for x, n in own.items()}
+            for own in self.collects
+        ]
 
     @property
     def packing(self) -> int:
@@ -204,16 +203,11 @@ class TileGrid:
     def wants(self, operand: int) -> bool:
         return self.problem.grad is not None and self.problem.grad.wants[operand]
 
-    def collected(
-        self, given: Operands[torch.Tensor], totals: Sequence[Mapping[str, torch.Tensor]]
-    ) -> dict[int, torch.Tensor]:
+    def collected(self, totals: Sequence[Mapping[str, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """The gradients of the modifiers' operands, by number of the operand."""
-        gradients: dict[int, torch.Tensor] = {}
-        at = 3
-        for data, sums in zip(given.modifiers, totals, strict=True):
-            gradients |= {i: sums[n].to(data[n].dtype) for i, n in enumerate(data, at) if n in sums}
-            at += len(data)
-        return gradients
+        pairs = zip(self.collects, totals, strict=True)
+        numbered = [(n, sums[name]) for own, sums in pairs for name, n in own.items()]
+        return {n: x.to(self.problem.specs[n].dtype) for n, x in numbered}
 
     @property
     def size(self) -> str:
@@ -221,15 +215,17 @@ class TileGrid:
         return f"{self.batch} x {self.groups * self.r} heads x {self.rows} queries"
 
 
+def collected_operands(problem: Problem) -> tuple[dict[str, int], ...]:
+    """`TileGrid.collects`."""
+    wants, slots = problem.grad and problem.grad.wants, problem.node.slots.modifiers
+    return tuple([{name: n for name, n in own.items() if wants and wants[n]} for own in slots])
+
+
 def total_bytes(problem: Problem) -> int:
     """Bytes allocated by `totals` beside gradients: sums for gradients of a narrower dtype."""
-    grad, wide = problem.grad, problem.wide
-    if grad is None:
-        return 0
-    names = {name for modifier in problem.node.modifiers for name in modifier.trains}
-    roles = zip(problem.node.roles, grad.wants, problem.specs, strict=False)
-    given = [spec for role, wanted, spec in roles if wanted and role in names]
-    return sum(prod(x.shape) * wide.itemsize for x in given if x.dtype != wide)
+    numbers = [n for own in collected_operands(problem) for n in own.values()]
+    narrow = (x for x in map(problem.specs.__getitem__, numbers) if x.dtype != problem.wide)
+    return sum(prod(x.shape) * problem.wide.itemsize for x in narrow)
 
 
 @lru_cache(HELD)
@@ -395,3 +391,25 @@ def merges_batch(spec: TensorSpec) -> bool:
 def lies_flat(spec: TensorSpec) -> bool:
     """True if a tensor is [n,rows,last] in place, with batch entries and heads as one axis."""
     return merges_batch(spec) and spec.unit_last
+
+
+# Dropped weights of a tile, drawn in its scratch memory
+
+
+def needed_to_draw(rows: int, keys: int, dtype: torch.dtype) -> dict[str, Buffer]:
+    """The scratch buffers of the draws, for `rows` rows of at most `keys` scores."""
+    words = rows * (keys // WORDS + 2)
+    rooms = {f"word{i}": Buffer((words,), torch.int64) for i in range(ROOMS)}
+    return {"drawn": Buffer((WORDS * words,), dtype), **rooms}
+
+
+def draw(
+    rate: float, seed: tuple[int, int], ranges: Sequence[range], H: int,
+    scratch: Mapping[str, torch.Tensor], compare: Compare, period: int = ALWAYS,
+) -> torch.Tensor:  # fmt: skip
+    """The draws for the places `ranges`, as `draw_` gives them. seed: the seed and the offset."""
+    shape = (*map(len, ranges[:3]), len(counters(ranges[3])))
+    count = prod(shape)
+    rooms = [scratch[f"word{i}"][:count].view(shape) for i in range(ROOMS)]
+    out = scratch["drawn"][: WORDS * count].view(*shape[:3], -1)
+    return draw_(out, rate, *seed, ranges, H, rooms, period, compare)

@@ -16,8 +16,7 @@ from attn_graph.ir.relative import MODIFIERS
 from attn_graph.ir.tangents import AttentionJvp, GradientTangents
 from attn_graph.kernels import products
 from attn_graph.lowering.cpu.asking import WORD, Extent, ask_bits, ask_modifiers
-from attn_graph.lowering.cpu.dropping import needed_to_draw
-from attn_graph.lowering.cpu.product_slots import TileGrid, choose_sizes, packs
+from attn_graph.lowering.cpu.product_slots import TileGrid, choose_sizes, needed_to_draw, packs
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
@@ -177,7 +176,7 @@ class ProductTiles(TileGrid):
         _, bits = ask_bits(p, at)
         drawn = scores * WORD // WORDS if p.node.dropout else 0
         stats = scores * wide if self.more else 0
-        steps = ask_modifiers(p, at, first=int(self.cap is not None), collects=self.wants)
+        steps = ask_modifiers(p, at, first=int(self.cap is not None), collects=self.collects)
         most = max(bits, drawn, stats, steps) + ROWS * rows * wide
         most += WORD * (p.B + p.H + p.M + p.N)
         most += self.packing if self.rounds else 0

@@ -21,15 +21,16 @@ from attn_graph.ir.philox import WORDS
 from attn_graph.kernels.products import reaches_far
 from attn_graph.kernels.row_sums import count_sum_bytes
 from attn_graph.lowering.cpu.asking import WORD, Extent, ask_mask
-from attn_graph.lowering.cpu.dropping import draw, needed_to_draw
 from attn_graph.lowering.cpu.product_slots import (
     MOST_HELD,
     TileGrid,
     choose_entries,
     choose_kept_sizes,
     choose_row_sizes,
+    draw,
     has_few_scores,
     lies_flat,
+    needed_to_draw,
 )
 from attn_graph.lowering.cpu.row_core import MOST_CAST, Change, Core, RowSteps, Spot, sums_rows
 from attn_graph.lowering.cpu.run_mask import RunMask, cuts_entries, runs_by_entries
@@ -409,7 +410,7 @@ class RowTiles(TileGrid):
             spot.pull(tensors, do, saved, (dq, *sums))
             spot.collect(totals)
         gradients = {0: dq, 1: sums[0].to(dtype), 2: sums[1].to(dtype)}
-        return gradients | self.collected(given, totals)
+        return gradients | self.collected(totals)
 
     def read(
         self, operands: Sequence[torch.Tensor]
