@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from math import prod
 from typing import Literal, final
@@ -29,13 +29,16 @@ from attn_graph.lowering.cpu.schedule import (
     Part,
     Tile,
     choose_rows,
+    count_looks,
     gather_parts,
     join_entries,
     join_neighbours,
+    kernel_calls,
     layer_tiles,
     looks_pay,
     row_tiles,
     shorten_parts,
+    tiles_seconds,
 )
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.lowering.rates import CpuRates
@@ -298,9 +301,10 @@ class FusedTiles:
     @cached_property
     def is_direct(self) -> bool:
         """True if the kernel's result of the whole is o as it is due."""
-        p = self.problem
+        p, q = self.problem, self.problem.specs[0]
         joins = p.node.sinks and self.computes != p.wide
-        return p.D <= p.E and self.keeps_order() and not joins
+        keeps_order = not self.packs("q", q) and has_flash_order(q)
+        return p.D <= p.E and keeps_order and not joins
 
     @property
     def reached(self) -> tuple[Tile, ...]:
@@ -365,18 +369,23 @@ class FusedTiles:
         return self.shortened(tiles)
 
     def list_tiles(self, data: Tensors, most_points: int) -> list[Tile] | None:
-        """The tiles; None if planning would list too many."""
+        """The tiles; None if planning would list too many. Blocks of queries, if layers take more
+        calls and more time than these."""
         p, mask = self.problem, self.problem.node.mask
-        whole = block_of(p, data)
+        whole, layered = block_of(p, data), None
         if self.layered and mask is not None:
             kept, single = list_layers(mask, whole, most_points), "b" in self.axes
             if kept is not None:
-                tiles = layer_tiles(p, kept, self.rows, self.rates, single=single)
-                if tiles is not None:
-                    return tiles
+                layered = layer_tiles(p, kept, self.rows, self.rates, single=single)
+        rates, rows = self.rates, -(-p.M // DATA_ROWS)
+        least = count_looks(p) * rates.look if data else rows * rates.product_call
+        if layered is not None and kernel_calls(layered) * rates.product_call <= least:
+            return layered
         if most_points == MOST_POINTS and MOST_TILES * self.rows < p.M:
-            return None
-        return self.block_tiles(whole)
+            return layered
+        listed = self.block_tiles(whole)
+        seconds = partial(tiles_seconds, p, rates)
+        return listed if layered is None else min(layered, listed, key=seconds)
 
     def block_tiles(self, whole: Block) -> list[Tile]:
         """Tiles of blocks of queries, and of each batch entry if data decide."""
@@ -449,16 +458,11 @@ class FusedTiles:
         rows, keys = len(tile.rows) == p.M, p.grad is None or len(tile.parts[0]) == p.N
         return rows and keys and len(tile.batch) == p.B
 
-    def keeps_order(self) -> bool:
-        """True if the kernel lays o out in the memory order of q."""
-        q = self.problem.specs[0]
-        return not self.packs("q", q) and has_flash_order(q)
-
 
 def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
     """For `explain`: the number of kernel calls, and their share of the scores."""
     whole = problem.B * problem.M * problem.N
-    area, calls = sum(t.area for t in tiles), sum(len(t.parts) for t in tiles)
+    area, calls = sum(t.area for t in tiles), kernel_calls(tiles)
     share = f"{100 * area / whole:.3g} % of the {problem.H * whole} scores"
     return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
 

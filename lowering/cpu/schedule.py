@@ -99,11 +99,6 @@ class Tile:
         return len(self.batch) * self.repeat
 
     @property
-    def stop(self) -> int:
-        """The query after its last one."""
-        return self.rows.start + self.repeat * len(self.rows)
-
-    @property
     def is_mixed(self) -> bool:
         return any(part.kind == "mixed" for part in self.parts)
 
@@ -136,15 +131,19 @@ def key_seconds(problem: Problem, rates: CpuRates) -> float:
     return problem.G * (problem.D + problem.E) / rates.kernel_reads
 
 
-def tile_seconds(problem: Problem, tile: Tile, rates: CpuRates) -> float:
-    """The price of a tile's calls, scores, keys and values, and addends."""
+def kernel_calls(tiles: Iterable[Tile]) -> int:
+    return sum(len(tile.parts) for tile in tiles)
+
+
+def tiles_seconds(problem: Problem, rates: CpuRates, tiles: Sequence[Tile]) -> float:
+    """The price of tiles' calls, scores, keys and values, and addends."""
     p = problem
-    added = sum(len(part) for part in tile.parts if part.kind == "mixed")
+    added = (len(t.rows) * len(x) for t in tiles for x in t.parts if x.kind == "mixed")
     return (
-        len(tile.parts) * rates.product_call
-        + p.H * tile.area * score_seconds(p, rates)
-        + tile.entries * key_seconds(p, rates) * tile.keys
-        + len(tile.rows) * added * rates.hides
+        kernel_calls(tiles) * rates.product_call
+        + p.H * sum(tile.area for tile in tiles) * score_seconds(p, rates)
+        + sum(tile.entries * tile.keys for tile in tiles) * key_seconds(p, rates)
+        + sum(added) * rates.hides
     )
 
 
@@ -278,17 +277,15 @@ def layer_tiles(
 
     rows: the most queries of a tile with an addend. single: this tile has one batch entry.
     """
-    tiles: list[Tile] = []
-    for batch, layers in kept:
-        listed = (x for layer in layers for x in tiles_of_layer(problem, batch, layer, rows, rates))
-        own = [*islice(listed, MOST_TILES + 1)]
-        if len(own) > MOST_TILES:
-            return None
-        joined = join_small(problem, join_triangles(own), rows, rates)
-        tiles += [x for tile in joined for x in (split_entries(tile) if single else [tile])]
-        if len(tiles) > MOST_TILES:
-            return None
-    return tiles
+    listed = (
+        x
+        for batch, layers in kept
+        for layer in layers
+        for tile in tiles_of_layer(problem, batch, layer, rows, rates)
+        for x in (split_entries(tile) if single else [tile])
+    )
+    tiles = [*islice(listed, MOST_TILES + 1)]
+    return None if len(tiles) > MOST_TILES else tiles
 
 
 def split_entries(tile: Tile) -> list[Tile]:
@@ -370,69 +367,3 @@ def block_parts(runs: Sequence[Run], rows: range) -> tuple[Part, ...]:
     pieces = join_intervals([(start.of(a), stop.of(b)) for start, stop in runs], BRIDGE)
     sure = Keys(tuple((x, y) for s, e in runs if (x := s.of(b)) < (y := e.of(a))))
     return tuple(part for piece in pieces for part in split_interval(*piece, sure, LEAST_FULL))
-
-
-def join_triangles(tiles: Iterable[Tile]) -> list[Tile]:
-    """Tiles with each triangle and the rectangle below it as one, a call of the kernel: a causal
-    mask and a length of keys, say."""
-    out: list[Tile] = []
-    for tile in tiles:
-        joined = join_triangle(out[-1], tile) if out else None
-        if joined is None:
-            out.append(tile)
-        else:
-            out[-1] = joined
-    return out
-
-
-def join_triangle(above: Tile, below: Tile) -> Tile | None:
-    """A tile ending in a triangle, joined with the tile below, if the queries there keep all keys
-    of the triangle's last query, and at most one more; None for others."""
-    if are_apart(above, below) or not (above.parts and below.parts):
-        return None
-    *others, corner = above.parts
-    *same, base = below.parts
-    begin = corner.start
-    if others and others[-1].stop == begin:  # the rectangle of the same run
-        begin = others[-1].start
-        same = [*same, others[-1]]
-    fits = corner.kind == "causal" and same == others and base.start == begin
-    if not fits or {x.kind for x in (*others, base)} != {"full"}:
-        return None
-    if not corner.stop <= base.stop <= corner.start + len(above.rows) + 1:
-        return None
-    grown = Part(corner.start, base.stop, "causal")
-    return Tile(above.batch, range(above.rows.start, below.rows.stop), (*others, grown))
-
-
-def are_apart(above: Tile, below: Tile) -> bool:
-    repeat = above.repeat > 1 or below.repeat > 1
-    return repeat or above.batch != below.batch or above.rows.stop != below.rows.start
-
-
-def join_small(problem: Problem, tiles: Iterable[Tile], rows: int, rates: CpuRates) -> list[Tile]:
-    """Parts of a tile, and neighbours, made one with an addend, of at most `rows` queries, if it
-    costs less: a call takes as long as many scores."""
-    out: list[Tile] = []
-    for tile in tiles:
-        last = out[-1] if out and not are_apart(out[-1], tile) else None
-        for several in ((last, tile), (tile,)) if last is not None else ((tile,),):
-            joined = join_mixed(*several, rows=rows)
-            if joined is not None and tile_seconds(problem, joined, rates) < sum(
-                tile_seconds(problem, each, rates) for each in several
-            ):
-                out[len(out) + 1 - len(several) :] = [joined]
-                break
-        else:
-            out.append(tile)
-    return out
-
-
-def join_mixed(*tiles: Tile, rows: int) -> Tile | None:
-    """Neighbours as one tile with an addend; None if they have more than `rows` queries."""
-    joined = range(tiles[0].rows.start, tiles[-1].rows.stop)
-    if len(joined) > rows:
-        return None
-    keys = sorted((part.start, part.stop) for tile in tiles for part in tile.parts)
-    parts = tuple(Part(a, b, "mixed") for a, b in join_intervals(keys, BRIDGE))
-    return evolve(tiles[0], rows=joined, parts=parts)
