@@ -71,7 +71,7 @@ class FusedRun:
         if self.slots is not None:
             return self.slots, self.whole
         tiles = self.tiles.tiles(data)
-        slots = (tile_slot(self.tiles, tile, held=False) for tile in tiles)  # made ready in passing
+        slots = (tile_slot(self.tiles, tile, None) for tile in tiles)  # made ready in passing
         return slots, self.tiles.is_whole(tiles)
 
     def forward(

@@ -7,7 +7,7 @@ does little more in Python than to call the kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from math import prod
 from operator import itemgetter
@@ -23,12 +23,11 @@ from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles, block_of
 from attn_graph.lowering.cpu.schedule import Cut, Part, Tile, place_within
 from attn_graph.lowering.problem import Problem
-from attn_graph.masks import Mask
-from attn_graph.masks.places import Block, Place
+from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 
-RECENT = 16  # addends held with plans, of 512 KiB at most
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
+Addends = dict[tuple[int, ...], torch.Tensor]  # by the outline of their parts
 
 
 @final
@@ -70,36 +69,26 @@ def ready_slots(tiles: FusedTiles) -> tuple[TileSlot, ...] | None:
     """The slots of the tiles; None if data decides the tiles, or there are too many."""
     if tiles.static is None:
         return None
-    return tuple(tile_slot(tiles, tile, tiles.holds) for tile in tiles.static)
+    held: Addends | None = {} if tiles.holds else None
+    return tuple(tile_slot(tiles, tile, held) for tile in tiles.static)
 
 
-def held_addend(tiles: FusedTiles, tile: Tile, part: Part) -> torch.Tensor:
-    p, mask = tiles.problem, tiles.problem.node.mask
-    if tiles.shares_addends:
-        assert mask is not None
-        return recent_addend(mask, len(tile.rows), part.start - tile.rows.start, len(part), p.wide)
-    nothing: Data = tuple({} for _ in p.node.modifiers)
-    room = torch.empty(addend_shape(tiles, tile, part), dtype=p.wide, device="cpu")
-    place, mixed = part_places(p, tile, part), part.kind == "mixed"
-    return fill_addend(room, p.node, nothing, p.node.restores, place, mixed)
+def held_addend(tiles: FusedTiles, tile: Tile, part: Part, held: Addends) -> torch.Tensor:
+    """The addend of a part, made once for all parts with equal ones."""
+    node, apart = tiles.problem.node, "b" in tiles.axes
+    outline = tile.batch.start * apart, *tiles.outline(tile, part)
+    if outline not in held:
+        room = torch.empty(addend_shape(tiles, tile, part), dtype=tiles.problem.wide, device="cpu")
+        heads, keys = range(tiles.problem.H), range(part.start, part.stop)
+        at = place_within(all_places(tiles.problem, {}), tile.batch, heads, tile.rows, keys)
+        nothing: Data = tuple({} for _ in node.modifiers)
+        mixed = part.kind == "mixed"
+        held[outline] = fill_addend(room, node, nothing, node.restores, at, mixed)
+    return held[outline]
 
 
-@lru_cache(RECENT)
-def recent_addend(mask: Mask, rows: int, start: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """The addend of `rows` queries under a mask of ours that depends on j - i alone, for all
-    lengths. start: the first key, from the first query."""
-    i, j = max(0, -start), max(0, start)
-    block = Block(range(1), range(1), range(i, i + rows), 1, i + rows, j + keys, {})
-    room = torch.empty(1, 1, rows, keys, dtype=dtype, device="cpu")
-    keep = torch.as_tensor(
-        mask.keep(Place.of(block, range(j, j + keys), torch.device("cpu"))), device="cpu"
-    )
-    fill_hidden(room, keep)
-    return room
-
-
-def tile_slot(tiles: FusedTiles, tile: Tile, held: bool) -> TileSlot:
-    """held: True if the plan holds the addends."""
+def tile_slot(tiles: FusedTiles, tile: Tile, held: Addends | None) -> TileSlot:
+    """held: the addends held by the plan; None if each call makes its own."""
     p = tiles.problem
     heads = tile.heads(p.H, p.G)
     return TileSlot(
@@ -110,13 +99,13 @@ def tile_slot(tiles: FusedTiles, tile: Tile, held: bool) -> TileSlot:
     )
 
 
-def part_slot(tiles: FusedTiles, tile: Tile, part: Part, held: bool) -> PartSlot:
+def part_slot(tiles: FusedTiles, tile: Tile, part: Part, held: Addends | None) -> PartSlot:
     p = tiles.problem
     adds = part.kind == "mixed" or bool(p.node.modifiers)
     hull = cut_keys(p, tile, range(part.start, part.stop))
     keys = GatheredKeys.of(part, hull) if part.gathered else hull
-    addend = held_addend(tiles, tile, part) if adds and held else None
-    shape, makes = addend_shape(tiles, tile, part), adds and not held
+    addend = None if not adds or held is None else held_addend(tiles, tile, part, held)
+    shape, makes = addend_shape(tiles, tile, part), adds and held is None
     causal, empties = part.kind == "causal", adds and may_empty(tiles, tile, part)
     unseen = find_unseen(addend) if empties and addend is not None else None
     pieces = tuple(pieces_of(p, tile, part)) if tile.repeat > 1 else ()
@@ -216,13 +205,6 @@ def add_share(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> None:
 def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
     """All places of a problem. data: the mask's tensors."""
     return Place.of(block_of(problem, data), range(problem.N), torch.device("cpu"))
-
-
-def part_places(problem: Problem, tile: Tile, part: Part) -> Place:
-    """The places of a tile's part, if no data is read."""
-    p = problem
-    block = Block(tile.batch, range(p.H), tile.rows, p.H, p.M, p.N, {})
-    return Place.of(block, range(part.start, part.stop), torch.device("cpu"))
 
 
 def slot_place(at: Place, slot: TileSlot, keys: range) -> Place:
