@@ -111,9 +111,8 @@ class Unread(ag.Mask):
 
 
 WRONG_MASKS: dict[ag.Mask, str] = {
-    Near(): r"Near\(\)\.span of queries \d+ to \d+ of \d+, \d+ keys.* is keys \d+ to \d+: it lacks "
-    r"key \d+, which is kept at b=0, h=0, i=\d+",
-    Sure(): r"Sure\(\)\.surely of .* is keys 0 to \d+: it has key \d+, which is not kept at b=0",
+    Near(): r"Near\.span of queries \d+ to \d+ lacks key \d+, which one of them keeps; \d+ keys, ",
+    Sure(): r"Sure\.surely of queries .* has key \d+, which one of them does not keep",
     Divided(): r"Divided\(\)\.keep at b=0, .* gives False in a block of tensors and True for int",
 }
 

@@ -43,13 +43,13 @@ class Chain:
     k: Tensor
     v: Tensor
     scale: float
-    modifiers: tuple[tuple[Modifier, Data], ...]
-    masks: tuple[tuple[masks.Mask, Data], ...]
-    sinks: Tensor | None
-    rate: float
-    seed: int
-    offset: int
-    origin: tuple[int, ...]
+    modifiers: tuple[tuple[Modifier, Data], ...] = ()
+    masks: tuple[tuple[masks.Mask, Data], ...] = ()
+    sinks: Tensor | None = None
+    rate: float = 0.0
+    seed: int = 0
+    offset: int = 0
+    origin: tuple[int, ...] = ()
     narrow: torch.dtype | None = None  # weights are rounded to it
     o_scale: Tensor | None = None
 
@@ -63,15 +63,7 @@ class Chain:
 def read_chain(graph: Graph, tensors: Sequence[Tensor]) -> Chain:
     """The attention of a graph, in single steps or as one op."""
     values: dict[int, Tensor] = dict(enumerate(tensors))
-    fields: dict[str, Any] = {  # Any: those of a Chain
-        "modifiers": (),
-        "masks": (),
-        "sinks": None,
-        "rate": 0.0,
-        "seed": 0,
-        "offset": 0,
-        "origin": (),
-    }
+    fields: dict[str, Any] = {}  # Any: those of a Chain
     for eqn, outs in graph.numbered:
         if isinstance(eqn.op, Leading):
             values[outs[0]] = values[eqn.args[0]][..., : eqn.op.size]
@@ -100,10 +92,10 @@ def read_step(
             return {"q": given[0], "k": given[1], "scale": scale}
         case Modifier():
             data = dict(zip(op.needs, given[1:], strict=True))
-            return {"modifiers": (*before["modifiers"], (op, data))}
+            return {"modifiers": (*before.get("modifiers", ()), (op, data))}
         case ops.Mask(mask):
             data = dict(zip(mask.needs, given[1:], strict=True))
-            return {"masks": (*before["masks"], (mask, data))}
+            return {"masks": (*before.get("masks", ()), (mask, data))}
         case ops.Softmax():
             return {"sinks": given[1] if op.sinks else None}
         case ops.MaxScores():
@@ -350,12 +342,9 @@ def attend(c: Chain) -> Evaluation:
     keep = keep.expand(B, H, M, N)
     sinks = c.sinks.to(s.dtype)[:, None, None] if c.sinks is not None else None
     p, lse = softmax(s, keep, sinks)
-    z = (
-        draw_dropout(c.rate, c.seed, c.offset, c.sizes, c.origin).to(s.dtype) / (1 - c.rate)
-        if c.rate
-        else None
-    )
-    z = torch.ones_like(s) if z is None else z
+    z = torch.ones_like(s)
+    if c.rate:
+        z = draw_dropout(c.rate, c.seed, c.offset, c.sizes, c.origin).to(s.dtype) / (1 - c.rate)
     weights = p * z if c.narrow is None else round_to_eight(p, c.narrow)
     o = torch.einsum("bhij,bhje->bhie", weights, per_head(c.v, H))
     largest = torch.where(keep, s, -INF).amax(-1) if N else s.new_full((B, H, M), -INF)

@@ -14,9 +14,10 @@ from attn_graph import masks as m
 from attn_graph.errors import GraphError
 from attn_graph.ir.builder import Value, graph, scores
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.promises import problems_of_keys
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
-from attn_graph.masks.places import Block, Keys, Place
+from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import strategies
 from attn_graph.testing.agreement import search
@@ -183,30 +184,7 @@ def check_block(mask: m.Mask, case: MaskCase, block: Block) -> None:
     `span` must have every key kept by some query, `surely` only keys kept by all. `mask` keeps the
     places of the case's mask.
     """
-    here = case.kept[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop]
-    here = here[:, :, block.rows.start : block.rows.stop]
-    span, surely = mask.span(block), mask.surely(block)
-    lacking = here & ~span.flags(block.N)
-    wrong = ~here & surely.flags(block.N)
-    for name, keys, places, text in (
-        ("span", span, lacking, "lacks key {j}, which is kept"),
-        ("surely", surely, wrong, "has key {j}, which is not kept"),
-    ):
-        for b, h, i, j in places.nonzero()[:1].tolist():
-            b, h, i = block.batch[b], block.heads[h], block.rows[i]
-            raise AssertionError(
-                f"{mask}.{name} of {describe_block(block)} is {show_keys(keys)}: it "
-                f"{text.format(j=j)} at b={b}, h={h}, i={i}"
-            )
-
-
-def describe_block(block: Block) -> str:
-    rows = f"queries {block.rows.start} to {block.rows.stop - 1} of {block.M}"
+    kept = case.kept[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop]
     when = "" if block.data is not None else ", before tensors are known"
-    return f"{rows}, {block.N} keys{when}"
-
-
-def show_keys(keys: Keys) -> str:
-    """ "keys 0 to 3, 8 to 9"."""
-    parts = [f"{start} to {stop - 1}" for start, stop in keys.intervals]
-    return f"keys {', '.join(parts)}" if parts else "no keys"
+    for problem in problems_of_keys(mask, block, kept):
+        raise AssertionError(f"{mask}: {problem}; {block.N} keys, {block.M} queries{when}")

@@ -6,23 +6,24 @@ AssertionError with the error and the allowance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import frozen
+from torch.func import jvp
 
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
+from attn_graph.ir.modifiers import Modifier, SoftCap, every_place
 from attn_graph.ir.reference import round_twice
-from attn_graph.ir.relative import RelativeBias
 from attn_graph.ir.scaling import saturate, stands_in, weights_dtype
 from attn_graph.ir.tracing import trace_along_data
 from attn_graph.spec import INF
 from attn_graph.testing.formula import (
+    STEPS,
     Chain,
     Evaluation,
     Tensor,
-    alibi_penalty,
+    apply_modifier,
     attend,
     cast,
     differentiate,
@@ -31,7 +32,6 @@ from attn_graph.testing.formula import (
     output_roles,
     per_head,
     read_chain,
-    read_table,
 )
 from attn_graph.testing.mask_formula import Data, Places
 
@@ -146,19 +146,17 @@ def expect_gradients(
     """
     refs = gradients(graph, tensors, cotangents)
     lows = gradients(graph, tensors, cotangents, low_dtype(graph))
-    exact = cast(graph, tensors, torch.float64)
-    c, given = read_chain(graph, exact), dict(zip(output_roles(graph), cotangents, strict=True))
+    given = dict(zip(output_roles(graph), cotangents, strict=True))
     do, dlse = (
-        torch.zeros(()) if x is None else x.detach().cpu() for x in map(given.get, ("o", "lse"))
+        NOTHING if x is None else x.detach().cpu().double() for x in map(given.get, ("o", "lse"))
     )
     rounding = UNIT[low_dtype(graph)] / UNIT[torch.float32]  # of o, an operand of the gradient
-    sizes = gradient_terms(c, attend(c), do.double().abs(), dlse.double().abs(), rounding)
+    sizes = Sizes.of(graph, tensors, {})
+    seen = largest_scores(sizes.c, sizes.f)
+    terms = sizes.pulled(NOTHING, NOTHING, do, dlse, rounding, seen)
     return {
-        i.name: Expectation(
-            f"d{i.name}", refs[i.name], lows[i.name], sizes.get(id(x), NOTHING), True
-        )
-        for i, x in zip(graph.inputs, exact, strict=True)
-        if i.name in refs
+        name: Expectation(f"d{name}", ref, lows[name], terms.get(name, NOTHING), True)
+        for name, ref in refs.items()
     }
 
 
@@ -176,6 +174,12 @@ def score_sizes(c: Chain, f: Evaluation) -> Tensor:
     return size
 
 
+def largest_scores(c: Chain, f: Evaluation) -> Tensor:
+    """sum|terms| of the largest score of each row."""
+    size = score_sizes(c, f)
+    return size.amax(-1) if size.shape[-1] else size.new_zeros(f.lse.shape)
+
+
 def add_exp_error(c: Chain, f: Evaluation, weights: Tensor) -> Tensor:
     """Weights computed from p, with the error of p = exp(s - lse).
 
@@ -188,8 +192,7 @@ def add_exp_error(c: Chain, f: Evaluation, weights: Tensor) -> Tensor:
 
 def forward_terms(c: Chain, f: Evaluation) -> dict[str, Tensor]:
     """sum|terms| of each output: the formula, with every minus a plus."""
-    size = score_sizes(c, f)
-    seen = size.amax(-1) if size.shape[-1] else size.new_zeros(f.lse.shape)
+    seen = largest_scores(c, f)
     o = torch.einsum("bhij,bhje->bhie", add_exp_error(c, f, f.pz), per_head(c.v.abs(), c.sizes[1]))
     lse = seen + torch.where(f.lse == -INF, 0.0, f.lse.abs())
     weights = {"p": add_exp_error(c, f, f.p), "pz": add_exp_error(c, f, f.pz)}
@@ -223,54 +226,19 @@ def slope(op: Modifier, data: Data, before: Tensor, after: Tensor) -> Tensor:
     return differentiate(op, before, data, torch.ones_like(before))[0].abs()
 
 
-def gradient_terms(
-    c: Chain, f: Evaluation, do: Tensor, dlse: Tensor, rounding: float
-) -> dict[int, Tensor]:
-    """sum|terms| of each tensor's gradient, by its id; do and dlse without their signs.
-
-    delta = sum_e do o uses an o rounded to q's dtype, `rounding` times as coarse as accumulated
-    sums; that one term counts more by this factor.
-    """
-    H = c.sizes[1]
-    do, dlse = do.expand(f.o.shape), dlse.expand(f.lse.shape)
-    v, k = per_head(c.v.abs(), H), per_head(c.k.abs(), H)
-    dp = torch.einsum("bhie,bhje->bhij", do, v) * f.z
-    coarse = (rounding - 1) * (do * f.o.abs()).sum(-1)
-    surplus = (f.p * dp).sum(-1) + dlse + coarse
-    ds = add_exp_error(c, f, f.p) * (dp + surplus[..., None])
-    sizes: dict[int, Tensor] = {}
-
-    def add(x: Tensor, terms: Tensor) -> None:
-        sizes[id(x)] = sizes.get(id(x), NOTHING) + terms
-
-    add(c.v, sum_groups(torch.einsum("bhij,bhie->bhje", add_exp_error(c, f, f.pz), do), c.v))
-    steps = zip(c.modifiers, f.finite_steps, f.finite_steps[1:], strict=False)
-    for (op, data), before, after in reversed([*steps]):
-        for name in op.trains:
-            add(data[name], operand_terms(c, op, data, before, name, ds))
-        ds = ds * slope(op, data, before, after)
-    add(c.q, abs(c.scale) * torch.einsum("bhij,bhjd->bhid", ds, k))
-    add(c.k, abs(c.scale) * sum_groups(torch.einsum("bhij,bhid->bhjd", ds, c.q.abs()), c.k))
-    if c.sinks is not None:
-        off = forward_terms(c, f)["lse"] + c.sinks.abs()[:, None]  # as in `add_exp_error`
-        share = torch.exp(c.sinks[:, None] - f.lse) * (1 + 2 * off)
-        share = torch.where(c.sinks[:, None] == -INF, 0.0, share)
-        add(c.sinks, (share * surplus).sum((0, 2)))
-    return sizes
-
-
 def operand_terms(
     c: Chain, op: Modifier, data: Data, before: Tensor, name: str, ds: Tensor
 ) -> Tensor:
-    """sum|terms| of the gradient of a modifier's tensor."""
+    """sum|terms| of the gradient of a modifier's tensor.
+
+    Terms of the library's own modifiers have one sign, and add up to the size of the gradient.
+    """
     x = data[name]
-    if isinstance(op, Bias):
-        return ds.sum_to_size(x.shape)
-    if isinstance(op, Alibi):
-        far = ds * alibi_penalty(op, ds, Places(c.sizes, {**data, name: torch.ones(1, 1)}))
-        return far.sum((2, 3)).sum_to_size(x.shape)
-    if isinstance(op, RelativeBias):
-        return table_terms(op, x, ds, Places(c.sizes, data))
+    if type(op) in STEPS:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            changed = apply_modifier(op, before, Places(c.sizes, {**data, name: leaf}))
+            return torch.autograd.grad(changed.expand(ds.shape), leaf, ds)[0].abs()
     units = torch.eye(x.numel(), dtype=ds.dtype).reshape(x.numel(), *x.shape)
     slopes = (
         trace_along_data(lambda s, t: op.change(s, every_place(s, t)), before, data, {name: unit})
@@ -279,16 +247,133 @@ def operand_terms(
     return ds.new_tensor([(ds * each.abs()).sum() for each in slopes]).reshape(x.shape)
 
 
-def table_terms(op: RelativeBias, table: Tensor, ds: Tensor, at: Places) -> Tensor:
-    """sum|terms| of the gradient of a table."""
-    with torch.enable_grad():
-        zeros = torch.zeros(table.shape, dtype=ds.dtype, requires_grad=True)
-        read = read_table(op, zeros, at).expand(ds.shape)
-        (terms,) = torch.autograd.grad(read, zeros, ds)
-    return terms
-
-
 def sum_groups(x: Tensor, like: Tensor) -> Tensor:
     """[B,H,N,E] -> [B,G,N,E], each group of heads added up."""
     B, G, N, E = like.shape
     return x.reshape(B, G, x.shape[1] // max(1, G), N, E).sum(2)
+
+
+@frozen
+class Sizes:
+    """sum|terms| of derivatives: their formulas with every minus a plus.
+
+    names: of the tensors of a chain, by their id. moves: the size of each tangent, by name.
+    """
+
+    c: Chain
+    f: Evaluation
+    names: dict[int, str]
+    moves: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, graph: Graph, tensors: Sequence[Tensor], tangents: Mapping[str, Tensor]) -> Sizes:
+        """The sizes along tangents of inputs, by name; without any, of the gradient alone."""
+        exact = cast(graph, tensors, torch.float64)
+        c = read_chain(graph, exact)
+        names = {id(x): i.name for i, x in zip(graph.inputs, exact, strict=True)}
+        return cls(c, attend(c), names, {n: x.double().abs() for n, x in tangents.items()})
+
+    def move(self, x: Tensor) -> Tensor:
+        return self.moves.get(self.names.get(id(x), ""), torch.zeros_like(x))
+
+    @property
+    def steps(self) -> list[tuple[tuple[Modifier, Data], Tensor, Tensor]]:
+        """Each modifier with its tensors, and the scores before and after it."""
+        f = self.f
+        return [*zip(self.c.modifiers, f.finite_steps, f.finite_steps[1:], strict=False)]
+
+    def scores(self) -> list[Tensor]:
+        """The size of the tangent of the products, and after each modifier."""
+        c, f, H = self.c, self.f, self.c.sizes[1]
+        k, tk = per_head(c.k.abs(), H), per_head(self.move(c.k), H)
+        dot = "bhid,bhjd->bhij"
+        both = torch.einsum(dot, self.move(c.q), k) + torch.einsum(dot, c.q.abs(), tk)
+        ts = [abs(c.scale) * both]
+        for (op, data), before, after in self.steps:
+            moved = ts[-1] * slope(op, data, before, after)
+            for name in op.trains if type(op) in STEPS else ():
+                moved = moved + self.moved_by(op, data, before, name)
+            ts.append(moved.masked_fill(f.steps[-1] == -INF, 0.0))
+        return ts
+
+    def moved_by(self, op: Modifier, data: Data, before: Tensor, name: str) -> Tensor:
+        """The size of the tangent that a tensor of one of the library's modifiers adds."""
+
+        def change(x: Tensor) -> Tensor:
+            return apply_modifier(op, before, Places(self.c.sizes, {**data, name: x}))
+
+        return jvp(change, (data[name],), (self.move(data[name]),))[1].abs()  # type: ignore[no-any-return]  # of torch
+
+    def sinks_share(self, sinks: Tensor, off: Tensor | float) -> Tensor:
+        """The weights of sinks, with an error of `off` and of |lse|, as in `add_exp_error`."""
+        lse = torch.where(self.f.lse == -INF, 0.0, self.f.lse.abs())
+        share = torch.exp(sinks[:, None] - self.f.lse) * (1 + 2 * (lse + off))
+        return torch.where(sinks[:, None] == -INF, 0.0, share)
+
+    def pushed(self) -> tuple[Tensor, Tensor]:
+        """Of to and tlse."""
+        c, f, H, ts = self.c, self.f, self.c.sizes[1], self.scores()[-1]
+        w, z = add_exp_error(c, f, f.p), add_exp_error(c, f, f.pz)
+        tlse = (w * ts).sum(-1)
+        if c.sinks is not None:
+            tlse = tlse + self.sinks_share(c.sinks, 0.0) * self.move(c.sinks)[:, None]
+        weigh = "bhij,bhje->bhie"
+        to = torch.einsum(weigh, z * ts, per_head(c.v.abs(), H))
+        to = to + torch.einsum(weigh, z, per_head(self.move(c.v), H))
+        return to + tlse[..., None] * torch.einsum(weigh, z, per_head(c.v.abs(), H)), tlse
+
+    def pulled(
+        self,
+        do: Tensor,
+        dlse: Tensor,
+        tdo: Tensor,
+        tdlse: Tensor,
+        rounding: float,
+        seen: Tensor | float = 0.0,
+    ) -> dict[str, Tensor]:
+        """Of the tangents of gradients, by input; along tdo and tdlse alone, of their gradient.
+
+        delta = sum_e do o uses an o rounded to q's dtype, and its tangent a rounded to, `rounding`
+        times as coarse as accumulated sums; that one term counts more by this factor. seen: the
+        terms of a row's largest score, of which lse is made, where they count for sinks.
+        """
+        c, f, H = self.c, self.f, self.c.sizes[1]
+        rooms = f.o.shape, f.lse.shape, f.o.shape, f.lse.shape
+        given = zip((do, dlse, tdo, tdlse), rooms, strict=True)
+        do, dlse, tdo, tdlse = (x.abs().expand(room) for x, room in given)
+        ts, (to, tlse) = self.scores(), self.pushed()
+        v, tv = per_head(c.v.abs(), H), per_head(self.move(c.v), H)
+        dot = "bhie,bhje->bhij"
+        dp = torch.einsum(dot, do, v) * f.z
+        tdp = (torch.einsum(dot, tdo, v) + torch.einsum(dot, do, tv)) * f.z
+        w, z, u = add_exp_error(c, f, f.p), add_exp_error(c, f, f.pz), ts[-1] + tlse[..., None]
+        coarse = (rounding - 1) * (do * f.o.abs()).sum(-1)
+        moved = (rounding - 1) * (tdo * f.o.abs() + do * to).sum(-1)
+        g = (f.p * dp).sum(-1) + dlse + coarse
+        tg = (f.p * (u * dp + tdp)).sum(-1) + tdlse + moved
+        ds, tds = w * (dp + g[..., None]), w * (u * (dp + g[..., None]) + tdp + tg[..., None])
+        sizes: dict[str, Tensor] = {}
+
+        def add(x: Tensor, terms: Tensor) -> None:
+            name = self.names.get(id(x), "")  # "" for a part of an input
+            sizes[name] = sizes.get(name, NOTHING) + terms
+
+        back = "bhij,bhie->bhje"
+        add(c.v, sum_groups(torch.einsum(back, z * u, do) + torch.einsum(back, z, tdo), c.v))
+        if c.sinks is not None:
+            tsinks = self.move(c.sinks)[:, None] + tlse
+            share = self.sinks_share(c.sinks, c.sinks.abs()[:, None] + seen)
+            add(c.sinks, (share * (tsinks * g + tg)).sum((0, 2)))
+        for ((op, data), before, after), t in zip(self.steps[::-1], ts[:0:-1], strict=True):
+            for name in op.trains:
+                add(data[name], operand_terms(c, op, data, before, name, tds))
+            bent = 2 * ds * after.abs() / op.cap**2 * t if isinstance(op, SoftCap) else 0.0
+            tds = tds * slope(op, data, before, after) + bent
+            ds = ds * slope(op, data, before, after)
+        dot, back = "bhij,bhjd->bhid", "bhij,bhid->bhjd"
+        k, tk = per_head(c.k.abs(), H), per_head(self.move(c.k), H)
+        tdq = torch.einsum(dot, tds, k) + torch.einsum(dot, ds, tk)
+        tdk = torch.einsum(back, tds, c.q.abs()) + torch.einsum(back, ds, self.move(c.q))
+        add(c.q, abs(c.scale) * tdq)
+        add(c.k, abs(c.scale) * sum_groups(tdk, c.k))
+        return sizes
