@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Never
 
 import torch
@@ -326,18 +327,8 @@ def bring_to_four(
     return (as_four(q, outer, H), as_four(k2, outer, G), as_four(v2, outer, G)), more, shape
 
 
-def attend_plain(
-    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, key: Key | None
-) -> Outputs:
-    """`attend_shaped` for k and v with q's heads."""
-    return attend_shaped(False, q, k, v, named, options, key)
-
-
-def attend_grouped(
-    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, key: Key | None
-) -> Outputs:
-    """`attend_shaped` for k and v with their own number of heads."""
-    return attend_shaped(True, q, k, v, named, options, key)
+# Two objects for good: calls are remembered by them.
+attend_plain, attend_grouped = (partial(attend_shaped, grouped) for grouped in (False, True))
 
 
 def require_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -131,30 +131,17 @@ class ImportWatch(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None, except for the module: its spec by the finders after this one."""
+        """None, except for the module: its spec, whose loader calls the function at the end."""
         if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = LoaderThen(spec.loader, self.then)
+            execute, then = spec.loader.exec_module, self.then
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
         return spec
-
-
-@define(eq=False)
-class LoaderThen(Loader):
-    """A module's loader, and a function to call with the loaded module."""
-
-    loader: Loader
-    then: Callable[[ModuleType], None]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Fill the module, restore its own loader, and call the function."""
-        self.loader.exec_module(module)
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.then(module)
