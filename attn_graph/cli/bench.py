@@ -19,12 +19,11 @@ import attn_graph as ag
 from attn_graph.cli.explain import deterministic, names, split_names
 from attn_graph.cli.flags import graph_flags, graph_of
 from attn_graph.cli.output import (
-    CODES,
     INTERRUPTED,
     as_json,
     as_usage_errors,
     draw_to,
-    example,
+    epilog,
     exit_no_if,
     make_table,
     out,
@@ -60,9 +59,9 @@ def check_memory(graph: ag.Graph) -> None:
 
 @click.command(
     short_help="Time a graph by every backend here.",
-    epilog=CODES
-    + "\n\n"
-    + example("attn-graph bench --q 1,8,2048,64 --causal --window 255 --seconds 2 -o bench.svg"),
+    epilog=epilog(
+        "attn-graph bench --q 1,8,2048,64 --causal --window 255 --seconds 2 -o bench.svg"
+    ),
 )
 @graph_flags
 @names

@@ -15,10 +15,9 @@ from attrs import asdict, evolve
 import attn_graph as ag
 from attn_graph.cli.explain import deterministic
 from attn_graph.cli.output import (
-    CODES,
     as_json,
     as_usage_errors,
-    example,
+    epilog,
     exit_no_if,
     make_table,
     show_json,
@@ -64,16 +63,14 @@ def folder_of(store: ag.extend.Store) -> dict[str, Any]:  # Any: JSON
 
 @click.group(
     short_help="List, clear, verify, build the files on disk.",
-    epilog=CODES + "\n\n" + example("attn-graph cache list", "attn-graph cache verify --json"),
+    epilog=epilog("attn-graph cache list", "attn-graph cache verify --json"),
 )
 def cache() -> None:
     """Files on disk: plans built by cuDNN, measured choices, and outcomes of self-checks."""
 
 
 @cache.command(
-    epilog=CODES
-    + "\n\n"
-    + example("attn-graph cache build graphs.txt --target h200 --driver 13.0 -o plans")
+    epilog=epilog("attn-graph cache build graphs.txt --target h200 --driver 13.0 -o plans")
 )
 @click.argument("file", type=click.File(encoding="utf-8"))
 @click.option(
@@ -160,7 +157,9 @@ def prepare(
         yield f"{plan.vjp.backend} backward"
 
 
-@cache.command("list", epilog=example("attn-graph cache list --folder ~/.cache/attn_graph"))
+@cache.command(
+    "list", epilog=epilog("attn-graph cache list --folder ~/.cache/attn_graph", codes=False)
+)
 @folder
 @as_json
 def list_(folder: Path | None, plain: bool) -> None:
@@ -182,7 +181,7 @@ def list_(folder: Path | None, plain: bool) -> None:
     )
 
 
-@cache.command(epilog=example("attn-graph cache clear"))
+@cache.command(epilog=epilog("attn-graph cache clear", codes=False))
 @folder
 @as_json
 def clear(folder: Path | None, plain: bool) -> None:
@@ -195,7 +194,7 @@ def clear(folder: Path | None, plain: bool) -> None:
         click.echo(f"{files_text(deleted)} deleted from {place}")
 
 
-@cache.command(epilog=CODES + "\n\n" + example("attn-graph cache verify || attn-graph cache clear"))
+@cache.command(epilog=epilog("attn-graph cache verify || attn-graph cache clear"))
 @folder
 @as_json
 def verify(folder: Path | None, plain: bool) -> None:

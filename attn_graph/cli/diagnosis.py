@@ -17,12 +17,10 @@ from attrs import asdict, evolve, field, frozen
 
 import attn_graph as ag
 from attn_graph.lowering.backend import Backend, Options
+from attn_graph.lowering.cudnn.backend import BACKEND as CUDNN
 from attn_graph.lowering.cudnn.backend import versions
-from attn_graph.lowering.cudnn.case import Case
-from attn_graph.lowering.cudnn.limits import reasons
 from attn_graph.lowering.cudnn.offline import compiler, has_driver
 from attn_graph.lowering.cudnn.plan import READ_BY_CUDNN
-from attn_graph.lowering.problem import sole
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.target import LIBRARIES, local_devices
 from attn_graph.machine.torch_switches import Switches, read_switches
@@ -32,7 +30,6 @@ from attn_graph.spec import DTYPES
 
 MODULES = {"triton": "triton", "nvidia-cudnn-frontend": "cudnn"}  # of which library, imported so
 VARIABLES = ("TRITON_INTERPRET", READ_BY_CUDNN)  # of the environment, that change what we do
-HOPPER = 90  # no limit of cuDNN's that concerns versions alone differs between GPUs
 NEED = re.compile(r"([\w.-]+)\s*(==|>=)\s*([\d.]+)")
 
 
@@ -256,16 +253,12 @@ def store_problems(state: StoreState) -> Iterator[str]:
         )
 
 
-def version_reasons(target: ag.Target) -> Iterator[ag.extend.Reason]:
-    """Reasons against these versions of cuDNN and its frontend, for any graph."""
-    backend, frontend = versions(target)
-    if backend is None or frontend is None:
-        return
-    request = plain_request(ag.Target.of("h200"), Options())
-    for graph in (request.forward(), request.backward()):
-        problem = sole(graph)
-        assert problem is not None  # it is one attention
-        yield from reasons(Case(problem, HOPPER, backend, frontend))
+def version_reasons(target: ag.Target) -> tuple[ag.extend.Reason, ...]:
+    """Reasons against these versions of cuDNN and its frontend: those on a GPU that has both."""
+    if None in versions(target):
+        return ()
+    hopper = evolve(ag.Target.of("h200"), libraries=target.libraries)
+    return reasons_on_target(CUDNN, hopper, Switches())
 
 
 def satisfies(version: str, sign: str, wanted: str) -> bool:

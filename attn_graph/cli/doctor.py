@@ -14,9 +14,8 @@ import attn_graph as ag
 from attn_graph.cli.cache import files_text
 from attn_graph.cli.diagnosis import Diagnosis, Surroundings, Verdict, diagnose
 from attn_graph.cli.output import (
-    CODES,
     as_json,
-    example,
+    epilog,
     exit_no_if,
     make_table,
     show_json,
@@ -31,7 +30,7 @@ A_GPU = "a GPU"  # any of the table's, where they are alike
 
 @click.command(
     short_help="Show devices, libraries, backends, faults.",
-    epilog=CODES + "\n\n" + example("attn-graph doctor", "attn-graph doctor --json"),
+    epilog=epilog("attn-graph doctor", "attn-graph doctor --json"),
 )
 @as_json
 def doctor(plain: bool) -> None:

@@ -11,10 +11,9 @@ from rich.text import Text
 import attn_graph as ag
 from attn_graph.cli.flags import graph_flags, graph_of
 from attn_graph.cli.output import (
-    CODES,
     as_json,
     as_usage_errors,
-    example,
+    epilog,
     exit_no_if,
     show_json,
     show_text,
@@ -46,9 +45,7 @@ def split_names(text: str | None) -> tuple[str, ...] | None:
 
 @click.command(
     short_help="Show a graph's backend, reason and cost.",
-    epilog=CODES
-    + "\n\n"
-    + example(
+    epilog=epilog(
         "attn-graph explain --q 2,32,8192,128 --k 2,8,8192,128 --dtype bf16 --causal \\",
         "    --window 4095 --target h200 --target a100",
     ),

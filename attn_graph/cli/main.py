@@ -14,7 +14,7 @@ from attn_graph.cli.cache import cache
 from attn_graph.cli.doctor import doctor
 from attn_graph.cli.explain import explain_command
 from attn_graph.cli.mask import mask
-from attn_graph.cli.output import CODES, INTERRUPTED, UNREAD, example
+from attn_graph.cli.output import INTERRUPTED, UNREAD, epilog
 
 HELP = """What will attention do on a machine, why, and at what cost?
 
@@ -41,9 +41,7 @@ commands = click.version_option(ag.__version__, prog_name="attn-graph")(
         "attn-graph",
         commands=COMMANDS,
         help=HELP,
-        epilog=CODES
-        + "\n\n"
-        + example("attn-graph explain --q 2,8,4096,128 --dtype bf16 --causal --target h200"),
+        epilog=epilog("attn-graph explain --q 2,8,4096,128 --dtype bf16 --causal --target h200"),
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 )

@@ -11,11 +11,10 @@ from attrs import asdict
 import attn_graph as ag
 from attn_graph.cli.flags import Sizes, mask_flags, mask_of, reads_sizes
 from attn_graph.cli.output import (
-    CODES,
     as_json,
     as_usage_errors,
     draw_to,
-    example,
+    epilog,
     out,
     show_json,
     show_text,
@@ -25,9 +24,7 @@ from attn_graph.masks.pictures import draw_mask, picture
 
 @click.command(
     short_help="A picture of a mask and its tiles.",
-    epilog=CODES
-    + "\n\n"
-    + example(
+    epilog=epilog(
         'attn-graph mask 4096 4096 "Causal() & (Window(512) | Prefix(64))"',
         "attn-graph mask 4096 4096 --causal --window 512 --block 64x128 -o mask.svg",
     ),

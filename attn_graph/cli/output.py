@@ -32,9 +32,10 @@ LINE = re.compile(r" \(at [^()]*:\d+\)$")  # of the calling program, which is cl
 as_json = click.option("--json", "plain", is_flag=True, help="As JSON, for programs.")
 
 
-def example(*lines: str) -> str:
-    """The end of a --help, with its line breaks."""
-    return "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])
+def epilog(*lines: str, codes: bool = True) -> str:
+    """The end of a --help: the exit codes, and lines of an example, with their line breaks."""
+    text = "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])
+    return f"{CODES}\n\n{text}" if codes else text
 
 
 def as_usage_errors(run: Callable[P, None]) -> Callable[P, None]:
