@@ -289,28 +289,31 @@ class Position(MaskSymbol):
 class Difference(MaskSymbol):
     """The distance of a token after another one: affine in the tokens i and j.
 
-    within: as of `Condition`.
+    within: as of `Condition`. absolute: True for its absolute value.
     """
 
     frame: Frame
     affine: Affine
     within: tuple[Tensor, ...] = ()
+    absolute: bool = False
 
     def __add__(self, other: object) -> Difference:
-        if not isinstance(other, int):
+        if not isinstance(other, int) or self.absolute:
             return NotImplemented
         return Difference(self.frame, add_affine(self.affine, {"": other}), self.within)
 
     def __sub__(self, other: object) -> Difference:
         return self + -other if isinstance(other, int) else NotImplemented
 
-    def __abs__(self) -> Distance:
-        return Distance(self)
+    def __abs__(self) -> Difference:
+        return Difference(self.frame, self.affine, self.within, absolute=True)
 
     def compare(self, name: str, other: object) -> Condition:
         """In closed form, with an integer."""
         if not isinstance(other, int):
             return super().compare(name, other)
+        if self.absolute:
+            return self.held(bound_distance(name, self.affine, other))
         return self.held(bound_difference(name, add_affine(self.affine, {"": -other})))
 
     def held(self, bounds: Bounds | None) -> Condition:
@@ -319,19 +322,6 @@ class Difference(MaskSymbol):
             raise UnreadableMaskError("compares a distance with something that is not a bound")
         made = self.frame.condition(bounds)
         return Condition(made.mask, (), None, made.lengths, self.within, ends=made.ends)
-
-
-@define(eq=False)
-class Distance(MaskSymbol):
-    """The absolute value of a difference."""
-
-    difference: Difference
-
-    def compare(self, name: str, other: object) -> Condition:
-        """In closed form, with an integer."""
-        if not isinstance(other, int):
-            return super().compare(name, other)
-        return self.difference.held(bound_distance(name, self.difference.affine, other))
 
 
 class ReadsOfTensors(TorchFunctionMode):

@@ -31,28 +31,26 @@ from attn_graph.integrations.conditions import (
     pair_kinds,
 )
 from attn_graph.integrations.mask_functions import Frame, MaskFunction, read_mask_function
-from attn_graph.ir import builder
 from attn_graph.ir.builder import EXTRA
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
-from attn_graph.nn.calls import SEGMENTS, Named, attend_as, draw_seed
+from attn_graph.nn.calls import SEGMENTS, Named, attend_as, draw_seed, make_graph, named_options
+from attn_graph.nn.functional import read_mask
 from attn_graph.nn.packed_sizes import round_size
 from attn_graph.planner.explanation import Explanation
 from attn_graph.spec import TensorSpec
 
 NAME = "attn_graph"
 BATCHES = "attn_graph_flash"  # transformers batches requests by names of this kind, or SDPA
-TOP_LEFT = Causal("top_left")
 LAST = Causal("bottom_right")
 WEIGHTS = (
     "output_attentions: weights [B,H,M,N] are never made; for them say "
     'model.set_attn_implementation("eager")'
 )
-Tensors = dict[str, Any]  # Any: a tensor, or the two of `segments`
-Options = dict[str, Any]  # Any: what `attention` takes that is not a tensor
+Tensors = dict[str, Tensor]
 logger = logging.getLogger(__name__)
 LayerGraphs = dict[torch.nn.Module, tuple[Graph, torch.device]]
 layer_graphs: ContextVar[LayerGraphs | None]  # while layers are explained
@@ -61,7 +59,7 @@ layer_graphs = ContextVar("layer_graphs", default=None)
 
 @define(eq=False)
 class MaskDescription:
-    """A layer's mask, or none, and its tensors by the names of attention's options.
+    """A layer's mask, or none, and its tensors by the names of a graph's inputs.
 
     It stands for transformers' boolean tensor [B,1,M,N], and becomes the tensor, with a line in the
     log, if the model computes with it. arguments: `sdpa_mask`'s. keys: the number up to the last
@@ -91,10 +89,7 @@ class MaskDescription:
 
     def to(self, device: torch.device | str | int, **_: object) -> MaskDescription:
         """The description with its tensors on a device, for a model spread over several."""
-        moved = {
-            name: x.to(device) if isinstance(x, Tensor) else tuple(each.to(device) for each in x)
-            for name, x in self.tensors.items()
-        }
+        moved = {name: x.to(device) for name, x in self.tensors.items()}
         return MaskDescription(self.mask, moved, self.arguments, self.keys)
 
     def __getitem__(self, index: object) -> Tensor:
@@ -157,7 +152,7 @@ def decode_mask(
         return dense_mask(arguments)
     tensors: Tensors = {}
     if condition.segments is not None:
-        tensors["segments"] = condition.segments
+        tensors |= zip(SEGMENTS, condition.segments, strict=True)
     if condition.lengths:
         tensors["kv_lengths"] = frame.lengths()
     if attention_mask is not None:
@@ -257,7 +252,9 @@ def attend_layer(
             position_bias = None if position_bias is None else position_bias[..., :n]
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask, tensors = layer_mask(attention_mask, causal=causal and query.shape[2] > 1)
+        causal = causal and query.shape[2] > 1 and attention_mask is None
+        mask, given = read_mask(attention_mask, causal)
+        tensors = {**given}
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         documents = number_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
         mask, tensors = separate_documents(mask, tensors, documents)
@@ -265,36 +262,23 @@ def attend_layer(
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
         tensors["sinks"] = s_aux
+    options = (mask, scaling, None, softcap, False, dropout, False, None, ())
     if not is_dynamo_compiling() and (graphs := layer_graphs.get()) is not None:
-        options: Options = {"mask": mask, "scale": scaling, "soft_cap": softcap, "dropout": dropout}
-        graph = make_layer_graph(query, key, value, tensors, options)
-        graphs[module] = graph, query.device
+        each = {"q": query, "k": key, "v": value, **tensors}
+        specs = {name: TensorSpec.like(x) for name, x in each.items()}
+        graphs[module] = make_graph(specs, named_options(options)), query.device
     # `attention` reads three times as many arguments at each call
     named = name_tensors(tensors) if tensors else {}
     if dropout:
         named = {**named, **draw_seed(query.device)}
-    graph_options = (mask, scaling, None, softcap, False, dropout, False, None, ())
-    o = attend_as(query, key, value, named, graph_options)
+    o = attend_as(query, key, value, named, options)
     assert isinstance(o, Tensor)  # without statistics
     return o.transpose(1, 2).contiguous(), None
 
 
-def name_tensors(tensors: Tensors) -> Named:
+def name_tensors(tensors: Named) -> Named:
     """Tensors by the names of a graph's inputs, in their order."""
-    flat = {name: x for name, x in tensors.items() if name != "segments"}
-    flat |= dict(zip(SEGMENTS, tensors.get("segments", ()), strict=False))
-    return {name: flat[name] for name in EXTRA if name in flat}
-
-
-def layer_mask(attention_mask: Tensor | None, *, causal: bool) -> tuple[Mask | None, Tensors]:
-    """The mask of a layer given as a tensor, and the boolean tensor to read or the floating one to
-    add.
-
-    causal: the default without a mask.
-    """
-    if attention_mask is None:
-        return (TOP_LEFT if causal else None), {}
-    return None, {"keep" if attention_mask.dtype == torch.bool else "bias": attention_mask}
+    return {name: tensors[name] for name in EXTRA if name in tensors}
 
 
 def number_documents(query: Tensor, key: Tensor, q_ends: Tensor, kv_ends: Tensor) -> Kind:
@@ -317,11 +301,13 @@ def separate_documents(
     mask: Mask | None, tensors: Tensors, documents: Kind
 ) -> tuple[Mask | None, Tensors]:
     """A mask and its tensors, with query and key restricted to one document."""
-    if "segments" not in tensors:
+    known = tuple(tensors[name] for name in SEGMENTS if name in tensors)
+    if not known:
         whole = SameSegment() if mask is None else mask & SameSegment()
-        return whole, tensors | {"segments": documents}
+        return whole, tensors | dict(zip(SEGMENTS, documents, strict=True))
     if keeps_segments_apart(mask):
-        return mask, tensors | {"segments": pair_kinds((tensors["segments"], documents))}
+        pairs = pair_kinds(((known[0], known[1]), documents))
+        return mask, tensors | dict(zip(SEGMENTS, pairs, strict=True))
     say_once("documents in a row are not the segments of a layer's mask")
     q, kv = documents
     keep = (q[:, :, None] == kv[:, None])[:, None]
@@ -405,18 +391,6 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
-
-
-def make_layer_graph(
-    query: Tensor, key: Tensor, value: Tensor, tensors: Tensors, options: Options
-) -> Graph:
-    """The graph of a layer's call."""
-    q, k, v = map(TensorSpec.like, (query, key, value))
-    specs: Options = {
-        name: TensorSpec.like(x) if isinstance(x, Tensor) else tuple(map(TensorSpec.like, x))
-        for name, x in tensors.items()
-    }
-    return builder.attention(q, k, v, **options, **specs)
 
 
 def explain_layers(

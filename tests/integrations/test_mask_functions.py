@@ -196,9 +196,7 @@ def calls(draw: Draw) -> Call:
 def dense(described: integration.MaskDescription, M: int, N: int) -> Tensor:
     """What a description keeps [B,1,M,N]."""
     data = dict(described.tensors)
-    if "segments" in data:
-        data["q_segments"], data["kv_segments"] = data.pop("segments")
-        assert {data["q_segments"].dtype, data["kv_segments"].dtype} <= {*INTEGERS}
+    assert {x.dtype for name, x in data.items() if "segments" in name} <= {*INTEGERS}
     mask = Band() if described.mask is None else described.mask
     if "keep" in data:
         mask &= Keep()
@@ -356,7 +354,7 @@ def test_documents_are_joined_to_the_segments_of_a_mask() -> None:
     for mask in (Causal(), Causal() & SameSegment(), Causal() | SameSegment()):
         tensors: dict[str, Any] = {"keep": keep}
         if "q_segments" in mask.needs:
-            tensors["segments"] = (IDS.flip(1), IDS)
+            tensors |= {"q_segments": IDS.flip(1), "kv_segments": IDS}
         kept = dense(integration.MaskDescription(mask, tensors, {}), 4, 4)
         joined = integration.separate_documents(mask, tensors, documents)
         assert torch.equal(dense(integration.MaskDescription(*joined, {}), 4, 4), kept & apart)
