@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -110,12 +109,7 @@ def backward_flash(
 ) -> Gradients:
     seed = {"seed": philox_seed, "offset": philox_offset} if dropout_p else {}
     text = text_of((*seed,), is_causal, scale, dropout_p)
-    return pull_gradients((q, k, v, *seed.values()), text, o, lse, do)
-
-
-def pull_gradients(
-    inputs: Sequence[Tensor], text: str, o: Tensor, lse: Tensor, do: Tensor
-) -> Gradients:
+    inputs = (q, k, v, *seed.values())
     needs = [n < 3 for n in range(len(inputs))]
     dq, dk, dv = run_gradient((*inputs, o, lse, do), text, needs, (True, False))
     return dq, dk, dv

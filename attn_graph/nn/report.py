@@ -55,21 +55,12 @@ class Usage:
         reasons: tuple[str, ...],
     ) -> Usage:
         """The kind of this call, at the nearest line outside PyTorch and this package."""
-        file, line = user_frame(TORCH)
-        tensors = query, key, value
-        q, k, v = map(describe_tensor, tensors)
+        (file, line), tensors = user_frame(TORCH), (query, key, value)
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return cls(
-            f"{file}:{line}",
-            function,
-            q,
-            k,
-            v,
-            mask,
-            plan and plan.backend,
-            backward_backend(plan) if plan and trains else None,
-            reasons,
-        )
+        backward = backward_backend(plan) if plan and trains else None
+        q, k, v = map(describe_tensor, tensors)
+        site, backend = f"{file}:{line}", plan and plan.backend
+        return cls(site, function, q, k, v, mask, backend, backward, reasons)
 
     @property
     def who(self) -> str:
