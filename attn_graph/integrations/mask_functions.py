@@ -260,9 +260,12 @@ class Position(MaskSymbol):
     def compare(self, name: str, other: object) -> Condition:
         """In closed form; by equal numbers of queries and keys; or by numbers of either."""
         if isinstance(other, Position):
-            if name in ("eq", "ne") and self.axis != other.axis and self.has_numbers(other):
+            counts = self.own is None and other.own is None  # tokens, in closed form below
+            if name in ("eq", "ne") and self.axis != other.axis and not counts:
                 q, kv = (self, other) if self.axis == "i" else (other, self)
-                same = self.equal(q.values(), kv.values(), *self.table_beside(other))
+                common = self.table is other.table and not (self.shift or other.shift)
+                tables = (self.table,) if common and self.table is not None else ()
+                same = self.equal(q.values(), kv.values(), *tables)
                 return same if name == "eq" else ~same
             difference = self.minus(other)
             return difference.held(bound_difference(name, difference.affine))
@@ -273,16 +276,6 @@ class Position(MaskSymbol):
             if bounds is not None:
                 return self.frame.condition(bounds)
         return self.selection(getattr(operator, name)(self.values(), other))
-
-    def has_numbers(self, other: Position) -> bool:
-        """True if this or another position has numbers other than the tokens."""
-        return self.own is not None or other.own is not None
-
-    def table_beside(self, other: Position) -> tuple[Tensor, ...]:
-        """The common table of this and another position, if nothing is added to either."""
-        if self.table is None or self.table is not other.table or self.shift or other.shift:
-            return ()
-        return (self.table,)
 
 
 @define(eq=False)

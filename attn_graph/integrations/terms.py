@@ -155,16 +155,6 @@ def combine_affine(a: Index, b: Index, times: int) -> Affine | None:
     return add_affine(a.affine, b.affine, times)
 
 
-def negate_index(a: Index) -> Index:
-    """-a."""
-    return Index(f"(-{a.text})", a.elements, combine_affine(Index.of(0), a, -1))
-
-
-def absolute_index(a: Index) -> Index:
-    """|a|."""
-    return Index(f"abs({a.text})", a.elements, inside=a)
-
-
 def extreme_index(name: str, x: Index | int, y: Index | int) -> Index:
     """The "max" or "min" of two, as half of their sum plus or minus their distance."""
     a, b = Index.of(x), Index.of(y)
@@ -301,12 +291,6 @@ def combine_reals(name: str, x: Real | Index | float, y: Real | Index | float) -
     return plain
 
 
-def apply_method(name: str, x: Real | Index) -> Real:
-    """exp, sqrt, tanh and the like of a real number."""
-    a = Real.of(x)
-    return Real(f"{name}({a.text})", a.elements, integers=a.integers)
-
-
 @final
 @frozen(eq=False)
 class Penalty:
@@ -431,19 +415,20 @@ def apply_to_numbers(name: str, operands: list[Term]) -> Index | Real:
     """The result of an operation on numbers. Raises Unread for an unknown one."""
     match name, operands:
         case "neg", [Index() as a]:
-            return negate_index(a)
+            return Index(f"(-{a.text})", a.elements, combine_affine(Index.of(0), a, -1))
         case "neg", [Real() as a]:
             return a.negative()
         case "abs", [Index() as a]:
-            return absolute_index(a)
+            return Index(f"abs({a.text})", a.elements, inside=a)
         case "clamp", [Index() as a, *ends] if all(x is None or is_integer(x) for x in ends):
             for each, x in zip(("max", "min"), ends, strict=False):
                 a = a if x is None else extreme_index(each, a, x)
             return a
         case (("add" | "sub" | "mul" | "truediv"), [a, b]) if is_number(a) and is_number(b):
             return combine_reals(name, a, b)
-        case _, [a] if name in METHODS and is_number(a):
-            return apply_method(name, a)
+        case _, [x] if name in METHODS and is_number(x):
+            a = Real.of(x)
+            return Real(f"{name}({a.text})", a.elements, integers=a.integers)
     raise Unread(f"it computes {name}() of {', '.join(map(describe_term, operands))}")
 
 

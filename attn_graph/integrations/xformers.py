@@ -45,54 +45,42 @@ def from_xformers(attn_bias: Bias) -> tuple[Mask | None, Tensors]:
     if name not in REACHES:
         known = ", ".join(REACHES)
         raise GraphError(f"from_xformers: {name} is not known; known are {known}, and tensors")
-    reach = REACHES[name](attn_bias)
+    reach = read_reach(attn_bias, REACHES[name])
     if hasattr(attn_bias, "q_seqinfo"):
         return join_blocks(attn_bias, reach)
     bias = {"bias": attn_bias._bias} if hasattr(attn_bias, "_bias") else {}
     return place_reach(reach, reach.align), bias
 
 
-def whole_block(bias: Bias) -> Reach:
-    """Every query sees every key of its block."""
-    return Reach(None, None, "top_left")
-
-
-def causal(bias: Bias) -> Reach:
-    """From the top left corner of the block, over the keys of a window if there is one."""
-    window = getattr(bias, "_window_size", 0)
-    return Reach(window - 1 if window else None, 0, "top_left")
-
-
-def causal_to_the_end(bias: Bias) -> Reach:
-    """As `causal`, to the bottom right corner of the block."""
-    window = getattr(bias, "_window_size", 0)
-    return Reach(window - 1 if window else None, 0, "bottom_right")
-
-
-def local(bias: Bias) -> Reach:
-    """A window to the left and to the right of a diagonal to the bottom right corner."""
-    return Reach(bias.window_left, bias.window_right, "bottom_right")
-
-
-REACHES = {
-    "LowerTriangularMask": causal,
-    "LowerTriangularMaskWithTensorBias": causal,
-    "LowerTriangularFromBottomRightMask": causal_to_the_end,
-    "LowerTriangularFromBottomRightLocalAttentionMask": causal_to_the_end,
-    "LocalAttentionFromBottomRightMask": local,
-    "BlockDiagonalMask": whole_block,
-    "BlockDiagonalCausalMask": causal,
-    "BlockDiagonalCausalFromBottomRightMask": causal_to_the_end,
-    "BlockDiagonalCausalLocalAttentionMask": causal,
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": causal_to_the_end,
-    "BlockDiagonalPaddedKeysMask": whole_block,
-    "BlockDiagonalCausalWithOffsetPaddedKeysMask": causal_to_the_end,
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": causal_to_the_end,
-    "BlockDiagonalLocalAttentionPaddedKeysMask": local,
-    "BlockDiagonalGappyKeysMask": whole_block,
-    "BlockDiagonalCausalWithOffsetGappyKeysMask": causal_to_the_end,
-    "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask": local,
+REACHES: dict[str, Align | None] = {  # where diagonals begin; None without one
+    "LowerTriangularMask": "top_left",
+    "LowerTriangularMaskWithTensorBias": "top_left",
+    "LowerTriangularFromBottomRightMask": "bottom_right",
+    "LowerTriangularFromBottomRightLocalAttentionMask": "bottom_right",
+    "LocalAttentionFromBottomRightMask": "bottom_right",
+    "BlockDiagonalMask": None,
+    "BlockDiagonalCausalMask": "top_left",
+    "BlockDiagonalCausalFromBottomRightMask": "bottom_right",
+    "BlockDiagonalCausalLocalAttentionMask": "top_left",
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": "bottom_right",
+    "BlockDiagonalPaddedKeysMask": None,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": "bottom_right",
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": "bottom_right",
+    "BlockDiagonalLocalAttentionPaddedKeysMask": "bottom_right",
+    "BlockDiagonalGappyKeysMask": None,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": "bottom_right",
+    "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask": "bottom_right",
 }
+
+
+def read_reach(bias: Bias, align: Align | None) -> Reach:
+    """A window, or the keys before a query, all or some; without an alignment every key."""
+    if align is None:
+        return Reach(None, None, "top_left")
+    if hasattr(bias, "window_left"):
+        return Reach(bias.window_left, bias.window_right, align)
+    window = getattr(bias, "_window_size", 0)
+    return Reach(window - 1 if window else None, 0, align)
 
 
 def join_blocks(bias: Bias, reach: Reach) -> tuple[Mask, Tensors]:

@@ -270,19 +270,15 @@ def read_options(
 ) -> tuple[Named, Options]:
     """The named tensors and the options of `attend_as`. Raises TensorError for a wrong rate."""
     mask, named = kept
-    dropout_p = read_rate(dropout_p)
-    if dropout_p == 1:  # drops everything, and leaves no gradient
-        named, mask, dropout_p = NAMELESS, NOTHING, 0.0
+    rate = to_number(dropout_p)
+    if not isinstance(rate, float) or not 0 <= rate <= 1:
+        raise TensorError(
+            f"attention: dropout_p has to be a number between 0 and 1, got {show(dropout_p)}"
+        )
+    if rate == 1:  # drops everything, and leaves no gradient
+        named, mask, rate = NAMELESS, NOTHING, 0.0
     number = scale if scale is None else to_number(scale)
-    return named, (mask, number, None, None, False, dropout_p, False, None, (), *choice)
-
-
-def read_rate(rate: float) -> float:
-    """A dropout rate as a float. Raises TensorError unless it is a probability."""
-    number = to_number(rate)
-    if isinstance(number, float) and 0 <= number <= 1:
-        return number
-    raise TensorError(f"attention: dropout_p has to be a number between 0 and 1, got {show(rate)}")
+    return named, (mask, number, None, None, False, rate, False, None, (), *choice)
 
 
 def attend_shaped(
