@@ -5,14 +5,11 @@ from functools import lru_cache
 from attn_graph.testing.gpu import (
     arithmetic,
     barriers,
-    bit_fields,
     bulk,
     copies,
-    float8,
     lanes,
     memory,
     products,
-    rounding,
     shared,
     tensor_memory,
 )
@@ -22,14 +19,11 @@ from attn_graph.testing.gpu.translate import Translation, translate_kernel
 HOMES = (
     arithmetic,
     barriers,
-    bit_fields,
     bulk,
     copies,
-    float8,
     lanes,
     memory,
     products,
-    rounding,
     shared,
     tensor_memory,
 )

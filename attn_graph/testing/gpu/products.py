@@ -11,6 +11,7 @@ from typing import final
 import numpy as np
 from attrs import define
 
+from attn_graph.testing.gpu.arithmetic import widen
 from attn_graph.testing.gpu.matrices import (
     Tile,
     left_fragment,
@@ -19,8 +20,8 @@ from attn_graph.testing.gpu.matrices import (
     sum_fragment,
 )
 from attn_graph.testing.gpu.program import Program
-from attn_graph.testing.gpu.rules import Array, action
-from attn_graph.testing.gpu.shared import Shared, halves_as_numbers
+from attn_graph.testing.gpu.rules import DTYPES, Array, action
+from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
 GROUP = 4  # warps
@@ -73,7 +74,7 @@ def stack_registers(g: Threads, values: tuple[Array, ...]) -> Array:
 def as_halves(g: Threads, values: tuple[Array, ...], kind: str) -> Array:
     """[registers, threads, 2] in float32."""
     bits = np.ascontiguousarray(stack_registers(g, values)).view(np.uint16)
-    return halves_as_numbers(bits, kind).reshape(len(values), g.count, 2)
+    return as_factors(bits, kind).reshape(len(values), g.count, 2)
 
 
 @final
@@ -226,7 +227,7 @@ def multiply_tiles(
         right = read_operand(m, warps, one_value(m, g, b, lanes), int(n), kind, bool(turns[-1]))
         if isinstance(a, tuple):
             halves = np.ascontiguousarray(x.registers[factors, span]).view(np.uint16)
-            left = left_fragment(halves_as_numbers(halves, kind).reshape(4, -1, 2))
+            left = left_fragment(as_factors(halves, kind).reshape(4, -1, 2))
         else:
             tile = one_value(m, g, a, lanes)
             left = read_operand(m, warps, tile, 64, kind, bool(turns[0]), parts=GROUP)
@@ -280,4 +281,4 @@ def load_tile(
 
 def as_factors(bits: Array, kind: str) -> Array:
     """Elements of an operand as float32 factors."""
-    return cut_to_tf32(bits) if kind == "tf32" else halves_as_numbers(bits, kind)
+    return cut_to_tf32(bits) if kind == "tf32" else widen(bits.view(DTYPES[kind]))

@@ -8,9 +8,8 @@ in the text, `param` a place among the parameters. A `?` after it marks it as op
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
-from inspect import signature
 from typing import Any, TypeVar, final
 
 import numpy as np
@@ -58,28 +57,28 @@ def read_form(form: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(results.split()), tuple(operands.split())
 
 
-def value(opcodes: str, form: str = "", **types: str) -> Callable[[Function], Function]:
-    """Define instructions whose results depend on their operands alone.
+def values(
+    form: tuple[str, str],
+    functions: Mapping[str, Callable[..., Any]],  # Any: arrays, and a dtype
+) -> None:
+    """Define instructions whose results depend on their operands alone, of one form.
 
-    `value("add.T", T="u32 f32")` defines two. Without a form all operands are of type T. Several
-    lists of types go in step. A function with a parameter `to` gets the dtype of its result.
+    `values(("T <- T T", "u32 f32"), {"add.T": add})` defines two. `"u16/u32"` also gives a second
+    type W. An operand `to` is the dtype of the result. Several names of an instruction have spaces
+    between them.
     """
-
-    def define(function: Function) -> Function:
-        parameters = signature(function).parameters
-        plain = "T <- " + "T " * len(parameters)
-        rows = zip(*map(str.split, types.values()), strict=True) if types else [()]
-        for bound in (dict(zip(types, row, strict=True)) for row in rows):
-            results, operands = (
-                tuple(bound.get(kind, kind) for kind in kinds) for kinds in read_form(form or plain)
-            )
-            call = partial(function, to=DTYPES[results[0]]) if "to" in parameters else function
-            for opcode in opcodes.split():
-                name = ".".join(bound.get(word, word) for word in opcode.split("."))
-                VALUES[name] = Rule(call, results, operands)
-        return function
-
-    return define
+    for types in form[1].split() or [""]:
+        bound = dict(zip("TW", types.split("/"), strict=False)) if types else {}
+        results, operands = (
+            tuple(bound.get(kind, kind) for kind in kinds) for kinds in read_form(form[0])
+        )
+        for names, function in functions.items():
+            if operands[-1] == "to":
+                rule = Rule(partial(function, to=DTYPES[results[0]]), results, operands[:-1])
+            else:
+                rule = Rule(function, results, operands)
+            for opcode in names.split():
+                VALUES[".".join(bound.get(word, word) for word in opcode.split("."))] = rule
 
 
 def action(opcode: str, form: str = "", *, waits: bool = False) -> Callable[[Function], Function]:

@@ -171,10 +171,3 @@ def rows_of_matrices(
     warps = m.together(g)
     named = g.take(address).reshape(-1, WARP)[:, : 8 * count]
     return m.part(Shared).offsets(m, text, named, 16).reshape(-1, count, 8), warps
-
-
-def halves_as_numbers(bits: Array, kind: str) -> Array:
-    """16 bits each as numbers in float32."""
-    if kind == "f16":
-        return bits.view(np.float16).astype(np.float32)
-    return np.left_shift(bits, np.uint32(16), dtype=np.uint32).view(np.float32)
