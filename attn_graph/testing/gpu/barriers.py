@@ -162,26 +162,21 @@ class Barriers:
             m.report(Omission.ARRIVALS, text)
 
 
-@action(r"(?:bar|barrier)\.sync(?:\.aligned)?", "<- u32 u32?", waits=True)
-def wait_at_barrier(m: Program, g: Threads, number: Array, threads: Array | None = None) -> None:
-    """Each warp waits until this many threads have arrived; without a number, all."""
-    arrive_warps(m, g, number, threads, waits=True)
+@action(r"(?:bar|barrier)\.(?P<way>sync|arrive)(?:\.aligned)?", "<- u32 u32?", waits=True)
+def meet_at_barrier(
+    m: Program, g: Threads, number: Array, threads: Array | None = None, *, way: str
+) -> None:
+    """Warps arrive one by one. `sync`: each waits for this many threads; without a number, for all.
 
-
-@action(r"(?:bar|barrier)\.arrive(?:\.aligned)?", "<- u32 u32", waits=True)
-def arrive_at_barrier(m: Program, g: Threads, number: Array, threads: Array) -> None:
-    """Each warp arrives, and goes on."""
-    arrive_warps(m, g, number, threads, waits=False)
-
-
-def arrive_warps(m: Program, g: Threads, number: Array, threads: Array | None, waits: bool) -> None:
-    """Warps arrive one by one. All lanes of a warp have one barrier number."""
-    warps, block = m.together(g), m.block + 1
-    m.jump(g, block)
+    All lanes of a warp have one barrier number.
+    """
+    many = m.launch.threads if threads is None else threads
+    numbers, counts = g.stack((number, many))[:, ::WARP].tolist()
+    warps, first = m.together(g), g.span.start // WARP
+    m.jump(g, m.block + 1)
     for warp in warps.tolist():
-        lane = warp * WARP - g.span.start
-        many = m.launch.threads if threads is None else int(np.broadcast_to(threads, g.count)[lane])
-        m.part(Barriers).arrive(m, warp, int(np.broadcast_to(number, g.count)[lane]), many, waits)
+        at = warp - first
+        m.part(Barriers).arrive(m, warp, numbers[at], counts[at], waits=way == "sync")
 
 
 @action(r"bar\.warp\.sync", "<- u32")
@@ -214,7 +209,7 @@ def depend_on_launches(m: Program, g: Threads) -> None:
 @action(r"mapa\.shared::cluster\.u32", "u32 <- u32 u32")
 def map_address(m: Program, g: Threads, address: Array, rank: Array) -> Array:
     """d = the address of shared memory in a program of the cluster, which has one program here."""
-    if g.take(np.broadcast_to(rank, g.count)).any():
+    if g.each(rank).any():
         m.fault("mapa to another program of the cluster, of which there is one")
     return address
 
@@ -225,7 +220,7 @@ MB = r"\.shared(?:::cta)?\.b64"
 @action("mbarrier.init" + MB, "<- @ u32")
 def init_mbarrier(m: Program, g: Threads, address: Array, count: Array) -> None:
     """An mbarrier that counts `count` arrivals in each phase."""
-    counts = g.take(np.broadcast_to(count, g.count)).tolist()
+    counts = g.each(count).tolist()
     for warp, offset, each in zip(g.owners.tolist(), places(m, g, address), counts, strict=True):
         shared, barriers = m.part(Shared), m.part(Barriers)
         found = shared.occupants.pop(offset, None)
@@ -262,7 +257,7 @@ def arrive_at_mbarrier(
 
     d: the state of the mbarrier, for instructions that the virtual GPU does not have.
     """
-    numbers = g.take(np.broadcast_to(1 if number is None else number, g.count)).tolist()
+    numbers = g.each(1 if number is None else number).tolist()
     for warp, offset, each in zip(g.owners.tolist(), places(m, g, address), numbers, strict=True):
         mbarrier = m.part(Barriers).use(m, warp, offset)
         np.maximum(mbarrier.known, m.clocks.known[warp], out=mbarrier.known)
@@ -275,7 +270,7 @@ def arrive_at_mbarrier(
 @action(r"mbarrier\.try_wait\.parity\.acquire\.cta" + MB, "pred <- @ u32")
 def look_at_phase(m: Program, g: Threads, address: Array, parity: Array) -> Array:
     """d: the phase of this parity is over. It does not wait; a GPU waits for a time of its own."""
-    parities = g.take(np.broadcast_to(parity, g.count)).tolist()
+    parities = g.each(parity).tolist()
     passed = np.zeros(len(parities), bool)
     for k, (warp, offset) in enumerate(zip(g.owners.tolist(), places(m, g, address), strict=True)):
         mbarrier = m.part(Barriers).use(m, warp, offset)
@@ -293,7 +288,7 @@ def wait_for_phase(
 
     limit: a time after which d is false; callers with a limit try again.
     """
-    parities = g.take(np.broadcast_to(parity, g.count))
+    parities = g.each(parity)
     offsets, passed = np.array(places(m, g, address)), np.zeros(len(parities), bool)
     for warp in np.unique(g.owners).tolist():
         lanes = g.owners == warp

@@ -12,7 +12,7 @@ import numpy as np
 from attrs import define, field
 
 from attn_graph.testing.gpu.barriers import Barriers
-from attn_graph.testing.gpu.copies import HINT, MAP_ALIGNED, Copies, TensorMap, TileCopy
+from attn_graph.testing.gpu.copies import HINT, MAP_ALIGNED, PIECE, TensorMap, TileCopy
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.matrices import swizzle
 from attn_graph.testing.gpu.memory import Memory
@@ -20,8 +20,6 @@ from attn_graph.testing.gpu.program import SHARED, Program
 from attn_graph.testing.gpu.rules import Array, action
 from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import Threads
-
-PIECE = 16  # bytes: sizes and places of bulk copies are multiples of it
 
 
 @final
@@ -63,7 +61,7 @@ class BulkGroups:
         shared, one = m.part(Shared), np.array([warp])
         cells = np.unique(shared.cells(offsets, PIECE))[None]
         shared.ledger.check_seen(m, "a bulk store's read", one, cells, proxy=True)
-        agents = np.asarray(m.clocks.bulk(one))
+        agents = m.clocks.agent("bulk", one)
         shared.ledger.note_read(m, agents, self.group[one], cells)
         self.begun[warp] = self.group[warp]
         data: Array = shared.bytes.reshape(-1, PIECE)[offsets // PIECE]
@@ -83,7 +81,7 @@ def wait_for_stores(m: Program, g: Threads, pending: int) -> None:
     groups = m.part(BulkGroups)
     for warp in groups.storing(g).tolist():
         done = max(int(groups.waited[warp]), int(groups.group[warp]) - 1 - pending)
-        groups.waited[warp] = m.clocks.known[warp, m.clocks.bulk(warp)] = done
+        groups.waited[warp] = m.clocks.known[warp, m.clocks.agent("bulk", warp)] = done
 
 
 @action(
@@ -100,7 +98,7 @@ def load_bytes(
     hint: Array | None = None,
 ) -> None:
     """The copy engine fetches contiguous bytes, and signals an mbarrier."""
-    given = [g.take(np.broadcast_to(x, g.count)) for x in (target, source, size, barrier)]
+    given = [g.each(x) for x in (target, source, size, barrier)]
     for warp, to, at, count, bar in zip(g.owners.tolist(), *given, strict=True):
         offsets = pieces(m, "a bulk copy", to, int(count), PIECE)
         places = at + np.arange(0, int(count), PIECE, dtype=np.uint64)
@@ -109,16 +107,7 @@ def load_bytes(
         data = np.ascontiguousarray(words.T).view(np.uint8)
         (place,) = m.part(Shared).offsets(m, "an mbarrier", np.array([bar]), 8).tolist()
         mbarrier = m.part(Barriers).use(m, warp, place, proxy=True)
-        begin_copy(m, warp, TileCopy(mbarrier, mbarrier.phase, offsets, data, m.line))
-
-
-def begin_copy(m: Program, warp: int, copy: TileCopy) -> None:
-    """A copy of the engine begins: all uses of its target must come before it."""
-    shared, mbarrier = m.part(Shared), copy.mbarrier
-    cells, ledger = np.unique(shared.cells(copy.offsets, PIECE))[None], shared.ledger
-    ledger.check_free(m, "a copy of the copy engine", np.array([warp]), cells, proxy=True)
-    ledger.note_write(m, np.array([mbarrier.agent]), np.array([mbarrier.time]), cells)
-    m.part(Copies).tiles.append(copy)
+        TileCopy(mbarrier, mbarrier.phase, offsets, data, m.line).begin(m, warp)
 
 
 def pieces(m: Program, text: str, address: Array, size: int, align: int) -> Array:
@@ -157,7 +146,7 @@ def stores(
     m: Program, g: Threads, operands: Sequence[Array], add: bool
 ) -> Iterator[tuple[int, frozenset[int], Any]]:  # Any: numbers of NumPy's
     """Each warp, its storing threads, and their operands. All may store equal bytes."""
-    taken = np.array([g.take(np.broadcast_to(x, g.count)).astype(np.uint64) for x in operands])
+    taken = np.array([g.each(x).astype(np.uint64) for x in operands])
     threads, warps = np.array(threads_of(g)), g.owners
     for warp in g.warps.tolist():
         own = warps == warp

@@ -12,7 +12,7 @@ this of every agent. The ISA leaves open if cp.async needs the fence too; a miss
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from attrs import define, field
@@ -20,10 +20,14 @@ from attrs import define, field
 from attn_graph.testing.gpu.rules import Array
 
 MOST_MBARRIERS = 64
-AGENTS = (  # those of each warp
-    *("warp {}", "a product of warp {}", "an asynchronous copy of warp {}"),
-    *("tcgen05.ld of warp {}", "tcgen05.st of warp {}", "a bulk store of warp {}"),
-)
+AGENTS = {  # those of each warp
+    "warp": "warp {}",
+    "product": "a product of warp {}",  # as part of its warp group
+    "copy": "an asynchronous copy of warp {}",
+    "load": "tcgen05.ld of warp {}",
+    "store": "tcgen05.st of warp {}",
+    "bulk": "a bulk store of warp {}",  # which reads shared memory
+}
 
 
 @final
@@ -40,31 +44,20 @@ class Clocks:
         self.fenced = np.zeros_like(self.known)
         self.known[np.arange(self.warps), np.arange(self.warps)] = 1
 
-    # Numbers of agents: those of warps first, then
+    # Numbers of agents: those of warps first
 
-    def product(self, warp: Array | int) -> Array | int:
-        """Products of a warp as part of its warp group."""
-        return self.warps + warp
+    def agent(self, kind: str, warp: Any) -> Any:  # Any: a warp, or an array of some
+        """The number of a warp's agent."""
+        return [*AGENTS].index(kind) * self.warps + warp
 
-    def copy(self, warp: Array | int) -> Array | int:
-        return 2 * self.warps + warp
-
-    def load(self, warp: Array | int) -> Array | int:
-        """Loads of a warp from tensor memory."""
-        return 3 * self.warps + warp
-
-    def store(self, warp: Array | int) -> Array | int:
-        """Stores of a warp to tensor memory."""
-        return 4 * self.warps + warp
-
-    def bulk(self, warp: Array | int) -> Array | int:
-        """Bulk stores of a warp, which read shared memory."""
-        return 5 * self.warps + warp
+    def agents(self, *kinds: str) -> Array:
+        """The numbers of some agents of all warps."""
+        return np.concatenate([self.agent(kind, np.arange(self.warps)) for kind in kinds])
 
     @property
     def tensor(self) -> int:
         """The tensor cores with a memory of their own."""
-        return 6 * self.warps
+        return len(AGENTS) * self.warps
 
     def mbarrier(self, number: int) -> int:
         """Copies that arrive at an mbarrier."""
@@ -74,12 +67,11 @@ class Clocks:
         if agent >= self.tensor:
             return "a tensor core" if agent == self.tensor else "a copy of the copy engine"
         kind, warp = divmod(agent, self.warps)
-        return AGENTS[kind].format(warp)
+        return [*AGENTS.values()][kind].format(warp)
 
     def is_generic(self, agents: Array) -> Array:
         """True for agents that use the proxy of threads: warps, and their asynchronous copies."""
-        first, last = self.copy(0), self.copy(self.warps)
-        return (agents >= 0) & ((agents < self.warps) | (agents >= first) & (agents < last))
+        return np.isin(agents, self.agents("warp", "copy"))
 
     # What warps learn
 

@@ -20,6 +20,7 @@ from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import Threads
 
 MAP = struct.Struct("<Q5Q4Q5I2B2B")  # as driver.c writes tensor maps
+PIECE = 16  # bytes: sizes and places of the copy engine are multiples of it
 MAP_ALIGNED = 128  # bytes; where the copy engine writes
 
 
@@ -46,7 +47,7 @@ class ThreadCopies:
 @final
 @frozen(eq=False)
 class TileCopy:
-    """A copy of the copy engine that has not landed: pieces of 16 bytes."""
+    """A copy of the copy engine that has not landed, in pieces."""
 
     mbarrier: MBarrier
     phase: int
@@ -54,12 +55,20 @@ class TileCopy:
     data: Array
     line: int
 
+    def begin(self, m: Program, warp: int) -> None:
+        """A warp begins it: all uses of its target must come before it."""
+        shared, agents = m.part(Shared), np.array([self.mbarrier.agent])
+        cells, ledger = np.unique(shared.cells(self.offsets, PIECE))[None], shared.ledger
+        ledger.check_free(m, "a copy of the copy engine", np.array([warp]), cells, proxy=True)
+        ledger.note_write(m, agents, np.array([self.mbarrier.time]), cells)
+        m.part(Copies).tiles.append(self)
+
     def land(self, m: Program) -> None:
         """Write it, and signal the mbarrier. Raises Fault if its phase is over."""
         m.line = self.line
         if self.mbarrier.phase != self.phase:
             m.fault("a copy lands in a later phase of its mbarrier than that in which it began")
-        m.part(Shared).bytes.reshape(-1, 16)[self.offsets // 16] = self.data
+        m.part(Shared).bytes.reshape(-1, PIECE)[self.offsets // PIECE] = self.data
         self.mbarrier.arrive(m, 0, -self.data.size)
 
 
@@ -75,7 +84,7 @@ class Tracking:
     line: int
 
     def land(self, m: Program) -> None:
-        m.line, agent = self.line, m.clocks.copy(self.warp)
+        m.line, agent = self.line, m.clocks.agent("copy", self.warp)
         m.part(Copies).land_groups(m, np.array([self.warp]), np.array([self.group], np.int32))
         known = self.mbarrier.known
         known[agent] = max(known[agent], self.group)
@@ -133,7 +142,7 @@ def copy_async(
 ) -> None:
     """Copy 4, 8 or 16 bytes: the first `given` of them, then zeros."""
     offsets = m.part(Shared).offsets(m, "cp.async", g.take(target), size)
-    given = g.take(np.broadcast_to(np.uint32(size) if given is None else given, g.count))
+    given = g.each(np.uint32(size) if given is None else given)
     if not offsets.size:
         return
     full = given == size
@@ -147,7 +156,7 @@ def copy_async(
     m.part(Shared).forget(m, offsets, size)
     ledger.check_free(m, "cp.async", warps, cells)
     groups = m.part(Copies).group[warps]
-    ledger.note_write(m, np.asarray(m.clocks.copy(warps)), groups, cells)
+    ledger.note_write(m, m.clocks.agent("copy", warps), groups, cells)
     m.part(Copies).threads.append(ThreadCopies(warps, groups, offsets, data, m.line))
 
 
@@ -182,7 +191,7 @@ def wait_for_copies(m: Program, g: Threads, pending: int) -> None:
     over = [x[-1 - pending] if len(x) > pending else -1 for x in ended]
     done = np.array(over, np.int32)
     copies.land_groups(m, warps, done)
-    agents = m.clocks.copy(warps)
+    agents = m.clocks.agent("copy", warps)
     m.clocks.known[warps, agents] = np.maximum(m.clocks.known[warps, agents], done)
 
 
@@ -215,32 +224,34 @@ class TensorMap:
         addresses = self.address + (places * np.array(self.strides)[:, None]).sum(axis=0)
         return np.asarray(addresses), np.asarray(inside)
 
-    def fetch(self, m: Program, warp: int, first: tuple[int, ...]) -> Array:
-        """A warp fetches the bytes of a box, [rows, bytes]; zeros outside of the tensor."""
+    def places(self, first: tuple[int, ...]) -> tuple[Array, Array, Array]:
+        """Places of a box at `first` within the tensor: rows of the box, columns, and addresses of
+        the rows' first columns."""
         addresses, inside = self.rows(first)
-        data = np.zeros((len(addresses), self.box[0] * self.item), np.uint8)
         columns = first[0] + np.arange(self.box[0])
         (kept,) = np.nonzero((columns >= 0) & (columns < self.shape[0]))
-        if inside.any() and kept.size:
-            at = (addresses[inside] + columns[kept[0]] * self.item).astype(np.uint64)
-            warps, item = np.full(len(at), warp), self.item
-            words = m.part(Memory).load(m, "a copy of", warps, at, item, len(kept), align=item)
-            begin = kept[0] * self.item
-            data[inside, begin : begin + len(kept) * self.item] = np.ascontiguousarray(
-                words.T
-            ).view(np.uint8)
-        return data
+        if not kept.size:
+            inside = np.zeros_like(inside)
+        at = addresses[inside] + columns[kept[:1]] * self.item
+        return np.flatnonzero(inside), kept, at.astype(np.uint64)
+
+    def fetch(self, m: Program, warp: int, first: tuple[int, ...]) -> Array:
+        """A warp fetches the bytes of a box, [rows, bytes]; zeros outside of the tensor."""
+        rows, columns, at = self.places(first)
+        data = np.zeros((int(np.prod(self.box[1:])), self.box[0]), f"u{self.item}")
+        if rows.size:
+            warps, many = np.full(len(at), warp), len(columns)
+            words = m.part(Memory).load(m, "a copy of", warps, at, self.item, many, self.item)
+            data[np.ix_(rows, columns)] = words.T
+        return data.view(np.uint8)
 
     def store(self, m: Program, warp: int, first: tuple[int, ...], data: Array) -> None:
         """A warp writes the bytes of a box, [rows, bytes], inside of the tensor."""
-        addresses, inside = self.rows(first)
-        columns = first[0] + np.arange(self.box[0])
-        (kept,) = np.nonzero((columns >= 0) & (columns < self.shape[0]))
-        if inside.any() and kept.size:
-            at = (addresses[inside] + columns[kept[0]] * self.item).astype(np.uint64)
-            numbers = np.ascontiguousarray(data[inside]).view(f"u{self.item}")[:, kept]
-            warps, rows = np.full(len(at), warp), np.ascontiguousarray(numbers.T)
-            m.part(Memory).store(m, warps, at, rows, align=self.item)
+        rows, columns, at = self.places(first)
+        if rows.size:
+            numbers = np.ascontiguousarray(data).view(f"u{self.item}")[np.ix_(rows, columns)].T
+            warps = np.full(len(at), warp)
+            m.part(Memory).store(m, warps, at, np.ascontiguousarray(numbers), align=self.item)
 
 
 TILE = r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(?:cta|cluster)\.global(?:\.tile)?"
@@ -270,15 +281,12 @@ def copy_tile(
     bars = m.part(Shared).offsets(m, "an mbarrier", g.take(barrier), 8)
     for k, warp in enumerate(g.owners.tolist()):
         tile = TensorMap.read(m.parameter_at(int(g.take(tensor)[k])))
-        corner = tuple(int(g.take(np.broadcast_to(x, g.count))[k]) for x in first)
+        corner = tuple(int(g.each(x)[k]) for x in first)
         mbarrier = m.part(Barriers).use(m, warp, int(bars[k]), proxy=True)
         if tile.nan or len(corner) != len(tile.box):
             m.fault("a tensor map with NaN outside of the tensor, or of another rank")
-        data = tile.fetch(m, warp, corner).reshape(-1, 16)
-        shared, warps = m.part(Shared), np.array([warp])
+        data = tile.fetch(m, warp, corner).reshape(-1, PIECE)
+        shared = m.part(Shared)
         start = shared.offsets(m, "a copy", g.take(target)[k : k + 1], data.size, MAP_ALIGNED)
-        offsets = swizzle(SHARED + start + 16 * np.arange(len(data)), tile.span) - SHARED
-        cells, ledger = np.unique(shared.cells(offsets, 16))[None], shared.ledger
-        ledger.check_free(m, "a copy of the copy engine", warps, cells, proxy=True)
-        ledger.note_write(m, np.array([mbarrier.agent]), np.array([mbarrier.time]), cells)
-        m.part(Copies).tiles.append(TileCopy(mbarrier, mbarrier.phase, offsets, data, m.line))
+        offsets = swizzle(SHARED + start + PIECE * np.arange(len(data)), tile.span) - SHARED
+        TileCopy(mbarrier, mbarrier.phase, offsets, data, m.line).begin(m, warp)

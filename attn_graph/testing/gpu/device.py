@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
-from itertools import accumulate, chain, starmap
+from io import BytesIO
+from itertools import chain, starmap
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -96,11 +97,6 @@ class Launcher:
         gpu.execute(dict(chain.from_iterable(each)))
 
 
-def part_of(contents: bytes, ends: Sequence[int], n: int, size: int) -> bytes:
-    """Parameter number n. ends: of all parameters in these bytes."""
-    return contents[ends[n] - size : ends[n]]
-
-
 def omissions_of(triton: str) -> frozenset[Omission]:
     """The steps that a version of Triton omits from its compiled code.
 
@@ -136,33 +132,29 @@ class VirtualGpu:
         record = LaunchRecord()
         if not load_driver().take_launch(ctypes.byref(record)):
             return  # of no program
-        text, contents = LOADED[record.function], bytes(record.parameters)
-        ends = [*accumulate(parameter_sizes(text))]
+        text, contents = LOADED[record.function], BytesIO(bytes(record.parameters))
         sizes = (tuple(record.grid), tuple(record.block), record.shared)
-        parameters = partial(part_of, contents, ends)
+        parameters = [contents.read(size) for size in parameter_sizes(text)]
         self.execute_kernel(text, sizes, parameters, tensors, omissions_of(version("triton")))
 
     def execute_kernel(
         self,
         text: str,
         sizes: tuple[Sequence[int], Sequence[int], int],
-        parameters: Callable[[int, int], bytes],
+        parameters: Sequence[bytes],
         tensors: Mapping[str, torch.Tensor],
         omits: frozenset[Omission] = frozenset(),
     ) -> None:
         """Execute a launch of PTX `text`. Raises Fault.
 
-        sizes: grid, block and bytes of shared memory. parameters: the bytes of parameter number n.
+        sizes: grid, block and bytes of shared memory. parameters: the bytes of each.
         tensors: those it may touch. omits: its known omissions.
         """
         code = translate(text)
         (x, y, z), (threads, *others), shared = sizes
         if others != [1, 1]:
             raise UnknownInstructionError(f"{code} has a block of {[threads, *others]} threads")
-        given = {
-            name: parameters(n, size)
-            for n, (name, size) in enumerate(code.kernel.parameters.items())
-        }
+        given = dict(zip(code.kernel.parameters, parameters, strict=True))
         memory = Memory.around(tensors, self.unset)
         drawn = self.seed, self.notes
         Launch(code, (x, y, z), threads, shared, given, memory, *drawn, omits).run()
@@ -247,7 +239,7 @@ def virtual_gpu(name: str | Target, *, seed: int | None = None) -> Iterator[Virt
         VIRTUAL.add(target)
         for name in ("empty", "empty_like", "empty_strided"):
             undo.enter_context(patch.object(torch, name, watch(getattr(torch, name), gpu.unset)))
-        undo.enter_context(serve_package(gpu))
+        undo.enter_context(serve_package(target, gpu.execute_kernel))
         yield gpu
 
 

@@ -2,7 +2,7 @@
 
 The package's functions take tensors of the CPU while a virtual GPU is in use. They compile kernels
 as on a machine with that GPU. The compiled host code launches them, through
-`VirtualGpu.launch_kernel`.
+`VirtualGpu.execute_kernel`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from importlib.abc import Loader, MetaPathFinder
@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from types import ModuleType
-from typing import Any, Protocol, final
+from typing import Any, final
 from unittest.mock import patch
 
 import torch
@@ -77,6 +77,7 @@ class Attribute(ctypes.Structure):
     )
 
 
+Execute = Callable[..., None]
 SERVE = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(Config), ctypes.POINTER(ctypes.c_void_p)
 )
@@ -87,24 +88,6 @@ def build_runtime() -> Path:
     """Build the stand-in. Raises RefusedError without a C compiler."""
     folder = Path(mkdtemp(prefix="attn_graph_"))
     return Path(compile_stand_in(folder, SOURCE, "-w")).rename(folder / NAME)
-
-
-class Gpu(Protocol):
-    """An executor of launches."""
-
-    @property
-    def target(self) -> Target: ...
-
-    def execute_kernel(
-        self,
-        text: str,
-        sizes: tuple[Sequence[int], Sequence[int], int],
-        parameters: Callable[[int, int], bytes],
-        tensors: Mapping[str, torch.Tensor],
-        omits: frozenset[Omission],
-    ) -> None:
-        """As `VirtualGpu.execute_kernel`."""
-        ...
 
 
 @final
@@ -121,7 +104,8 @@ class Call:
 
 
 RUNNING: list[Call] = []  # the current call, if any
-GPUS: list[Gpu] = []  # the virtual GPU in use, if it serves the package
+GPUS: list[tuple[int, Execute]] = []  # major compute capabilities of virtual GPUs that serve the
+# package, and `VirtualGpu.execute_kernel` of each; the last one is in use
 COMPILED: dict[tuple[str, int], Compiled] = {}  # by function and GPU
 
 
@@ -145,16 +129,10 @@ def call_compiled(function: Any, text: str, *arguments: Any) -> None:  # Any: th
         RUNNING.pop()
     for name, sizes, attributes, contents in call.launches:
         check_launch(text, name, attributes)
-        maps = [*map(translate_map, contents)]
-        omits = OMITTED[GPUS[-1].target.sm // 10]
-        GPUS[-1].execute_kernel(text, sizes, partial(pick, maps), tensors, omits)
+        major, execute = GPUS[-1]
+        execute(text, sizes, [*map(translate_map, contents)], tensors, OMITTED[major])
     if not call.launches:
         raise RuntimeError("a compiled function of the CuTe DSL launched nothing")
-
-
-def pick(contents: list[bytes], n: int, size: int) -> bytes:
-    """A parameter; its own length is its size."""
-    return contents[n]
 
 
 def named_tensors(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any: an argument
@@ -272,19 +250,19 @@ def find_package() -> object:
 
 
 @contextmanager
-def serve_package(gpu: Gpu) -> Iterator[None]:
+def serve_package(target: Target, execute: Execute) -> Iterator[None]:
     """Within this block the package's functions run on a virtual GPU, if it has kernels for it."""
-    if not is_served(gpu.target):
+    if not is_served(target):
         yield
         return
     with ExitStack() as undo:
-        undo.enter_context(patch.dict(os.environ, environment(gpu.target)))
+        undo.enter_context(patch.dict(os.environ, environment(target)))
         undo.callback(GPUS.pop)
-        GPUS.append(gpu)
+        GPUS.append((target.sm // 10, execute))
         if INTERFACE in sys.modules:
-            undo.enter_context(patch_package(sys.modules[INTERFACE], gpu.target))
+            undo.enter_context(patch_package(sys.modules[INTERFACE], target))
         else:
-            finder = OnImport(lambda module: undo.enter_context(patch_package(module, gpu.target)))
+            finder = OnImport(lambda module: undo.enter_context(patch_package(module, target)))
             undo.callback(sys.meta_path.remove, finder)
             sys.meta_path.insert(0, finder)
         yield

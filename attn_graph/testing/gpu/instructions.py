@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from attn_graph.testing.gpu import (
+from attn_graph.testing.gpu import (  # noqa: F401  # for their rules
     arithmetic,
     barriers,
     bulk,
@@ -15,18 +15,6 @@ from attn_graph.testing.gpu import (
 )
 from attn_graph.testing.gpu.ptx import parse
 from attn_graph.testing.gpu.translate import Translation, translate_kernel
-
-HOMES = (
-    arithmetic,
-    barriers,
-    bulk,
-    copies,
-    lanes,
-    memory,
-    products,
-    shared,
-    tensor_memory,
-)
 
 
 @lru_cache(maxsize=512)

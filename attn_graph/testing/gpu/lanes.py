@@ -8,10 +8,10 @@ from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.rules import DTYPES, Array, action
 from attn_graph.testing.gpu.threads import WARP, Threads
 
-REDUCTIONS = {
+REDUCTIONS = {  # NaN counts only if all are NaN
     "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
+    "min": np.fmin,
+    "max": np.fmax,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
@@ -46,19 +46,11 @@ def shuffle(
     return np.take_along_axis(rows(g, a), np.where(near, source, LANES) & 31, 1).reshape(-1)
 
 
-@action(r"redux\.sync\.(?P<way>add|min|max|and|or|xor)\.(?P<type>[bus]32)", "{type} <- {type} u32")
+@action(r"redux\.sync\.(?P<way>add|min|max|and|or|xor)\.(?P<type>[busf]32)", "{type} <- {type} u32")
 def reduce_warp(m: Program, g: Threads, a: Array, lanes: Array, way: str, type: str) -> Array:
     """d = the sum of a over the lanes, or their smallest, largest, and so on."""
     m.together(g)
     return np.repeat(REDUCTIONS[way].reduce(rows(g, a), 1, dtype=DTYPES[type]), WARP)
-
-
-@action(r"redux\.sync\.(?P<way>min|max)\.f32", "f32 <- f32 u32")
-def reduce_floats(m: Program, g: Threads, a: Array, lanes: Array, way: str) -> Array:
-    """d = the smallest or largest a of the lanes; NaN counts only if all are NaN."""
-    m.together(g)
-    extreme = np.fmin if way == "min" else np.fmax
-    return np.repeat(extreme.reduce(rows(g, a), 1), WARP)
 
 
 @action(r"elect\.sync", "u32|pred <- u32")

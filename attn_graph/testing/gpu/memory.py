@@ -344,5 +344,5 @@ def store_global(
 ) -> None:
     """Store a number at an address, or several contiguous ones."""
     size = DTYPES[type].itemsize
-    rows = np.stack([np.broadcast_to(x, g.count).view(f"u{size}") for x in values])
+    rows = g.stack(x.view(f"u{size}") for x in values)
     m.part(Memory).store(m, g.owners, g.take(address), g.take(rows))

@@ -45,7 +45,7 @@ def multiply_fragments(
     """D = A B + C: [16,16] [16,8] in half precision for each warp, sums in float32."""
     m.together(g)
     left = left_fragment(as_halves(g, a, kind))
-    sums = left @ right_fragment(as_halves(g, b, kind)) + sum_fragment(stack_registers(g, c))
+    sums = left @ right_fragment(as_halves(g, b, kind)) + sum_fragment(g.stack(c))
     return spread_sums(sums)
 
 
@@ -55,10 +55,10 @@ def multiply_tf32_fragments(
 ) -> Array:
     """D = A B + C: [16,8] [8,8], by the first 19 bits of each number."""
     m.together(g)
-    left, right = (cut_to_tf32(stack_registers(g, x)) for x in (a, b))
+    left, right = (cut_to_tf32(g.stack(x)) for x in (a, b))
     left = left.reshape(2, 2, -1, 8, 4).transpose(2, 1, 3, 0, 4).reshape(-1, 16, 8)
     right = right.reshape(2, -1, 8, 4).transpose(1, 0, 3, 2).reshape(-1, 8, 8)
-    return spread_sums(left @ right + sum_fragment(stack_registers(g, c)))
+    return spread_sums(left @ right + sum_fragment(g.stack(c)))
 
 
 def cut_to_tf32(x: Array) -> Array:
@@ -66,14 +66,9 @@ def cut_to_tf32(x: Array) -> Array:
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def stack_registers(g: Threads, values: tuple[Array, ...]) -> Array:
-    """[registers, threads]."""
-    return np.stack([np.broadcast_to(x, g.count) for x in values])
-
-
 def as_halves(g: Threads, values: tuple[Array, ...], kind: str) -> Array:
     """[registers, threads, 2] in float32."""
-    bits = np.ascontiguousarray(stack_registers(g, values)).view(np.uint16)
+    bits = np.ascontiguousarray(g.stack(values)).view(np.uint16)
     return as_factors(bits, kind).reshape(len(values), g.count, 2)
 
 
@@ -152,7 +147,7 @@ class Products:
     def finish(self, m: Program, warp: int, done: int) -> None:
         """A warp has waited for its groups up to `done`: their registers are set."""
         self.done[warp] = max(done, int(self.done[warp]))
-        m.clocks.known[warp, m.clocks.product(warp)] = self.done[warp]
+        m.clocks.known[warp, m.clocks.agent("product", warp)] = self.done[warp]
         span, groups = slice(warp * WARP, (warp + 1) * WARP), self.sums[:, warp]
         over = np.flatnonzero((groups > 0) & (groups <= self.done[warp]))
         self.registers[over, span] = self.results[over, span].view(np.uint32)
@@ -263,7 +258,7 @@ def read_operand(
         m.fault("a matrix descriptor with a base offset, which the virtual GPU does not have")
     start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     tile = Tile(start, lead, stride, SPANS[descriptor >> 62 & 3], rows, turned)
-    agents = np.asarray(m.clocks.product(warps))
+    agents = m.clocks.agent("product", warps)
     return load_tile(m, warps, agents, m.part(Products).group[warps], tile, kind, parts)
 
 

@@ -42,8 +42,7 @@ class Shared:
 
     def __attrs_post_init__(self) -> None:
         self.bytes = np.full(-(-self.size // 16) * 16 + 16, UNSET, np.uint8)
-        bulk = slice(self.clocks.bulk(0), self.clocks.bulk(self.clocks.warps))
-        readers = np.r_[: 2 * self.clocks.warps, bulk, self.clocks.tensor]
+        readers = np.r_[self.clocks.agents("warp", "product", "bulk"), self.clocks.tensor]
         cells = len(self.bytes) // self.grain
         self.ledger = Ledger(self.clocks, cells, readers, "shared memory", self.grain)
 
@@ -120,7 +119,7 @@ def store_shared(
 ) -> None:
     """Store a number at an address, or two or four contiguous ones."""
     unsigned = DTYPES[f"b{8 * DTYPES[type].itemsize}"]
-    rows = np.stack([np.broadcast_to(x, g.count).view(unsigned) for x in values])
+    rows = g.stack(x.view(unsigned) for x in values)
     data = np.ascontiguousarray(g.take(rows).T).view(np.uint8)
     offsets = m.part(Shared).offsets(m, "a store", g.take(address), data.shape[1])
     m.part(Shared).store(m, "a store", g.owners, offsets, data)

@@ -5,7 +5,7 @@ It has 128 lanes of 512 columns of 32 bits; an address is a lane in its upper ha
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from attrs import define, field, frozen
@@ -61,7 +61,7 @@ class TensorMemory:
     @classmethod
     def of(cls, m: Program) -> TensorMemory:
         clocks, ones = m.clocks, np.ones(m.warps, np.int32)
-        readers = np.r_[clocks.load(0) : clocks.load(m.warps), clocks.tensor]
+        readers = np.r_[clocks.agents("load"), clocks.tensor]
         ledger = Ledger(clocks, LANES * COLUMNS, readers, "tensor memory", 0)
         made = cls(ledger, ones, ones.copy())
         m.on_idle.append(made.advance)
@@ -100,7 +100,7 @@ class TensorMemory:
         return rows * COLUMNS + columns
 
     def cells_of_warp(
-        self, m: Program, warp: int, addresses: Array, count: int, split: int | None
+        self, m: Program, warp: int, addresses: Array, count: int, split: int | None = None
     ) -> Array:
         """Cells of each thread of a warp, [count, threads]: a lane each, or 16 lanes twice.
 
@@ -128,8 +128,8 @@ def allocate(m: Program, g: Threads, target: Array, number: Array) -> None:
         if tensor.columns:
             m.fault("tensor memory is allocated twice")
         tensor.columns = columns
-        lane = slice(warp * WARP - g.span.start, warp * WARP - g.span.start + 1)
-        offsets = m.part(Shared).offsets(m, "tcgen05.alloc", target[lane], 4)
+        first = target[g.lanes(warp)][:1]
+        offsets = m.part(Shared).offsets(m, "tcgen05.alloc", first, 4)
         zero = np.zeros((1, 4), np.uint8)
         m.part(Shared).store(m, "tcgen05.alloc", np.array([warp]), offsets, zero)
 
@@ -150,7 +150,7 @@ def deallocate(m: Program, g: Threads, address: Array, number: Array) -> None:
 
 
 def number_of_warp(g: Threads, warp: int, values: Array) -> int:
-    return int(np.broadcast_to(values, g.count)[warp * WARP - g.span.start])
+    return int(np.broadcast_to(values, g.count)[g.lanes(warp)][0])
 
 
 @action(T5 + "relinquish_alloc_permit" + ONE + r"\.sync\.aligned", "<-")
@@ -172,39 +172,27 @@ def load_tensor(
     tensor = m.part(TensorMemory)
     loaded = np.zeros((int(count), g.count), np.uint32)
     for warp in m.together(g).tolist():
-        threads = slice(warp * WARP - g.span.start, (warp + 1) * WARP - g.span.start)
+        threads = g.lanes(warp)
         cells = tensor.cells_of_warp(m, warp, address[threads], int(count), split)
         one, flat = np.array([warp]), cells.reshape(1, -1)
         tensor.ledger.check_seen(m, "tcgen05.ld", one, flat, may_be_unset=True)
-        agents = np.asarray(m.clocks.load(one))
+        agents = m.clocks.agent("load", one)
         tensor.ledger.note_read(m, agents, tensor.loads[one], flat)
         loaded[:, threads] = tensor.data[cells]
     return loaded
 
 
 @action(T5 + r"st\.sync\.aligned\.32x32b\.x\d+\.b32", "<- @ b32*")
-def store_tensor(m: Program, g: Threads, address: Array, values: tuple[Array, ...]) -> None:
-    """Set columns of the lanes of each warp."""
-    store_columns(m, g, address, values, None)
-
-
 @action(T5 + r"st\.sync\.aligned\.16x32bx2\.x\d+\.b32", "<- @ # b32*")
-def store_tensor_twice(
-    m: Program, g: Threads, address: Array, split: int, values: tuple[Array, ...]
-) -> None:
-    """Set columns of 16 lanes of each warp, and others `split` columns on."""
-    store_columns(m, g, address, values, split)
-
-
-def store_columns(
-    m: Program, g: Threads, address: Array, values: tuple[Array, ...], split: int | None
-) -> None:
-    tensor, rows = m.part(TensorMemory), np.stack([np.broadcast_to(x, g.count) for x in values])
+def store_tensor(m: Program, g: Threads, address: Array, *given: Any) -> None:  # Any: see below
+    """Set columns of the lanes of each warp; or of 16 lanes, and others `split` columns on."""
+    *splits, values = given  # at most one number, and the columns
+    tensor, rows = m.part(TensorMemory), g.stack(values)
     for warp in m.together(g).tolist():
-        threads = slice(warp * WARP - g.span.start, (warp + 1) * WARP - g.span.start)
-        cells = tensor.cells_of_warp(m, warp, address[threads], len(values), split)
+        threads = g.lanes(warp)
+        cells = tensor.cells_of_warp(m, warp, address[threads], len(rows), *splits)
         one, flat = np.array([warp]), cells.reshape(1, -1)
-        agents = np.asarray(m.clocks.store(one))
+        agents = m.clocks.agent("store", one)
         tensor.ledger.check_free(m, "tcgen05.st", one, flat, own=int(agents[0]))
         tensor.ledger.note_write(m, agents, tensor.stores[one], flat)
         tensor.data[cells] = rows[:, threads]
@@ -214,34 +202,16 @@ def store_columns(
 def wait_for_tensor(m: Program, g: Threads, way: str) -> None:
     """Wait for all loads, or all stores, of the warp."""
     tensor, warps = m.part(TensorMemory), m.together(g)
-    load = way == "ld"
-    times = tensor.loads if load else tensor.stores
-    m.clocks.known[warps, m.clocks.load(warps) if load else m.clocks.store(warps)] = times[warps]
+    kind, times = ("load", tensor.loads) if way == "ld" else ("store", tensor.stores)
+    m.clocks.known[warps, m.clocks.agent(kind, warps)] = times[warps]
     times[warps] += 1
 
 
-@action(
-    T5 + "mma" + ONE + r"\.kind::(?P<kind>f16|tf32)\.collector::a::discard",
-    "<- @ & u64 u32 b32* pred",
-)
-def multiply_in_lanes(
-    m: Program,
-    g: Threads,
-    d: Array,
-    a: tuple[Array] | Array,
-    b: Array,
-    description: Array,
-    left_out: tuple[Array, ...],
-    add: Array,
-    kind: str,
-) -> None:
-    """`multiply_in_tensor_memory` with a mask of unchanged lanes of D, empty here."""
-    if any(g.take(np.broadcast_to(x, g.count)).any() for x in left_out):
-        m.fault("tcgen05.mma that leaves lanes out, which the virtual GPU does not do")
-    multiply_in_tensor_memory(m, g, d, a, b, description, add, kind)
+MMA = T5 + "mma" + ONE + r"\.kind::(?P<kind>f16|tf32)"
 
 
-@action(T5 + "mma" + ONE + r"\.kind::(?P<kind>f16|tf32)", "<- @ & u64 u32 pred")
+@action(MMA, "<- @ & u64 u32 pred")
+@action(MMA + r"\.collector::a::discard", "<- @ & u64 u32 b32* pred")
 def multiply_in_tensor_memory(
     m: Program,
     g: Threads,
@@ -249,7 +219,7 @@ def multiply_in_tensor_memory(
     a: tuple[Array] | Array,
     b: Array,
     description: Array,
-    add: Array,
+    *given: Any,  # Any: see below
     kind: str,
 ) -> None:
     """D = A B + D, or A B: [rows,k] [k,n], k 16 or, for tf32, 8.
@@ -257,9 +227,12 @@ def multiply_in_tensor_memory(
     D is in tensor memory; A is there or, like B, in shared memory. Products of a program follow
     each other; a commit signals their end.
     """
+    *left_out, add = given  # a mask of unchanged lanes of D, if any; and the flag of a sum
+    if any(g.each(x).any() for masks in left_out for x in masks):
+        m.fault("tcgen05.mma that leaves lanes out, which the virtual GPU does not do")
     start = a[0] if isinstance(a, tuple) else a
-    given = [g.take(np.broadcast_to(x, g.count)) for x in (d, start, b, description, add)]
-    for warp, *each in zip(g.owners.tolist(), *(x.tolist() for x in given), strict=True):
+    numbers = [g.each(x).tolist() for x in (d, start, b, description, add)]
+    for warp, *each in zip(g.owners.tolist(), *numbers, strict=True):
         at, left_at, right_at, described, adds = map(int, each)
         product = Product.of(m, kind, described)
         right = read_tile(m, warp, right_at, product.right)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from attrs import frozen
@@ -37,6 +38,18 @@ class Threads:
         """The values of active threads, in the last axis."""
         taken: Array = values if self.active is None else values[..., self.active]
         return taken
+
+    def each(self, values: Any) -> Array:  # Any: numbers, one for each thread or one for all
+        """The values of active threads."""
+        return self.take(np.broadcast_to(values, self.count))
+
+    def lanes(self, warp: int) -> slice:
+        """The places of a warp in arrays with an element for each thread of the span."""
+        return slice(warp * WARP - self.span.start, (warp + 1) * WARP - self.span.start)
+
+    def stack(self, values: Iterable[Any]) -> Array:  # Any: as above
+        """Values one below the other, [values, threads of the span]."""
+        return np.stack([np.broadcast_to(x, self.count) for x in values])
 
     def put(self, target: Array, values: Array) -> None:
         """Set the active elements of an array with one for each thread of the program."""
