@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import final
 
 import torch
@@ -15,10 +14,8 @@ from attn_graph.machine.tensors import require_as_declared, require_device
 from attn_graph.spec import TensorSpec, new_strides
 from attn_graph.spec.dims import Dim, NamedSize, are_numbers
 
-RECENT = 4  # recent sizes kept for each spec
 Shape = tuple[int, ...]
 Layouts = Callable[..., Sequence[tuple[Shape, Shape]]]
-Specs = Callable[..., tuple[TensorSpec, ...]]
 Read = tuple[int, int, int, int]  # a tensor's number, an axis, factor and more of n * factor + more
 
 
@@ -141,39 +138,6 @@ def size_check(symbol: NamedSize, size: str) -> str:
     """The expression that names a size and checks its symbol's range."""
     name = f"({symbol.name} := {size})"
     return f"{name} in {symbol.classes}" if symbol.classes else f"0 <= {name} <= {symbol.most}"
-
-
-def compile_specs(names: Sequence[str], specs: Sequence[TensorSpec]) -> Specs:
-    """A function of sizes, none of them 0: each spec in these. Equal specs are one object, also
-    those of recent sizes."""
-    makers = {spec: compile_spec(spec) for spec in specs}
-    given = "x" * (1 + max(map(len, names)))  # as no size is called
-    parts = [f"{given}[{n}]({', '.join(size_names(spec))})" for n, spec in enumerate(specs)]
-    text = f"lambda {', '.join(names)}: ({', '.join(parts)},)"
-    return eval(text, {given: [makers[spec] for spec in specs]})  # type: ignore[no-any-return]  # as above
-
-
-def compile_spec(spec: TensorSpec) -> Callable[..., TensorSpec]:
-    """A function of the sizes in a spec: the spec in these."""
-    names = size_names(spec)
-    given = "x" * (1 + max(map(len, names), default=0))
-    text = f"lambda {', '.join(names)}: {spec_text(given, spec)}"
-    return lru_cache(RECENT)(eval(text, {given: spec}))
-
-
-def size_names(spec: TensorSpec) -> list[str]:
-    return [*dict.fromkeys(symbol.name for dim in spec.dims for symbol in dim.symbols)]
-
-
-def spec_text(name: str, spec: TensorSpec) -> str:
-    """The expression for a spec in sizes. Strides of axes of one place are 0."""
-    if not spec.dims:
-        return name
-    strides = [
-        f"{step}" if are_numbers(size) else f"0 if {size} == 1 else {step}"
-        for size, step in zip(spec.shape, spec.strides, strict=True)
-    ]
-    return f"{name}.resized({spec.shape}, ({', '.join(strides)},))"
 
 
 def compile_layouts(names: Sequence[str], specs: Sequence[TensorSpec]) -> Layouts:

@@ -20,7 +20,7 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rooms import Rooms, room_name
 from attn_graph.lowering.steps import Work
 from attn_graph.machine.ambient import is_neutral, neutral_state
-from attn_graph.machine.fitting import Shape, Specs, compile_reads, compile_specs, find_reads
+from attn_graph.machine.fitting import Shape, compile_reads, find_reads
 from attn_graph.masks import Keep, Mask
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import bind, dims_in
@@ -37,8 +37,8 @@ Lowered = tuple[Ready, bool]  # and whether it runs the same problem of any numb
 class SizedStep:
     """Runs an attention, or its gradient, in any sizes of at least 1.
 
-    op: with sizes by name; node: its attention. names: of the sizes given by its operands. read:
-    operands -> sizes, in their order; lay: sizes -> specs. moves: True if bounds of its mask move
+    op, specs: with sizes by name; node: its attention. names: of the sizes given by its operands.
+    read: operands -> sizes, in their order. moves: True if bounds of its mask move
     with sizes. folds: True if heads may be rows. lower: makes a problem of numbers run. keys: the
     place of a size used only as a number of keys; None without one, or if the mask may distinguish
     these numbers.
@@ -46,9 +46,9 @@ class SizedStep:
 
     op: Attention | AttentionGrad
     node: Attention
+    specs: tuple[TensorSpec, ...]
     names: tuple[str, ...]
     read: Callable[[Tensors], Shape]
-    lay: Specs
     moves: bool
     folds: bool
     lower: Callable[[Problem], Lowered]
@@ -77,9 +77,8 @@ class SizedStep:
         if not needed <= reads.keys() or len(inside) > len(bounds):
             return None
         names, moves = tuple(reads), bool(bounds)
-        read, lay = compile_reads([*reads.values()]), compile_specs(names, specs)
-        keys = find_keys(op, specs, names)
-        return cls(op, node, names, read, lay, moves, folds, lower, keys)
+        read, keys = compile_reads([*reads.values()]), find_keys(op, specs, names)
+        return cls(op, node, tuple(specs), names, read, moves, folds, lower, keys)
 
     def call(
         self, device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None
@@ -110,15 +109,12 @@ class SizedStep:
         ready, is_free = self.plan_size(sizes)
         return ready if is_free else None
 
-    def mask_at(self, sizes: Shape) -> Mask | None:
-        if not self.moves:
-            return self.node.mask
-        return cast(Mask, bind(self.node.mask, dict(zip(self.names, sizes, strict=True))))
-
     def plan_size(self, sizes: Shape) -> Lowered:
-        specs, (op, kept) = self.lay(*sizes), (self.op, None)
-        if self.node.mask is not None or self.node.modifiers:
-            M, N, mask = specs[0].shape[2], specs[1].shape[2], self.mask_at(sizes)
+        named = dict(zip(self.names, sizes, strict=True))
+        specs, (op, kept) = [spec.bind(named) for spec in self.specs], (self.op, None)
+        if (mask := self.node.mask) is not None or self.node.modifiers:
+            mask = cast(Mask, bind(mask, named)) if self.moves else mask
+            M, N = specs[0].shape[2], specs[1].shape[2]
             op, kept = settle_attention(op, self.node, mask, M, N, len(specs))
         problem = Problem.of(op, specs if kept is None else [specs[n] for n in kept])
         folded = fold_problem(problem) if self.folds else None
