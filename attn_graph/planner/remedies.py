@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from attn_graph.errors import GraphError, Reason
 from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder, Value
-from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packing import Unpack
 from attn_graph.ir.paging import Unpage
@@ -56,10 +56,22 @@ class Request:
         return training_gradient(self.forward(), self.wants, through_lse=self.through_lse)
 
     @cached_property
-    def single_edits(self) -> tuple[tuple[Remedy, Edit, Request], ...]:
+    def single_edits(self) -> tuple[tuple[Remedy, Request], ...]:
         """Every applicable single change, gentlest first, and the request after it."""
-        tries = ((remedy, edit, edit(self)) for remedy, edit in edits(self))
-        return tuple((remedy, edit, then) for remedy, edit, then in tries if then)
+        tries = ((remedy, edit()) for remedy, edit in edits(self))
+        return tuple((remedy, then) for remedy, then in tries if then)
+
+    def with_option(self, **changed: Any) -> Request:  # Any: fields of Options
+        return evolve(self, options=evolve(self.options, **changed))
+
+    def rebuilt(self, specs: Mapping[str, TensorSpec], kind: type | None = None) -> Request | None:
+        """With other inputs, without the steps of a kind; None if that is not a graph."""
+        try:
+            graph = rebuild_graph(self.graph, specs, kind)
+        except GraphError:
+            return None
+        left = tuple(x for x in self.wants if x in {i.name for i in graph.inputs})
+        return evolve(self, graph=graph, wants=left)
 
 
 @remember
@@ -110,9 +122,7 @@ class Change:
         return ", ".join(self.texts)
 
 
-Edit = Callable[[Request], "Request | None"]  # None: nothing to change, or no graph then
-Named = tuple[Remedy, Edit]
-Respec = Callable[[TensorSpec], TensorSpec]
+Edit = tuple[Remedy, Callable[[], "Request | None"]]  # None: not a graph then
 Tried = tuple[Remedy, Request, Sequence[Reason]]  # a change, the request after it, the reasons left
 Asks = Callable[[Request], Sequence[Reason]]  # every reason against
 
@@ -126,7 +136,7 @@ def find_remedies(
     """
     if all(map(lacks_machine, reasons)):
         return ((),) * len(reasons), None
-    tried = [(remedy, then, asks(then)) for remedy, _, then in question.single_edits]
+    tried = [(remedy, then, asks(then)) for remedy, then in question.single_edits]
     lifts = tuple(remedies_of(reason.key, tried, keys(reasons)) for reason in reasons)
     return lifts, smallest_change(question, lifts, tried, asks) if all(lifts) else None
 
@@ -165,126 +175,87 @@ def change_together(
     for each in sorted(lifts, key=len):
         if chosen.isdisjoint(each):
             chosen.add(min(each, key=lambda remedy: remedy.changes_result))
+    ordered = tuple(remedy for remedy, _ in question.single_edits if remedy in chosen)
     then: Request | None = question
-    for remedy, edit, _ in question.single_edits:
-        if remedy in chosen:
-            then = then and edit(then)
+    for remedy in ordered:
+        then = then and next((edit() for each, edit in edits(then) if each == remedy), None)
     if then is not None and len(chosen) > 1 and not asks(then):
-        yield Change(tuple(x for x, *_ in question.single_edits if x in chosen), then)
+        yield Change(ordered, then)
 
 
 # The changes, gentlest first: layouts, gradients, options, dtypes, sizes, and last the graph's
 # steps.
 
+WIDER: dict[
+    str, object
+] = {  # options that refuse more than necessary, with values that refuse less
+    "max_workspace": None,
+    "deterministic": False,
+    "batch_invariant": False,
+}
+WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "the mask"}
 
-def edits(question: Request) -> Iterator[Named]:
-    """Every change worth trying, with its words."""
+
+def edits(question: Request) -> Iterator[Edit]:
+    """Every change worth trying, in words, and a function that makes it."""
     specs = {i.name: i.spec for i in question.graph.inputs}
     for name, spec in specs.items():
-        if len(spec.shape) > 1 and make_dense(spec) != spec:
-            yield Remedy(f"make {name} dense"), respec({name: make_dense})
+        if len(spec.shape) > 1 and (dense := resize(spec, spec.shape)) != spec:
+            yield Remedy(f"make {name} dense"), partial(question.rebuilt, {name: dense})
     if question.through_lse:
-        yield Remedy("do not differentiate lse"), lambda q: evolve(q, through_lse=False)
+        yield Remedy("do not differentiate lse"), partial(evolve, question, through_lse=False)
     for name in question.wants:
         if name not in ("q", "k", "v"):
-            yield Remedy(f"do not differentiate {name}"), without_gradient_of(name)
-    yield from option_edits(question.options)
-    if question.options.precision != "fp8" and weights_dtype(question.graph, "fp8"):
-        yield Remedy('set precision="fp8"', changes_result=True), with_option(precision="fp8")
-    yield from dtype_edits(specs)
-    yield from size_edits(specs)
-    yield from op_edits(question.graph)
+            left = tuple(x for x in question.wants if x != name)
+            yield Remedy(f"do not differentiate {name}"), partial(evolve, question, wants=left)
+    yield from option_edits(question)
+    for remedy, changed in (*dtype_edits(specs), *size_edits(specs)):
+        yield remedy, partial(question.rebuilt, changed)
+    yield from step_edits(question)
 
 
-def respec(changed: Mapping[str, Respec]) -> Edit:
-    """An edit of these inputs' specs, applied to the specs left by earlier edits."""
-
-    def edit(question: Request) -> Request | None:
-        now = {i.name: i.spec for i in question.graph.inputs}
-        specs = {name: change(now[name]) for name, change in changed.items() if name in now}
-        return (
-            rebuild_request(question, specs) if any(now[n] != x for n, x in specs.items()) else None
-        )
-
-    return edit
-
-
-def make_dense(spec: TensorSpec) -> TensorSpec:
-    """The spec without gaps: axes in the same order, except that the last one is innermost."""
-    return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, order_of(spec)))
-
-
-def order_of(spec: TensorSpec) -> tuple[int, ...]:
-    """The axes in memory order, the last one innermost."""
-    last = len(spec.shape) - 1
-    return (*(axis for axis in memory_order(spec) if axis != last), last)
-
-
-def with_last_size(size: int) -> Respec:
-    """A change of the last size, without gaps."""
-
-    def change(spec: TensorSpec) -> TensorSpec:
-        shape = (*spec.shape[:-1], size)
-        return TensorSpec(shape, spec.dtype, dense_strides(shape, order_of(spec)))
-
-    return change
-
-
-def with_heads(heads: int) -> Respec:
-    """A change of the number of heads, without gaps."""
-
-    def change(spec: TensorSpec) -> TensorSpec:
-        shape = (spec.shape[0], heads, *spec.shape[2:])
-        return TensorSpec(shape, spec.dtype, dense_strides(shape, order_of(spec)))
-
-    return change
-
-
-def with_dtype(dtype: torch.dtype) -> Respec:
-    return lambda spec: TensorSpec(spec.shape, dtype, spec.strides)
-
-
-def without_gradient_of(name: str) -> Edit:
-    return lambda q: evolve(q, wants=tuple(x for x in q.wants if x != name))
-
-
-def option_edits(options: Options) -> Iterator[Named]:
-    """Edits of options that refuse more than necessary."""
-    if options.max_workspace is not None:
-        yield Remedy("set max_workspace=None"), with_option(max_workspace=None)
-    if options.deterministic:
-        yield Remedy("set deterministic=False"), with_option(deterministic=False)
-    if options.batch_invariant:
-        yield Remedy("set batch_invariant=False"), with_option(batch_invariant=False)
+def option_edits(question: Request) -> Iterator[Edit]:
+    """Looser options, and products of 8 bits."""
+    options = question.options
+    for name, wider in WIDER.items():
+        if getattr(options, name) != wider:
+            yield Remedy(f"set {name}={wider}"), partial(question.with_option, **{name: wider})
     if options.precision == "ieee":
-        yield Remedy('set precision="tf32"'), with_option(precision="tf32")
+        yield Remedy('set precision="tf32"'), partial(question.with_option, precision="tf32")
     if options.avoid:
-        yield Remedy("avoid no backend"), with_option(avoid=())
+        yield Remedy("avoid no backend"), partial(question.with_option, avoid=())
+    if options.precision != "fp8" and weights_dtype(question.graph, "fp8"):
+        remedy = Remedy('set precision="fp8"', changes_result=True)
+        yield remedy, partial(question.with_option, precision="fp8")
 
 
-def with_option(**changed: Any) -> Edit:  # Any: fields of Options
-    return lambda q: evolve(q, options=evolve(q.options, **changed))
+def resize(spec: TensorSpec, shape: Sequence[int]) -> TensorSpec:
+    """A spec of another shape, without gaps: axes in the same order, but the last one innermost."""
+    last = len(spec.shape) - 1
+    order = (*(axis for axis in memory_order(spec) if axis != last), last)
+    return TensorSpec(shape, spec.dtype, dense_strides(shape, order))
 
 
-def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
+Respec = tuple[Remedy, dict[str, TensorSpec]]  # a change of inputs, and their specs after it
+
+
+def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Respec]:
     """q, k, v and tensors like them in another dtype; a bias in q's or float32; float32 sinks."""
     given = specs["q"].dtype if "q" in specs else next(iter(specs.values())).dtype
     main = stands_in(given)
     alike = [name for name, x in specs.items() if x.dtype == main and len(x.shape) == 4]
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if dtype != main and given == main:
-            text = f"cast {join_words(alike)} to {NAMES[dtype]}"
-            edit = respec(dict.fromkeys(alike, with_dtype(dtype)))
-            yield Remedy(text, rounds(main, dtype)), edit
-    for name, wanted in (("bias", main), ("bias", torch.float32), ("sinks", torch.float32)):
-        if name in specs and specs[name].dtype != wanted:
-            remedy = Remedy(f"cast {name} to {NAMES[wanted]}", rounds(specs[name].dtype, wanted))
-            yield remedy, respec({name: with_dtype(wanted)})
-
-
-def rounds(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """True if the wanted dtype lacks some numbers of the given one."""
-    return torch.promote_types(given, wanted) != wanted
+    wide = (torch.bfloat16, torch.float16, torch.float32) if given == main else ()
+    casts = [(alike, dtype) for dtype in wide]
+    casts += [(["bias"], main), (["bias"], torch.float32), (["sinks"], torch.float32)]
+    for names, dtype in casts:
+        own = {name: specs[name] for name in names if name in specs}
+        if any(spec.dtype != dtype for spec in own.values()):
+            (before,) = {spec.dtype for spec in own.values()}
+            loses = torch.promote_types(before, dtype) != dtype  # some of the numbers
+            yield (
+                Remedy(f"cast {join_words([*own])} to {NAMES[dtype]}", loses),
+                {name: TensorSpec(spec.shape, dtype, spec.strides) for name, spec in own.items()},
+            )
 
 
 def join_words(names: Sequence[str]) -> str:
@@ -292,109 +263,73 @@ def join_words(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
+def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Respec]:
     """Heads repeated; head sizes padded with zeros to multiples of STEP, each or both alike."""
     if not {"q", "k", "v"} <= specs.keys():
         return
-    H = specs["q"].shape[1]
+    H, D, E = specs["q"].shape[1], specs["q"].shape[-1], specs["v"].shape[-1]
     if specs["k"].shape[1] != H:
-        remedy = Remedy(f"repeat k and v for all {H} heads")
-        yield remedy, respec({"k": with_heads(H), "v": with_heads(H)})
-    D, E = specs["q"].shape[-1], specs["v"].shape[-1]
-    for d, e in dict.fromkeys(
-        ((round_up(D), round_up(E)), (round_up(max(D, E)), round_up(max(D, E))))
-    ):
+        text = f"repeat k and v for all {H} heads"
+        shapes = {name: (specs[name].shape[0], H, *specs[name].shape[2:]) for name in "kv"}
+        yield Remedy(text), {name: resize(specs[name], shape) for name, shape in shapes.items()}
+    both = round_up(max(D, E))
+    for d, e in dict.fromkeys(((round_up(D), round_up(E)), (both, both))):
         if (d, e) != (D, E):
             more = f" (o then has {e - E} more columns)" if e > E else ""
-            remedy = Remedy(f"pad head sizes with zeros to D = {d}, E = {e}{more}")
-            sizes = {"q": with_last_size(d), "k": with_last_size(d), "v": with_last_size(e)}
-            yield remedy, respec(sizes)
+            text = f"pad head sizes with zeros to D = {d}, E = {e}{more}"
+            sizes = {"q": d, "k": d, "v": e}.items()
+            yield Remedy(text), {n: resize(specs[n], (*specs[n].shape[:-1], x)) for n, x in sizes}
 
 
 def round_up(size: int) -> int:
     return -(-size // STEP) * STEP
 
 
-def op_edits(graph: Graph) -> Iterator[Named]:
+def step_edits(question: Request) -> Iterator[Edit]:
+    """Modifiers, masks, dropout, sinks and statistics dropped."""
+    graph = question.graph
     kinds = dict.fromkeys(type(eqn.op) for eqn in graph.eqns)
     for kind in kinds:
         if kind is ops.Mask and {Unpack, Unpage} & kinds.keys():
             continue  # it sets the ends of sequences
         if kind in (ops.Dropout, ops.Mask) or issubclass(kind, Modifier):
-            yield Remedy(f"drop {WORDS.get(kind, kind.__name__)}", True), without_steps(kind)
+            text = f"drop {WORDS.get(kind, kind.__name__)}"
+            yield Remedy(text, True), partial(question.rebuilt, {}, kind)
     if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
-        yield Remedy("drop the sinks", True), without_steps(ops.Softmax)
+        yield Remedy("drop the sinks", True), partial(question.rebuilt, {}, ops.Softmax)
     for name, kind in ops.STATISTICS.items():
         if kind in kinds:
-            yield Remedy(f"drop {name} from stats", True), without_outputs(kind)
+            yield Remedy(f"drop {name} from stats", True), partial(without_outputs, question, kind)
 
 
-WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "the mask"}
-
-
-def without_steps(kind: type) -> Edit:
-    """An edit that drops the steps of a kind; None if the rest is not a graph."""
-
-    def edit(question: Request) -> Request | None:
-        return rebuild_request(question, {}, kind)
-
-    return edit
-
-
-def without_outputs(kind: type) -> Edit:
-    """An edit that drops the outputs from steps of a kind."""
-
-    def edit(question: Request) -> Request | None:
-        graph = question.graph
-        gone = graph.named_results(lambda op: op.names if isinstance(op, kind) else ())
-        left = tuple(i for i in graph.outputs if i not in gone)
-        if not left or left == graph.outputs:
-            return None
-        return evolve(question, graph=prune(evolve(graph, outputs=left)))
-
-    return edit
-
-
-def rebuild_request(
-    question: Request, specs: Mapping[str, TensorSpec], kind: type | None = None
-) -> Request | None:
-    """The request with other inputs, without the steps of a kind; None if that is not a graph."""
-    try:
-        graph = rebuild_graph(question.graph, specs, kind)
-    except GraphError:
+def without_outputs(question: Request, kind: type) -> Request | None:
+    """The request without the outputs from steps of a kind."""
+    graph = question.graph
+    gone = graph.named_results(lambda op: op.names if isinstance(op, kind) else ())
+    left = tuple(i for i in graph.outputs if i not in gone)
+    if not left or left == graph.outputs:
         return None
-    left = tuple(x for x in question.wants if x in {i.name for i in graph.inputs})
-    return evolve(question, graph=graph, wants=left)
+    return evolve(question, graph=prune(evolve(graph, outputs=left)))
 
 
 def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | None) -> Graph:
-    """The graph with other inputs and without the steps of a kind. Raises GraphError."""
-    b = Builder()
-    values: dict[int, Value] = {
-        n: b.input(i.name, specs.get(i.name, i.spec)) for n, i in enumerate(graph.inputs)
-    }
-    for eqn, outs in graph.numbered:
-        values.update(
-            zip(outs, emit_changed(b, eqn, [values[i] for i in eqn.args], kind), strict=True)
-        )
+    """The graph with other inputs and without the steps of a kind. Raises GraphError.
+
+    A dropped step passes its first operand through; inputs that only it read are gone.
+    """
+    steps = [
+        (eqn.op, outs, eqn.args[:1] if kind and isinstance(eqn.op, kind) else eqn.args)
+        for eqn, outs in graph.numbered
+    ]
+    read = {i for *_, args in steps for i in args} | {*graph.outputs}
+    b, named = Builder(), [(n, i) for n, i in enumerate(graph.inputs) if n in read]
+    values: dict[int, Value] = {n: b.input(i.name, specs.get(i.name, i.spec)) for n, i in named}
+    for op, outs, args in steps:
+        results: Sequence[Value] = [values[i] for i in args]
+        if kind is None or not isinstance(op, kind):
+            results = b.emit(op, *results)
+        elif isinstance(op, ops.Softmax):
+            results = b.emit(ops.Softmax(), *results)
+        values.update(zip(outs, results, strict=True))
     b.check()
-    return without_idle(b.graph(*(values[i] for i in graph.outputs)))
-
-
-def emit_changed(b: Builder, eqn: Eqn, operands: list[Value], kind: type | None) -> Sequence[Value]:
-    """Emit the equation again; a dropped one passes its operand through."""
-    if kind is None or not isinstance(eqn.op, kind):
-        return b.emit(eqn.op, *operands)
-    if isinstance(eqn.op, ops.Softmax):
-        return b.emit(ops.Softmax(), operands[0])
-    return operands[:1]
-
-
-def without_idle(graph: Graph) -> Graph:
-    """The graph without unread inputs."""
-    read = {i for eqn in graph.eqns for i in eqn.args} | {*graph.outputs}
-    b = Builder(trusts=True)
-    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs) if n in read}
-    for eqn, outs in graph.numbered:
-        values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
     return b.graph(*(values[i] for i in graph.outputs))
