@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Literal, final
 
 from attrs import field, frozen
@@ -20,8 +20,7 @@ SEQUENCES: tuple[Placement, ...] = (
     "balanced",
 )  # placements that divide queries and keys
 EVEN = 1.02  # the slowest rank over the mean: a layout of fewer chunks wins if it is no worse
-FINEST = 8  # chunks that a rank has at most where the mask leaves queries uneven work
-SWAPS = 256  # exchanges of chunks between ranks, at most
+DEALT = (2, 4, 8)  # chunks that a rank has where the mask leaves queries uneven work
 
 Ranges = tuple[range, ...]
 Weigh = Callable[[Sequence[range]], list[int]]  # the pairs that each range of queries sees
@@ -137,25 +136,14 @@ def balance_chunks(size: int, ranks: int, weigh: Weigh, grain: int = 1) -> list[
     The first within EVEN of the mean among the contiguous layout, zigzag, and ever smaller chunks
     dealt by their counts; else the best one.
     """
+    fine = (divide(size, ranks * n, grain) for n in DEALT if ranks * n * grain <= size)
+    dealt = (deal(chunks, ranks, weigh) for chunks in fine)
     tries: list[tuple[float, list[Ranges]]] = []
-    for layout in (contiguous, zigzag):
-        tries.append(judge(layout(size, ranks, grain), weigh))
-        if tries[-1][0] <= EVEN:
-            return tries[-1][1]
-    each = 2
-    while each <= FINEST and ranks * each * grain <= size:
-        tries.append(judge(deal(divide(size, ranks * each, grain), ranks, weigh), weigh))
+    for chunks in chain((contiguous(size, ranks, grain), zigzag(size, ranks, grain)), dealt):
+        tries.append((balance([sum(weigh(own)) for own in chunks]), chunks))
         if tries[-1][0] <= EVEN:
             break
-        each *= 2
     return min(tries, key=lambda one: one[0])[1]
-
-
-def judge(chunks: list[Ranges], weigh: Weigh) -> tuple[float, list[Ranges]]:
-    """A layout behind its balance."""
-    ends = [0, *accumulate(map(len, chunks))]
-    weights = weigh([piece for own in chunks for piece in own])
-    return balance([sum(weights[a:b]) for a, b in pairwise(ends)]), chunks
 
 
 def deal(chunks: Sequence[range], ranks: int, weigh: Weigh) -> list[Ranges]:
@@ -165,36 +153,4 @@ def deal(chunks: Sequence[range], ranks: int, weigh: Weigh) -> list[Ranges]:
     for n in sorted(range(len(chunks)), key=lambda n: (-weights[n], n)):
         free = [hand for hand in hands if len(hand) < each]
         min(free, key=lambda hand: sum(weights[m] for m in hand)).append(n)
-    swap_chunks(hands, weights)
     return [join_touching(chunks[n] for n in hand) for hand in hands]
-
-
-def swap_chunks(hands: list[list[int]], weights: Sequence[int]) -> None:
-    """Exchange chunks between the busiest rank and the others while it improves the balance."""
-    for _ in range(SWAPS):
-        loads = [sum(weights[n] for n in hand) for hand in hands]
-        most = max(range(len(hands)), key=lambda r: loads[r])
-        best = best_swap(hands, weights, loads, most)
-        if best is None:
-            return
-        other, a, b = best
-        hands[most][a], hands[other][b] = hands[other][b], hands[most][a]
-
-
-def best_swap(
-    hands: list[list[int]], weights: Sequence[int], loads: Sequence[int], most: int
-) -> tuple[int, int, int] | None:
-    """The exchange with the least load of the heavier of two ranks: the other rank, and both
-    chunks.
-
-    None if no exchange helps.
-    """
-    best, least = None, loads[most]
-    for other, hand in enumerate(hands):
-        for b, n in enumerate(hand):
-            for a, m in enumerate(hands[most]):
-                moved = weights[m] - weights[n]
-                heavier = max(loads[most] - moved, loads[other] + moved)
-                if other != most and heavier < least:
-                    best, least = (other, a, b), heavier
-    return best
