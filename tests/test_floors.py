@@ -19,7 +19,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.compiler",),
     (
         "attn_graph.plan",
-        *(f"attn_graph.plan.{x}" for x in ("bound", "building", "cache", "explained", "outputs")),
+        *(f"attn_graph.plan.{x}" for x in ("building", "cache", "explained", "outputs", "pull")),
     ),
     ("attn_graph.planner.*",),
     ("attn_graph.lowering.torch_cuda.*",),

@@ -9,7 +9,7 @@ from torch import Tensor
 from attn_graph.ir.scaling import PAIRS
 from attn_graph.machine.cache import remember
 from attn_graph.plan import Plan
-from attn_graph.planner.handed_back import generalise
+from attn_graph.plan.pull import generalise
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import Dim
 

@@ -22,7 +22,14 @@ from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import cotangent_specs, main_outputs
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
-from attn_graph.machine.autograd import has_batch, push_each, record, select_moving, split_tangents
+from attn_graph.machine.autograd import (
+    has_batch,
+    push_each,
+    record,
+    run_with_autograd,
+    select_moving,
+    split_tangents,
+)
 from attn_graph.machine.fitting import Fit
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import NESTED, Check, Look, likeness, look_at, never
@@ -30,14 +37,13 @@ from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import (
     arrange,
+    copy_laid_as,
     is_distributed,
     lay_as,
     read_array,
     require_as_declared,
     require_device,
 )
-from attn_graph.planner.handed_back import HandedBack
-from attn_graph.planner.pull import Pull
 from attn_graph.planner.recipe import Recipe
 from attn_graph.planner.sized import Sized
 from attn_graph.spec import TensorSpec
@@ -58,6 +64,19 @@ MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 
 
 @final
+@frozen(eq=False)
+class Pull:
+    """A backward plan, and the cotangents it needs in another layout, by number.
+
+    unsized: for named sizes, the check that tensors of other sizes must pass for this plan.
+    """
+
+    plan: Plan
+    anew: tuple[tuple[int, TensorSpec], ...] = ()
+    unsized: Check = never
+
+
+@final
 @define(eq=False)
 class Memo:
     """A plan's memory: tensors already checked, by their likeness, and backward plans.
@@ -71,8 +90,8 @@ class Memo:
 
     looks: list[Look | None] = field(factory=list)
     call: tuple[Check, bool] = (never, False)
-    pull: tuple[Check, Pattern, Pull[Plan] | None] = (never, (), None)
-    pulls: dict[tuple[object, ...], Pull[Plan]] = field(factory=dict)
+    pull: tuple[Check, Pattern, Pull | None] = (never, (), None)
+    pulls: dict[tuple[object, ...], Pull] = field(factory=dict)
     pushes: dict[tuple[object, ...], Plan] = field(factory=dict)
     content: str = ""
     sizes: tuple[int, ...] = ()
@@ -303,53 +322,27 @@ class Plan:
         pattern = needs if len(given) == len(grads) else (*needs, *[g is None for g in grads])
         check, last, pull = self.memo.pull
         if pull is None or pattern != last or not check(*tensors):
-            pull = self.admit_pull(needs, saved, grads, pattern)
+            from attn_graph.plan.pull import recall_pull
+
+            pull = recall_pull(self, needs, saved, grads, pattern)
         if pull.anew:
-            tensors = (*saved, *pull.lay_out(given))
+            for n, spec in pull.anew:
+                given[n] = copy_laid_as(given[n], spec)
+            tensors = (*saved, *given)
         if profiler._is_profiler_enabled:
             with pull.plan.named_in_profiles("backward"):
-                return pull.run(tensors)
-        return pull.run(tensors)
+                return pull.plan.run_handed(tensors)
+        return pull.plan.run_handed(tensors)
 
-    def admit_pull(
-        self,
-        needs: Sequence[bool],
-        saved: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor | None],
-        pattern: Pattern,
-    ) -> Pull[Plan]:
-        """The backward plan for tensors like these, remembered."""
-        if is_traced():
-            return self.planned_pull(needs, saved, grads)
-        tensors = (*saved, *(g for g in grads if g is not None))
-        _, last, pull = self.memo.pull
-        if pull is not None and last == pattern and pull.takes(tensors):
-            return pull  # of other sizes
-        key = (*pattern, *map(look_at, tensors))
-        pull = self.memo.pulls.get(key)
-        if pull is None:
-            pull = self.planned_pull(needs, saved, grads)
-            if len(self.memo.pulls) >= MOST_PULLS:
-                self.memo.pulls.clear()
-            self.memo.pulls[key] = pull
-        self.memo.pull = likeness(tensors), pattern, pull
-        return pull
-
-    def planned_pull(
-        self,
-        needs: Sequence[bool],
-        saved: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor | None],
-    ) -> Pull[Plan]:
-        """The backward plan for tensors handed back by autograd: saved ones may have moved."""
-        handed = HandedBack(self.graph, self.target, self.sizes_of(saved), saved, grads)
-        wants = [i for i, need in enumerate(needs) if need]
-        plan = self.backward(wants, handed.cotangents(), handed.moved())
-        anew = handed.anew(plan.graph)
-        if plan.sized is None or anew or is_traced():
-            return Pull(plan, anew)
-        given = (g for g in grads if g is not None)
-        return Pull(plan, (), likeness((*saved, *given), sized=False))
+    def run_handed(self, tensors: Tensors) -> Sequence[torch.Tensor]:
+        """Run as a gradient: differentiable if autograd records it."""
+        if torch.is_grad_enabled():
+            carried = self.graph.carried
+            held = [t.detach() if n in carried else t for n, t in enumerate(tensors)]
+            return run_with_autograd(self, held)
+        if forward_ad._current_level >= 0 and has_tangent(tensors):
+            return self.push(tensors)
+        return self.run(*tensors)[0]
 
     def sizes_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """The values of named sizes in tensors that begin with the inputs."""

@@ -26,8 +26,8 @@ from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.imports import load_modules
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import cache
+from attn_graph.plan.pull import generalise, generalise_given
 from attn_graph.planner.choose import choose, choose_and_lower
-from attn_graph.planner.handed_back import generalise_all, generalise_given
 from attn_graph.planner.recipe import Recipe
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.sized import Sized, lower_graph
@@ -144,9 +144,9 @@ def bind_backward(
 ) -> Plan:
     """`Plan.backward` for sizes as numbers, by the gradient's own plan."""
     due = [result_spec(plan.graph, i) for i in plan.graph.outputs]
-    lies = [*saved_specs(plan.graph).values()]
     own = None if cotangents is None else generalise_given(due, cotangents, sizes)
-    moved = None if saved is None else generalise_all(lies, saved, sizes)
+    pairs = zip(saved_specs(plan.graph).values(), saved or (), strict=False)
+    moved = None if saved is None else [generalise(spec, own, sizes) for spec, own in pairs]
     gradient = plan.backward(wants, own, moved)
     named = {symbol.name for symbol in gradient.graph.symbols}
     return gradient.at(**{name: n for name, n in sizes.items() if name in named})
