@@ -7,47 +7,19 @@ the other tensors saved for the backward; `mesh_backward` takes all of them, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.vjp import result_spec
 from attn_graph.mesh.heads import head_shapes
+from attn_graph.mesh.plan import plans
 from attn_graph.mesh.site import Site
 from attn_graph.spec import TensorSpec, accumulator
 
 Tensors = Sequence[torch.Tensor]
 Context = Any  # autograd's own, on which torch puts what it likes
-
-
-class RankCalls(Protocol):
-    """The interface of a rank's plan to the operators."""
-
-    site: Site
-
-    def start(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        """The outputs, and the tensors saved for the backward, after a check of the inputs."""
-        ...
-
-    def pull(
-        self, needs: tuple[bool, ...], saved: Tensors, grads: Sequence[torch.Tensor | None]
-    ) -> Tensors:
-        """The gradients of the inputs marked in `needs`."""
-        ...
-
-
-plans: WeakValueDictionary[str, RankCalls] = WeakValueDictionary()
-numbers = count()
-
-
-def enter_plan(plan: RankCalls) -> str:
-    """A name for a plan in traced code, valid during the plan's life."""
-    name = f"rank's plan {next(numbers)}"
-    plans[name] = plan
-    return name
 
 
 @torch.library.custom_op(

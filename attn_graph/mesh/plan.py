@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, NoReturn, final
+from weakref import WeakValueDictionary
 
 import torch
 from attrs import Factory, field, frozen
@@ -20,13 +22,13 @@ from attn_graph.machine.ambient import (
     without_autocast,
 )
 from attn_graph.machine.autograd import run_with_autograd
+from attn_graph.machine.imports import load_modules
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import arrange, is_distributed, require_as_declared
 from attn_graph.mesh.alone import OwnPart
 from attn_graph.mesh.distributed import Wrapping, unwrap
 from attn_graph.mesh.exchange import compare_texts, pack, post, unpack
 from attn_graph.mesh.heads import backward_heads, forward_heads, prepare_heads
-from attn_graph.mesh.operators import enter_plan
 from attn_graph.mesh.results import ShardedPlan
 from attn_graph.mesh.ring import backward_ring, forward_ring, prepare_ring
 from attn_graph.mesh.sharded import Sharded
@@ -45,6 +47,15 @@ ONCE = (
     "transforms (vmap, grad, jvp) and of forward_ad, and take gradients by backward() or "
     "torch.autograd.grad without create_graph; or compile the graph itself for one device"
 )
+plans: WeakValueDictionary[str, RankPlan] = WeakValueDictionary()  # by the names in traced code
+numbers = count()
+
+
+def enter_plan(plan: RankPlan) -> str:
+    """A name for a plan in traced code, valid during the plan's life."""
+    name = f"rank's plan {next(numbers)}"
+    plans[name] = plan
+    return name
 
 
 @final
@@ -294,6 +305,7 @@ def plan_rank(sharded: Sharded, recipe: Recipe, group: ProcessGroup | None) -> R
             f"shard: a mesh of {sharded.mesh.ranks} ranks, and a group of {ranks.size()}; "
             f"say ag.Mesh({ranks.size()})"
         )
+    load_modules("attn_graph.mesh.operators")  # which imports this module
     plan = RankPlan(Site(sharded, ranks.rank(), ranks, recipe))
     plan.prepare()
     return plan
