@@ -328,7 +328,7 @@ class PackedRun:
                 wanted = [n for n, wants in enumerate(grad.wants) if wants and n not in (1, 2)]
                 totals = {n: torch.zeros_like(views[n], dtype=wide) for n in wanted}
                 if (place := wanted_sinks(grad)) is not None:
-                    totals[place] = sink_gradient_of(grad, views[: grad.reads])
+                    totals[place] = sink_gradient_of(grad, views[: len(grad.takes)])
             made, _ = run.run(*part.operands(views))
             axes = {feed.source: feed.axes for feed in part.piece.feeds}
             for n, y in zip(part.gives, made, strict=True):

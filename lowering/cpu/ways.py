@@ -176,7 +176,7 @@ def rows_pass(case: CpuCase, share: float) -> float:
     dtype = p.wide if p.dtype == torch.float16 else p.dtype
     computes = compute_seconds(case, dtype, dtype)
     computes += count_numbers(p) * dtype.itemsize / rates.product_reads
-    calls = p.B if cuts else count_calls(p)
+    calls = p.B if cuts else count_products(p)
     return calls * rates.product_call + computes * (0.5 if cuts else share)
 
 
@@ -188,7 +188,7 @@ def products_seconds(case: CpuCase) -> float:
     computes = compute_seconds(case, factors, p.wide)
     computes += count_numbers(p) / reads
     copied = gap_bytes(p) / rates.copies if factors != p.wide else 0.0
-    again = 3 * count_calls(p) * rates.product_call + share_seen(p) * computes + copied
+    again = 3 * count_products(p) * rates.product_call + share_seen(p) * computes + copied
     once = pulls(p) * again + hide_seconds(case, by_tile=True)
     return (COPIED if factors != p.dtype and p.grad is None else 1) * once
 
@@ -227,7 +227,7 @@ def gap_bytes(problem: Problem) -> int:
     return sum(spec.type.bytes for spec in problem.specs[:3] if not lies_flat(spec))
 
 
-def count_calls(problem: Problem) -> int:
+def count_products(problem: Problem) -> int:
     """Of one product: operands with gaps between heads are multiplied entry by entry."""
     return problem.B if gap_bytes(problem) else 1
 
