@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Literal, TypeVar, final
 
-from attrs import frozen
+from attrs import field, frozen
 
 from attn_graph.errors import Reason
 
@@ -66,6 +66,21 @@ class Limit(Generic[C]):
         limit, _, actual = self.sentence.rpartition(", and ")
         key = f"{self.name}.{it[0]}" if isinstance(it, tuple) else self.name
         return Reason(key, *(part.format(it=it, c=case) for part in (limit, actual)))
+
+
+@final
+@frozen(eq=False)
+class Limits(Generic[C]):
+    """A backend's table of limits."""
+
+    rows: tuple[Limit[C], ...]
+    known: dict[Place, tuple[Limit[C], ...]] = field(factory=dict, init=False)
+
+    def at(self, place: Place) -> tuple[Limit[C], ...]:
+        """The limits of a pass, on a GPU, with a version. Of each there are many cases."""
+        if place not in self.known:
+            self.known[place] = tuple([limit for limit in self.rows if limit.holds(place)])
+        return self.known[place]
 
 
 def once(condition: object) -> Violations:

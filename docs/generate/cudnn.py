@@ -63,7 +63,7 @@ is a refusal by choice, unasked is what cuDNN cannot express.
 
 def limits_table() -> str:
     """The table of limits, with its explanation."""
-    return LIMITS_HEAD + "\n".join(map(limit_row, LIMITS))
+    return LIMITS_HEAD + "\n".join(map(limit_row, LIMITS.rows))
 
 
 def limit_row(limit: Limit[Case]) -> str:

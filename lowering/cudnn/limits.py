@@ -45,7 +45,7 @@ from attn_graph.lowering.limits import (
     MEANING,
     WIDTHS,
     Limit,
-    Place,
+    Limits,
     once,
 )
 from attn_graph.lowering.reasons import (
@@ -61,18 +61,12 @@ from attn_graph.spec import HALF
 @lru_cache(256)  # PyTorch's own call of cuDNN has these limits too
 def reasons(case: Case) -> tuple[Reason, ...]:
     """Every reason against a case; without one, cuDNN plans it and computes it right."""
-    return tuple([why for limit in limits_at(case.place) for why in limit.reasons(case)])
-
-
-@lru_cache(64)  # of each pass on a GPU there are many cases
-def limits_at(place: Place) -> tuple[Limit[Case], ...]:
-    """The limits of a pass, on a GPU, with some versions."""
-    return tuple([limit for limit in LIMITS if limit.holds(place)])
+    return tuple([why for limit in LIMITS.at(case.place) for why in limit.reasons(case)])
 
 
 LONGER = "M = {c.problem.M}, N = {c.problem.N}"
 
-LIMITS: tuple[Limit[Case], ...] = (
+ROWS: tuple[Limit[Case], ...] = (
     Limit(
         "architecture",
         lambda c: old_gpu(80, c.sm),
@@ -468,3 +462,4 @@ LIMITS: tuple[Limit[Case], ...] = (
     *PACKED_LIMITS,
     *QUANTISED_LIMITS,
 )
+LIMITS = Limits(ROWS)

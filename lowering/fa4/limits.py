@@ -30,6 +30,7 @@ from attn_graph.lowering.limits import (
     HOPPER,
     WIDTHS,
     Limit,
+    Limits,
     Place,
     once,
 )
@@ -98,9 +99,8 @@ class Fa4Case:
 
 
 def limit_reasons(case: Fa4Case) -> Iterator[Reason]:
-    for limit in LIMITS:
-        if limit.holds(case.place):
-            yield from limit.reasons(case)
+    for limit in LIMITS.at(case.place):
+        yield from limit.reasons(case)
 
 
 def other_strides(case: Fa4Case) -> Iterator[Reason]:
@@ -164,7 +164,7 @@ def of_wide(what: str, has: Callable[[Fa4Case], object], key: str) -> Limit[Fa4C
     )
 
 
-LIMITS: tuple[Limit[Fa4Case], ...] = (
+ROWS: tuple[Limit[Fa4Case], ...] = (
     Limit(
         "architecture",
         lambda c: (c.sm,),
@@ -341,3 +341,4 @@ LIMITS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit("strides", other_strides, "{it}", "cute_dsl_utils.py: maybe_contiguous", says="unasked"),
 )
+LIMITS = Limits(ROWS)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from attn_graph.lowering.cudnn.limits import limits_at
+from attn_graph.lowering.cudnn.limits import LIMITS
 from tests.support.cudnn_grid import drawn, grid
 from tests.support.cudnn_questions import GPUS, answers, questions, versions
 from tests.support.sources import ROOT, load_file
@@ -72,7 +72,7 @@ def test_each_limit_is_alone_in_refusing_something_of_the_grid() -> None:
     for question in (q for place in places for q in place):
         refusing = {rule.name for rule, _ in question.against}
         alone |= refusing if len(refusing) == 1 else set()
-    held = {rule for place in places for n in (0, 1) for rule in limits_at(place[n].case.place)}
+    held = {rule for place in places for n in (0, 1) for rule in LIMITS.at(place[n].case.place)}
     asked = {rule.name for rule in held if rule.says != "unasked"}
     assert asked - alone == {
         "architecture",  # no GPU of the table is below it

@@ -14,7 +14,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call
-from attn_graph.lowering.cudnn.limits import LIMITS, limits_at, reasons
+from attn_graph.lowering.cudnn.limits import LIMITS, reasons
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask, mask_problems
 from attn_graph.lowering.cudnn.sequences import DENSE, CudnnSequences
 from attn_graph.lowering.limits import Version
@@ -74,7 +74,7 @@ def names(
 ) -> list[str]:
     """The limits that refuse a problem."""
     case = Case(given, sm, backend, frontend, deterministic, sequences)
-    return [limit.name for limit in limits_at(case.place) if [*limit.reasons(case)]]
+    return [limit.name for limit in LIMITS.at(case.place) if [*limit.reasons(case)]]
 
 
 def bias(*shape: int, dtype: torch.dtype = HALF, strides: Any = None) -> dict[str, Any]:
@@ -286,7 +286,8 @@ TOO = (
 
 
 @pytest.mark.parametrize(
-    ("limit", "given", "asked"), [*((limit.name, *ALONE[limit.name]) for limit in LIMITS), *TOO]
+    ("limit", "given", "asked"),
+    [*((limit.name, *ALONE[limit.name]) for limit in LIMITS.rows), *TOO],
 )
 def test_each_limit_is_all_that_refuses_some_problem(
     limit: str, given: dict[str, Any], asked: dict[str, Any]
@@ -304,7 +305,7 @@ def test_plain_attention_is_taken_in_both_passes_everywhere() -> None:
 def sentences(given: Problem, asked: dict[str, Any]) -> list[str]:
     where = {"sm": 90, "backend": KNOWN[0], "frontend": KNOWN[1], **asked}
     case = Case(given, **where)
-    return [str(reason) for limit in limits_at(case.place) for reason in limit.reasons(case)]
+    return [str(reason) for limit in LIMITS.at(case.place) for reason in limit.reasons(case)]
 
 
 def keeps(stated: CudnnBand, i: int, j: int, shift: int) -> bool:

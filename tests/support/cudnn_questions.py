@@ -13,7 +13,7 @@ from attrs import frozen
 from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import CudnnCall, describe_call
-from attn_graph.lowering.cudnn.limits import limits_at
+from attn_graph.lowering.cudnn.limits import LIMITS
 from attn_graph.lowering.cudnn.memory import workspace
 from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, describe_target
 from attn_graph.lowering.cudnn.sequences import pack_call
@@ -38,7 +38,7 @@ class Question:
     def against(self) -> tuple[tuple[Limit[Case], Reason], ...]:
         """Which rules refuse it, with their reasons."""
         return tuple(
-            (rule, why) for rule in limits_at(self.case.place) for why in rule.reasons(self.case)
+            (rule, why) for rule in LIMITS.at(self.case.place) for why in rule.reasons(self.case)
         )
 
     @property
