@@ -6,11 +6,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, asdict, field, frozen
 
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import Options, RefusedError
@@ -53,20 +53,24 @@ COMPARED_LATER = ("memoryBusWidth", "smCountOrigin")
 LATER = (9, 25, 0)
 
 
+def as_pairs(lists: Iterable[Sequence[Any]]) -> tuple[Any, ...]:  # Any: from JSON
+    return tuple(map(tuple, lists))
+
+
 @final
 @frozen
 class CudnnPlan:
     """A plan built by cuDNN, with cuDNN's report on it.
 
-    plans: the names of all proposed plans. engine, knobs, notes: the chosen kernel, in cuDNN's
-    terms. workspace: bytes. seconds: of building. data: the plan as cuDNN reads it back. execute:
-    runs it.
+    Named as in `builder.describe_plan`. plans: the names of all proposed plans. engine, knobs,
+    notes: the chosen kernel, in cuDNN's terms. workspace: bytes. seconds: of building. data: the
+    plan as cuDNN reads it back. execute: runs it.
     """
 
-    plans: tuple[str, ...]
+    plans: tuple[str, ...] = field(converter=tuple)
     engine: str
-    knobs: tuple[tuple[str, int], ...]
-    notes: tuple[str, ...]
+    knobs: tuple[tuple[str, int], ...] = field(converter=as_pairs)
+    notes: tuple[str, ...] = field(converter=tuple)
     workspace: int
     seconds: float = field(eq=False)
     data: bytes = field(repr=False)
@@ -74,32 +78,10 @@ class CudnnPlan:
         init=False, eq=False, repr=False, default=Factory(lambda x: Engine(x.data), takes_self=True)
     )
 
-    @classmethod
-    def of(cls, report: Mapping[str, Any], data: bytes) -> CudnnPlan:  # Any: JSON
-        """report: from `builder.describe_plan`, and seconds."""
-        knobs = tuple((name, value) for name, value in report["knobs"])
-        lists = tuple(report["plans"]), tuple(report["notes"])
-        return cls(
-            lists[0],
-            report["engine"],
-            knobs,
-            lists[1],
-            report["workspace"],
-            report["seconds"],
-            data,
-        )
-
     @property
     def stored(self) -> bytes:
         """The bytes to store: a line of JSON, then the plan."""
-        report = {
-            "plans": self.plans,
-            "engine": self.engine,
-            "knobs": self.knobs,
-            "notes": self.notes,
-            "workspace": self.workspace,
-            "seconds": self.seconds,
-        }
+        report = asdict(self, filter=lambda part, _: part.init and part.name != "data")
         return json.dumps(report).encode() + b"\n" + self.data
 
     @classmethod
@@ -107,8 +89,8 @@ class CudnnPlan:
         """Read a stored plan. Raises Unfit for other bytes."""
         report, _, plan = data.partition(b"\n")
         try:
-            return cls.of(json.loads(report), plan)
-        except (ValueError, TypeError, LookupError) as error:
+            return cls(**json.loads(report), data=plan)
+        except (ValueError, TypeError) as error:
             raise Unfit(f"it holds no plan of cuDNN's: {error}") from error
 
     def __str__(self) -> str:
@@ -211,7 +193,7 @@ def build_here(call: CudnnCall, plan: str | None) -> CudnnPlan:
         raise gap_reason(str(error)) from error
     seconds = time.perf_counter() - start
     report = cudnn_builder.describe_plan(graph, plan) | {"seconds": seconds}
-    return CudnnPlan.of(report, bytes(graph.serialize()))
+    return CudnnPlan(**report, data=bytes(graph.serialize()))
 
 
 def build_away(
@@ -226,7 +208,7 @@ def build_away(
     check_versions(loaded, versions)
     if answer.refusal:
         raise gap_reason(answer.refusal)
-    return CudnnPlan.of(answer.report, answer.plan)
+    return CudnnPlan(**answer.report, data=answer.plan)
 
 
 def check_versions(loaded: tuple[Version, Version], planned: tuple[Version, Version]) -> None:

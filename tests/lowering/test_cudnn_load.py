@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,14 @@ X = ag.TensorSpec((2, 8, 1024, 128), torch.bfloat16)
 GRAPH = simplify(ag.attention(X, X, X, mask=ag.Causal()))
 GPU = torch.device("cuda", 0)
 STREAM = 7
-TOLD = {"plans": ["eng2"], "engine": "eng2", "knobs": [], "notes": [], "workspace": 0, "seconds": 0}
+TOLD: dict[str, Any] = {  # Any: JSON
+    "plans": ["eng2"],
+    "engine": "eng2",
+    "knobs": [],
+    "notes": [],
+    "workspace": 0,
+    "seconds": 0,
+}
 
 
 def target_with(minor: int) -> Target:
@@ -82,7 +90,7 @@ def fill(store: Store, target: Target) -> None:
     assert frontend is not None
     _, call = describe_problem(GRAPH, target, Options())
     key = cudnn_plan.plan_key(call, cudnn_plan.describe_own_gpu(), (backend, frontend))
-    store.put(key, CudnnPlan.of(TOLD, b"plan").stored)
+    store.put(key, CudnnPlan(**TOLD, data=b"plan").stored)
 
 
 def test_loading_a_plan_runs_nothing_and_takes_no_memory(machine: Machine) -> None:
