@@ -28,14 +28,13 @@ from attrs import field, frozen
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import LENGTHS, STARTS
+from attn_graph.ir.packed import STARTS
 from attn_graph.ir.scaling import O_SCALE, SCALES
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Case
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.cudnn.quantised import quantised_places
 from attn_graph.lowering.cudnn.sequences import SIDES, round_total
-from attn_graph.lowering.lengths import sequence_rows
 from attn_graph.lowering.problem import (
     ALIGNED,
     find_misplaced,
@@ -240,7 +239,7 @@ class Run:
         and do, with lse = +inf, in rows without keys, as exp(s - lse) is 0 then."""
         given = dict(x)
         for name, side in self.case.cleaned.items():
-            given[name] = zero_rows(self.copy(name, x[name]), self.outside(side, x))
+            given[name] = zero_rows(self.copy(name, x[name]), self.absent(side, x))
         if self.case.clears:
             lse = x["lse"].T if "rows" in self.totals else x["lse"]
             blind = lse == -INF
@@ -253,17 +252,8 @@ class Run:
         slot = next(slot for slot in self.call.inputs if slot.source == name)
         return torch.empty_strided(*self.layout(slot), dtype=x.dtype, device=x.device).copy_(x)
 
-    def outside(self, side: str, x: Named) -> torch.Tensor:
-        """True for rows outside sequences, beside operands of a side."""
-        if side in self.totals:
-            return self.outside_packed(side, x)[:, None, None]
-        keys = torch.arange(self.case.problem.N, device=x["q"].device)
-        return (keys >= x["kv_lengths"][:, None])[:, None, :, None]
-
-    def outside_packed(self, side: str, x: Named) -> torch.Tensor:
-        """True for rows outside sequences: [T] of bool."""
-        lengths = None if side in self.case.sequences.gapless else x[LENGTHS[side]]
-        return ~sequence_rows(x[STARTS[side]], lengths, self.totals[side])
+    def absent(self, side: str, x: Named) -> torch.Tensor:
+        return self.case.sequences.absent(side, self.case.problem.N, x)
 
     def argument(self, slot: Slot, known: Named) -> torch.Tensor:
         """The tensor for a slot, known by argument or by source."""
@@ -316,7 +306,7 @@ class Run:
         """lse [T,H] of rows without keys: -inf, or in a sequence without keys the sinks."""
         if "sinks" not in x or self.case.sequences.alike:
             return room.fill_(-INF)
-        return room.copy_(x["sinks"]).masked_fill_(self.outside_packed("rows", x)[:, None], -INF)
+        return room.copy_(x["sinks"]).masked_fill_(self.absent("rows", x)[..., 0], -INF)
 
     def finish(self, made: Named, x: Named, rooms: Rooms) -> None:
         """Turn the results into those that we give back."""

@@ -7,7 +7,7 @@ not a part of the call, so one plan serves batches of any number of rows. It see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import final
 
@@ -16,11 +16,11 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import PLACES, STARTS, Packed
+from attn_graph.ir.packed import LENGTHS, PLACES, STARTS, Packed
 from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
 from attn_graph.lowering.cudnn.quantised import quantised_problem
-from attn_graph.lowering.lengths import gapless_sides, shares_lengths
+from attn_graph.lowering.lengths import gapless_sides, sequence_rows, shares_lengths
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
 from attn_graph.spec import TensorSpec, dense_strides
 
@@ -72,6 +72,18 @@ class CudnnSequences:
     def page(self) -> int:
         """Rows of a page of k and v; 0 without pages."""
         return next((x.shape[1] for x in self.pools.values()), 0)
+
+    def absent(self, side: str, most: int, x: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """True for rows of a side outside sequences, [T,1,1], or past lengths, [B,1,most,1].
+
+        x: starts and lengths, by name.
+        """
+        lengths = None if side in self.gapless else x[LENGTHS[side]]
+        if side in self.totals:
+            return ~sequence_rows(x[STARTS[side]], lengths, self.totals[side])[:, None, None]
+        assert lengths is not None  # only packed sides are gapless
+        place = torch.arange(most, device=lengths.device)
+        return (place >= lengths[:, None])[:, None, :, None]
 
 
 DENSE = CudnnSequences()

@@ -14,7 +14,7 @@ from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.attention import Operands
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import LENGTHS
+from attn_graph.ir.packed import LENGTHS, STARTS
 from attn_graph.lowering.cudnn.sequences import SIDES
 from attn_graph.lowering.fa4.call import (
     CU_SEQLENS,
@@ -27,7 +27,6 @@ from attn_graph.lowering.fa4.call import (
 )
 from attn_graph.lowering.fa4.lists import MadeLists, TileLists
 from attn_graph.lowering.fa4.offline import keep_kernels_in
-from attn_graph.lowering.lengths import sequence_rows
 from attn_graph.lowering.problem import (
     ALIGNED,
     cotangent_note,
@@ -235,13 +234,9 @@ class Fa4Run:
         p, name, sequences = self.call.problem, LENGTHS[side], self.call.sequences
         if name not in self.call.limited:
             return None
-        lengths = p.node.split(own).mask[name]
-        if side in sequences.totals:
-            ends = None if side in sequences.gapless else lengths
-            inside = sequence_rows(self.starts(own)[side], ends, sequences.totals[side])
-            return ~inside[:, None, None]
-        place = torch.arange({"rows": p.M, "keys": p.N}[side], device=lengths.device)
-        return (place >= lengths[:, None])[:, None, :, None]
+        known = {STARTS[packed]: x for packed, x in self.starts(own).items()}
+        known[name] = p.node.split(own).mask[name]
+        return sequences.absent(side, p.M if side == "rows" else p.N, known)
 
     def clean(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """q, k and v, some copied for the kernels."""

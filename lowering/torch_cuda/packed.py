@@ -25,7 +25,7 @@ from attn_graph.lowering.cpu.sdpa import (
     scale_reasons,
     through_lse,
 )
-from attn_graph.lowering.lengths import gapless_sides, shares_lengths
+from attn_graph.lowering.lengths import gapless_sides, sequence_rows, shares_lengths
 from attn_graph.lowering.problem import Problem, on_boundary, read_operands, select_outputs
 from attn_graph.lowering.reasons import no_elements, no_gpu, other_gradients
 from attn_graph.lowering.torch_cuda.dense import (
@@ -170,7 +170,7 @@ class PackedFlashCall:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, 0 in rows outside sequences, and lse, -inf there and in rows without keys."""
         o, lse = fused_cuda.packed_forward(q, k, v, sequences, self.layout.problem.node.scale)
-        nobody = rows_of_none(sequences.starts[0], len(q))
+        nobody = ~sequence_rows(sequences.starts[0], None, len(q))
         lse.masked_fill_(nobody | (lse == INF), -INF)
         return o.masked_fill_(nobody[:, None, None], 0.0), lse
 
@@ -182,7 +182,8 @@ class PackedFlashCall:
         scale, unseen = self.layout.problem.node.scale, lse.masked_fill(lse == -INF, INF)
         made = fused_cuda.packed_backward(do, q, k, v, o, unseen, sequences, scale)
         for side, x in zip((0, 1, 1), made, strict=True):
-            x.masked_fill_(rows_of_none(sequences.starts[side], len(x))[:, None, None], 0.0)
+            inside = sequence_rows(sequences.starts[side], None, len(x))
+            x.masked_fill_(~inside[:, None, None], 0.0)
         return made
 
     def backward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
@@ -268,12 +269,6 @@ def restride(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """A copy of x in the layout of a spec."""
     new = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
     return new.copy_(x)
-
-
-def rows_of_none(starts: torch.Tensor, rows: int) -> torch.Tensor:
-    """True for rows before the first sequence or after the last, [rows]."""
-    row = torch.arange(rows, device=starts.device)
-    return (row < starts[0]) | (row >= starts[-1])
 
 
 BACKEND = Backend("torch_flash", why_not, lower)
