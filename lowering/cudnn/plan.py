@@ -192,8 +192,8 @@ def build_here(call: CudnnCall, plan: str | None) -> CudnnPlan:
     except cudnn_builder.DeclinedError as error:
         raise gap_reason(str(error)) from error
     seconds = time.perf_counter() - start
-    report = cudnn_builder.describe_plan(graph, plan) | {"seconds": seconds}
-    return CudnnPlan(**report, data=bytes(graph.serialize()))
+    report: dict[str, Any] = cudnn_builder.describe_plan(graph, plan)
+    return CudnnPlan(**report, seconds=seconds, data=bytes(graph.serialize()))
 
 
 def build_away(
