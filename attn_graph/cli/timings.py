@@ -12,7 +12,7 @@ import attn_graph as ag
 from attn_graph.ir.vjp import main_outputs
 from attn_graph.machine.timing import Job, add_medians
 from attn_graph.plan import Plan
-from attn_graph.planner.cost import cost, masks_inputs
+from attn_graph.planner.cost import cost, mask_sources
 from attn_graph.planner.tuning import examples
 
 Pass = Literal["forward", "backward"]
@@ -150,9 +150,10 @@ def collect_figures(
 
 def count_costs(plan: Plan, rates: ag.Target, tensors: Tensors) -> ag.types.Cost:
     """The cost of the graph with these very tensors."""
-    read = {i for eqn in plan.graph.eqns for i in masks_inputs(plan.graph, eqn).values()}
-    data = {plan.graph.inputs[i].name: tensors[i] for i in read}
-    return cost(plan.graph, rates, data)
+    graph = plan.graph
+    read = {name for eqn in graph.eqns for name, _ in mask_sources(graph, eqn).values()}
+    data = {i.name: x for i, x in zip(graph.inputs, tensors, strict=True) if i.name in read}
+    return cost(graph, rates, data)
 
 
 def forward_job(plan: Plan, tensors: Tensors) -> Job:

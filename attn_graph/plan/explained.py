@@ -28,7 +28,7 @@ def explain_plan(plan: Plan, sizes: Mapping[str, int]) -> Explanation:
     complete_sizes(plan.graph, "explain", sizes)
     usual, every = main_outputs(plan.graph), plan.graph.differentiable_outputs
     gradient = explain_backward(plan, usual) if plan.graph.has_gradient else None
-    side, recorded = explain_side(plan), plan.recorded
+    side, recorded = explain_side(plan, *plan.executable.inspect()), plan.recorded
     side = evolve(side, notes=(*side.notes, *out_notes(plan.graph, plan.executable)))
     if recorded is not plan:
         side = evolve(side, notes=(*side.notes, recording_note(recorded.graph)))
@@ -56,20 +56,21 @@ def explain_backward(plan: Plan, outputs: Sequence[int]) -> Explanation:
         refusals = tuple(Refusal(name, reasons) for name, reasons in error.refusals)
         memory = sum_needs(plan, None)
         return Explanation(graph, plan.target, None, "none supports it", refusals, memory=memory)
-    return evolve(explain_side(gradient), memory=sum_needs(plan, gradient))
+    return evolve(
+        explain_side(gradient, *gradient.executable.inspect()), memory=sum_needs(plan, gradient)
+    )
 
 
-def explain_side(plan: Plan) -> Explanation:
+def explain_side(plan: Plan, *inspected: str) -> Explanation:
     """One pass alone: its backend and notes, and the other backends' refusals."""
     made = plan.executable
-    notes = (*made.notes, *made.launches(), *made.inspect())
     return Explanation(
         plan.graph,
         plan.target,
         plan.backend,
         plan.cause,
         tuple(Refusal(name, reasons) for name, reasons in plan.refusals),
-        tuple(dict.fromkeys(notes)),
+        tuple(dict.fromkeys((*made.notes, *made.launches(), *inspected))),
         plan.also,
     )
 
@@ -91,11 +92,5 @@ def sum_needs(plan: Plan, gradient: Plan | None) -> Memory:
 
 def show_plan(plan: Plan) -> str:
     """For notebooks: the backend, the other backends, and the graph. It compiles nothing."""
-    notes = (*plan.executable.notes, *plan.executable.launches())
-    rows = [
-        (plan.backend, html.verdict(f"runs it: {plan.cause}", notes)),
-        *((name, html.verdict("also able")) for name in plan.also),
-        *((name, html.verdict("can't", texts)) for name, texts in plan.refusals),
-    ]
-    head = html.element("p", f"a plan for {plan.target}")
-    return html.page(head, html.table(rows), html.Html(plan.graph._repr_html_()))
+    table = explain_side(plan).table(f"a plan for {plan.target}")
+    return html.page(html.Html(table), html.Html(plan.graph._repr_html_()))

@@ -188,7 +188,7 @@ def cost(
 
 def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
     """The tensors. Raises GraphError for one that no mask of the graph reads."""
-    read = {graph.inputs[i].name for eqn in graph.eqns for i in masks_inputs(graph, eqn).values()}
+    read = {name for eqn in graph.eqns for name, _ in mask_sources(graph, eqn).values()}
     if unknown := [name for name in tensors if name not in read]:
         names = ", ".join(sorted(read)) or "no input"
         raise GraphError(f"cost: no mask reads {', '.join(unknown)}; the masks read {names}")
@@ -197,27 +197,26 @@ def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
     return tensors
 
 
-def masks_operands(eqn: Eqn) -> dict[str, int]:
-    """The number of each tensor's value, by its name in an attention's mask."""
+def mask_sources(graph: Graph, eqn: Eqn) -> dict[str, tuple[str, bool]]:
+    """The input behind each tensor of an attention's mask, by its name there; True if the input has
+    the starts of sequences, and the mask reads their lengths."""
     node: Attention | None = eqn.op.attention
-    return node.split(eqn.args[: len(node.takes)]).mask if node else {}
-
-
-def masks_inputs(graph: Graph, eqn: Eqn) -> dict[str, int]:
-    """The number of each tensor's input, by its name in the mask; lengths by starts give starts."""
+    if node is None:
+        return {}
     starts = {outs[0]: e.args[0] for e, outs in graph.numbered if isinstance(e.op, Lengths)}
-    sources = {name: starts.get(i, i) for name, i in masks_operands(eqn).items()}
-    return {name: i for name, i in sources.items() if i < len(graph.inputs)}
+    own = node.split(eqn.args[: len(node.takes)]).mask
+    sources = {name: (starts.get(i, i), i in starts) for name, i in own.items()}
+    names = [i.name for i in graph.inputs]
+    return {name: (names[i], diff) for name, (i, diff) in sources.items() if i < len(names)}
 
 
-def masks_data(graph: Graph, eqn: Eqn, given: Tensors) -> Tensors:
+def mask_data(graph: Graph, eqn: Eqn, given: Tensors) -> Tensors:
     """The tensors read by an attention's mask, by name there, if their inputs are given."""
-    operands, inputs = masks_operands(eqn), masks_inputs(graph, eqn)
-    known = {name: given.get(graph.inputs[i].name) for name, i in inputs.items()}
+    sources = mask_sources(graph, eqn) if given else {}
     return {
-        name: x if operands[name] == inputs[name] else x.diff()
-        for name, x in known.items()
-        if x is not None
+        name: given[source].diff() if diff else given[source]
+        for name, (source, diff) in sources.items()
+        if source in given
     }
 
 
@@ -254,7 +253,7 @@ def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
         operands = operand_specs(graph, eqn)
         written = sum([types[i].bytes for i in outs if i in read])
         if isinstance(eqn.op, Fused):
-            data = masks_data(graph, eqn, given)
+            data = mask_data(graph, eqn, given)
             yield attention_share(eqn.op, operands, data, written)
         else:
             moved = sum(distinct_elements(x) * x.dtype.itemsize for x in operands) + written

@@ -6,6 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import final
 
 import torch
@@ -42,8 +43,12 @@ class Candidate:
         return self.backend.name if self.variant is None else f"{self.backend.name}, {self.variant}"
 
     def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
-        """Lower the graph by this variant. Raises RefusedError."""
-        return lower_checked(self.backend, graph, target, evolve(options, variant=self.variant))
+        """Lower the graph by this variant. Raises RefusedError, for too large a workspace too."""
+        own = evolve(options, variant=self.variant)
+        executable = lower_checked(self.backend, graph, target, own)
+        if over := [*options.over_workspace(executable.workspace)]:
+            raise RefusedError(*over)
+        return executable
 
 
 def choose_fastest(
@@ -68,29 +73,18 @@ def choose_fastest(
         late |= measure(missing, graph, target, options, key, figures)
         if not late.keys() & {b.name for b in able}:
             break
-    for name in sorted((n for n in contenders if n in figures), key=figures.__getitem__):
-        executable = lower_within_limit(contenders[name], graph, target, options)
-        if executable is not None:
-            backend = contenders[name].backend
-            also = tuple(b.name for b in able if b is not backend)
-            text = explain_choice(
-                figures,
-                contenders,
-                cost(graph, target, precision=options.precision).forward.achieved(figures[name]),
+    ranked = sorted((n for n in contenders if n in figures), key=figures.__getitem__)
+    for name in ranked:
+        with suppress(RefusedError):  # a stored one may refuse now
+            executable = contenders[name].lower(graph, target, options)
+            backend, work = (
+                contenders[name].backend,
+                cost(graph, target, precision=options.precision),
             )
+            also = tuple(b.name for b in able if b is not backend)
+            text = explain_choice(figures, ranked, work.forward.achieved(figures[name]))
             return evolve(choice, backend=backend, cause=text, also=also), executable
     return choose_and_lower(graph, target, options, among)
-
-
-def lower_within_limit(
-    candidate: Candidate, graph: Graph, target: Target, options: Options
-) -> Executable | None:
-    """The lowered candidate; None if it refuses after all, or needs too large a workspace."""
-    try:
-        executable = candidate.lower(graph, target, options)
-    except RefusedError:
-        return None
-    return None if [*options.over_workspace(executable.workspace)] else executable
 
 
 def backends_that_take(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
@@ -110,11 +104,8 @@ def candidates(
     yield from (Candidate(backend, name) for name in names)
 
 
-def explain_choice(
-    figures: Figures, contenders: Mapping[str, Candidate], achieved: float | None
-) -> str:
+def explain_choice(figures: Figures, ranked: Sequence[str], achieved: float | None) -> str:
     """The cause of a choice: all figures, the fastest first, and its share of the roofline."""
-    ranked = sorted((n for n in contenders if n in figures), key=figures.__getitem__)
     text = ", ".join(f"{name} {format_scaled(figures[name], 's')}" for name in ranked)
     share = "" if achieved is None else f"; that is {100 * achieved:.3g} % of the roofline"
     return f"it was the fastest when measured here: {text}{share}"
@@ -202,8 +193,6 @@ def prepare_jobs(
         progress(f"{name}: building")
         try:
             executable = candidate.lower(graph, target, options)
-            if over := [*options.over_workspace(executable.workspace)]:
-                raise RefusedError(*over)
             executable.run(*tensors)
         except (RefusedError, torch.OutOfMemoryError) as error:
             if candidate.variant is None:
