@@ -30,6 +30,7 @@ from attn_graph.kernels.common import (
     tile_bounds,
     walk_part,
 )
+from attn_graph.kernels.forward import store_statistic
 from attn_graph.kernels.pieces import (
     add_pieces,
     key_pieces,
@@ -57,30 +58,50 @@ from attn_graph.kernels.sequences import (
 
 @triton.jit(do_not_specialize=SIZES)
 def delta(
-    o_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, o_strides, do_strides, dlse_strides, H, M,
+    o_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, to_ptr, tdo_ptr, tdlse_ptr, tdelta_ptr,
+    o_strides, do_strides, dlse_strides, to_strides, tdo_strides, tdlse_strides, H, M,
     E: tl.constexpr, WIDTH_E: tl.constexpr, BLOCK_M: tl.constexpr, BLIND: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """o, do [B,H,M,E], dlse [B,H,M] -> delta [B,H,M] float32, C order. do or dlse may be absent.
 
-    BLIND: rows may see no key. Their delta is 0, whatever do and dlse hold.
+    In a direction, with to, tdo and tdlse, of which the latter may be absent, also tdelta. BLIND:
+    rows may see no key. Their results are 0, whatever the cotangents hold.
     """
     block, h, b = place_program(tl.cdiv(M, BLOCK_M), H, 1, False)
-    first = block * BLOCK_M
-    row = tl.arange(0, BLOCK_M)
+    first, line = block * BLOCK_M, line_of(b, h, H, M)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if do_ptr is not None:
+    moved = tl.zeros([BLOCK_M], tl.float32)
+    if do_ptr is not None or tdo_ptr is not None:
         o = rows_of(o_ptr, o_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
+    if do_ptr is not None:
         do = rows_of(do_ptr, do_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
         total += tl.sum(weigh_cotangent(o, do, BLIND), 1)
-    if dlse_ptr is not None:
-        at = head_ptr(dlse_ptr, dlse_strides, b, h) + (first + row).to(tl.int64) * dlse_strides[2]
-        total -= tl.load(at, mask=row < M - first, other=0.0)
-    line = (tl.cast(b, tl.int64) * H + h) * M
+        if to_ptr is not None:
+            to = rows_of(to_ptr, to_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
+            moved += tl.sum(weigh_cotangent(to, do, BLIND), 1)
+    if tdo_ptr is not None:
+        tdo = rows_of(tdo_ptr, tdo_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
+        moved += tl.sum(weigh_cotangent(o, tdo, BLIND), 1)
+    total = subtract_numbers(total, dlse_ptr, dlse_strides, b, h, first, M, BLOCK_M)
+    moved = subtract_numbers(moved, tdlse_ptr, tdlse_strides, b, h, first, M, BLOCK_M)
     if BLIND:
         lse = load_statistics(lse_ptr + line, first, M, 0.0, BLOCK_M, False)
         total = tl.where(lse == float("-inf"), 0.0, total)
-    tl.store(delta_ptr + line + first + row, total, mask=row < M - first)
+        moved = tl.where(lse == float("-inf"), 0.0, moved)
+    store_statistic(delta_ptr + line, total, first, M, BLOCK_M)
+    if tdelta_ptr is not None:
+        store_statistic(tdelta_ptr + line, moved, first, M, BLOCK_M)
+
+
+@triton.jit
+def subtract_numbers(total, ptr, strides, b, h, first, M, BLOCK_M: tl.constexpr):
+    """total less the rows first.. of x[b,h] [M]; total where x is absent."""
+    if ptr is not None:
+        row = tl.arange(0, BLOCK_M)
+        at = head_ptr(ptr, strides, b, h) + (first + row).to(tl.int64) * strides[2]
+        total -= tl.load(at, mask=row < M - first, other=0.0)
+    return total
 
 
 @triton.jit

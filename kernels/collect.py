@@ -17,6 +17,7 @@ from attn_graph.kernels.common import (
     even_length,
     head_ptr,
     key_tiles,
+    line_of,
     list_at,
     listed_block,
     place_program,
@@ -152,13 +153,18 @@ def collect_lines(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr,
+    ENTRIES: tl.constexpr, FOLDS: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
-    PUSH: tl.constexpr, COLLECT: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    PUSH: tl.constexpr, COLUMN: tl.constexpr, COLLECT: tl.constexpr, DROPOUT: tl.constexpr,
+    LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the sums over keys for BLOCK_M queries, or, BY_KEYS, over queries for BLOCK_N.
 
-    out [B,H,M] or [B,H,N], float32, C order.
+    out [B,H,M] or [B,H,N], float32, C order. With COLUMN, sums over the columns of a table for
+    BLOCK_M queries: it is generated, the column of a place, by its j - i, from 0 to ENTRIES - 1,
+    where columns of equal number lie side by side in this order. In a tile turned by one place a
+    row, a diagonal is a column of it, above FOLDS of them. out is [B,H,blocks,FOLDS,ENTRIES] then:
+    each fold of a tile stores where no other does, except in the first and the last column.
     """
     N = even_length(N, EVEN)
     length = N if BY_KEYS else M
@@ -169,65 +175,20 @@ def collect_lines(
     bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, BY_KEYS)
     full, mixed = count_tiles(list_ptr, bounds, LISTED)
     total = tl.zeros([LINES], tl.float32)
+    if COLUMN is not None:
+        line = (tl.cast(b, tl.int64) * H + h) * tl.cdiv(M, BLOCK_M) + block
+        out_ptr += line * (FOLDS * ENTRIES)
+        each = tl.arange(0, BLOCK_N)
+        for n in range(0, FOLDS * ENTRIES, BLOCK_N):
+            tl.store(out_ptr + n + each, 0.0, mask=n + each < FOLDS * ENTRIES)
+        tl.debug_barrier()
+        turned = each[None, :] + tl.arange(0, BLOCK_M)[:, None]
+        head, tail = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for t in range(full + mixed):
         n = bounds[0] + t
         if LISTED:
             n = tl.load(list_ptr + 3 + t)
-        row, column = (n, block) if BY_KEYS else (block, n)
-        share = contribution(
-            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
-            tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
-            data, numbers, q_strides, k_strides, v_strides, do_strides,
-            tq_strides, tk_strides, tv_strides, tdo_strides, scales, scale_strides,
-            b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N, scale, keep_scale, threshold,
-            origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, ENDS, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
-        )  # fmt: skip
-        total += tl.sum(share, 0 if BY_KEYS else 1)
-    line = block * LINES + tl.arange(0, LINES)
-    tl.store(out_ptr + (tl.cast(b, tl.int64) * H + h) * length + line, total, mask=line < length)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def collect_columns(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
-    tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, out_ptr, seed_ptr, offset_ptr, lists_ptr,
-    data, numbers, q_strides, k_strides, v_strides, do_strides,
-    tq_strides, tk_strides, tv_strides, tdo_strides, lists_strides, scales, scale_strides,
-    H, GROUP, M, N, scale, keep_scale, threshold, origin,
-    EVEN: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ENTRIES: tl.constexpr, FOLDS: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
-    PUSH: tl.constexpr, COLUMN: tl.constexpr, COLLECT: tl.constexpr, DROPOUT: tl.constexpr,
-    LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program: the sums over the columns of a table for BLOCK_M queries.
-
-    COLUMN is generated: the column of a place, by its j - i, from 0 to ENTRIES - 1, where columns
-    of equal number lie side by side in this order. In a tile turned by one place a row, a diagonal
-    is a column of it, above FOLDS of them. out [B,H,blocks,FOLDS,ENTRIES], float32, C order: each
-    fold of a tile stores where no other does, except in the first and the last column.
-    """
-    N = even_length(N, EVEN)
-    place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, 1, not LISTED)
-    block = listed_block(place, lists_ptr, lists_strides, LISTED)
-    list_ptr = list_at(lists_ptr, lists_strides, b, h, place)
-    bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, False)
-    full, mixed = count_tiles(list_ptr, bounds, LISTED)
-    line = (tl.cast(b, tl.int64) * H + h) * tl.cdiv(M, BLOCK_M) + block
-    out_ptr += line * (FOLDS * ENTRIES)
-    each = tl.arange(0, BLOCK_N)
-    for n in range(0, FOLDS * ENTRIES, BLOCK_N):
-        tl.store(out_ptr + n + each, 0.0, mask=n + each < FOLDS * ENTRIES)
-    tl.debug_barrier()
-    turned = each[None, :] + tl.arange(0, BLOCK_M)[:, None]
-    first, last = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
-    for t in range(full + mixed):
-        n = bounds[0] + t
-        if LISTED:
-            n = tl.load(list_ptr + 3 + t)
-        row, column = block * BLOCK_M, n * BLOCK_N
+        row, column = (n * BLOCK_M, block * BLOCK_N) if BY_KEYS else (block * BLOCK_M, n * BLOCK_N)
         share = contribution(
             q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
             tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
@@ -237,20 +198,27 @@ def collect_columns(
             origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, ENDS, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
         )  # fmt: skip
-        least = COLUMN(b, h, row + BLOCK_M - 1, column, M, N, data, numbers)
-        most = COLUMN(b, h, row, column + BLOCK_N - 1, M, N, data, numbers)
-        if least == most:
-            sums = tl.sum(share, 0)
-            first += tl.where(most == 0, sums, 0.0)
-            last += tl.where(most > 0, sums, 0.0)
+        if COLUMN is None:
+            total += tl.sum(share, 0 if BY_KEYS else 1)
         else:
-            share = tl.gather(share, turned % BLOCK_N, 1)
-            for fold in tl.static_range(FOLDS):
-                sums = tl.sum(tl.where(turned // BLOCK_N == fold, share, 0.0), 0)
-                at = COLUMN(b, h, row, column + each - fold * BLOCK_N, M, N, data, numbers)
-                inner = (at > 0) & (at < ENTRIES - 1)
-                tl.store(out_ptr + fold * ENTRIES + at, sums, mask=inner)
-                first += tl.where(at == 0, sums, 0.0)
-                last += tl.where(inner | (at == 0), 0.0, sums)
-    tl.store(out_ptr, tl.sum(first, 0))
-    tl.store(out_ptr + ENTRIES - 1, tl.sum(last, 0))
+            least = COLUMN(b, h, row + BLOCK_M - 1, column, M, N, data, numbers)
+            most = COLUMN(b, h, row, column + BLOCK_N - 1, M, N, data, numbers)
+            if least == most:
+                sums = tl.sum(share, 0)
+                head += tl.where(most == 0, sums, 0.0)
+                tail += tl.where(most > 0, sums, 0.0)
+            else:
+                share = tl.gather(share, turned % BLOCK_N, 1)
+                for fold in tl.static_range(FOLDS):
+                    sums = tl.sum(tl.where(turned // BLOCK_N == fold, share, 0.0), 0)
+                    at = COLUMN(b, h, row, column + each - fold * BLOCK_N, M, N, data, numbers)
+                    inner = (at > 0) & (at < ENTRIES - 1)
+                    tl.store(out_ptr + fold * ENTRIES + at, sums, mask=inner)
+                    head += tl.where(at == 0, sums, 0.0)
+                    tail += tl.where(inner | (at == 0), 0.0, sums)
+    if COLUMN is None:
+        at = line_of(b, h, H, length) + block * LINES + tl.arange(0, LINES)
+        tl.store(out_ptr + at, total, mask=block * LINES + tl.arange(0, LINES) < length)
+    else:
+        tl.store(out_ptr, tl.sum(head, 0))
+        tl.store(out_ptr + ENTRIES - 1, tl.sum(tail, 0))

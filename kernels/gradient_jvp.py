@@ -14,7 +14,6 @@ from attn_graph.kernels.backward import (
     load_rest,
     load_statistics,
     outweigh,
-    weigh_cotangent,
     weigh_scores,
 )
 from attn_graph.kernels.common import (
@@ -35,53 +34,6 @@ from attn_graph.kernels.common import (
     tile_at,
     tile_bounds,
 )
-
-
-@triton.jit(do_not_specialize=SIZES)
-def push_delta(
-    o_ptr, to_ptr, lse_ptr, do_ptr, dlse_ptr, tdo_ptr, tdlse_ptr, delta_ptr, tdelta_ptr,
-    o_strides, to_strides, do_strides, dlse_strides, tdo_strides, tdlse_strides, H, M,
-    E: tl.constexpr, WIDTH_E: tl.constexpr, BLOCK_M: tl.constexpr, BLIND: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """o, to, do, tdo [B,H,M,E], dlse, tdlse [B,H,M] -> delta, tdelta [B,H,M] float32, C order.
-
-    Cotangents may be absent. BLIND: rows may see no key. Both are 0 there, whatever these hold.
-    """
-    block, h, b = place_program(tl.cdiv(M, BLOCK_M), H, 1, False)
-    first = block * BLOCK_M
-    row = tl.arange(0, BLOCK_M)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    moved = tl.zeros([BLOCK_M], tl.float32)
-    o = rows_of(o_ptr, o_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
-    if do_ptr is not None:
-        do = rows_of(do_ptr, do_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
-        to = rows_of(to_ptr, to_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
-        total += tl.sum(weigh_cotangent(o, do, BLIND), 1)
-        moved += tl.sum(weigh_cotangent(to, do, BLIND), 1)
-    if tdo_ptr is not None:
-        tdo = rows_of(tdo_ptr, tdo_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
-        moved += tl.sum(weigh_cotangent(o, tdo, BLIND), 1)
-    total -= load_numbers(dlse_ptr, dlse_strides, b, h, first, M, BLOCK_M)
-    moved -= load_numbers(tdlse_ptr, tdlse_strides, b, h, first, M, BLOCK_M)
-    line = (tl.cast(b, tl.int64) * H + h) * M
-    if BLIND:
-        lse = load_statistics(lse_ptr + line, first, M, 0.0, BLOCK_M, False)
-        total = tl.where(lse == float("-inf"), 0.0, total)
-        moved = tl.where(lse == float("-inf"), 0.0, moved)
-    tl.store(delta_ptr + line + first + row, total, mask=row < M - first)
-    tl.store(tdelta_ptr + line + first + row, moved, mask=row < M - first)
-
-
-@triton.jit
-def load_numbers(ptr, strides, b, h, first, M, BLOCK_M: tl.constexpr):
-    """Rows first.. of x[b,h] [M]; 0 outside of it, and where x is absent."""
-    x = tl.zeros([BLOCK_M], tl.float32)
-    if ptr is not None:
-        row = tl.arange(0, BLOCK_M)
-        at = head_ptr(ptr, strides, b, h) + (first + row).to(tl.int64) * strides[2]
-        x = tl.load(at, mask=row < M - first, other=0.0)
-    return x
 
 
 @triton.jit

@@ -24,7 +24,6 @@ HOMES = {
     "split_forward": "decode",
     "merge_parts": "decode",
     "push": "jvp",
-    "push_delta": "gradient_jvp",
     "push_query_gradient": "gradient_jvp",
     "push_key_gradient": "gradient_jvp",
     "delta": "backward",
@@ -35,7 +34,6 @@ HOMES = {
     "sum_pages": "page_sums",
     "collect_places": "collect",
     "collect_lines": "collect",
-    "collect_columns": "collect",
     "extremes": "lists",
     "list_tiles": "lists",
 }

@@ -253,7 +253,7 @@ class FlashBuilder(LaunchList):
             own["to_strides"] = "to.strides"
         fixed = {"M": M, "BLIND": self.problem.has_blind_rows}
         lines = blocks(M, DELTA.block_m) * H * B
-        self.launch(f"{self.prefix}delta", lines, DELTA, own, fixed)
+        self.launch("delta", lines, DELTA, own, fixed)
 
     def query_gradient(self) -> None:
         """Add the launch of dq, or of its parts and of their sum."""
@@ -400,15 +400,13 @@ class FlashBuilder(LaunchList):
         p, by_keys = self.problem, "j" in collected.axes
         lists, listed = self.listed(tile, by_keys)
         length, block = (p.N, tile.block_n) if by_keys else (p.M, tile.block_m)
-        more: Fixed = {**listed}
-        count, kernel, shape = blocks(length, block), "collect_lines", [length]
+        more: Fixed = listed | {"BY_KEYS": by_keys}
+        count, shape = blocks(length, block), [length]
         if collected.column:
             entries, folds = collected.spec.shape[1], blocks(block, tile.block_n) + 1
-            kernel, shape = "collect_columns", [count, folds, entries]
+            shape = [count, folds, entries]
             more |= {"ENTRIES": entries, "FOLDS": folds}
             texts["COLUMN"] = collected.column
-        else:
-            more["BY_KEYS"] = by_keys
         self.buffers[f"sums{n}"] = Buffer((p.B, p.H, *shape), torch.float32)
         own = lists | {"out_ptr": f"sums{n}"}
-        self.launch(kernel, count * p.H * p.B, tile, own, more, texts)
+        self.launch("collect_lines", count * p.H * p.B, tile, own, more, texts)

@@ -120,10 +120,8 @@ SHOWN = {  # each kernel, and a case that executes it on every generation
     "merge_parts": "one query",
     "collect_places": "bias",
     "collect_lines": "slopes",
-    "collect_columns": "relative bias",
     "sum_pages": "pages, chunks of prompts",
     "push": "tangents, window",
-    "push_delta": "tangents of gradients, slopes",
     "push_query_gradient": "tangents of gradients, slopes",
     "push_key_gradient": "tangents of gradients, slopes",
 }
