@@ -134,7 +134,7 @@ class LaunchList:
         }
         large = layout.large() | (self.push.large if self.push else {})
         strides = {f"{name}_strides": layout.strides(name, x) for name, x in large.items()}
-        return facts | strides | layout.sizes() | layout.paging()
+        return facts | strides | layout.sizes()
 
     def tensors(self) -> Pointers:
         """The tensors of the problem, by parameter."""
@@ -147,7 +147,7 @@ class LaunchList:
             names |= {*self.push.large, "to", "tlse", "tdelta"}
             names |= {"tsinks"} if self.push.by_role.sinks else set()
         pointers: Pointers = {f"{name}_ptr": GRADIENTS.get(name, name) for name in names}
-        pointers |= {name: x for name, x in layout.pointers().items() if x is not None}
+        pointers |= layout.pointers()
         groups = {"scales": layout.scales, "data": self.data()}
         return pointers | {name: x for name, x in groups.items() if x}
 

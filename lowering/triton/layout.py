@@ -206,14 +206,12 @@ class Layout:
             return -(-p.N // block) * heads * p.B
         return (-(-self.T_keys // block) + p.B + 2) * heads
 
-    def pointers(self) -> dict[str, str | None]:
-        """Tensors of the places of sequences, by parameter; None for absent ones."""
-        paged = ("pages",) * (self.pages is not None)
-        names = (*STARTS.values(), *LENGTHS.values(), *paged)
-        there = {*self.names, *(LENGTHS[side] for side in self.sides)}
+    def pointers(self) -> dict[str, str]:
+        """Tensors of the places of sequences, by parameter."""
+        names = {*self.names} - {*KEY_SCALES} | {LENGTHS[side] for side in self.sides}
         if self.pages is not None and LENGTHS["keys"] in self.problem.by_role.mask:
-            there.add(LENGTHS["keys"])
-        return {f"{name}_ptr": name if name in there else None for name in names}
+            names.add(LENGTHS["keys"])
+        return {f"{name}_ptr": name for name in names}
 
     def steps(self, side: str) -> tuple[int, ...]:
         """The strides of starts and lengths of a side, and of the table of pages along them; 0 of
@@ -227,7 +225,7 @@ class Layout:
         """The lengths equal to M or N of a batch entry in kernels, and read there."""
         pointers = self.pointers()
         names = (LENGTHS["rows"], "M"), (LENGTHS["keys"], "N")
-        return {name: size for name, size in names if pointers[f"{name}_ptr"] is not None}
+        return {name: size for name, size in names if f"{name}_ptr" in pointers}
 
     def where(
         self, mask: Mapping[str, torch.Tensor], tables: Sequence[torch.Tensor]
@@ -237,7 +235,8 @@ class Layout:
         return named | dict(zip(self.names, tables, strict=True))
 
     def sizes(self) -> dict[str, int | tuple[int, ...] | None]:
-        """Facts of packed tensors for kernels, by parameter."""
+        """Facts of packed tensors and of pages for kernels, by parameter."""
+        pool, page = self.specs[1].shape[:2] if self.pages else (0, 0)
         return {
             "B": self.problem.B,
             "T": self.T,
@@ -245,14 +244,10 @@ class Layout:
             "BATCH": batch_room(self.problem.B) if self.sides else 0,
             "q_steps": self.steps("rows"),
             "kv_steps": self.steps("keys"),
+            "pages_stride": self.pages.strides[0] if self.pages else 0,
+            "POOL": pool,
+            "PAGE": page,
         }
-
-    def paging(self) -> dict[str, str | int | None]:
-        """Facts of pages for kernels, by parameter."""
-        if self.pages is None:
-            return {"pages_ptr": None, "pages_stride": 0, "POOL": 0, "PAGE": 0}
-        count, page = self.specs[1].shape[:2]
-        return {"pages_stride": self.pages.strides[0], "POOL": count, "PAGE": page}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor of the places of sequences."""
