@@ -13,7 +13,7 @@ from attn_graph import masks
 from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.checks import require_finite
-from attn_graph.ir.fused import Fused, Role, mark_flagged, select_flagged
+from attn_graph.ir.fused import Fused, Role, mark_flagged, misfits, select_flagged
 from attn_graph.ir.gradient_ops import (
     WeighT,
     run_traced,
@@ -246,9 +246,6 @@ class Attention(Fused):
         for modifier in self.modifiers:
             yield from modifier.gradient_problems()
 
-    def push_problems(self) -> Iterator[str]:
-        yield from self.gradient_problems()
-
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
         return self.unfold(lambda op, *given: op.infer(*given), types)
 
@@ -350,10 +347,9 @@ class AttentionGrad(Fused):
         node, n = self.attention, len(self.wants)
         yield from node.problems(*types[:n])
         yield from node.gradient_problems()
-        types_due = dict(zip(node.names, node.infer(*types[:n]), strict=True))
-        for name, type_ in zip(self.more, types[n:], strict=True):
-            if type_ != (due := types_due[name.removeprefix("d")]):
-                yield f"attention_grad: {name} {type_} should be {due}"
+        known = dict(zip(node.names, node.infer(*types[:n]), strict=True))
+        due = [known[name.removeprefix("d")] for name in self.more]
+        yield from misfits("attention_grad", self.more, types[n:], due)
 
     @property
     def carried(self) -> tuple[int, ...]:
@@ -372,9 +368,6 @@ class AttentionGrad(Fused):
     def gradient_problems(self) -> Iterator[str]:
         for modifier in self.attention.modifiers:
             yield from modifier.second_problems()
-
-    def push_problems(self) -> Iterator[str]:
-        yield from self.gradient_problems()
 
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
         return select_flagged(types[: len(self.wants)], self.wants)

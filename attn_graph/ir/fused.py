@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, TypeVar, final
@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.graph import Op
 from attn_graph.masks import Data
+from attn_graph.spec import ValueType
 
 T = TypeVar("T")
 SIDES: dict[int | None, str] = {None: "rows", 0: "rows", 1: "keys", 2: "keys"}  # of q, k and v
@@ -81,6 +82,9 @@ class Fused(Op):
         """Its results."""
         raise NotImplementedError
 
+    def push_problems(self) -> Iterator[str]:
+        yield from self.gradient_problems()
+
     @property
     def operand_sides(self) -> tuple[str, ...]:
         """For each operand: "rows" if laid out like q, "keys" if like k, else ""."""
@@ -110,3 +114,12 @@ def mark_flagged(roles: Sequence[Role], flags: Sequence[bool], letter: str) -> t
 
 def select_flagged(values: Sequence[T], flags: Sequence[bool]) -> tuple[T, ...]:
     return tuple([x for x, flag in zip(values, flags, strict=True) if flag])
+
+
+def misfits(
+    who: str, names: Sequence[str], types: Sequence[ValueType | None], due: Sequence[ValueType]
+) -> Iterator[str]:
+    """Operands that are not of their due types; None stands for one that is absent."""
+    for name, type_, own in zip(names, types, due, strict=True):
+        if type_ is not None and type_ != own:
+            yield f"{who}: {name} {type_} should be {own}"

@@ -12,6 +12,7 @@ from attn_graph.ir.checks import require_finite
 from attn_graph.ir.graph import Alike, Emit, Gradients, Op, Values, gives, takes
 from attn_graph.ir.modifiers import Back, Collect, Modifier, ScoreGradient
 from attn_graph.ir.sums import add_up, apply, fill_zeros
+from attn_graph.ir.tracing import trace_results
 from attn_graph.spec import INF, ValueType, to_number
 
 
@@ -183,12 +184,8 @@ class SoftmaxGradJvp(Alike):
 
     is_gradient = True
 
-    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor]:
-        p, dp, dlse, tp, tdp, tdlse = operands
-        dp, tdp = (x.masked_fill(p == 0, 0.0) for x in (dp, tdp))
-        g = dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None]
-        tg = tdp - (tp * dp + p * tdp).sum(-1, keepdim=True) + tdlse[..., None]
-        return (torch.where(p == 0, 0.0, tp * g + p * tg),)
+    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return trace_results(SoftmaxGrad().run, operands[:3], operands[3:])[1]
 
 
 @final
@@ -200,11 +197,8 @@ class SinkGradJvp(Alike):
 
     is_gradient = True
 
-    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor]:
-        (sinks, lse, p, dp, dlse), (tsinks, tlse, tp, tdp, tdlse) = operands[:5], operands[5:]
-        dp, tdp = (x.masked_fill(p == 0, 0.0) for x in (dp, tdp))
-        g, tg = dlse - (p * dp).sum(-1), tdlse - (tp * dp + p * tdp).sum(-1)
-        return (sink_gradient_tangent((sinks, tsinks), (lse, tlse), (g, tg)),)
+    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return trace_results(SinkGrad().run, operands[:5], operands[5:])[1]
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # a value and its tangent

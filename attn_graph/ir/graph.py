@@ -30,7 +30,7 @@ class Op(Declared):
     """The function of an equation. Fields are static parameters; operands are tensors.
 
     A subclass defines its meaning on any machine: `problems`, `infer`, `run`, `pull`. Backends
-    decide how to compute it.
+    decide how to compute it. The decorators `takes` and `gives` name operands and results.
     """
 
     is_gradient: ClassVar[bool] = False  # part of a derivative

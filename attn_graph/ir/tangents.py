@@ -23,7 +23,7 @@ from attn_graph.ir.attention import (
     GradientOperands,
     as_flags,
 )
-from attn_graph.ir.fused import Fused, Role, mark_flagged
+from attn_graph.ir.fused import Fused, Role, mark_flagged, misfits
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Emit, Gradients, Values
 from attn_graph.ir.promises import tangent_promise_problems
@@ -64,14 +64,6 @@ def promise_problems(node: Attention, types: Sequence[ValueType]) -> Iterator[st
     (B, H, M, _), N = types[0].shape, types[1].shape[2]
     for modifier in node.modifiers:
         yield from tangent_promise_problems(modifier, (B, H, M, N))
-
-
-def misfits(
-    who: str, names: Sequence[str], types: Sequence[ValueType | None], due: Sequence[ValueType]
-) -> Iterator[str]:
-    for name, type_, own in zip(names, types, due, strict=True):
-        if type_ is not None and type_ != own:
-            yield f"{who}: {name} {type_} should be {own}"
 
 
 @final
