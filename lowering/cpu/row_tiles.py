@@ -262,8 +262,8 @@ class RowTiles(TileGrid):
         lines = self.batch * self.groups * self.r * self.rows
         each = self.asked + WORD * (p.B + p.H + p.M + p.N) + 2 * lines * p.wide.itemsize
         each += lines * self.reach * p.wide.itemsize * p.node.is_biased
-        if self.spans:  # copies of each entry's mask, one of them turned, and of the caps
-            each += p.B * p.N * (2 * torch.bool.itemsize + item)
+        if self.cuts:  # what some and all rows keep of each entry, turned too, and the caps
+            each += p.B * p.N * (4 * torch.bool.itemsize + item)
         elif p.node.mask is not None and has_few_scores(p):
             each += lines * self.reach * item
         if p.grad is not None:
@@ -299,16 +299,18 @@ class RowTiles(TileGrid):
 
     @cached_property
     def mask(self) -> RunMask | None:
-        cuts = not self.kept and self.problem.grad is None
-        return RunMask.of(self, cuts, self.spans)
+        cuts = self.by_entries and not self.kept and self.problem.grad is None
+        return RunMask.of(self, self.batch if cuts else 0)
 
     @property
     def cuts(self) -> bool:
-        return self.flat and self.mask is not None and self.mask.cuts
+        return self.flat and self.mask is not None and self.mask.batch > 0
 
     def count_keys(self, operands: Sequence[torch.Tensor], _counts: Sequence[int]) -> int:
         assert self.mask is not None
-        return 1 if self.spans else self.mask.read(operands).reach  # of an entry without keys
+        if self.spans:
+            return 1  # of an entry without keys
+        return self.mask.read(operands).reach or self.problem.N
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
@@ -355,8 +357,6 @@ class RowTiles(TileGrid):
         """Fill o, and `saved` if given, on runs of heads."""
         hiding, (q, k, v) = self.mask and self.mask.read(operands), operands[:3]
         core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
-        if hiding and hiding.reach < self.problem.N:
-            k, v = k[:, :, : hiding.reach], v[:, :, : hiding.reach]
         own: Iterable[tuple[Change | None, slice | None]] = repeat((hiding and hiding.hide, None))
         if hiding and self.by_entries:
             own = hiding.entries(self.batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import repeat
 from typing import final
 
@@ -12,7 +12,6 @@ from attrs import evolve, frozen
 
 from attn_graph.kernels.hiding import caps_of
 from attn_graph.lowering.cpu.product_slots import (
-    HELD,
     TileGrid,
     count_row_scores,
     has_few_scores,
@@ -26,16 +25,15 @@ from attn_graph.masks.places import Place
 from attn_graph.spec import TensorSpec
 
 MOST_NUMBERS = 64  # of a tensor read as numbers by a call
-RECENT, MOST_HELD_CAPS = 8, 2**20  # lengths with held caps, with plans; bytes of each
+RECENT, MOST_HELD_CAPS = 16, 2**20  # masks with held caps, with plans; bytes of each
 MOST_CAPS = 2**23  # bytes of caps made by a call
 FEW_ROWS, MOST_CAPPED = 64, 2**16  # of a key/value head; scores of a query head
-ROUND = 16  # keys: of sizes between, products take longer
+ROUND = 16  # keys: of sizes between, products in half precision take longer
 COPIED = 4  # times as long as a dense product: oneDNN copies operands with gaps
 # The least multiplications of q k^T of a batch entry computed by itself; a number of k is read in
 # the time of PER_NUMBER. With fewer, one product of many entries is faster.
 LEAST_CUT, PER_NUMBER = 2**21, 16
 Numbers = tuple[tuple[int, ...], ...]
-Span = tuple[slice, torch.Tensor | None]
 
 
 @final
@@ -43,17 +41,15 @@ Span = tuple[slice, torch.Tensor | None]
 class Hiding:
     """Hides places of a run's scores.
 
-    caps: upper bounds of the scores; they broadcast, viewed as `shape` unless it is None. reach:
-    how many keys count. blind: True if a row may see none. spans: for each batch entry its keys
-    from the first to the last counting one, with bounds of their scores, None if all count; empty
-    if all keys are read.
+    caps: upper bounds of the scores; they broadcast, viewed as `shape` unless it is None. blind:
+    True if a row may see no key. keys: for each run of batch entries its keys from the first to the
+    last that counts, and True if some of them do not count for some row; empty if all are read.
     """
 
     caps: torch.Tensor
     shape: tuple[int, ...] | None
-    reach: int
     blind: bool
-    spans: Sequence[Span] = ()
+    keys: Sequence[tuple[slice, bool]] = ()
 
     def hide(self, s: torch.Tensor) -> None:
         """Hide places of s [n,L,S]."""
@@ -62,10 +58,23 @@ class Hiding:
     def entries(self, batch: int) -> Iterable[tuple[Change | None, slice | None]]:
         """For runs of `batch` entries, one after the other, the function to hide their scores, and
         their keys; None: all."""
-        if self.spans:
-            return [(caps if caps is None else partial(limit_, caps), k) for k, caps in self.spans]
         each = self.caps.split(batch) if len(self.caps) > 1 else repeat(self.caps)
-        return ((evolve(self, caps=caps).hide, None) for caps in each)
+        if not self.keys:
+            return ((evolve(self, caps=caps).hide, None) for caps in each)
+        pairs = zip(self.keys, each, strict=False)
+        return [(self.cut(caps, keys) if hides else None, keys) for (keys, hides), caps in pairs]
+
+    def cut(self, caps: torch.Tensor, keys: slice) -> Change:
+        """The function to hide the scores of some keys."""
+        assert self.shape is not None
+        shape = (*self.shape[:3], keys.stop - keys.start)
+        own = caps[..., keys] if caps.shape[3] > 1 else caps
+        return evolve(self, caps=own, shape=shape).hide
+
+    @property
+    def reach(self) -> int | None:
+        """How many keys are read at most; None: all."""
+        return max((keys.stop for keys, _ in self.keys), default=None)
 
 
 @final
@@ -73,39 +82,35 @@ class Hiding:
 class RunMask:
     """The mask of a bare attention, for runs of whole heads.
 
-    cuts: True if runs may be of the first keys alone. spans: True if each batch entry reads its own
-    keys alone, if they are known. blind: True if it may hide all of a row. holds: True if the caps
-    are held: the mask is one of ours, and reads no tensors, or lengths of few batch entries, shared
-    by the layers of a model in turn.
+    batch: the batch entries of a run that reads its own keys alone, if they are known; 0: runs read
+    all keys. blind: True if the mask may hide all of a row. holds: True if the caps are held: the
+    mask is one of ours, and reads no tensors, or lengths of few batch entries, shared by the layers
+    of a model in turn.
     """
 
     tiles: TileGrid
-    cuts: bool
-    spans: bool
+    batch: int
     blind: bool
     holds: bool
 
     @classmethod
-    def of(cls, tiles: TileGrid, cuts: bool = False, spans: bool = False) -> RunMask | None:
+    def of(cls, tiles: TileGrid, batch: int = 0) -> RunMask | None:
         """None without a mask."""
         p, mask = tiles.problem, tiles.problem.node.mask
         if mask is None:
             return None
         few = not mask.needs or count_caps(p) * p.dtype.itemsize <= MOST_HELD_CAPS
-        return cls(tiles, cuts, spans, p.has_blind_rows, few and reads_numbers(p))
+        return cls(tiles, batch, p.has_blind_rows, few and reads_numbers(p))
 
     def read(self, operands: Sequence[torch.Tensor]) -> Hiding:
         """The hiding of a call. operands: the attention's own."""
         plain, data = self.is_plain(operands[0]), operands[3:]
-        if plain and self.holds:
-            if not data:
-                return held_hiding(self, ())
-            if not is_traced():
-                return recent_hiding(self, tuple([(*x.tolist(),) for x in data]))
+        if plain and self.holds and not (data and is_traced()):
+            return recent_hiding(self, tuple([(*x.tolist(),) for x in data]))
         keep = self.keep_of(operands)
         if plain and not is_traced():
-            return self.hiding(keep, self.tiles.problem.N, self.hides_rows(keep), self.spans)
-        return self.hiding(keep, self.tiles.problem.N, self.blind)
+            return self.hiding(keep, self.hides_rows(keep), cuts_entries(self.tiles.problem))
+        return self.hiding(keep, self.blind)
 
     def blinds(self, operands: Sequence[torch.Tensor]) -> bool:
         if not self.blind:
@@ -135,39 +140,36 @@ class RunMask:
         assert mask is not None
         return torch.as_tensor(mask.keep(at), dtype=torch.bool, device=at.j.device)
 
-    def hiding(self, keep: torch.Tensor, reach: int, blind: bool, spans: bool = False) -> Hiding:
-        """Hides the places not kept. spans: True if each batch entry reads its own keys alone."""
+    def hiding(self, keep: torch.Tensor, blind: bool, cuts: bool = False) -> Hiding:
+        """Hides the places not kept. cuts: True if runs read their own keys alone."""
         p, caps = self.tiles.problem, caps_of(keep, self.tiles.problem.dtype)
-        shape: tuple[int, ...] | None = None
-        if has_few_scores(p) and not self.spans:
-            caps = caps.expand(p.B, p.H, p.M, reach).reshape(p.B * p.G, -1, reach).contiguous()
-        elif caps_entries(p):
-            shape = -1, p.H, p.M, reach
-        else:
-            caps = caps.view(caps.shape[-2:])
-            shape = None if p.H == p.G else (-1, p.M, reach)
-        own = tuple(find_spans(keep, caps, p.B, p.N)) if spans else ()
-        return Hiding(caps, shape, reach, blind, own)
+        keys = tuple(find_keys(p, keep, self.batch)) if cuts and self.batch else ()
+        if caps_entries(p) and (self.batch or not has_few_scores(p)):
+            return Hiding(caps, (-1, p.H, p.M, p.N), blind, keys)
+        if has_few_scores(p):
+            caps = caps.expand(p.B, p.H, p.M, p.N).reshape(p.B * p.G, -1, p.N).contiguous()
+            return Hiding(caps, None, blind)
+        shape = None if p.H == p.G else (-1, p.M, p.N)
+        return Hiding(caps.view(caps.shape[-2:]), shape, blind)
 
 
-def limit_(caps: torch.Tensor, s: torch.Tensor) -> None:
-    s.clamp_(max=caps)
-
-
-def find_spans(keep: torch.Tensor, caps: torch.Tensor, B: int, N: int) -> Iterator[Span]:
-    """`Hiding.spans` of B batch entries; of an entry without counting keys, the first key.
-
-    keep, caps: True for the counting ones of N keys, and bounds of scores; both broadcast to
-    [B,1,1,N].
-    """
-    keep, caps = (x.expand(B, 1, 1, N).flatten(0, 2) for x in (keep, caps))
-    counts, first = keep.sum(-1), keep.view(torch.uint8).argmax(-1)
-    behind = N - keep.flip(-1).view(torch.uint8).argmax(-1)
-    for start, stop, count, own in zip(
-        first.tolist(), behind.tolist(), counts.tolist(), caps, strict=True
-    ):
-        keys = slice(start, stop if count else 1)
-        yield keys, None if count == keys.stop - start else own[keys]
+def find_keys(problem: Problem, keep: torch.Tensor, batch: int) -> Iterator[tuple[slice, bool]]:
+    """`Hiding.keys` of runs of `batch` entries; the first key if none counts. keep: broadcasts to
+    [B,H,M,N]. Products copy operands with gaps in half precision, which pays for few keys."""
+    p, half = problem, problem.dtype != problem.wide
+    flags = keep.view(torch.uint8).expand(p.B, -1, -1, p.N)
+    some, every = flags.amax((1, 2)), flags.amin((1, 2))
+    if batch > 1:
+        some = torch.stack([x.amax(0) for x in some.split(batch)])
+        every = torch.stack([x.amin(0) for x in every.split(batch)])
+    first, behind = some.argmax(-1), p.N - some.flip(-1).argmax(-1)
+    found = zip(*(x.tolist() for x in (first, behind, some.amax(-1), every.sum(-1))), strict=True)
+    for start, stop, counts, count in found:
+        end = stop if counts else 1
+        if half:
+            start, end = start // ROUND * ROUND, min(-(-end // ROUND) * ROUND, p.N)
+            start, end = (start, end) if COPIED * (end - start) <= p.N else (0, p.N)
+        yield slice(start, end), count < end - start
 
 
 def reads_numbers(problem: Problem) -> bool:
@@ -230,17 +232,9 @@ def count_caps(problem: Problem) -> int:
 @neutral_state()
 def hide_by_numbers(mask: RunMask, numbers: Numbers) -> Hiding:
     """The hiding of a mask on a CPU, with tensors of these numbers."""
-    data, p = mask.by_name([torch.tensor(x) for x in numbers]), mask.tiles.problem
+    data = mask.by_name([torch.tensor(x) for x in numbers])
     keep = mask.keep(mask.tiles.make_places(data, torch.device("cpu")))
-    blind = mask.hides_rows(keep)
-    if mask.spans:
-        return mask.hiding(keep, p.N, blind, spans=True)
-    if not (mask.cuts and numbers) or keep.shape[3] < p.N:
-        return mask.hiding(keep, p.N, blind)
-    seen = keep.flatten(0, 2).any(0).nonzero().amax() + 1 if keep.any() else torch.tensor(1)
-    reach = min(-(-int(seen) // ROUND) * ROUND, p.N)
-    reach = reach if p.dtype == p.wide or COPIED * reach <= p.N else p.N
-    return mask.hiding(keep[..., :reach], reach, blind)
+    return mask.hiding(keep, mask.hides_rows(keep), cuts=bool(numbers))
 
 
-held_hiding, recent_hiding = lru_cache(HELD)(hide_by_numbers), lru_cache(RECENT)(hide_by_numbers)
+recent_hiding = lru_cache(RECENT)(hide_by_numbers)

@@ -187,6 +187,7 @@ def test_who_watches_a_computation_sees_no_numbers(
     assert isinstance(tiles, RowTiles)
     assert tiles.spans
     scratch = {n: torch.empty(x.shape, dtype=x.dtype) for n, x in tiles.buffers.items()}
+    check_outputs(plan_of(graph), graph, tensors)
     (due,) = tiles.infer(tensors, scratch)
     with NumbersStay():  # type: ignore[no-untyped-call]  # as above
         (o,) = tiles.infer(tensors, scratch)
