@@ -78,15 +78,6 @@ class Frame:
         return torch.full((self.B,), count, dtype=torch.int64, device=self.device)
 
     @property
-    def is_on_cpu(self) -> bool:
-        return torch.device(self.device).type == "cpu"
-
-    @property
-    def is_last_token(self) -> bool:
-        """True for one query whose token is the last key's."""
-        return self.M == 1 and isinstance(self.shift, int) and self.shift == self.N - 1
-
-    @property
     def keys_so_far(self) -> Frame:
         """This frame with only the keys up to the last query's token.
 

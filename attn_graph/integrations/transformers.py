@@ -174,10 +174,9 @@ def read_keys_so_far(mask_function: MaskFunction, frame: Frame) -> tuple[Conditi
 
     Raises UnreadableMaskError.
     """
-    if not (torch.compiler.is_compiling() or is_traced()) and frame.is_on_cpu:
+    on_cpu = torch.device(frame.device).type == "cpu"
+    if on_cpu and not (torch.compiler.is_compiling() or is_traced()):
         shorter = frame.keys_so_far
-        if mask_function is causal_mask_function and shorter.is_last_token:  # mostly, in decoding
-            return Condition(ends=True), shorter
         condition = read_mask_function(mask_function, shorter)
         if condition.ends or shorter is frame:
             return condition, shorter
