@@ -65,19 +65,6 @@ def logged(store: Store) -> str:
     return "\n".join(found)
 
 
-def test_foreign_files_are_misses(store: Store) -> None:
-    store.put(KEY, DATA)
-    for other in (b"", b"\x80\x04pickle", MAGIC, MAGIC.replace(b"1", b"2") + b"x" * 99):
-        store.path(KEY).write_bytes(other)
-        assert store.get(KEY) is None
-    store.put("other", DATA)
-    os.replace(store.path("other"), store.path(KEY))
-    assert "holds another key" in logged(store)
-    store.path(KEY).unlink()
-    store.path(KEY).mkdir()
-    assert store.get(KEY) is None
-
-
 @forks
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs os.mkfifo")
 def test_a_fifo_is_a_miss_that_nobody_waits_for(store: Store) -> None:

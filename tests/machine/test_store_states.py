@@ -14,7 +14,7 @@ from attrs import frozen
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from attn_graph.machine.store import Store, seal
+from attn_graph.machine.store import MAGIC, Store, seal
 
 MOST = 700  # bytes: some files
 NAMES = tuple("abcde")
@@ -122,7 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
     def delete(self, key: str) -> None:
         self.vacate(key)
 
-    @rule(key=keys, content=data)
+    @rule(key=keys, content=data | st.sampled_from([MAGIC, MAGIC + b"x" * 99, b"\x80\x04pickle"]))
     def be_foreign(self, key: str, content: bytes) -> None:
         self.vacate(key).write_bytes(content)
         self.spoil(key)
@@ -131,23 +131,6 @@ class StoreMachine(RuleBasedStateMachine):
     def be_of_another_key(self, key: str, other: str, content: bytes) -> None:
         if key != other:
             self.vacate(key).write_bytes(seal(other, content))
-            self.spoil(key)
-
-    @rule(key=keys, where=st.integers(0, 999), change=st.integers(1, 255))
-    def flip(self, key: str, where: int, change: int) -> None:
-        if key in self.held and self.held[key].data is not None:
-            path = self.path(key)
-            content = bytearray(path.read_bytes())
-            content[where % len(content)] ^= change
-            path.write_bytes(content)
-            self.spoil(key)
-
-    @rule(key=keys, length=st.integers(0, 999))
-    def cut(self, key: str, length: int) -> None:
-        if key in self.held and self.held[key].data is not None:
-            path = self.path(key)
-            content = path.read_bytes()
-            path.write_bytes(content[: length % len(content)])
             self.spoil(key)
 
     @rule(key=keys)
