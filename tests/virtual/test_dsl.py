@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import product
 from typing import final
 
 import pytest
@@ -106,6 +107,29 @@ def test_a_tensor_map_of_other_elements_or_more_axes_is_refused(
 
 def test_other_parameters_are_left_as_they_are() -> None:
     assert translate_map(bytes(range(16))) == bytes(range(16))
+
+
+@given(
+    axes=st.lists(
+        st.tuples(*(st.integers(*x) for x in ((1, 5), (1, 4), (-4, 6)))), min_size=1, max_size=5
+    ),
+    steps=st.lists(st.integers(1, 2**40), min_size=4, max_size=4),
+)
+def test_a_box_is_cut_to_its_tensor(axes: list[tuple[int, int, int]], steps: list[int]) -> None:
+    """axes: the size of the tensor, and the size and the place of the box, innermost first."""
+    shape, box, first = zip(*axes, strict=True)
+    strides = (2, *(16 * x for x in steps[: len(axes) - 1]))
+    rows, columns, at = TensorMap(2**46, shape, strides[1:], box, 2, 16, False).places(first)
+    places = [[place + n for n in range(count)] for _, count, place in axes]
+    due = [column for column, x in enumerate(places[0]) if 0 <= x < shape[0]]
+    assert columns.tolist() == due
+    inside = {
+        row: 2**46
+        + sum(x * s for x, s in zip((places[0][due[0]], *above[::-1]), strides, strict=True))
+        for row, above in enumerate(product(*places[:0:-1]) if due else ())
+        if all(0 <= x < n for x, n in zip(above[::-1], shape[1:], strict=True))
+    }
+    assert dict(zip(rows.tolist(), at.tolist(), strict=True)) == inside
 
 
 TEXT = ".visible .entry kernel(.param .u64 x) {"

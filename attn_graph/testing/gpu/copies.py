@@ -6,6 +6,7 @@ Both take effect as late as possible: at a wait of a thread, or when nobody can 
 from __future__ import annotations
 
 import struct
+from math import prod
 from typing import final
 
 import numpy as np
@@ -216,29 +217,23 @@ class TensorMap:
         shape, strides, box = rest[:rank], rest[5 : 4 + rank], rest[9 : 9 + rank]
         return cls(address, (*shape,), (*strides,), (*box,), item, SPANS[mode], bool(nan))
 
-    def rows(self, first: tuple[int, ...]) -> tuple[Array, Array]:
-        """Addresses of the rows of a box at `first`; and which of them are in the tensor."""
-        places = np.indices(self.box[:0:-1]).reshape(len(self.box) - 1, -1)[::-1].astype(np.int64)
-        places += np.array(first[1:], np.int64)[:, None]
-        inside = ((places >= 0) & (places < np.array(self.shape[1:])[:, None])).all(axis=0)
-        addresses = self.address + (places * np.array(self.strides)[:, None]).sum(axis=0)
-        return np.asarray(addresses), np.asarray(inside)
-
     def places(self, first: tuple[int, ...]) -> tuple[Array, Array, Array]:
         """Places of a box at `first` within the tensor: rows of the box, columns, and addresses of
         the rows' first columns."""
-        addresses, inside = self.rows(first)
         columns = first[0] + np.arange(self.box[0])
         (kept,) = np.nonzero((columns >= 0) & (columns < self.shape[0]))
-        if not kept.size:
-            inside = np.zeros_like(inside)
-        at = addresses[inside] + columns[kept[:1]] * self.item
-        return np.flatnonzero(inside), kept, at.astype(np.uint64)
+        above = np.array([first[1:], self.shape[1:], self.strides], np.int64)[..., None]
+        counts = np.indices(self.box[:0:-1]).reshape(len(self.box) - 1, prod(self.box[1:]))
+        at = counts[::-1] + above[0]
+        inside = ((at >= 0) & (at < above[1])).all(axis=0)
+        (rows,) = np.nonzero(inside & (kept.size > 0))
+        steps = (at * above[2]).sum(axis=0)[rows]
+        return rows, kept, (self.address + steps + columns[kept[:1]] * self.item).astype(np.uint64)
 
     def fetch(self, m: Program, warp: int, first: tuple[int, ...]) -> Array:
         """A warp fetches the bytes of a box, [rows, bytes]; zeros outside of the tensor."""
         rows, columns, at = self.places(first)
-        data = np.zeros((int(np.prod(self.box[1:])), self.box[0]), f"u{self.item}")
+        data = np.zeros((prod(self.box[1:]), self.box[0]), f"u{self.item}")
         if rows.size:
             warps, many = np.full(len(at), warp), len(columns)
             words = m.part(Memory).load(m, "a copy of", warps, at, self.item, many, self.item)

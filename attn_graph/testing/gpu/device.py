@@ -143,7 +143,7 @@ class VirtualGpu:
         sizes: tuple[Sequence[int], Sequence[int], int],
         parameters: Sequence[bytes],
         tensors: Mapping[str, torch.Tensor],
-        omits: frozenset[Omission] = frozenset(),
+        omits: frozenset[Omission],
     ) -> None:
         """Execute a launch of PTX `text`. Raises Fault.
 

@@ -55,10 +55,6 @@ class Tile:
             at = i // (span // 2) * lead + j // 8 * stride + j % 8 * span + i % (span // 2) * 2
         return swizzle(self.start + at.astype(np.int64), span)
 
-    def places(self, grain: int, parts: int) -> tuple[Array, Array]:
-        """Offsets of its elements in shared memory, and the cells of each part of its rows."""
-        return places_of(self, grain, parts)
-
 
 @lru_cache(maxsize=4096)
 def places_of(tile: Tile, grain: int, parts: int) -> tuple[Array, Array]:

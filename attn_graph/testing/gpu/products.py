@@ -15,6 +15,7 @@ from attn_graph.testing.gpu.arithmetic import widen
 from attn_graph.testing.gpu.matrices import (
     Tile,
     left_fragment,
+    places_of,
     right_fragment,
     spread_sums,
     sum_fragment,
@@ -266,7 +267,7 @@ def load_tile(
     m: Program, warps: Array, agents: Array, times: Array, tile: Tile, kind: str, parts: int = 1
 ) -> Array:
     """An operand in shared memory [rows, k], read by agents on behalf of warps."""
-    offsets, cells = tile.places(m.part(Shared).grain, parts)
+    offsets, cells = places_of(tile, m.part(Shared).grain, parts)
     m.part(Shared).check_range(m, "an operand", int(offsets.min()), int(offsets.max()) + tile.size)
     own, ledger = cells[warps % parts], m.part(Shared).ledger
     ledger.check_seen(m, "a product's read", warps, own, proxy=True)
