@@ -441,8 +441,8 @@ def compute_gradients(
         (s,) = ops.Mask(node.mask).run(s, *given.mask.values())
     if node.keeps:
         signed = read["weights"].to(s.dtype)
-        p, z = signed.abs(), (signed > 0).to(s.dtype) / (1 - node.dropout)
-        blind = (p == 0).all(-1)
+        p, total = signed.abs(), s.new_ones(())
+        z, blind = (signed > 0).to(s.dtype) / (1 - node.dropout), (p == 0).all(-1)
     else:
         z, blind = dropout_factor(node, given, s), read["lse"] == -INF
         p, total = weigh_again(s, read["lse"], given.sinks, node.part)

@@ -318,7 +318,7 @@ class PackedRun:
     def pull(self, span: Span, operands: Tensors, results: Tensors, rooms: Rooms) -> None:
         """Add the gradients of blocks of keys. Those of k and v are of one block each."""
         lies = {role.like: (x, role) for x, role in zip(results, self.results, strict=True)}
-        totals = dict[int, torch.Tensor]()
+        totals, homes = dict[int, torch.Tensor](), dict[int, tuple[torch.Tensor, Role]]()
         for part, run in self.parts(span):
             assert part.piece is not None
             grad: AttentionGrad = part.op
@@ -329,6 +329,7 @@ class PackedRun:
                 totals = {n: torch.zeros_like(views[n], dtype=wide) for n in wanted}
                 if (place := wanted_sinks(grad)) is not None:
                     totals[place] = sink_gradient_of(grad, views[: len(grad.takes)])
+                homes = {n: lies[part.reads[n]] for n in totals}
             made, _ = run.run(*part.operands(views))
             axes = {feed.source: feed.axes for feed in part.piece.feeds}
             for n, y in zip(part.gives, made, strict=True):
@@ -337,7 +338,7 @@ class PackedRun:
                 else:
                     self.write(*lies[part.reads[n]], self.keys_of(part, span), y)
         for n, y in totals.items():
-            self.write(*lies[part.reads[n]], span, y)
+            self.write(*homes[n], span, y)
 
     def new_results(
         self, spans: Sequence[Span], operands: Tensors, wanted: tuple[Role, ...], rooms: Views
