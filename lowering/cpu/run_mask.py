@@ -143,7 +143,7 @@ class RunMask:
     def hiding(self, keep: torch.Tensor, blind: bool, cuts: bool = False) -> Hiding:
         """Hides the places not kept. cuts: True if runs read their own keys alone."""
         p, caps = self.tiles.problem, caps_of(keep, self.tiles.problem.dtype)
-        keys = tuple(find_keys(p, keep, self.batch)) if cuts and self.batch else ()
+        keys = tuple(find_hulls(p, keep, self.batch)) if cuts and self.batch else ()
         if caps_entries(p) and (self.batch or not has_few_scores(p)):
             return Hiding(caps, (-1, p.H, p.M, p.N), blind, keys)
         if has_few_scores(p):
@@ -153,7 +153,7 @@ class RunMask:
         return Hiding(caps.view(caps.shape[-2:]), shape, blind)
 
 
-def find_keys(problem: Problem, keep: torch.Tensor, batch: int) -> Iterator[tuple[slice, bool]]:
+def find_hulls(problem: Problem, keep: torch.Tensor, batch: int) -> Iterator[tuple[slice, bool]]:
     """`Hiding.keys` of runs of `batch` entries; the first key if none counts. keep: broadcasts to
     [B,H,M,N]. Products copy operands with gaps in half precision, which pays for few keys."""
     p, half = problem, problem.dtype != problem.wide
