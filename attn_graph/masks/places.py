@@ -19,6 +19,19 @@ class Untraceable(TypeError):
     """A mask or a modifier uses an operation that generated code does not support."""
 
 
+def trace(definition: Callable[..., Any], *given: Any) -> Any:  # Any: terms
+    """What a method of a mask or a modifier gives for symbols.
+
+    Raises Untraceable if it does with them what only numbers and tensors can.
+    """
+    try:
+        return definition(*given)
+    except Untraceable:
+        raise
+    except (AttributeError, TypeError) as error:
+        raise Untraceable(f"{definition.__qualname__} can't be traced: {error}") from error
+
+
 def maximum(a: Term, b: Term) -> Term:
     if isinstance(a, int):
         return max(a, b) if isinstance(b, int) else maximum(b, a)

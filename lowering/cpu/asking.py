@@ -29,6 +29,7 @@ from attn_graph.masks import (
 )
 from attn_graph.masks.joins import Not, Pair
 from attn_graph.masks.leaves import Band
+from attn_graph.masks.places import Untraceable
 from attn_graph.spec import TensorSpec
 
 WORD = torch.int64.itemsize  # of a position
@@ -153,7 +154,7 @@ def depends(problem: Problem) -> str:
         return ""
     try:
         axes = Tracer.of(problem).axes()
-    except (TypeError, AttributeError):  # as operators and methods unknown to symbols raise
+    except Untraceable:
         return "bh"
     return "".join(axis for axis in "bh" if axis in axes)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
+from operator import index, mul
 from typing import Any, Literal, final
 
 import torch
@@ -263,6 +264,9 @@ class Symbol:
     def __rmod__(self, x: Operand) -> Symbol:
         rest: Symbol = x - (x // self) * self
         return rest
+
+    def __pow__(self, x: Operand) -> Symbol:
+        return reduce(mul, [self] * index(x))  # no others
 
     def __neg__(self) -> Symbol:
         return self.wide().named("negative")

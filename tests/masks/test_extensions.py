@@ -44,10 +44,10 @@ class Exponential(Modifier):
 @final
 @frozen
 class Squared(Modifier):
-    """s * s / 100, without a derivative."""
+    """s^2 / 100, without a derivative."""
 
     def change(self, s: torch.Tensor, at: ag.extend.Place) -> torch.Tensor:
-        return s * s * 0.01
+        return s**2 * 0.01
 
 
 @final

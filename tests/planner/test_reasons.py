@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, final
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.extend import Place
 from attn_graph.ir.ops import Dropout
 from attn_graph.lowering.backend import Options
 from attn_graph.planner.choose import BACKENDS
@@ -185,3 +187,48 @@ def test_the_way_out_says_when_the_result_would_be_another() -> None:
         "repeat k and v for all 8 heads; drop the mask, which changes the result"
     )
     assert str(Refusal("own", (ag.extend.Reason.of("never runs"),))) == "own can't: never runs"
+
+
+STEPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "operator": (lambda s: s.div(2), lambda ds, s: ds * 2 ** (s * 0 - 1)),
+    "keyword": (lambda s: s.mul(2).add(s, alpha=0), lambda ds, s: ds * 2),
+    "method": (lambda s: s * 2, lambda ds, s: ds * 2 + s.digamma() * 0),
+    "attribute": (lambda s: s * s.ndim, lambda ds, s: ds * 4),
+    "function": (lambda s: s + torch.special.i0(s * 0) - 1, lambda ds, s: ds),
+    "power": (lambda s: s * 2 ** (s * 0 + 1), lambda ds, s: ds * 2),
+}
+
+
+@final
+@frozen
+class Own(ag.Modifier):
+    kind: str
+
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
+        return STEPS[self.kind][0](s)  # type: ignore[no-any-return]  # a tensor
+
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
+        return STEPS[self.kind][1](ds, s)  # type: ignore[no-any-return]  # a tensor
+
+
+@final
+@frozen
+class Near(ag.Mask):
+    def keep(self, at: Place) -> Any:
+        return abs(at.j - at.i) ** 0.5 < 4
+
+
+@pytest.mark.parametrize("steps", [(), *((Own(kind),) for kind in STEPS)], ids=str)
+def test_what_symbols_lack_is_a_reason_against_kernels(steps: tuple[Own, ...]) -> None:
+    """Definitions are written for tensors; an explanation never fails at one."""
+    mask = None if steps else Near()
+    explanation = ag.explain(ag.attention(X, X, X, mask=mask, modifiers=steps), target="h200")
+    sides = (explanation, explanation.backward)
+    told = {
+        (each.backend, r.key)
+        for side in sides
+        if side
+        for each in side.refusals
+        for r in each.reasons
+    }
+    assert ("triton", "trace") in told
