@@ -143,7 +143,7 @@ class Foreseen:
     copies_out: bool = False
 
     def or_more(self, other: Foreseen) -> Foreseen:
-        """The needs of whichever of two needs more. Both are known."""
+        """The larger of each of two known needs."""
         workspace = max(self.workspace or 0, other.workspace or 0)
         return evolve(self, workspace=workspace, temporary=max(self.temporary, other.temporary))
 

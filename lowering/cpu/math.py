@@ -1,4 +1,5 @@
-"""The fallback for every graph: PyTorch's matrix products and, on CPUs, its fused kernel.
+"""The CPU backend, and the fallback on every other device: PyTorch's matrix products and, on CPUs,
+its fused kernel, by the cheapest of three ways (ways.py).
 
 It runs equation by equation. An attention runs on the tiles left by its mask, so at most a tile of
 scores exists; any other equation runs by its own definition.
