@@ -20,14 +20,16 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.boxes import move_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.fused import Role
-from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.packed import LENGTHS, Packed, run_one, with_operands
+from attn_graph.ir.graph import Eqn, Op
+from attn_graph.ir.modifiers import SoftCap
+from attn_graph.ir.packed import LENGTHS, Packed, with_operands
 from attn_graph.ir.packing import list_sequences, row_count
 from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.fused_calls import sink_gradient_of, wanted_sinks
 from attn_graph.lowering.cpu.sequences import (
     KeyPart,
+    Lower,
     Sizes,
     Span,
     Tensors,
@@ -44,6 +46,7 @@ from attn_graph.lowering.cpu.sequences import (
     join_results,
     key_bytes,
     meta_pages,
+    padded_step,
     replace_lengths,
 )
 from attn_graph.lowering.problem import has_problem
@@ -56,7 +59,6 @@ from attn_graph.masks.moving import Box
 from attn_graph.spec import INF, TensorSpec, accumulator, dense_strides, memory_order
 from attn_graph.spec.dims import are_numbers
 
-Lower = Callable[[Graph], Executable]
 Rooms = Mapping[int, torch.Tensor]  # for gathered operands, by number
 MOST_PARTS = 2**10  # executables kept by a plan: for each pair of lengths, one for a block of keys
 
@@ -169,7 +171,7 @@ class PackedRun:
             piece = move_attention(Eqn(node, tuple(range(len(node.ranks))), ()), box)
         part = KeyPart(op, reads, piece)
         pages = meta_pages(self.specs[1], sizes.keys) if self.op.paged else None
-        views = self.views(part, self.metas, Span(0, 0, 0, sizes, pages), {})
+        views = self.views(part, self.metas, Span(0, 0, 0, sizes, pages), {}, start)
         b = Builder(trusts=True)
         specs = map(TensorSpec.like, part.operands(views))
         results = b.emit(part.own, *(b.input(f"x{n}", x) for n, x in enumerate(specs)))
@@ -192,19 +194,23 @@ class PackedRun:
         """Its operands without memory."""
         return expand_scales(self.op, [as_meta(spec) for spec in self.specs])
 
-    def views(self, part: KeyPart, operands: Tensors, span: Span, rooms: Rooms) -> Tensors:
+    def views(
+        self, part: KeyPart, operands: Tensors, span: Span, rooms: Rooms, start: int
+    ) -> Tensors:
         """The operands of a sequence's op, with the keys of a part. k and v are dequantised."""
-        own, takes = self.keys_of(part, span), [self.takes[n] for n in part.reads]
+        own, takes = self.keys_of(part, span, start), [self.takes[n] for n in part.reads]
         cut = [
             self.cut(operands[n], role, own if role.side == "keys" else span, rooms.get(n))
             for n, role in zip(part.reads, takes, strict=True)
         ]
         return dequantise_keys(cut, self.op.scaled)
 
-    def keys_of(self, part: KeyPart, span: Span) -> Span:
-        """The place of a part's keys."""
+    def keys_of(self, part: KeyPart, span: Span, start: int) -> Span:
+        """The place of a part's keys, from `start` on."""
+        if part.piece is None:
+            return span
         page = self.specs[1].shape[1] if self.op.paged else 1
-        return span if part.piece is None else span.of_keys(part.piece.box.keys, page)
+        return span.of_keys(range(start, start + len(part.piece.box.keys)), page)
 
     def within(self, sizes: Sizes, entry: int) -> tuple[Op, tuple[int, ...]]:
         """The op of a sequence, and the operands it reads."""
@@ -274,14 +280,28 @@ class PackedRun:
                 run(span, operands, results, rooms)
         return [x.to(due.dtype) for x, due in zip(results, self.eqn.outs, strict=False)]
 
-    def parts(self, span: Span) -> Iterator[tuple[KeyPart, Executable]]:
-        entry = span.entry if self.node.dropout else 0
-        for start in range(0, max(1, span.sizes.keys), self.block):
-            yield self.part_of(span.sizes, entry, start)
+    def parts(self, span: Span) -> Iterator[tuple[int, KeyPart, Executable]]:
+        """Blocks of keys, each with its first key."""
+        entry, sizes = span.entry if self.node.dropout else 0, span.sizes
+        alike = self.alike(sizes)
+        for start in range(0, max(1, sizes.keys), self.block):
+            full = start + self.block < sizes.keys
+            own = (sizes, entry, start) if alike is None or not full else (alike, entry, 0)
+            yield start, *self.part_of(*own)
+
+    def alike(self, sizes: Sizes) -> Sizes | None:
+        """The sizes that plan all full blocks, one key more than a block; None if a step depends on
+        the position of a key. A token more plans the last block alone."""
+        node, first = self.node, evolve(sizes, keys=self.block + 1, kv_length=self.block + 1)
+        capped = all(isinstance(m, SoftCap) for m in node.modifiers) and not node.dropout
+        if sizes.keys <= self.block or not capped:
+            return None
+        masks = [self.within(x, 0)[0].attention.mask for x in (sizes, first)]
+        return first if masks == [None, None] else None
 
     def run_whole(self, span: Span, operands: Tensors, results: Tensors, rooms: Rooms) -> None:
-        ((part, run),) = self.parts(span)
-        views = self.views(part, operands, span, rooms)
+        ((start, part, run),) = self.parts(span)
+        views = self.views(part, operands, span, rooms, start)
         if self.saves:
             made = run.infer(*views)[0] if len(results) == 1 else run.run(*views)[1]
         else:
@@ -303,8 +323,8 @@ class PackedRun:
     def attend(self, span: Span, operands: Tensors, results: Tensors, rooms: Rooms) -> None:
         """Join the results of blocks of keys."""
         made, sinks, node = list[torch.Tensor](), None, self.node
-        for part, run in self.parts(span):
-            views = self.views(part, operands, span, rooms)
+        for start, part, run in self.parts(span):
+            views = self.views(part, operands, span, rooms, start)
             more, _ = run.run(*part.operands(views))
             if made:
                 join_results(node.stats, made, more)
@@ -319,10 +339,10 @@ class PackedRun:
         """Add the gradients of blocks of keys. Those of k and v are of one block each."""
         lies = {role.like: (x, role) for x, role in zip(results, self.results, strict=True)}
         totals, homes = dict[int, torch.Tensor](), dict[int, tuple[torch.Tensor, Role]]()
-        for part, run in self.parts(span):
+        for start, part, run in self.parts(span):
             assert part.piece is not None
             grad: AttentionGrad = part.op
-            views = self.views(part, operands, span, rooms)
+            views = self.views(part, operands, span, rooms, start)
             if not totals:
                 wide = accumulator(views[0].dtype)
                 wanted = [n for n, wants in enumerate(grad.wants) if wants and n not in (1, 2)]
@@ -336,7 +356,7 @@ class PackedRun:
                 if n in totals:
                     part.piece.box.cut(totals[n], axes.get(n, "")).add_(y)
                 else:
-                    self.write(*lies[part.reads[n]], self.keys_of(part, span), y)
+                    self.write(*lies[part.reads[n]], self.keys_of(part, span, start), y)
         for n, y in totals.items():
             self.write(*homes[n], span, y)
 
@@ -466,26 +486,3 @@ def packed_step(run: PackedRun, workspace: Workspace) -> Step:
     temporary = max(probe.temporary for probe in run.probes) + run.held
     step = any_packed_step(run, workspace)
     return evolve(step, workspace=most, temporary=temporary, note=run.summary)
-
-
-def padded_step(
-    op: Packed, specs: Sequence[TensorSpec], lower: Lower, workspace: Workspace
-) -> Step:
-    """Sequences padded to the longest possible one, in one graph. This is for steps dependent on a
-    sequence's number in the batch, or on the largest length."""
-    types, b = op.padded([spec.type for spec in specs]), Builder(trusts=True)
-    given = [
-        TensorSpec(t.shape, t.dtype) if side in op.readers else spec
-        for t, spec, side in zip(types, specs, op.op.operand_sides, strict=False)
-    ]
-    values = [b.input(f"x{n}", spec) for n, spec in enumerate(given)]
-    padded = lower(b.graph(*b.emit(op.op, *values)))
-
-    def run(operands: Tensors, _rooms: Views) -> Tensors:
-        outputs, _ = padded.run(*op.read(run_one, operands))
-        return op.write(run_one, outputs, operands)
-
-    held = sum(t.bytes for t in (*types, *op.op.infer(*types)))
-    note = f"sequences padded to the longest; {'; '.join(padded.notes)}"
-    call = lease_rooms(run, Scratch({}), workspace)
-    return Step(call, padded.workspace, padded.temporary + held, note)

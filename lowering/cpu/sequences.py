@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -12,7 +12,8 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.boxes import Piece
-from attn_graph.ir.graph import Op
+from attn_graph.ir.builder import Builder
+from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.ops import join_statistics
 from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, run_one
@@ -20,6 +21,9 @@ from attn_graph.ir.paging import list_entries
 from attn_graph.ir.relative import RelativeBias
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.kernels.merging import merge_
+from attn_graph.lowering.backend import Executable
+from attn_graph.lowering.steps import Step, lease_rooms
+from attn_graph.machine.workspace import Scratch, Views, Workspace
 from attn_graph.masks import LEAVES as KNOWN_LEAVES
 from attn_graph.masks import Band, Join, KeyLengths, Mask, Prefix, QueryLengths
 from attn_graph.masks.canonical import EVERYTHING
@@ -28,6 +32,7 @@ from attn_graph.spec import TensorSpec, accumulator
 
 BLOCK_BYTES = 2**22  # of k and v in pages, or quantised, read at a time
 Tensors = Sequence[torch.Tensor]
+Lower = Callable[[Graph], Executable]
 
 
 @final
@@ -251,3 +256,26 @@ def join_results(stats: Sequence[str], results: Tensors, more: Tensors) -> None:
     own, other = (dict(zip(("o", *stats), x, strict=True)) for x in (results, more))
     merge_(own["o"], own["lse"], other["o"], other["lse"])
     join_statistics(own, other)
+
+
+def padded_step(
+    op: Packed, specs: Sequence[TensorSpec], lower: Lower, workspace: Workspace
+) -> Step:
+    """Sequences padded to the longest possible one, in one graph. This is for steps dependent on a
+    sequence's number in the batch, or on the largest length."""
+    types, b = op.padded([spec.type for spec in specs]), Builder(trusts=True)
+    given = [
+        TensorSpec(t.shape, t.dtype) if side in op.readers else spec
+        for t, spec, side in zip(types, specs, op.op.operand_sides, strict=False)
+    ]
+    values = [b.input(f"x{n}", spec) for n, spec in enumerate(given)]
+    padded = lower(b.graph(*b.emit(op.op, *values)))
+
+    def run(operands: Tensors, _rooms: Views) -> Tensors:
+        outputs, _ = padded.run(*op.read(run_one, operands))
+        return op.write(run_one, outputs, operands)
+
+    held = sum(t.bytes for t in (*types, *op.op.infer(*types)))
+    note = f"sequences padded to the longest; {'; '.join(padded.notes)}"
+    call = lease_rooms(run, Scratch({}), workspace)
+    return Step(call, padded.workspace, padded.temporary + held, note)

@@ -21,6 +21,7 @@ from attn_graph.ir.paging import SumPages, Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import evaluate
 from attn_graph.lowering.cpu import sequences
+from attn_graph.lowering.cpu.packed import PackedRun
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
@@ -352,6 +353,29 @@ def test_pages_that_are_not_there_are_an_error_and_others_say_why_not() -> None:
     assert any("reads no pages" in str(x) for x in reasons["torch_flash"])
     with pytest.raises(ag.GraphError, match="table"):
         ag.graph(attend, q=q, pool=pool, table=SPEC((1, 2), torch.float32))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_a_token_more_plans_the_last_block_of_keys_alone(
+    soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full blocks without a mask are one plan, whatever the length is."""
+    q, pool, pages = torch.randn(1, 2, 1, 4), torch.randn(8, 2, 2, 4), torch.arange(8)[None]
+    lengths, like, made = torch.tensor([9]), ag.TensorSpec.like, list[int]()
+    monkeypatch.setattr(sequences, "BLOCK_BYTES", 1)
+    graph = ag.attention(
+        *map(like, (q, pool, pool)), soft_cap=soft_cap, pages=like(pages), kv_lengths=like(lengths),
+        mask=ag.Causal("bottom_right"),
+    )  # fmt: skip
+    make = PackedRun.make_part
+    monkeypatch.setattr(PackedRun, "make_part", lambda *x: (made.append(1), make(*x))[1])
+    ag.clear_cache()
+    plan = ag.compile(graph, backends=("math",))
+    for n in range(9, 15):
+        made.clear()
+        lengths[0] = n
+        plan(q, pool, pool, pages=pages, kv_lengths=lengths)
+        assert len(made) == 1 if n > 9 else len(made) > 1
 
 
 def test_memory_does_not_grow_with_the_cache() -> None:
