@@ -130,30 +130,28 @@ def reads_half(problem: Problem) -> bool:
 def kernel_seconds(case: CpuCase) -> float:
     """A gradient in half precision takes float32 copies of all operands and gradients, more than
     twice the operands' bytes. If products read the operands in place, the kernel must be COPIED
-    times as fast to be worth this memory."""
+    times as fast to be worth this memory. A forward in float16 copies k and v."""
     p = case.problem
     copies = p.grad is not None and case.factors != p.wide
-    return (COPIED if copies else 1) * pulls(p) * kernel_pass(case)
+    once = (COPIED if copies else 1) * pulls(p) * kernel_pass(case)
+    reads = count_numbers(p) * p.dtype.itemsize / case.rates.product_reads
+    return once + (reads if p.dtype == torch.float16 and p.grad is None else 0.0)
 
 
 def sdpa_seconds(case: CpuCase) -> float:
-    """The price of one call on operands in their own dtype."""
+    """The price of one call on operands in their own dtype. In half precision the kernel converts k
+    and v for each block of queries, unless it multiplies bfloat16."""
     p = case.problem
-    more = convert_seconds(case) if p.grad is not None and p.dtype != p.wide else 0.0
+    converts = p.dtype == torch.float16 or (p.dtype != p.wide and p.grad is not None)
+    blocks = -(-p.M // DATA_ROWS) if converts else 0
+    more = blocks * count_numbers(p) / case.rates.kernel_reads
     return pulls(p) * (kernel_pass(case) + more)
 
 
-def convert_seconds(case: CpuCase) -> float:
-    """k and v made float32 for each block of queries."""
-    return -(-case.problem.M // DATA_ROWS) * count_numbers(case.problem) / case.rates.kernel_reads
-
-
 def kernel_pass(case: CpuCase) -> float:
-    """In float16 the kernel converts k and v; it multiplies bfloat16."""
     p, rates, mask = case.problem, case.rates, case.problem.node.mask
     reads = count_numbers(p) / rates.kernel_reads
     once = p.B * p.H * p.M * rates.kernel_row
-    once += convert_seconds(case) if p.dtype == torch.float16 and p.grad is None else 0.0
     touches = 1 if p.grad is None else 2  # gradients of k and v too
     computes = prod(p.sizes) * score_seconds(p, rates) + touches * p.H // p.G * reads
     if mask is None or not mask.needs:
@@ -207,7 +205,7 @@ def hide_seconds(case: CpuCase, *, by_tile: bool = False) -> float:
         return 0.0
     places = prod(p.sizes)
     if not mask.needs:
-        return places * rates.hides * share_seen(p)
+        return count_edges(p) * rates.hides_by_tile
     if by_tile or not (has_few_scores(p) or (p.grad is None and caps_entries(p))):
         return places * rates.hides_by_tile + p.B * rates.look
     return places * rates.hides + (0.0 if reads_numbers(p) else rates.look)
@@ -232,13 +230,17 @@ def count_products(problem: Problem) -> int:
     return problem.B if gap_bytes(problem) else 1
 
 
+def count_edges(problem: Problem) -> int:
+    """Scores at the edges of a mask that depends on j - i, in blocks of queries."""
+    return problem.B * problem.H * problem.M * min(problem.M, DATA_ROWS)
+
+
 def share_seen(problem: Problem) -> float:
     """The share of the scores in blocks of queries, under a mask without data; else all."""
     p, mask = problem, problem.node.mask
     if mask is None or mask.needs:
         return 1.0
-    edges = p.B * p.H * p.M * min(p.M, DATA_ROWS) // 2
-    pairs = most_pairs(mask, (p.B, p.H, p.G, p.M, p.N)) + edges
+    pairs = most_pairs(mask, (p.B, p.H, p.G, p.M, p.N)) + count_edges(p) // 2
     return min(1.0, pairs / prod(p.sizes))
 
 

@@ -108,7 +108,7 @@ def test_the_size_of_a_pass_decides_who_multiplies_bfloat16(
     ("sizes", "keys", "backend"),
     [
         ((1, 4, 64, 32), 64, "torch_sdpa"),
-        ((16, 4, 64, 32), 64, "torch_sdpa"),
+        ((16, 4, 64, 32), 64, "math"),  # or many heads short rows
         ((16, 4, 256, 32), 256, "torch_sdpa"),
         ((1, 16, 1, 128), 256, "torch_sdpa"),
         ((1, 16, 1, 128), 1024, "math"),  # one query reads long keys
