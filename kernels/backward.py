@@ -3,13 +3,17 @@
 With p = exp(s - lse) / 2^rest, z the mask of dropout over 1 - rate, and delta = sum_e do o - dlse:
 dv = (p z)^T do, dp = (do v^T) z, ds = p (dp - delta) and back through the modifiers,
 dq = scale ds k, dk = scale ds^T q. `attn_graph.ir.attention` has the derivation.
+
+In a direction, the tangents of these instead, with a `t` before each tangent:
+tdp = (tdo v^T + do tv^T) z, tdelta = sum_e (tdo o + do to) - tdlse, tp and tds as of
+kernels/scores.py, tdq = scale (tds k + ds tk), tdk = scale (tds^T q + ds^T tq) and
+tdv = (tp z)^T do + (p z)^T tdo. `attn_graph.ir.tangents` has the derivation.
 """
 
 import triton
 import triton.language as tl
 
 from attn_graph.kernels.common import (
-    LOG2E,
     SIZES,
     count_parts,
     count_tiles,
@@ -19,8 +23,6 @@ from attn_graph.kernels.common import (
     head_ptr,
     line_of,
     live_tile_of,
-    mask_scores,
-    modify_scores,
     place_program,
     present_sizes,
     round_to,
@@ -39,6 +41,15 @@ from attn_graph.kernels.pieces import (
     scale_pieces,
     store_pieces,
     zero_pieces,
+)
+from attn_graph.kernels.scores import (
+    drop,
+    load_rest,
+    load_statistics,
+    moving_rows,
+    outweigh,
+    push_dot,
+    score_gradient,
 )
 from attn_graph.kernels.sequences import (
     head_at,
@@ -113,90 +124,14 @@ def weigh_cotangent(o, do, BLIND: tl.constexpr):
     return o.to(tl.float32) * do
 
 
-@triton.jit
-def load_statistics(ptr, first, M, other, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows first.. of one head of x [B,H,M]."""
-    row = tl.arange(0, BLOCK_M)
-    if WHOLE:
-        return tl.load(ptr + first + row)
-    return tl.load(ptr + first + row, mask=row < M - first, other=other)
-
-
-@triton.jit
-def load_rest(ptr, start, first, M, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr):
-    """The same of `rest`, of a head whose line begins at `start`; zeros where it is absent."""
-    rest = tl.zeros([BLOCK_M], tl.float32)
-    if ptr is not None:
-        rest = load_statistics(ptr + start, first, M, 0.0, BLOCK_M, WHOLE)
-    return rest
-
-
-@triton.jit
-def outweigh(lse):
-    """lse for exp(s - lse); +inf, so that weights are 0, of rows that saw nothing."""
-    return tl.where(lse == float("-inf"), float("inf"), lse)
-
-
-@triton.jit
-def score_gradient(
-    s, dp, lse, rest, delta, b, h, i, j, M, N, scale, data, numbers,
-    CHANGE: tl.constexpr, KEEP: tl.constexpr, BACK: tl.constexpr, MIXED: tl.constexpr,
-    PAST: tl.constexpr,
-):  # fmt: skip
-    """p, and ds before the modifiers, of a tile; s = q k^T; lse, rest, delta broadcast.
-
-    PAST: see `weigh_scores`.
-    """
-    p = weigh_scores(
-        s, lse, rest, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED, PAST
-    )
-    ds = differentiate_scores(p, dp, s, delta, b, h, i, j, M, N, scale, data, numbers, BACK, MIXED)
-    return p, ds
-
-
-@triton.jit
-def weigh_scores(
-    s, lse, rest, b, h, i, j, M, N, scale, data, numbers,
-    CHANGE: tl.constexpr, KEEP: tl.constexpr, MIXED: tl.constexpr, PAST: tl.constexpr,
-):  # fmt: skip
-    """p of a tile of s = q k^T. rest: see kernels/weight_sums.py; scores that are products alone
-    have none, since they were rounded themselves by as much as lse.
-
-    PAST: whether a row past the last query counts for other rows, so that its weights must be 0
-    even where a modifier says +inf.
-    """
-    if CHANGE is None:  # one multiplication with the scale's, as FOLD of `softmax_step`
-        s = mask_scores(s * (scale * LOG2E), b, h, i, j, M, N, data, numbers, KEEP, MIXED)
-        p = tl.exp2(s - lse * LOG2E)
-    else:
-        s = modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
-        p = tl.exp2((s - lse) * LOG2E - rest)
-    if PAST:
-        p = tl.where(lse == float("inf"), 0.0, p)
-    return p
-
-
-@triton.jit
-def differentiate_scores(
-    p, dp, s, delta, b, h, i, j, M, N, scale, data, numbers,
-    BACK: tl.constexpr, MIXED: tl.constexpr,
-):  # fmt: skip
-    """ds before the modifiers, from p and dp."""
-    ds = p * (dp - delta)
-    if BACK is not None:
-        ds = BACK(ds, s * scale, b, h, i, j, M, N, data, numbers)
-    if MIXED and BACK is not None:
-        ds = tl.where(p == 0, 0.0, ds)
-    return ds
-
-
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr, dq_ptr, seed_ptr, offset_ptr,
     lists_ptr,
     q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr,
-    q_desc, k_desc, v_desc, do_desc,
+    q_desc, k_desc, v_desc, do_desc, tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr,
     data, numbers, q_steps, kv_steps, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    tq_strides, tk_strides, tv_strides, tdo_strides,
     lists_strides, scales, scale_strides, pages_stride,
     B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
@@ -205,14 +140,15 @@ def query_gradient(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     BATCH: tl.constexpr, PAGE: tl.constexpr, PARTED: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
-    BACK: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BACK: tl.constexpr, PUSH: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
+    BLIND: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq [BLOCK_M,D] of one head, over all keys that its queries may see, or, PARTED,
     one of PARTS of their tiles; dq then has H * PARTS heads, which `sum_parts` adds up.
 
     BLIND: whether rows may see no key: 0 no, 1 only by the mask, and so never in a full tile, 2
-    by a modifier too. Packed tensors, pages and scales are as those of `forward`.
+    by a modifier too. Packed tensors, pages and scales are as those of `forward`, and so are
+    tangents: with tlse_ptr dq is the tangent of dq.
     """
     N = even_length(N, EVEN)
     heads = count_parts(H, PARTS, PARTED)
@@ -236,12 +172,27 @@ def query_gradient(
     lse = lse[:, None]
     rest = load_rest(rest_ptr, line, first, M, BLOCK_M, False)[:, None]
     surplus = load_statistics(delta_ptr + line, first, M, 0.0, BLOCK_M, False)[:, None]
-    do = q[0]
+    do = None
     if do_ptr is not None:
         do_head = head_at(do_ptr, do_strides, b, h, q_starts_ptr, row, 0)
         do = live_tile_of(
             do_desc, do_head, do_strides, b, h, first, rows, lse,
             E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
+        )  # fmt: skip
+    along = None
+    if tlse_ptr is not None:
+        along = (
+            moving_rows(
+                tq_ptr, tq_strides, b, h, first, rows, None,
+                D, BLOCK_M, WIDTH_D, False, False, UPCAST,
+            ),
+            moving_rows(
+                tdo_ptr, tdo_strides, b, h, first, rows, lse,
+                E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
+            ),
+            tk_ptr, tk_strides, tv_ptr, tv_strides,
+            load_statistics(tlse_ptr + line, first, M, 0.0, BLOCK_M, False)[:, None],
+            load_statistics(tdelta_ptr + line, first, M, 0.0, BLOCK_M, False)[:, None],
         )  # fmt: skip
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
@@ -261,11 +212,11 @@ def query_gradient(
         for t in range(begins[MIXED], ends[MIXED]):
             n = tile_at(t, list_ptr, bounds, full, LISTED, MIXED)
             dq = add_query_gradient(
-                dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first,
-                i, do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides,
+                dq, q, do, lse, rest, surplus, along, k_head, v_head, k_desc, v_desc, n * BLOCK_N,
+                first, i, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides,
                 v_strides, k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale,
                 threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                PAGE, KEEP, CHANGE, BACK, DROPOUT, MIXED, UPCAST, PRECISION,
+                PAGE, KEEP, CHANGE, BACK, PUSH, DROPOUT, MIXED, UPCAST, PRECISION,
             )  # fmt: skip
     dq_head = head_at(dq_ptr, dq_strides, b, head, q_starts_ptr, row, 0)
     store_pieces(
@@ -275,18 +226,18 @@ def query_gradient(
 
 @triton.jit
 def add_query_gradient(
-    dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, key, first, i,
-    do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
+    dq, q, do, lse, rest, surplus, along, k_head, v_head, k_desc, v_desc, key, first, i,
+    seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
     k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
-    MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, PUSH: tl.constexpr,
+    DROPOUT: tl.constexpr, MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq [BLOCK_M,D] + ds k over keys `key`.. before `keys`, still to be scaled.
 
     k_scale, v_scale: as of `attend`; k is multiplied by its scales before ds weighs it, as v is
-    there.
+    there. along: as of `attend`, with tdo and the rows of mu and tdelta; then dq + tds k + ds tk.
     """
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
@@ -294,42 +245,65 @@ def add_query_gradient(
         k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
+    tk = None
+    if along is not None:
+        tq, tdo, tk_ptr, tk_strides, tv_ptr, tv_strides, mu, tsurplus = along
+        tk = moving_rows(
+            tk_ptr, tk_strides, b, g, key, keys, None,
+            D, BLOCK_N, WIDTH_D, not MIXED, False, UPCAST,
+        )  # fmt: skip
+        tv = moving_rows(
+            tv_ptr, tv_strides, b, g, key, keys, None,
+            E, BLOCK_N, WIDTH_E, not MIXED, False, UPCAST,
+        )  # fmt: skip
     s = scale_columns(
         multiply_pieces(q, k, PRECISION), k_scale, pages_ptr, pages, b, g, key, keys, POOL,
         BLOCK_N, not MIXED, PAGE,
     )  # fmt: skip
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if do_ptr is not None:
+    if do is not None or along is not None:
         v = key_rows(
             v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
             E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
         )  # fmt: skip
+    if do is not None:
         dp = scale_columns(
             tl.dot(do, tl.trans(v.to(do.dtype)), input_precision=PRECISION),
             v_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE,
         )  # fmt: skip
+    z = None
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
         )
-        dp = tl.where(z, dp * keep_scale, 0.0)
-    _, ds = score_gradient(
-        s, dp, lse, rest, surplus, b, h, i, j, M, N, scale, data, numbers,
-        CHANGE, KEEP, BACK, MIXED, False,
+    dp = drop(dp, z, keep_scale)
+    ahead = None
+    if along is not None:
+        ts = push_dot(q[0], tq, k[0], tk, BLOCK_M, BLOCK_N, PRECISION)
+        tdp = drop(push_dot(do, tdo, v, tv, BLOCK_M, BLOCK_N, PRECISION), z, keep_scale)
+        ahead = ts, tdp, mu, tsurplus
+    _, ds, _, tds = score_gradient(
+        s, dp, lse, rest, surplus, ahead, b, h, i, j, M, N, scale, data, numbers,
+        CHANGE, KEEP, BACK, PUSH, MIXED, False,
     )  # fmt: skip
     k = scale_pieces(
         k, k_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE
     )
-    ds = round_to(ds, k_head.dtype.element_ty if k_scale is None else k[0].dtype, UPCAST)
-    return add_pieces(dq, ds, k, PRECISION)
+    tds = round_to(tds, k_head.dtype.element_ty if k_scale is None else k[0].dtype, UPCAST)
+    dq = add_pieces(dq, tds, k, PRECISION)
+    if tk is not None:
+        dq = add_pieces(dq, round_to(ds, k_head.dtype.element_ty, UPCAST), (tk,), PRECISION)
+    return dq
 
 
 @triton.jit(do_not_specialize=SIZES)
 def key_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr, dk_ptr, dv_ptr,
     seed_ptr, offset_ptr, lists_ptr, q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr,
-    pages_ptr, q_desc, k_desc, v_desc, do_desc, data, numbers, q_steps, kv_steps,
+    pages_ptr, q_desc, k_desc, v_desc, do_desc,
+    tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, data, numbers, q_steps, kv_steps,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, lists_strides,
+    tq_strides, tk_strides, tv_strides, tdo_strides,
     pages_stride, B, G, GROUP, SPLITS, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
@@ -337,8 +311,8 @@ def key_gradient(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, BATCH: tl.constexpr,
     PAGE: tl.constexpr, GROUPED: tl.constexpr, PARTED: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
-    BACK: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BACK: tl.constexpr, PUSH: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
+    BLIND: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dk [BLOCK_N,D] and dv [BLOCK_N,E] from a part of the query heads of a k/v head.
 
@@ -349,7 +323,7 @@ def key_gradient(
     computed, for tiles where the registers cannot hold both sums. GROUPED: whether GROUP is not 1;
     a loop less takes fewer registers. Packed tensors and pages are as those of `forward`; dk and dv
     of pages lie as keys in one piece do, for `sum_pages` to add up, and past the keys of an entry
-    nothing is written.
+    nothing is written. Tangents are as those of `query_gradient`.
     """
     N = even_length(N, EVEN)
     sums = count_parts(SPLITS, PARTS, PARTED)
@@ -379,6 +353,12 @@ def key_gradient(
         v_desc, v_head, v_strides, pages_ptr, pages, b, g, first, keys, POOL,
         E, BLOCK_N, WIDTH_E, False, PAGE, UPCAST,
     )  # fmt: skip
+    tk = moving_rows(
+        tk_ptr, tk_strides, b, g, first, keys, None, D, BLOCK_N, WIDTH_D, False, False, UPCAST
+    )
+    tv = moving_rows(
+        tv_ptr, tv_strides, b, g, first, keys, None, E, BLOCK_N, WIDTH_E, False, False, UPCAST
+    )
     dk = zero_pieces(BLOCK_N, WIDTH_D)
     dv = tl.zeros([BLOCK_N, WIDTH_E], tl.float32)
     bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, True)
@@ -388,20 +368,25 @@ def key_gradient(
         full, mixed = count_tiles(list_ptr, bounds, LISTED)
         full, mixed = tiles_within(full, mixed, kv_starts_ptr, first, N, LISTED)
         q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
-        do_head = q_head
+        do_head = None
         if do_ptr is not None:
             do_head = head_at(do_ptr, do_strides, b, h, q_starts_ptr, row, 0)
         at = line + tl.cast(h, tl.int64) * length
+        along = None
+        if tlse_ptr is not None:
+            along = (
+                tk, tv, tq_ptr, tq_strides, tdo_ptr, tdo_strides, tlse_ptr + at, tdelta_ptr + at,
+            )  # fmt: skip
         begins, ends = walk_part(piece, PARTS, full, mixed, PARTED)
         for MIXED in tl.static_range(2):  # full tiles, then mixed ones
             for t in range(begins[MIXED], ends[MIXED]):
                 n = tile_at(t, list_ptr, bounds, full, LISTED, MIXED)
                 dk, dv = add_key_gradient(
-                    dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
-                    rest_ptr, at, n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr,
+                    dk, dv, k, v, q_head, do_head, along, q_desc, do_desc, lse_ptr + at,
+                    delta_ptr + at, rest_ptr, at, n * BLOCK_M, first, j, dk_ptr, dv_ptr, seed_ptr,
                     offset_ptr, data, numbers, q_strides, do_strides, b, h, G * GROUP, M, N, rows,
                     scale, keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                    KEEP, CHANGE, BACK, DROPOUT, MIXED, BLIND > 1 - MIXED, UPCAST, PRECISION,
+                    KEEP, CHANGE, BACK, PUSH, DROPOUT, MIXED, BLIND > 1 - MIXED, UPCAST, PRECISION,
                 )  # fmt: skip
     if dk_ptr is not None:
         dk_head = head_at(dk_ptr, dk_strides, b, part, kv_starts_ptr, key, 0)
@@ -417,51 +402,77 @@ def key_gradient(
 
 @triton.jit
 def add_key_gradient(
-    dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_row, delta_row, rest_ptr, at,
-    query, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
+    dk, dv, k, v, q_head, do_head, along, q_desc, do_desc, lse_row, delta_row, rest_ptr, at,
+    query, first, j, dk_ptr, dv_ptr, seed_ptr, offset_ptr, data, numbers,
     q_strides, do_strides,
     b, h, H, M, N, rows, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
-    MIXED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, PUSH: tl.constexpr,
+    DROPOUT: tl.constexpr, MIXED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk + ds^T q, still to be scaled, and dv + (p z)^T do, of queries `query`.. before `rows`."""
+    """dk + ds^T q, still to be scaled, and dv + (p z)^T do, of queries `query`.. before `rows`.
+
+    along: tk, tv, then tq and tdo by their pointers and strides, and where the lines of mu and
+    tdelta begin; then dk + tds^T q + ds^T tq and dv + (tp z)^T do + (p z)^T tdo.
+    """
     i = (query + tl.arange(0, BLOCK_M))[None, :]
     q = query_pieces(
         q_desc, q_head, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST
     )
+    tq = None
+    if along is not None:
+        tk, tv, tq_ptr, tq_strides, tdo_ptr, tdo_strides, mu_row, tdelta_row = along
+        tq = moving_rows(
+            tq_ptr, tq_strides, b, h, query, rows, None,
+            D, BLOCK_M, WIDTH_D, not MIXED, False, UPCAST,
+        )  # fmt: skip
     s = multiply_pieces(k, q, PRECISION)
     lse = outweigh(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
     rest = load_rest(rest_ptr, at, query, M, BLOCK_M, not MIXED)[None, :]
     surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
-    do = q[0]
+    do = None
     dp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if do_ptr is not None:
+    if do_head is not None:
         do = live_tile_of(
             do_desc, do_head, do_strides, b, h, query, rows, lse[:, None],
             E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
         )  # fmt: skip
         if dk_ptr is not None:
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    z = None
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, query, first, threshold, origin, BLOCK_M, BLOCK_N
         )
         z = tl.trans(z)
-        dp = tl.where(z, dp * keep_scale, 0.0)
-    p, ds = score_gradient(
-        s, dp, lse[None, :], rest, surplus, b, h, i, j, M, N, scale, data, numbers,
-        CHANGE, KEEP, BACK, MIXED, MIXED and CHANGE is not None,
+    dp = drop(dp, z, keep_scale)
+    tdo, ahead = None, None
+    if along is not None:
+        tdo = moving_rows(
+            tdo_ptr, tdo_strides, b, h, query, rows, lse[:, None],
+            E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
+        )  # fmt: skip
+        ts = push_dot(k[0], tk, q[0], tq, BLOCK_N, BLOCK_M, PRECISION)
+        tdp = drop(push_dot(v, tv, do, tdo, BLOCK_N, BLOCK_M, PRECISION), z, keep_scale)
+        mu = load_statistics(mu_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
+        tsurplus = load_statistics(tdelta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
+        ahead = ts, tdp, mu, tsurplus
+    p, ds, tp, tds = score_gradient(
+        s, dp, lse[None, :], rest, surplus, ahead, b, h, i, j, M, N, scale, data, numbers,
+        CHANGE, KEEP, BACK, PUSH, MIXED, MIXED and CHANGE is not None,
     )  # fmt: skip
-    if do_ptr is not None and dv_ptr is not None:
-        if DROPOUT:
-            p = tl.where(z, p * keep_scale, 0.0)
-        dv = tl.dot(
-            round_to(p, do_head.dtype.element_ty, UPCAST), do, dv, input_precision=PRECISION
-        )
+    if do is not None and dv_ptr is not None:
+        tp = round_to(drop(tp, z, keep_scale), do_head.dtype.element_ty, UPCAST)
+        dv = tl.dot(tp, do, dv, input_precision=PRECISION)
+    if tdo is not None and dv_ptr is not None:
+        p = round_to(drop(p, z, keep_scale), tdo_ptr.dtype.element_ty, UPCAST)
+        dv = tl.dot(p, tdo, dv, input_precision=PRECISION)
     if dk_ptr is not None:
-        dk = add_pieces(dk, round_to(ds, q_head.dtype.element_ty, UPCAST), q, PRECISION)
+        dk = add_pieces(dk, round_to(tds, q_head.dtype.element_ty, UPCAST), q, PRECISION)
+    if tq is not None and dk_ptr is not None:
+        dk = add_pieces(dk, round_to(ds, q_head.dtype.element_ty, UPCAST), (tq,), PRECISION)
     return dk, dv
 
 

@@ -9,7 +9,6 @@ moving tensors; COLLECT then reads ds, tds, s and ts, and gives ds too.
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.backward import load_rest, load_statistics, outweigh, score_gradient
 from attn_graph.kernels.common import (
     SIZES,
     count_tiles,
@@ -26,8 +25,16 @@ from attn_graph.kernels.common import (
     rows_of,
     tile_bounds,
 )
-from attn_graph.kernels.gradient_jvp import load_row_tangents, push_dot, push_score_gradient
-from attn_graph.kernels.pieces import add_rest, query_pieces
+from attn_graph.kernels.pieces import multiply_pieces, query_pieces
+from attn_graph.kernels.scores import (
+    drop,
+    load_rest,
+    load_statistics,
+    moving_rows,
+    outweigh,
+    push_dot,
+    score_gradient,
+)
 from attn_graph.kernels.sequences import scale_columns, scale_heads
 
 
@@ -52,47 +59,51 @@ def contribution(
     q = query_pieces(None, q_head, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
     k = query_pieces(None, k_head, k_strides, b, g, key, keys, D, BLOCK_N, WIDTH_D, False, UPCAST)
     v = rows_of(v_ptr, v_strides, b, g, key, keys, E, BLOCK_N, WIDTH_E, UPCAST)
-    tq, tk, do, tdo, tv = q[0], k[0], q[0], q[0], v
-    if tq_ptr is not None:
-        tq = rows_of(tq_ptr, tq_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, UPCAST)
-    if tk_ptr is not None:
-        tk = rows_of(tk_ptr, tk_strides, b, g, key, keys, D, BLOCK_N, WIDTH_D, UPCAST)
-    if tv_ptr is not None:
-        tv = rows_of(tv_ptr, tv_strides, b, g, key, keys, E, BLOCK_N, WIDTH_E, UPCAST)
-    if do_ptr is not None:
-        do = rows_of(do_ptr, do_strides, b, h, query, rows, E, BLOCK_M, WIDTH_E, UPCAST)
-    if tdo_ptr is not None:
-        tdo = rows_of(tdo_ptr, tdo_strides, b, h, query, rows, E, BLOCK_M, WIDTH_E, UPCAST)
-    s, ts = push_dot(q[0], tq, k[0], tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
-    s = add_rest(s, q, k, PRECISION)  # tangents have no wide heads
-    dp, tdp = push_dot(do, tdo, v, tv, do_ptr, tdo_ptr, k_ptr, tv_ptr, BLOCK_M, BLOCK_N, PRECISION)
+    do = None if do_ptr is None else rows_of(
+        do_ptr, do_strides, b, h, query, rows, E, BLOCK_M, WIDTH_E, UPCAST
+    )  # fmt: skip
+    s = multiply_pieces(q, k, PRECISION)
+    dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if do is not None:
+        dp = tl.dot(do, tl.trans(v.to(do.dtype)), input_precision=PRECISION)
     k_scale, v_scale = (
         (None, None) if scales is None else scale_heads(scales, scale_strides, b, g, None, 0, 0)
     )
     s = scale_columns(s, k_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
     dp = scale_columns(dp, v_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
+    z = None
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, query, key, threshold, origin, BLOCK_M, BLOCK_N
         )
-        dp, tdp = tl.where(z, dp * keep_scale, 0.0), tl.where(z, tdp * keep_scale, 0.0)
+    dp = drop(dp, z, keep_scale)
     row = (tl.cast(b, tl.int64) * H + h) * M
     lse = outweigh(load_statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))
     rest = load_rest(rest_ptr, row, query, M, BLOCK_M, False)[:, None]
     surplus = load_statistics(delta_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
-    if tlse_ptr is None:
-        _, share = score_gradient(
-            s, dp, lse[:, None], rest, surplus, b, h, i, j, M, N, scale, data, numbers,
-            CHANGE, KEEP, COLLECT, True, False,
-        )  # fmt: skip
-    else:
-        mu, tsurplus = load_row_tangents(
-            lse, tlse_ptr + row, tdelta_ptr + row, query, M, BLOCK_M, False
+    ahead = None
+    if tlse_ptr is not None:
+        tq = moving_rows(
+            tq_ptr, tq_strides, b, h, query, rows, None, D, BLOCK_M, WIDTH_D, False, False, UPCAST
         )
-        _, _, _, share = push_score_gradient(
-            s, ts, dp, tdp, lse[:, None], rest, mu[:, None], surplus, tsurplus[:, None],
-            b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, PUSH, COLLECT, True, False,
-        )  # fmt: skip
+        tk = moving_rows(
+            tk_ptr, tk_strides, b, g, key, keys, None, D, BLOCK_N, WIDTH_D, False, False, UPCAST
+        )
+        tv = moving_rows(
+            tv_ptr, tv_strides, b, g, key, keys, None, E, BLOCK_N, WIDTH_E, False, False, UPCAST
+        )
+        tdo = moving_rows(
+            tdo_ptr, tdo_strides, b, h, query, rows, None, E, BLOCK_M, WIDTH_E, False, False, UPCAST
+        )
+        ts = push_dot(q[0], tq, k[0], tk, BLOCK_M, BLOCK_N, PRECISION)
+        tdp = drop(push_dot(do, tdo, v, tv, BLOCK_M, BLOCK_N, PRECISION), z, keep_scale)
+        mu = load_statistics(tlse_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
+        tsurplus = load_statistics(tdelta_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
+        ahead = ts, tdp, mu, tsurplus
+    _, _, _, share = score_gradient(
+        s, dp, lse[:, None], rest, surplus, ahead, b, h, i, j, M, N, scale, data, numbers,
+        CHANGE, KEEP, COLLECT, PUSH, True, False,
+    )  # fmt: skip
     return share
 
 

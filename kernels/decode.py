@@ -79,12 +79,12 @@ def split_forward(
     for MIXED in tl.static_range(2):  # full tiles, then mixed ones
         for t in range(tiles[MIXED]):
             n = tile_at(t, None, bounds, 0, False, MIXED)
-            acc, total, m = attend(
-                acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
+            acc, total, m, _ = attend(
+                acc, total, m, (), q, k_head, v_head, None, None, None, n * BLOCK_N, 0, i,
                 None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
                 k_scale, v_scale, b, h, 1, H, M, N, keys, POOL, scale, 0, None,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                PAGE, 1, V_IN_K, KEEP, CHANGE, FOLD, False, MIXED, UPCAST, PRECISION,
+                PAGE, 1, V_IN_K, KEEP, CHANGE, None, FOLD, False, MIXED, UPCAST, PRECISION,
             )  # fmt: skip
 
     total = tl.sum(total, 1)

@@ -98,12 +98,6 @@ def zero_pieces(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def multiply_pieces(x, y, PRECISION: tl.constexpr):
     """x y^T, in x's dtype."""
     s = tl.dot(x[0], tl.trans(y[0].to(x[0].dtype)), input_precision=PRECISION)
-    return add_rest(s, x, y, PRECISION)
-
-
-@triton.jit
-def add_rest(s, x, y, PRECISION: tl.constexpr):
-    """s, the product of first pieces, with the others' added."""
     if len(x) > 1:
         s = tl.dot(x[1], tl.trans(y[1].to(x[1].dtype)), s, input_precision=PRECISION)
     return s

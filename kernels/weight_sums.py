@@ -11,7 +11,6 @@ cancels dp of a row with one key, and its ds add up to 0.
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.backward import load_statistics
 from attn_graph.kernels.common import (
     LOG2E,
     SIZES,
@@ -25,6 +24,7 @@ from attn_graph.kernels.common import (
 )
 from attn_graph.kernels.forward import store_statistic, with_sink
 from attn_graph.kernels.pieces import key_pieces, multiply_pieces, query_pieces
+from attn_graph.kernels.scores import load_statistics
 from attn_graph.kernels.sequences import (
     head_at,
     key_rows,
@@ -114,7 +114,7 @@ def sum_weights(
         )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32)
-        weighed, total, m = with_sink(weighed, total, m, sink, False)
+        weighed, total, m, _, _ = with_sink(weighed, total, m, sink, False)
     again = again & (total > 0)
     total = tl.where(again, total, 1.0)
     if rest_ptr is not None:

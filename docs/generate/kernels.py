@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, Tiling
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.launch_list import BY_KEYS
+from attn_graph.lowering.triton.launch_list import BY_KEYS, PASS_OF
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.programs import choose_push_tiling, choose_tiling
@@ -177,7 +177,11 @@ class Case:
         target = target_of(self.sm)
         work, problem = self.work(), self.problem()
         flash = Flash.plan(work, target)
-        launches = tuple(launch for launch in flash.launches if launch.kernel == self.pass_)
+        launches = tuple(
+            launch
+            for launch in flash.launches
+            if launch.kernel == PASS_OF.get(self.pass_, self.pass_)
+        )
         choose: Any = choose_push_tiling if self.pass_ in PUSHES else choose_tiling  # Any: by pass
         tile = choose(problem, target, self.pass_)
         return problem, tile, compile_launches(evolve(flash, launches=launches))

@@ -75,8 +75,8 @@ class DeviceCode:
 
     numbers: the integers to pass. Then texts of functions, "" for none: keep (the mask, false past
     the last key), keep_by_keys (for tiles with keys as rows), strip (its low, high, keys and rows),
-    ends (the queries and keys before its lengths), change (all modifiers), back (their derivative),
-    push (the tangent of the scores through them), bend (ds and its tangent back through them).
+    ends (the queries and keys before its lengths), change (all modifiers), back (ds back through
+    them, in forward mode with its tangent), push (the tangent of the scores through them).
     contributions: their summands to an operand's gradient or its tangent, by number of the operand.
     """
 
@@ -88,7 +88,6 @@ class DeviceCode:
     change: str = ""
     back: str = ""
     push: str = ""
-    bend: str = ""
     contributions: Mapping[int, Contribution] = field(factory=dict, eq=False)
 
 
@@ -134,7 +133,7 @@ class Tracer:
         if self.problem.grad is not None:
             texts["keep_by_keys"] = self.keep(True)
         if steps and self.problem.grad is not None:
-            texts |= {"bend": self.bend()} if moves else {"back": self.back()}
+            texts["back"] = self.bend() if moves else self.back()
         contributions = dict(self.contributions())
         return DeviceCode(tuple(self.numbers.values), **texts, contributions=contributions)
 

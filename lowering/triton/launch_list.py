@@ -57,7 +57,7 @@ PASS_OF: dict[str, Pass] = {  # of kernels with ordered programs
 }
 # Kernels with a program for each block of keys.
 BY_KEYS = tuple(kernel for kernel, pass_ in PASS_OF.items() if pass_ == "key_gradient")
-FUNCTIONS = ("KEEP", "STRIP", "ENDS", "CHANGE", "BACK", "PUSH", "BEND")  # of `DeviceCode`
+FUNCTIONS = ("KEEP", "STRIP", "ENDS", "CHANGE", "BACK", "PUSH")  # of `DeviceCode`
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
 
@@ -94,10 +94,6 @@ class LaunchList:
             return usual, None
         return spread_tilings(self.layout.flat, self.target, pass_, usual)
 
-    @property
-    def prefix(self) -> str:
-        return "push_" if self.push else ""
-
     @cached_property
     def facts(self) -> Fixed:
         """Sizes, strides and constants of the problem, by parameter."""
@@ -120,7 +116,7 @@ class LaunchList:
             "E": p.E,
             "WIDTH_D": held_head_size(p.D),
             "WIDTH_E": padded_head_size(p.E),
-            "COLUMNS": summed_columns(self.target.sm, p.dtype.itemsize),
+            "COLUMNS": 1 if self.push else summed_columns(self.target.sm, p.dtype.itemsize),
             "V_IN_K": reads_v_in_k(p),
             "FOLD": p.folds_scale,
             "BLIND": self.blind if p.grad else 0,
@@ -128,7 +124,7 @@ class LaunchList:
             "UPCAST": self.target.interprets,
             "PRECISION": self.precision,
             "sinks_stride": sinks.strides[0] if sinks else 0,
-            "tsinks_stride": tsinks.strides[0] if tsinks else 0,
+            "tsinks_stride": tsinks.strides[0] if tsinks else None,
             "scale_strides": tuple(layout.strides(*x) for x in scales) or None,
             "o_strides": layout.strides("o", layout.o()),
         }
@@ -237,7 +233,7 @@ class LaunchList:
         """Operands in tiles, by parameter, as far as the copy engine reads them."""
         if self.layout.op is not None or self.code.ends:  # the engine knows no lengths of them
             return {}
-        if not copies_tiles(self.problem, self.target):
+        if self.push is not None or not copies_tiles(self.problem, self.target):
             return {}
         specs = self.layout.large()
         rows = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "do": tile.block_m}

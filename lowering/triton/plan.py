@@ -152,10 +152,8 @@ class FlashBuilder(LaunchList):
         """Add every launch of the problem; the whole as a value."""
         if self.problem.grad is not None:
             self.backward()
-        elif self.push is None:
-            self.forward()
         else:
-            self.push_forward()
+            self.forward()
         return self.finish()
 
     def finish(self) -> Flash:
@@ -182,7 +180,8 @@ class FlashBuilder(LaunchList):
 
     def forward(self) -> None:
         """Add the launch of the forward, or the launches of its parts for few queries."""
-        division = divide_keys(self.layout, self.target, self.variant, self.most, self.invariant)
+        options = self.variant, self.most, self.invariant
+        division = None if self.push else divide_keys(self.layout, self.target, *options)
         if division is None:
             self.whole_forward()
         else:
@@ -224,12 +223,6 @@ class FlashBuilder(LaunchList):
         order = self.order(way.tile, pass_, lists, parts=way.parts)
         return order | {"PARTS": way.parts, "PARTED": way.parts > 1}
 
-    def push_forward(self) -> None:
-        p, tile = self.problem, self.tiling("forward")
-        lists, listed = self.listed(tile, by_keys=False)
-        lines = blocks(p.M, tile.block_m) * p.H * p.B
-        self.launch("push", lines, tile, lists, listed | self.order(tile, "forward", lists))
-
     def backward(self) -> None:
         """Add the launches of the gradient."""
         p = self.problem
@@ -267,7 +260,7 @@ class FlashBuilder(LaunchList):
             lists = lists | {"dq_ptr": part}
             fixed["dq_strides"] = self.parts_strides(part)
         lines = self.layout.row_programs(way.tile.block_m) * way.parts
-        self.launch(f"{self.prefix}{pass_}", lines, way.tile, lists, fixed)
+        self.launch(pass_, lines, way.tile, lists, fixed)
         if way.parts > 1:
             self.sum_parts(part, 0)
 
@@ -324,11 +317,11 @@ class FlashBuilder(LaunchList):
         }
         more = more | strides | {f"{name}_ptr": None for name in parts if name not in results}
         more |= {"SPLITS": way.splits, "PARTS": way.parts, "PARTED": way.summands > 1}
-        more |= {"GROUPED": p.H > p.G or (self.push is None and way.summands > 1)}
+        more |= {"GROUPED": p.H > p.G or way.summands > 1}
         own = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
         lines = self.layout.key_programs(tile.block_n, p.G * way.summands)
         texts = {"KEEP": self.code.keep_by_keys}
-        self.launch(f"{self.prefix}key_gradient", lines, tile, own, more, texts)
+        self.launch("key_gradient", lines, tile, own, more, texts)
 
     def sum_parts(self, name: str, n: int) -> None:
         """Add the launch from sums to the gradient of operand n."""

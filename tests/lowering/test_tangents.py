@@ -174,7 +174,7 @@ def test_triton_computes_second_derivatives_and_explain_counts_them() -> None:
         assert known.memory is not None
         assert known.memory.workspace_forward == 2 * 4 * 2 * 32 * 512
         text = str(known)
-        for kernel in ("push", "delta", "push_query_gradient", "push_key_gradient"):
+        for kernel in ("forward", "delta", "query_gradient", "key_gradient"):
             assert f"{kernel}: " in text
 
 

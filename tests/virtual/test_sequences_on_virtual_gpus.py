@@ -60,8 +60,8 @@ BODIES = {
 
 
 def test_every_kernel_is_shown_by_a_case() -> None:
-    assert {*SHOWN} == {*HOMES}
-    assert {*SHOWN.values()} <= {*CASES, *BODIES}
+    assert set().union(*SHOWN.values()) == {*HOMES}
+    assert {*SHOWN} <= {*CASES, *BODIES}
 
 
 @pytest.mark.parametrize(("sm", "name"), sorted(QUICK))
