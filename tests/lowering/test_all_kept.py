@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.lowering.cpu import all_kept
-from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan
-from attn_graph.testing.strategies import seeds
+from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.tensors import tensors_for
 
-DTYPES = st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-MASKS = (None, ag.Causal("bottom_right"), ag.Keep("more"), ag.KeyLengths())
 GRADIENTS = ("q", "k", "v")
-
-
-@st.composite
-def masked_graphs(draw: st.DrawFn) -> ag.Graph:
-    """Attention under a boolean mask, and perhaps another, with or without dropout or a cap."""
-    B, G, r, M, N, D = (draw(st.integers(1, most)) for most in (3, 2, 2, 20, 20, 9))
-    dtype, mask = draw(DTYPES), draw(st.sampled_from(MASKS))
-    q, k, v = (ag.TensorSpec((B, h, n, D), dtype) for h, n in ((G * r, M), (G, N), (G, N)))
-    axes = st.tuples(*(st.sampled_from((1, n)) for n in (B, G * r, M, N)))
-    named: dict[str, Any] = {"keep": ag.TensorSpec(draw(axes), torch.bool)}
-    if mask == ag.Keep("more"):
-        named["more"] = ag.TensorSpec(draw(axes), torch.bool)
-    if mask == ag.KeyLengths():
-        named["kv_lengths"] = ag.TensorSpec((B,), torch.int64)
-    named["dropout"] = draw(st.sampled_from((0.0, 0.5)))
-    named["soft_cap"] = draw(st.sampled_from((None, 2.0)))
-    return ag.attention(q, k, v, mask=mask, **named)
-
-
-@given(graph=masked_graphs(), seed=seeds, kept=st.lists(st.booleans(), min_size=2, max_size=2))
-def test_results_are_the_formulas_whether_all_is_kept_or_not(
-    graph: ag.Graph, seed: int, kept: list[bool]
-) -> None:
-    """One of two masks may keep all, and the other not."""
-    tensors, each = [*tensors_for(graph, seed)], iter(kept)
-    for n, i in enumerate(graph.inputs):
-        if i.spec.dtype == torch.bool and next(each):
-            tensors[n] = torch.ones_like(tensors[n])
-    plan = ag.compile(graph, backends=("math",))
-    check_outputs(plan, graph, tensors)
-    check_gradients(plan, graph, tensors, seed)
 
 
 def masked(mask: ag.Mask | None, keep: tuple[int, ...]) -> tuple[ag.Graph, ag.Graph]:

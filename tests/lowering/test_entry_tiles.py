@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
@@ -18,14 +15,11 @@ from attn_graph.lowering.cpu import product_slots, run_mask
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.machine.target import Target
-from attn_graph.testing.agreement import check_gradients, check_outputs
-from attn_graph.testing.strategies import mask_options, seeds, shapes, specs
+from attn_graph.testing.agreement import check_outputs
 from attn_graph.testing.tensors import tensors_for
 from tests.support.planning import forget_plans, prefer_way
 
-DTYPES = st.sampled_from((torch.float32, torch.float64))
 # Of a few numbers `low` may be right by luck.
-SHAPES = shapes(most=150).filter(lambda s: s.B * s.H * s.M * s.N >= 256)
 CPU, NAN = Target.of("cpu"), float("nan")
 MASKS = {
     "lengths": ag.KeyLengths(),
@@ -77,58 +71,6 @@ def tiles_of(graph: ag.Graph) -> object:
 def reads_spans(tiles: object) -> bool:
     """True if tiles are batch entries, each of the keys that count."""
     return isinstance(tiles, RowTiles) and tiles.spans
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[ag.Graph, tuple[torch.Tensor, ...]]:
-    """A padded batch, and tensors: of some entries no key counts, of others there are holes."""
-    B, G, M, N = (draw(st.integers(*x)) for x in ((1, 5), (1, 3), (1, 90), (8, 150)))
-    layout = draw(st.sampled_from(("bhsd", "bshd")))
-    r = draw(st.integers(1, 2)) if layout == "bhsd" else 1
-    graph = padded(
-        (B, G * r, M, 16),
-        (B, G, N, 16),
-        draw(st.sampled_from([*MASKS])),
-        draw(DTYPES),
-        layout,
-        stats=draw(st.sampled_from(((), ("lse",)))),
-    )
-    tensors = tensors_for(graph, draw(seeds.filter(lambda seed: seed % 8 < 6)))
-    return graph, tensors
-
-
-@given(case=cases(), seed=seeds)
-def test_both_passes_are_within_the_rule(
-    case: tuple[ag.Graph, tuple[torch.Tensor, ...]], seed: int
-) -> None:
-    graph, tensors = case
-    check_outputs(plan_of(graph), graph, tensors)
-    check_gradients(plan_of(graph), graph, tensors, seed)
-
-
-@given(case=cases())
-def test_a_call_without_gradient_gives_the_same_bits(
-    case: tuple[ag.Graph, tuple[torch.Tensor, ...]],
-) -> None:
-    graph, tensors = case
-    plan = plan_of(graph)
-    assert torch.equal(plan.infer(*tensors)[0][0], plan.run(*tensors)[0][0])
-
-
-@st.composite
-def masked(draw: st.DrawFn) -> ag.Graph:
-    """Bare attention of any layout under any mask, often of one query."""
-    shape = draw(SHAPES)
-    shape, dtype = evolve(shape, M=1) if draw(st.booleans()) else shape, draw(DTYPES)
-    q, k, v = (draw(specs(x, dtype)) for x in (shape.q, shape.k, shape.v))
-    return ag.attention(q, k, v, **draw(mask_options(shape)))
-
-
-@given(graph=masked(), seed=seeds)
-def test_whatever_mask_a_graph_has_results_are_within_the_rule(graph: ag.Graph, seed: int) -> None:
-    """Also one that hides all keys of an entry or none, or reads no data of keys."""
-    plan = ag.compile(graph, backends=("math",))
-    check_outputs(plan, graph, tensors_for(graph, seed))
 
 
 def test_one_query_that_is_none_sees_no_key() -> None:
@@ -209,12 +151,3 @@ def test_rows_that_see_other_keys_are_not_cut(options: dict[str, Any]) -> None:
     q, k = (ag.TensorSpec((3, 4, n, 16), torch.float32) for n in (70, 50))
     graph = ag.attention(q, k, k, **options)
     assert not reads_spans(tiles_of(graph))
-
-
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_memory_is_what_the_plan_says(layout: str) -> None:
-    graph = padded((3, 4, 70, 16), (3, 4, 50, 16), layout=layout)
-    workspace = ag.Workspace()
-    plan = ag.compile(graph, backends=("math",), workspace=workspace)
-    plan(*tensors_for(graph, 1))
-    assert workspace.bytes == plan.memory().workspace_forward

@@ -16,7 +16,6 @@ from attn_graph.lowering.rates import cpu_rates
 from attn_graph.masks.places import Block, Keys, Place
 from attn_graph.testing.agreement import as_leaves, check_outputs, run_plan
 from attn_graph.testing.tensors import tensors_for
-from tests.support.planning import force_kernel
 from tests.support.planning import new_plans as new_plans
 
 CPU = ag.Target.of("cpu")
@@ -119,21 +118,6 @@ def five_queries(E: int = 8, layout: str = "bhsd", M: int = 5, N: int = 90, **x:
     q = ag.TensorSpec((2, 4, M, 8), HALF)
     k, v = (ag.TensorSpec((2, 2, N, n), HALF, layout=layout) for n in (8, E))
     return ag.attention(q, k, v, **x)
-
-
-@pytest.mark.parametrize("look", [0.0, RATES.look])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("E", "layout"), [(8, "bhsd"), (12, "bhsd"), (8, "bshd"), (8, "bhds")])
-def test_parts_of_sixteen_packed_keys_add_up_to_the_whole(
-    name: str, E: int, layout: str, look: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    force_kernel(monkeypatch, evolve(RATES, look=look))
-    monkeypatch.setattr(fused_tiles, "MOST_PACKED", 2**10)
-    monkeypatch.setattr(fused_tiles, "LEAST_KEYS", 16)
-    graph = five_queries(E, layout, stats=True, **OPTIONS[name])
-    plan = ag.compile(graph, target=CPU, backends=("math",))
-    for seed in range(3):
-        check_outputs(plan, graph, tensors_for(graph, seed))
 
 
 def test_a_long_cache_in_half_precision_takes_some_megabytes() -> None:

@@ -244,28 +244,6 @@ def test_tiles_of_what_is_exactly_kept_agree_with_the_formula(
                 due.check(gradients[name])
 
 
-MASKS = {
-    "window": ag.Causal() & ag.Window(100),
-    "window or prefix": ag.Window(70, 20) | ag.Prefix(90),
-    "all but a window": ag.Causal() & ~ag.Window(200, -9),
-    "two windows": ag.Window(40, 0) | ag.Window(300, -250),
-}
-
-
-@pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("sizes", [(340, 345), (600, 577)])
-def test_edges_that_move_agree_with_the_formula(
-    sizes: tuple[int, int], mask: ag.Mask, alibi: bool
-) -> None:
-    q, k = (ag.TensorSpec((1, 1, n, 8), torch.float32) for n in sizes)
-    slopes = ag.TensorSpec((1,), torch.float32) if alibi else None
-    graph = ag.attention(q, k, k, mask=mask, align="bottom_right", alibi=slopes)
-    plan, tensors = ag.compile(graph, target=PLAIN, backends=("math",)), tensors_for(graph, 1)
-    check_outputs(plan, graph, tensors)
-    check_gradients(plan, graph, tensors, 1)
-
-
 KINDS = (  # flags of a batch entry [M,N]
     lambda M, N: torch.ones(M, N, dtype=torch.bool),
     lambda M, N: (torch.arange(N) <= N // 3).expand(M, N),

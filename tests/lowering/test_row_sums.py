@@ -239,37 +239,6 @@ def test_small_decoding_sums_rows(dtype: torch.dtype) -> None:
     assert "and sums of rows of v" in tiles.summary()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "way"),
-    [
-        (torch.float32, (1, 16, 16, 1, 1024, 128, 128), "sums"),
-        (torch.float32, (1, 32, 16, 1, 1024, 128, 128), "sums"),
-        (torch.float32, (1, 64, 16, 1, 1024, 128, 128), "products"),  # of more rows
-        (torch.float32, (1, 64, 64, 1, 512, 64, 64), "products"),  # of short rows
-        (torch.bfloat16, (1, 8, 8, 1, 2048, 64, 64), "sums"),
-        (torch.bfloat16, (1, 8, 8, 1, 1024, 64, 64), "products"),
-        (torch.bfloat16, (1, 16, 8, 1, 2048, 64, 64), "products"),
-        (torch.float16, (8, 8, 8, 1, 1024, 64, 64), "casts"),
-        (torch.float16, (1, 8, 8, 1, 2048, 64, 64), "casts"),
-        (torch.float16, (1, 16, 8, 1, 8192, 64, 64), "casts"),
-        (torch.float16, (1, 16, 8, 1, 2**14, 64, 64), "casts"),
-        (torch.float16, (1, 16, 8, 1, 2**14 + 1, 64, 64), None),
-        (torch.float16, (1, 32, 8, 1, 2048, 64, 64), "casts"),
-        (torch.float16, (8, 32, 8, 1, 512, 64, 64), "casts"),
-        (torch.float16, (1, 8, 8, 1, 1024, 64, 64), None),
-    ],
-)
-def test_what_is_read_decides_how_few_rows_are_computed(
-    dtype: torch.dtype, sizes: tuple[int, ...], way: str | None
-) -> None:
-    tiles = tiles_of(make_graph(dtype, *sizes))
-    if way is None:
-        assert tiles is None
-        return
-    assert isinstance(tiles, RowTiles)
-    assert way == ("casts" if tiles.casts else "sums" if tiles.sums_rows else "products")
-
-
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("scale", [1, 8, 30, 250])  # of q and k: 250 passes 65504
 @pytest.mark.parametrize("sizes", [(1, 8, 8, 1, 2048, 64, 64), (1, 4, 2, 1, 9000, 64, 64)])

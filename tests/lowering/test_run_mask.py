@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
@@ -20,7 +18,6 @@ from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import MOST_NUMBERS
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs
-from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
 from tests.support.planning import forget_plans, prefer_kept_weights, prefer_way
 
@@ -59,42 +56,6 @@ def tiles_of(graph: ag.Graph) -> RowTiles:
     (tiles,) = plan_tiles(plan_of(graph).graph, NATIVE, Options())
     assert isinstance(tiles, RowTiles)
     return tiles
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[ag.Graph, tuple[torch.Tensor, ...]]:
-    """Few scores under lengths, of some of the keys or of few, and tensors."""
-    B, G, r = (draw(st.integers(1, most)) for most in (5, 3, 2))
-    M, N, D = draw(st.integers(1, 24)), draw(st.integers(1, 150)), draw(st.sampled_from((8, 24)))
-    graph = ragged(
-        (B, G * r, M, D),
-        (B, G, N, D),
-        draw(st.sampled_from(DTYPES)),
-        draw(st.sampled_from([*MASKS])),
-    )
-    part = draw(st.sampled_from((1, 5)))
-    # Scores near 1e4 are rounded to 64: of few rows the formula's rounding may be right by luck.
-    tensors = tensors_for(graph, draw(seeds.filter(lambda seed: seed % 8 < 6)))
-    return graph, tuple(x // part if x.dtype == I32 else x for x in tensors)
-
-
-@given(case=cases(), seed=seeds)
-def test_both_passes_are_within_the_rule(
-    case: tuple[ag.Graph, tuple[torch.Tensor, ...]], seed: int
-) -> None:
-    graph, tensors = case
-    check_outputs(plan_of(graph), graph, tensors)
-    check_gradients(plan_of(graph), graph, tensors, seed)
-
-
-@given(case=cases())
-def test_a_call_without_gradient_gives_the_same_bits(
-    case: tuple[ag.Graph, tuple[torch.Tensor, ...]],
-) -> None:
-    """Also one of few queries, which runs in one function where each sees a key."""
-    graph, tensors = case
-    plan = plan_of(graph)
-    assert torch.equal(plan.infer(*tensors)[0][0], plan.run(*tensors)[0][0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

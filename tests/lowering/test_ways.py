@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, reject
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph import masks as m
 from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.cpu import ways
 from attn_graph.lowering.cpu.math import own_products, plan_tiles
@@ -18,11 +20,14 @@ from attn_graph.lowering.cpu.product_slots import share_evenly
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.problem import problems_in
 from attn_graph.lowering.rates import cpu_rates, read_rates
+from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.machine.target import Target
+from attn_graph.testing import strategies as drawn
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
-from tests.support.planning import forget_plans, prefer_way
+from tests.lowering.test_absent import are_same
+from tests.support.planning import forget_plans, prefer_kept_weights, prefer_way, shrink_limits
 
 NATIVE = evolve(Target.of("cpu"), native=("bf16",))
 OTHER = evolve(NATIVE, native=())
@@ -33,23 +38,111 @@ DTYPES = st.sampled_from((torch.bfloat16, torch.float32, torch.float64))
 DRAWN = graphs(shapes(most=40).filter(lambda s: s.B * s.H * s.M * s.N >= 256), DTYPES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@given(graph=DRAWN, seed=seeds)
-def test_every_way_is_within_the_rule(name: str, graph: ag.Graph, seed: int) -> None:
-    """On every problem that it does not refuse, each draw in new plans."""
+LEAVES: st.SearchStrategy[ag.Mask] = st.one_of(
+    st.builds(m.Band, st.none() | st.integers(-60, 20), st.none() | st.integers(-20, 60)),
+    st.builds(m.Band, st.none(), st.integers(-9, 9), st.just(m.LENGTHS)),
+    st.builds(ag.Prefix, st.integers(0, 90)),
+    st.sampled_from((ag.KeyLengths(), ag.QueryLengths(), ag.SameSegment(), ag.Keep())),
+    st.builds(drawn.keep_blocks, *2 * [st.sampled_from((1, 7, 32, 64))]),
+)
+MASKS: st.SearchStrategy[ag.Mask | None] = st.one_of(
+    st.sampled_from((None, ag.KeyLengths(), ag.Keep(), ag.KeyLengths() & ag.Keep())),
+    LEAVES,
+    st.builds(lambda x, y: x & y, LEAVES, LEAVES),
+    st.builds(lambda x, y: x & ~y, LEAVES, LEAVES),
+    st.builds(lambda x, y: x | y, LEAVES, LEAVES),
+)
+
+
+@st.composite
+def attentions(draw: st.DrawFn) -> ag.Graph:
+    """Attention of few queries or many under any mask, mostly without other options."""
+    B, G, r = (draw(st.integers(1, most)) for most in (5, 3, 2))
+    D, E = (draw(st.sampled_from((5, 8, 24, 40))) for _ in range(2))
+    M = draw(st.integers(1, 2) | st.integers(3, 90))
+    N = draw(st.integers(1, 48) | st.integers(49, 150))
+    assume(B * G * r * M * N >= 256)
+    size = drawn.Shape(B, G * r, G, M, N, D, E)
+    dtype, mask = draw(DTYPES | st.sampled_from((F32, torch.float16))), draw(MASKS)
+    kind = draw(st.sampled_from((*4 * ["bare"], *2 * ["dropped"], "biased", "any")))
+    options: dict[str, Any] = draw(drawn.data_specs({} if mask is None else mask.needs, size))
+    # A table of one place makes a mask of no axes.
+    assume(not any(x.shape == (1, 1, 1, 1) for n, x in options.items() if "blocks" in n))
+    if kind in ("biased", "dropped"):
+        options["dropout"] = draw(st.sampled_from((0.0, 0.4)))
+    if kind == "biased":
+        options["bias"] = draw(drawn.bias_specs(size, dtype))
+    if kind == "any":
+        options |= draw(drawn.score_options(size, dtype))
+    layout = draw(st.sampled_from(("bhsd", "bshd", None)))
+    q, k, v = (
+        draw(drawn.specs(x, dtype)) if layout is None else ag.TensorSpec(x, dtype, layout=layout)
+        for x in (size.q, size.k, size.v)
+    )
+    stats = draw(st.sampled_from((False, False, True)))
+    return ag.attention(q, k, v, **{"align": "top_left"} | options, mask=mask, stats=stats)
+
+
+def fill_data(graph: ag.Graph, tensors: Sequence[torch.Tensor], kind: str) -> None:
+    """Make lengths and booleans hide no key, most keys, or all keys of an entry."""
+    most = {"q_lengths": tensors[0].shape[2], "kv_lengths": tensors[1].shape[2]}
+    for i, x in zip(graph.inputs, tensors, strict=True):
+        if overlaps_itself(x) or not (i.name in most or x.dtype == torch.bool):
+            continue
+        if kind == "all":
+            x.fill_(most.get(i.name, 1))
+        elif kind == "few":
+            x.copy_(x // 5 if i.name in most else x & x.roll(1, -1))
+        elif kind == "none of an entry":
+            x[:1] = 0
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["large", "small"])
+@pytest.mark.parametrize("name", [*NAMES, "kept"])
+@given(
+    graph=attentions() | attentions() | DRAWN,
+    seed=seeds,
+    kind=st.sampled_from(("drawn", "all", "few", "none of an entry")),
+    skip=st.sampled_from((None, 0, 1)),
+)
+@settings(max_examples=2 * settings().max_examples)
+def test_every_way_is_within_the_rule(
+    name: str, small: bool, graph: ag.Graph, seed: int, kind: str, skip: int | None
+) -> None:
+    """On every problem that it does not refuse, each draw in new plans.
+
+    kept: weights of the forward are. small: small problems are computed as large ones are.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        prefer_way(patch, name)
-        plan, tensors = (
-            ag.compile(graph, target=NATIVE, backends=("math",)),
-            tensors_for(graph, seed),
-        )
-        check_outputs(plan, graph, tensors)
+        if small:
+            shrink_limits(patch)
+        prefer_kept_weights(patch) if name == "kept" else prefer_way(patch, name)
+        tensors = tensors_for(graph, seed)
+        fill_data(graph, tensors, kind)
         try:
-            check_gradients(plan, graph, tensors, seed)
-        except ag.NoBackendError:  # there is no gradient of what it returns
-            reject()
+            check_plan(graph, tensors, seed, skip)
         finally:
             forget_plans()
+
+
+def check_plan(
+    graph: ag.Graph, tensors: Sequence[torch.Tensor], seed: int, skip: int | None
+) -> None:
+    """Both passes by the formula, in the memory that is told, with the same bits again."""
+    workspace = ag.Workspace()
+    plan = ag.compile(graph, target=NATIVE, backends=("math",), workspace=workspace)
+    outputs = check_outputs(plan, graph, tensors)
+    if seed % 8 < 6:  # rows of far scores run again, on tiles of whole rows
+        assert workspace.bytes <= plan.memory().workspace_forward
+    assert are_same(plan.infer(*tensors)[0], outputs)
+    if BF16 not in (x.dtype for x in tensors) or all(i.name != "q_lengths" for i in graph.inputs):
+        assert are_same(plan.run(*tensors)[0], outputs)  # oneDNN rounds by the number of rows
+    try:
+        gradients = check_gradients(plan, graph, tensors, seed, skip=skip)
+    except ag.NoBackendError:  # there is no gradient of what it returns
+        return
+    again = check_gradients(plan, graph, tensors, seed, skip=skip)
+    assert are_same([*gradients.values()], [*again.values()])
 
 
 @given(graph=DRAWN, native=st.sampled_from((NATIVE, OTHER)))

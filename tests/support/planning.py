@@ -2,20 +2,49 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 from attrs import evolve
 
 import attn_graph as ag
-from attn_graph.lowering.cpu import ways
+from attn_graph.kernels import row_sums
+from attn_graph.lowering.cpu import (
+    fused_tiles,
+    product_slots,
+    row_core,
+    row_tiles,
+    run_mask,
+    schedule,
+    ways,
+)
 from attn_graph.lowering.cpu.math import tile_equations
 from attn_graph.lowering.rates import CpuRates
+
+SMALL_LIMITS: dict[ModuleType, dict[str, int]] = {
+    row_sums: {"PIECE_OF_ONE": 16, "PIECE": 8, "MOST_INDEXED": 128},
+    row_core: {"LEAST_SUMMED": 0, "LONG_NUMBERS": 0, "MOST_CAST": 64, "LEAST_KEYS": 3},
+    row_tiles: {"LEAST_READ": 0},
+    run_mask: {"LEAST_CUT": 0},
+    product_slots: {"FEW_SCORES": 2**8, "SCORES": 2**12, "WHOLE_MASKED_ROWS": 32},
+    schedule: {"MOST_SHARED": 1, "LEAST_TASKS": 1, "LEAST_FULL": 8},
+    fused_tiles: {"MOST_PACKED": 2**10, "LEAST_KEYS": 16, "JOINED": 2**12},
+}
 
 
 def forget_plans() -> None:
     """Graphs that come again are planned again, by the limits of then."""
     ag.clear_cache()
     tile_equations.cache_clear()
+    row_sums.list_rows.cache_clear()
+
+
+def shrink_limits(patch: pytest.MonkeyPatch) -> None:
+    """Small problems are computed as large ones are: in several tiles, runs, parts and pieces."""
+    for module, limits in SMALL_LIMITS.items():
+        for name, limit in limits.items():
+            patch.setattr(module, name, limit)
+    forget_plans()
 
 
 def prefer_way(patch: pytest.MonkeyPatch, name: str) -> None:
