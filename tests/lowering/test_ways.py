@@ -80,7 +80,8 @@ def attentions(draw: st.DrawFn) -> ag.Graph:
         for x in (size.q, size.k, size.v)
     )
     stats = draw(st.sampled_from((False, False, True)))
-    return ag.attention(q, k, v, **{"align": "top_left"} | options, mask=mask, stats=stats)
+    options.setdefault("align", "top_left")
+    return ag.attention(q, k, v, **options, mask=mask, stats=stats)
 
 
 def fill_data(graph: ag.Graph, tensors: Sequence[torch.Tensor], kind: str) -> None:
