@@ -138,7 +138,8 @@ class RunMask:
         """The mask at all places: booleans that broadcast to [B,H,M,N]."""
         mask = self.tiles.problem.node.mask
         assert mask is not None
-        return torch.as_tensor(mask.keep(at), dtype=torch.bool, device=at.j.device)
+        keep = torch.as_tensor(mask.keep(at), dtype=torch.bool, device=at.j.device)
+        return keep[(None,) * (4 - keep.ndim)]  # of one block it has no axes
 
     def hiding(self, keep: torch.Tensor, blind: bool, cuts: bool = False) -> Hiding:
         """Hides the places not kept. cuts: True if runs read their own keys alone."""

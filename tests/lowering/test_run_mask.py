@@ -214,3 +214,16 @@ def test_who_watches_a_computation_sees_lengths_as_tensors() -> None:
         made = mask.read(operands)
     assert made is not held
     assert made.reach is None
+
+
+@pytest.mark.parametrize("mask", [ag.KeepBlocks(64, 4096), ~ag.KeepBlocks(64, 4096)], ids=str)
+@pytest.mark.parametrize("kept", [True, False])
+def test_one_block_of_all_places_is_a_mask_without_axes(mask: ag.Mask, kept: bool) -> None:
+    q, k = (
+        ag.TensorSpec((2, 16, 1, 64), torch.float32),
+        ag.TensorSpec((2, 16, 4096, 64), torch.float32),
+    )
+    graph = ag.attention(q, k, k, mask=mask, keep_blocks=ag.TensorSpec((1, 1, 1, 1), torch.bool))
+    *tensors, _ = tensors_for(graph, 1)
+    plan = ag.compile(graph, target="cpu", backends=("math",))
+    check_outputs(plan, graph, [*tensors, torch.full((1, 1, 1, 1), kept)])
