@@ -175,15 +175,6 @@ class TensorSpec:
             return self
         return TensorSpec(bind(self.shape, sizes), self.dtype, bind(self.strides, sizes))
 
-    def resized(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorSpec:
-        """This spec with other sizes and normalised strides, which are not checked.
-
-        Skipping the checks makes it five times as fast as the constructor.
-        """
-        spec = TensorSpec.__new__(TensorSpec)
-        spec.__attrs_init__(shape, self.dtype, strides)  # pyright: ignore[reportAttributeAccessIssue]  # attrs makes it
-        return spec
-
     @cached_property
     def is_dense(self) -> bool:
         """True if the strides are those of C order without gaps."""
