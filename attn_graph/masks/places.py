@@ -19,7 +19,7 @@ class Untraceable(TypeError):
     """A mask or a modifier uses an operation that generated code does not support."""
 
 
-def trace(definition: Callable[..., Any], *given: Any) -> Any:  # Any: terms
+def trace_definition(definition: Callable[..., Any], *given: Any) -> Any:  # Any: terms
     """What a method of a mask or a modifier gives for symbols.
 
     Raises Untraceable if it does with them what only numbers and tensors can.

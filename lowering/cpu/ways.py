@@ -205,7 +205,7 @@ def hide_seconds(case: CpuCase, *, by_tile: bool = False) -> float:
         return 0.0
     places = prod(p.sizes)
     if not mask.needs:
-        return count_edges(p) * rates.hides_by_tile
+        return count_edges(p) * rates.hides_by_tile * case.factors.itemsize / p.wide.itemsize
     if by_tile or not (has_few_scores(p) or (p.grad is None and caps_entries(p))):
         return places * rates.hides_by_tile + p.B * rates.look
     return places * rates.hides + (0.0 if reads_numbers(p) else rates.look)

@@ -24,7 +24,7 @@ from attn_graph.lowering.triton.symbols import (
     code_literal,
     is_zero,
 )
-from attn_graph.masks.places import Untraceable, trace
+from attn_graph.masks.places import Untraceable, trace_definition
 from attn_graph.spec import MOST_INT32, TensorSpec
 
 CUTE = Dialect(
@@ -146,7 +146,7 @@ def trace_mask(tracer: Tracer) -> tuple[str, frozenset[str]]:
     """The mask's `keep`, and its axes of "bh"."""
     code, mask = tracer.start(), tracer.problem.node.mask
     assert mask is not None
-    kept = trace(mask.keep, tracer.place(code).reading(tracer.arrays(code)[1]))
+    kept = trace_definition(mask.keep, tracer.place(code).reading(tracer.arrays(code)[1]))
     if not isinstance(kept, Symbol) or kept.kind != "bool":
         raise Untraceable(f"the mask {mask} gives no boolean of a place")
     return code.write_function("keep", WHERE, kept), kept.axes & frozenset("bh")

@@ -17,7 +17,7 @@ from attn_graph.lowering.triton.layout import FAR
 from attn_graph.lowering.triton.symbols import Code, Symbol
 from attn_graph.masks import Mask
 from attn_graph.masks.joins import And, Or, flatten_join
-from attn_graph.masks.places import Place, Strip, Term, maximum, minimum, tighter, trace
+from attn_graph.masks.places import Place, Strip, Term, maximum, minimum, tighter, trace_definition
 
 
 @final
@@ -77,7 +77,7 @@ def keep_by_bounds(mask: Mask, at: Place, code: Code, by_keys: bool) -> Symbol:
     for part in flatten_join(And, mask):
         closed = row_bounds(part, at, code, by_keys)
         if closed is None:
-            kept.append(trace(part.keep, at))
+            kept.append(trace_definition(part.keep, at))
         else:
             bounds &= closed
     keep = inside_keys(bounds, at, code.argument("N", axes="-"), by_keys)

@@ -35,7 +35,7 @@ from attn_graph.machine.cache import remember
 from attn_graph.machine.imports import load_modules
 from attn_graph.masks import Mask
 from attn_graph.masks.canonical import is_ours
-from attn_graph.masks.places import Place, Untraceable, trace
+from attn_graph.masks.places import Place, Untraceable, trace_definition
 from attn_graph.spec import INF, MOST_INT32, TensorSpec
 
 WHERE = "b, h, i, j, M, N, data, numbers"
@@ -191,7 +191,7 @@ class Tracer:
         mask, code = self.problem.node.mask, self.start()
         if mask is None:
             return ""
-        strip = trace(mask.strip, self.place(code).reading(self.arrays(code)[1]))
+        strip = trace_definition(mask.strip, self.place(code).reading(self.arrays(code)[1]))
         if strip is None:
             return ""
         bounds = zip((strip.low, strip.high, strip.keys, strip.rows), UNBOUNDED, strict=True)
@@ -225,7 +225,7 @@ class Tracer:
         axes = self.chain(code, code.argument("s", "float"))[-1].axes - {"s"}
         if mask is None:
             return axes
-        keep = trace(mask.keep, self.place(code).reading(self.arrays(code)[1]))
+        keep = trace_definition(mask.keep, self.place(code).reading(self.arrays(code)[1]))
         if not isinstance(keep, bool | Symbol):
             raise Untraceable(f"a mask keeps {keep!r}, which is not computed from a place")
         return axes | (keep.axes if isinstance(keep, Symbol) else frozenset())
@@ -237,7 +237,7 @@ class Tracer:
             node.modifiers, self.arrays(code)[0], node.restores, strict=True
         ):
             before = steps[-1]
-            after = as_symbol(trace(modifier.change, before, at.reading(data)))
+            after = as_symbol(trace_definition(modifier.change, before, at.reading(data)))
             steps.append((before == -INF).where(-INF, after) if restores else after)
         return steps
 
@@ -286,7 +286,7 @@ class Tracer:
         self, modifier: Modifier, ds: Symbol, after: Symbol, at: Place, restores: bool
     ) -> Symbol:
         """ds before a modifier with result `after`."""
-        gradient = as_symbol(trace(modifier.back, ds, after, at))
+        gradient = as_symbol(trace_definition(modifier.back, ds, after, at))
         return (after == -INF).where(0.0, gradient) if masks_back(modifier, restores) else gradient
 
     def bend(self) -> str:
@@ -335,7 +335,7 @@ class Tracer:
             arguments = f"ds, tds, s, ts, {WHERE}"
         first = () if self.moved is None else (code.argument("ds"),)
         total, at = Total(spec.shape), self.place(code).reading(self.arrays(code)[0][k])
-        trace(modifier.collect, {name: total}, ds, at)
+        trace_definition(modifier.collect, {name: total}, ds, at)
         share = total.sum[0] if total.sum else ds * 0.0
         pairs = zip(total.axes, spec.shape, strict=False)
         axes = "".join(a for a, n in pairs if n != 1)
@@ -398,7 +398,7 @@ def spread_symbol(modifier: Modifier, ts: Symbol, tangents: Arrays, at: Place) -
         raise Untraceable(
             f"{type(modifier).__name__} defines no spread(ts, tangents, at): what {moved} adds"
         )
-    return as_symbol(trace(modifier.spread, ts, tangents, at))
+    return as_symbol(trace_definition(modifier.spread, ts, tangents, at))
 
 
 def bend_symbol(
@@ -411,7 +411,7 @@ def bend_symbol(
         raise Untraceable(
             f"{type(modifier).__name__} defines no bend(ds, t, s, at), the derivative of back"
         )
-    bent = trace(modifier.bend, ds, t, after, at)
+    bent = trace_definition(modifier.bend, ds, t, after, at)
     return None if bent is None else as_symbol(bent)
 
 

@@ -24,7 +24,7 @@ from attn_graph.machine.workspace import Buffer
 from attn_graph.masks import Data, Mask
 from attn_graph.masks.intervals import Range, lower_end, upper_end
 from attn_graph.masks.joins import BLOCKS
-from attn_graph.masks.places import Block, Place, Untraceable, trace
+from attn_graph.masks.places import Block, Place, Untraceable, trace_definition
 from attn_graph.spec import TensorSpec, dense_strides
 
 AT_ONCE = 2**15  # tiles sorted at a time; for more PyTorch starts threads, which takes longer
@@ -147,7 +147,7 @@ class ListCode:
             flags = spec.dtype == torch.bool
             data[name] = Extremes(shape, next(ends), next(ends), places, cells, flags)
         b, h = code.argument("b"), code.argument("h")
-        keep = trace(mask.keep, Place(b, h, i, j, problem.H, problem.M, problem.N, data))
+        keep = trace_definition(mask.keep, Place(b, h, i, j, problem.H, problem.M, problem.N, data))
         bounds = [as_boolean(code, end(keep)) for end in (lower_end, upper_end)]
         axes = "".join(a for a in "bh" if any(a in x.axes for x in bounds))
         source = code.write_function("classify", CLASSIFY, *bounds)
