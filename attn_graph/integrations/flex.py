@@ -210,7 +210,7 @@ class Reader:
         except (TraceError, TypeError, RuntimeError) as error:  # `if`; range(), len() of a position
             way_out = f"; {HIDE}" if "finfo" in str(error) else ""  # finfo(score.dtype).min
             raise Unread(f"it cannot be traced: {error}{way_out}") from error
-        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        inputs = graph.find_nodes(op="placeholder")
         given = dict(zip(inputs, arguments, strict=True))
         for node in graph.nodes:
             try:
