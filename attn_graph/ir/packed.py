@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, final
 
@@ -21,7 +21,14 @@ from attn_graph.ir.packing import (
     row_count,
     to_most,
 )
-from attn_graph.ir.paging import SumPages, Unpage, table_problems
+from attn_graph.ir.paging import (
+    Seen,
+    SumPages,
+    Unpage,
+    counted_pages,
+    seen_by_entry,
+    table_problems,
+)
 from attn_graph.ir.scaling import KEY_SCALES, Dequantise
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.masks import And, KeyLengths, Mask, QueryLengths, flatten_join
@@ -89,7 +96,8 @@ class Packed(Fused):
 
     paged: k and v, their gradients and tangents are pools [n,P,G,D], and pages is [B,pages]. With
     KeyLengths() in the mask the keys of a sequence end by kv_lengths, and nothing past them is
-    read, entries of the table included; without it all pages count.
+    read, entries of the table included, nor what `seen_keys` leaves out; without both all pages
+    count.
 
     scaled: k and v are quantised, as operands of `Dequantise` with q last. They have no gradient.
     """
@@ -296,7 +304,29 @@ class Packed(Fused):
         return self.write(infer_one, self.op.infer(*self.read(infer_one, types)), types)
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.write(run_one, self.op.run(*self.read(run_one, operands)), operands)
+        given = self.readable(operands)
+        return self.write(run_one, self.op.run(*self.read(run_one, given)), given)
+
+    def readable(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The operands, with page 0 in place of pages whose keys no query sees."""
+        if not self.paged:
+            return operands
+        types = [ValueType(tuple(x.shape), x.dtype) for x in operands]
+        table, page = operands[-1], types[PLACES["keys"]].shape[1]
+        return *operands[:-1], table.where(
+            counted_pages(page, table, self.seen(types, operands)), 0
+        )
+
+    def seen(
+        self, types: Sequence[ValueType], known: Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
+    ) -> Seen:
+        """Of keys in pages, the first of each entry that some query may see, and the end of these.
+
+        known: operands by number, at least the table and those that the mask reads."""
+        q, k, *_ = self.padded(types)
+        data = {name: known[n] for name, n in self.attention.slots.mask.items()}
+        table = known[len(types) - 1]
+        return seen_by_entry(self.attention.mask, table, q.shape[2], k.shape[2], data)
 
     def hides(self, name: str) -> bool:
         """True if a result is -inf in rows outside sequences, as statistics are."""

@@ -1,13 +1,14 @@
 """Paged caches: keys and values in pages of P rows each, put in order by a table.
 
 A pool is [n,P,G,D], in any memory order. A table [B,pages] names the pages of each batch entry; the
-first has its first P rows. Lengths [B] count the rows of an entry: pages past them are not read,
-and the table may hold anything there.
+first has its first P rows. Lengths [B] count the rows of an entry. Keys past them, and keys that
+the strips of a mask hide from all queries of an entry, are absent: their pages are not read, and
+the table may hold anything there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import final
 
 import torch
@@ -17,7 +18,15 @@ from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Op, gives
 from attn_graph.ir.packing import integer_problems, to_size
 from attn_graph.ir.sums import Linear
+from attn_graph.masks.joins import And, Mask, flatten_join
+from attn_graph.masks.places import Place, Strip, Term, maximum, minimum
 from attn_graph.spec import ValueType
+
+OUTSIDE = (
+    "name pages of the pool; the table may hold anything where no query sees a key, past "
+    "kv_lengths or behind a window"
+)
+Seen = tuple[torch.Tensor, torch.Tensor]  # the first key of each entry that counts, and their ends
 
 
 def table_problems(who: str, table: ValueType, *lengths: ValueType) -> Iterator[str]:
@@ -28,29 +37,70 @@ def table_problems(who: str, table: ValueType, *lengths: ValueType) -> Iterator[
             yield f"{who}: table {table} and lengths {n} disagree in batch"
 
 
+def seen_keys(mask: Mask | None, at: Place) -> tuple[Term, Term]:
+    """The first key that some query of batch entry at.b may see, and the end of these keys.
+
+    By the strips among the parts that `&` joins: bands, prefixes and lengths. Any other part hides
+    nothing here. Keys outside are absent, however large the entry's pages are.
+    """
+    strip = Strip(keys=at.N, rows=at.M)
+    for part in [] if mask is None else flatten_join(And, mask):
+        strip &= part.strip(at) or Strip()
+    stop = strip.keys if strip.high is None else minimum(strip.keys, strip.rows + strip.high)
+    return 0 if strip.low is None else maximum(strip.low, 0), stop
+
+
+def seen_by_entry(
+    mask: Mask | None, table: torch.Tensor, M: int, N: int, data: Mapping[str, torch.Tensor]
+) -> Seen:
+    """`seen_keys` of each entry of a table [B,pages], [B] each, on its device. data: of the mask,
+    by name."""
+    wide = {name: x.long() if x.ndim == 1 else x for name, x in data.items()}
+    b = torch.arange(len(table), device=table.device)
+    first, stop = (
+        torch.as_tensor(x, device=table.device).expand(len(table))
+        for x in seen_keys(mask, Place(b, 0, 0, 0, 1, M, N, wide))
+    )
+    return first, stop
+
+
+def counted_pages(page: int, table: torch.Tensor, seen: Seen) -> torch.Tensor:
+    """Booleans [B,pages], true for the pages with keys that count. page: rows of one."""
+    first, stop = (x[:, None] for x in seen)
+    begin = page * torch.arange(table.shape[1], device=table.device)
+    return (begin < stop) & (begin + page > first) & (first < stop)
+
+
 def list_entries(
-    page: int, pool: int, table: torch.Tensor, lengths: torch.Tensor | None = None
+    page: int,
+    pool: int,
+    table: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    seen: Seen | None = None,
 ) -> Iterator[tuple[int, list[int], int]]:
     """The number of each entry, its pages, and its rows, which end within the last page.
 
-    page: rows of one. pool: the number of pages. Reads the tensors on the host. Raises
-    PlanMismatchError for lengths beyond all pages of an entry, and for pages outside the pool.
+    page: rows of one. pool: the number of pages. seen: of the entries; None: all keys before the
+    lengths. Reads the tensors on the host. Raises PlanMismatchError for lengths beyond all pages of
+    an entry, and for pages outside the pool; those that do not count are 0 here.
     """
     most = table.shape[1] * page
     counts = [most] * len(table) if lengths is None else lengths.tolist()
-    for b, (pages, count) in enumerate(zip(table.tolist(), counts, strict=True)):
+    flags = [[True] * table.shape[1]] * len(table)
+    if seen is not None:
+        flags = counted_pages(page, table, seen).tolist()
+    for b, (pages, count, counted) in enumerate(zip(table.tolist(), counts, flags, strict=True)):
         if not 0 <= count <= most:
             raise PlanMismatchError(
                 f"kv_lengths: entry {b} has {count}, and its pages {most} rows",
                 way_out="give as many keys as are in its pages, or a table of more of them",
             )
-        used = pages[: -(-count // max(1, page))]
-        if used and not 0 <= min(used) <= max(used) < pool:
-            extent = f"pages from {min(used)} to {max(used)}, of a pool of {pool}"
-            raise PlanMismatchError(
-                f"pages: entry {b} has {extent}",
-                way_out="name pages of the pool; the table may hold anything past kv_lengths alone",
-            )
+        pairs = [*zip(pages, counted, strict=True)][: -(-count // max(1, page))]
+        read = [n for n, counts_here in pairs if counts_here]
+        if read and not 0 <= min(read) <= max(read) < pool:
+            extent = f"pages from {min(read)} to {max(read)}, of a pool of {pool}"
+            raise PlanMismatchError(f"pages: entry {b} has {extent}", way_out=OUTSIDE)
+        used = [n if counts_here else 0 for n, counts_here in pairs]
         yield b, used, count
 
 

@@ -164,6 +164,7 @@ def evaluate_low(
 
     def step(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if packed := op.packed:
+            operands = tuple(packed.readable(operands))
             return packed.write(first, step(packed.op, *packed.read(first, operands)), operands)  # type: ignore[no-any-return]  # of a Packed
         if isinstance(op, Quantise):  # low is not rounded to 8 bits
             operands = *operands[:2], operands[0]

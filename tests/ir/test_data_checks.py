@@ -12,7 +12,7 @@ from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.passes import simplify
 
 SPEC = ag.TensorSpec
-I32 = torch.int32
+I32, F32 = torch.int32, torch.float32
 WHERE = {
     "q_starts": torch.tensor([0, 2, 2, 5], dtype=I32),
     "kv_lengths": torch.tensor([4, 0, 3], dtype=I32),
@@ -76,3 +76,24 @@ def test_lengths_of_padded_tensors_are_checked_too(kv: list[int], q: list[int], 
     with pytest.raises(ag.PlanMismatchError, match=words):
         check_data(graph, given)
     check_data(graph, [x.clamp(0, 4) for x in given])
+
+
+@pytest.mark.parametrize("freed", [-1, 10**6])
+def test_a_check_reads_no_pages_that_the_mask_hides_from_all_queries(freed: int) -> None:
+    """Of 37 keys in pages of 8 the last query and the 9 before its key see those of two pages."""
+    q, pool, table = SPEC((1, 2, 1, 4), F32), SPEC((10, 8, 1, 4), F32), SPEC((1, 5), I32)
+    mask = ag.Window(9, 0, "bottom_right") & ag.Keep()
+    where = {"pages": table, "kv_lengths": SPEC((1,), I32), "keep": SPEC((1, 1, 1, 40), torch.bool)}
+    graph = simplify(ag.attention(q, pool, pool, mask=mask, **where))
+    inputs = {i.name: i for i in graph.inputs}
+    tensors = {name: torch.zeros(i.spec.shape, dtype=i.spec.dtype) for name, i in inputs.items()}
+    tensors["kv_lengths"] += 37
+
+    def check(*pages: int) -> None:
+        tensors["pages"] = torch.tensor([pages], dtype=I32)
+        check_data(graph, [tensors[i.name] for i in graph.inputs])
+
+    check(freed, freed, freed, 2, 9)
+    for wrong in ((freed, freed, freed, 2, 10), (freed, freed, freed, freed, 9)):
+        with pytest.raises(ag.PlanMismatchError, match="of a pool of 10"):
+            check(*wrong)
