@@ -57,6 +57,7 @@ from attn_graph.kernels.sequences import (
     length_of,
     line_at,
     list_of,
+    pages_of,
     place_rows,
     scale_columns,
     scale_heads,
@@ -139,7 +140,8 @@ def query_gradient(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     BATCH: tl.constexpr, PAGE: tl.constexpr, PARTED: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
+    CHANGE: tl.constexpr,
     BACK: tl.constexpr, PUSH: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
     BLIND: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +163,7 @@ def query_gradient(
         line = line_at(q_starts_ptr, b, h, H, row, M, T)
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)
     rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
-    pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
+    pages, keys = pages_of(b, M, N, keys, pages_stride, kv_steps[2], data, numbers, SEEN)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
@@ -310,7 +312,8 @@ def key_gradient(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, BATCH: tl.constexpr,
     PAGE: tl.constexpr, GROUPED: tl.constexpr, PARTED: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
+    CHANGE: tl.constexpr,
     BACK: tl.constexpr, PUSH: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
     BLIND: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -332,12 +335,12 @@ def key_gradient(
         TOGETHER, BATCH, BLOCK_N, LAST_FIRST, LISTED,
     )  # fmt: skip
     N, extent = within_pages(kv_lengths_ptr, kv_steps, b, N, extent, PAGE)
-    pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     row, line, length = 0, line_of(b, 0, G * GROUP, M), M
     if q_starts_ptr is not None:
         row, M = sequence_at(q_starts_ptr, q_lengths_ptr, q_steps, b, T, M)
         line, length = tl.cast(row, tl.int64), T
     rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
+    pages, keys = pages_of(b, M, N, keys, pages_stride, kv_steps[2], data, numbers, SEEN)
     g = part // sums
     split, piece = head_and_part(part % sums, PARTS, PARTED)
     each = tl.cdiv(GROUP, SPLITS)

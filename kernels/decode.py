@@ -26,7 +26,7 @@ from attn_graph.kernels.common import (
 )
 from attn_graph.kernels.forward import attend, store_part, store_statistic
 from attn_graph.kernels.pieces import pieces_at
-from attn_graph.kernels.sequences import head_at, length_of, scale_heads
+from attn_graph.kernels.sequences import head_at, length_of, pages_of, scale_heads
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -38,7 +38,8 @@ def split_forward(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, V_IN_K: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
+    CHANGE: tl.constexpr,
     FOLD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: rows of one key/value head against a part of the keys that they may see.
@@ -60,7 +61,7 @@ def split_forward(
     rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     read = there[:, None] & (i < rows)
     q = pieces_at(at, q_strides[3], read, D, WIDTH_D, UPCAST)
-    pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
+    pages, keys = pages_of(b, M, N, keys, pages_stride, kv_steps[2], data, numbers, SEEN)
     k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, PAGE)
     k_scale, v_scale = (
@@ -73,7 +74,7 @@ def split_forward(
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
     bounds = part_of_tiles(
-        part, SPLITS, EACH, b, M, N, data, numbers, KEEP, STRIP, BLOCK_M, BLOCK_N
+        part, SPLITS, EACH, b, M, N, data, numbers, KEEP, STRIP, SEEN, BLOCK_M, BLOCK_N
     )
     tiles = count_tiles(None, bounds, False)
     for MIXED in tl.static_range(2):  # full tiles, then mixed ones
@@ -100,13 +101,18 @@ def split_forward(
 @triton.jit
 def part_of_tiles(
     part, SPLITS, EACH, b, M, N, data, numbers,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, SEEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """begin, full_start, full_stop, end: the tiles of a part; a mask that is not a strip has no
     full ones. Parts count from the first tile that a row sees, whatever a cache's capacity is."""
     start, full_start, full_stop, stop = key_tiles(
         0, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
     )
+    if KEEP is not None and STRIP is None and SEEN is not None:
+        first, end_key = SEEN(b, M, N, data, numbers)
+        stop = tl.minimum(stop, tl.cdiv(tl.maximum(end_key, 0), BLOCK_N)).to(tl.int32)
+        start = tl.minimum(first // BLOCK_N, stop).to(tl.int32)
     if KEEP is not None and STRIP is None:
         full_start, full_stop = start, start
     each = tl.maximum(EACH, tl.cdiv(stop - start, SPLITS))

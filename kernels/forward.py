@@ -39,6 +39,7 @@ from attn_graph.kernels.sequences import (
     key_rows,
     length_of,
     list_of,
+    pages_of,
     place_rows,
     scale_columns,
     scale_heads,
@@ -63,7 +64,8 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     BATCH: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, PARTED: tl.constexpr,
     V_IN_K: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
+    CHANGE: tl.constexpr,
     PUSH: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +96,7 @@ def forward(
     h, part = head_and_part(head, PARTS, PARTED)
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)
     rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
-    pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
+    pages, keys = pages_of(b, M, N, keys, pages_stride, kv_steps[2], data, numbers, SEEN)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)

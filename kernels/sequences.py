@@ -181,6 +181,17 @@ def within_sequence(x, starts_ptr, first, count, other, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def pages_of(b, M, N, keys, stride, step, data, numbers, SEEN: tl.constexpr):
+    """Where the pages of batch entry b begin in their table, the stride there, and the first key
+    that some query sees; then the end of these keys, at most `keys`. SEEN: None if all are seen."""
+    seen = None
+    if SEEN is not None:
+        seen, stop = SEEN(b, M, N, data, numbers)
+        seen, keys = seen.to(tl.int32), tl.minimum(keys, stop).to(tl.int32)
+    return (tl.cast(b, tl.int64) * stride, step, seen), keys
+
+
+@triton.jit
 def key_rows(
     desc, ptr, strides, pages_ptr, line, b, g, first, count, POOL,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
@@ -188,8 +199,8 @@ def key_rows(
 ):  # fmt: skip
     """As `tile_of`; PAGE: of keys in pages of so many rows, POOL pages in all; 0: not in pages.
 
-    line: where the pages of this batch entry begin in their table, and its stride there. strides:
-    of pages, heads, rows and elements.
+    line: from `pages_of`; rows before the first key that is seen are 0, as those from `count` on.
+    strides: of pages, heads, rows and elements.
     """
     if PAGE == 0:
         x = tile_of(desc, ptr, strides, b, g, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
@@ -204,7 +215,10 @@ def key_rows(
         elif WHOLE:
             x = tl.load(at, mask=col < SIZE, other=0.0)
         else:
-            x = tl.load(at, mask=(row < count - first) & (col < SIZE), other=0.0)
+            there = row < count - first
+            if line[2] is not None:
+                there = there & (row >= line[2] - first)
+            x = tl.load(at, mask=there & (col < SIZE), other=0.0)
         if UPCAST and ptr.dtype.element_ty == tl.bfloat16:
             x = x.to(tl.float32)
     return x

@@ -30,6 +30,7 @@ from attn_graph.kernels.sequences import (
     key_rows,
     length_of,
     list_of,
+    pages_of,
     place_rows,
     scale_columns,
     scale_heads,
@@ -48,7 +49,8 @@ def sum_weights(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH: tl.constexpr, PAGE: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
+    CHANGE: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, FAR_LSE: tl.constexpr, WEIGHED: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +83,7 @@ def sum_weights(
     tiles = tl.where(tl.max(again.to(tl.int32), 0) > 0, full + mixed, 0)
 
     rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
-    pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
+    pages, keys = pages_of(b, M, N, keys, pages_stride, kv_steps[2], data, numbers, SEEN)
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
     q = query_pieces(None, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)

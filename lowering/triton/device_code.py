@@ -19,6 +19,7 @@ from attrs import field, frozen
 
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
+from attn_graph.ir.paging import seen_keys
 from attn_graph.ir.relative import MODIFIERS
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.bounds import keep_by_bounds
@@ -75,9 +76,10 @@ class DeviceCode:
 
     numbers: the integers to pass. Then texts of functions, "" for none: keep (the mask, false past
     the last key), keep_by_keys (for tiles with keys as rows), strip (its low, high, keys and rows),
-    ends (the queries and keys before its lengths), change (all modifiers), back (ds back through
-    them, in forward mode with its tangent), push (the tangent of the scores through them).
-    contributions: their summands to an operand's gradient or its tangent, by number of the operand.
+    ends (the queries and keys before its lengths), seen (of keys in pages, the first that some
+    query sees, and the end of these), change (all modifiers), back (ds back through them, in
+    forward mode with its tangent), push (the tangent of the scores through them). contributions:
+    their summands to an operand's gradient or its tangent, by number of the operand.
     """
 
     numbers: tuple[int, ...]
@@ -85,6 +87,7 @@ class DeviceCode:
     keep_by_keys: str = ""
     strip: str = ""
     ends: str = ""
+    seen: str = ""
     change: str = ""
     back: str = ""
     push: str = ""
@@ -98,7 +101,8 @@ class Tracer:
 
     strides: the code of the strides of each tensor. moved: in forward mode, the tangents of the
     tensors of each modifier, by name, after all tensors. sizes: the mask's lengths known to kernels
-    as M or N. dialect: of the functions' language. array: makes their form of a tensor.
+    as M or N. paged: True if keys lie in pages. dialect: of the functions' language. array: makes
+    their form of a tensor.
     """
 
     problem: Problem
@@ -106,12 +110,18 @@ class Tracer:
     strides: tuple[tuple[str, ...], ...]
     moved: Moved | None = None
     sizes: Sizes = field(factory=dict)
+    paged: bool = False
     dialect: Dialect = TRITON
     array: Callable[..., Array] = Array
 
     @classmethod
     def of(
-        cls, problem: Problem, moved: Moved | None = None, *, sizes: Sizes | None = None
+        cls,
+        problem: Problem,
+        moved: Moved | None = None,
+        *,
+        sizes: Sizes | None = None,
+        paged: bool = False,
     ) -> Tracer:
         """A tracer. Its numbers begin with the strides of all operands of masks and modifiers."""
         numbers = Numbers()
@@ -121,11 +131,12 @@ class Tracer:
             numbers.add_strides(spec.strides, kernels_apart={"i", "j"} <= {*each})
             for spec, each in zip(specs, axes, strict=True)
         )
-        return cls(problem, numbers, strides, moved, sizes or {})
+        return cls(problem, numbers, strides, moved, sizes or {}, paged)
 
     def trace(self) -> DeviceCode:
         """All functions of the problem. Raises Untraceable for code beyond tracing."""
         texts = {"keep": self.keep(False), "strip": self.strip(), "ends": self.ends()}
+        texts["seen"] = self.seen() if self.paged else ""
         steps, moves = bool(self.problem.node.modifiers), self.moved is not None
         texts["change"] = self.change()
         if steps and moves:
@@ -214,6 +225,16 @@ class Tracer:
             for name, size in zip(LENGTHS.values(), "MN", strict=True)
         ]
         return code.write_function("ends", "b, M, N, data, numbers", *values)
+
+    def seen(self) -> str:
+        """The keys that some query of a batch entry sees; "" if lengths alone bound them."""
+        code, mask = self.start(), self.problem.node.mask
+        at = self.place(code).reading(self.arrays(code)[1])
+        others = [part for part in and_parts(mask) if part not in LEAVES.values()]
+        if all(trace_definition(part.strip, at) is None for part in others):
+            return ""
+        values = [self.runtime(code, x) for x in seen_keys(mask, at)]
+        return code.write_function("seen", "b, M, N, data, numbers", *values)
 
     def runtime(self, code: Code, x: int | Symbol) -> Symbol:
         """An integer as a symbol, read at run time."""

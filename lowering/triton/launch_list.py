@@ -57,7 +57,7 @@ PASS_OF: dict[str, Pass] = {  # of kernels with ordered programs
 }
 # Kernels with a program for each block of keys.
 BY_KEYS = tuple(kernel for kernel, pass_ in PASS_OF.items() if pass_ == "key_gradient")
-FUNCTIONS = ("KEEP", "STRIP", "ENDS", "CHANGE", "BACK", "PUSH")  # of `DeviceCode`
+FUNCTIONS = ("KEEP", "STRIP", "ENDS", "SEEN", "CHANGE", "BACK", "PUSH")  # of `DeviceCode`
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
 

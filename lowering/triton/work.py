@@ -89,7 +89,9 @@ def trace(work: Work) -> DeviceCode:
     from attn_graph.lowering.triton.device_code import Tracer
 
     steps = work.steps if isinstance(work, Push) else None
-    return Tracer.of(work.problem, steps, sizes=work.layout.known_lengths()).trace()
+    return Tracer.of(
+        work.problem, steps, sizes=work.layout.known_lengths(), paged=work.layout.pages is not None
+    ).trace()
 
 
 def is_tangent(op: Op) -> bool:

@@ -18,9 +18,10 @@ from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.planner.tuning import elements_spanned
-from attn_graph.testing.agreement import run_plan
+from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.strategies import Shape, seeds
 from tests.lowering import test_packed, test_paged
+from tests.support.freed_pages import free_hidden
 from tests.support.sequences import Batch
 
 CPU = ag.Target.of("cpu")
@@ -29,6 +30,7 @@ I32 = torch.int32
 HALF = (torch.float32, torch.float16, torch.bfloat16)
 FEW = 1 if settings().max_examples < 100 else settings().max_examples // 10  # each is interpreted
 LONG = Batch((40, 1), (70, 9), ((35, 40), (0, 2)), True)
+WINDOW = ag.Window(9, 0, "bottom_right")
 CAUSAL = {"mask": ag.Causal("bottom_right")}
 interpreted = pytest.mark.skipif(
     not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
@@ -70,6 +72,49 @@ def test_gradients_of_packed_are_those_of_padded(case: test_packed.Case, seed: i
 def test_pages_are_keys_in_one_piece(case: test_paged.Case, invariant: bool) -> None:
     plan = ag.compile(case.graph, backends=("triton",), batch_invariant=invariant)
     test_paged.check_case(case, plan)
+
+
+@interpreted
+@given(
+    case=st.sampled_from(HALF).flatmap(lambda kind: test_paged.cases(dtype=kind)),
+    invariant=st.booleans(),
+    seed=seeds,
+)
+@settings(max_examples=6 * FEW)
+def test_freed_pages_that_no_query_sees_change_no_bit(
+    case: test_paged.Case, invariant: bool, seed: int
+) -> None:
+    plan = ag.compile(case.graph, backends=("triton",), batch_invariant=invariant)
+    check_freed_pages(case, plan, seed if gradient_is_taken(case.graph) else None)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("mask", [WINDOW, WINDOW & ag.Keep(), ag.Causal("top_left"), ag.Prefix(11)])
+@pytest.mark.parametrize("page", [8, 64])
+def test_pages_behind_a_window_may_be_freed(rows: int, mask: ag.Mask, page: int) -> None:
+    """In closed form and by lists of tiles, split and not, pages smaller and larger than a tile."""
+    batch = Batch((rows,) * 2, (150, 12), ((0, 0),) * 2, False)
+    layout = test_paged.Layout(page, heads_first=False, ended=True, packed=rows > 1)
+    shape = Shape(2, 4, 2, rows, 192, 8, 8)
+    keep = {"keep": SPEC((1, 1, rows, 192), torch.bool)} if "keep" in mask.needs else {}
+    case = test_paged.make_case(
+        batch, layout, shape, torch.float32, {"mask": mask, "stats": True, **keep}, 3
+    )
+    check_freed_pages(case, ag.compile(case.graph, backends=("triton",)), 5)
+
+
+def check_freed_pages(case: test_paged.Case, plan: ag.Plan, seed: int | None) -> None:
+    """The results, and, with a seed, the gradients of a plan are as without freed pages."""
+    given = {i.name: x for i, x in zip(case.graph.inputs, case.inputs, strict=True)}
+    freed = [*free_hidden(case.graph, given).values()]
+    for x, due in zip(run_plan(plan, freed), run_plan(plan, case.inputs), strict=True):
+        torch.testing.assert_close(x, due, rtol=0, atol=0, equal_nan=True)
+    if seed is not None:
+        cotangents = test_paged.draw_cotangents(plan, seed)
+        dues = run_gradients(plan, case.inputs, cotangents)
+        for name, x in run_gradients(plan, freed, cotangents).items():
+            torch.testing.assert_close(x, dues[name], rtol=0, atol=0, equal_nan=True)
 
 
 # Bits
