@@ -261,7 +261,7 @@ def attend_layer(
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
         tensors["sinks"] = s_aux
-    options = (mask, scaling, None, softcap, False, dropout, False, None, ())
+    options = (mask, scaling, None, softcap, False, dropout, False, None, False, ())
     if not is_dynamo_compiling() and (graphs := layer_graphs.get()) is not None:
         each = {"q": query, "k": key, "v": value, **tensors}
         specs = {name: TensorSpec.like(x) for name, x in each.items()}
@@ -361,7 +361,9 @@ def attend_batch(
     longest = round_size(max_length_q), round_size(given["max_length_k"])
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     named = name_tensors(starts if s_aux is None else {**starts, "sinks": s_aux})
-    o = attend_as(q, k, v, named, (mask, scaling, None, softcap, False, 0.0, False, longest, ()))
+    o = attend_as(
+        q, k, v, named, (mask, scaling, None, softcap, False, 0.0, False, longest, False, ())
+    )
     assert isinstance(o, Tensor)  # without statistics
     return o[None], None
 

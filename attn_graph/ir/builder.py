@@ -135,14 +135,15 @@ class Value:
         """Weights p -> p * z / (1 - rate)."""
         return self.attempt(lambda: ops.Dropout(rate, origin), seed, offset)
 
-    def unpage(self, table: Value, lengths: Value | None = None) -> Value:
+    def unpage(self, table: Value, lengths: Value | None = None, *, finite: bool = False) -> Value:
         """A pool of pages [n,P,G,D], table [B,pages] -> keys or values [B,G,pages * P,D].
 
         Entry b has the rows of its pages in order: the first lengths[b], then 0; all rows without
-        lengths. A page named several times gets the sum of the gradients.
+        lengths. A page named several times gets the sum of the gradients. finite: you declare that
+        no row of the pool holds NaN or Inf.
         """
         ends = () if lengths is None else (lengths,)
-        return self.then(Unpage(bool(ends)), table, *ends)
+        return self.then(Unpage(bool(ends), finite), table, *ends)
 
     def dequantise(self, scale: Value, like: Value) -> Value:
         """A tensor in 8 bits times its scale, in the dtype of `like`; bfloat16 if that has 8."""
@@ -350,6 +351,7 @@ def attention(
     v_scale: TensorSpec | None = None,
     o_scale: TensorSpec | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
+    finite_pages: bool = False,
     modifiers: Sequence[Modifier | masks.Mask] = (),
     outputs: Mapping[str, TensorSpec | str] | None = None,
     **data: TensorSpec,
@@ -385,7 +387,10 @@ def attention(
     `pages` [B,count]: k and v are pools of pages, [n,P,G,D] and [n,P,G,E] in any memory order; pass
     a pool [n,G,P,D] as its transpose(1, 2). The keys of entry b are the rows of the pages pages[b,
     0], pages[b, 1], ... in order: the first `kv_lengths[b]`, by default all, so N is count * P.
-    Nothing past them is read, entries of the table included.
+    Nothing past them is read, entries of the table included, and no page of keys that bands in the
+    mask hide from all queries, so a cache may free pages behind a window. cuDNN can't leave out
+    single rows of a page: it takes pages only with `finite_pages=True`, by which you declare that
+    no row of the pools holds NaN or Inf, unused rows included.
 
     `k_scale`, `v_scale`: k and v, in float8 or int8, stand for k * k_scale and v * v_scale. Scales
     are float32, with the axes of k and v, each full or 1, and 1 for the last. With `q_scale` too, q
@@ -425,7 +430,7 @@ def attention(
         b.problem(*wrong)
         align = "top_left"
     names = b.attempt(lambda: statistic_names(stats)) or ()
-    rows, keys = b.attempt(lambda: find_packed_sides(x, max_lengths)) or (None, None)
+    rows, keys = b.attempt(lambda: find_packed_sides(x, max_lengths, finite_pages)) or (None, None)
     ends = {"q_lengths": rows and rows.lengths, "kv_lengths": keys and keys.lengths}
     x |= {name: lengths for name, lengths in ends.items() if lengths is not None}
     whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))

@@ -25,7 +25,7 @@ from attn_graph.ir.paging import (
     Seen,
     SumPages,
     Unpage,
-    counted_pages,
+    readable_table,
     seen_by_entry,
     table_problems,
 )
@@ -99,6 +99,8 @@ class Packed(Fused):
     read, entries of the table included, nor what `seen_keys` leaves out; without both all pages
     count.
 
+    finite: the pools are declared finite, rows of nobody included.
+
     scaled: k and v are quantised, as operands of `Dequantise` with q last. They have no gradient.
     """
 
@@ -107,6 +109,7 @@ class Packed(Fused):
     keys: int | None = field(default=None, converter=to_most)
     paged: bool = field(default=False, converter=bool)
     scaled: bool = field(default=False, converter=bool)
+    finite: bool = field(default=False, converter=bool)
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.op, Fused) or self.op.packed:
@@ -156,7 +159,7 @@ class Packed(Fused):
         """By side, the op that unpacks an operand for `op`."""
         readers: dict[str, Unpack | Unpage] = {side: Unpack(n) for side, n in self.most.items()}
         if self.paged:
-            readers["keys"] = Unpage(self.ended)
+            readers["keys"] = Unpage(self.ended, self.finite)
         return readers
 
     def writers(self, shapes: Sequence[Sequence[int]]) -> dict[str, Pack | SumPages]:
@@ -308,14 +311,12 @@ class Packed(Fused):
         return self.write(run_one, self.op.run(*self.read(run_one, given)), given)
 
     def readable(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The operands, with page 0 in place of pages whose keys no query sees."""
+        """The operands, with pages of the pool alone in the table."""
         if not self.paged:
             return operands
         types = [ValueType(tuple(x.shape), x.dtype) for x in operands]
         table, page = operands[-1], types[PLACES["keys"]].shape[1]
-        return *operands[:-1], table.where(
-            counted_pages(page, table, self.seen(types, operands)), 0
-        )
+        return *operands[:-1], readable_table(page, table, self.seen(types, operands))
 
     def seen(
         self, types: Sequence[ValueType], known: Mapping[int, torch.Tensor] | Sequence[torch.Tensor]

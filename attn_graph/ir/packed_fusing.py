@@ -112,8 +112,10 @@ class Neighbours:
         tensors, scales = self.scaled(query, tensors)
         if not (rows or keys or scales) or packs is None:
             return None
-        paged = keys is not None and isinstance(keys.op, Unpage)
-        op = Packed(node, rows and rows.most, keys and keys.most, paged, bool(scales))
+        pages = keys.op if keys and isinstance(keys.op, Unpage) else None
+        finite = pages is not None and pages.finite
+        most = rows and rows.most, keys and keys.most
+        op = Packed(node, *most, pages is not None, bool(scales), finite)
         return Absorbed(op, (query, *tensors, *rest, *scales, *starts), packs)
 
     def scaled(self, q: int, tensors: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

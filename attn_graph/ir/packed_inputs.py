@@ -38,22 +38,23 @@ class Sequences:
 @final
 @frozen(eq=False)
 class Pages:
-    """Pages of k and v: the table [B,pages], and kv_lengths [B] if given."""
+    """Pages of k and v: the table [B,pages], and kv_lengths [B] if given. finite: declared so."""
 
     table: Value
     lengths: Value | None
+    finite: bool
 
     def unpack(self, x: Value) -> Value:
         """x [n,P,G,D] -> [B,G,pages * P,D]."""
         ends = () if self.lengths is None else (self.lengths,)
-        return x.then(Unpage(bool(ends)), self.table, *ends)
+        return x.then(Unpage(bool(ends), self.finite), self.table, *ends)
 
 
 def find_packed_sides(
-    x: dict[str, Value], most: object
+    x: dict[str, Value], most: object, finite: object
 ) -> tuple[Sequences | None, Sequences | Pages | None]:
     """The packing of q, and of k and v; None if not packed. Raises GraphError."""
-    if problems := [*packed_problems(x)]:
+    if problems := [*packed_problems(x), *finite_problems(x, finite)]:
         raise GraphError(*problems)
     M, N = two_sizes(most)
     rows: Sequences | None = None
@@ -63,7 +64,7 @@ def find_packed_sides(
         lengths = x["q_lengths"] if "q_lengths" in x else starts.then(Lengths())
         rows = Sequences(starts, lengths, size_of(x["q"]) if M is None else M)
     if "pages" in x:
-        keys = Pages(x["pages"], x.get("kv_lengths"))
+        keys = Pages(x["pages"], x.get("kv_lengths"), bool(finite))
     elif len(x["k"].type.shape) == 3 and (rows or "kv_starts" in x):
         starts = x["kv_starts" if "kv_starts" in x else "q_starts"]
         if "kv_lengths" in x:
@@ -111,6 +112,13 @@ def packed_problems(x: dict[str, Value]) -> Iterator[str]:
             f"attention: q {x['q'].type} and k {x['k'].type} are packed differently; "
             "pass kv_starts= too"
         )
+
+
+def finite_problems(x: dict[str, Value], finite: object) -> Iterator[str]:
+    if not isinstance(finite, bool):
+        yield f"attention: finite_pages {show(finite)} is neither True nor False"
+    elif finite and "pages" not in x:
+        yield "attention: finite_pages=True speaks of pools, and pages= is not given"
 
 
 def two_sizes(most: object) -> tuple[int | None, int | None]:

@@ -18,7 +18,7 @@ from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Op, gives
 from attn_graph.ir.packing import integer_problems, to_size
 from attn_graph.ir.sums import Linear
-from attn_graph.masks.joins import And, Mask, flatten_join
+from attn_graph.masks import And, Band, KeyLengths, Mask, QueryLengths, flatten_join
 from attn_graph.masks.places import Place, Strip, Term, maximum, minimum
 from attn_graph.spec import ValueType
 
@@ -50,6 +50,19 @@ def seen_keys(mask: Mask | None, at: Place) -> tuple[Term, Term]:
     return 0 if strip.low is None else maximum(strip.low, 0), stop
 
 
+def hides_keys(mask: Mask | None, M: int, N: int) -> bool:
+    """True if `seen_keys` may leave out keys before the lengths of an entry."""
+    for part in [] if mask is None else flatten_join(And, mask):
+        match part:
+            case KeyLengths() | QueryLengths():
+                continue
+            case Band(None, high, ragged) if high is None or high >= (0 if ragged else N - M):
+                continue
+        if type(part).strip is not Mask.strip:
+            return True
+    return False
+
+
 def seen_by_entry(
     mask: Mask | None, table: torch.Tensor, M: int, N: int, data: Mapping[str, torch.Tensor]
 ) -> Seen:
@@ -69,6 +82,16 @@ def counted_pages(page: int, table: torch.Tensor, seen: Seen) -> torch.Tensor:
     first, stop = (x[:, None] for x in seen)
     begin = page * torch.arange(table.shape[1], device=table.device)
     return (begin < stop) & (begin + page > first) & (first < stop)
+
+
+def readable_table(page: int, table: torch.Tensor, seen: Seen) -> torch.Tensor:
+    """The table with the first page of an entry that counts, 0 without one, in place of pages that
+    do not count. page: rows of one."""
+    first, stop = seen
+    lead = (first // max(1, page)).clamp(max=max(0, table.shape[1] - 1))[:, None]
+    spare = table.gather(1, lead.where((first < stop)[:, None], 0))
+    counted = counted_pages(page, table, seen)
+    return table.where(counted, spare * counted.any(1, keepdim=True))
 
 
 def list_entries(
@@ -109,10 +132,12 @@ def list_entries(
 class Unpage(Linear):
     """pool [n,P,G,D], table [B,pages] -> x [B,G,pages * P,D], the rows of each entry's pages.
 
-    ended: a third operand, lengths [B], counts the rows of each entry; the others are 0.
+    ended: a third operand, lengths [B], counts the rows of each entry; the others are 0. finite:
+    the caller declares that no row of the pool holds NaN or Inf, unused rows included.
     """
 
     ended: bool = field(default=False, converter=bool)
+    finite: bool = field(default=False, converter=bool)
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
 # The options of a call, in this order: those of a graph, then those of `compile`.
 GRAPH_OPTIONS = (
     *("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats", "max_lengths"),
-    "modifiers",
+    *("finite_pages", "modifiers"),
 )
 MODIFIERS = GRAPH_OPTIONS.index("modifiers")
 OPTIONS = (*GRAPH_OPTIONS, *CHOICE)
@@ -94,12 +94,12 @@ def attend_anew(
 def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
     if not is_dynamo_compiling():
         teach_counters()
-    mask, scale, align, soft_cap, alibi, dropout, stats, longest, steps, *choice = options
+    mask, scale, align, soft_cap, alibi, dropout, stats, longest, finite, steps, *choice = options
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
     text = content_of_call(
         *(tuple(named), mask, exact("scale", scale), align, exact("cap", soft_cap), fix(alibi)),
-        *(exact("rate", dropout), fix(stats), fix(longest), tuple(steps)),
+        *(exact("rate", dropout), fix(stats), fix(longest), fix(finite), tuple(steps)),
         *[fix(option) for option in choice],
     )
     outputs = torch.ops.attn_graph.attention([q, k, v, *named.values()], text)

@@ -64,7 +64,7 @@ def override_flash() -> Override:
 def text_of(names: tuple[str, ...], causal: bool, scale: float | None, dropout: float) -> str:
     """The content of a call of PyTorch's flash kernel, with lse."""
     mask, rate = TOP_LEFT if causal else None, exact("rate", dropout)
-    options = mask, exact("scale", scale), None, None, None, rate, ("lse",), None, ()
+    options = mask, exact("scale", scale), None, None, None, rate, ("lse",), None, False, ()
     return content_of_call(names, *options)
 
 

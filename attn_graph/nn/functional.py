@@ -89,6 +89,7 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
+    finite_pages: bool = False,
     modifiers: Sequence[Modifier | Mask] = (),
     backends: Sequence[str | Backend] | None = None,
     avoid: Sequence[str | Backend] = (),
@@ -109,7 +110,7 @@ def attention(
 
     With q_starts, q and o are packed [T,H,D]; with pages, k and v are pools [n,P,G,D]. Plans then
     have named sizes, unless `data` has other tensors: new batches, tables and numbers of rows share
-    a plan up to the next power of two.
+    a plan up to the next power of two. finite_pages: as there, for cuDNN.
 
     q, k and v may be jagged nested tensors [B,H,j,D], k and v with the same offsets: they run as
     packed rows without a copy, and results are jagged with the lengths of q.
@@ -128,8 +129,9 @@ def attention(
     if "most" in data:
         max_lengths = read_renamed(data, "most", "max_lengths", max_lengths)
     options = (
-        mask, scale, align, soft_cap, alibi is True, dropout, stats, max_lengths, modifiers,
-        backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
+        mask, scale, align, soft_cap, alibi is True, dropout, stats, max_lengths, finite_pages,
+        modifiers, backends, avoid, deterministic, precision, on_fallback, max_workspace,
+        batch_invariant,
     )  # fmt: skip
     if isinstance(dropout, Tensor):
         dropout = read_number("rate", dropout)
@@ -278,7 +280,7 @@ def read_options(
     if rate == 1:  # drops everything, and leaves no gradient
         named, mask, rate = NAMELESS, NOTHING, 0.0
     number = scale if scale is None else to_number(scale)
-    return named, (mask, number, None, None, False, rate, False, None, (), *choice)
+    return named, (mask, number, None, None, False, rate, False, None, False, (), *choice)
 
 
 def attend_shaped(

@@ -152,6 +152,7 @@ class CallContent:
     dropout: float = 0.0
     stats: tuple[str, ...] | bool = False
     max_lengths: tuple[int | None, int | None] | None = None
+    finite_pages: bool = False
     modifiers: tuple[str, ...] = ()
     backends: tuple[str, ...] | None = None
     avoid: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from typing import final
 
 from attrs import frozen
 
+from attn_graph.ir.paging import hides_keys
 from attn_graph.lowering.cudnn.graph import translate_mask
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask
 from attn_graph.lowering.cudnn.sequences import COPIED, DENSE, SIDES, CudnnSequences
@@ -45,6 +46,14 @@ class Case:
     @property
     def is_paged(self) -> bool:
         return self.sequences.table is not None
+
+    @property
+    def multiplies_absent(self) -> bool:
+        """True if a tile may have rows of a page that no query sees, which may hold NaN."""
+        p = self.problem
+        if not self.is_paged or self.sequences.finite:
+            return False
+        return bool(self.mask.lengths) or hides_keys(p.node.mask, p.M, p.N)
 
     @cached_property
     def cleaned(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ from attn_graph.lowering.cudnn.violations import (
     crossed_heads,
     far_keys,
 )
-from attn_graph.lowering.limits import AMPERE, BACKWARD, FIRST, Limit, once
+from attn_graph.lowering.limits import AMPERE, BACKWARD, FIRST, FORWARD, Limit, once
 
 OFF_90_TO_119 = (AMPERE, range(120, 1000))
 
@@ -41,6 +41,15 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
         lambda c: once(c.sequences.page & (c.sequences.page - 1) and c.sequences.page),
         "reads pages of a power of two of rows, and they have {it}",
         FORWARD_HEADER,
+    ),
+    Limit(
+        "pages_absent",
+        lambda c: once(c.multiplies_absent),
+        "multiplies rows of a page that no query sees, as those past a length, by 0, where NaN "
+        "would stay NaN, and the graph does not declare finite_pages=True",
+        "what no document excludes: NVIDIA/cudnn-frontend#624 says so of packed rows",
+        FORWARD,
+        says="yes",
     ),
     Limit(
         "pages_backward",

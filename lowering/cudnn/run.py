@@ -11,7 +11,7 @@ Three undocumented cases are avoided:
   is given no queries for this sequence, and no keys for one without queries.
 - cuDNN leaves rows outside all sequences unwritten. They are written before it runs.
 
-In pages this is not possible: keys past a length, in its last page, have to be finite.
+In pages the first is not possible, so it takes them where no key is absent, or declared finite.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from attrs import field, frozen
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import STARTS
+from attn_graph.ir.paging import readable_table, seen_by_entry
 from attn_graph.ir.scaling import O_SCALE, SCALES
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Case
@@ -47,6 +48,7 @@ from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
+from attn_graph.masks.joins import needs_of
 from attn_graph.spec import INF, NAMES, dense_strides
 
 Pack = Mapping[int, torch.Tensor]
@@ -188,7 +190,7 @@ class Run:
     def prepare(self, x: Named, room: Views) -> Named:
         """The tensors for cuDNN, by argument or by source."""
         ends = self.ends(x)
-        self.write_tables(x, ends, room)
+        self.write_tables(x, room)
         return {**self.clean(x), **room, **self.lengths(ends)}
 
     # Tables
@@ -217,20 +219,22 @@ class Run:
             made[argument] = ends[side] * (ends[other] > 0) if side in apart else ends[side]
         return made
 
-    def write_tables(self, x: Named, ends: Named, room: Views) -> None:
+    def write_tables(self, x: Named, room: Views) -> None:
         """Write offsets in elements, and the table of pages."""
         wide = {name: x[name].long() for name in STARTS.values() if name in x}
         for slot in self.call.inputs:
             if slot.step:
                 torch.mul(wide[slot.source], slot.step, out=room[slot.argument])
         if self.case.is_paged:
-            room["pages"].copy_(self.used_pages(x["pages"], ends["keys"][:, None]))
+            room["pages"].copy_(self.used_pages(x["pages"], x))
 
-    def used_pages(self, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """The table, with an entry's first page (0 without one) in place of pages past its length:
-        cuDNN may read them."""
-        begin = self.case.sequences.page * torch.arange(table.shape[1], device=table.device)
-        return torch.where(begin < lengths, table, table[:, :1] * (lengths > 0))
+    def used_pages(self, table: torch.Tensor, x: Named) -> torch.Tensor:
+        """The table, with the first page of an entry that some query sees (0 without one) in place
+        of pages that none sees: cuDNN may read them."""
+        p = self.case.problem
+        data = {name: x[name] for name in needs_of(p.node.mask)}
+        seen = seen_by_entry(p.node.mask, table, p.M, p.N, data)
+        return readable_table(self.case.sequences.page, table, seen)
 
     # Arguments
 
@@ -394,8 +398,7 @@ def run_notes(case: Case, call: CudnnCall, graph: Graph) -> Iterator[str]:
         where = "with 0 in rows that see nothing" if case.clears else usual
         yield f"do is copied, {sizes['do']}, {where}"
     if case.is_paged:
-        yield "pages is copied, with the first page of an entry in place of those past its length"
-        yield "keys past a length, in its last page, have to be finite: cuDNN multiplies them by 0"
+        yield "pages is copied, with a page that some query sees in place of those that none sees"
     if case.problem.scales:
         yield f"weights are rounded to {NAMES[case.problem.dtype]}"
     totals = {side: round_total(T) for side, T in case.sequences.totals.items()}

@@ -42,7 +42,8 @@ class CudnnSequences:
 
     rows: T of packed q; keys: T of k and v. specs: of packed or paged q, k and v, unless copied, by
     name. table: [B,pages] of k and v in pages. gapless: the sides with lengths equal to the
-    differences of their starts. alike: True if q and k have equal lengths.
+    differences of their starts. alike: True if q and k have equal lengths. finite: True if the
+    pools are declared so.
     """
 
     rows: int | None = None
@@ -51,6 +52,7 @@ class CudnnSequences:
     table: TensorSpec | None = None
     gapless: tuple[str, ...] = ()
     alike: bool = False
+    finite: bool = False
 
     @cached_property
     def totals(self) -> dict[str, int]:
@@ -155,6 +157,7 @@ def find_sequences(graph: Graph, op: Packed, specs: Sequence[TensorSpec]) -> Cud
         specs[-1] if op.paged else None,
         gapless_sides(graph),
         shares_lengths(graph),
+        op.finite,
     )
 
 
