@@ -26,7 +26,7 @@ OUTSIDE = (
     "name pages of the pool; the table may hold anything where no query sees a key, past "
     "kv_lengths or behind a window"
 )
-Seen = tuple[torch.Tensor, torch.Tensor]  # the first key of each entry that counts, and their ends
+Seen = tuple[Term, Term]  # the first key of each entry that counts, and the end: numbers or [B,1]
 
 
 def table_problems(who: str, table: ValueType, *lengths: ValueType) -> Iterator[str]:
@@ -66,31 +66,37 @@ def hides_keys(mask: Mask | None, M: int, N: int) -> bool:
 def seen_by_entry(
     mask: Mask | None, table: torch.Tensor, M: int, N: int, data: Mapping[str, torch.Tensor]
 ) -> Seen:
-    """`seen_keys` of each entry of a table [B,pages], [B] each, on its device. data: of the mask,
-    by name."""
-    wide = {name: x.long() if x.ndim == 1 else x for name, x in data.items()}
-    b = torch.arange(len(table), device=table.device)
+    """`seen_keys` of the entries of a table [B,pages]: [B,1] on its device, or a number for all.
+
+    data: of the mask, by name.
+    """
+    if mask not in (None, KeyLengths()):  # the bounds of bands may be too large for int32
+        data = {name: x.long() if x.ndim == 1 else x for name, x in data.items()}
+    B, one = len(table), range(1)
+    b = torch.arange(B, device=table.device)
     first, stop = (
-        torch.as_tensor(x, device=table.device).expand(len(table))
-        for x in seen_keys(mask, Place(b, 0, 0, 0, 1, M, N, wide))
+        x if isinstance(x, int) else x.reshape(-1, 1)
+        for x in seen_keys(mask, Place(b, 0, 0, 0, 1, M, N, data, (range(B), one, one, one)))
     )
     return first, stop
 
 
 def counted_pages(page: int, table: torch.Tensor, seen: Seen) -> torch.Tensor:
     """Booleans [B,pages], true for the pages with keys that count. page: rows of one."""
-    first, stop = (x[:, None] for x in seen)
-    begin = page * torch.arange(table.shape[1], device=table.device)
-    return (begin < stop) & (begin + page > first) & (first < stop)
+    first, stop = seen
+    begin = (page * torch.arange(table.shape[1], device=table.device)).expand_as(table)
+    counted = begin < stop
+    if not isinstance(first, int) or first > 0:
+        counted = counted & (begin + page > first) & (stop > first)
+    return counted
 
 
 def readable_table(page: int, table: torch.Tensor, seen: Seen) -> torch.Tensor:
     """The table with the first page of an entry that counts, 0 without one, in place of pages that
     do not count. page: rows of one."""
-    first, stop = seen
-    lead = (first // max(1, page)).clamp(max=max(0, table.shape[1] - 1))[:, None]
-    spare = table.gather(1, lead.where((first < stop)[:, None], 0))
-    counted = counted_pages(page, table, seen)
+    counted, spare = counted_pages(page, table, seen), table[:, :1]
+    if table.numel() and (not isinstance(seen[0], int) or seen[0] > 0):
+        spare = table.gather(1, counted.long().argmax(1, keepdim=True))
     return table.where(counted, spare * counted.any(1, keepdim=True))
 
 

@@ -211,7 +211,20 @@ def edits(question: Request) -> Iterator[Edit]:
     yield from option_edits(question)
     for remedy, changed in (*dtype_edits(specs), *size_edits(specs)):
         yield remedy, partial(question.rebuilt, changed)
+    if any(isinstance(eqn.op, Unpage) and not eqn.op.finite for eqn in question.graph.eqns):
+        remedy = Remedy("pass finite_pages=True if no row of the pools holds NaN or Inf")
+        yield remedy, partial(declare_finite, question)
     yield from step_edits(question)
+
+
+def declare_finite(question: Request) -> Request:
+    """The request with pools that are declared finite."""
+    graph = question.graph
+    eqns = tuple(
+        evolve(eqn, op=evolve(eqn.op, finite=True)) if isinstance(eqn.op, Unpage) else eqn
+        for eqn in graph.eqns
+    )
+    return evolve(question, graph=evolve(graph, eqns=eqns))
 
 
 def option_edits(question: Request) -> Iterator[Edit]:
@@ -268,9 +281,12 @@ def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Respec]:
     if not {"q", "k", "v"} <= specs.keys():
         return
     H, D, E = specs["q"].shape[1], specs["q"].shape[-1], specs["v"].shape[-1]
-    if specs["k"].shape[1] != H:
+    heads = 2 if "pages" in specs else 1  # the axis: a pool is [n,P,G,D]
+    if specs["k"].shape[heads] != H:
         text = f"repeat k and v for all {H} heads"
-        shapes = {name: (specs[name].shape[0], H, *specs[name].shape[2:]) for name in "kv"}
+        shapes = {name: [*specs[name].shape] for name in "kv"}
+        for shape in shapes.values():
+            shape[heads] = H
         yield Remedy(text), {name: resize(specs[name], shape) for name, shape in shapes.items()}
     both = round_up(max(D, E))
     for d, e in dict.fromkeys(((round_up(D), round_up(E)), (both, both))):

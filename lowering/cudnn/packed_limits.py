@@ -45,8 +45,8 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
     Limit(
         "pages_absent",
         lambda c: once(c.multiplies_absent),
-        "multiplies rows of a page that no query sees, as those past a length, by 0, where NaN "
-        "would stay NaN, and the graph does not declare finite_pages=True",
+        "multiplies rows of a page that no query sees by 0, where NaN would stay NaN, and the "
+        "graph lacks finite_pages=True",
         "what no document excludes: NVIDIA/cudnn-frontend#624 says so of packed rows",
         FORWARD,
         says="yes",

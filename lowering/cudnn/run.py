@@ -176,7 +176,7 @@ class Run:
             made = {slot.source: self.blank(slot, x, room, rooms) for slot in self.call.outputs}
             pack = dict(enumerate((*given, *made.values()), start=1))
             self.execute(pack, room.get("workspace"), device)
-            if self.totals or "dsinks" in made:
+            if self.pairs_sides or "dsinks" in made:
                 self.finish(made, x, rooms)
         saved = [*made.values()] if self.case.problem.grad is None else ()
         return [made[name] for name in self.graph.result_names], saved
@@ -312,6 +312,13 @@ class Run:
             return room.fill_(-INF)
         return room.copy_(x["sinks"]).masked_fill_(self.absent("rows", x)[..., 0], -INF)
 
+    @cached_property
+    def pairs_sides(self) -> bool:
+        """True if the keys of an entry, or its queries, are packed, or end in pages by a length: it
+        may have none."""
+        ended = self.case.is_paged and "kv_lengths" in self.case.mask.lengths
+        return ended or bool(self.totals)
+
     def finish(self, made: Named, x: Named, rooms: Rooms) -> None:
         """Turn the results into those that we give back."""
         sinks = self.case.problem.by_role.sinks
@@ -322,7 +329,7 @@ class Run:
             side = SIDES.get(name, "")
             if name == "lse" and side in self.totals:
                 made[name] = rooms[name].copy_(t.T) if name in rooms else t.T.contiguous()
-            elif self.totals and side and side not in self.totals:
+            elif self.pairs_sides and side and side not in self.totals:
                 empty = (ends[other[side]] == 0).view(-1, *(1 for _ in t.shape[1:]))
                 made[name] = self.without_partner(name, t, empty, x)
 

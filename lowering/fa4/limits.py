@@ -13,6 +13,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import Reason
+from attn_graph.ir.paging import hides_keys
 from attn_graph.lowering.cudnn.sequences import DENSE, CudnnSequences
 from attn_graph.lowering.fa4.call import (
     NativeMask,
@@ -143,6 +144,13 @@ def has_whole_pages(case: Fa4Case) -> bool:
     if not case.is_paged or case.problem.is_empty:
         return False
     return case.page == forward_tile(case.sm, case.problem)[1]
+
+
+def hides_page_rows(case: Fa4Case) -> bool:
+    """True if no query may see some keys before the length of an entry, which may be NaN."""
+    p = case.problem
+    hides = case.is_paged and not case.sequences.finite and not p.is_empty
+    return hides and hides_keys(p.node.mask, p.M, p.N)
 
 
 def beyond_causal(case: Fa4Case) -> bool:
@@ -311,10 +319,19 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "page_size",
-        lambda c: once(has_whole_pages(c) and c.page),
+        lambda c: once(has_whole_pages(c) and not c.sequences.finite and c.page),
         "multiplies rows past a length by 0, where NaN would stay NaN, if pages have as many rows "
-        "as a tile of keys, and they have {it}",
+        "as a tile of keys: they have {it}, and the graph lacks finite_pages=True",
         f"{INTERFACE}: paged_kv_tma; paged_kv.py leaves these rows out",
+        FORWARD,
+        says="unasked",
+    ),
+    Limit(
+        "pages_hidden",
+        lambda c: once(hides_page_rows(c) and str(c.problem.node.mask)),
+        "multiplies rows of a page that the mask hides from all queries by 0, where NaN would stay "
+        "NaN: the mask is {it}, and the graph lacks finite_pages=True",
+        f"{INTERFACE}: paged_kv.py leaves out rows past a length alone",
         FORWARD,
         says="unasked",
     ),

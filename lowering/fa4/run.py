@@ -15,6 +15,7 @@ from attn_graph.ir.attention import Operands
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS
+from attn_graph.ir.paging import readable_table, seen_by_entry
 from attn_graph.lowering.cudnn.sequences import SIDES
 from attn_graph.lowering.fa4.call import (
     CU_SEQLENS,
@@ -115,7 +116,7 @@ class Fa4Run:
         if self.is_ended:
             ends = {SEQUSED[n]: own[places.mask[n]] for n in call.lengths}
             ends |= {CU_SEQLENS[side]: x for side, x in self.starts(own).items()}
-            ends |= {"page_table": own[-1]} if call.sequences.pools else {}
+            ends |= {"page_table": self.page_table(own)} if call.sequences.pools else {}
             tensors |= {name: as_whole(x) for name, x in ends.items()}
         plain, device = self.plain["lse" in named], own[0].device
         reads = call.view_reads([own[n] for n in self.reads]) if self.reads else []
@@ -125,6 +126,16 @@ class Fa4Run:
             mask = {name: own[n] for name, n in places.mask.items()}
             with self.make_lists(call.lists, mask, device) as lists:
                 return call_package(plain, tensors, reads, lists)
+
+    def page_table(self, own: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The table. Of pools declared finite kernels may read pages that no query sees: those are
+        others in a copy."""
+        p, sequences, table = self.call.problem, self.call.sequences, own[-1]
+        if not sequences.finite:
+            return table
+        data = {name: own[n] for name, n in self.places.mask.items()}
+        seen = seen_by_entry(p.node.mask, table, p.M, p.N, data)
+        return readable_table(sequences.page, table, seen)
 
     @cached_property
     def places(self) -> Operands[int]:

@@ -113,10 +113,11 @@ PACKED = CudnnSequences(400, 400)
 PACKED_KEYS = CudnnSequences(keys=400)
 
 
-def pages(rows: int) -> CudnnSequences:
-    """k and v in pages of so many rows."""
+def pages(rows: int, finite: bool = True) -> CudnnSequences:
+    """k and v in pages of so many rows, declared finite or not."""
     pool = TensorSpec((99, rows, 2, 64), HALF)
-    return CudnnSequences(specs=(("k", pool), ("v", pool)), table=TensorSpec((2, 16), torch.int32))
+    table = TensorSpec((2, 16), torch.int32)
+    return CudnnSequences(specs=(("k", pool), ("v", pool)), table=table, finite=finite)
 
 
 # For each limit what it alone refuses: the problem, and where it is asked.
@@ -249,6 +250,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sequences": CudnnSequences(keys=2**24, specs=(("k", TensorSpec((2**24, 2, 64), HALF)),))},
     ),
     "page_size": (ENDED, {"sequences": pages(48)}),
+    "pages_absent": (ENDED, {"sequences": pages(16, finite=False)}),
     "pages_backward": ({**ENDED, **BACK}, {"sequences": pages(16)}),
     "pages_soft_cap": ({"modifiers": (CAP,)}, {"sequences": pages(16)}),
     "packed_version": (BOTH_ENDED, {"sm": 80, "backend": (9, 18, 0), "sequences": PACKED}),

@@ -28,6 +28,7 @@ from attn_graph.lowering.cudnn.run import Run, run_notes, temporary_bytes
 from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
+from attn_graph.nn.functional import attention
 from attn_graph.spec import FLOATS, INF
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, seeds
@@ -36,6 +37,7 @@ from tests.lowering.test_absent import are_same, fill
 from tests.lowering.test_packed import Case, check_packed_gradients, check_results, make_case
 from tests.support.cudnn_graphs import aligned, cudnn_options
 from tests.support.cudnn_model import Model
+from tests.support.freed_pages import free_hidden
 from tests.support.sequences import SPEC, Batch, batches
 
 VERSIONS = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.26.0"))
@@ -296,40 +298,57 @@ def paged_cases(draw: DrawFn) -> paging.Case:
     batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
     layout = paging.Layout(P, draw(st.booleans()), ended, packed)
-    return paging.make_case(batch, layout, shape, dtype, options, draw(seeds))
+    return paging.make_case(batch, layout, shape, dtype, options, draw(seeds), draw(st.booleans()))
 
 
-def finite_pages(case: paging.Case) -> paging.Case:
-    """The same, with numbers past lengths in pages that are read; NaN in all others."""
-    tensors, P = dict(case.tensors), case.layout.page
-    used = torch.arange(case.tensors["pages"].shape[1]) * P < case.batch.lengths(1)[:, None]
-    named = case.tensors["pages"][used].long()
-    for n in "kv":
-        pool = tensors[n].clone()
-        pool[named] = pool[named].nan_to_num(3.0)
-        tensors[n] = pool
-    return evolve(case, tensors=tensors)
+def is_declared(graph: Graph) -> bool:
+    """Whether the pools of a graph are declared finite."""
+    return any(isinstance(e.op, Packed) and e.op.finite for e in graph.eqns)
 
 
 @given(case=paged_cases())
 def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: paging.Case) -> None:
+    """Whatever the rows hold that no query sees, unless they are declared finite, and whatever the
+    table has for their pages."""
     simple = simplify(case.graph)
     assume(not refusals(simple))
-    assert any(isinstance(e.op, Packed) and e.op.paged for e in simple.eqns)
-    case = finite_pages(case)
-    tensors = [aligned(x) for x in case.inputs]
-    outputs, _ = modelled(simple)(*tensors)
+    named = {i.name: x for i, x in zip(case.graph.inputs, case.inputs, strict=True)}
+    freed = free_hidden(case.graph, named)
+    if is_declared(simple):
+        freed |= {n: freed[n].nan_to_num(3.0) for n in "kv"}
+    outputs, _ = modelled(simple)(*(aligned(x) for x in freed.values()))
     paging.check_results(case, outputs)
 
 
-def test_keys_past_a_length_in_pages_have_to_be_finite_which_is_told() -> None:
-    """The exception to the law of absent rows."""
-    graph = decode()
-    case, call = describe_problem(graph, H200, Options())
-    (note,) = (x for x in run_notes(case, call, graph) if "finite" in x)
-    assert note == (
-        "keys past a length, in its last page, have to be finite: cuDNN multiplies them by 0"
-    )
+def test_pages_with_absent_keys_are_refused_until_they_are_declared_finite() -> None:
+    """A length ends a page anywhere, and a band begins one anywhere."""
+    q, pool, where = SPEC((2, 4, 1, 64), BRAIN), SPEC((9, 16, 4, 64), BRAIN), SPEC((2, 3), I32)
+    window, causal = ag.Window(9, 0, "bottom_right"), ag.Causal("bottom_right")
+    for options, hides in (
+        ({"kv_lengths": SPEC((2,), I32)}, True),
+        ({"kv_lengths": SPEC((2,), I32), "mask": causal}, True),
+        ({"mask": window}, True),
+        ({"mask": ag.Causal("top_left")}, True),
+        ({"mask": causal}, False),
+        ({}, False),
+    ):
+        for finite in (False, True):
+            own: dict[str, Any] = {**options, "pages": where, "finite_pages": finite}
+            graph = ag.attention(q, pool, pool, **own)
+            said = ag.explain(graph, target="h200")
+            against = [str(x) for r in said.refusals if r.backend == "cudnn" for x in r.reasons]
+            assert any("lacks finite_pages=True" in x for x in against) == (hides and not finite)
+            assert said.backend == ("triton" if against else "cudnn")
+            assert ag.parse(str(graph)) == graph
+            assert is_declared(simplify(graph)) == finite
+
+
+def test_a_declaration_that_speaks_of_no_pages_is_an_error() -> None:
+    x, q = SPEC((2, 4, 8, 64), BRAIN), torch.randn(1, 2, 3, 8)
+    with pytest.raises(ag.GraphError, match="speaks of pools, and pages= is not given"):
+        ag.attention(x, x, x, finite_pages=True)
+    with pytest.raises(ag.GraphError, match="finite_pages 1 is neither True nor False"):
+        attention(q, q, q, finite_pages=1)  # type: ignore[arg-type]  # a mistake
 
 
 def decode(B: int = 4, N: int = 4096, table: torch.dtype = I32, **options: Any) -> Graph:

@@ -32,10 +32,11 @@ from tests.lowering.test_packed import Case as Packed
 from tests.lowering.test_packed import check_case, check_gradients, make_case
 from tests.support.cudnn_graphs import spaced
 from tests.support.fa4_model import call_model
+from tests.support.freed_pages import free_hidden
 from tests.support.kernels import problem_of
 from tests.support.sequences import batches, draw_cotangents
 
-BF16 = torch.bfloat16
+BF16, I32 = torch.bfloat16, torch.int32
 H200 = evolve(ag.Target.of("h200"), libraries=((PACKAGE, "4.0.0b36"),))
 WITH_TRITON = evolve(H200, libraries=(*H200.libraries, ("triton", "3.7.1")))
 B200 = evolve(ag.Target.of("b200"), libraries=H200.libraries)
@@ -203,15 +204,22 @@ def paged(draw: st.DrawFn) -> test_paged.Case:
     batch = evolve(batch, rows=batch.rows if is_packed else (M,) * shape.B)
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
     layout = test_paged.Layout(P, draw(st.booleans()), ended, is_packed)
-    return test_paged.make_case(batch, layout, shape, BF16, options, draw(drawn.seeds))
+    seed, finite = draw(drawn.seeds), draw(st.booleans())
+    case = test_paged.make_case(batch, layout, shape, BF16, options, seed, finite)
+    if not finite:
+        return case
+    return evolve(case, tensors=case.tensors | {n: case.tensors[n].nan_to_num(3.0) for n in "kv"})
 
 
 @pytest.mark.usefixtures("modelled")
 @given(case=paged(), target=targets)
 @fixed
 def test_pages_are_keys_in_one_piece(case: test_paged.Case, target: ag.Target) -> None:
+    """Where the mask hides keys in pages from all queries, once they are declared finite."""
+    assume("pages_hidden" not in keys_of(simplify(case.graph), target))
     plan = plan_on(target, case.graph)
-    test_paged.check_case(case, plan)
+    freed = case.tensors | {"pages": free_hidden(case.graph, case.tensors)["pages"]}
+    test_paged.check_results(case, run_plan(plan, [freed[i.name] for i in case.graph.inputs]))
     zeros, poisoned = ([absent.fill(x, spoilt) for x in case.inputs] for spoilt in (False, True))
     assert absent.are_same(run_plan(plan, poisoned), run_plan(plan, zeros))
 
@@ -227,6 +235,21 @@ def test_pages_as_large_as_a_tile_are_refused_and_so_are_gradients_over_any() ->
             found = keys_of(simplify(graph), H200)
             assert found == ({"page_size"} if tile == P else set())
             assert keys_of(simplify(ag.vjp(graph)[1]), H200) == {"pages_gradient"}
+
+
+def test_pages_behind_a_window_are_refused_until_they_are_declared_finite() -> None:
+    pool, table, n = spec(40, 16, 2, 64), spec(2, 16, dtype=I32), spec(2, dtype=I32)
+    for mask, hides in (
+        (ag.Window(9, 0, "bottom_right"), True),
+        (ag.Causal("bottom_right"), False),
+    ):
+        for finite in (False, True):
+            graph = ag.attention(
+                spec(2, 4, 5, 64), pool, pool,
+                mask=mask, pages=table, kv_lengths=n, finite_pages=finite,
+            )  # fmt: skip
+            due = {"pages_hidden"} if hides and not finite else set()
+            assert keys_of(simplify(graph), H200) == due
 
 
 def test_rows_off_16_bytes_are_copied_and_told() -> None:

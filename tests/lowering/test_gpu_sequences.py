@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,8 +150,9 @@ PAGED: dict[str, tuple[int, bool, torch.dtype, Options]] = {  # rows of a page, 
 }
 
 
-def paged_case(name: str, sizes: Sizes) -> test_paged.Case:
-    """Attention over keys in pages of any order, NaN in rows that are nobody's keys."""
+def paged_case(name: str, sizes: Sizes, finite: bool = False) -> test_paged.Case:
+    """Attention over keys in pages of any order, NaN in rows that are nobody's keys, unless they
+    are to be declared finite."""
     page, packed, dtype, options = PAGED[name]
     batch = sizes.batch(gaps=False)
     batch = batch if packed else Batch((33,) * len(batch.keys), batch.keys, batch.unused, False)
@@ -159,9 +160,11 @@ def paged_case(name: str, sizes: Sizes) -> test_paged.Case:
     layout = test_paged.Layout(page, heads_first=page == 64, ended=True, packed=packed)
     lengths = M, -(-N // page) * page
     shape = Shape(len(batch.rows), *sizes.heads, *lengths, sizes.size, sizes.size)
-    return test_paged.make_case(
-        batch, layout, shape, dtype, {"mask": None, "stats": True, **options}, 5
-    )
+    given = {"mask": None, "stats": True, **options}
+    case = test_paged.make_case(batch, layout, shape, dtype, given, 5, finite)
+    if not finite:
+        return case
+    return evolve(case, tensors=case.tensors | {n: case.tensors[n].nan_to_num(3.0) for n in "kv"})
 
 
 @pytest.mark.parametrize(("name", "backend", "device"), jobs(dict.fromkeys(PAGED, OURS)))

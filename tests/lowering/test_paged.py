@@ -138,9 +138,9 @@ def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> 
 
 def make_case(
     batch: Batch, layout: Layout, shape: Shape, kind: torch.dtype, options: dict[str, Any],
-    seed: int,
+    seed: int, finite: bool = False,
 ) -> Case:  # fmt: skip
-    """The two graphs, and tensors for both."""
+    """The two graphs, and tensors for both. finite: whether the pools are declared so."""
     random, B, pages = torch.Generator().manual_seed(seed), shape.B, shape.N // layout.page
     pool = B * pages + 2, layout.page, shape.G
     k, v = (
@@ -155,7 +155,7 @@ def make_case(
     places = lay_places(places, seed)
     ends: dict[str, Any] = {n: SPEC.like(places[n]) for n in m.LENGTHS}
     options = options | {n: x for n, x in ends.items() if n in options}
-    own = options | {"pages": SPEC.like(places["pages"])}
+    own = options | {"pages": SPEC.like(places["pages"]), "finite_pages": finite}
     own |= {"kv_lengths": ends["kv_lengths"]} if layout.ended else {}
     if layout.packed:
         own |= {"q_starts": SPEC.like(places["q_starts"]), "max_lengths": (shape.M, None)}

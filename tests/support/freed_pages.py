@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 import attn_graph as ag
-from attn_graph.ir.packed import LENGTHS, and_parts
+from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import simplify
 from attn_graph.masks.places import Block, Place
@@ -47,7 +47,11 @@ def seen_places(graph: ag.Graph, tensors: Tensors) -> torch.Tensor:
         (data[LENGTHS["rows"]],) = Lengths().run(tensors["q_starts"])
     block = Block(range(B), range(1), range(M), 1, M, N, data)
     kept, entry = torch.ones(B, 1, M, N, dtype=torch.bool), Place(0, 0, 0, 0, 1, M, N, data)
+    queries = torch.ones(B, 1, M, 1, dtype=torch.bool)
     for part in and_parts(op.attention.mask):
-        if part.strip(entry) is not None:
+        if part == LEAVES["rows"]:
+            queries = part.keep(Place.of(block, range(1)))
+        elif part.strip(entry) is not None:
             kept = kept & part.keep(Place.of(block, range(N)))
-    return kept.any(2)[:, 0]
+    queries = queries | ~queries.any(2, keepdim=True)  # an entry without any hides nothing by that
+    return (kept & queries).any(2)[:, 0]
