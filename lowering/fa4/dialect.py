@@ -72,8 +72,9 @@ class CuteCode:
 class CuteArray:
     """A tensor read by generated code, aux_tensors[slot] of the package, as `as_read` views it.
 
-    Places past the last query or key read the last one: the package's kernels for sm_90 ask for
-    them, and a load there would be past the tensor's end.
+    Places past the last query or key read the last one, and those computed from such places read
+    an end of their axis: the package's kernels ask for them, and a load there would be outside of
+    the tensor.
     """
 
     code: Code
@@ -87,18 +88,22 @@ class CuteArray:
     def __getitem__(self, index: tuple[Operand, ...]) -> Symbol:
         """The element at `index`."""
         kept, ends = read_axes_of(TensorSpec(self.shape, self.dtype, self.strides))
-        places = [place_text(index[n]) for n in kept] + ["0"] * ends
+        sizes = (f"data[{self.slot}].shape[{axis}]" for axis in range(len(kept)))
+        places = [place_text(index[n], size) for n, size in zip(kept, sizes, strict=True)]
+        places += ["0"] * ends
         kind: Kind = "float" if self.dtype.is_floating_point else "int"
         kind = "bool" if self.dtype == torch.bool else kind
         text = f"read_{kind}(data[{self.slot}], {', '.join(places)})"
         return evolve(self.code.add_line(text, kind, index), reach=self.reach)
 
 
-def place_text(x: Operand) -> str:
-    """A place along an axis, as code."""
-    text = x.text if isinstance(x, Symbol) else code_literal(x)[0]
+def place_text(x: Operand, size: str) -> str:
+    """A place along an axis, as code. size: the code of the axis's."""
+    text, axes = (x.text, x.axes) if isinstance(x, Symbol) else (code_literal(x)[0], frozenset())
     ends = {"i": "M", "j": "N"}
-    return "0" if is_zero(x) else f"inside({text}, {ends[text]})" if text in ends else text
+    if is_zero(x) or axes.isdisjoint(ends):
+        return "0" if is_zero(x) else text
+    return f"inside({text}, {ends[text]})" if text in ends else f"between({text}, {size})"
 
 
 def read_axes_of(spec: TensorSpec) -> tuple[list[int], int]:

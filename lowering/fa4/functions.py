@@ -94,6 +94,11 @@ def inside(x: Value, count: Value) -> Value:
     return smaller(x, count - 1)
 
 
+def between(x: Value, count: Value) -> Value:
+    """The nearest of `count` places."""
+    return larger(smaller(x, count - 1), 0)
+
+
 def gather(tensor: Value, dtype: Value, places: tuple[Value, ...]) -> Value:
     """The elements of a tensor at places, some of them vectors."""
     vectors = [x for x in places if isinstance(x, cute.TensorSSA)]
@@ -122,7 +127,7 @@ def read_bool(tensor: Value, *places: Value) -> Value:
 
 
 OWN = (pick, smaller, larger, magnitude, invert, false_everywhere, true_everywhere)
-READ = (as_float, as_long, inside, read_int, read_float, read_bool)
+READ = (as_float, as_long, inside, between, read_int, read_float, read_bool)
 NAMES: dict[str, Any] = {  # Any: functions of the library's and of the DSL's
     "cute": cute,
     "floor_div": divide_down,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -302,6 +303,25 @@ def test_code_reads_no_place_past_the_last_query_or_key() -> None:
     texts = Fa4Call.of(problem_of(graph), 90).code.texts
     assert "read_bool(data[1], h, inside(i, M), inside(j, N))" in texts["keep"]
     assert "read_float(data[0], b, inside(i, M), inside(j, N))" in texts["change"]
+
+
+@given(st.data())
+def test_code_reads_no_place_outside_of_a_tensor(data: st.DataObject) -> None:
+    """Nor a place computed from one past M or N, as of a block or of a table of distances."""
+    shape = drawn.Shape(2, 4, 4, 9, 9, 8, 8)
+    options = data.draw(drawn.mask_options(shape)) | data.draw(drawn.score_options(shape, BF16))
+    graph = ag.attention(*[spec(2, 4, 9, 8)] * 3, **options | {"dropout": 0.0})
+    texts = Fa4Call.of(problem_of(simplify(graph)), 100).code.texts
+    for text in texts.values():
+        for places in re.findall(r"= read_\w+\(data\[\d+\], (.*)\)$", text, re.MULTILINE):
+            for place in re.split(r", (?![^(]*\))", places):
+                assert re.fullmatch(r"b|h|\d+|inside\((i, M|j, N)\)|between\(.*\)", place), text
+
+
+def test_a_block_past_the_last_is_read_as_the_last() -> None:
+    graph = make(mask=ag.KeepBlocks(7, 64), keep_blocks=spec(1, 1, 43, 5, dtype=torch.bool))
+    text = Fa4Call.of(problem_of(graph), 100).code.texts["keep"]
+    assert re.search(r"read_bool\(data\[0\], between\(.*data\[0\].shape\[0\]\), between", text)
 
 
 @given(st.data())

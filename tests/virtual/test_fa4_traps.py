@@ -114,11 +114,22 @@ def test_mask_functions_are_asked_for_places_past_the_last_query_on_sm_90(
     """In all key tiles but that visited first; ours read the last one there."""
     usual = dialect.place_text
     graph = attention(71, 300, keep=ag.TensorSpec((1, 1, 71, 300), torch.bool), dtype=BF16)
-    monkeypatch.setattr(dialect, "place_text", lambda x: re.sub(INSIDE, r"\1", usual(x)))
+    monkeypatch.setattr(dialect, "place_text", lambda *x: re.sub(INSIDE, r"\1", usual(*x)))
     with gpu(90) as device, pytest.raises(Fault):
         run(device, graph)
     ag.clear_cache()
     make_fa4_call.cache_clear()
+
+
+@pytest.mark.parametrize("sm", [pytest.param(90, marks=pytest.mark.slow), 100])
+def test_a_table_of_blocks_is_not_read_past_its_end(sm: int) -> None:
+    """Mask functions run on all rows of a tile, whose blocks may lie past the last."""
+    graph = attention(
+        7, 128, mask=ag.KeepBlocks(3, 128), dtype=BF16,
+        keep_blocks=ag.TensorSpec((1, 1, 3, 1), torch.bool),
+    )  # fmt: skip
+    with gpu(sm) as device:
+        run(device, graph)
 
 
 REFUSED_LAUNCH = """
