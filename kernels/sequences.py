@@ -182,13 +182,15 @@ def within_sequence(x, starts_ptr, first, count, other, BLOCK: tl.constexpr):
 
 @triton.jit
 def pages_of(b, M, N, keys, stride, step, data, numbers, SEEN: tl.constexpr):
-    """Where the pages of batch entry b begin in their table, the stride there, and the first key
-    that some query sees; then the end of these keys, at most `keys`. SEEN: None if all are seen."""
-    seen = None
+    """Where the pages of batch entry b begin in their table, the stride there, and, unless all keys
+    are seen, the first that some query sees; then the end of these keys, at most `keys`."""
+    at = tl.cast(b, tl.int64) * stride
+    line = at, step
     if SEEN is not None:
-        seen, stop = SEEN(b, M, N, data, numbers)
-        seen, keys = seen.to(tl.int32), tl.minimum(keys, stop).to(tl.int32)
-    return (tl.cast(b, tl.int64) * stride, step, seen), keys
+        first, stop = SEEN(b, M, N, data, numbers)
+        keys = tl.minimum(keys, stop).to(tl.int32)
+        line = at, step, first.to(tl.int32)
+    return line, keys
 
 
 @triton.jit
@@ -216,7 +218,7 @@ def key_rows(
             x = tl.load(at, mask=col < SIZE, other=0.0)
         else:
             there = row < count - first
-            if line[2] is not None:
+            if len(line) > 2:
                 there = there & (row >= line[2] - first)
             x = tl.load(at, mask=there & (col < SIZE), other=0.0)
         if UPCAST and ptr.dtype.element_ty == tl.bfloat16:

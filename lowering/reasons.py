@@ -48,6 +48,11 @@ def missing_library(library: str, way_out: str) -> Reason:
     return Reason(f"library.{library}", f"needs {library}", actual, "{limit}, {actual}")
 
 
+def dead_planner(failure: str) -> Reason:
+    """Against a backend whose planner, a process of its own, fails or takes too long."""
+    return Reason("planner", "is planned in a process of its own", f"it {failure}")
+
+
 def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) -> Reason:
     """Against any graph but one attention or its gradient.
 

@@ -28,6 +28,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     (
         *("attn_graph.lowering", "attn_graph.lowering.finishing", "attn_graph.lowering.folding"),
         *("attn_graph.lowering.lengths", "attn_graph.lowering.small_graphs"),
+        "attn_graph.lowering.processes",
     ),
     (
         *(

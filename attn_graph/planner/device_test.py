@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from importlib import import_module
 
 import torch
@@ -21,11 +18,11 @@ from attn_graph.ir.parse import parse
 from attn_graph.ir.reference import compare
 from attn_graph.lowering.backend import Backend, DeviceTest, Options, RefusedError
 from attn_graph.lowering.problem import PREPARING, read_operands
+from attn_graph.lowering.processes import run_apart
 from attn_graph.machine.target import Target
 from attn_graph.planner.self_check import Proof
 from attn_graph.planner.tuning import examples
 
-GRACE = 5.0  # seconds for a killed process to end
 PROGRAM = "from attn_graph.planner.device_test import run_request; run_request()"
 
 
@@ -39,10 +36,7 @@ def try_graphs(test: DeviceTest, target: Target) -> Proof:
         "device": str(target.device),
     }
     start = time.monotonic()
-    try:
-        failure, shares = run_process(json.dumps(request), test.seconds)
-    except OSError as error:
-        failure, shares = f"could not start a process: {error}", ()
+    failure, shares = run_process(json.dumps(request), test.seconds)
     if not failure and not all(share <= 1 for share in shares):
         worst = max(shares)
         failure = f"is wrong: an error is {worst:.3g} times what the accuracy rule allows"
@@ -51,35 +45,10 @@ def try_graphs(test: DeviceTest, target: Target) -> Proof:
 
 def run_process(request: str, seconds: float) -> tuple[str, tuple[float, ...]]:
     """The failure of a process with this request, "" without one; and its shares."""
-    process = subprocess.Popen(
-        (sys.executable, "-P", "-c", PROGRAM),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,  # so that its compilers can be ended with it
-    )
-    try:
-        output, errors = process.communicate(request, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        end_process(process)
-        return f"had not ended after {seconds:g} s", ()
-    if process.returncode:
-        last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no message")
-        return f"ended with {process.returncode}: {last.strip()}", ()
-    return "", tuple(json.loads(output.splitlines()[-1]))
-
-
-def end_process(process: subprocess.Popen[str]) -> None:
-    """Kill a process and its children, without waiting for one held by the driver."""
-    if sys.platform == "win32":
-        process.kill()
-    else:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=GRACE)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = (sys.executable, "-P", "-c", PROGRAM)
+    failure, output = run_apart(program, request, seconds=seconds, env=env)
+    return failure, () if failure else tuple(json.loads(output.splitlines()[-1]))
 
 
 # In the new process.

@@ -19,6 +19,8 @@ from attn_graph.errors import Reason
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.limits import Version
+from attn_graph.lowering.processes import run_apart
+from attn_graph.lowering.reasons import dead_planner
 from attn_graph.machine.gpus import Device, devices
 from attn_graph.machine.target import Target
 
@@ -60,27 +62,18 @@ def ask_cudnn(
     """The versions of cuDNN and its frontend, and cuDNN's answer to each call for a device.
 
     device: its description, as `describe_target` writes it. plan: see `build_graph`. python: an
-    interpreter with cuDNN. Raises RefusedError if the stand-in driver can't be built, RuntimeError
-    if the process fails.
+    interpreter with cuDNN. Raises RefusedError if the stand-in driver can't be built, and if the
+    process fails or takes too long.
     """
     common = {"device": device, "sm": sm, "build": build, "plan": plan}
     requests = [{"call": call, **common} for call in calls]
     with TemporaryDirectory() as folder:
         Path(folder, "requests.json").write_text(json.dumps(requests))
         program = (python, "-P", cudnn_builder.__file__, driver_library(folder), folder)
-        process = subprocess.run(
-            program,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE * (1 + len(calls)),
-        )
+        failure, _ = run_apart(program, seconds=PATIENCE * (1 + len(calls)))
         reports = [json.loads(line) for line in read_lines(Path(folder, "answers.jsonl"))]
-        if process.returncode or len(reports) != 1 + len(calls):
-            raise RuntimeError(
-                f"cuDNN's planner stopped with {process.returncode} at call {len(reports)} of "
-                f"{len(calls)}: {process.stderr[-2000:]}"
-            )
+        if failure or len(reports) != 1 + len(calls):
+            raise RefusedError(dead_planner(failure or "ended without an answer"))
         plans = [read_contents(Path(folder, f"{n}.plan")) for n in range(len(calls))]
     return parse_versions(reports[0]), [
         Answer(*each) for each in zip(reports[1:], plans, strict=True)

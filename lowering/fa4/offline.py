@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,8 @@ from attrs import asdict, frozen
 
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import RefusedError
+from attn_graph.lowering.processes import run_apart
+from attn_graph.lowering.reasons import dead_planner
 from attn_graph.machine.store import Store, Unfit
 from attn_graph.machine.target import FLASH, Target, version_of
 
@@ -54,8 +55,8 @@ def compile_call(
 ) -> list[CompiledKernel]:
     """The kernels of a call, compiled unless the store has them by this name.
 
-    Raises RefusedError if the package refuses or is not installed, RuntimeError if its process
-    fails.
+    Raises RefusedError if the package refuses or is not installed, and if its process fails or
+    takes too long.
     """
     about = {"form": FORM, "sm": target.sm, "lse": "lse" in call["tensors"]}
     key = f"fa4 {name} {json.dumps(about | {'libraries': kernel_versions(target)})}"
@@ -106,20 +107,11 @@ def run_builder(
             "multiprocessors": target.multiprocessors or 1,
             "answer": str(answer),
         }
-        process = subprocess.run(
-            (sys.executable, "-P", "-c", PROGRAM),
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE,
-            env=os.environ | environment(target, kernels, Path(away)),
-        )
-        if process.returncode or not answer.exists():
-            raise RuntimeError(
-                f"FlashAttention 4's compiler stopped with {process.returncode}: "
-                f"{process.stderr[-2000:]}"
-            )
+        env = os.environ | environment(target, kernels, Path(away))
+        program = (sys.executable, "-P", "-c", PROGRAM)
+        failure, _ = run_apart(program, json.dumps(request), seconds=PATIENCE, env=env)
+        if failure or not answer.exists():
+            raise RefusedError(dead_planner(failure or "ended without an answer"))
         if store is not None:
             keep_objects(kernels, kernel_folder(store))
         return json.loads(answer.read_text())  # type: ignore[no-any-return]  # JSON

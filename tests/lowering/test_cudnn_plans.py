@@ -158,7 +158,9 @@ def test_wide_heads_have_plans_in_packed_rows_and_in_pages_too(store: Store) -> 
     starts, table, lengths = (ag.TensorSpec(x, torch.int32) for x in ((9,), (4, 64), (4,)))
     rows, pool = bf16(2048, 8, 512), bf16(500, 64, 1, 512)
     packed = ag.attention(rows, rows, rows, q_starts=starts, max_lengths=(512, 512))
-    paged = ag.attention(bf16(4, 16, 1, 512), pool, pool, pages=table, kv_lengths=lengths)
+    paged = ag.attention(
+        bf16(4, 16, 1, 512), pool, pool, pages=table, kv_lengths=lengths, finite_pages=True
+    )
     for graph in (packed, paged):
         plan = ag.compile(graph, target=H200, backends=("cudnn",), store=store)
         told = ag.explain(graph, target=H200, gradients=()).memory
@@ -222,14 +224,27 @@ def test_what_cudnn_declines_after_all_goes_to_the_next_backend(
     assert caplog.records[0].levelno == logging.WARNING
 
 
-def test_other_exceptions_of_cudnns_are_bugs_and_crash(
+def test_where_cudnns_planner_dies_the_next_backend_runs(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = ag.attention(X, X, X)
-    monkeypatch.setattr(cudnn_offline, "describe_target", lambda target: "{}")
     monkeypatch.setattr(cudnn_plan, "describe_target", lambda target: "{}")
-    with pytest.raises(RuntimeError, match="cuDNN's planner stopped with 1 at call 1 of 1"):
+    plan = planned(graph, store=store, backends=("cudnn", "triton"))
+    (reason,) = map(str, dict(plan.refusals)["cudnn"])
+    assert reason.startswith("is planned in a process of its own, and it ended with 1: ")
+    assert plan.backend == "triton"
+    with pytest.raises(ag.NoBackendError, match="it ended with 1: "):
         planned(graph, store=store)
+
+
+def test_where_cudnns_planner_takes_too_long_the_next_backend_runs(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn_offline, "PATIENCE", 0.01)
+    plan = planned(ag.attention(X, X, X), store=store, backends=("cudnn", "triton"))
+    (reason,) = map(str, dict(plan.refusals)["cudnn"])
+    assert reason == "is planned in a process of its own, and it had not ended after 0.02 s"
+    assert plan.backend == "triton"
 
 
 def test_a_stored_plan_is_the_one_that_was_built(

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.errors import Reason
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Options
+from attn_graph.lowering.backend import Options, RefusedError
+from attn_graph.lowering.fa4 import offline as fa4_offline
 from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
 from attn_graph.lowering.fa4.call import Fa4Call
@@ -292,6 +293,23 @@ def test_a_gradient_of_rows_that_see_nothing_is_never_seen(target: ag.Target) ->
     do = torch.ones_like(o)
     do[:, :, :5] = torch.nan
     assert all(x.isfinite().all() for x in torch.autograd.grad(o, given, do))
+
+
+@pytest.mark.parametrize(
+    ("program", "seconds", "words"),
+    [
+        ("raise SystemExit('no compiler')", 60, "it ended with 1: no compiler"),
+        ("import time; time.sleep(60)", 0.1, "it had not ended after 0.1 s"),
+        ("", 60, "it ended without an answer"),
+    ],
+)
+def test_a_compiler_that_dies_or_takes_too_long_is_a_reason(
+    program: str, seconds: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fa4_offline, "PROGRAM", program)
+    monkeypatch.setattr(fa4_offline, "PATIENCE", seconds)
+    with pytest.raises(RefusedError, match=f"is planned in a process of its own, and {words}"):
+        fa4_offline.run_builder({}, H200, None)
 
 
 # What generated code reads
