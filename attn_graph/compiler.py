@@ -17,7 +17,7 @@ from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import CacheInfo
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Store
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import Precision, as_switches, raw_switches, read_switches
 from attn_graph.plan import Plan
 from attn_graph.plan.building import plan_graph
@@ -130,7 +130,7 @@ def compile(
     """
     given, raw = steer(compile, options), raw_switches()
     if given["target"] is None:
-        given["target"] = Target.here()
+        given["target"] = default_target()
     request = graph, *given.values(), raw, group
     plan = cache.lookup(request) if isinstance(graph, Graph) else None
     if plan is None:

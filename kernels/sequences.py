@@ -189,7 +189,7 @@ def pages_of(b, M, N, keys, stride, step, data, numbers, SEEN: tl.constexpr):
     if SEEN is not None:
         first, stop = SEEN(b, M, N, data, numbers)
         keys = tl.minimum(keys, stop).to(tl.int32)
-        line = at, step, first.to(tl.int32)
+        line = at, step, first.to(tl.int32)  # type: ignore[assignment]  # Triton's tuples are free
     return line, keys
 
 

@@ -337,7 +337,7 @@ class Backend:
     at least 1, for a graph with Dims as sizes; None if each size is lowered by itself, at its first
     call. one_size: True if building is too slow for a plan of many sizes. lays: the places of the
     outputs that it writes in any declared layout (`Graph.layouts`). It sees no other layout: these
-    outputs are copied.
+    outputs are copied. real: True if only a real GPU runs it, not one that a CPU emulates.
     """
 
     name: str
@@ -349,11 +349,18 @@ class Backend:
     lower_any: Callable[[Graph, Target, Options], Executable | None] = no_any
     one_size: bool = False
     lays: Callable[[Graph], Iterable[int]] = no_layouts
+    real: bool = False
 
     def reasons(self, graph: Graph, target: Target, options: Options) -> tuple[Reason, ...]:
         """Every reason against a graph, from the options too. Without one, it takes the graph."""
         against = self.why_not(self.seen(graph), target, options)
-        return (*options.avoided(self.name), *self.fixed(options), *map(Reason.of, against))
+        own = *options.avoided(self.name), *self.fixed(options), *self.absent(target)
+        return (*own, *map(Reason.of, against))
+
+    def absent(self, target: Target) -> Iterator[Reason]:
+        """The reason against an emulated GPU, for a backend that needs a real one."""
+        if self.real and target.is_emulated:
+            yield Reason("emulated", "runs on a real GPU", f"{target} is emulated by the CPU")
 
     def fixed(self, options: Options) -> Iterator[Reason]:
         """The reason against sizes by name, for a backend with plans of one size."""

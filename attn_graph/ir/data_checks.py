@@ -45,7 +45,7 @@ def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch
         if packed.paged:
             n, page = types[PLACES["keys"]].shape[:2]
             table, *ends = (known[n] for n in where["keys"])
-            deque(list_entries(page, n, table, *ends or (None,), packed.seen(types, known)), 0)
+            deque(list_entries(page, n, table, *ends, seen=packed.seen(types, known)), 0)
     read = op.attention.slots.mask
     for side, name in LENGTHS.items():
         if name in read and side not in where:

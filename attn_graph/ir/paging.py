@@ -85,7 +85,7 @@ def counted_pages(page: int, table: torch.Tensor, seen: Seen) -> torch.Tensor:
     """Booleans [B,pages], true for the pages with keys that count. page: rows of one."""
     first, stop = seen
     begin = (page * torch.arange(table.shape[1], device=table.device)).expand_as(table)
-    counted = begin < stop
+    counted: torch.Tensor = begin < stop
     if not isinstance(first, int) or first > 0:
         counted = counted & (begin + page > first) & (stop > first)
     return counted
@@ -105,6 +105,7 @@ def list_entries(
     pool: int,
     table: torch.Tensor,
     lengths: torch.Tensor | None = None,
+    *,
     seen: Seen | None = None,
 ) -> Iterator[tuple[int, list[int], int]]:
     """The number of each entry, its pages, and its rows, which end within the last page.

@@ -116,9 +116,14 @@ class Target:
         return next((d for d in local_devices() if Target.here(d) == self), None)
 
     @property
+    def is_emulated(self) -> bool:
+        """True for a GPU of VIRTUAL."""
+        return self in VIRTUAL
+
+    @property
     def tensors_on(self) -> str:
-        """The type of device for its tensors: `kind`, or "cpu" for a GPU of VIRTUAL."""
-        return "cpu" if self in VIRTUAL else self.kind
+        """The type of device for its tensors: `kind`, or "cpu" for an emulated GPU."""
+        return "cpu" if self.is_emulated else self.kind
 
     def current(self) -> AbstractContextManager[object]:
         """A context in which its device is the current one, if it is a GPU of this machine."""
@@ -129,6 +134,11 @@ class Target:
     def __str__(self) -> str:
         kind = f"{self.kind} sm_{self.sm}" if self.sm else self.kind
         return self.name if self.name == kind else f"{self.name} ({kind})"
+
+
+def default_target() -> Target:
+    """The target of a graph without one: a GPU that is emulated now, else `Target.here()`."""
+    return next(iter(VIRTUAL), None) or Target.here()
 
 
 @cache

@@ -270,7 +270,7 @@ class Plan:
     def admit(self, tensors: Tensors) -> bool:
         """True if one of the tensors requires grad. Checks all, unless they look like the last.
 
-        Their likeness is remembered.
+        Their likeness is remembered, unless the target is an emulated GPU, which may end.
         """
         if True in map(getattr, tensors, *NESTED):
             self.check_tensors(tensors)
@@ -280,7 +280,7 @@ class Plan:
         if looks != self.memo.looks or any(map(is_distributed, tensors)):
             self.check_tensors(tensors)
         wants = any(map(requires_grad, tensors))
-        if not is_traced():
+        if not (is_traced() or self.target.is_emulated):
             self.memo.looks, self.memo.call = looks, (likeness(tensors), wants)
         return wants
 
@@ -291,7 +291,7 @@ class Plan:
         sizes = fit.lying(tensors) if check(*tensors) else None
         if sizes is None:
             sizes, wants = fit.sizes_of(tensors), any(map(requires_grad, tensors))
-            if not is_traced():
+            if not (is_traced() or self.target.is_emulated):
                 self.memo.unsized = likeness(tensors, sized=False), wants
         elif sizes == self.memo.sizes:
             self.memo.call = likeness(tensors), wants
@@ -324,6 +324,7 @@ class Plan:
         if pull is None or pattern != last or not check(*tensors):
             from attn_graph.plan.pull import recall_pull
 
+            require_device(tensors, self.target)
             pull = recall_pull(self, needs, saved, grads, pattern)
         if pull.anew:
             for n, spec in pull.anew:

@@ -16,7 +16,7 @@ from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
 from attn_graph.planner.choose import resolve_backends
@@ -165,9 +165,10 @@ def resolve_workspace(workspace: Workspace | None) -> Workspace:
 
 
 def resolve_target(target: Target | str | None) -> Target:
-    """A target by itself or by name; by default the current device of this machine."""
+    """A target by itself or by name; by default the current device of this machine, or the GPU that
+    it emulates."""
     if target is None:
-        target = Target.here()
+        target = default_target()
     elif isinstance(target, str):
         target = Target.of(target)
     elif not isinstance(target, Target):

@@ -218,5 +218,5 @@ def wide_test(graph: Graph, target: Target, options: Options) -> DeviceTest | No
 
 BACKEND = Backend(
     "cudnn", why_not, lower, foresees, variants, one_size=True, device_test=wide_test,
-    lays=places_of_rows,
+    lays=places_of_rows, real=True,
 )  # fmt: skip

@@ -410,5 +410,5 @@ EFFICIENT_KERNEL = Variant(
     keeps_order=lambda q: memory_order(q) == BSHD,
 )
 CUDNN_KERNEL = Variant("cudnn", fused_cuda.CUDNN, cudnn_reasons, widest=128)
-EFFICIENT = Backend("torch_efficient", EFFICIENT_KERNEL.why_not, EFFICIENT_KERNEL.lower)
-CUDNN = Backend("torch_cudnn", CUDNN_KERNEL.why_not, CUDNN_KERNEL.lower)
+EFFICIENT = Backend("torch_efficient", EFFICIENT_KERNEL.why_not, EFFICIENT_KERNEL.lower, real=True)
+CUDNN = Backend("torch_cudnn", CUDNN_KERNEL.why_not, CUDNN_KERNEL.lower, real=True)

@@ -271,4 +271,4 @@ def restride(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return new.copy_(x)
 
 
-BACKEND = Backend("torch_flash", why_not, lower)
+BACKEND = Backend("torch_flash", why_not, lower, real=True)

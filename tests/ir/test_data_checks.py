@@ -83,7 +83,11 @@ def test_a_check_reads_no_pages_that_the_mask_hides_from_all_queries(freed: int)
     """Of 37 keys in pages of 8 the last query and the 9 before its key see those of two pages."""
     q, pool, table = SPEC((1, 2, 1, 4), F32), SPEC((10, 8, 1, 4), F32), SPEC((1, 5), I32)
     mask = ag.Window(9, 0, "bottom_right") & ag.Keep()
-    where = {"pages": table, "kv_lengths": SPEC((1,), I32), "keep": SPEC((1, 1, 1, 40), torch.bool)}
+    where: dict[str, Any] = {
+        "pages": table,
+        "kv_lengths": SPEC((1,), I32),
+        "keep": SPEC((1, 1, 1, 40), torch.bool),
+    }
     graph = simplify(ag.attention(q, pool, pool, mask=mask, **where))
     inputs = {i.name: i for i in graph.inputs}
     tensors = {name: torch.zeros(i.spec.shape, dtype=i.spec.dtype) for name, i in inputs.items()}

@@ -233,8 +233,6 @@ def test_where_cudnns_planner_dies_the_next_backend_runs(
     (reason,) = map(str, dict(plan.refusals)["cudnn"])
     assert reason.startswith("is planned in a process of its own, and it ended with 1: ")
     assert plan.backend == "triton"
-    with pytest.raises(ag.NoBackendError, match="it ended with 1: "):
-        planned(graph, store=store)
 
 
 def test_where_cudnns_planner_takes_too_long_the_next_backend_runs(

@@ -52,6 +52,44 @@ def test_plans_take_tensors_of_the_cpu_within_the_block_alone() -> None:
         plan.check_tensors((x, x, x))
 
 
+def test_the_gpu_of_the_block_is_the_default_and_only_what_it_runs_a_candidate() -> None:
+    """Whatever is planned before for the GPU that it stands for, and whatever is in the store."""
+    x = torch.randn(1, 1, 16, 16, dtype=torch.float16)
+    graph = ag.attention(*[ag.TensorSpec.like(x)] * 3)
+    before = ag.compile(graph, target="h100", backends=("triton", "math"))
+    with virtual_gpu("h100") as device:
+        plan = ag.compile(graph)
+        assert plan.target == device.target
+        assert plan is not before
+        assert plan.backend == "triton"
+        for name in ("cudnn", "torch_flash", "torch_efficient", "torch_cudnn"):
+            reasons = [str(r) for r in dict(plan.refusals)[name]]
+            assert "runs on a real GPU, and h100 (cuda sm_90) is emulated by the CPU" in reasons
+        assert ag.explain(graph).target == device.target
+    assert ag.compile(graph).target == ag.Target.here()
+
+
+def test_a_plan_called_after_the_block_says_that_its_gpu_is_gone() -> None:
+    """However often it was called within, forward and backward, with named sizes too."""
+    q, k, v = (torch.randn(1, 1, 16, 16, dtype=torch.float16, requires_grad=True) for _ in "qkv")
+    named = ag.TensorSpec((1, 1, ag.Dim("M", 64), 16), torch.float16)
+    graphs = [ag.attention(*[spec] * 3) for spec in (ag.TensorSpec.like(q), named)]
+    with virtual_gpu("h100"):
+        plans = [ag.compile(graph, backends=("triton",)) for graph in graphs]
+        pending: list[torch.Tensor] = []
+        for plan in plans:
+            for _ in range(3):
+                o = plan(q, k, v)
+                assert isinstance(o, torch.Tensor)
+                pending.append(o)
+                torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
+    for plan in plans:
+        with pytest.raises(ag.PlanTargetError, match="the plan is for h100"):
+            plan(q, k, v)
+    with pytest.raises(ag.PlanTargetError, match="the plan is for h100"):
+        pending[0].sum().backward()
+
+
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
 def test_triton_looks_for_a_kernel_once_for_where_tensors_begin(
     gpu: str, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ from torch._C import _are_functorch_transforms_active
 
 from attn_graph.lowering.cudnn.offline import compile_stand_in
 from attn_graph.machine.target import VIRTUAL, Target
+from attn_graph.plan.cache import cache as plans
 from attn_graph.testing.gpu.dsl import named_tensors, serve_package
 from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
 from attn_graph.testing.gpu.instructions import translate
@@ -210,12 +211,13 @@ def parameter_sizes(text: str) -> Iterator[int]:
 def virtual_gpu(name: str | Target, *, seed: int | None = None) -> Iterator[VirtualGpu]:
     """Within this block Triton's kernels run on the CPU as on a GPU.
 
-    Plans for the device's `target` then take tensors of the CPU. Kernels are compiled for the GPU
-    `name`, launched by Triton's own launcher, and the compiled code is executed: instruction by
-    instruction, asynchronous ones as late as possible, with every access to memory checked.
-    Undefined behaviour raises Fault. It is slow: a tile of 64 x 64 scores takes some hundredths of
-    a second. Other threads may not use Triton. Raises RuntimeError if PyTorch can use a GPU, or if
-    Triton interprets.
+    It is the default target, of which only backends that the CPU can emulate are candidates. Plans
+    take tensors of the CPU, and raise PlanTargetError once the block is over. Kernels are compiled
+    for the GPU `name`, launched by Triton's own launcher, and the compiled code is executed:
+    instruction by instruction, asynchronous ones as late as possible, with every access to memory
+    checked. Undefined behaviour raises Fault. It is slow: a tile of 64 x 64 scores takes some
+    hundredths of a second. Other threads may not use Triton. Raises RuntimeError if PyTorch can use
+    a GPU, or if Triton interprets.
     """
     from triton import knobs
     from triton.runtime import driver
@@ -232,11 +234,13 @@ def virtual_gpu(name: str | Target, *, seed: int | None = None) -> Iterator[Virt
     with ExitStack() as undo:
         undo.callback(setattr, driver, "_active", before)
         undo.callback(hook.remove, own.note_text)
+        undo.callback(plans.clear)  # plans for an emulated GPU are other ones
         undo.callback(VIRTUAL.discard, target)
         stand_in: Any = own  # Any: Triton's annotation names its base class
         driver.set_active(stand_in)
         hook.add(own.note_text)
         VIRTUAL.add(target)
+        plans.clear()
         for name in ("empty", "empty_like", "empty_strided"):
             undo.enter_context(patch.object(torch, name, watch(getattr(torch, name), gpu.unset)))
         undo.enter_context(serve_package(target, gpu.execute_kernel))
