@@ -139,8 +139,8 @@ class Value:
         """A pool of pages [n,P,G,D], table [B,pages] -> keys or values [B,G,pages * P,D].
 
         Entry b has the rows of its pages in order: the first lengths[b], then 0; all rows without
-        lengths. A page named several times gets the sum of the gradients. finite: you declare that
-        no row of the pool holds NaN or Inf.
+        lengths. A page named several times gets the sum of the gradients. finite: no row of the
+        pool holds NaN or Inf.
         """
         ends = () if lengths is None else (lengths,)
         return self.then(Unpage(bool(ends), finite), table, *ends)
@@ -381,16 +381,13 @@ def attention(
     `q_lengths[b]` rows, by default up to the next sequence. o is packed like q, statistics are
     [H,T]; rows outside sequences are 0, and -inf in statistics. k and v of three axes are packed
     too, by `kv_starts` and `kv_lengths`, by default like q. Positions count within a sequence.
-    `max_lengths`: the most queries and keys of a sequence, by default all rows; they are the M and
-    N of a bias.
+    `max_lengths`: the most queries and keys of a sequence, the M and N of a bias; by default all.
 
     `pages` [B,count]: k and v are pools of pages, [n,P,G,D] and [n,P,G,E] in any memory order; pass
     a pool [n,G,P,D] as its transpose(1, 2). The keys of entry b are the rows of the pages pages[b,
     0], pages[b, 1], ... in order: the first `kv_lengths[b]`, by default all, so N is count * P.
-    Nothing past them is read, entries of the table included, and no page of keys that bands in the
-    mask hide from all queries, so a cache may free pages behind a window. cuDNN can't leave out
-    single rows of a page: it takes pages only with `finite_pages=True`, by which you declare that
-    no row of the pools holds NaN or Inf, unused rows included.
+    Nothing past them is read, entries of the table included, nor pages of keys that a band hides
+    from all queries. cuDNN needs `finite_pages=True`: no row of the pools holds NaN or Inf.
 
     `k_scale`, `v_scale`: k and v, in float8 or int8, stand for k * k_scale and v * v_scale. Scales
     are float32, with the axes of k and v, each full or 1, and 1 for the last. With `q_scale` too, q

@@ -96,8 +96,8 @@ class Packed(Fused):
 
     paged: k and v, their gradients and tangents are pools [n,P,G,D], and pages is [B,pages]. With
     KeyLengths() in the mask the keys of a sequence end by kv_lengths, and nothing past them is
-    read, entries of the table included, nor what `seen_keys` leaves out; without both all pages
-    count.
+    read, entries of the table included, nor what `bound_seen_keys` leaves out; without both all
+    pages count.
 
     finite: the pools are declared finite, rows of nobody included.
 

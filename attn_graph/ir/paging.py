@@ -37,7 +37,7 @@ def table_problems(who: str, table: ValueType, *lengths: ValueType) -> Iterator[
             yield f"{who}: table {table} and lengths {n} disagree in batch"
 
 
-def seen_keys(mask: Mask | None, at: Place) -> tuple[Term, Term]:
+def bound_seen_keys(mask: Mask | None, at: Place) -> tuple[Term, Term]:
     """The first key that some query of batch entry at.b may see, and the end of these keys.
 
     By the strips among the parts that `&` joins: bands, prefixes and lengths. Any other part hides
@@ -51,7 +51,7 @@ def seen_keys(mask: Mask | None, at: Place) -> tuple[Term, Term]:
 
 
 def hides_keys(mask: Mask | None, M: int, N: int) -> bool:
-    """True if `seen_keys` may leave out keys before the lengths of an entry."""
+    """True if `bound_seen_keys` may leave out keys before the lengths of an entry."""
     for part in [] if mask is None else flatten_join(And, mask):
         match part:
             case KeyLengths() | QueryLengths():
@@ -66,7 +66,7 @@ def hides_keys(mask: Mask | None, M: int, N: int) -> bool:
 def seen_by_entry(
     mask: Mask | None, table: torch.Tensor, M: int, N: int, data: Mapping[str, torch.Tensor]
 ) -> Seen:
-    """`seen_keys` of the entries of a table [B,pages]: [B,1] on its device, or a number for all.
+    """`bound_seen_keys` of all entries of a table [B,pages]: [B,1] on its device, or a number.
 
     data: of the mask, by name.
     """
@@ -76,7 +76,7 @@ def seen_by_entry(
     b = torch.arange(B, device=table.device)
     first, stop = (
         x if isinstance(x, int) else x.reshape(-1, 1)
-        for x in seen_keys(mask, Place(b, 0, 0, 0, 1, M, N, data, (range(B), one, one, one)))
+        for x in bound_seen_keys(mask, Place(b, 0, 0, 0, 1, M, N, data, (range(B), one, one, one)))
     )
     return first, stop
 

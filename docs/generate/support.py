@@ -87,9 +87,6 @@ def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
         "lengths of queries": make(q_lengths=lengths),
         "packed sequences": ag.attention(rows, rows, rows, q_starts=starts),
         "keys in pages": ag.attention(few, pool, pool, pages=table, kv_lengths=lengths),
-        "keys in pages, all finite": ag.attention(
-            few, pool, pool, pages=table, kv_lengths=lengths, finite_pages=True
-        ),
         "segments": make(segments=(numbers, numbers)),
         "soft cap": make(soft_cap=30.0),
         "bias": make(bias=spec(1, H, S, S, dtype=dtype)),

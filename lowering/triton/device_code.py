@@ -19,7 +19,7 @@ from attrs import field, frozen
 
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
-from attn_graph.ir.paging import seen_keys
+from attn_graph.ir.paging import bound_seen_keys
 from attn_graph.ir.relative import MODIFIERS
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.bounds import keep_by_bounds
@@ -39,7 +39,7 @@ from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Place, Untraceable, trace_definition
 from attn_graph.spec import INF, MOST_INT32, TensorSpec
 
-WHERE = "b, h, i, j, M, N, data, numbers"
+WHERE, ENTRY = "b, h, i, j, M, N, data, numbers", "b, M, N, data, numbers"
 UNBOUNDED = ("-FAR", "FAR", "N", "M")  # the bounds of an open strip; FAR: kernels/common.py
 
 Arrays = Mapping[str, Array | Size]
@@ -76,10 +76,10 @@ class DeviceCode:
 
     numbers: the integers to pass. Then texts of functions, "" for none: keep (the mask, false past
     the last key), keep_by_keys (for tiles with keys as rows), strip (its low, high, keys and rows),
-    ends (the queries and keys before its lengths), seen (of keys in pages, the first that some
-    query sees, and the end of these), change (all modifiers), back (ds back through them, in
-    forward mode with its tangent), push (the tangent of the scores through them). contributions:
-    their summands to an operand's gradient or its tangent, by number of the operand.
+    ends (the queries and keys before its lengths), seen (the first key in pages that is seen, and
+    their end), change (all modifiers), back (ds back through them, in forward mode with its
+    tangent), push (the tangent of the scores through them). contributions: their summands to an
+    operand's gradient or its tangent, by number of the operand.
     """
 
     numbers: tuple[int, ...]
@@ -99,10 +99,9 @@ class DeviceCode:
 class Tracer:
     """Traces one problem's mask and modifiers.
 
-    strides: the code of the strides of each tensor. moved: in forward mode, the tangents of the
-    tensors of each modifier, by name, after all tensors. sizes: the mask's lengths known to kernels
-    as M or N. paged: True if keys lie in pages. dialect: of the functions' language. array: makes
-    their form of a tensor.
+    strides: of each tensor, as code. moved: in forward mode, the tangents of the tensors of each
+    modifier, by name, after all tensors. sizes: the mask's lengths known to kernels as M or N.
+    paged: keys lie in pages. dialect: of the functions' language. array: their form of a tensor.
     """
 
     problem: Problem
@@ -116,13 +115,9 @@ class Tracer:
 
     @classmethod
     def of(
-        cls,
-        problem: Problem,
-        moved: Moved | None = None,
-        *,
-        sizes: Sizes | None = None,
+        cls, problem: Problem, moved: Moved | None = None, *, sizes: Sizes | None = None,
         paged: bool = False,
-    ) -> Tracer:
+    ) -> Tracer:  # fmt: skip
         """A tracer. Its numbers begin with the strides of all operands of masks and modifiers."""
         numbers = Numbers()
         specs = [*read_specs(problem), *moved_specs(moved)]
@@ -136,7 +131,7 @@ class Tracer:
     def trace(self) -> DeviceCode:
         """All functions of the problem. Raises Untraceable for code beyond tracing."""
         texts = {"keep": self.keep(False), "strip": self.strip(), "ends": self.ends()}
-        texts["seen"] = self.seen() if self.paged else ""
+        texts |= {"seen": self.seen()} if self.paged else {}
         steps, moves = bool(self.problem.node.modifiers), self.moved is not None
         texts["change"] = self.change()
         if steps and moves:
@@ -205,11 +200,9 @@ class Tracer:
         strip = trace_definition(mask.strip, self.place(code).reading(self.arrays(code)[1]))
         if strip is None:
             return ""
-        bounds = zip((strip.low, strip.high, strip.keys, strip.rows), UNBOUNDED, strict=True)
-        values = [
-            self.runtime(code, x) if x is not None else code.argument(far) for x, far in bounds
-        ]
-        return code.write_function("strip", "b, M, N, data, numbers", *values)
+        pairs = zip((strip.low, strip.high, strip.keys, strip.rows), UNBOUNDED, strict=True)
+        bounds = (code.argument(far) if x is None else self.runtime(code, x) for x, far in pairs)
+        return code.write_function("strip", ENTRY, *bounds)
 
     def ends(self) -> str:
         """The numbers of queries and keys by the mask's lengths; "" if kernels know them."""
@@ -224,17 +217,17 @@ class Tracer:
             at.load(name, at.b) if name in ended else code.argument(size)
             for name, size in zip(LENGTHS.values(), "MN", strict=True)
         ]
-        return code.write_function("ends", "b, M, N, data, numbers", *values)
+        return code.write_function("ends", ENTRY, *values)
 
     def seen(self) -> str:
         """The keys that some query of a batch entry sees; "" if lengths alone bound them."""
         code, mask = self.start(), self.problem.node.mask
         at = self.place(code).reading(self.arrays(code)[1])
-        others = [part for part in and_parts(mask) if part not in LEAVES.values()]
-        if all(trace_definition(part.strip, at) is None for part in others):
+        others = (part.strip for part in and_parts(mask) if part not in LEAVES.values())
+        if all(trace_definition(strip, at) is None for strip in others):
             return ""
-        values = [self.runtime(code, x) for x in seen_keys(mask, at)]
-        return code.write_function("seen", "b, M, N, data, numbers", *values)
+        ends = (self.runtime(code, x) for x in bound_seen_keys(mask, at))
+        return code.write_function("seen", ENTRY, *ends)
 
     def runtime(self, code: Code, x: int | Symbol) -> Symbol:
         """An integer as a symbol, read at run time."""
