@@ -395,8 +395,7 @@ def attention(
     of o, o is in the dtype of q and stands for o * o_scale, and the last result is amax, the
     largest |o| before, one float32. Such a graph has no gradient.
 
-    `outputs` declares the memory layouts of o and statistics, as `lay_out` takes them: {"o":
-    "bshd"}, say.
+    `outputs` declares layouts of o and statistics, as `lay_out` takes them: {"o": "bshd"}, say.
 
     Raises GraphError with every problem.
     """
