@@ -28,6 +28,7 @@ from attn_graph.lowering.cudnn.offline import describe_target, driver_library
 from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
+from attn_graph.lowering.request import Request
 from attn_graph.lowering.triton.tile_lists import list_ahead
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from benchmarks.timing import Job, microseconds, microseconds_in_turn, save, seconds
@@ -336,7 +337,7 @@ def cudnn_rows() -> list[dict[str, Any]]:
 def short_call() -> Callable[[], object]:
     """What a plan of cuDNN's does in a call, without the execution."""
     graph = simplify(causal(1))
-    case, call = describe_problem(graph, ag.Target.of("h200"), ag.extend.Options())
+    case, call = describe_problem(Request(graph, ag.Target.of("h200"), ag.extend.Options()))
     run = Run.of(case, call, graph, ag.Workspace(), 256, lambda *arguments: None)
     tensors = [torch.empty(i.spec.shape, dtype=i.spec.dtype) for i in graph.inputs]
     return lambda: run(*tensors)

@@ -38,6 +38,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
         "attn_graph.lowering.steps",
     ),
     ("attn_graph.lowering.backend", "attn_graph.lowering.limits", "attn_graph.lowering.rates"),
+    ("attn_graph.lowering.request",),
     ("attn_graph.ir.*",),
     ("attn_graph.masks.*",),
     ("attn_graph.machine.*", "attn_graph.kernels.*"),

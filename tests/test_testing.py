@@ -19,6 +19,7 @@ from attn_graph.extend import BACKENDS, Backend, Block, Executable, Keys, Option
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.relative import MODIFIERS, RelativeBias
 from attn_graph.lowering.cpu.math import BACKEND as MATH
+from attn_graph.lowering.request import Request
 from attn_graph.masks import LEAVES, Band
 from attn_graph.testing import strategies
 from attn_graph.testing.formula import cast, read_chain
@@ -267,12 +268,12 @@ def spoiled(name: str, spoil: Spoil) -> Backend:
     """`math` for graphs of one attention, with its results spoiled."""
 
     def why_not(graph: ag.Graph, target: ag.Target, options: Options) -> Iterable[Any]:
-        yield from MATH.why_not(graph, target, options)
+        yield from MATH.why_not(Request(graph, target, options))
         if sole(graph) is None:
             yield "takes one attention, and the graph is something else"
 
     def lower(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
-        executable = MATH.lower(graph, target, options)
+        executable = MATH.lower(Request(graph, target, options))
         run = spoil(graph, executable.run)
         return evolve(executable, run=run, infer=run)
 

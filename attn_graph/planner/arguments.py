@@ -12,7 +12,8 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 import torch
 
 from attn_graph.errors import ArgumentError, GraphError, show
-from attn_graph.lowering.backend import Backend, Fallback
+from attn_graph.lowering.backend import Backend
+from attn_graph.lowering.request import Fallback
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store

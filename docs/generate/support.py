@@ -15,6 +15,7 @@ from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.fa4 import backend as fa4
+from attn_graph.lowering.request import Request
 from attn_graph.lowering.torch_cuda import dense as torch_cuda
 from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
@@ -102,14 +103,14 @@ def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
 def ask_backend(graph: ag.Graph, backend: ag.extend.Backend, target: ag.Target) -> tuple[str, str]:
     """ "yes", "forward" or "no", and the first reason against what is not taken."""
     simple = simplify(graph)
-    if against := backend.reasons(simple, target, ag.extend.Options()):
+    if against := backend.reasons(Request(simple, target, ag.extend.Options())):
         return "no", f"it {against[0]}"
     if simple.gradient_problems:
         return "yes", ""
     wants = [n for n, i in enumerate(simple.inputs) if i.spec.dtype in FLOATS]
     cotangents = cotangent_specs(simple, simple.differentiable_outputs)
     back = simplify(backward(simple, wants, cotangents))
-    if against := backend.reasons(back, target, ag.extend.Options()):
+    if against := backend.reasons(Request(back, target, ag.extend.Options())):
         return "forward", f"backward: it {against[0]}"
     return "yes", ""
 

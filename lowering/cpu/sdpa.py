@@ -15,7 +15,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels.fused_cpu import flash, flash_backward
 from attn_graph.kernels.products import reaches_far
-from attn_graph.lowering.backend import Backend, Executable, Options
+from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.cpu.far_rows import by_products
 from attn_graph.lowering.folding import folds_heads, folds_one_row
 from attn_graph.lowering.problem import (
@@ -38,8 +38,8 @@ from attn_graph.lowering.reasons import (
     several_biases,
     without_rule,
 )
+from attn_graph.lowering.request import Request
 from attn_graph.lowering.steps import Work
-from attn_graph.machine.target import Target
 from attn_graph.masks.canonical import CAUSAL
 from attn_graph.spec import INF, NAMES, TensorSpec
 
@@ -47,16 +47,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Pulled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, *tuple[torch.Tensor | None, ...]]
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    if target.kind != "cpu":
-        yield other_device("is PyTorch's CPU kernel", target)
+def why_not(request: Request) -> Iterator[Reason]:
+    if request.target.kind != "cpu":
+        yield other_device("is PyTorch's CPU kernel", request.target)
         return
-    yield from options.switched_off("flash")
-    yield from options.varying(BY_THREADS)
-    yield from options.rounded(graph, target)
-    problem = sole(graph)
+    yield from request.options.switched_off("flash")
+    yield from request.options.varying(BY_THREADS)
+    yield from request.rounded()
+    problem = sole(request.graph)
     if problem is None:
-        yield other_equations(graph)
+        yield other_equations(request.graph)
         return
     yield from node_reasons(problem, (Bias,))
     yield from different_heads(problem)
@@ -132,24 +132,26 @@ def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
         yield Reason("wide_bias_dtype", "adds a bias of dtype f64 to f64 scores", actual)
 
 
-def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    problem = sole(graph)
+def lower(request: Request) -> Executable:
+    problem = sole(request.graph)
     assert problem is not None  # why_not said so
     if problem.grad is None:
-        return lower_forward(problem, graph)
-    return lower_backward(problem, problem.grad, graph, by_products(problem.grad, options))
+        return lower_forward(problem, request.graph)
+    return lower_backward(
+        problem, problem.grad, request.graph, by_products(problem.grad, request.options)
+    )
 
 
-def lower_whole(graph: Graph, target: Target, options: Options) -> Executable | None:
+def lower_whole(request: Request) -> Executable | None:
     """One call in any sizes, read off its tensors. None if o changes its memory order, if one query
     would be read otherwise than several, or if the kernel refuses the largest or the smallest
     sizes."""
-    problem = sole(graph)
-    smallest = bind_graph(graph, {symbol.name: 1 for symbol in graph.symbols})
-    if problem is None or reorders(problem) or folds_one_row(graph):
+    problem = sole(request.graph)
+    smallest = bind_graph(request.graph, {symbol.name: 1 for symbol in request.graph.symbols})
+    if problem is None or reorders(problem) or folds_one_row(request.graph):
         return None
-    refused = any(any(why_not(each, target, options)) for each in (graph, smallest))
-    return None if refused else lower(graph, target, options)
+    refused = any(any(why_not(request.with_graph(each))) for each in (request.graph, smallest))
+    return None if refused else lower(request)
 
 
 def reorders(problem: Problem) -> bool:

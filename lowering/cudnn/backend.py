@@ -16,16 +16,10 @@ from attrs import evolve
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import (
-    Backend,
-    DeviceTest,
-    Executable,
-    Foreseen,
-    Options,
-    RefusedError,
-)
+from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Foreseen, RefusedError
 from attn_graph.lowering.problem import Problem, places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
+from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
@@ -45,20 +39,20 @@ WIDE_ROWS, WIDE_KEYS = 200, (251, 700)  # the most queries, and the keys of self
 ASSUMED = ((9, 20, 0), (1, 28, 0))
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    if target.kind != "cuda":
-        yield no_gpu(target)
+def why_not(request: Request) -> Iterator[Reason]:
+    if request.target.kind != "cuda":
+        yield no_gpu(request.target)
         return
-    yield from library_reasons(target)
-    yield from options.switched_off("cudnn")
-    case = read_case(graph, target, options)
+    yield from library_reasons(request.target)
+    yield from request.options.switched_off("cudnn")
+    case = read_case(request)
     if case is None:
-        reason = other_equations(graph, packs=True)
+        reason = other_equations(request.graph, packs=True)
         yield evolve(reason, limit=UNREAD) if reason.key == "quantised" else reason
     else:
         if problem_varies(case.problem):
-            yield from options.varying(VARIES)
-        yield from case_reasons(case, options)
+            yield from request.options.varying(VARIES)
+        yield from case_reasons(case, request.options)
 
 
 def problem_varies(problem: Problem) -> bool:
@@ -94,19 +88,19 @@ def case_reasons(case: Case, options: Options) -> Iterator[Reason]:
         yield from options.over_workspace(need)
 
 
-def read_case(graph: Graph, target: Target, options: Options) -> Case | None:
+def read_case(request: Request) -> Case | None:
     """The attention of a graph, or its gradient, with the library versions and the GPU; None for
     other graphs."""
     from attn_graph.lowering.cudnn.case import Case
     from attn_graph.lowering.cudnn.sequences import read_problem
 
-    read = read_problem(graph)
+    read = read_problem(request.graph)
     if read is None:
         return None
     problem, sequences = read
-    backend, frontend = versions(target)
+    backend, frontend = versions(request.target)
     pair = backend or ASSUMED[0], frontend or ASSUMED[1]
-    return Case(problem, target.sm, *pair, options.deterministic, sequences)
+    return Case(problem, request.target.sm, *pair, request.options.deterministic, sequences)
 
 
 @lru_cache(64)  # every question about a graph asks
@@ -123,17 +117,17 @@ def version(target: Target, library: str) -> tuple[int, int, int] | None:
     return (major, minor, patch) if numbers else None
 
 
-def lower(graph: Graph, target: Target, options: Options) -> Executable:
+def lower(request: Request) -> Executable:
     """cuDNN's plan for a graph. Raises RefusedError if cuDNN declines it."""
     from attn_graph.lowering.cudnn.plan import load_or_build
     from attn_graph.lowering.cudnn.run import Run
 
-    case, call = describe_problem(graph, target, options)
-    plan = load_or_build(call, target, (case.backend, case.frontend), options)
-    need = needs(case, call, graph, plan.workspace)
-    if over := [*options.over_workspace(need.workspace or 0)]:
+    case, call = describe_problem(request)
+    plan = load_or_build(call, request.target, (case.backend, case.frontend), request.options)
+    need = needs(case, call, request.graph, plan.workspace)
+    if over := [*request.options.over_workspace(need.workspace or 0)]:
         raise RefusedError(*over)
-    run = Run.of(case, call, graph, options.workspace, plan.workspace, plan.execute)
+    run = Run.of(case, call, request.graph, request.options.workspace, plan.workspace, plan.execute)
     return Executable(
         run,
         need.workspace or 0,
@@ -141,7 +135,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         (str(plan), *need.notes),
         inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
-        write=partial(write_named, run, graph.result_names),
+        write=partial(write_named, run, request.graph.result_names),
     )
 
 
@@ -166,54 +160,55 @@ def split_notes(case: Case) -> Iterator[str]:
         yield f"keys in {splits} parts, as many as cuDNN takes for a batch of {B}, and a merge"
 
 
-def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
+def foresees(request: Request) -> Foreseen:
     """The workspace by a stored plan or by a formula; otherwise only a built plan tells it."""
     from attn_graph.lowering.cudnn.memory import workspace
     from attn_graph.lowering.cudnn.plan import load_stored
 
-    case, call = describe_problem(graph, target, options)
+    case, call = describe_problem(request)
     try:
-        plan = load_stored(call, target, (case.backend, case.frontend), options)
+        plan = load_stored(call, request.target, (case.backend, case.frontend), request.options)
     except RefusedError:  # of a GPU outside all tables: lowering will say so
         plan = None
-    need = needs(case, call, graph, plan.workspace if plan else workspace(case))
+    need = needs(case, call, request.graph, plan.workspace if plan else workspace(case))
     return evolve(need, notes=(str(plan), *need.notes)) if plan else need
 
 
-def describe_problem(graph: Graph, target: Target, options: Options) -> tuple[Case, CudnnCall]:
+def describe_problem(request: Request) -> tuple[Case, CudnnCall]:
     """The call for a supported graph."""
     from attn_graph.lowering.cudnn.case import needs_padding_mask
     from attn_graph.lowering.cudnn.graph import describe_call
     from attn_graph.lowering.cudnn.sequences import pack_call
 
-    case = read_case(graph, target, options)
+    case = read_case(request)
     assert case is not None  # why_not said so
-    padded, in_order = needs_padding_mask(case), options.deterministic
+    padded, in_order = needs_padding_mask(case), request.options.deterministic
     call = describe_call(case.problem, padded=padded, deterministic=in_order)
     return case, pack_call(call, case.sequences)
 
 
-def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
+def variants(request: Request) -> tuple[str, ...]:
     """The other plans proposed by cuDNN, by cuDNN's names."""
     from attn_graph.lowering.cudnn.plan import load_or_build
 
-    case, call = describe_problem(graph, target, options)
-    return load_or_build(call, target, (case.backend, case.frontend), options).plans[1:]
+    case, call = describe_problem(request)
+    libraries = case.backend, case.frontend
+    return load_or_build(call, request.target, libraries, request.options).plans[1:]
 
 
-def wide_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
+def wide_test(request: Request) -> DeviceTest | None:
     """Small attentions of the head sizes beyond cuDNN's own support matrix, or of quantised
     tensors; None for others."""
-    case = read_case(graph, target, options)
+    case = read_case(request)
     assert case is not None  # why_not said so
     problem = case.problem
     if max(problem.D, problem.E) <= DOCUMENTED and not problem.scales:
         return None
     M = min(problem.M, WIDE_ROWS)
-    small = tuple(shrink(graph, problem, M, N) for N in WIDE_KEYS)
+    small = tuple(shrink(request.graph, problem, M, N) for N in WIDE_KEYS)
     kind = f", {NAMES[problem.dtype]}" if problem.scales else ""
     variant = f"heads of {problem.D} and {problem.E}, {M} queries{kind}"
-    return DeviceTest(HOME, variant, small, precision=options.precision)
+    return DeviceTest(HOME, variant, small, precision=request.options.precision)
 
 
 BACKEND = Backend(

@@ -18,8 +18,8 @@ from attn_graph.ir.gradient_ops import (
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS
 from attn_graph.ir.tangents import AttentionJvp, GradientTangents
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.problem import read_operands, read_specs, select_outputs
+from attn_graph.lowering.request import Options
 from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms
 from attn_graph.lowering.triton.layout import order_pages, sums_pages
 from attn_graph.machine.device_memo import DeviceMemo, copy_to

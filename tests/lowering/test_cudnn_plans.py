@@ -24,6 +24,7 @@ from attn_graph.lowering.cudnn import plan as cudnn_plan
 from attn_graph.lowering.cudnn.backend import describe_problem, versions
 from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.memory import workspace
+from attn_graph.lowering.request import Request
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from tests.support.cudnn_builder import ask_builder
@@ -174,7 +175,7 @@ def test_cudnn_comes_first_where_it_is_the_faster() -> None:
 def test_the_workspace_is_cudnns_own_number(store: Store) -> None:
     """Known before a plan is built, on Hopper and below 9.25; both are what `memory()` tells."""
     plan = planned(store=store).vjp
-    case, _ = describe_problem(plan.graph, H200, Options())
+    case, _ = describe_problem(Request(plan.graph, H200, Options()))
     case = evolve(case, backend=(9, 20, 0))
     assert plan.executable.workspace == workspace(case) == 2 * 8 * 1024 * (128 * 4 + 4) + 256
     assert planned(store=store).memory().workspace_backward == plan.executable.workspace

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.lowering.backend import Options
+from attn_graph.lowering.request import Options
 from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.offline import inspect_launch, mock_tensors
 from attn_graph.lowering.triton.plan import Flash

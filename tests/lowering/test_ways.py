@@ -20,6 +20,7 @@ from attn_graph.lowering.cpu.product_slots import share_evenly
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.problem import problems_in
 from attn_graph.lowering.rates import cpu_rates, read_rates
+from attn_graph.lowering.request import Request
 from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.machine.target import Target
 from attn_graph.testing import strategies as drawn
@@ -253,7 +254,7 @@ def test_short_sequences_with_a_mask_of_booleans_keep_weights(
     keep = ag.TensorSpec((16, 1, rows, 128), torch.bool)
     plan = ag.compile(ag.attention(x, x, x, keep=keep), target=NATIVE)
     assert keeps_weights(plan.recorded.graph)
-    (tiles,) = plan_tiles(plan.recorded.graph, NATIVE, ag.extend.Options())
+    (tiles,) = plan_tiles(Request(plan.recorded.graph, NATIVE, ag.extend.Options()))
     assert isinstance(tiles, RowTiles)
     assert tiles.by_entries
 
@@ -279,7 +280,7 @@ def test_a_backward_of_many_tiles_reads_kept_weights_too(sizes: tuple[int, ...])
     plan = ag.compile(graph, target=OTHER)
     assert keeps_weights(plan.recorded.graph)
     for each in (plan.recorded, plan.training_vjp):
-        (tiles,) = plan_tiles(each.graph, OTHER, ag.extend.Options())
+        (tiles,) = plan_tiles(Request(each.graph, OTHER, ag.extend.Options()))
         assert isinstance(tiles, RowTiles)
 
 
