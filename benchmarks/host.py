@@ -22,6 +22,7 @@ import attn_graph as ag
 from attn_graph.ir.graph import Input
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
+from attn_graph.lowering.codegen.tile_lists import list_ahead
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.offline import describe_target, driver_library
@@ -29,7 +30,6 @@ from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.request import Request
-from attn_graph.lowering.triton.tile_lists import list_ahead
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from benchmarks.timing import Job, microseconds, microseconds_in_turn, save, seconds
 

@@ -18,9 +18,9 @@ from attrs import asdict, evolve, field, frozen
 import attn_graph as ag
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.cudnn.backend import BACKEND as CUDNN
-from attn_graph.lowering.cudnn.backend import versions
 from attn_graph.lowering.cudnn.offline import compiler, has_driver
 from attn_graph.lowering.cudnn.plan import READ_BY_CUDNN
+from attn_graph.lowering.libraries.cudnn_versions import versions
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.target import LIBRARIES, local_devices

@@ -24,10 +24,13 @@ from attn_graph.planner.choose import resolve_backends
 
 # Modules for planning on GPUs, beyond those imported with the library; these import the rest.
 FOR_GPUS = (
-    "attn_graph.lowering.cudnn.limits",
+    "attn_graph.lowering.libraries.cudnn_limits",
+    "attn_graph.lowering.libraries.cudnn_versions",
     "attn_graph.lowering.cudnn.memory",
+    "attn_graph.lowering.cudnn.sequences",
     "attn_graph.lowering.cudnn.plan",
-    "attn_graph.lowering.fa4.limits",
+    "attn_graph.lowering.libraries.fa4_limits",
+    "attn_graph.lowering.fa4.lists",
     "attn_graph.lowering.fa4.offline",
     "attn_graph.lowering.fa4.run",
     "attn_graph.lowering.triton.offline",

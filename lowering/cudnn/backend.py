@@ -7,9 +7,8 @@ absent GPUs, in a process with a stand-in for their driver.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
@@ -22,21 +21,18 @@ from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
-from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
+from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES
 
 if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
-    from attn_graph.lowering.cudnn.case import Case
     from attn_graph.lowering.cudnn.graph import CudnnCall
+    from attn_graph.lowering.libraries.cudnn_case import Case
 
 VARIES = "divides sums among the more programs, the smaller the batch is"
-FRONTEND = "nvidia-cudnn-frontend"
 HOME = "attn_graph.lowering.cudnn.backend:BACKEND"
 UNREAD = "reads no quantised keys beside another q, packed or in pages"
 DOCUMENTED = 256  # the widest heads of its support matrix
 WIDE_ROWS, WIDE_KEYS = 200, (251, 700)  # the most queries, and the keys of self-checks
-# Assumed versions of missing libraries, for finding the graph's own reasons as well.
-ASSUMED = ((9, 20, 0), (1, 28, 0))
 
 
 def why_not(request: Request) -> Iterator[Reason]:
@@ -63,6 +59,8 @@ def problem_varies(problem: Problem) -> bool:
 
 def library_reasons(target: Target) -> Iterator[Reason]:
     """Missing parts: cuDNN or its frontend."""
+    from attn_graph.lowering.libraries.cudnn_versions import FRONTEND, versions
+
     backend, frontend = versions(target)
     if frontend is None:
         yield missing_library(FRONTEND, "pip install 'attn-graph[cuda]'")
@@ -76,8 +74,8 @@ def library_reasons(target: Target) -> Iterator[Reason]:
 
 def case_reasons(case: Case, options: Options) -> Iterator[Reason]:
     """The limits of cuDNN exceeded by a case."""
-    from attn_graph.lowering.cudnn.limits import reasons
     from attn_graph.lowering.cudnn.memory import workspace
+    from attn_graph.lowering.libraries.cudnn_limits import reasons
 
     against = [*reasons(case)]
     yield from against
@@ -91,8 +89,9 @@ def case_reasons(case: Case, options: Options) -> Iterator[Reason]:
 def read_case(request: Request) -> Case | None:
     """The attention of a graph, or its gradient, with the library versions and the GPU; None for
     other graphs."""
-    from attn_graph.lowering.cudnn.case import Case
-    from attn_graph.lowering.cudnn.sequences import read_problem
+    from attn_graph.lowering.libraries.cudnn_case import Case
+    from attn_graph.lowering.libraries.cudnn_versions import ASSUMED, versions
+    from attn_graph.lowering.lying.sequences import read_problem
 
     read = read_problem(request.graph)
     if read is None:
@@ -101,20 +100,6 @@ def read_case(request: Request) -> Case | None:
     backend, frontend = versions(request.target)
     pair = backend or ASSUMED[0], frontend or ASSUMED[1]
     return Case(problem, request.target.sm, *pair, request.options.deterministic, sequences)
-
-
-@lru_cache(64)  # every question about a graph asks
-def versions(target: Target) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
-    """The versions of cuDNN and of its frontend; None for a missing library."""
-    numbers = (version(target, name) for name in (*CUDNN, SYSTEM_CUDNN))
-    return next(filter(None, numbers), None), version(target, FRONTEND)
-
-
-def version(target: Target, library: str) -> tuple[int, int, int] | None:
-    """Major, minor and patch of a library of the target; None if it is missing."""
-    numbers = re.findall(r"\d+", dict(target.libraries).get(library, ""))[:3]
-    major, minor, patch = (*map(int, numbers), 0, 0, 0)[:3]
-    return (major, minor, patch) if numbers else None
 
 
 def lower(request: Request) -> Executable:
@@ -176,9 +161,9 @@ def foresees(request: Request) -> Foreseen:
 
 def describe_problem(request: Request) -> tuple[Case, CudnnCall]:
     """The call for a supported graph."""
-    from attn_graph.lowering.cudnn.case import needs_padding_mask
     from attn_graph.lowering.cudnn.graph import describe_call
     from attn_graph.lowering.cudnn.sequences import pack_call
+    from attn_graph.lowering.libraries.cudnn_case import needs_padding_mask
 
     case = read_case(request)
     assert case is not None  # why_not said so

@@ -24,11 +24,11 @@ from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
-    from attn_graph.lowering.cudnn.sequences import CudnnSequences
+    from attn_graph.lowering.codegen.machine_code import MachineCode
     from attn_graph.lowering.fa4.call import Fa4Call
     from attn_graph.lowering.fa4.offline import CompiledKernel
     from attn_graph.lowering.fa4.run import Fa4Run
-    from attn_graph.lowering.triton.offline import MachineCode
+    from attn_graph.lowering.lying.sequences import PaddedSequences
 
 HOME = "attn_graph.lowering.fa4.backend:BACKEND"
 PACKAGE = "flash-attn-4"
@@ -43,7 +43,7 @@ def why_not(request: Request) -> Iterator[Reason]:
     if request.target.kind != "cuda":
         yield no_gpu(request.target)
         return
-    from attn_graph.lowering.cudnn.sequences import read_problem
+    from attn_graph.lowering.lying.sequences import read_problem
 
     read = read_problem(request.graph)
     against = [*package_reasons(request.target)]
@@ -51,7 +51,7 @@ def why_not(request: Request) -> Iterator[Reason]:
         yield from (*against, other_equations(request.graph, packs=True))
         return
     problem, sequences = read
-    from attn_graph.lowering.fa4.limits import Fa4Case, limit_reasons
+    from attn_graph.lowering.libraries.fa4_limits import Fa4Case, limit_reasons
 
     options = request.options
     own = [*limit_reasons(Fa4Case(problem, request.target.sm, options.deterministic, sequences))]
@@ -92,7 +92,7 @@ def trace_reasons(request: Request) -> Iterator[Reason]:
 
 def describe_fa4(request: Request) -> Fa4Call:
     """The call for a graph within the limits."""
-    from attn_graph.lowering.cudnn.sequences import read_problem
+    from attn_graph.lowering.lying.sequences import read_problem
 
     read = read_problem(request.graph)
     assert read is not None  # why_not said so
@@ -104,7 +104,7 @@ def describe_fa4(request: Request) -> Fa4Call:
 
 @remember
 def make_fa4_call(
-    problem: Problem, sequences: CudnnSequences, target: Target, deterministic: bool,
+    problem: Problem, sequences: PaddedSequences, target: Target, deterministic: bool,
     most: int | None, listed: bool,
 ) -> Fa4Call:  # fmt: skip
     """most: bytes of workspace; None: no limit. listed: True to have each call list tiles, even if
@@ -186,8 +186,8 @@ def compile_for_target(run: Fa4Run, request: Request) -> list[CompiledKernel]:
 
 def compile_lists(call: Fa4Call, target: Target) -> list[MachineCode]:
     """The kernels of lists made by each call, compiled for the target; none without such lists."""
+    from attn_graph.lowering.codegen.machine_code import inspect_launches
     from attn_graph.lowering.fa4.lists import MadeLists
-    from attn_graph.lowering.triton.offline import inspect_launches
 
     if not isinstance(call.lists, MadeLists):
         return []

@@ -22,7 +22,6 @@ from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
 from attn_graph.lowering.backend import Backend, Executable
-from attn_graph.lowering.cpu.sdpa import node_reasons, through_lse
 from attn_graph.lowering.problem import (
     ALIGNED,
     Problem,
@@ -40,6 +39,7 @@ from attn_graph.lowering.reasons import (
     different_heads,
     no_elements,
     no_gpu,
+    node_reasons,
     other_dtype,
     other_equations,
     other_gradients,
@@ -47,6 +47,7 @@ from attn_graph.lowering.reasons import (
     wide_heads,
 )
 from attn_graph.lowering.request import Request
+from attn_graph.lowering.through_lse import through_lse
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.masks.canonical import CAUSAL
@@ -193,7 +194,7 @@ def replaced_reasons(impl: str | None) -> Reasons:
 def activated_reasons(impl: str, problem: Problem, target: Target) -> Reasons:
     """Limits of FlashAttention 3 or 4, if PyTorch runs it in place of its own kernel: from
     torch/nn/attention/_fa3.py and _fa4.py, and from the packages."""
-    from attn_graph.lowering.fa4.limits import Fa4Case, limit_reasons
+    from attn_graph.lowering.libraries.fa4_limits import Fa4Case, limit_reasons
 
     first, last = ACTIVATED[impl]
     if not first <= target.sm <= last:
@@ -263,9 +264,9 @@ def bias_reasons(problem: Problem, bias: TensorSpec) -> Reasons:
 
 def cudnn_reasons(problem: Problem, request: Request) -> Reasons:
     """Limits beyond cuDNN's own. cuDNN's depend on its version and come first."""
-    from attn_graph.lowering.cudnn.backend import ASSUMED, versions
-    from attn_graph.lowering.cudnn.case import Case
-    from attn_graph.lowering.cudnn.limits import reasons  # a large table; CPUs never ask it
+    from attn_graph.lowering.libraries.cudnn_case import Case
+    from attn_graph.lowering.libraries.cudnn_limits import reasons  # a large table, not for CPUs
+    from attn_graph.lowering.libraries.cudnn_versions import ASSUMED, versions
 
     target, options = request.target, request.options
     p = problem

@@ -19,16 +19,19 @@ from attn_graph.ir.packed import LEAVES, STARTS, and_parts
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable
-from attn_graph.lowering.cpu.sdpa import (
+from attn_graph.lowering.lengths import gapless_sides, sequence_rows, shares_lengths
+from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.problem import Problem, on_boundary, read_operands, select_outputs
+from attn_graph.lowering.reasons import (
     feature_reasons,
     modifier_reasons,
+    no_elements,
+    no_gpu,
+    other_gradients,
     scale_reasons,
-    through_lse,
 )
-from attn_graph.lowering.lengths import gapless_sides, sequence_rows, shares_lengths
-from attn_graph.lowering.problem import Problem, on_boundary, read_operands, select_outputs
-from attn_graph.lowering.reasons import no_elements, no_gpu, other_gradients
 from attn_graph.lowering.request import Request
+from attn_graph.lowering.through_lse import through_lse
 from attn_graph.lowering.torch_cuda.dense import (
     FLASH_KERNEL,
     Tensors,
@@ -39,7 +42,6 @@ from attn_graph.lowering.torch_cuda.dense import (
     place_reasons,
     replaced_reasons,
 )
-from attn_graph.lowering.triton.layout import Layout
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.leaves import Band
 from attn_graph.spec import INF, NAMES, TensorSpec

@@ -16,6 +16,7 @@ from attn_graph.ir.philox import WORDS
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.finishing import cut_last, finish
+from attn_graph.lowering.lying.layout import Layout, order_bytes
 from attn_graph.lowering.problem import ROWS, Problem, returns_lse
 from attn_graph.lowering.reasons import (
     missing_library,
@@ -32,7 +33,6 @@ from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
-from attn_graph.lowering.triton.layout import FAR, MOST_TILES, Layout, order_bytes
 from attn_graph.lowering.triton.work import Push, Single, Work, split_graph, trace, work_of
 from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
@@ -40,8 +40,8 @@ from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import MOST_INT32, TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
-    from attn_graph.lowering.triton.device_code import DeviceCode
-    from attn_graph.lowering.triton.offline import MachineCode
+    from attn_graph.lowering.codegen.device_code import DeviceCode
+    from attn_graph.lowering.codegen.machine_code import MachineCode
     from attn_graph.lowering.triton.plan import Flash
 
 LEAST_SM = 80
@@ -89,6 +89,8 @@ def conversion_reasons(problem: Problem, target: Target) -> Iterator[Reason]:
 
 def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[Reason]:
     """Against sizes, dtypes and statistics. totals: as `no_elements`."""
+    from attn_graph.lowering.codegen.bounds import FAR
+
     yield from other_dtype(problem, DTYPES)
     yield from wide_heads(problem, WIDEST, REST)
     yield from no_elements(problem, totals)
@@ -138,6 +140,7 @@ def may_overflow(work: Work) -> bool:
     """True if launches may have too many programs, or lists too many tiles. Dense operands have no
     more of either than tiles of LEAST x LEAST."""
     from attn_graph.kernels.tilings import LEAST
+    from attn_graph.lowering.codegen.tile_lists import MOST_TILES
 
     p = work.problem
     rows, columns = (-(-length // LEAST) for length in (p.M, p.N))
@@ -147,7 +150,7 @@ def may_overflow(work: Work) -> bool:
 
 def launch_reasons(flash: Flash) -> Iterator[Reason]:
     """Against launches beyond a kernel's addresses."""
-    from attn_graph.lowering.triton.tile_lists import most_listed
+    from attn_graph.lowering.codegen.tile_lists import MOST_TILES, most_listed
 
     most = max(launch.grid for launch in flash.launches)
     if most > MOST_INT32:
@@ -241,8 +244,8 @@ def compile_kernels(flash: Flash) -> None:
 
 def machines_of(flash: Flash) -> list[MachineCode]:
     """The machine code of every launch; none under the interpreter."""
+    from attn_graph.lowering.codegen.launches import is_interpreting
     from attn_graph.lowering.triton import offline
-    from attn_graph.lowering.triton.launches import is_interpreting
 
     return [] if is_interpreting() else offline.compile_launches(flash)
 

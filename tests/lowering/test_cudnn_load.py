@@ -18,10 +18,11 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cudnn import plan as cudnn_plan
 from attn_graph.lowering.cudnn import run as cudnn_run
-from attn_graph.lowering.cudnn.backend import describe_problem, versions
+from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.offline import describe_target
 from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Engine, Handles
+from attn_graph.lowering.libraries.cudnn_versions import versions
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target

@@ -21,10 +21,10 @@ from attn_graph.ir.packing import Unpack
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.lowering.cudnn.backend import describe_problem, read_case
-from attn_graph.lowering.cudnn.limits import reasons
 from attn_graph.lowering.cudnn.memory import key_splits
 from attn_graph.lowering.cudnn.run import Run, run_notes, temporary_bytes
 from attn_graph.lowering.cudnn.sequences import round_total
+from attn_graph.lowering.libraries.cudnn_limits import reasons
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
@@ -73,7 +73,7 @@ def noise(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 @st.composite
 def cases(draw: DrawFn) -> Case:
-    """CudnnSequences with gaps or not, some of 0 or 1 rows, NaN in rows of no sequence."""
+    """PaddedSequences with gaps or not, some of 0 or 1 rows, NaN in rows of no sequence."""
     batch, dtype = draw(batches()), draw(HALVES)
     G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     D, E = draw(st.sampled_from([(8, 8), (16, 16), (24, 8), (8, 16)]))

@@ -18,12 +18,13 @@ from attrs import evolve
 import attn_graph as ag
 from attn_graph.extend import Options, default_store
 from attn_graph.lowering.cudnn import builder as cudnn_builder
-from attn_graph.lowering.cudnn import limits as cudnn_limits
 from attn_graph.lowering.cudnn import offline as cudnn_offline
 from attn_graph.lowering.cudnn import plan as cudnn_plan
-from attn_graph.lowering.cudnn.backend import describe_problem, versions
+from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.memory import workspace
+from attn_graph.lowering.libraries import cudnn_limits
+from attn_graph.lowering.libraries.cudnn_versions import versions
 from attn_graph.lowering.request import Request
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target

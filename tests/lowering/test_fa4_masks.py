@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
+from attn_graph.lowering.codegen.launches import Launch
 from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.lists import FULL, MIXED, TileLists, classify, make_lists
 from attn_graph.lowering.request import Options, Request
-from attn_graph.lowering.triton.launches import Launch
 from attn_graph.masks.places import Place
 from attn_graph.testing import strategies as drawn
 from tests.lowering.test_fa4 import (

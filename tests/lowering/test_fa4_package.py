@@ -14,10 +14,10 @@ from attrs import evolve
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs
-from attn_graph.lowering.cudnn.sequences import read_problem
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
-from attn_graph.lowering.fa4.limits import LIMITS, Fa4Case
+from attn_graph.lowering.libraries.fa4_limits import LIMITS, Fa4Case
+from attn_graph.lowering.lying.sequences import read_problem
 from attn_graph.lowering.request import Options, Request
 from tests.support.fa4_questions import HAS_PACKAGE, WITHOUT, ask_package
 

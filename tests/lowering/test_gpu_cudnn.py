@@ -15,8 +15,9 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cudnn import offline as cudnn_offline
 from attn_graph.lowering.cudnn import plan as cudnn_plan
-from attn_graph.lowering.cudnn.backend import describe_problem, versions
+from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.run import Engine, Run
+from attn_graph.lowering.libraries.cudnn_versions import versions
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace

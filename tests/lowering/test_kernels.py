@@ -25,8 +25,8 @@ from attn_graph.kernels.tilings import (
     split_tiling,
     table_arch,
 )
+from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton.layout import Layout
 from docs.generate import kernels_serving as serving
 from docs.generate.kernel_rows import PASSES, SPLIT, TARGETS, target_of
 from docs.generate.predict import PROCESSORS

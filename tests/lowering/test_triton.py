@@ -17,14 +17,14 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
+from attn_graph.lowering.codegen.device_code import DeviceCode, Tracer, compile_text
+from attn_graph.lowering.codegen.launches import Launch, check_interpreter
+from attn_graph.lowering.codegen.tile_lists import blocks, classify_blocks, list_width
+from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton import backend as triton_flash
-from attn_graph.lowering.triton.device_code import DeviceCode, Tracer, compile_text
-from attn_graph.lowering.triton.launches import Launch, check_interpreter
-from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
-from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks, list_width
 from attn_graph.masks import needs_of
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import rule
