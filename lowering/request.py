@@ -100,7 +100,7 @@ class Request:
 
     Backends see the graph after all passes, with sizes as numbers except in `lower_any`. among: the
     backends allowed, in order of preference, by name or as records; None: all, in the planner's
-    order. `planner.choose.allowed` looks up the names.
+    order. `planner.choose.permitted_backends` looks up the names.
     """
 
     graph: Graph

@@ -115,7 +115,7 @@ def choose(
     late: reasons by backend, discovered while it was lowered. Raises NoBackendError with every
     backend's reasons if all refuse; warns or raises by on_fallback if only `math` is left.
     """
-    among = allowed(request)
+    among = permitted_backends(request)
     if among is not None and not among:
         raise GraphError(f"backends= names none; there are {', '.join(b.name for b in BACKENDS)}")
     ordered, cause = (among, "first in backends=") if among is not None else preference(request)
@@ -148,7 +148,11 @@ def choose(
 
 def refused_title(request: Request) -> str:
     """The title if all allowed backends refuse: it names the others that support the graph."""
-    among, avoid, free = allowed(request), request.options.avoid, request.with_options(avoid=())
+    among, avoid, free = (
+        permitted_backends(request),
+        request.options.avoid,
+        request.with_options(avoid=()),
+    )
     ordered = BACKENDS if among is None else among
     shut = [b for b in BACKENDS if b not in ordered or b.name in avoid]
     able = [b.name for b in shut if not known_reasons(b, free)]
@@ -229,7 +233,7 @@ def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:
     return (*ranked[:behind], *others, *ranked[behind:])
 
 
-def allowed(request: Request) -> tuple[Backend, ...] | None:
+def permitted_backends(request: Request) -> tuple[Backend, ...] | None:
     """The backends that a request allows, as records; None: all. Raises GraphError for an unknown
     name."""
     return None if request.among is None else resolve_backends(request.among)

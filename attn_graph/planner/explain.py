@@ -17,8 +17,8 @@ from attn_graph.machine.ambient import neutral_state
 from attn_graph.planner.choose import (
     BACKENDS,
     Refusals,
-    allowed,
     first_that_succeeds,
+    permitted_backends,
     resolve_backends,
 )
 from attn_graph.planner.cost import cost
@@ -137,7 +137,7 @@ def explain_refusals(
 
 
 def by_names(request: Request) -> dict[str, Backend]:
-    return {backend.name: backend for backend in allowed(request) or BACKENDS}
+    return {backend.name: backend for backend in permitted_backends(request) or BACKENDS}
 
 
 def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:

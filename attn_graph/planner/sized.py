@@ -21,7 +21,7 @@ from attn_graph.lowering.backend import Backend, Executable, Tensors, places_to_
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.fitting import Fit, Shape
-from attn_graph.planner.choose import BACKENDS, Choice, allowed, choose, choose_and_lower
+from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower, permitted_backends
 from attn_graph.planner.views import core_of, peel
 from attn_graph.spec.dims import Sizes
 
@@ -116,7 +116,7 @@ class Sized:
 
     def ordered(self, first: Backend) -> tuple[Backend, ...]:
         """All permitted backends, this one first."""
-        return (first, *(b for b in allowed(self.request) or BACKENDS if b is not first))
+        return (first, *(b for b in permitted_backends(self.request) or BACKENDS if b is not first))
 
     def choice_of(self, bound: Bound) -> Choice:
         """The choice for some sizes, with the other backends' support and refusals."""

@@ -21,7 +21,7 @@ from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
 from attn_graph.machine.timing import Job, Progress, add_medians
-from attn_graph.planner.choose import BACKENDS, Choice, allowed, choose, choose_and_lower
+from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower, permitted_backends
 from attn_graph.planner.cost import cost, format_scaled
 from attn_graph.planner.self_check import lower_checked
 from attn_graph.spec import TensorSpec
@@ -65,7 +65,7 @@ def choose_fastest(request: Request) -> tuple[Choice, Executable]:
     figures = load_figures(key, request.options)
     while True:
         choice = choose(request, late)
-        able = backends_that_take(choice, allowed(request) or BACKENDS)
+        able = backends_that_take(choice, permitted_backends(request) or BACKENDS)
         contenders = {c.name: c for b in able for c in candidates(b, request)}
         missing = {name: c for name, c in contenders.items() if name not in figures}
         late |= measure(missing, request, key, figures)

@@ -16,8 +16,8 @@ from attrs import frozen
 
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.relative import RelativeBias
+from attn_graph.lowering.codegen.device_code import Tracer
 from attn_graph.lowering.problem import Problem
-from attn_graph.machine.imports import load_modules
 from attn_graph.masks import (
     Keep,
     KeepBlocks,
@@ -152,9 +152,8 @@ def depends(problem: Problem) -> str:
     compute with nothing but tensors."""
     if problem.node.mask is None and not problem.node.modifiers:
         return ""
-    tracing = load_modules("attn_graph.lowering.codegen.device_code")
     try:
-        axes: frozenset[str] = tracing.Tracer.of(problem).axes()
+        axes = Tracer.of(problem).axes()
     except Untraceable:
         return "bh"
     return "".join(axis for axis in "bh" if axis in axes)

@@ -17,7 +17,7 @@ import attn_graph as ag
 from attn_graph.extend import Backend, Executable, Options, Reason, Request
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu.math import BACKEND as MATH
-from attn_graph.planner.choose import allowed, choose
+from attn_graph.planner.choose import choose, permitted_backends
 from attn_graph.planner.sized import Sized
 from attn_graph.testing.strategies import graphs
 from tests.support.sources import source_files, tree_of
@@ -71,8 +71,8 @@ def test_a_request_with_other_parts_keeps_the_rest() -> None:
 def test_the_backends_of_a_request_are_looked_up_late() -> None:
     own = Backend("own", lambda request: (), MATH.lower)
     request = Request(simplify(ag.attention(X, X, X)), CPU, Options(), (own, "math"))
-    assert allowed(request) == (own, MATH)
-    assert allowed(evolve(request, among=None)) is None
+    assert permitted_backends(request) == (own, MATH)
+    assert permitted_backends(evolve(request, among=None)) is None
     assert choose(request).backend is own
     with pytest.raises(ag.GraphError, match="no backend is named 'maths'"):
         choose(evolve(request, among=("maths",)))
