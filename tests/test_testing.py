@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import testing
-from attn_graph.extend import BACKENDS, Backend, Block, Executable, Keys, Options, Place, sole
+from attn_graph.extend import BACKENDS, Backend, Executable, Options, Place, sole
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.relative import MODIFIERS, RelativeBias
 from attn_graph.lowering.cpu.math import BACKEND as MATH
@@ -68,32 +68,6 @@ def test_a_backend_for_another_machine_is_planned_and_not_run() -> None:
 
 @final
 @frozen
-class Near(ag.Mask):
-    """Two neighbours on each side; `span` lacks one for blocks of exactly two queries."""
-
-    def keep(self, at: Place) -> Any:
-        return ((at.i - at.j) <= 2) & ((at.j - at.i) <= 2)
-
-    def span(self, block: Block) -> Keys:
-        back = 1 if len(block.rows) == 2 else 2
-        start = max(0, block.rows.start - back)
-        return Keys.between(start, min(block.N, block.rows.stop + 2))
-
-
-@final
-@frozen
-class Sure(ag.Mask):
-    """Every second key; `surely` has them all where one query is looked at."""
-
-    def keep(self, at: Place) -> Any:
-        return at.j % 2 == 0
-
-    def surely(self, block: Block) -> Keys:
-        return block.all if len(block.rows) == 1 else block.none
-
-
-@final
-@frozen
 class Divided(ag.Mask):
     """Division, which rounds down for integers and not for tensors."""
 
@@ -112,8 +86,6 @@ class Unread(ag.Mask):
 
 
 WRONG_MASKS: dict[ag.Mask, str] = {
-    Near(): r"Near\.span of queries \d+ to \d+ lacks key \d+, which one of them keeps; \d+ keys, ",
-    Sure(): r"Sure\.surely of queries .* has key \d+, which one of them does not keep",
     Divided(): r"Divided\(\)\.keep at b=0, .* gives False in a block of tensors and True for int",
 }
 

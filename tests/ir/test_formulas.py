@@ -301,9 +301,6 @@ class Own(ag.Mask):
     def keep(self, at: Place) -> Any:  # Any: as `Mask.keep`
         return eval(self.text, {}, {"i": at.i, "j": at.j})
 
-    def span(self, block: Block) -> ag.extend.Keys:
-        return block.all
-
 
 def test_integers_of_a_mask_of_ones_own_are_of_64_bits() -> None:
     text = "(i * 3000000000 >= j * 3000000000) & ((i // 9 | j) * 100000000 >= 3) | (i == j)"
