@@ -28,6 +28,10 @@ FLASH = ("flash-attn-4", "4.0.0b36")
 GPU = evolve(ag.Target.of("h200"), libraries=(("triton", "3.7.1"), FLASH, *CUDNN))
 B, H, S, D, PAGE = 2, 8, 512, 64, 16
 RARE = (
+    "float64",
+    "v of another head size",
+    "segments",
+    "ALiBi",
     "largest scores",
     "q strided along D",
     "lengths of queries",
@@ -74,15 +78,15 @@ def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
 
     return {
         **{NAMES[t]: ag.attention(*(spec(B, H, S, D, dtype=t),) * 3) for t in NAMES},
-        "lse, trained": make(stats=True),
+        "lse with a gradient": make(stats=True),
         "largest scores": make(stats=("max",)),
-        "grouped heads, H = r G": ag.attention(x, groups, groups),
-        "head sizes D != E": ag.attention(x, x, narrow),
+        "fewer heads in k and v": ag.attention(x, groups, groups),
+        "v of another head size": ag.attention(x, x, narrow),
         "q strided along D": ag.attention(strided, x, x),
         "causal": make(mask=ag.Causal()),
         "causal, bottom right, M != N": ag.attention(few, x, x, mask=ag.Causal("bottom_right")),
         "window": make(mask=ag.Window(64)),
-        "joins by &, | and ~": make(mask=ag.Causal() | ag.Prefix(16)),
+        "masks joined by &, | and ~": make(mask=ag.Causal() | ag.Prefix(16)),
         "boolean tensor": make(keep=spec(1, 1, S, S, dtype=torch.bool)),
         "lengths of keys": make(kv_lengths=lengths),
         "lengths of queries": make(q_lengths=lengths),
