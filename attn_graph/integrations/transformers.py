@@ -9,17 +9,19 @@ or, for a loaded model, `model.set_attn_implementation("attn_graph")`.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import torch
-from attrs import define, field
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from attn_graph.compiler import explain
 from attn_graph.errors import GraphError
@@ -50,6 +52,15 @@ WEIGHTS = (
     "output_attentions: weights [B,H,M,N] are never made; for them say "
     'model.set_attn_implementation("eager")'
 )
+# Tensors that layers hand on, of which attention itself reads none:
+HANDED_ON = frozenset(
+    {"position_ids", "position_embeddings", "cache_position", "seq_idx", "num_items_in_batch"}
+    | {"max_length_q", "max_length_k"}
+)
+OF_A_BATCH = frozenset(  # tensors of a step, which the cache or the model reads
+    {"read_index", "write_index", "cu_seq_lens_k", "block_table"}
+    | {"logits_indices", "logits_processor_args"}
+)
 Tensors = dict[str, Tensor]
 logger = logging.getLogger(__name__)
 LayerGraphs = dict[torch.nn.Module, tuple[Graph, torch.device]]
@@ -57,48 +68,38 @@ layer_graphs: ContextVar[LayerGraphs | None]  # while layers are explained
 layer_graphs = ContextVar("layer_graphs", default=None)
 
 
-@define(eq=False)
-class MaskDescription:
+class MaskDescription(Tensor):
     """A layer's mask, or none, and its tensors by the names of a graph's inputs.
 
-    It stands for transformers' boolean tensor [B,1,M,N], and becomes the tensor, with a line in the
-    log, if the model computes with it. arguments: `sdpa_mask`'s. keys: the number up to the last
-    query's token, if a layer need read no others.
+    To all but layers of ours it is transformers' mask for eager attention: a tensor [B,1,M,N] with
+    0 at keys that a query sees and the least number of its dtype elsewhere. A model that computes
+    with it gets this tensor, made anew each time, with a line in the log. arguments: `eager_mask`'s.
+    keys: the number up to the last query's token, if a layer need read no others.
     """
 
     mask: Mask | None
     tensors: Tensors
-    arguments: Mapping[str, Any] = field(repr=False)  # Any: those of transformers
-    keys: int | None = None
-    ndim = 4
+    arguments: Mapping[str, Any]  # Any: those of transformers
+    keys: int | None
 
-    @property
-    def shape(self) -> torch.Size:
-        """[B,1,M,N]."""
-        names = ("batch_size", "q_length", "kv_length")
-        B, M, N = (self.arguments[name] for name in names)
-        return torch.Size((B, 1, M, N))
+    def __repr__(self, **_: object) -> str:
+        return f"MaskDescription(mask={self.mask}, tensors={[*self.tensors]}, keys={self.keys})"
 
-    def contiguous(self) -> MaskDescription:
+    def contiguous(self, **_: object) -> MaskDescription:
         """Itself."""
         return self
 
-    def dense(self) -> Tensor:
-        say_once("a model computes with the mask of a layer itself")
-        return dense_mask(self.arguments)
+    def detach(self) -> MaskDescription:
+        """Itself."""
+        return self
 
-    def to(self, device: torch.device | str | int, **_: object) -> MaskDescription:
+    def to(self, *args: Any, **kwargs: Any) -> Any:  # Any: of `Tensor.to`, and a tensor if it casts
         """The description with its tensors on a device, for a model spread over several."""
-        moved = {name: x.to(device) for name, x in self.tensors.items()}
-        return MaskDescription(self.mask, moved, self.arguments, self.keys)
-
-    def __getitem__(self, index: object) -> Tensor:
-        return self.dense()[index]  # type: ignore[index]  # whatever indexes a tensor
-
-    def __getattr__(self, name: str) -> Any:  # Any: whatever a tensor has
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dense(), name)
+        if not args or isinstance(args[0], torch.dtype | Tensor) or len(args) > 1:
+            return super().to(*args, **kwargs)
+        moved = {name: x.to(args[0]) for name, x in self.tensors.items()}
+        arguments = {**self.arguments, "device": args[0]}
+        return describe(self.mask, moved, arguments, self.keys)
 
     @classmethod
     def __torch_function__(
@@ -108,8 +109,39 @@ class MaskDescription:
         args: Sequence[Any] = (),  # Any: the same
         kwargs: Mapping[str, Any] | None = None,  # Any: the same
     ) -> Any:  # Any: the same
-        dense = [x.dense() if isinstance(x, cls) else x for x in args]
-        return func(*dense, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = func.__name__
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and isinstance(args[0], cls):
+            raise GraphError(
+                f"attention_mask: a model writes into a layer's mask, by {name}, which leaves no "
+                "trace in it; write into a copy, attention_mask.clone()"
+            )
+        dense = tree_map_only(cls, dense_mask, (tuple(args), kwargs))
+        return func(*dense[0], **dense[1])
+
+
+LOOKS = {  # that need no element
+    *(getattr(Tensor, x).__get__ for x in ("shape", "dtype", "device", "ndim", "requires_grad")),
+    *(Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.__len__),
+}
+
+
+def describe(
+    mask: Mask | None,
+    tensors: Tensors,
+    arguments: Mapping[str, Any],  # Any: those of transformers
+    keys: int | None = None,
+) -> MaskDescription:
+    """A mask's description: one number, expanded to the shape of the mask."""
+    shape = [arguments[name] for name in ("batch_size", "q_length", "kv_length")]
+    zero = torch.zeros((), dtype=arguments["dtype"], device=arguments["device"])
+    made = zero.expand(shape[0], 1, *shape[1:]).as_subclass(MaskDescription)
+    made.mask, made.tensors, made.arguments, made.keys = mask, tensors, arguments, keys
+    return made
 
 
 def decode_mask(
@@ -119,25 +151,25 @@ def decode_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,  # Any: indices and flags
-    attention_mask: Tensor | MaskDescription | None = None,
+    attention_mask: Tensor | None = None,
     use_vmap: bool = True,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     allow_is_causal_skip: bool = False,
     local_size: int | None = None,
     **others: object,
-) -> MaskDescription | Tensor:
+) -> MaskDescription:
     """The mask interface: a mask function and padding [B, tokens] as data.
 
-    An unreadable mask function becomes a boolean tensor [B,1,M,N], with one line in the log.
+    An unreadable mask function becomes `keep`, [B,1,M,N], with one line in the log.
     use_vmap: set by transformers for functions of others. allow_is_causal_skip: True if the mask
     function is causal within each window or chunk of local_size tokens.
     """
-    if isinstance(attention_mask, MaskDescription):
-        return attention_mask  # `generate` makes masks before the model does
     arguments = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
         "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function,
         "attention_mask": attention_mask, "use_vmap": use_vmap, "device": device,
+        "dtype": dtype,
     }  # fmt: skip
     first = read_offset(q_offset)
     frame = Frame(batch_size, q_length, kv_length, first, kv_offset, device, trusts=not use_vmap)
@@ -149,7 +181,7 @@ def decode_mask(
         condition, frame = read_keys_so_far(function, frame)
     except UnreadableMaskError as error:
         say_once(f"a mask function {error}")
-        return dense_mask(arguments)
+        return describe(None, {"keep": boolean_mask(arguments)}, arguments)
     tensors: Tensors = {}
     if condition.segments is not None:
         tensors |= zip(SEGMENTS, condition.segments, strict=True)
@@ -158,7 +190,7 @@ def decode_mask(
     if attention_mask is not None:
         tensors |= read_padding(attention_mask, frame)
     keys = None if kv_length == frame.N else frame.N
-    return MaskDescription(condition.mask, tensors, arguments, keys)
+    return describe(condition.mask, tensors, arguments, keys)
 
 
 def read_offset(q_offset: int | Tensor) -> int | Tensor:
@@ -203,10 +235,17 @@ def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
     return {"keep": flags.contiguous()[:, None, None]}  # no strides of the whole, which grows
 
 
-def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transformers
+def boolean_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transformers
     """The boolean tensor [B,1,M,N] of transformers for SDPA."""
     mask: Tensor | None = sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert mask is not None  # as where it may be skipped
+    return mask
+
+
+def dense_mask(described: MaskDescription) -> Tensor:
+    """The tensor [B,1,M,N] of transformers for eager attention: 0, or the least number."""
+    say_once("a model computes with the mask of a layer itself")
+    mask: Tensor = eager_mask(**described.arguments)
     return mask
 
 
@@ -216,7 +255,7 @@ log_once = remember(logger.warning)
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of torch
 def say_once(what: str) -> None:
     """Log the reason for a dense mask, once."""
-    log_once("a mask is a boolean tensor [B,1,M,N], not data, since %s", what)
+    log_once("a mask is a tensor [B,1,M,N], not data, since %s", what)
 
 
 def attend_layer(
@@ -231,6 +270,8 @@ def attend_layer(
     position_bias: Tensor | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
     output_attentions: bool | None = False,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -238,12 +279,16 @@ def attend_layer(
 ) -> tuple[Tensor, None]:
     """The attention interface: query [B,H,M,D], key and value [B,G,N,D] -> [B,M,H,D], and None.
 
-    s_aux: sinks [H]. position_bias: [1 or B,H,M,N], differentiable. cu_seq_lens_q, cu_seq_lens_k:
-    starts and ends of documents in a row, [documents + 1]. Raises GraphError if weights are wanted,
-    since they are never made, and for documents with different queries and keys.
+    s_aux: sinks [H]. sinks: of each query, [B,H,M,1]. indices: the only keys that a query sees,
+    [B,M,count]. position_bias: [1 or B,H,M,N], differentiable. cu_seq_lens_q, cu_seq_lens_k: starts
+    and ends of documents in a row, [documents + 1]. Raises GraphError if weights are wanted, since
+    they are never made, for documents with different queries and keys, and for other tensors.
     """
     if output_attentions:
         raise GraphError(WEIGHTS)
+    if others:
+        refuse_tensors(others)
+    chosen = None if indices is None else select_keys(query, key, indices)
     if isinstance(attention_mask, MaskDescription):
         mask, tensors = attention_mask.mask, {**attention_mask.tensors}
         if (n := attention_mask.keys) is not None:
@@ -254,14 +299,16 @@ def attend_layer(
         causal = causal and query.shape[2] > 1 and attention_mask is None
         mask, given = read_mask(attention_mask, causal)
         tensors = {**given}
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         documents = number_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
         mask, tensors = separate_documents(mask, tensors, documents)
+    if chosen is not None:
+        tensors = narrow(tensors, chosen[..., : key.shape[2]])
     if position_bias is not None:
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
         tensors["sinks"] = s_aux
-    options = (mask, scaling, None, softcap, False, dropout, False, None, ())
+    options = (mask, scaling, None, softcap, False, dropout, sinks is not None, None, ())
     if not is_dynamo_compiling() and (graphs := layer_graphs.get()) is not None:
         each = {"q": query, "k": key, "v": value, **tensors}
         specs = {name: TensorSpec.like(x) for name, x in each.items()}
@@ -271,8 +318,33 @@ def attend_layer(
     if dropout:
         named = {**named, **draw_seed(query.device)}
     o = attend_as(query, key, value, named, options)
-    assert isinstance(o, Tensor)  # without statistics
+    if sinks is not None:
+        o = weigh_sinks(*o, sinks)
+    assert isinstance(o, Tensor)
     return o.transpose(1, 2).contiguous(), None
+
+
+def refuse_tensors(others: Mapping[str, object]) -> None:
+    """Raise GraphError for a keyword that holds a tensor and is not known to be only handed on."""
+    for name, x in others.items():
+        if name not in HANDED_ON and any(isinstance(each, Tensor) for each in tree_leaves(x)):
+            raise GraphError(
+                f"{name}: a layer passes this tensor to its attention, which {NAME} does not read; "
+                'call model.set_attn_implementation("eager")'
+            )
+
+
+def weigh_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """o, with a sink of each query among its weights: exp(lse) / (exp(lse) + exp(sink)) of it.
+
+    Raises GraphError for sinks of another shape than [B,H,M,1].
+    """
+    if sinks.shape != (*lse.shape, 1):
+        raise GraphError(
+            f"sinks: a logit of each query and head is {[*lse.shape, 1]}, and this is "
+            f"{[*sinks.shape]}; those of heads alone, [H], are s_aux"
+        )
+    return (o * torch.sigmoid(lse[..., None] - sinks)).to(o.dtype)
 
 
 def name_tensors(tensors: Named) -> Named:
@@ -280,11 +352,16 @@ def name_tensors(tensors: Named) -> Named:
     return {name: tensors[name] for name in EXTRA if name in tensors}
 
 
-def number_documents(query: Tensor, key: Tensor, q_ends: Tensor, kv_ends: Tensor) -> Kind:
+def number_documents(
+    query: Tensor, key: Tensor, q_ends: Tensor | None, kv_ends: Tensor | None
+) -> Kind:
     """The document of each query [B,M] and key [B,N], by cumulative lengths over all rows.
 
-    Raises GraphError if M and N differ: the place of a query in its document is unknown then.
+    Raises GraphError if M and N differ: the place of a query in its document is unknown then. And
+    if one of the two is missing.
     """
+    if q_ends is None or kv_ends is None:
+        raise GraphError("cu_seq_lens_q, cu_seq_lens_k: documents in a row need both")
     (B, _, M, _), N = query.shape, key.shape[2]
     if M != N:
         raise GraphError(
@@ -309,8 +386,19 @@ def separate_documents(
         return mask, tensors | dict(zip(SEGMENTS, pairs, strict=True))
     say_once("documents in a row are not the segments of a layer's mask")
     q, kv = documents
-    keep = (q[:, :, None] == kv[:, None])[:, None]
-    return mask, tensors | {"keep": tensors["keep"] & keep if "keep" in tensors else keep}
+    return mask, narrow(tensors, (q[:, :, None] == kv[:, None])[:, None])
+
+
+def select_keys(query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
+    """True [B,1,M,N] at the keys of each query, given by indices [B,M,count]."""
+    B, M, N = query.shape[0], query.shape[2], key.shape[2]
+    none = torch.zeros((B, M, N), dtype=torch.bool, device=query.device)
+    return none.scatter(-1, indices.long(), True)[:, None]
+
+
+def narrow(tensors: Tensors, keep: Tensor) -> Tensors:
+    """A mask's tensors, with fewer keys: those of `keep` [B,1,M,N]."""
+    return tensors | {"keep": tensors["keep"] & keep if "keep" in tensors else keep}
 
 
 def keeps_segments_apart(mask: Mask | None) -> bool:
@@ -350,6 +438,7 @@ def attend_batch(
             "continuous_batching: the model is called without a paged cache; within the block call "
             "model.generate_batch, and anything else outside it"
         )
+    refuse_tensors({name: x for name, x in given.items() if name not in OF_A_BATCH})
     others = {"dropout": dropout, **{x: given.get(x) for x in ("position_bias", "block_table")}}
     for name, x in others.items():
         if x is not None and not (isinstance(x, float) and x == 0):
@@ -432,6 +521,35 @@ def no_layers(model: torch.nn.Module) -> str:
     )
 
 
+def refuse_own_attention(model: type[PreTrainedModel]) -> None:
+    """Raise GraphError for a class of models that computes attention by code of its own, or picks
+    such code by names among which ours is missing."""
+    model._can_set_attn_implementation()  # keeps its answer, if it can read the source
+    modules = vars(sys.modules[model.__module__]).values()
+    picks = any(isinstance(x, dict) and "eager" in x and NAME not in x for x in modules)
+    if picks or not getattr(model, "_can_set_attn_implementation_cached_value", True):
+        raise GraphError(
+            f"attn_implementation: {model.__name__} has attention of its own, which does not go "
+            f"through transformers' attention interface, so it can't be {NAME!r}. Load the model "
+            f"without it; model.set_attn_implementation({NAME!r}) then sets the parts that can"
+        )
+
+
+checks = PreTrainedModel.get_correct_attn_implementation  # transformers has no hook for others
+
+
+@wraps(checks)
+def check_ours_too(
+    model: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False
+) -> str:
+    """Refuse as `sdpa` is refused: while a model is made. Later transformers itself leaves out the
+    parts without the interface."""
+    if is_init_check and requested_attention == NAME:
+        refuse_own_attention(type(model))
+    return checks(model, requested_attention, is_init_check)
+
+
+PreTrainedModel.get_correct_attn_implementation = check_ours_too  # type: ignore[method-assign]
 AttentionInterface.register(NAME, attend_layer)
 AttentionMaskInterface.register(NAME, decode_mask)
 AttentionInterface.register(BATCHES, attend_batch)
