@@ -39,7 +39,15 @@ from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
-from attn_graph.nn.calls import SEGMENTS, Named, attend_as, draw_seed, make_graph, named_options
+from attn_graph.nn.calls import (
+    SEGMENTS,
+    Named,
+    Options,
+    attend_as,
+    draw_seed,
+    make_graph,
+    named_options,
+)
 from attn_graph.nn.functional import read_mask
 from attn_graph.nn.packed_sizes import round_size
 from attn_graph.planner.explanation import Explanation
@@ -73,8 +81,10 @@ class MaskDescription(Tensor):
 
     To all but layers of ours it is transformers' mask for eager attention: a tensor [B,1,M,N] with
     0 at keys that a query sees and the least number of its dtype elsewhere. A model that computes
-    with it gets this tensor, made anew each time, with a line in the log. arguments: `eager_mask`'s.
-    keys: the number up to the last query's token, if a layer need read no others.
+    with it gets this tensor, made anew each time, with a line in the log.
+
+    arguments: `eager_mask`'s. keys: the number up to the last query's token, if a layer need read
+    no others.
     """
 
     mask: Mask | None
@@ -93,13 +103,18 @@ class MaskDescription(Tensor):
         """Itself."""
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:  # Any: of `Tensor.to`, and a tensor if it casts
-        """The description with its tensors on a device, for a model spread over several."""
-        if not args or isinstance(args[0], torch.dtype | Tensor) or len(args) > 1:
-            return super().to(*args, **kwargs)
-        moved = {name: x.to(args[0]) for name, x in self.tensors.items()}
-        arguments = {**self.arguments, "device": args[0]}
-        return describe(self.mask, moved, arguments, self.keys)
+    def to(  # type: ignore[override]  # without its overloads
+        self,
+        device: Any = None,
+        *args: Any,
+        **kwargs: Any,  # Any: of `Tensor.to`
+    ) -> Any:
+        """The description with its tensors on a device, for a model spread over several; for
+        another dtype the tensor."""
+        if args or "dtype" in kwargs or not isinstance(device, torch.device | str | int):
+            return super().to(device, *args, **kwargs)
+        moved = {name: x.to(device) for name, x in self.tensors.items()}
+        return describe(self.mask, moved, self.arguments, self.keys, device)
 
     @classmethod
     def __torch_function__(
@@ -113,12 +128,10 @@ class MaskDescription(Tensor):
         if func in LOOKS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        name = func.__name__
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and isinstance(args[0], cls):
+        if (func in WRITES and isinstance(args[0], cls)) or isinstance(kwargs.get("out"), cls):
             raise GraphError(
-                f"attention_mask: a model writes into a layer's mask, by {name}, which leaves no "
-                "trace in it; write into a copy, attention_mask.clone()"
+                f"attention_mask: a model writes into a layer's mask, by {func.__name__}, which "
+                "leaves no trace in it; write into a copy, attention_mask.clone()"
             )
         dense = tree_map_only(cls, dense_mask, (tuple(args), kwargs))
         return func(*dense[0], **dense[1])
@@ -128,6 +141,8 @@ LOOKS = {  # that need no element
     *(getattr(Tensor, x).__get__ for x in ("shape", "dtype", "device", "ndim", "requires_grad")),
     *(Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.__len__),
 }
+WRITES = {Tensor.__setitem__}  # with all that PyTorch names so
+WRITES |= {getattr(Tensor, x) for x in dir(Tensor) if x[0] != "_" and x.endswith("_")}
 
 
 def describe(
@@ -135,11 +150,13 @@ def describe(
     tensors: Tensors,
     arguments: Mapping[str, Any],  # Any: those of transformers
     keys: int | None = None,
+    device: torch.device | str | int | None = None,
 ) -> MaskDescription:
-    """A mask's description: one number, expanded to the shape of the mask."""
-    shape = [arguments[name] for name in ("batch_size", "q_length", "kv_length")]
-    zero = torch.zeros((), dtype=arguments["dtype"], device=arguments["device"])
-    made = zero.expand(shape[0], 1, *shape[1:]).as_subclass(MaskDescription)
+    """A mask's description, in memory one NaN. device: that of `arguments` if None."""
+    B, M, N = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
+    device = arguments["device"] if device is None else device
+    unread = torch.full((), torch.nan, dtype=arguments["dtype"], device=device)
+    made = unread.expand(B, 1, M, N).as_subclass(MaskDescription)
     made.mask, made.tensors, made.arguments, made.keys = mask, tensors, arguments, keys
     return made
 
@@ -246,7 +263,7 @@ def dense_mask(described: MaskDescription) -> Tensor:
     """The tensor [B,1,M,N] of transformers for eager attention: 0, or the least number."""
     say_once("a model computes with the mask of a layer itself")
     mask: Tensor = eager_mask(**described.arguments)
-    return mask
+    return mask.to(described.device)
 
 
 log_once = remember(logger.warning)
@@ -289,16 +306,10 @@ def attend_layer(
     if others:
         refuse_tensors(others)
     chosen = None if indices is None else select_keys(query, key, indices)
-    if isinstance(attention_mask, MaskDescription):
-        mask, tensors = attention_mask.mask, {**attention_mask.tensors}
-        if (n := attention_mask.keys) is not None:
-            key, value = key[:, :, :n], value[:, :, :n]
-            position_bias = None if position_bias is None else position_bias[..., :n]
-    else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = causal and query.shape[2] > 1 and attention_mask is None
-        mask, given = read_mask(attention_mask, causal)
-        tensors = {**given}
+    mask, tensors, n = read_layer_mask(module, query.shape[2], attention_mask, is_causal)
+    if n is not None:
+        key, value = key[:, :, :n], value[:, :, :n]
+        position_bias = None if position_bias is None else position_bias[..., :n]
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         documents = number_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
         mask, tensors = separate_documents(mask, tensors, documents)
@@ -309,19 +320,37 @@ def attend_layer(
     if s_aux is not None:
         tensors["sinks"] = s_aux
     options = (mask, scaling, None, softcap, False, dropout, sinks is not None, None, ())
-    if not is_dynamo_compiling() and (graphs := layer_graphs.get()) is not None:
-        each = {"q": query, "k": key, "v": value, **tensors}
-        specs = {name: TensorSpec.like(x) for name, x in each.items()}
-        graphs[module] = make_graph(specs, named_options(options)), query.device
+    note_graph(module, {"q": query, "k": key, "v": value, **tensors}, options)
     # `attention` reads three times as many arguments at each call
     named = name_tensors(tensors) if tensors else {}
     if dropout:
         named = {**named, **draw_seed(query.device)}
     o = attend_as(query, key, value, named, options)
     if sinks is not None:
-        o = weigh_sinks(*o, sinks)
+        o = weigh_sinks(o[0], o[1], sinks)
     assert isinstance(o, Tensor)
     return o.transpose(1, 2).contiguous(), None
+
+
+def read_layer_mask(
+    module: torch.nn.Module,
+    M: int,
+    attention_mask: MaskDescription | Tensor | None,
+    is_causal: bool | None,
+) -> tuple[Mask | None, Tensors, int | None]:
+    """A layer's mask, its tensors, and the number of keys that it reads, None for all."""
+    if isinstance(attention_mask, MaskDescription):
+        return attention_mask.mask, {**attention_mask.tensors}, attention_mask.keys
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask, given = read_mask(attention_mask, causal and M > 1 and attention_mask is None)
+    return mask, {**given}, None
+
+
+def note_graph(module: torch.nn.Module, tensors: Tensors, options: Options) -> None:
+    """Keep the graph of a layer, while layers are explained."""
+    if not is_dynamo_compiling() and (graphs := layer_graphs.get()) is not None:
+        specs = {name: TensorSpec.like(x) for name, x in tensors.items()}
+        graphs[module] = make_graph(specs, named_options(options)), tensors["q"].device
 
 
 def refuse_tensors(others: Mapping[str, object]) -> None:
@@ -525,8 +554,9 @@ def refuse_own_attention(model: type[PreTrainedModel]) -> None:
     """Raise GraphError for a class of models that computes attention by code of its own, or picks
     such code by names among which ours is missing."""
     model._can_set_attn_implementation()  # keeps its answer, if it can read the source
-    modules = vars(sys.modules[model.__module__]).values()
-    picks = any(isinstance(x, dict) and "eager" in x and NAME not in x for x in modules)
+    home = sys.modules.get(model.__module__)
+    objects = vars(home).values() if home else ()
+    picks = any(isinstance(x, dict) and "eager" in x and NAME not in x for x in objects)
     if picks or not getattr(model, "_can_set_attn_implementation_cached_value", True):
         raise GraphError(
             f"attn_implementation: {model.__name__} has attention of its own, which does not go "
@@ -546,10 +576,11 @@ def check_ours_too(
     parts without the interface."""
     if is_init_check and requested_attention == NAME:
         refuse_own_attention(type(model))
-    return checks(model, requested_attention, is_init_check)
+    name: str = checks(model, requested_attention, is_init_check)
+    return name
 
 
-PreTrainedModel.get_correct_attn_implementation = check_ours_too  # type: ignore[method-assign]
+PreTrainedModel.get_correct_attn_implementation = check_ours_too
 AttentionInterface.register(NAME, attend_layer)
 AttentionMaskInterface.register(NAME, decode_mask)
 AttentionInterface.register(BATCHES, attend_batch)
