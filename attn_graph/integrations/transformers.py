@@ -92,10 +92,12 @@ class MaskDescription(Tensor):
     arguments: Mapping[str, Any]  # Any: those of transformers
     keys: int | None
 
-    def __repr__(self, **_: object) -> str:
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]  # of PyTorch's internals
         return f"MaskDescription(mask={self.mask}, tensors={[*self.tensors]}, keys={self.keys})"
 
-    def contiguous(self, **_: object) -> MaskDescription:
+    def contiguous(
+        self, memory_format: torch.memory_format = torch.contiguous_format
+    ) -> MaskDescription:
         """Itself."""
         return self
 

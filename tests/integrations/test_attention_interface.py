@@ -35,9 +35,10 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def draw_qkv(N: int = M, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    shapes = (H, M), (2, N), (2, N)
-    return [draw(B, *shape, D, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
+def draw_qkv(N: int = M, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    q = draw(B, H, M, D, seed=0, dtype=dtype)
+    k, v = (draw(B, 2, N, D, seed=n, dtype=dtype) for n in (1, 2))
+    return q, k, v
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **others: Any) -> Tensor:
@@ -53,15 +54,17 @@ def test_a_tensor_that_is_not_known_is_refused(
     name: str, holder: Callable[[Tensor], object]
 ) -> None:
     """However it is held."""
+    others: dict[str, Any] = {name: holder(torch.ones(H))}
     with pytest.raises(GraphError, match=f'^{name}: .*set_attn_implementation."eager"'):
-        attend(*draw_qkv(), **{name: holder(torch.ones(H))})
+        attend(*draw_qkv(), **others)
 
 
 @given(names=st.sets(st.sampled_from(sorted(HANDED_ON))), holder=st.sampled_from(HOLDERS))
 def test_what_layers_only_hand_on_changes_nothing(
     names: set[str], holder: Callable[[Tensor], object]
 ) -> None:
-    others = dict.fromkeys(names, holder(torch.arange(M))) | {"output_router_logits": True}
+    others: dict[str, Any] = dict.fromkeys(names, holder(torch.arange(M)))
+    others["output_router_logits"] = True
     assert torch.equal(attend(*draw_qkv(), **others), attend(*draw_qkv()))
 
 
@@ -129,7 +132,7 @@ def test_a_row_without_keys_gives_0_whatever_its_sink() -> None:
     keep = torch.ones(B, 1, M, M).bool()
     keep[0, :, 2] = False
     sinks = draw(B, H, M, 1).requires_grad_()
-    o = attend(*draw_qkv(), mask=keep, sinks=sinks)
+    o = attend(*draw_qkv(), keep, sinks=sinks)
     assert not o[0, 2].any()
     (grad,) = torch.autograd.grad(o.sum(), sinks)
     assert not grad[0, :, 2].any()
@@ -165,7 +168,7 @@ def test_a_query_sees_the_keys_of_its_indices_alone(seed: int, count: int, mask:
     if mask == "data":
         assert masks["data"].keys == 6
         visible[..., 6:] = False
-    o = attend(q, k, v, mask=masks[mask], indices=indices)
+    o = attend(q, k, v, masks[mask], indices=indices)
     torch.testing.assert_close(o, formula(q, k, v, visible))
 
 
@@ -175,7 +178,8 @@ def test_documents_without_both_their_ends_are_refused(name: str) -> None:
         attend(*draw_qkv(), **{name: torch.tensor([0, 2, M])})
 
 
-WITHOUT: dict[str, dict[str, Any]] = {  # models and parts with attention of their own: by code, or by classes of its names
+# Models with attention of their own, as code, or as classes picked by the names of others:
+WITHOUT: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 4},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
     "gptj": {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4},

@@ -49,7 +49,8 @@ from tests.support.transformer_calls import (
 @pytest.fixture(autouse=True)
 def no_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every mask of these models is data; none becomes a tensor [B,1,M,N]."""
-    monkeypatch.setattr(integration, "dense_mask", lambda arguments: pytest.fail("a dense mask"))
+    for name in ("dense_mask", "boolean_mask"):
+        monkeypatch.setattr(integration, name, lambda _: pytest.fail("a dense mask"))
 
 
 @pytest.mark.parametrize("name", families("tokens", "text", "speech", "images", "pairs"))

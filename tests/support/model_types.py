@@ -56,7 +56,8 @@ SIZES = (
     (r"sliding_window|window_size|chunk_size$|attention_window", 6),
     (r"(hidden_size|d_model|embed_dim|n_embd|dim|embedding_size|width|d_embed|n_embed)$", 32),
 )  # fmt: skip
-IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+GIVEN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+GIVEN |= {"head_dim": 8}
 RATES = r"dropout(_rate|_prob)?$|drop_path|layerdrop|_pdrop$"
 
 
@@ -99,8 +100,8 @@ class InDoubles(TorchFunctionMode):
 
 def small(name: str, value: object) -> object:
     """An option's value, made small."""
-    if name in IDS:
-        return IDS[name]
+    if name in GIVEN:
+        return GIVEN[name]
     if isinstance(value, float) and re.search(RATES, name):
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int):
@@ -115,7 +116,7 @@ def shrink(config: type[Config]) -> Config:
     options = {
         name: small(name, parameter.default)
         for name, parameter in inspect.signature(config.__init__).parameters.items()
-        if parameter.default not in (None, inspect.Parameter.empty) or name in IDS
+        if parameter.default not in (None, inspect.Parameter.empty) or name in GIVEN
     }
     default = config()
     for name in config.sub_configs:
@@ -386,6 +387,15 @@ def feed(kind: str) -> tuple[Model, str, Named, Named]:
 
 def check_type(kind: str) -> Verdict:
     """A type's verdict."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return check_in_doubles(kind)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def check_in_doubles(kind: str) -> Verdict:
     try:
         eager, name, inputs, due = feed(kind)
     except ValueError as error:
