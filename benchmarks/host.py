@@ -177,7 +177,8 @@ def measure_masked(mask: ag.Mask, lengths: range, count: int = 100) -> float:
 def measure_layer(count: int = 300) -> float:
     """Microseconds to plan a layer of a Hugging Face model for a length that was not there before,
     without what the plan computes; the median."""
-    from attn_graph.integrations.transformers import attend_layer, decode_mask
+    from attn_graph.integrations.layer_masks import decode_mask
+    from attn_graph.integrations.transformers import attend_layer
 
     layer, lengths = torch.nn.Module(), random.Random(0).sample(range(1, 4096), count)
 

@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="needs transformers, the extra `trans
 import transformers as hf
 from transformers import masking_utils
 
-from attn_graph.integrations import transformers as integration
+from attn_graph.integrations import layer_masks
 from attn_graph.integrations.transformers import HANDED_ON, attend_layer
 from tests.support.tracing import traces
 
@@ -162,7 +162,7 @@ def test_a_query_sees_the_keys_of_its_indices_alone(seed: int, count: int, mask:
     masks: dict[str, Any] = {
         "none": None,
         "dense": torch.rand(B, 1, 1, 8, generator=torch.Generator().manual_seed(seed)) < 0.6,
-        "data": integration.decode_mask(B, 1, 8, 5, use_vmap=False),
+        "data": layer_masks.decode_mask(B, 1, 8, 5, use_vmap=False),
     }
     visible = {"none": keep, "dense": keep & masks["dense"], "data": keep.clone()}[mask]
     if mask == "data":
@@ -245,7 +245,7 @@ def test_a_compiled_model_computes_with_the_mask_of_eager_attention() -> None:
     """Where it tests its type, joins it, and adds it."""
 
     def score(s: Tensor, keep: Tensor) -> Tensor:
-        mask: Any = integration.decode_mask(
+        mask: Any = layer_masks.decode_mask(
             B, M, M, attention_mask=keep, use_vmap=False, dtype=s.dtype
         )
         assert isinstance(mask, Tensor)

@@ -24,6 +24,7 @@ pytest.importorskip("transformers", reason="needs transformers, the extra `trans
 from transformers import LlamaConfig
 from transformers import masking_utils as hf
 
+from attn_graph.integrations import layer_masks
 from attn_graph.integrations import transformers as integration
 from attn_graph.integrations.conditions import UnreadableMaskError
 from attn_graph.integrations.mask_functions import Frame, read_mask_function
@@ -196,7 +197,7 @@ def calls(draw: Draw) -> Call:
     return Call(M, N, past, kv_offset, function, padding, draw(st.booleans()))
 
 
-def dense(described: integration.MaskDescription, M: int, N: int) -> Tensor:
+def dense(described: layer_masks.MaskDescription, M: int, N: int) -> Tensor:
     """What a description keeps [B,1,M,N]."""
     data = dict(described.tensors)
     assert {x.dtype for name, x in data.items() if "segments" in name} <= {*INTEGERS}
@@ -228,14 +229,14 @@ def check_call(call: Call) -> bool:
     expected = transformers_mask(call.arguments())
     with pytest.MonkeyPatch.context() as patch:
         if call.on_device:  # as where the host would wait for it
-            patch.setattr(integration, "read_offset", lambda q_offset: q_offset)
-        described = integration.decode_mask(**call.arguments())
+            patch.setattr(layer_masks, "read_offset", lambda q_offset: q_offset)
+        described = layer_masks.decode_mask(**call.arguments())
     assert torch.equal(dense(described, call.M, call.N), expected), described
     assert torch.equal(described.clone(), hf.eager_mask(**call.arguments()))
     return is_data(described)
 
 
-def is_data(described: integration.MaskDescription) -> bool:
+def is_data(described: layer_masks.MaskDescription) -> bool:
     """False for a mask that is all places, [B,1,M,N]."""
     keep = described.tensors.get("keep")
     return described.mask is not None or keep is None or keep.shape != described.shape
@@ -249,7 +250,7 @@ def test_the_room_of_a_cache_behind_the_last_token_is_left_out(on_device: bool) 
     def keys(M: int, past: int, function: MaskFunction) -> int | None:
         padding = torch.ones(B, past + M, dtype=torch.bool)
         call = Call(M, 12, past, 0, function, padding, on_device)
-        described = integration.decode_mask(**call.arguments())
+        described = layer_masks.decode_mask(**call.arguments())
         assert not described.tensors or described.keys is None
         return described.keys
 
@@ -274,7 +275,7 @@ def test_queries_after_any_number_of_keys_have_one_mask(on_device: bool) -> None
     for past in (4, 5):
         padding = torch.ones(B, past + 3, dtype=torch.bool)
         call = Call(3, 12, past, 0, window, padding, on_device)
-        described = integration.decode_mask(**call.arguments())
+        described = layer_masks.decode_mask(**call.arguments())
         masks.add(described.mask)
     assert len(masks) == 1
 
@@ -291,7 +292,7 @@ def test_near_keys_have_the_mask_of_a_window_or_a_chunk(
         hf.chunked_causal_mask_function(size, padding.logical_not().sum(1)),
     ):
         arguments = Call(M, N, N - M, 0, function, padding).arguments()
-        described = integration.decode_mask(**arguments, allow_is_causal_skip=True, local_size=size)
+        described = layer_masks.decode_mask(**arguments, allow_is_causal_skip=True, local_size=size)
         assert torch.equal(dense(described, M, N), transformers_mask(arguments))
 
 
@@ -300,7 +301,7 @@ def test_layers_read_no_key_behind_the_last_token() -> None:
     q, k, v = torch.randn(B, 2, 1, 4), torch.randn(B, 2, 12, 4), torch.randn(B, 2, 12, 4)
     bias, layer = torch.randn(1, 2, 1, 12), torch.nn.Identity()
     call = Call(1, 12, 7, 0, hf.causal_mask_function, torch.ones(B, 8, dtype=torch.bool), True)
-    described = integration.decode_mask(**call.arguments())
+    described = layer_masks.decode_mask(**call.arguments())
     due, _ = integration.attend_layer(layer, q, k, v, described, position_bias=bias)
     for x in (k, v, bias.mT):
         x[:, :, 8:] = torch.nan
@@ -359,14 +360,16 @@ def test_documents_are_joined_to_the_segments_of_a_mask() -> None:
         if "q_segments" in mask.needs:
             tensors |= {"q_segments": IDS.flip(1), "kv_segments": IDS}
         arguments = describe(hf.causal_mask_function).arguments
-        kept = dense(integration.describe(mask, tensors, arguments), 4, 4)
+        kept = dense(layer_masks.MaskDescription.of(mask, tensors, arguments), 4, 4)
         joined = integration.separate_documents(mask, tensors, documents)
-        assert torch.equal(dense(integration.describe(*joined, arguments), 4, 4), kept & apart)
+        assert torch.equal(
+            dense(layer_masks.MaskDescription.of(*joined, arguments), 4, 4), kept & apart
+        )
 
 
 def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `decode_mask`
     call = Call(4, 4, 0, 0, function, None)
-    return integration.decode_mask(**{**call.arguments(), **changes})
+    return layer_masks.decode_mask(**{**call.arguments(), **changes})
 
 
 @pytest.mark.parametrize(
@@ -398,7 +401,7 @@ def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `decode_
 def test_what_no_mask_says_is_a_tensor_and_the_log_says_why_once(
     function: MaskFunction, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    integration.log_once.cache_clear()
+    layer_masks.log_once.cache_clear()
     masks = [describe(function, use_vmap=True) for _ in range(2)]
     arguments = describe(hf.causal_mask_function).arguments | {"mask_function": function}
     assert masks[1].mask is None
@@ -455,7 +458,7 @@ def test_whoever_computes_with_a_mask_gets_the_mask_of_eager_attention(
     use: str, call: Call
 ) -> None:
     """Floating, as in every model's own eager attention; never booleans, which would be added."""
-    described = integration.decode_mask(**call.arguments())
+    described = layer_masks.decode_mask(**call.arguments())
     due = hf.eager_mask(**call.arguments())
     results, expected = (USES[use](x) for x in (described, due))
     torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
@@ -468,9 +471,9 @@ def test_a_mask_looks_like_that_of_eager_attention_and_is_not_made_to_be_looked_
 ) -> None:
     described, due = (
         function(**Call(3, 4, 1, 0, hf.causal_mask_function, None).arguments(), dtype=dtype)
-        for function in (integration.decode_mask, hf.eager_mask)
+        for function in (layer_masks.decode_mask, hf.eager_mask)
     )
-    monkeypatch.setattr(integration, "dense_mask", lambda _: pytest.fail("a dense mask"))
+    monkeypatch.setattr(layer_masks, "dense_mask", lambda _: pytest.fail("a dense mask"))
     assert isinstance(described, Tensor)
     assert described.contiguous() is described
     for look in ("shape", "dtype", "device", "ndim", "requires_grad"):
@@ -481,7 +484,7 @@ def test_a_mask_looks_like_that_of_eager_attention_and_is_not_made_to_be_looked_
 
 
 def test_a_mask_that_a_model_computes_with_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    integration.log_once.cache_clear()
+    layer_masks.log_once.cache_clear()
     described = describe(hf.causal_mask_function)
     _ = described + 1, described + 1
     (record,) = caplog.records
