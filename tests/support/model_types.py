@@ -258,8 +258,11 @@ def visible_rows(name: str, x: Tensor, inputs: Named) -> Tensor | None:
         return x
     if x.shape[:2] == keep.shape:
         return x[keep.bool()]
-    early = x.ndim > 2 and len(x) == B and "input_ids" not in inputs  # fewer frames than before
-    return x[:, : max(1, x.shape[1] // 2)] if early else None
+    if x.ndim < 3 or len(x) != B:
+        return None
+    if {"inputs_embeds", "hidden_states"} & inputs.keys() and x.shape[1] > TOKENS:
+        return x[:, :TOKENS][keep.bool()]  # tokens of the model's own follow
+    return None if "input_ids" in inputs else x[:, : max(1, x.shape[1] // 2)]  # fewer frames
 
 
 def results_of(model: Model, inputs: Named) -> Named:
@@ -303,9 +306,10 @@ def list_outputs(outputs: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 def difference(due: Named, results: Named) -> str:
     """What differs, with its size; "" if nothing does by more than TOLERANCE."""
-    if due.keys() != results.keys():
-        return f"{sorted(due.keys() ^ results.keys())[:2]} are on one side alone"
-    due = {name: x for name, x in due.items() if x.numel()}
+    for name in due.keys() ^ results.keys():  # the gradient of an expert of padding alone is None
+        if (due | results)[name].any():
+            return f"{name} is on one side alone"
+    due = {name: x for name, x in due.items() if x.numel() and name in results}
     largest = max((x.abs().max().item() for n, x in due.items() if n.startswith("d ")), default=0)
     for name, x in due.items():
         size = x.abs().max().item() if name[:2] != "d " else largest
@@ -333,10 +337,9 @@ def make(model: type[Model], shrinks: Callable[[type[Config]], Config]) -> Model
     return made
 
 
-def load(eager: Model) -> Model:
-    """The same model, loaded with our attention."""
-    config = deepcopy(eager.config)
-    made = type(eager)._from_config(config, attn_implementation="attn_graph").double().eval()
+def copy(eager: Model, **options: Any) -> Model:
+    """The same model, made anew with options."""
+    made = type(eager)._from_config(deepcopy(eager.config), **options).double().eval()
     made.load_state_dict(eager.state_dict())
     for x, due in zip(made.buffers(), eager.buffers(), strict=True):
         x.data = due.data.clone()
@@ -345,9 +348,14 @@ def load(eager: Model) -> Model:
     return made
 
 
+def load(eager: Model) -> Model:
+    """The same model, loaded with our attention."""
+    return copy(eager, attn_implementation="attn_graph")
+
+
 def change(eager: Model) -> Model:
     """The same model, with our attention set."""
-    made = deepcopy(eager)
+    made = copy(eager)
     made.set_attn_implementation("attn_graph")
     return made
 
