@@ -70,9 +70,9 @@ def extent_of(shape: Sequence[int]) -> Sequence[int]:
     return shape[:2] if len(shape) == 4 else (row_count(shape),)
 
 
-def blind_in(writer: Pack | SumPages, hides: bool) -> Pack | SumPages:
-    """The op; if it is a Pack, with -inf in rows outside sequences if `hides`."""
-    return evolve(writer, blind=hides) if isinstance(writer, Pack) else writer
+def blind_in(op: T, hides: bool) -> T:
+    """The op; if it packs or unpacks, with -inf in rows outside sequences if `hides`."""
+    return evolve(op, blind=hides) if isinstance(op, Pack | Unpack) else op
 
 
 @final
@@ -245,14 +245,16 @@ class Packed(Fused):
     def read(self, use: Callable[..., X], operands: Sequence[X]) -> list[X]:
         """The operands of `op`. use: applies an op to values."""
         own, where = self.split(operands)
-        readers, sides = self.readers, self.op.operand_sides
+        readers, roles = self.readers, self.op.takes
         scales = self.scales(operands)
         own = tuple(
             use(Dequantise(), x, scales[n], own[0]) if n in scales else x for n, x in enumerate(own)
         )
         return [
-            use(readers[side], x, *where[side]) if side in readers else x
-            for x, side in zip(own, sides, strict=True)
+            use(blind_in(readers[role.side], self.hides(role.name)), x, *where[role.side])
+            if role.side in readers
+            else x
+            for x, role in zip(own, roles, strict=True)
         ]
 
     def write(
@@ -299,7 +301,7 @@ class Packed(Fused):
         return self.write(run_one, self.op.run(*self.read(run_one, operands)), operands)
 
     def hides(self, name: str) -> bool:
-        """True if a result is -inf in rows outside sequences, as statistics are."""
+        """True if a tensor is -inf in rows outside sequences, as statistics are."""
         return name in self.attention.statistics
 
     def within(self, emit: Emit, where: Values) -> Emit:

@@ -27,9 +27,11 @@ from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
 from tests.support.sequences import (
+    FAR,
     Batch,
     attend,
     batches,
+    by_padding,
     gradients_on,
     lay_like,
     lay_places,
@@ -133,14 +135,15 @@ def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> 
     batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
     layout = Layout(P, draw(st.booleans()), ended, packed)
-    return make_case(batch, layout, shape, kind, options, draw(seeds))
+    options["mask"] = draw(by_padding(options["mask"]))
+    return make_case(batch, layout, shape, kind, options, draw(seeds), draw(FAR))
 
 
 def make_case(
     batch: Batch, layout: Layout, shape: Shape, kind: torch.dtype, options: dict[str, Any],
-    seed: int,
+    seed: int, far: float = 1.0,
 ) -> Case:  # fmt: skip
-    """The two graphs, and tensors for both."""
+    """The two graphs, and tensors for both. far: times q."""
     random, B, pages = torch.Generator().manual_seed(seed), shape.B, shape.N // layout.page
     pool = B * pages + 2, layout.page, shape.G
     k, v = (
@@ -168,7 +171,7 @@ def make_case(
     whole = [SPEC(s, kind) for s in (shape.q, shape.k, shape.v)]
     padded = attend(whole, {**options, **both, "mask": mask})
     tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
-    tensors |= places | {"k": k, "v": v}
+    tensors |= places | {"k": k, "v": v, "q": tensors["q"] * far}
     tensors |= {"q": batch.spoil(tensors["q"], 0)} if layout.packed else {}
     case = Case(batch, layout, graph, padded, tensors)
     for x in (k, v):
