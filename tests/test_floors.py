@@ -21,6 +21,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     (
         "attn_graph.plan",
         *(f"attn_graph.plan.{x}" for x in ("building", "cache", "explained", "outputs", "pull")),
+        "attn_graph.plan.verified",
     ),
     ("attn_graph.planner.*",),
     tuple(f"attn_graph.lowering.{backend}.*" for backend in BACKENDS),

@@ -261,7 +261,8 @@ class Packed(Fused):
         self, use: Callable[..., X], results: Sequence[X], operands: Sequence[X]
     ) -> tuple[X, ...]:
         """Its results from those of `op`. operands: its own. use: applies an op to values."""
-        writers, (_, where) = self.writers([x.shape for x in operands]), self.split(operands)
+        shapes = [getattr(x, "type", x).shape for x in operands]  # a graph's values have types
+        writers, (_, where) = self.writers(shapes), self.split(operands)
         named = zip(results, self.op.gives, strict=True)
         return tuple(
             use(blind_in(writers[role.side], self.hides(role.name)), x, *where[role.side])

@@ -18,7 +18,6 @@ from attn_graph.ir.binding import bind_graph, complete_sizes, split_sizes
 from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.jvp import jvp, push_graph
-from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import cotangent_specs, main_outputs
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.request import Request
@@ -50,6 +49,7 @@ from attn_graph.planner.sized import Sized
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported at first use: calls need none of them
+    from attn_graph.ir.reference import Verification
     from attn_graph.planner.cost import Cost
     from attn_graph.planner.explanation import Explanation
 
@@ -438,13 +438,13 @@ class Plan:
     def verify(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
         """Run the plan on these tensors and compare with float64 by the rule of docs/semantics.md.
 
-        If one key outweighs all others, its allowance is smaller than that page's: see there.
+        If the graph has a gradient, and a backend for it, that of a training step is compared too,
+        for drawn cotangents of all outputs but lse. If one key outweighs all others, the allowance
+        is smaller than that page's: see there.
         """
-        with torch.no_grad():
-            given = self.arranged(tensors, named)
-            self(*given)  # checks the tensors
-            graph = bind_graph(self.graph, self.sizes_of(given))
-            return compare(graph, given, self.run(*given)[0], self.request.options.precision)
+        from attn_graph.plan.verified import verify_plan
+
+        return verify_plan(self, tensors, named)
 
     def check(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> None:
         """Raise PlanMismatchError if starts, lengths or pages point at nothing: starts that
