@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, final
 
@@ -24,8 +24,9 @@ from attn_graph.ir.packing import (
 from attn_graph.ir.paging import SumPages, Unpage, table_problems
 from attn_graph.ir.scaling import KEY_SCALES, Dequantise
 from attn_graph.ir.tangents import AttentionJvp
-from attn_graph.masks import And, KeyLengths, Mask, QueryLengths, flatten_join
+from attn_graph.masks import And, Band, KeyLengths, Mask, QueryLengths, flatten_join
 from attn_graph.spec import ValueType
+from attn_graph.spec.dims import are_numbers
 
 T = TypeVar("T")
 X = TypeVar("X", ValueType, torch.Tensor)
@@ -55,6 +56,35 @@ def and_parts(mask: Mask | None) -> list[Mask]:
     return [] if mask is None else flatten_join(And, mask)
 
 
+def seen_keys(mask: Mask | None, rows: int, keys: int, q_length: int, kv_length: int) -> range:
+    """The keys of one entry that the bands of a mask leave to some query. All others are absent,
+    as keys past its length are. rows, keys: the sizes without lengths."""
+    first, stop = 0, kv_length
+    for part in and_parts(mask):
+        if isinstance(part, Band) and are_numbers(part.low or 0, part.high or 0):
+            shift = 0
+            if part.ragged:
+                shift = kv_length if LENGTHS["keys"] in part.ragged else keys
+                shift -= q_length if LENGTHS["rows"] in part.ragged else rows
+            first = first if part.low is None else max(first, part.low + shift)
+            stop = stop if part.high is None else min(stop, rows + part.high + shift)
+    return range(first, max(first, stop))
+
+
+def fill_hidden(table: torch.Tensor, page: int, seen: Sequence[range]) -> torch.Tensor:
+    """The table [B,pages] with some seen page of an entry, else page 0, in the place of those that
+    it does not see. page: rows of one. seen: the keys of each entry."""
+    if not page or not table.numel():
+        return table
+    first = table.new_tensor([keys.start // page for keys in seen])[:, None]
+    behind = table.new_tensor([-(-keys.stop // page) * bool(keys) for keys in seen])[:, None]
+    places = torch.arange(table.shape[1], device=table.device)
+    some = (behind > first) & (first < table.shape[1])
+    known = table.gather(1, first.clamp(max=max(0, table.shape[1] - 1)).long())
+    filled = torch.where(some, known, torch.zeros_like(known))
+    return torch.where((places >= first) & (places < behind), table, filled)
+
+
 def infer_one(op: Op, *operands: ValueType) -> ValueType:
     (result,) = op.infer(*operands)
     return result
@@ -63,6 +93,13 @@ def infer_one(op: Op, *operands: ValueType) -> ValueType:
 def run_one(op: Op, *operands: torch.Tensor) -> torch.Tensor:
     (result,) = op.run(*operands)
     return result
+
+
+def shape_of(x: Any) -> Sequence[int]:  # Any: a type, a tensor, a value of a graph being built
+    shape: Sequence[int] = (
+        x.type.shape if isinstance(getattr(x, "type", None), ValueType) else x.shape
+    )
+    return shape
 
 
 def extent_of(shape: Sequence[int]) -> Sequence[int]:
@@ -261,7 +298,7 @@ class Packed(Fused):
         self, use: Callable[..., X], results: Sequence[X], operands: Sequence[X]
     ) -> tuple[X, ...]:
         """Its results from those of `op`. operands: its own. use: applies an op to values."""
-        shapes = [getattr(x, "type", x).shape for x in operands]  # a graph's values have types
+        shapes = [shape_of(x) for x in operands]
         writers, (_, where) = self.writers(shapes), self.split(operands)
         named = zip(results, self.op.gives, strict=True)
         return tuple(
@@ -298,7 +335,33 @@ class Packed(Fused):
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
         return self.write(infer_one, self.op.infer(*self.read(infer_one, types)), types)
 
+    def seen(self, operands: Mapping[int, torch.Tensor], sizes: Sequence[int]) -> list[range]:
+        """The keys of each entry that count, by its lengths and `seen_keys`. operands: lengths and
+        the table, by number. sizes: the most rows and keys."""
+        (rows, keys), read = sizes, self.attention.slots.mask
+        entries = len(operands[len(self.takes) - 1])
+        own = {"q_lengths": rows, "kv_lengths": keys}
+        lengths = [
+            operands[read[name]].tolist() if name in read else [n] * entries
+            for name, n in own.items()
+        ]
+        return [
+            seen_keys(self.attention.mask, rows, keys, *each) for each in zip(*lengths, strict=True)
+        ]
+
+    def with_seen_pages(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The operands, with pages that no query sees out of the table."""
+        if not self.paged:
+            return operands
+        sizes = [
+            x.shape[2]
+            for x in self.padded([ValueType(tuple(x.shape), x.dtype) for x in operands])[:2]
+        ]
+        seen = self.seen(dict(enumerate(operands)), sizes)
+        return *operands[:-1], fill_hidden(operands[-1], operands[1].shape[1], seen)
+
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        operands = (*self.with_seen_pages(operands),)
         return self.write(run_one, self.op.run(*self.read(run_one, operands)), operands)
 
     def hides(self, name: str) -> bool:

@@ -7,7 +7,7 @@ and the table may hold anything there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
@@ -29,12 +29,17 @@ def table_problems(who: str, table: ValueType, *lengths: ValueType) -> Iterator[
 
 
 def list_entries(
-    page: int, pool: int, table: torch.Tensor, lengths: torch.Tensor | None = None
+    page: int,
+    pool: int,
+    table: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    seen: Sequence[range] | None = None,
 ) -> Iterator[tuple[int, list[int], int]]:
     """The number of each entry, its pages, and its rows, which end within the last page.
 
-    page: rows of one. pool: the number of pages. Reads the tensors on the host. Raises
-    PlanMismatchError for lengths beyond all pages of an entry, and for pages outside the pool.
+    page: rows of one. pool: the number of pages. seen: the keys of each entry that count; None: all
+    within its length. Reads the tensors on the host. Raises PlanMismatchError for lengths beyond
+    all pages of an entry, and for pages outside the pool that hold keys that count.
     """
     most = table.shape[1] * page
     counts = [most] * len(table) if lengths is None else lengths.tolist()
@@ -45,11 +50,14 @@ def list_entries(
                 way_out="give as many keys as are in its pages, or a table of more of them",
             )
         used = pages[: -(-count // max(1, page))]
-        if used and not 0 <= min(used) <= max(used) < pool:
-            extent = f"pages from {min(used)} to {max(used)}, of a pool of {pool}"
+        first = seen[b].start // max(1, page) if seen else 0
+        own = used[first : -(-seen[b].stop // max(1, page))] if seen else used
+        if own and not 0 <= min(own) <= max(own) < pool:
+            extent = f"pages from {min(own)} to {max(own)}, of a pool of {pool}"
             raise PlanMismatchError(
                 f"pages: entry {b} has {extent}",
-                way_out="name pages of the pool; the table may hold anything past kv_lengths alone",
+                way_out="name pages of the pool; the table may hold anything past kv_lengths, and "
+                "behind a window that hides them from all queries",
             )
         yield b, used, count
 

@@ -9,6 +9,7 @@ from attrs import evolve
 
 from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import bind_graph
+from attn_graph.ir.data_checks import show_seen_pages
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.reference import Verification, compare, evaluate, evaluate_low, in_single_steps
 from attn_graph.ir.vjp import (
@@ -36,6 +37,7 @@ def verify_plan(
         given = plan.arranged(tensors, named)
         plan(*given)  # checks the tensors
         graph = bind_graph(plan.graph, plan.sizes_of(given))
+        given = (*show_seen_pages(graph, given),)
         precision = plan.recipe.options.precision
         also = [*evaluate_apart(graph, given, precision)]
         own = compare(graph, given, plan.run(*given)[0], precision, also)

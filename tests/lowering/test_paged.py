@@ -394,3 +394,56 @@ def test_memory_does_not_grow_with_the_cache() -> None:
     forward = memory.workspace_forward + memory.temporary_forward
     backward = memory.workspace_backward + memory.temporary_backward
     assert max(forward, backward) < 2**24 < pool.type.bytes / 16
+
+
+BEHIND = (
+    {"mask": ag.Window(5, 0, "bottom_right")},
+    {"mask": ag.Window(5, 0, "bottom_right"), "soft_cap": 3.0},
+    {"mask": ag.Window(5, 0, "bottom_right") & ag.Formula("j >= 0")},
+)
+
+
+@pytest.mark.parametrize("options", BEHIND, ids=str)
+@given(
+    page=st.sampled_from([1, 4, 16]),
+    dtype=dtypes,
+    lengths=st.lists(st.integers(4, 64), min_size=1, max_size=3),
+    seed=seeds,
+)
+def test_keys_behind_a_window_are_neither_checked_nor_read(
+    options: dict[str, Any], page: int, dtype: torch.dtype, lengths: list[int], seed: int
+) -> None:
+    """To the bit, in both passes: what the table and the pool hold there changes nothing."""
+    B, M, pages, random = len(lengths), 4, 64 // page, torch.Generator().manual_seed(seed)
+    table = torch.arange(B * pages, dtype=I32).view(B, pages)
+    q = torch.randn(B, 4, M, 8, generator=random).to(dtype)
+    pool = torch.randn(B * pages, page, 2, 8, generator=random).to(dtype)
+    counts = torch.tensor(lengths, dtype=I32)
+    freed, holes = table.clone(), pool.clone()
+    for b, n in enumerate(lengths):
+        first = max(0, n - M - 5)
+        freed[b, : first // page] = GARBAGE[0]
+        holes[table[b].long()] = pool[table[b].long()].masked_fill(
+            (torch.arange(64) < first).view(pages, page, 1, 1), torch.nan
+        )
+    k, t = SPEC.like(pool), SPEC.like(table)
+    graph = ag.attention(
+        SPEC.like(q), k, k, pages=t, kv_lengths=SPEC.like(counts), stats=True, **options
+    )
+    plan = ag.compile(graph, target=CPU)
+    made = []
+    for rows, places in ((pool, table), (holes, freed)):
+        named = {"q": q, "k": rows, "v": rows, "pages": places, "kv_lengths": counts}
+        plan.check(**named)
+        leaves = {n: named[n].detach().requires_grad_() for n in "qkv"}
+        results = run_plan(plan, [(named | leaves)[i.name] for i in graph.inputs])
+        made.append([*results, *torch.autograd.grad(results[0].sum(), [*leaves.values()])])
+    for x, due in zip(*reversed(made), strict=True):
+        assert torch.equal(x, due)
+    named = {"q": q, "k": pool, "v": pool, "pages": freed, "kv_lengths": counts}
+    assert plan.verify(**named).errors[0] < torch.inf
+    wrong = table.clone()
+    wrong[0, (lengths[0] - 1) // page] = GARBAGE[0]
+    for run in (plan, plan.check):
+        with pytest.raises(ag.PlanMismatchError, match="pages from -7"):
+            run(**named | {"pages": wrong})
