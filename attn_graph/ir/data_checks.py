@@ -60,7 +60,7 @@ def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch
             table, *ends = (known[n] for n in where["keys"])
             sizes = [padded[n].shape[2] for n in PLACES.values()]
             seen = packed.seen(known, sizes) if page else None
-            deque(list_entries(page, n, table, *(ends or [None]), seen), 0)
+            deque(list_entries(page, n, table, *ends, seen=seen), 0)
     read = op.attention.slots.mask
     for side, name in LENGTHS.items():
         if name in read and side not in where:

@@ -56,7 +56,7 @@ def and_parts(mask: Mask | None) -> list[Mask]:
     return [] if mask is None else flatten_join(And, mask)
 
 
-def seen_keys(mask: Mask | None, rows: int, keys: int, q_length: int, kv_length: int) -> range:
+def keys_in_bands(mask: Mask | None, rows: int, keys: int, q_length: int, kv_length: int) -> range:
     """The keys of one entry that the bands of a mask leave to some query. All others are absent,
     as keys past its length are. rows, keys: the sizes without lengths."""
     first, stop = 0, kv_length
@@ -71,7 +71,7 @@ def seen_keys(mask: Mask | None, rows: int, keys: int, q_length: int, kv_length:
     return range(first, max(first, stop))
 
 
-def fill_hidden(table: torch.Tensor, page: int, seen: Sequence[range]) -> torch.Tensor:
+def without_hidden(table: torch.Tensor, page: int, seen: Sequence[range]) -> torch.Tensor:
     """The table [B,pages] with some seen page of an entry, else page 0, in the place of those that
     it does not see. page: rows of one. seen: the keys of each entry."""
     if not page or not table.numel():
@@ -336,7 +336,7 @@ class Packed(Fused):
         return self.write(infer_one, self.op.infer(*self.read(infer_one, types)), types)
 
     def seen(self, operands: Mapping[int, torch.Tensor], sizes: Sequence[int]) -> list[range]:
-        """The keys of each entry that count, by its lengths and `seen_keys`. operands: lengths and
+        """The keys of each entry that count, by its lengths and `keys_in_bands`. operands: lengths and
         the table, by number. sizes: the most rows and keys."""
         (rows, keys), read = sizes, self.attention.slots.mask
         entries = len(operands[len(self.takes) - 1])
@@ -346,7 +346,8 @@ class Packed(Fused):
             for name, n in own.items()
         ]
         return [
-            seen_keys(self.attention.mask, rows, keys, *each) for each in zip(*lengths, strict=True)
+            keys_in_bands(self.attention.mask, rows, keys, *each)
+            for each in zip(*lengths, strict=True)
         ]
 
     def with_seen_pages(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -358,7 +359,7 @@ class Packed(Fused):
             for x in self.padded([ValueType(tuple(x.shape), x.dtype) for x in operands])[:2]
         ]
         seen = self.seen(dict(enumerate(operands)), sizes)
-        return *operands[:-1], fill_hidden(operands[-1], operands[1].shape[1], seen)
+        return *operands[:-1], without_hidden(operands[-1], operands[1].shape[1], seen)
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         operands = (*self.with_seen_pages(operands),)

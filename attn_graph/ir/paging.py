@@ -33,6 +33,7 @@ def list_entries(
     pool: int,
     table: torch.Tensor,
     lengths: torch.Tensor | None = None,
+    *,
     seen: Sequence[range] | None = None,
 ) -> Iterator[tuple[int, list[int], int]]:
     """The number of each entry, its pages, and its rows, which end within the last page.

@@ -218,7 +218,7 @@ def run_in_steps(emit: Emit, op: Op, operands: Values) -> Sequence[Any]:  # Any:
     if packed := op.packed:
         own = packed.read(one, operands)
         return packed.write(one, run_in_steps(emit, packed.op, own), operands)  # type: ignore[no-any-return]  # of a Packed
-    return op.forward.unfold(emit, operands) if op.forward else emit(op, *operands)  # type: ignore[no-any-return]  # of an Attention
+    return op.forward.unfold(emit, operands) if op.forward else emit(op, *operands)
 
 
 def in_single_steps(graph: Graph) -> Graph:

@@ -22,7 +22,7 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.fused import Role
 from attn_graph.ir.graph import Eqn, Op
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.ir.packed import LENGTHS, Packed, seen_keys, with_operands
+from attn_graph.ir.packed import LENGTHS, Packed, keys_in_bands, with_operands
 from attn_graph.ir.packing import list_sequences, row_count
 from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.backend import Executable
@@ -36,6 +36,7 @@ from attn_graph.lowering.cpu.sequences import (
     add_to_pages,
     as_meta,
     block_keys,
+    checked_table,
     cut_rows,
     dequantise_keys,
     ending_sides,
@@ -46,7 +47,6 @@ from attn_graph.lowering.cpu.sequences import (
     key_bytes,
     meta_pages,
     padded_step,
-    read_table,
     replace_lengths,
 )
 from attn_graph.lowering.problem import has_problem
@@ -141,8 +141,8 @@ class PackedRun:
     ) -> list[Span]:
         M, N, page = self.most["rows"], self.most["keys"], pool.shape[1]
         sizes, mask = (span.sizes for span in spans), self.node.mask
-        seen = [seen_keys(mask, M, N, x.q_length, x.kv_length) for x in sizes]
-        rows = read_table(pool.shape, table, seen, *lengths).long()
+        seen = [keys_in_bands(mask, M, N, x.q_length, x.kv_length) for x in sizes]
+        rows = checked_table(pool.shape, table, seen, *lengths).long()
         used = (-(-span.sizes.keys // max(1, page)) for span in spans)
         return [
             evolve(span, pages=rows[span.entry, :n], hidden=min(keys.start, span.sizes.keys))

@@ -16,7 +16,7 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.ops import join_statistics
-from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, fill_hidden, run_one
+from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, run_one, without_hidden
 from attn_graph.ir.paging import list_entries
 from attn_graph.ir.relative import RelativeBias
 from attn_graph.ir.scaling import Dequantise
@@ -233,17 +233,17 @@ def key_bytes(op: Packed, specs: Sequence[TensorSpec]) -> int:
     return k.shape[2 if op.paged else 1] * (k.shape[-1] + v.shape[-1]) * dtype.itemsize
 
 
-def read_table(
+def checked_table(
     pool: Sequence[int], table: torch.Tensor, seen: Sequence[range], *lengths: torch.Tensor
 ) -> torch.Tensor:
     """The table without the pages that no query sees. Raises PlanMismatchError for lengths beyond
     all pages, and for other pages outside the pool. pool: its shape. seen: the keys of each entry
     that count. Reads the tensors on the host."""
     (n, P), pages = pool[:2], table.shape[1]
-    used = fill_hidden(table, P, seen)
+    used = without_hidden(table, P, seen)
     limits = zip((used, *lengths), (n - 1, pages * P), strict=False)
     if any(x.numel() and not 0 <= x.min() <= x.max() <= most for x, most in limits):
-        deque(list_entries(P, n, table, *(lengths or [None]), seen), 0)  # raises, naming the entry
+        deque(list_entries(P, n, table, *lengths, seen=seen), 0)  # raises, naming the entry
     return used
 
 

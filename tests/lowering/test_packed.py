@@ -508,6 +508,7 @@ def test_far_rows_of_sequences_padded_to_the_longest_have_gradients(
         options["sinks"] = torch.full((1,), sinks, dtype=dtype, requires_grad=True)
     q, k, v = (torch.full((6, 1, 4), 6.0, dtype=dtype, requires_grad=True) for _ in "qkv")
     o = attention(q, k, v, mask=ag.Formula("i >= j"), scale=1.0, **options)
+    assert isinstance(o, torch.Tensor)
     leaves = [q, k, v, *([] if sinks is None else [options["sinks"]])]
     dq, dk, dv, *dsinks = torch.autograd.grad(o.sum(), leaves, create_graph=True)
     due = torch.tensor([3 / 2, 1 / 2, 25 / 12, 13 / 12, 7 / 12, 1 / 4], dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve, frozen
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
@@ -410,6 +410,7 @@ BEHIND = (
     lengths=st.lists(st.integers(4, 64), min_size=1, max_size=3),
     seed=seeds,
 )
+@settings(max_examples=max(3, settings().max_examples // 5))
 def test_keys_behind_a_window_are_neither_checked_nor_read(
     options: dict[str, Any], page: int, dtype: torch.dtype, lengths: list[int], seed: int
 ) -> None:
