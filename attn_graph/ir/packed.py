@@ -336,8 +336,8 @@ class Packed(Fused):
         return self.write(infer_one, self.op.infer(*self.read(infer_one, types)), types)
 
     def seen(self, operands: Mapping[int, torch.Tensor], sizes: Sequence[int]) -> list[range]:
-        """The keys of each entry that count, by its lengths and `keys_in_bands`. operands: lengths and
-        the table, by number. sizes: the most rows and keys."""
+        """The `keys_in_bands` of each entry. operands: lengths and the table, by number. sizes: the
+        most rows and keys."""
         (rows, keys), read = sizes, self.attention.slots.mask
         entries = len(operands[len(self.takes) - 1])
         own = {"q_lengths": rows, "kv_lengths": keys}
