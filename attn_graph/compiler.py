@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 from attn_graph.errors import read_renamed
 from attn_graph.ir.binding import complete_sizes, replace_sizes
 from attn_graph.ir.graph import Graph, check_graph
-from attn_graph.lowering.backend import Backend, Fallback, Options
+from attn_graph.lowering.backend import Backend
+from attn_graph.lowering.request import Fallback, Options, Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import CacheInfo
 from attn_graph.machine.imports import load_modules
@@ -40,7 +41,6 @@ from attn_graph.planner.arguments import (
     unknown_option,
 )
 from attn_graph.planner.choose import resolve_backends
-from attn_graph.planner.recipe import Recipe
 from attn_graph.planner.sized import many_sizes
 
 if TYPE_CHECKING:
@@ -64,9 +64,14 @@ class Compilable(ABC, Generic[PlanT, ExplanationT]):
 
     __slots__ = ()
 
+    @property
     @abstractmethod
-    def compile(self, recipe: Recipe, group: ProcessGroup | None) -> PlanT:
-        """The result of `attn_graph.compile`. recipe: plans each of its graphs."""
+    def graph(self) -> Graph:
+        """The graph that it divides."""
+
+    @abstractmethod
+    def compile(self, request: Request, group: ProcessGroup | None) -> PlanT:
+        """The result of `attn_graph.compile`. request: for `graph`; its parts are planned alike."""
 
     @abstractmethod
     def explain(self, target: Target, link: str | float | None) -> ExplanationT:
@@ -131,8 +136,8 @@ def compile(
     given, raw = steer(compile, options), raw_switches()
     if given["target"] is None:
         given["target"] = default_target()
-    request = graph, *given.values(), raw, group
-    plan = cache.lookup(request) if isinstance(graph, Graph) else None
+    key = graph, *given.values(), raw, group
+    plan = cache.lookup(key) if isinstance(graph, Graph) else None
     if plan is None:
         if not isinstance(graph, Compilable):
             check_graph(graph, "compile")
@@ -148,11 +153,10 @@ def compile(
         among = given["backends"]
         if among is not None:
             resolve_backends(among)
-        recipe = Recipe(target, settings, among)
         if isinstance(graph, Compilable):
-            return graph.compile(recipe, group)
-        plan = plan_graph(recipe, graph)
-        cache.calls.put(request, plan)
+            return graph.compile(Request(graph.graph, target, settings, among), group)
+        plan = plan_graph(Request(graph, target, settings, among))
+        cache.calls.put(key, plan)
     return plan
 
 
@@ -233,16 +237,17 @@ def explain(
     if sizes and not graph.symbols:
         raise unknown_option(explain, sizes)
     require_absent("link", link, "graphs that shard divided")
-    request = steer(explain, options)
-    place, among = resolve_target(request["target"]), request["backends"]
-    limits = constraints(place, read_switches(), request)
-    settings = Options(store=resolve_store(request["store"]), resized=many_sizes(graph), **limits)
+    given = steer(explain, options)
+    place, among = resolve_target(given["target"]), given["backends"]
+    if among is not None:
+        resolve_backends(among)
+    limits = constraints(place, read_switches(), given)
+    settings = Options(store=resolve_store(given["store"]), resized=many_sizes(graph), **limits)
     exact = replace_sizes(graph, complete_sizes(graph, "explain", sizes))
     with neutral_state(), place.current():
-        chosen = None if among is None else resolve_backends(among)
         planner = load_modules("attn_graph.planner.explain")
         explanation: Explanation = planner.explain_graph(
-            exact, place, settings, chosen, gradients, named=bool(graph.symbols)
+            Request(exact, place, settings, among), gradients, named=bool(graph.symbols)
         )
     return explanation
 

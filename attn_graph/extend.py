@@ -1,8 +1,9 @@
 """Names for authors of masks, modifiers and backends, beside `Mask`, `Modifier` and `graph`."""
 
 from attn_graph.errors import Reason
-from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options, RefusedError
+from attn_graph.lowering.backend import Backend, DeviceTest, Executable, RefusedError
 from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.torch_switches import Switches
 from attn_graph.masks.places import Block, Keys, Place
@@ -20,6 +21,7 @@ __all__ = [
     "Problem",
     "Reason",
     "RefusedError",
+    "Request",
     "Store",
     "Switches",
     "default_store",

@@ -1,6 +1,6 @@
 """The types of results and of options, for annotations."""
 
-from attn_graph.lowering.backend import Fallback
+from attn_graph.lowering.request import Fallback
 from attn_graph.machine.cache import CacheInfo
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.torch_switches import Precision

@@ -22,13 +22,14 @@ import attn_graph as ag
 from attn_graph.ir.graph import Input
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
+from attn_graph.lowering.codegen.tile_lists import list_ahead
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.offline import describe_target, driver_library
 from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton.tile_lists import list_ahead
+from attn_graph.lowering.request import Request
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from benchmarks.timing import Job, microseconds, microseconds_in_turn, save, seconds
 
@@ -176,7 +177,8 @@ def measure_masked(mask: ag.Mask, lengths: range, count: int = 100) -> float:
 def measure_layer(count: int = 300) -> float:
     """Microseconds to plan a layer of a Hugging Face model for a length that was not there before,
     without what the plan computes; the median."""
-    from attn_graph.integrations.transformers import attend_layer, decode_mask
+    from attn_graph.integrations.layer_masks import decode_mask
+    from attn_graph.integrations.transformers import attend_layer
 
     layer, lengths = torch.nn.Module(), random.Random(0).sample(range(1, 4096), count)
 
@@ -336,7 +338,7 @@ def cudnn_rows() -> list[dict[str, Any]]:
 def short_call() -> Callable[[], object]:
     """What a plan of cuDNN's does in a call, without the execution."""
     graph = simplify(causal(1))
-    case, call = describe_problem(graph, ag.Target.of("h200"), ag.extend.Options())
+    case, call = describe_problem(Request(graph, ag.Target.of("h200"), ag.extend.Options()))
     run = Run.of(case, call, graph, ag.Workspace(), 256, lambda *arguments: None)
     tensors = [torch.empty(i.spec.shape, dtype=i.spec.dtype) for i in graph.inputs]
     return lambda: run(*tensors)

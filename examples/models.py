@@ -15,7 +15,7 @@ import torch
 from attrs import frozen
 
 import attn_graph as ag
-from attn_graph.extend import Block, Keys, Place
+from attn_graph.extend import Place
 
 TARGETS = ("h200", "a100", "b200", "cpu")
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -31,14 +31,6 @@ class Chunks(ag.Mask):
 
     def keep(self, at: Place) -> Any:  # Any: an int, a tensor, or a symbol of generated code
         return at.i // self.size == at.j // self.size
-
-    def span(self, block: Block) -> Keys:
-        first, last = block.rows.start // self.size, (block.rows.stop - 1) // self.size
-        return Keys.between(first * self.size, min(block.N, (last + 1) * self.size))
-
-    def surely(self, block: Block) -> Keys:
-        first, last = block.rows.start // self.size, (block.rows.stop - 1) // self.size
-        return self.span(block) if first == last else block.none
 
 
 def across(

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import attn_graph as ag
-from attn_graph.extend import Backend, Executable, Options, sole
+from attn_graph.extend import Backend, Executable, Request, sole
 
 Tensors = Sequence[torch.Tensor]
 
 
-def why_not(graph: ag.Graph, target: ag.Target, options: Options) -> Iterator[str]:
+def why_not(request: Request) -> Iterator[str]:
     """What it has no code for. A gradient is not for it: o and lse are all that one needs."""
-    problem = sole(graph)
+    problem = sole(request.graph)
     if problem is None or problem.grad is not None:
         yield "computes one attention forward, and the graph is something else"
         return
@@ -24,7 +24,8 @@ def why_not(graph: ag.Graph, target: ag.Target, options: Options) -> Iterator[st
         yield f"computes in float32, and q is {problem.dtype}"
 
 
-def lower(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
+def lower(request: Request) -> Executable:
+    graph = request.graph
     problem, (eqn,), inputs = sole(graph), graph.eqns, len(graph.inputs)
     assert problem is not None  # why_not said so
 

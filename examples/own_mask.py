@@ -6,7 +6,7 @@ import torch
 from attrs import frozen
 
 import attn_graph as ag
-from attn_graph.extend import Block, Keys, Place
+from attn_graph.extend import Place
 
 
 @final
@@ -19,16 +19,6 @@ class Blocks(ag.Mask):
     def keep(self, at: Place) -> Any:  # Any: an int, a tensor, or a symbol of generated code
         back = at.i // self.size - at.j // self.size
         return (back >= 0) & (back <= 1)
-
-    def span(self, block: Block) -> Keys:
-        """From the block before that of the first query to the end of that of the last."""
-        first, last = block.rows.start // self.size, (block.rows.stop - 1) // self.size
-        return Keys.between(max(0, first - 1) * self.size, min(block.N, (last + 1) * self.size))
-
-    def surely(self, block: Block) -> Keys:
-        """From the block before that of the last query to the end of that of the first."""
-        first, last = block.rows.start // self.size, (block.rows.stop - 1) // self.size
-        return Keys.between(max(0, last - 1) * self.size, min(block.N, (first + 1) * self.size))
 
 
 def dense(S: int, size: int, sinks: int) -> torch.Tensor:

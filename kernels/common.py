@@ -1,7 +1,7 @@
 """Code shared by kernels: a program's place, tiles of tensors, scores, masks and dropout.
 
 The generated functions passed to kernels (`KEEP`, `CHANGE`, `BACK`, `STRIP`, see
-`lowering/triton/device_code.py`) take b and h as scalars, i and j as tensors that broadcast to the
+`lowering/codegen/device_code.py`) take b and h as scalars, i and j as tensors that broadcast to the
 tile, `data` (pointers of the tensors read by masks and modifiers) and `numbers` (their strides, and
 integers of the masks).
 """

@@ -81,9 +81,10 @@ def reaches_far(lse: torch.Tensor) -> bool:
 
 
 def exp_of(sinks: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """exp(sinks - top) [n,L,1], of sinks [n,L,1]: 1 if both are +inf, 0 if both are -inf."""
-    apart = (sinks - top.clamp(min=torch.finfo(top.dtype).min)).nan_to_num_(0.0, INF, -INF)
-    return apart.exp_()
+    """exp(sinks - top) [n,L,1], of sinks [n,L,1]: 1 if both are +inf, 0 if top is -inf, as it is
+    in rows of no sequence."""
+    apart = (sinks - top).nan_to_num_(0.0, INF, -INF)
+    return apart.exp_().masked_fill_(top == -INF, 0.0)
 
 
 def softmax_(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, final, get_args
 
 from attrs import evolve, frozen
@@ -67,7 +69,7 @@ def tiling(
 
 def push_tiling(sm: int, itemsize: int, width: int, pass_: PushPass) -> Tiling:
     """The tiling of a kernel of forward mode; arguments as in `tiling`."""
-    return INTERPRETED if sm == 0 else PUSH[table_arch(sm), itemsize, pass_][width]
+    return INTERPRETED if sm == 0 else TABLE[table_arch(sm), itemsize, pass_][width][0]
 
 
 def split_tiling(sm: int, itemsize: int, width: int, rows: int) -> Tiling:
@@ -170,167 +172,29 @@ WIDE_SPLIT = {
 # are the largest tried without spills under Triton 3.7.1. docs/reports/kernels.md has the compiled
 # figures of most of them, and a test compiles part of it again, under other versions too.
 # Products of float32 have fewer than IMPRECISE_ROWS rows on 100.
-TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
-    (80, 2, "forward"): {
-        16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
-        32: (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2)),
-        64: (Tiling(128, 64, 4, 2), Tiling(128, 128, 8, 2)),
-        128: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
-        256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
-        512: (Tiling(64, 16, 8, 2), Tiling(64, 16, 8, 2)),
-    },
-    (80, 2, "query_gradient"): {
-        16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        32: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
-        64: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
-        128: (Tiling(64, 32, 4, 2), Tiling(64, 64, 4, 2)),
-        256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-        512: (Tiling(32, 16, 8, 2), Tiling(32, 16, 8, 2)),
-    },
-    (80, 2, "key_gradient"): {
-        16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
-        32: (Tiling(128, 128, 8, 2), Tiling(32, 128, 8, 2)),
-        64: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
-        128: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
-        256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
-        512: (Tiling(16, 32, 8, 2, True), Tiling(16, 32, 8, 2, True)),
-    },
-    (80, 4, "forward"): {
-        16: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
-        32: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
-        64: (Tiling(32, 32, 4, 2), Tiling(64, 32, 8, 2)),
-        128: (Tiling(32, 64, 8, 2), Tiling(32, 32, 8, 2)),
-        256: (Tiling(32, 16, 8, 2), Tiling(32, 16, 8, 2)),
-    },
-    (80, 4, "query_gradient"): {
-        16: (Tiling(64, 32, 8, 2), Tiling(64, 64, 8, 2)),
-        32: (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2)),
-        64: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        128: (Tiling(32, 32, 8, 2), Tiling(32, 32, 4, 2)),
-        256: (Tiling(32, 16, 8, 2), Tiling(16, 16, 8, 2)),
-    },
-    (80, 4, "key_gradient"): {
-        16: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        32: (Tiling(32, 64, 8, 2), Tiling(32, 32, 4, 2)),
-        64: (Tiling(32, 32, 4, 2), Tiling(32, 64, 8, 2)),
-        128: (Tiling(32, 32, 8, 2), Tiling(16, 32, 4, 2)),
-        256: (Tiling(32, 16, 8, 2, True), Tiling(16, 16, 8, 2, True)),
-    },
-    (90, 2, "forward"): {
-        16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
-        32: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
-        64: (Tiling(128, 64, 4, 2), Tiling(64, 64, 4, 2)),
-        128: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        256: (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2)),
-        512: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-    },
-    (90, 2, "query_gradient"): {
-        16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        32: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        64: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
-        128: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
-        256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
-        512: (Tiling(32, 16, 8, 2), Tiling(32, 16, 8, 2)),
-    },
-    (90, 2, "key_gradient"): {
-        16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
-        32: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
-        64: (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)),
-        128: (Tiling(32, 64, 4, 2), Tiling(32, 64, 4, 2)),
-        256: (Tiling(32, 128, 8, 2, True), Tiling(16, 128, 8, 2, True)),
-        512: (Tiling(16, 32, 8, 2, True), Tiling(16, 32, 8, 2, True)),
-    },
-    (90, 4, "forward"): {
-        16: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
-        32: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
-        64: (Tiling(32, 32, 4, 2), Tiling(32, 64, 8, 2)),
-        128: (Tiling(32, 64, 8, 2), Tiling(16, 32, 8, 2)),
-        256: (Tiling(32, 32, 8, 2), Tiling(32, 16, 4, 2)),
-    },
-    (90, 4, "query_gradient"): {
-        16: (Tiling(64, 32, 8, 2), Tiling(64, 64, 8, 2)),
-        32: (Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        64: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
-        128: (Tiling(32, 64, 8, 2), Tiling(16, 32, 8, 2)),
-        256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-    },
-    (90, 4, "key_gradient"): {
-        16: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        32: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        64: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        128: (Tiling(16, 32, 8, 2), Tiling(16, 32, 8, 2)),
-        256: (Tiling(32, 16, 8, 2, True), Tiling(32, 16, 8, 2, True)),
-    },
-    (100, 2, "forward"): {
-        16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
-        32: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
-        64: (Tiling(128, 64, 8, 3), Tiling(128, 128, 8, 3)),
-        128: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
-        256: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
-        512: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-    },
-    (100, 2, "query_gradient"): {
-        16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        32: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        64: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        128: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
-        256: (Tiling(64, 64, 8, 2), Tiling(64, 32, 4, 2)),
-        512: (Tiling(32, 16, 8, 2), Tiling(32, 16, 8, 2)),
-    },
-    (100, 2, "key_gradient"): {
-        16: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
-        32: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
-        64: (Tiling(64, 128, 4, 2), Tiling(64, 128, 8, 3)),
-        128: (Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 3)),
-        256: (Tiling(32, 128, 8, 2, True), Tiling(32, 128, 8, 2, True)),
-        512: (Tiling(16, 32, 8, 2, True), Tiling(16, 32, 8, 2, True)),
-    },
-    (100, 4, "forward"): {
-        16: (Tiling(32, 32, 8, 2), Tiling(32, 64, 8, 2)),
-        32: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        64: (Tiling(32, 32, 8, 2), Tiling(32, 64, 8, 2)),
-        128: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        256: (Tiling(32, 32, 8, 2), Tiling(32, 16, 4, 2)),
-    },
-    (100, 4, "query_gradient"): {
-        16: (Tiling(32, 64, 8, 2), Tiling(32, 32, 8, 2)),
-        32: (Tiling(32, 64, 8, 2), Tiling(32, 32, 8, 2)),
-        64: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-        128: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-    },
-    (100, 4, "key_gradient"): {
-        16: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-        32: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-        64: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-        128: (Tiling(32, 32, 8, 2), Tiling(16, 32, 8, 2)),
-        256: (Tiling(32, 16, 8, 2, True), Tiling(32, 16, 8, 2, True)),
-    },
-    (120, 2, "forward"): {
-        16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 2)),
-        32: (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2)),
-        64: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
-        128: (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2)),
-        256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
-        512: (Tiling(32, 16, 8, 2), Tiling(32, 16, 8, 2)),
-    },
-    (120, 2, "query_gradient"): {
-        16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        32: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
-        64: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
-        128: (Tiling(128, 32, 8, 2), Tiling(128, 32, 8, 2)),
-        256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-        512: (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
-    },
-    (120, 2, "key_gradient"): {
-        16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
-        32: (Tiling(128, 128, 8, 2), Tiling(32, 128, 8, 2)),
-        64: (Tiling(32, 128, 8, 2), Tiling(32, 128, 8, 2)),
-        128: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
-        256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
-        512: (Tiling(16, 16, 8, 2, True), Tiling(16, 16, 8, 2, True)),
-    },
-}
+Table = dict[tuple[int, int, str], dict[int, tuple[Tiling, ...]]]
+
+
+def read_cell(cell: str) -> Tiling:
+    """`128x64/8.2`: queries x keys, warps, stages; a quote behind it sets `apart`."""
+    rows, columns, warps, stages = map(int, re.split(r"[x/.]", cell.rstrip("'")))
+    return Tiling(rows, columns, warps, stages, cell.endswith("'"))
+
+
+def read_tilings() -> Table:
+    """The tilings of tilings.txt, plain and modified, by capability, bytes, pass and width."""
+    table: Table = {}
+    lines = Path(__file__).with_name("tilings.txt").read_text(encoding="utf-8").splitlines()
+    for line in (x for x in lines if not x.startswith("#")):
+        arch, itemsize, pass_, _, *cells = line.split()
+        for sm in ARCHS if arch == "*" else [int(arch)]:
+            by_width = table.setdefault((sm, int(itemsize), pass_), {})
+            for width, cell in zip(WIDTHS, cells, strict=False):
+                by_width[width] = (*by_width.get(width, ()), read_cell(cell))
+    return table
+
+
+TABLE = read_tilings()
 # By row of the table, widths with tiles brought by the copy engine in half precision: with others
 # kernels were no faster, or spilled.
 COPYING = {90: (64, 128)}
@@ -371,47 +235,8 @@ TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}
 
 # Without matrix units one tile does for all in float32.
 for (_, itemsize, pass_), tiles in TABLE.items():
-    if itemsize == 4:
+    if itemsize == 4 and pass_ in get_args(Pass):
         tile = Tiling(16, 16, 8, 1, pass_ == "key_gradient")
         tiles[HELD] = tile, tile
 WIDE_GRADIENT = 139264  # bytes of shared memory of these in a gradient, by machine code,
 WIDE_TF32 = 163840  # and of tiles 256 wide with TF32
-
-# Of forward mode, by compute capability, bytes of an element and pass: four tiles of keys and
-# values, and two sums of rows, against the forward's two and one; and of a gradient in a direction,
-# with four tiles more. Tiles 64 and 128 wide in half precision are the fastest candidates predicted
-# by docs/generate/predict.py without spills in their loops on 80, 90 and 100.
-NARROW = {16: Tiling(64, 64, 4, 2), 32: Tiling(64, 64, 4, 2)}
-NARROW_GRADIENT = {16: Tiling(32, 32, 4, 2), 32: Tiling(32, 32, 4, 2)}
-WGMMA_GRADIENT = {16: Tiling(64, 64, 4, 2), 32: Tiling(64, 64, 4, 2)}
-PUSH: dict[tuple[int, int, str], dict[int, Tiling]] = {
-    (80, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 64, 8, 2)},
-    (80, 2, "push_query_gradient"): NARROW_GRADIENT
-    | {64: Tiling(32, 32, 4, 2), 128: Tiling(32, 32, 4, 2)},
-    (80, 2, "push_key_gradient"): NARROW_GRADIENT
-    | {64: Tiling(32, 64, 4, 2, True), 128: Tiling(32, 64, 8, 2, True)},
-    (90, 2, "push"): NARROW | {64: Tiling(64, 64, 4, 2), 128: Tiling(128, 32, 8, 2)},
-    (90, 2, "push_query_gradient"): WGMMA_GRADIENT
-    | {64: Tiling(64, 64, 4, 2), 128: Tiling(128, 32, 8, 2)},
-    (90, 2, "push_key_gradient"): WGMMA_GRADIENT
-    | {64: Tiling(32, 64, 4, 2), 128: Tiling(32, 128, 8, 2, True)},
-    (100, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
-    (100, 2, "push_query_gradient"): NARROW_GRADIENT
-    | {64: Tiling(128, 32, 8, 2), 128: Tiling(128, 32, 8, 2)},
-    (100, 2, "push_key_gradient"): NARROW_GRADIENT
-    | {64: Tiling(32, 128, 8, 2), 128: Tiling(32, 64, 8, 2)},
-    (120, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
-    (120, 2, "push_query_gradient"): NARROW_GRADIENT
-    | {64: Tiling(32, 32, 4, 2), 128: Tiling(32, 32, 4, 2)},
-    (120, 2, "push_key_gradient"): NARROW_GRADIENT
-    | {64: Tiling(32, 64, 4, 2, True), 128: Tiling(32, 32, 8, 2, True)},
-}
-# Of float32, equal everywhere: its products use no matrix units.
-FLOAT32 = {16: Tiling(32, 32, 4, 2), 32: Tiling(32, 32, 4, 2)}
-PUSH_FLOAT32: dict[str, dict[int, Tiling]] = {
-    "push": FLOAT32 | {64: Tiling(32, 32, 8, 2), 128: Tiling(16, 16, 8, 1)},
-    "push_query_gradient": FLOAT32 | {64: Tiling(16, 32, 4, 2), 128: Tiling(16, 16, 8, 1)},
-    "push_key_gradient": FLOAT32
-    | {64: Tiling(16, 32, 4, 2, True), 128: Tiling(16, 16, 8, 1, True)},
-}
-PUSH |= {(arch, 4, pass_): tiles for arch in ARCHS for pass_, tiles in PUSH_FLOAT32.items()}

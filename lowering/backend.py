@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, TypeVar, final
+from inspect import signature
+from typing import Any, TypeVar, final
 
 import torch
 from attrs import Factory, evolve, field, frozen
+from attrs.converters import optional
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import output_names, result_spec
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.sizes import format_bytes
-from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
-from attn_graph.machine.torch_switches import LIBRARIES, KernelName, Precision, Switches
-from attn_graph.machine.workspace import Workspace, default_workspace
+from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec, new_strides, normalise_strides
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[..., tuple[Tensors, Tensors]]  # of a graph: see Executable
 Write = Callable[..., Tensors]  # as above
 Needs = TypeVar("Needs", bound="Foreseen | Executable")
-Fallback = Literal["ignore", "warn", "raise"]
 OUT_COPIED = "out= takes a copy: the kernels write to memory of their own"
-WORDS: dict[KernelName, str] = {  # for the kernels that PyTorch's switches turn on and off
-    "math": "PyTorch's unfused attention, a tile at a time",
-    "flash": "PyTorch's flash kernel",
-    "efficient": "PyTorch's efficient kernel",
-    "cudnn": "cuDNN's attention",
-}
 
 
 class RefusedError(Exception):
@@ -46,87 +40,6 @@ class RefusedError(Exception):
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.args))
-
-
-@final
-@frozen(cache_hash=True)
-class Options:
-    """The arguments of `compile` besides the graph and the target.
-
-    batch_invariant: True if the bits of a batch entry may not depend on the others. precision: of
-    products: "ieee", or what may be rounded and need not be, inputs in float32 with "tf32", weights
-    beside quantised q, k and v with "fp8". avoid: names of backends not to run. on_fallback: the
-    action if `math` runs because every other backend refused. switches: PyTorch's own, at the time
-    of planning. tune: True if measurements choose. variant: which of its ways a backend takes; None
-    leaves it the choice. resized: True for a graph of a plan for many sizes.
-    """
-
-    deterministic: bool = False
-    max_workspace: int | None = None
-    workspace: Workspace = field(factory=default_workspace)
-    store: Store | None = None
-    tune: bool = False
-    variant: str | None = None
-    precision: Precision = "ieee"
-    avoid: tuple[str, ...] = ()
-    on_fallback: Fallback = "ignore"
-    switches: Switches = field(factory=Switches)
-    batch_invariant: bool = False
-    resized: bool = False
-
-    def over_workspace(self, need: int) -> Iterator[Reason]:
-        """The reason against a lowering with too large a workspace, in bytes."""
-        most = self.max_workspace
-        if most is not None and need > most:
-            yield Reason(
-                "workspace",
-                f"max_workspace is {most} bytes ({format_bytes(most)})",
-                f"needs a workspace of {need} bytes ({format_bytes(need)})",
-                "{actual}, {limit}",
-            )
-
-    def avoided(self, name: str) -> Iterator[Reason]:
-        """The reason against a backend named in `avoid`."""
-        if name in self.avoid:
-            actual = "avoid names it, at the call or around it"
-            yield Reason("avoided", "is not to run", actual, "{limit}: {actual}")
-
-    def varying(self, limit: str) -> Iterator[Reason]:
-        """The reason against a backend whose bits of one batch entry depend on the others."""
-        if self.batch_invariant:
-            yield Reason("batch_invariant", limit, "batch_invariant=True")
-
-    def switched_off(self, kernel: KernelName) -> Iterator[Reason]:
-        """The reason against a kernel of PyTorch's that this process has turned off."""
-        if ways := " and by ".join(self.switches.ways_off(kernel)):
-            actual = f"which this process has turned off, by {ways}"
-            yield Reason("switched_off", f"runs {WORDS[kernel]}", actual, "{limit}, {actual}")
-
-    def rounded(self, graph: Graph, target: Target) -> Iterator[Reason]:
-        """The reason against PyTorch's own float32 products, where its switch lets them round."""
-        if self.exact(graph) and self.switches.precision(target.kind) != "ieee":
-            actual = f'precision is "{self.precision}": {switch_name(target.kind)}'
-            yield Reason("rounded", "has PyTorch's float32 products", actual)
-
-    def exact(self, graph: Graph) -> bool:
-        """True if float32 products must not be rounded. Half precision loses nothing by it."""
-        return self.precision != "tf32" and any(i.spec.dtype == torch.float32 for i in graph.inputs)
-
-    def notes(self, graph: Graph, target: Target) -> Iterator[str]:
-        """Lines for `explain` about options and a graph, PyTorch's switches first."""
-        if self.switches.deterministic:
-            yield "deterministic, as torch.use_deterministic_algorithms asks of this process"
-        if order := self.switches.order(target.kind, target.sm):
-            yield f"PyTorch's kernels in the order that sdpa_kernel set: {', '.join(order)}"
-        float32 = any(i.spec.dtype == torch.float32 for i in graph.inputs)
-        by_switch = self.switches.precision(target.kind) == "tf32"
-        if self.precision == "tf32" and float32 and (by_switch or target.kind == "cuda"):
-            whose = switch_name(target.kind) if by_switch else 'precision="tf32"'
-            yield f"float32 products may round their inputs: {whose}"
-
-
-def switch_name(kind: str) -> str:
-    return f"torch.backends.{LIBRARIES[kind]}.matmul.fp32_precision lets them round"
 
 
 @final
@@ -282,12 +195,12 @@ def add_copies(needs: Needs, graph: Graph, seen: Graph, *, recorded: bool = Fals
     return evolve(needs, temporary=needs.temporary + more, notes=(*needs.notes, *notes))
 
 
-def no_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+def no_any(request: Request) -> Executable | None:
     """Each size is lowered by itself."""
     return None
 
 
-def no_variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
+def no_variants(request: Request) -> tuple[str, ...]:
     """Each graph is lowered in one way."""
     return ()
 
@@ -317,44 +230,80 @@ def no_layouts(graph: Graph) -> Iterable[int]:
     return ()
 
 
-def no_device_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
+def no_device_test(request: Request) -> DeviceTest | None:
     """Tests have run the backend."""
     return None
+
+
+OfRequest = Callable[[Request], Any]  # Any: each field of Backend has its own result
+OfParts = Callable[[Graph, Target, Options], Any]  # as above
+
+
+@final
+@frozen
+class TakesParts:
+    """A function of a graph, a target and options, called with those of a request."""
+
+    function: OfParts
+
+    def __call__(self, request: Request) -> Any:  # Any: as above
+        return self.function(request.graph, request.target, request.options)
+
+
+def taking_request(function: OfRequest | OfParts) -> OfRequest:
+    """The function of a request; one that accepts three arguments is called with its parts."""
+    given: Any = function  # Any: of either kind
+    try:
+        signature(given).bind("graph", "target", "options")
+    except (TypeError, ValueError):  # other arguments, or no signature in Python
+        same: OfRequest = given
+        return same
+    return TakesParts(given)
 
 
 @final
 @frozen
 class Backend:
-    """One way to run graphs: some functions, and a name.
+    """One way to run graphs: some functions of a request, and a name.
 
-    All functions but `lower_any` see sizes as numbers, and the graph after all passes. why_not:
-    every reason against a graph on a target. Each is a Reason, or a plain text that completes
-    "can't: " and is its own key; without one, the backend takes the graph. lower: makes the graph
-    run. It is called only without a reason, and raises RefusedError for one that shows only then.
-    foresees: the needs, for backends slow to lower; the planner lowers for others. variants: names
-    of other ways to lower, for tuning to measure. device_test: a test to pass on this machine's
-    device before the backend runs the graph there, or None. lower_any: runs tensors of any sizes of
-    at least 1, for a graph with Dims as sizes; None if each size is lowered by itself, at its first
-    call. one_size: True if building is too slow for a plan of many sizes. lays: the places of the
-    outputs that it writes in any declared layout (`Graph.layouts`). It sees no other layout: these
-    outputs are copied. real: True if only a real GPU runs it, not one that a CPU emulates.
+    All functions but `lower_any` see sizes as numbers, and the graph after all passes. Functions of
+    three arguments, graph, target and options, work too. why_not: every reason against a graph on a
+    target. Each is a Reason, or a plain text that completes "can't: " and is its own key; without
+    one, the backend takes the graph. lower: makes the graph run. It is called only without a
+    reason, and raises RefusedError for one that shows only then. foresees: the needs, for backends
+    slow to lower; the planner lowers for others. variants: names of other ways to lower, for tuning
+    to measure. device_test: a test to pass on this machine's device before the backend runs the
+    graph there, or None. lower_any: runs tensors of any sizes of at least 1, for a graph with Dims
+    as sizes; None if each size is lowered by itself, at its first call. one_size: True if building
+    is too slow for a plan of many sizes. lays: the places of the outputs that it writes in any
+    declared layout (`Graph.layouts`). It sees no other layout: these outputs are copied. real:
+    True if only a real GPU runs it, not one that a CPU emulates.
     """
 
     name: str
-    why_not: Callable[[Graph, Target, Options], Iterable[Reason | str]]
-    lower: Callable[[Graph, Target, Options], Executable]
-    foresees: Callable[[Graph, Target, Options], Foreseen] | None = None
-    variants: Callable[[Graph, Target, Options], Sequence[str]] = no_variants
-    device_test: Callable[[Graph, Target, Options], DeviceTest | None] = no_device_test
-    lower_any: Callable[[Graph, Target, Options], Executable | None] = no_any
+    why_not: Callable[[Request], Iterable[Reason | str]] = field(converter=taking_request)
+    lower: Callable[[Request], Executable] = field(converter=taking_request)
+    foresees: Callable[[Request], Foreseen] | None = field(
+        default=None, converter=optional(taking_request)
+    )
+    variants: Callable[[Request], Sequence[str]] = field(
+        default=no_variants, converter=taking_request
+    )
+    device_test: Callable[[Request], DeviceTest | None] = field(
+        default=no_device_test, converter=taking_request
+    )
+    lower_any: Callable[[Request], Executable | None] = field(
+        default=no_any, converter=taking_request
+    )
     one_size: bool = False
     lays: Callable[[Graph], Iterable[int]] = no_layouts
     real: bool = False
 
-    def reasons(self, graph: Graph, target: Target, options: Options) -> tuple[Reason, ...]:
+    def reasons(self, request: Request) -> tuple[Reason, ...]:
         """Every reason against a graph, from the options too. Without one, it takes the graph."""
-        against = self.why_not(self.seen(graph), target, options)
-        own = *options.avoided(self.name), *self.fixed(options), *self.absent(target)
+        options = request.options
+        against = self.why_not(request.with_graph(self.seen(request.graph)))
+        own = *options.avoided(self.name), *self.fixed(options), *self.absent(request.target)
         return (*own, *map(Reason.of, against))
 
     def absent(self, target: Target) -> Iterator[Reason]:
@@ -368,18 +317,19 @@ class Backend:
             actual = "Dims without classes stand for any"
             yield Reason("one_size", "plans for one size", actual)
 
-    def foreseen(self, graph: Graph, target: Target, options: Options) -> Foreseen:
+    def foreseen(self, request: Request) -> Foreseen:
         """The needs of a graph it takes."""
+        graph, seen = request.graph, self.seen(request.graph)
         if self.foresees is not None:
-            needs = self.foresees(self.seen(graph), target, options)
-            return add_copies(needs, graph, self.seen(graph)) if graph.layouts else needs
-        lowered = self.lowered(graph, target, options)
+            needs = self.foresees(request.with_graph(seen))
+            return add_copies(needs, graph, seen) if graph.layouts else needs
+        lowered = self.lowered(request)
         return evolve(lowered.foreseen, notes=(*lowered.notes, *lowered.launches()))
 
-    def lowered(self, graph: Graph, target: Target, options: Options) -> Executable:
+    def lowered(self, request: Request) -> Executable:
         """The graph ready to run, its outputs as declared."""
-        seen = self.seen(graph)
-        return lay_out_results(self.lower(seen, target, options), graph, seen)
+        seen = self.seen(request.graph)
+        return lay_out_results(self.lower(request.with_graph(seen)), request.graph, seen)
 
     def seen(self, graph: Graph) -> Graph:
         """The graph with no more layouts than it writes itself."""

@@ -18,10 +18,10 @@ from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
-from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors, Write
+from attn_graph.lowering.backend import Backend, Executable, Run, Tensors, Write
 from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.request import Request
 from attn_graph.machine.cache import remember
-from attn_graph.machine.target import Target
 from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, Prefix
 from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec, normalise_strides
@@ -105,21 +105,21 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
     For backends without `foresees` and `variants`, since these see the graph as it was.
     """
 
-    def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason | str]:
-        folding = fold_heads(graph) if target.kind == kind else None
-        yield from backend.why_not(folding.graph if folding else graph, target, options)
+    def why_not(request: Request) -> Iterator[Reason | str]:
+        folding = fold_heads(request.graph) if request.target.kind == kind else None
+        yield from backend.why_not(request.with_graph(folding.graph if folding else request.graph))
 
-    def lower(graph: Graph, target: Target, options: Options) -> Executable:
-        folding = fold_heads(graph) if target.kind == kind else None
+    def lower(request: Request) -> Executable:
+        folding = fold_heads(request.graph) if request.target.kind == kind else None
         if folding is None:
-            return backend.lower(graph, target, options)
-        return unfold(backend.lower(folding.graph, target, options), folding)
+            return backend.lower(request)
+        return unfold(backend.lower(request.with_graph(folding.graph)), folding)
 
-    def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
-        folding = fold_heads(graph) if target.kind == kind else None
+    def lower_any(request: Request) -> Executable | None:
+        folding = fold_heads(request.graph) if request.target.kind == kind else None
         if folding is None:
-            return backend.lower_any(graph, target, options)
-        folded = backend.lower_any(folding.graph, target, options)
+            return backend.lower_any(request)
+        folded = backend.lower_any(request.with_graph(folding.graph))
         return None if folded is None else unfold(folded, folding)
 
     return evolve(backend, why_not=why_not, lower=lower, lower_any=lower_any)

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from attn_graph.errors import DEVICE, Reason
+from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.ir.packing import Pack, Unpack
 from attn_graph.ir.paging import SumPages, Unpage
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
+from attn_graph.masks.canonical import CAUSAL
 from attn_graph.spec import NAMES
 
 PACKING = (Unpack, Pack)
@@ -170,3 +173,45 @@ def untraceable(error: Exception) -> Reason:
     """Against a mask or a modifier that gives no kernel."""
     limit = "has to trace the mask and the modifiers into a kernel"
     return Reason("trace", limit, f"could not: {error}")
+
+
+def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
+    """rules: the supported modifiers of a kernel."""
+    yield from modifier_reasons(problem.node, rules)
+    yield from mask_reasons(problem, takes_bias=Bias in rules)
+    yield from feature_reasons(problem)
+
+
+def feature_reasons(problem: Problem) -> Iterator[Reason]:
+    """Sinks, dropout and statistics, unknown to PyTorch's kernels or other than ours."""
+    if problem.node.sinks:
+        yield Reason("no_sinks", "has no sinks", "the graph has")
+    if problem.node.dropout:
+        yield Reason("no_dropout", "has no dropout", f"the rate is {problem.node.dropout}")
+    yield from other_statistics(problem)
+
+
+def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
+    for modifier in dict.fromkeys(type(m) for m in node.modifiers):
+        if modifier not in rules:
+            known = " and ".join(rule.__name__ for rule in rules)
+            others = f", only {known}" if rules else ", nor any other modifier"
+            yield without_rule(modifier.__name__, others)
+    yield from several_biases(sum(isinstance(m, Bias) for m in node.modifiers))
+
+
+def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
+    mask = problem.node.mask
+    if mask not in (None, CAUSAL):
+        limit = "supports Causal() from the top left, or no mask"
+        yield Reason("causal_alone", limit, f"the mask is {mask.written()}")
+    elif mask is not None and takes_bias and problem.node.modifiers:
+        yield Reason("bias_beside_mask", "supports a bias or a causal mask", "the graph has both")
+    if mask is not None:
+        yield from scale_reasons(problem)
+
+
+def scale_reasons(problem: Problem) -> Iterator[Reason]:
+    if problem.low_scale:
+        limit = "masks before it scales, which needs a scale above 0"
+        yield Reason("masked_scale", limit, f"it is {problem.low_scale}")

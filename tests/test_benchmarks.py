@@ -134,7 +134,17 @@ def test_the_chart_shows_jobs_that_are_slower_than_pytorch(
         for job, ratio in (("a (1, 2)", 0.8), ("a (1, 3)", 1.4), ("b", 1.05), ("c", 1.2))
     ]
     monkeypatch.setattr(speed, "newest", lambda: ("cpu.json", {"rows": rows}))
-    assert speed.gains() == [("a", {"forward": 0.8}), ("c", {"forward": pytest.approx(1.2)})]
+    monkeypatch.setattr(speed, "CHART", {"Group": {"first": "float32 a", "second": "float32 c"}})
+    assert speed.common_jobs() == [
+        ("Group", {}),
+        ("first", {"forward": 0.8}),
+        ("second", {"forward": pytest.approx(1.2)}),
+    ]
+
+
+def test_the_chart_names_jobs_of_the_newest_results() -> None:
+    assert sum(len(jobs) for jobs in speed.CHART.values()) <= 14
+    assert all(figures for name, figures in speed.common_jobs() if name not in speed.CHART)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

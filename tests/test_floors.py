@@ -8,6 +8,7 @@ from graphlib import TopologicalSorter
 
 from tests.support.sources import source_files, tree_of
 
+BACKENDS = ("cpu", "triton", "cudnn", "fa4", "torch_cuda")  # packages of lowering, walled off
 FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
     ("attn_graph.__main__",),
     ("attn_graph.cli.*", "attn_graph.testing.*"),
@@ -20,14 +21,16 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     (
         "attn_graph.plan",
         *(f"attn_graph.plan.{x}" for x in ("building", "cache", "explained", "outputs", "pull")),
+        "attn_graph.plan.verified",
     ),
     ("attn_graph.planner.*",),
-    ("attn_graph.lowering.torch_cuda.*",),
-    ("attn_graph.lowering.fa4.*",),
-    ("attn_graph.lowering.cpu.*", "attn_graph.lowering.triton.*", "attn_graph.lowering.cudnn.*"),
+    tuple(f"attn_graph.lowering.{backend}.*" for backend in BACKENDS),
+    ("attn_graph.lowering.codegen.*", "attn_graph.lowering.libraries.*"),
+    ("attn_graph.lowering.lying.*",),
     (
         *("attn_graph.lowering", "attn_graph.lowering.finishing", "attn_graph.lowering.folding"),
         *("attn_graph.lowering.lengths", "attn_graph.lowering.small_graphs"),
+        "attn_graph.lowering.through_lse",
         "attn_graph.lowering.processes",
     ),
     (
@@ -39,6 +42,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
         "attn_graph.lowering.steps",
     ),
     ("attn_graph.lowering.backend", "attn_graph.lowering.limits", "attn_graph.lowering.rates"),
+    ("attn_graph.lowering.request",),
     ("attn_graph.ir.*",),
     ("attn_graph.masks.*",),
     ("attn_graph.machine.*", "attn_graph.kernels.*"),
@@ -48,7 +52,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.printing.*", "attn_graph.errors"),
 )
 MODULES = source_files("*.py")
-MOST_ROOMS = 23
+MOST_ROOMS = 26
 FACE = ("attn_graph.extend", "attn_graph.types")  # they only hand out what other modules define
 
 
@@ -142,3 +146,28 @@ def test_the_house_has_few_rooms() -> None:
 def test_no_circle_crosses_a_room() -> None:
     order = TopologicalSorter(arrows()).static_order()  # a CycleError names the circle
     assert set(order) == arrows().keys()
+
+
+def backend_of(module: str) -> str | None:
+    """The backend that a module belongs to; None: several share it."""
+    parts = module.split(".")
+    return next((b for b in BACKENDS if parts[1:3] == ["lowering", b]), None)
+
+
+def imports_of_backends() -> Iterator[tuple[str, str]]:
+    """Every import of a backend's module by another module of lowering."""
+    for module, named in all_imports().items():
+        if module.startswith("attn_graph.lowering."):
+            yield from ((module, other) for other in sorted(named) if backend_of(other))
+
+
+def test_no_backend_imports_another() -> None:
+    pairs = [(a, b) for a, b in imports_of_backends() if backend_of(a)]
+    across = [f"{a} imports {b}" for a, b in pairs if backend_of(a) != backend_of(b)]
+    assert pairs
+    assert not across, "\n".join(across)
+
+
+def test_what_backends_share_imports_none_of_them() -> None:
+    inward = [f"{a} imports {b}" for a, b in imports_of_backends() if not backend_of(a)]
+    assert not inward, "\n".join(inward)

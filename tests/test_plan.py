@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
@@ -272,6 +273,64 @@ def test_verify_passes_right_results_and_catches_wrong_ones() -> None:
     found = ag.compile(graph, target=CPU, backends=(wrong,)).verify(*three())
     assert not found.ok
     assert str(found).startswith("WRONG")
+
+
+def make_wrong(spoil: Callable[[ag.Graph, list[torch.Tensor]], None]) -> Backend:
+    """A backend with the results of math, spoilt."""
+
+    def lower(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
+        right = ag.compile(graph, target=CPU, backends=("math",)).executable.run
+
+        def run(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
+            outputs, saved = right(*tensors)
+            made = [*outputs]
+            spoil(graph, made)
+            return made, saved
+
+        return Executable(run)
+
+    return Backend("wrong", lambda *_: (), lower)
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("by", [torch.nan, 1e-3])
+def test_verify_catches_a_wrong_gradient_of_right_results(name: str, by: float) -> None:
+    def spoil(graph: ag.Graph, made: list[torch.Tensor]) -> None:
+        if graph.is_gradient:
+            made[graph.result_names.index(name)] += by
+
+    plan = ag.compile(ag.attention(X, X, X), target=CPU, backends=(make_wrong(spoil),))
+    found = plan.verify(*three())
+    assert found.names == ("o", "dq", "dk", "dv")
+    wrong = [n for n, e, a in zip(found.names, found.errors, found.allowed, strict=True) if e > a]
+    assert wrong == [name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": ag.Causal(), "stats": True, "alibi": True},
+        {"soft_cap": 3.0, "sinks": ag.TensorSpec((4,), torch.float32)},
+        {"dropout": 0.3, "bias": ag.TensorSpec((1, 4, 8, 1), torch.float32)},
+        {"kv_lengths": ag.TensorSpec((2,), torch.int32), "mask": ag.Formula("i >= j")},
+    ],
+    ids=str,
+)
+def test_verify_passes_right_gradients(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    q, k = ag.TensorSpec((2, 4, 8, 16), dtype), ag.TensorSpec((2, 2, 8, 16), dtype)
+    graph = ag.attention(q, k, k, **options)
+    random = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(i.spec.shape, generator=random).to(i.spec.dtype)
+        if i.spec.dtype.is_floating_point
+        else torch.full(i.spec.shape, 5, dtype=i.spec.dtype)
+        for i in graph.inputs
+    ]
+    with torch.inference_mode():
+        found = ag.compile(graph, target=CPU).verify(*tensors)
+    assert {"dq", "dk", "dv"} <= {*found.names}
+    assert found.ok, found
 
 
 def test_a_gradient_of_a_second_derivative_is_refused() -> None:

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import testing
-from attn_graph.extend import BACKENDS, Backend, Block, Executable, Keys, Options, Place, sole
+from attn_graph.extend import BACKENDS, Backend, Executable, Options, Place, sole
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.relative import MODIFIERS, RelativeBias
 from attn_graph.lowering.cpu.math import BACKEND as MATH
+from attn_graph.lowering.request import Request
 from attn_graph.masks import LEAVES, Band
 from attn_graph.testing import strategies
 from attn_graph.testing.formula import cast, read_chain
@@ -67,32 +68,6 @@ def test_a_backend_for_another_machine_is_planned_and_not_run() -> None:
 
 @final
 @frozen
-class Near(ag.Mask):
-    """Two neighbours on each side; `span` lacks one for blocks of exactly two queries."""
-
-    def keep(self, at: Place) -> Any:
-        return ((at.i - at.j) <= 2) & ((at.j - at.i) <= 2)
-
-    def span(self, block: Block) -> Keys:
-        back = 1 if len(block.rows) == 2 else 2
-        start = max(0, block.rows.start - back)
-        return Keys.between(start, min(block.N, block.rows.stop + 2))
-
-
-@final
-@frozen
-class Sure(ag.Mask):
-    """Every second key; `surely` has them all where one query is looked at."""
-
-    def keep(self, at: Place) -> Any:
-        return at.j % 2 == 0
-
-    def surely(self, block: Block) -> Keys:
-        return block.all if len(block.rows) == 1 else block.none
-
-
-@final
-@frozen
 class Divided(ag.Mask):
     """Division, which rounds down for integers and not for tensors."""
 
@@ -111,8 +86,6 @@ class Unread(ag.Mask):
 
 
 WRONG_MASKS: dict[ag.Mask, str] = {
-    Near(): r"Near\.span of queries \d+ to \d+ lacks key \d+, which one of them keeps; \d+ keys, ",
-    Sure(): r"Sure\.surely of queries .* has key \d+, which one of them does not keep",
     Divided(): r"Divided\(\)\.keep at b=0, .* gives False in a block of tensors and True for int",
 }
 
@@ -267,12 +240,12 @@ def spoiled(name: str, spoil: Spoil) -> Backend:
     """`math` for graphs of one attention, with its results spoiled."""
 
     def why_not(graph: ag.Graph, target: ag.Target, options: Options) -> Iterable[Any]:
-        yield from MATH.why_not(graph, target, options)
+        yield from MATH.why_not(Request(graph, target, options))
         if sole(graph) is None:
             yield "takes one attention, and the graph is something else"
 
     def lower(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
-        executable = MATH.lower(graph, target, options)
+        executable = MATH.lower(Request(graph, target, options))
         run = spoil(graph, executable.run)
         return evolve(executable, run=run, infer=run)
 

@@ -16,15 +16,16 @@ import torch
 from attrs import asdict, evolve, field, frozen
 
 import attn_graph as ag
-from attn_graph.lowering.backend import Backend, Options
+from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.cudnn.backend import BACKEND as CUDNN
-from attn_graph.lowering.cudnn.backend import versions
 from attn_graph.lowering.cudnn.offline import compiler, has_driver
 from attn_graph.lowering.cudnn.plan import READ_BY_CUDNN
+from attn_graph.lowering.libraries.cudnn_versions import versions
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.target import LIBRARIES, local_devices
 from attn_graph.machine.torch_switches import Switches, read_switches
-from attn_graph.planner.remedies import Request
+from attn_graph.planner.remedies import Question
 from attn_graph.planner.self_check import describe_check, stored_proofs
 from attn_graph.spec import DTYPES
 
@@ -210,10 +211,10 @@ def diagnose(machine: Surroundings, store: ag.extend.Store) -> Diagnosis:
     return Diagnosis(machine, tuple(verdicts), state, checks, problems, notes)
 
 
-def plain_request(target: ag.Target, options: Options) -> Request:
+def plain_question(target: ag.Target, options: Options) -> Question:
     """A plain attention of the target's usual dtype."""
     x = ag.TensorSpec((1, 1, 128, 64), DTYPES["f16" if target.kind == "cuda" else "f32"])
-    return Request.of(ag.attention(x, x, x), options)
+    return Question.of(Request(ag.attention(x, x, x), target, options))
 
 
 def reasons_on_target(
@@ -221,11 +222,11 @@ def reasons_on_target(
 ) -> tuple[ag.extend.Reason, ...]:
     """Every reason against the plainest graph there is: so they are the target's, not a graph's."""
     precision = switches.precision(target.kind)
-    request = plain_request(target, Options(precision=precision, switches=switches))
+    question = plain_question(target, Options(precision=precision, switches=switches))
     both = (
         reason
-        for graph in (request.forward(), request.backward())
-        for reason in backend.reasons(graph, target, request.options)
+        for read in (Question.forward, Question.backward)
+        for reason in backend.reasons(question.core(read))
     )
     return tuple(dict.fromkeys(both))
 

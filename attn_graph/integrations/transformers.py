@@ -8,36 +8,36 @@ or, for a loaded model, `model.set_attn_implementation("attn_graph")`.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import torch
-from attrs import define, field
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attn_graph.compiler import explain
 from attn_graph.errors import GraphError
-from attn_graph.integrations.conditions import (
-    Condition,
-    Kind,
-    UnreadableMaskError,
-    is_readable_now,
-    pair_kinds,
-)
-from attn_graph.integrations.mask_functions import Frame, MaskFunction, read_mask_function
+from attn_graph.integrations.conditions import Kind, pair_kinds
+from attn_graph.integrations.layer_masks import MaskDescription, Tensors, decode_mask, say_once
 from attn_graph.ir.builder import EXTRA
 from attn_graph.ir.graph import Graph
-from attn_graph.machine.ambient import is_traced
-from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
-from attn_graph.nn.calls import SEGMENTS, Named, attend_as, draw_seed, make_graph, named_options
+from attn_graph.nn.calls import (
+    SEGMENTS,
+    Named,
+    Options,
+    attend_as,
+    draw_seed,
+    make_graph,
+    named_options,
+)
 from attn_graph.nn.functional import read_mask
 from attn_graph.nn.packed_sizes import round_size
 from attn_graph.planner.explanation import Explanation
@@ -50,173 +50,18 @@ WEIGHTS = (
     "output_attentions: weights [B,H,M,N] are never made; for them say "
     'model.set_attn_implementation("eager")'
 )
-Tensors = dict[str, Tensor]
-logger = logging.getLogger(__name__)
+# Tensors that layers hand on, of which attention itself reads none:
+HANDED_ON = frozenset(
+    {"position_ids", "position_embeddings", "cache_position", "seq_idx", "num_items_in_batch"}
+    | {"max_length_q", "max_length_k"}
+)
+OF_A_BATCH = frozenset(  # tensors of a step, which the cache or the model reads
+    {"read_index", "write_index", "cu_seq_lens_k", "block_table"}
+    | {"logits_indices", "logits_processor_args"}
+)
 LayerGraphs = dict[torch.nn.Module, tuple[Graph, torch.device]]
 layer_graphs: ContextVar[LayerGraphs | None]  # while layers are explained
 layer_graphs = ContextVar("layer_graphs", default=None)
-
-
-@define(eq=False)
-class MaskDescription:
-    """A layer's mask, or none, and its tensors by the names of a graph's inputs.
-
-    It stands for transformers' boolean tensor [B,1,M,N], and becomes the tensor, with a line in the
-    log, if the model computes with it. arguments: `sdpa_mask`'s. keys: the number up to the last
-    query's token, if a layer need read no others.
-    """
-
-    mask: Mask | None
-    tensors: Tensors
-    arguments: Mapping[str, Any] = field(repr=False)  # Any: those of transformers
-    keys: int | None = None
-    ndim = 4
-
-    @property
-    def shape(self) -> torch.Size:
-        """[B,1,M,N]."""
-        names = ("batch_size", "q_length", "kv_length")
-        B, M, N = (self.arguments[name] for name in names)
-        return torch.Size((B, 1, M, N))
-
-    def contiguous(self) -> MaskDescription:
-        """Itself."""
-        return self
-
-    def dense(self) -> Tensor:
-        say_once("a model computes with the mask of a layer itself")
-        return dense_mask(self.arguments)
-
-    def to(self, device: torch.device | str | int, **_: object) -> MaskDescription:
-        """The description with its tensors on a device, for a model spread over several."""
-        moved = {name: x.to(device) for name, x in self.tensors.items()}
-        return MaskDescription(self.mask, moved, self.arguments, self.keys)
-
-    def __getitem__(self, index: object) -> Tensor:
-        return self.dense()[index]  # type: ignore[index]  # whatever indexes a tensor
-
-    def __getattr__(self, name: str) -> Any:  # Any: whatever a tensor has
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dense(), name)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],  # Any: whatever PyTorch's functions take and give
-        types: Sequence[type],
-        args: Sequence[Any] = (),  # Any: the same
-        kwargs: Mapping[str, Any] | None = None,  # Any: the same
-    ) -> Any:  # Any: the same
-        dense = [x.dense() if isinstance(x, cls) else x for x in args]
-        return func(*dense, **(kwargs or {}))
-
-
-def decode_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,  # Any: indices and flags
-    attention_mask: Tensor | MaskDescription | None = None,
-    use_vmap: bool = True,
-    device: torch.device | str = "cpu",
-    allow_is_causal_skip: bool = False,
-    local_size: int | None = None,
-    **others: object,
-) -> MaskDescription | Tensor:
-    """The mask interface: a mask function and padding [B, tokens] as data.
-
-    An unreadable mask function becomes a boolean tensor [B,1,M,N], with one line in the log.
-    use_vmap: set by transformers for functions of others. allow_is_causal_skip: True if the mask
-    function is causal within each window or chunk of local_size tokens.
-    """
-    if isinstance(attention_mask, MaskDescription):
-        return attention_mask  # `generate` makes masks before the model does
-    arguments = {
-        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
-        "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function,
-        "attention_mask": attention_mask, "use_vmap": use_vmap, "device": device,
-    }  # fmt: skip
-    first = read_offset(q_offset)
-    frame = Frame(batch_size, q_length, kv_length, first, kv_offset, device, trusts=not use_vmap)
-    try:
-        if use_vmap and torch.compiler.is_compiling():
-            raise UnreadableMaskError("is not transformers' own, and torch.compile traces it")
-        near = allow_is_causal_skip and kv_length < (local_size or 0)
-        function = causal_mask_function if near else mask_function
-        condition, frame = read_keys_so_far(function, frame)
-    except UnreadableMaskError as error:
-        say_once(f"a mask function {error}")
-        return dense_mask(arguments)
-    tensors: Tensors = {}
-    if condition.segments is not None:
-        tensors |= zip(SEGMENTS, condition.segments, strict=True)
-    if condition.lengths:
-        tensors["kv_lengths"] = frame.lengths()
-    if attention_mask is not None:
-        tensors |= read_padding(attention_mask, frame)
-    keys = None if kv_length == frame.N else frame.N
-    return MaskDescription(condition.mask, tensors, arguments, keys)
-
-
-def read_offset(q_offset: int | Tensor) -> int | Tensor:
-    """The token of the first query, as a number if the host need not wait for it."""
-    if isinstance(q_offset, Tensor) and is_readable_now(q_offset, 1):
-        return int(q_offset)
-    return q_offset
-
-
-def read_keys_so_far(mask_function: MaskFunction, frame: Frame) -> tuple[Condition, Frame]:
-    """A mask function's condition, with its keys. On CPUs one plan serves any number of keys, so
-    the room of a cache behind the last token, hidden from all queries, is left out.
-
-    Raises UnreadableMaskError.
-    """
-    on_cpu = torch.device(frame.device).type == "cpu"
-    if on_cpu and not (torch.compiler.is_compiling() or is_traced()):
-        shorter = frame.keys_so_far
-        condition = read_mask_function(mask_function, shorter)
-        if condition.ends or shorter is frame:
-            return condition, shorter
-    return read_mask_function(mask_function, frame), frame
-
-
-def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
-    """The keys without padding: all, or the first of each batch entry, or flags [B,1,1,N].
-
-    The tensor decides; but while decoding on a GPU, where reading waits for the device, and in
-    traced or captured calls, they are flags.
-    """
-    flags = attention_mask[:, frame.kv_offset : frame.kv_offset + frame.N]
-    if (missing := frame.N - flags.shape[1]) > 0:
-        flags = torch.nn.functional.pad(flags, (0, missing))
-    if is_readable_now(flags, frame.M):
-        if flags.all():
-            return {}
-        if isinstance(frame.shift, int) and frame.shift == 0:
-            lengths = flags.sum(1)
-            first = torch.arange(frame.N, device=flags.device) < lengths[:, None]
-            if torch.equal(flags, first):
-                return {"kv_lengths": lengths}
-    return {"keep": flags.contiguous()[:, None, None]}  # no strides of the whole, which grows
-
-
-def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transformers
-    """The boolean tensor [B,1,M,N] of transformers for SDPA."""
-    mask: Tensor | None = sdpa_mask(**arguments, allow_is_causal_skip=False)
-    assert mask is not None  # as where it may be skipped
-    return mask
-
-
-log_once = remember(logger.warning)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of torch
-def say_once(what: str) -> None:
-    """Log the reason for a dense mask, once."""
-    log_once("a mask is a boolean tensor [B,1,M,N], not data, since %s", what)
 
 
 def attend_layer(
@@ -231,6 +76,8 @@ def attend_layer(
     position_bias: Tensor | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
     output_attentions: bool | None = False,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -238,41 +85,84 @@ def attend_layer(
 ) -> tuple[Tensor, None]:
     """The attention interface: query [B,H,M,D], key and value [B,G,N,D] -> [B,M,H,D], and None.
 
-    s_aux: sinks [H]. position_bias: [1 or B,H,M,N], differentiable. cu_seq_lens_q, cu_seq_lens_k:
-    starts and ends of documents in a row, [documents + 1]. Raises GraphError if weights are wanted,
-    since they are never made, and for documents with different queries and keys.
+    s_aux: sinks [H]. sinks: of each query, [B,H,M,1]. indices: the only keys that a query sees,
+    [B,M,count]. position_bias: [1 or B,H,M,N], differentiable. cu_seq_lens_q, cu_seq_lens_k: starts
+    and ends of documents in a row, [documents + 1]. Raises GraphError if weights are wanted, since
+    they are never made, for documents with different queries and keys, and for other tensors.
     """
     if output_attentions:
         raise GraphError(WEIGHTS)
-    if isinstance(attention_mask, MaskDescription):
-        mask, tensors = attention_mask.mask, {**attention_mask.tensors}
-        if (n := attention_mask.keys) is not None:
-            key, value = key[:, :, :n], value[:, :, :n]
-            position_bias = None if position_bias is None else position_bias[..., :n]
-    else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = causal and query.shape[2] > 1 and attention_mask is None
-        mask, given = read_mask(attention_mask, causal)
-        tensors = {**given}
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+    if others:
+        refuse_tensors(others)
+    chosen = None if indices is None else select_keys(query, key, indices)
+    mask, tensors, n = read_layer_mask(module, query.shape[2], attention_mask, is_causal)
+    if n is not None:
+        key, value = key[:, :, :n], value[:, :, :n]
+        position_bias = None if position_bias is None else position_bias[..., :n]
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         documents = number_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
         mask, tensors = separate_documents(mask, tensors, documents)
+    if chosen is not None:
+        tensors = with_fewer_keys(tensors, chosen[..., : key.shape[2]])
     if position_bias is not None:
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
         tensors["sinks"] = s_aux
-    options = (mask, scaling, None, softcap, False, dropout, False, None, False, ())
-    if not is_dynamo_compiling() and (graphs := layer_graphs.get()) is not None:
-        each = {"q": query, "k": key, "v": value, **tensors}
-        specs = {name: TensorSpec.like(x) for name, x in each.items()}
-        graphs[module] = make_graph(specs, named_options(options)), query.device
+    options = (mask, scaling, None, softcap, False, dropout, sinks is not None, None, False, ())
+    note_graph(module, {"q": query, "k": key, "v": value, **tensors}, options)
     # `attention` reads three times as many arguments at each call
     named = name_tensors(tensors) if tensors else {}
     if dropout:
         named = {**named, **draw_seed(query.device)}
     o = attend_as(query, key, value, named, options)
-    assert isinstance(o, Tensor)  # without statistics
+    if sinks is not None:
+        o = weigh_sinks(o[0], o[1], sinks)
+    assert isinstance(o, Tensor)
     return o.transpose(1, 2).contiguous(), None
+
+
+def read_layer_mask(
+    module: torch.nn.Module,
+    M: int,
+    attention_mask: MaskDescription | Tensor | None,
+    is_causal: bool | None,
+) -> tuple[Mask | None, Tensors, int | None]:
+    """A layer's mask, its tensors, and the number of keys that it reads, None for all."""
+    if isinstance(attention_mask, MaskDescription):
+        return attention_mask.mask, {**attention_mask.tensors}, attention_mask.keys
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask, given = read_mask(attention_mask, causal and M > 1 and attention_mask is None)
+    return mask, {**given}, None
+
+
+def note_graph(module: torch.nn.Module, tensors: Tensors, options: Options) -> None:
+    """Keep the graph of a layer, while layers are explained."""
+    if not is_dynamo_compiling() and (graphs := layer_graphs.get()) is not None:
+        specs = {name: TensorSpec.like(x) for name, x in tensors.items()}
+        graphs[module] = make_graph(specs, named_options(options)), tensors["q"].device
+
+
+def refuse_tensors(others: Mapping[str, object]) -> None:
+    """Raise GraphError for a keyword that holds a tensor and is not known to be only handed on."""
+    for name, x in others.items():
+        if name not in HANDED_ON and any(isinstance(each, Tensor) for each in tree_leaves(x)):
+            raise GraphError(
+                f"{name}: a layer passes this tensor to its attention, which {NAME} does not read; "
+                'call model.set_attn_implementation("eager")'
+            )
+
+
+def weigh_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """o, with a sink of each query among its weights: exp(lse) / (exp(lse) + exp(sink)) of it.
+
+    Raises GraphError for sinks of another shape than [B,H,M,1].
+    """
+    if sinks.shape != (*lse.shape, 1):
+        raise GraphError(
+            f"sinks: a logit of each query and head is {[*lse.shape, 1]}, and this is "
+            f"{[*sinks.shape]}; those of heads alone, [H], are s_aux"
+        )
+    return (o * torch.sigmoid(lse[..., None] - sinks)).to(o.dtype)
 
 
 def name_tensors(tensors: Named) -> Named:
@@ -280,11 +170,16 @@ def name_tensors(tensors: Named) -> Named:
     return {name: tensors[name] for name in EXTRA if name in tensors}
 
 
-def number_documents(query: Tensor, key: Tensor, q_ends: Tensor, kv_ends: Tensor) -> Kind:
+def number_documents(
+    query: Tensor, key: Tensor, q_ends: Tensor | None, kv_ends: Tensor | None
+) -> Kind:
     """The document of each query [B,M] and key [B,N], by cumulative lengths over all rows.
 
-    Raises GraphError if M and N differ: the place of a query in its document is unknown then.
+    Raises GraphError if M and N differ: the place of a query in its document is unknown then. And
+    if one of the two is missing.
     """
+    if q_ends is None or kv_ends is None:
+        raise GraphError("cu_seq_lens_q, cu_seq_lens_k: documents in a row need both")
     (B, _, M, _), N = query.shape, key.shape[2]
     if M != N:
         raise GraphError(
@@ -309,8 +204,19 @@ def separate_documents(
         return mask, tensors | dict(zip(SEGMENTS, pairs, strict=True))
     say_once("documents in a row are not the segments of a layer's mask")
     q, kv = documents
-    keep = (q[:, :, None] == kv[:, None])[:, None]
-    return mask, tensors | {"keep": tensors["keep"] & keep if "keep" in tensors else keep}
+    return mask, with_fewer_keys(tensors, (q[:, :, None] == kv[:, None])[:, None])
+
+
+def select_keys(query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
+    """True [B,1,M,N] at the keys of each query, given by indices [B,M,count]."""
+    B, M, N = query.shape[0], query.shape[2], key.shape[2]
+    none = torch.zeros((B, M, N), dtype=torch.bool, device=query.device)
+    return none.scatter(-1, indices.long(), True)[:, None]
+
+
+def with_fewer_keys(tensors: Tensors, keep: Tensor) -> Tensors:
+    """A mask's tensors, with fewer keys: those of `keep` [B,1,M,N]."""
+    return tensors | {"keep": tensors["keep"] & keep if "keep" in tensors else keep}
 
 
 def keeps_segments_apart(mask: Mask | None) -> bool:
@@ -350,6 +256,7 @@ def attend_batch(
             "continuous_batching: the model is called without a paged cache; within the block call "
             "model.generate_batch, and anything else outside it"
         )
+    refuse_tensors({name: x for name, x in given.items() if name not in OF_A_BATCH})
     others = {"dropout": dropout, **{x: given.get(x) for x in ("position_bias", "block_table")}}
     for name, x in others.items():
         if x is not None and not (isinstance(x, float) and x == 0):
@@ -434,6 +341,37 @@ def no_layers(model: torch.nn.Module) -> str:
     )
 
 
+def refuse_own_attention(model: type[PreTrainedModel]) -> None:
+    """Raise GraphError for a class of models that computes attention by code of its own, or picks
+    such code by names among which ours is missing."""
+    model._can_set_attn_implementation()  # keeps its answer, if it can read the source
+    home = sys.modules.get(model.__module__)
+    objects = vars(home).values() if home else ()
+    picks = any(isinstance(x, dict) and "eager" in x and NAME not in x for x in objects)
+    if picks or not getattr(model, "_can_set_attn_implementation_cached_value", True):
+        raise GraphError(
+            f"attn_implementation: {model.__name__} has attention of its own, which does not go "
+            f"through transformers' attention interface, so it can't be {NAME!r}. Load the model "
+            f"without it; model.set_attn_implementation({NAME!r}) then sets the parts that can"
+        )
+
+
+checks = PreTrainedModel.get_correct_attn_implementation  # transformers has no hook for others
+
+
+@wraps(checks)
+def check_ours_too(
+    model: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False
+) -> str:
+    """Refuse as `sdpa` is refused: while a model is made. Later transformers itself leaves out the
+    parts without the interface."""
+    if is_init_check and requested_attention == NAME:
+        refuse_own_attention(type(model))
+    name: str = checks(model, requested_attention, is_init_check)
+    return name
+
+
+PreTrainedModel.get_correct_attn_implementation = check_ours_too
 AttentionInterface.register(NAME, attend_layer)
 AttentionMaskInterface.register(NAME, decode_mask)
 AttentionInterface.register(BATCHES, attend_batch)

@@ -33,6 +33,19 @@ def check_data(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:
             check_operands(eqn.op, [graph.types[i] for i in eqn.args], known)
 
 
+def show_seen_pages(graph: Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, with tables of pages that some query sees: for `evaluate` in single steps, where
+    a step that reads pages does not know the mask."""
+    made, values = [*tensors], dict(enumerate(tensors))
+    for eqn, outs in graph.numbered:
+        packed, last = eqn.op.packed, eqn.args[-1]
+        if isinstance(eqn.op, Lengths):
+            (values[outs[0]],) = eqn.op.run(values[last])
+        elif packed and packed.paged and last < len(made) and values.keys() >= {*eqn.args}:
+            made[last] = packed.with_seen_pages([values[i] for i in eqn.args])[-1]
+    return made
+
+
 def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch.Tensor]) -> None:
     """Check the operands of an attention. known: those already known, by number."""
     padded, packed, where = op.padded(types), op.packed, dict[str, tuple[int, ...]]()
@@ -45,7 +58,9 @@ def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch
         if packed.paged:
             n, page = types[PLACES["keys"]].shape[:2]
             table, *ends = (known[n] for n in where["keys"])
-            deque(list_entries(page, n, table, *ends, seen=packed.seen(types, known)), 0)
+            sizes = [padded[n].shape[2] for n in PLACES.values()]
+            seen = packed.seen(known, sizes) if page else None
+            deque(list_entries(page, n, table, *ends, seen=seen), 0)
     read = op.attention.slots.mask
     for side, name in LENGTHS.items():
         if name in read and side not in where:

@@ -22,16 +22,16 @@ from attn_graph.ir.packing import (
     to_most,
 )
 from attn_graph.ir.paging import (
-    Seen,
     SumPages,
     Unpage,
-    readable_table,
+    bound_seen_keys,
     seen_by_entry,
     table_problems,
 )
 from attn_graph.ir.scaling import KEY_SCALES, Dequantise
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.masks import And, KeyLengths, Mask, QueryLengths, flatten_join
+from attn_graph.masks.places import Place
 from attn_graph.spec import ValueType
 
 T = TypeVar("T")
@@ -62,6 +62,39 @@ def and_parts(mask: Mask | None) -> list[Mask]:
     return [] if mask is None else flatten_join(And, mask)
 
 
+@final
+@frozen
+class Alone:
+    """Lengths [1], as masks read them, of a number."""
+
+    count: int
+    shape = (1,)
+
+    def __getitem__(self, _: object) -> int:
+        return self.count
+
+
+def keys_in_bands(mask: Mask | None, rows: int, keys: int, q_length: int, kv_length: int) -> range:
+    """`bound_seen_keys` of one entry of these lengths. rows, keys: the sizes without lengths."""
+    data = {LENGTHS["rows"]: Alone(q_length), LENGTHS["keys"]: Alone(kv_length)}
+    first, stop = bound_seen_keys(mask, Place(0, 0, 0, 0, 1, rows, keys, data))
+    return range(first, max(first, min(stop, kv_length)))
+
+
+def without_hidden(table: torch.Tensor, page: int, seen: Sequence[range]) -> torch.Tensor:
+    """The table [B,pages] with some seen page of an entry, else page 0, in the place of those that
+    it does not see. page: rows of one. seen: the keys of each entry."""
+    if not page or not table.numel():
+        return table
+    first = table.new_tensor([keys.start // page for keys in seen])[:, None]
+    behind = table.new_tensor([-(-keys.stop // page) * bool(keys) for keys in seen])[:, None]
+    places = torch.arange(table.shape[1], device=table.device)
+    some = (behind > first) & (first < table.shape[1])
+    known = table.gather(1, first.clamp(max=max(0, table.shape[1] - 1)).long())
+    filled = torch.where(some, known, torch.zeros_like(known))
+    return torch.where((places >= first) & (places < behind), table, filled)
+
+
 def infer_one(op: Op, *operands: ValueType) -> ValueType:
     (result,) = op.infer(*operands)
     return result
@@ -72,14 +105,21 @@ def run_one(op: Op, *operands: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def shape_of(x: Any) -> Sequence[int]:  # Any: a type, a tensor, a value of a graph being built
+    shape: Sequence[int] = (
+        x.type.shape if isinstance(getattr(x, "type", None), ValueType) else x.shape
+    )
+    return shape
+
+
 def extent_of(shape: Sequence[int]) -> Sequence[int]:
     """A pool's pages and rows a page, of [n,P,G,D]; the rows of a packed tensor."""
     return shape[:2] if len(shape) == 4 else (row_count(shape),)
 
 
-def blind_in(writer: Pack | SumPages, hides: bool) -> Pack | SumPages:
-    """The op; if it is a Pack, with -inf in rows outside sequences if `hides`."""
-    return evolve(writer, blind=hides) if isinstance(writer, Pack) else writer
+def blind_in(op: T, hides: bool) -> T:
+    """The op; if it packs or unpacks, with -inf in rows outside sequences if `hides`."""
+    return evolve(op, blind=hides) if isinstance(op, Pack | Unpack) else op
 
 
 @final
@@ -256,21 +296,24 @@ class Packed(Fused):
     def read(self, use: Callable[..., X], operands: Sequence[X]) -> list[X]:
         """The operands of `op`. use: applies an op to values."""
         own, where = self.split(operands)
-        readers, sides = self.readers, self.op.operand_sides
+        readers, roles = self.readers, self.op.takes
         scales = self.scales(operands)
         own = tuple(
             use(Dequantise(), x, scales[n], own[0]) if n in scales else x for n, x in enumerate(own)
         )
         return [
-            use(readers[side], x, *where[side]) if side in readers else x
-            for x, side in zip(own, sides, strict=True)
+            use(blind_in(readers[role.side], self.hides(role.name)), x, *where[role.side])
+            if role.side in readers
+            else x
+            for x, role in zip(own, roles, strict=True)
         ]
 
     def write(
         self, use: Callable[..., X], results: Sequence[X], operands: Sequence[X]
     ) -> tuple[X, ...]:
         """Its results from those of `op`. operands: its own. use: applies an op to values."""
-        writers, (_, where) = self.writers([x.shape for x in operands]), self.split(operands)
+        shapes = [shape_of(x) for x in operands]
+        writers, (_, where) = self.writers(shapes), self.split(operands)
         named = zip(results, self.op.gives, strict=True)
         return tuple(
             use(blind_in(writers[role.side], self.hides(role.name)), x, *where[role.side])
@@ -306,31 +349,34 @@ class Packed(Fused):
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
         return self.write(infer_one, self.op.infer(*self.read(infer_one, types)), types)
 
-    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = self.readable(operands)
-        return self.write(run_one, self.op.run(*self.read(run_one, given)), given)
+    def seen(self, operands: Mapping[int, torch.Tensor], sizes: Sequence[int]) -> list[range]:
+        """The keys of each entry that count, by `bound_seen_keys`. operands: lengths and the table,
+        by number. sizes: the most rows and keys."""
+        mask, table = self.attention.mask, operands[len(self.takes) - 1]
+        data = {name: operands[n] for name, n in self.attention.slots.mask.items()}
+        bounds = (
+            [x] * len(table) if isinstance(x, int) else x.expand(len(table), 1).flatten().tolist()
+            for x in seen_by_entry(mask, table, *sizes, data)
+        )
+        return [range(a, max(a, b)) for a, b in zip(*bounds, strict=True)]
 
-    def readable(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The operands, with pages of the pool alone in the table."""
+    def with_seen_pages(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The operands, with pages that no query sees out of the table."""
         if not self.paged:
             return operands
-        types = [ValueType(tuple(x.shape), x.dtype) for x in operands]
-        table, page = operands[-1], types[PLACES["keys"]].shape[1]
-        return *operands[:-1], readable_table(page, table, self.seen(types, operands))
+        sizes = [
+            x.shape[2]
+            for x in self.padded([ValueType(tuple(x.shape), x.dtype) for x in operands])[:2]
+        ]
+        seen = self.seen(dict(enumerate(operands)), sizes)
+        return *operands[:-1], without_hidden(operands[-1], operands[1].shape[1], seen)
 
-    def seen(
-        self, types: Sequence[ValueType], known: Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
-    ) -> Seen:
-        """Of keys in pages, the first of each entry that some query may see, and the end of these.
-
-        known: operands by number, at least the table and those that the mask reads."""
-        q, k, *_ = self.padded(types)
-        data = {name: known[n] for name, n in self.attention.slots.mask.items()}
-        table = known[len(types) - 1]
-        return seen_by_entry(self.attention.mask, table, q.shape[2], k.shape[2], data)
+    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        operands = (*self.with_seen_pages(operands),)
+        return self.write(run_one, self.op.run(*self.read(run_one, operands)), operands)
 
     def hides(self, name: str) -> bool:
-        """True if a result is -inf in rows outside sequences, as statistics are."""
+        """True if a tensor is -inf in rows outside sequences, as statistics are."""
         return name in self.attention.statistics
 
     def within(self, emit: Emit, where: Values) -> Emit:

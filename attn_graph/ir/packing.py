@@ -125,10 +125,11 @@ class OfSequences(Linear):
 class Unpack(OfSequences):
     """x [T,H,D], starts [B+1], lengths [B] -> [B,H,length,D], 0 past the end of each sequence.
 
-    A statistic x [H,T] -> [B,H,length].
+    A statistic x [H,T] -> [B,H,length]; with `blind` -inf past the ends, as Pack has it.
     """
 
     length: int = field(converter=to_size)
+    blind: bool = field(default=False, converter=bool)
 
     def problems(self, x: ValueType, starts: ValueType, lengths: ValueType) -> Iterator[str]:
         yield from sequence_problems("unpack", starts, lengths)
@@ -144,13 +145,18 @@ class Unpack(OfSequences):
     ) -> tuple[torch.Tensor]:
         rows = heads_first(x)
         H, total, *last = rows.shape
-        padded = x.new_zeros(len(lengths), H, self.length, *last)
+        shape = (len(lengths), H, self.length, *last)
+        padded = x.new_full(shape, -INF if self.blind else 0.0)
         for b, (start, n) in enumerate(list_sequences(starts, lengths, total, self.length)):
             padded[b, :, :n] = rows[:, start : start + n]
         return (padded,)
 
     def transposed(self, x: ValueType) -> Op:
         return Pack(row_count(x.shape))
+
+    @property
+    def moved(self) -> Op:
+        return evolve(self, blind=False)
 
 
 @final

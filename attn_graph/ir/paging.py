@@ -8,7 +8,7 @@ the table may hold anything there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -106,31 +106,28 @@ def list_entries(
     table: torch.Tensor,
     lengths: torch.Tensor | None = None,
     *,
-    seen: Seen | None = None,
+    seen: Sequence[range] | None = None,
 ) -> Iterator[tuple[int, list[int], int]]:
     """The number of each entry, its pages, and its rows, which end within the last page.
 
-    page: rows of one. pool: the number of pages. seen: of the entries; None: all keys before the
-    lengths. Reads the tensors on the host. Raises PlanMismatchError for lengths beyond all pages of
-    an entry, and for pages outside the pool; those that do not count are 0 here.
+    page: rows of one. pool: the number of pages. seen: the keys of each entry that count; None: all
+    within its length. Reads the tensors on the host. Raises PlanMismatchError for lengths beyond
+    all pages of an entry, and for pages outside the pool that hold keys that count.
     """
     most = table.shape[1] * page
     counts = [most] * len(table) if lengths is None else lengths.tolist()
-    flags = [[True] * table.shape[1]] * len(table)
-    if seen is not None:
-        flags = counted_pages(page, table, seen).tolist()
-    for b, (pages, count, counted) in enumerate(zip(table.tolist(), counts, flags, strict=True)):
+    for b, (pages, count) in enumerate(zip(table.tolist(), counts, strict=True)):
         if not 0 <= count <= most:
             raise PlanMismatchError(
                 f"kv_lengths: entry {b} has {count}, and its pages {most} rows",
                 way_out="give as many keys as are in its pages, or a table of more of them",
             )
-        pairs = [*zip(pages, counted, strict=True)][: -(-count // max(1, page))]
-        read = [n for n, counts_here in pairs if counts_here]
-        if read and not 0 <= min(read) <= max(read) < pool:
-            extent = f"pages from {min(read)} to {max(read)}, of a pool of {pool}"
+        used = pages[: -(-count // max(1, page))]
+        first = seen[b].start // max(1, page) if seen else 0
+        own = used[first : -(-seen[b].stop // max(1, page))] if seen else used
+        if own and not 0 <= min(own) <= max(own) < pool:
+            extent = f"pages from {min(own)} to {max(own)}, of a pool of {pool}"
             raise PlanMismatchError(f"pages: entry {b} has {extent}", way_out=OUTSIDE)
-        used = [n if counts_here else 0 for n, counts_here in pairs]
         yield b, used, count
 
 

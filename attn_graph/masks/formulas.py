@@ -18,7 +18,7 @@ from attn_graph.errors import GraphError, show
 from attn_graph.machine.cache import remember
 from attn_graph.masks.intervals import Range
 from attn_graph.masks.joins import Data, Mask
-from attn_graph.masks.places import Block, Keys, Place, Term
+from attn_graph.masks.places import Place, Term
 from attn_graph.spec import MOST_INT64
 
 AXES = "bhij"
@@ -189,19 +189,6 @@ def has_integers_alone(node: ast.expr, names: Collection[str]) -> bool:
     return named <= set(names) and not has_floats(node)
 
 
-def block_range(block: Block, name: str, axes: str) -> Range | None:
-    """The range of a block's part of a tensor; one for each key if it has the axis j.
-
-    None if the tensor is unknown or empty there.
-    """
-    part = block.load(name, axes)
-    if part is None or not part.numel():
-        return None
-    others = [axis for axis, letter in enumerate(axes) if letter != "j"]
-    part = whole(part.cpu())
-    return Range(part.amin(others), part.amax(others)) if others else Range(part, part)
-
-
 def place_names(at: Place, elements: Elements) -> dict[str, Term]:
     """The names of a formula: b, h, i, j, abs, and the elements of its tensors."""
     axes = dict(zip(AXES, at.axes, strict=True))
@@ -243,31 +230,3 @@ class Formula(Mask):
 
     def keep(self, at: Place) -> Term:
         return evaluate_formula(read_formula(self.text), place_names(at, self.elements))
-
-    def span(self, block: Block) -> Keys:
-        bounds = self.bounds(block)
-        return block.all if bounds is None else Keys.where(bounds[1])
-
-    def surely(self, block: Block) -> Keys:
-        bounds = self.bounds(block)
-        return block.none if bounds is None else Keys.where(bounds[0])
-
-    def bounds(self, block: Block) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """For each key: do surely all queries of the block keep it, and may any?
-
-        By interval arithmetic over the queries. None if it reads unknown tensors or names b or h:
-        the block may stand for all batch entries and heads.
-        """
-        loads = [block_range(block, name, axes) for name, axes in self.elements]
-        known = [each for each in loads if each is not None]
-        names = {x.id for x in ast.walk(read_formula(self.text)) if isinstance(x, ast.Name)}
-        if len(known) < len(loads) or names & {"b", "h"}:
-            return None
-        ranges = dict(zip(dict(self.elements), known, strict=True))
-        ends = (block.rows.start, block.rows.stop - 1)
-        rows = Range(*(torch.tensor(end, device="cpu") for end in ends))
-        keys = torch.arange(block.N, device="cpu")
-        ranges |= {"i": rows, "j": Range(keys, keys)}
-        kept = evaluate_formula(read_formula(self.text), {**ranges, "abs": abs})
-        least, most = (kept.least, kept.most) if isinstance(kept, Range) else (kept, kept)
-        return tuple(torch.as_tensor(x).expand(block.N) for x in (least, most))  # type: ignore[return-value]  # two

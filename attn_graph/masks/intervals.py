@@ -9,15 +9,25 @@ from the data. With tensors as ends it does so for many tiles at once.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from attrs import frozen
 
-from attn_graph.masks.places import Untraceable, maximum, minimum
+from attn_graph.masks.places import (
+    Block,
+    Keys,
+    Place,
+    Strip,
+    Untraceable,
+    maximum,
+    minimum,
+    trace_definition,
+)
 
 Operand = Any  # a range, a symbol, or a number
 WIDEST = 2**62  # no integer in a mask is expected to be larger
+MOST_KEYS = 2**14  # bounded one by one; of more, as many runs of keys
 
 
 @final
@@ -79,6 +89,8 @@ class Range:
         return Range(self.least >= upper_end(x), self.most >= lower_end(x))
 
     def __eq__(self, x: object) -> Range:  # type: ignore[override]  # as tensors do
+        if x is self:
+            return Range(self.least == self.least, self.most == self.most)
         one = (self.least == lower_end(x)) & (self.most == upper_end(x)) & (self.least == self.most)
         return Range(one, (self.least <= upper_end(x)) & (self.most >= lower_end(x)))
 
@@ -131,3 +143,110 @@ def upper_end(x: Operand) -> Operand:
 
 def ends_of(x: Operand) -> tuple[Operand, ...]:
     return (x.least, x.most) if isinstance(x, Range) else (x,)
+
+
+@final
+@frozen(eq=False)
+class Entries:
+    """The batch entries or the heads of a block: they index tensors, and are not numbers."""
+
+    cells: range
+
+    def __eq__(self, x: object) -> NoReturn:  # other operators raise TypeError by themselves
+        raise Untraceable("a block may stand for several batch entries and heads")
+
+    __ne__ = __eq__
+    __hash__ = None  # type: ignore[assignment]  # as of everything that compares by other than value
+
+
+@final
+@frozen(eq=False)
+class Bounded:
+    """A tensor of integers or booleans, read at ranges of indices.
+
+    A reading is the range of its elements there, for each key if an index has one for each key.
+    """
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    def __getitem__(self, index: tuple[Operand, ...]) -> Range:
+        """Raises Untraceable for an index that differs from query to query within a key, or lies
+        outside of the tensor, and for numbers that have no order (NaN) or are cut off as int64."""
+        part, by_key = self.tensor, None
+        if part.dtype.is_floating_point or part.dtype == torch.uint64:
+            raise Untraceable(f"elements of {part.dtype} have no bounds in int64")
+        for axis, at in enumerate(index):
+            first, last = end_points(at)
+            if first < 0 or last >= part.shape[axis] or last < first:
+                raise Untraceable(f"elements {first} to {last} of {part.shape[axis]} are read")
+            if isinstance(at, Range) and isinstance(at.least, torch.Tensor) and at.least.ndim:
+                if by_key is not None or not torch.equal(at.least, at.most):
+                    raise Untraceable("a tensor is read at another place for each query and key")
+                by_key, part = axis, part.index_select(axis, at.least)
+            else:
+                part = part.narrow(axis, first, last + 1 - first)
+        flags = part.dtype == torch.bool
+        part = part.view(torch.uint8) if flags else part  # its extremes take a twentieth of `any`
+        others = [axis for axis in range(part.ndim) if axis != by_key]
+        ends = [x(others) if others else part for x in (part.amin, part.amax)]
+        return Range(*(x.view(torch.bool) if flags else x.long() for x in ends))
+
+
+def end_points(at: Operand) -> tuple[int, int]:
+    """The first and the last index of entries, of ranges, one or many, or of a number."""
+    if isinstance(at, Entries):
+        return at.cells.start, at.cells.stop - 1
+    least, most = torch.as_tensor(lower_end(at)), torch.as_tensor(upper_end(at))
+    return int(least.amin()), int(most.amax())
+
+
+def ranged_place(block: Block, run: int) -> Place:
+    """All places of a block: the range of its queries, and each run of `run` keys by itself."""
+    first = torch.arange(0, block.N, run, device="cpu")
+    keys = Range(first, first if run == 1 else (first + run - 1).clamp(max=block.N - 1))
+    rows = Range(*(torch.tensor(i, device="cpu") for i in (block.rows.start, block.rows[-1])))
+    data = {name: Bounded(x.cpu()) for name, x in (block.data or {}).items()}
+    sizes = block.H, block.M, block.N
+    return Place(Entries(block.batch), Entries(block.heads), rows, keys, *sizes, data)
+
+
+def bound_keys(mask: Any, block: Block) -> tuple[Keys, Keys]:  # Any: a Mask, which imports this
+    """The keys that all queries of the block keep, never too many, and those that any may keep,
+    never too few: by a leaf's strip, or else by its `keep`.
+
+    No keys and all keys if it cannot be evaluated at ranges, or reads tensors yet unknown.
+    """
+    unknown = mask.needs and block.data is None
+    if unknown or not (block.rows and block.N and block.batch and block.heads):
+        return block.none, block.all
+    run = -(-block.N // MOST_KEYS)
+    try:
+        place = ranged_place(block, run)
+        strip = mask.strip(place)
+        if strip is not None:
+            return bound_strip(strip, block, surely=True), bound_strip(strip, block, surely=False)
+        kept = trace_definition(mask.keep, place)
+    except Untraceable:
+        return block.none, block.all
+    ends = (
+        torch.as_tensor(x).expand(-(-block.N // run)) for x in (lower_end(kept), upper_end(kept))
+    )
+    runs = (Keys.where(x).intervals for x in ends)
+    every, some = (Keys(tuple([(a * run, b * run) for a, b in each])) & block.all for each in runs)
+    return every, some
+
+
+def bound_strip(strip: Strip, block: Block, *, surely: bool) -> Keys:
+    """The keys that some batch entry and query of the block keep; with `surely`, that all keep."""
+    first, last = block.rows.start, block.rows.stop - 1
+    early, late = (last, first) if surely else (first, last)
+    near, far = (upper_end, lower_end) if surely else (lower_end, upper_end)
+    if strip.rows is not None and early >= int(far(strip.rows)):
+        return block.none
+    start = 0 if strip.low is None else max(0, early + int(near(strip.low)))
+    stop = block.N if strip.high is None else min(block.N, late + 1 + int(far(strip.high)))
+    return Keys.between(start, stop if strip.keys is None else min(stop, int(far(strip.keys))))

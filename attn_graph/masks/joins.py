@@ -1,10 +1,10 @@
 """The base class of masks, and their joins `&`, `|` and `~`. The module `leaves` has the leaves.
 
-A mask has three definitions. `keep` is exact, at one place. For a block of queries, `span` has all
-keys that some query of the block may keep (never too few), and `surely` has keys that all of them
-keep (never too many). Joins derive all three from their parts, so every backend knows the empty,
-full and mixed tiles of every expression. A leaf that is a strip along the diagonal may define
-`strip`; kernels then need no list of tiles.
+A mask has one definition, `keep`, exact at one place. At the ranges of a block of queries it tells
+`span`, all keys that some query of the block may keep (never too few), and `surely`, keys that all
+of them keep (never too many). So every backend knows the empty, full and mixed tiles of every
+expression. A leaf that is a strip along the diagonal may define `strip`; kernels then need no list
+of tiles.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.errors import Declared, GraphError, asks_for_attrs, refuse_truth, show
+from attn_graph.masks.intervals import bound_keys
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.printing.text import show_call
 from attn_graph.spec import INTEGERS, ValueType
@@ -152,12 +153,12 @@ class Mask(Declared):
         raise GraphError(f"{type(self).__name__} defines no keep(self, at)")
 
     def span(self, block: Block) -> Keys:
-        """A superset of the keys that any query of the block keeps; by default all keys."""
-        return block.all
+        """A superset of the keys that any query of the block keeps, from `keep` or `strip`."""
+        return bound_keys(self, block)[1]
 
     def surely(self, block: Block) -> Keys:
-        """A subset of the keys that every query of the block keeps; by default none."""
-        return block.none
+        """A subset of the keys that every query of the block keeps, from `keep` or `strip`."""
+        return bound_keys(self, block)[0]
 
     def strip(self, at: Place) -> Strip | None:
         """This mask as a strip along the diagonal; None if it is not one."""

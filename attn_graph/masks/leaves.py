@@ -116,8 +116,9 @@ class Band(Mask):
 
     def keep(self, at: Place) -> Term:
         gap = at.j - at.i - at.shift(self.ragged)
-        low = gap == gap if self.low is None else gap >= self.low
-        return low if self.high is None else low & (gap <= self.high)
+        if self.low is None:
+            return gap == gap if self.high is None else gap <= self.high
+        return gap >= self.low if self.high is None else (gap >= self.low) & (gap <= self.high)
 
     def strip(self, at: Place) -> Strip:
         shift = at.shift(self.ragged)
@@ -125,35 +126,6 @@ class Band(Mask):
             None if self.low is None else shift + self.low,
             None if self.high is None else shift + self.high,
         )
-
-    def span(self, block: Block) -> Keys:
-        shift = self.shifts(block)
-        if shift is None:
-            return block.all
-        first = 0 if self.low is None else block.rows.start + self.low + shift[0]
-        last = block.N - 1 if self.high is None else block.rows.stop - 1 + self.high + shift[1]
-        return Keys.between(max(0, first), min(block.N, last + 1))
-
-    def surely(self, block: Block) -> Keys:
-        shift = self.shifts(block)
-        if shift is None:
-            return block.none
-        first = 0 if self.low is None else block.rows.stop - 1 + self.low + shift[1]
-        last = block.N - 1 if self.high is None else block.rows.start + self.high + shift[0]
-        return Keys.between(max(0, first), min(block.N, last + 1))
-
-    def shifts(self, block: Block) -> tuple[int, int] | None:
-        """The least and greatest offset of the block's batch entries; None without data."""
-        if not self.ragged:
-            return 0, 0
-        ends = {"kv_lengths": (block.N, block.N), "q_lengths": (block.M, block.M)}
-        for name in self.ragged:
-            bounds = block.bounds(name, "b")
-            if bounds is None:
-                return None
-            ends[name] = bounds
-        (k0, k1), (q0, q1) = ends["kv_lengths"], ends["q_lengths"]
-        return k0 - q1, k1 - q0
 
 
 class Diagonal(Mask):
@@ -184,14 +156,14 @@ class Diagonal(Mask):
         return self.resolved(at.M, at.N, ragged_in(at.data)).strip(at)
 
     def span(self, block: Block) -> Keys:
-        if block.data is None and self.align == "bottom_right":
-            return block.all  # unknown lengths may move the diagonal
-        return self.resolved(block.M, block.N, ragged_in(block.data or ())).span(block)
+        return block.all if self.may_move(block) else super().span(block)
 
     def surely(self, block: Block) -> Keys:
-        if block.data is None and self.align == "bottom_right":
-            return block.none
-        return self.resolved(block.M, block.N, ragged_in(block.data or ())).surely(block)
+        return block.none if self.may_move(block) else super().surely(block)
+
+    def may_move(self, block: Block) -> bool:
+        """True if unknown lengths may move the diagonal."""
+        return block.data is None and self.align == "bottom_right"
 
 
 def ragged_in(names: Iterable[str]) -> tuple[str, ...]:
@@ -256,12 +228,6 @@ class Prefix(Mask):
     def strip(self, at: Place) -> Strip:
         return Strip(keys=self.length)
 
-    def span(self, block: Block) -> Keys:
-        return Keys.between(0, min(self.length, block.N))
-
-    def surely(self, block: Block) -> Keys:
-        return self.span(block)
-
 
 @final
 @frozen
@@ -277,14 +243,6 @@ class KeyLengths(Mask):
 
     def strip(self, at: Place) -> Strip:
         return Strip(keys=at.load("kv_lengths", at.b))
-
-    def span(self, block: Block) -> Keys:
-        bounds = block.bounds("kv_lengths", "b")
-        return Keys.between(0, min(bounds[1], block.N)) if bounds else block.all
-
-    def surely(self, block: Block) -> Keys:
-        bounds = block.bounds("kv_lengths", "b")
-        return Keys.between(0, min(bounds[0], block.N)) if bounds else block.none
 
 
 @final
@@ -302,14 +260,6 @@ class QueryLengths(Mask):
     def strip(self, at: Place) -> Strip:
         return Strip(rows=at.load("q_lengths", at.b))
 
-    def span(self, block: Block) -> Keys:
-        bounds = block.bounds("q_lengths", "b")
-        return block.none if bounds and block.rows.start >= bounds[1] else block.all
-
-    def surely(self, block: Block) -> Keys:
-        bounds = block.bounds("q_lengths", "b")
-        return block.all if bounds and block.rows.stop <= bounds[0] else block.none
-
 
 @final
 @frozen
@@ -322,30 +272,6 @@ class SameSegment(Mask):
 
     def keep(self, at: Place) -> Term:
         return at.load("q_segments", at.b, at.i) == at.load("kv_segments", at.b, at.j)
-
-    def span(self, block: Block) -> Keys:
-        bounds, segments = block.bounds("q_segments", "bi"), block.load("kv_segments", "bj")
-        if bounds is None or segments is None:
-            return block.all
-        return Keys.where(((segments >= bounds[0]) & (segments <= bounds[1])).any(0))
-
-    def surely(self, block: Block) -> Keys:
-        bounds, segments = block.bounds("q_segments", "bi"), block.load("kv_segments", "bj")
-        if bounds is None or segments is None or bounds[0] != bounds[1]:
-            return block.none
-        return Keys.where((segments == bounds[0]).all(0))
-
-
-def flags_of(block: Block, name: str, data: Data) -> torch.Tensor | None:
-    """A block's flags [rows, N or blocks of keys] as uint8; None if there are none.
-
-    PyTorch takes a maximum of bytes in a twentieth of the time of `any`.
-    """
-    flags = block.load(name, data.axes, x=data.cells("x", block.rows))
-    if flags is None or 0 in flags.shape:
-        return None
-    columns = data.shape({"b": 1, "h": 1, "i": block.M, "j": block.N})[-1]
-    return flags.flatten(0, 2).view(torch.uint8).expand(-1, columns)
 
 
 @final
@@ -364,14 +290,6 @@ class Keep(Mask):
 
     def keep(self, at: Place) -> Term:
         return at.load(self.name, at.b, at.h, at.i, at.j)
-
-    def span(self, block: Block) -> Keys:
-        rows = flags_of(block, self.name, self.needs[self.name])
-        return block.all if rows is None else Keys.where(rows.amax(0).view(torch.bool))
-
-    def surely(self, block: Block) -> Keys:
-        rows = flags_of(block, self.name, self.needs[self.name])
-        return block.none if rows is None else Keys.where(rows.amin(0).view(torch.bool))
 
 
 @final
@@ -400,32 +318,13 @@ class KeepBlocks(Mask):
             )
 
     @property
-    def data(self) -> Data:
-        """Axes and dtype of the table."""
-        return Data("bhxy", (torch.bool,), True, (self.rows, self.keys), self.start, self.whole)
-
-    @property
     def needs(self) -> dict[str, Data]:
-        return {self.name: self.data}
+        size = (self.rows, self.keys)
+        return {self.name: Data("bhxy", (torch.bool,), True, size, self.start, self.whole)}
 
     def keep(self, at: Place) -> Term:
         i, j = at.i + self.start[0], at.j + self.start[1]
         return at.load(self.name, at.b, at.h, i // self.rows, j // self.keys)
-
-    def span(self, block: Block) -> Keys:
-        rows = flags_of(block, self.name, self.data)
-        return block.all if rows is None else self.positions(rows.amax(0), block.N)
-
-    def surely(self, block: Block) -> Keys:
-        rows = flags_of(block, self.name, self.data)
-        return block.none if rows is None else self.positions(rows.amin(0), block.N)
-
-    def positions(self, flags: torch.Tensor, N: int) -> Keys:
-        """The keys of the blocks whose flags are not 0."""
-        size, start = self.keys, self.start[1]
-        kept = Keys.where(flags.view(torch.bool)).intervals
-        ends = [(max(0, a * size - start), min(N, b * size - start)) for a, b in kept]
-        return Keys(tuple([(a, b) for a, b in ends if a < b]))
 
 
 LEAVES = (Causal, Window, Prefix, Keep, KeepBlocks, KeyLengths, QueryLengths, SameSegment, Band)

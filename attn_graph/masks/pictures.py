@@ -176,22 +176,37 @@ def draw_mask(
 ) -> None:
     """Write a picture of a mask's tiles: white if empty, light if mixed, dark if full.
 
-    tile: by default 128 x 128, or larger to stay within MOST_TILES. dark: for dark pages: full
-    tiles are the lightest, the background is transparent. Other arguments: as of `picture`. Raises
-    ImportError without matplotlib.
+    tile: by default 64 along the longer side, but none larger than 128 x 128 within MOST_TILES.
+    dark: for dark pages: full tiles are the lightest, the background is transparent. Other
+    arguments: as of `picture`. Raises ImportError without matplotlib.
     """
-    sheet, axes = figure(5, 5.4, dark)
-    side = max(SIDE, -(-max(M, N) // int(MOST_TILES**0.5)))
+    longer = max(M, N, 1)
+    side = max(min(SIDE, -(-longer // MOST_MARKS)), -(-longer // int(MOST_TILES**0.5)))
     tile = tile or (side, side)
     marks = kinds(mask, M, N, tile, at=at, data=data)
-    colours = [[DARK[k] if dark else LIGHT[k] for k in line] for line in marks.tolist()]
-    axes.imshow(to_rgb(colours), extent=(0, N, M, 0), interpolation="nearest")
-    axes.set_title(
-        f"{mask}\n{count_kinds(marks)} tiles of {tile[0]} x {tile[1]}", fontsize=8, wrap=True
-    )
+    shades = DARK if dark else LIGHT
+    colours = [[shades[k] for k in line] for line in marks.tolist()]
+    sheet, axes = figure(5, 1.2 + min(max(4.2 * M / max(N, 1), 1), 8), dark)
+    axes.imshow(to_rgb(colours), extent=(0, N, M, 0), interpolation="nearest", aspect="auto")
+    each = "places" if tile == (1, 1) else f"tiles of {tile[0]} x {tile[1]}"
+    axes.set_title(f"{mask}\n{count_kinds(marks)} {each}", fontsize=8, wrap=True)
     axes.set_xlabel("key")
     axes.set_ylabel("query")
+    names = ("masked", None, "kept") if tile == (1, 1) else ("empty", "mixed", "full")
+    add_legend(sheet, {name: x for name, x in zip(names, shades, strict=True) if name}, dark)
     write(sheet, path, dark)
+
+
+def add_legend(sheet: Figure, colours: Mapping[str, str], dark: bool) -> None:
+    """A square of each colour with its name, below all."""
+    from matplotlib.patches import Patch
+
+    ink = INK if dark else "black"
+    squares = [Patch(facecolor=x, edgecolor=ink, label=name) for name, x in colours.items()]
+    sheet.legend(
+        handles=squares, loc="outside lower center", ncols=len(squares), fontsize=8,
+        frameon=False, labelcolor=ink,
+    )  # fmt: skip
 
 
 def to_rgb(colours: list[list[str]]) -> list[list[tuple[int, ...]]]:
@@ -236,11 +251,12 @@ def draw_bars(
     line: float | None = None,
     dark: bool = False,
 ) -> None:
-    """Write a bar chart: a group of bars for each row, a bar for each name in it, at most as high
-    as a screen.
+    """Write a bar chart: a group of bars for each row, a bar with its figure for each name in it,
+    at most as high as a screen.
 
-    rows: each job with a figure in `unit` for each name; one may be absent. line: bars begin at
-    this figure, on a logarithmic axis. dark: for dark pages. Raises ImportError without matplotlib.
+    rows: each job with a figure in `unit` for each name; one may be absent, and a row without any
+    is a heading. line: bars begin at this figure, on a logarithmic axis. dark: for dark pages.
+    Raises ImportError without matplotlib.
     """
     sheet, axes = figure(7, 1 + min(0.5 * max(1, len(rows)), TALLEST), dark)
     names = list(dict.fromkeys(name for _, figures in rows for name in figures))
@@ -248,10 +264,16 @@ def draw_bars(
     for n, name in enumerate(names):
         places = [i + n * height for i, (_, figures) in enumerate(rows) if name in figures]
         ends = [figures[name] - (line or 0) for _, figures in rows if name in figures]
-        axes.barh(places, ends, height, left=line or 0, label=name)
+        bars = axes.barh(places, ends, height, left=line or 0, label=name)
+        each = (figures[name] for _, figures in rows if name in figures)
+        texts = [f"{x:.2f}" if x < 10 else f"{x:.3g}" for x in each]
+        axes.bar_label(bars, texts, padding=3, fontsize=7, color=INK if dark else "black")
     middles = [i + 0.4 - height / 2 for i in range(len(rows))]
     axes.set_yticks(middles, [job for job, _ in rows], fontsize=8)
+    for (_, figures), tick in zip(rows, axes.get_yticklabels(), strict=True):
+        tick.set_fontweight("normal" if figures else "bold")
     axes.set_ylim(len(rows), -height)
+    axes.margins(x=0.1)  # for the figures at the ends
     if line is not None:
         axes.set_xscale("log", subs=[2, 5])
         axes.xaxis.set_major_formatter("{x:g}")

@@ -28,7 +28,7 @@ def trace_definition(definition: Callable[..., Any], *given: Any) -> Any:  # Any
         return definition(*given)
     except Untraceable:
         raise
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, IndexError, TypeError) as error:
         raise Untraceable(f"{definition.__qualname__} can't be traced: {error}") from error
 
 
@@ -184,28 +184,17 @@ class Block:
         """The empty set of keys."""
         return Keys()
 
-    def load(self, name: str, axes: str, **cells: range) -> torch.Tensor | None:
-        """This block's part of a tensor. axes: its axes, letters of "bhij". None without data.
-
-        cells: the part of other axes, by letter; all of an axis without one.
-        """
+    def load(self, name: str, axes: str) -> torch.Tensor | None:
+        """This block's part of a tensor. axes: its axes, letters of "bhij". None without data."""
         if self.data is None:
             return None
         tensor = self.data[name]
-        parts = {"b": self.batch, "h": self.heads, "i": self.rows, "j": range(self.N), **cells}
+        parts = {"b": self.batch, "h": self.heads, "i": self.rows, "j": range(self.N)}
         index = [
             slice(None) if n == 1 or x not in parts else slice(parts[x].start, parts[x].stop)
             for x, n in zip(axes, tensor.shape, strict=True)
         ]
         return tensor[tuple(index)]
-
-    def bounds(self, name: str, axes: str) -> tuple[int, int] | None:
-        """The least and greatest value of this block's part of a tensor; None without data."""
-        part = self.load(name, axes)
-        if part is None or part.numel() == 0:
-            return None
-        least, most = torch.aminmax(part)
-        return int(least), int(most)
 
 
 def read_at(x: Term, index: tuple[Term, ...]) -> Term:

@@ -38,7 +38,7 @@ class OwnPart:
     @cached_property
     def plan(self) -> Plan:
         """The plan of the rank's part. Raises NoBackendError."""
-        return plan_graph(self.site.recipe, self.graph())
+        return plan_graph(self.site.request.with_graph(self.graph()))
 
     def graph(self) -> Graph:
         """The whole graph, with the rank's parts of the inputs; behind them slopes, if needed."""

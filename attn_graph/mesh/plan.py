@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import GraphError, PlanMismatchError, show
 from attn_graph.ir.gradient_ops import clear_blind_rows
+from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import (
     has_tangent,
     named_in_profiles,
@@ -35,7 +36,6 @@ from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.mesh.totals import Cotangents, Totals, lay_out_as
 from attn_graph.mesh.traffic import shared_inputs
-from attn_graph.planner.recipe import Recipe
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class RankPlan(ShardedPlan):
 
     @property
     def target(self) -> Target:
-        return self.site.recipe.target
+        return self.site.request.target
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -281,7 +281,7 @@ class RankPlan(ShardedPlan):
                     total += shares[r][n]
 
 
-def plan_rank(sharded: Sharded, recipe: Recipe, group: ProcessGroup | None) -> RankPlan:
+def plan_rank(sharded: Sharded, request: Request, group: ProcessGroup | None) -> RankPlan:
     """The plan of this process, one for each rank of the mesh.
 
     group: the ranks' process group, by default the group of all processes. Raises GraphError for
@@ -306,6 +306,6 @@ def plan_rank(sharded: Sharded, recipe: Recipe, group: ProcessGroup | None) -> R
             f"say ag.Mesh({ranks.size()})"
         )
     load_modules("attn_graph.mesh.operators")  # which imports this module
-    plan = RankPlan(Site(sharded, ranks.rank(), ranks, recipe))
+    plan = RankPlan(Site(sharded, ranks.rank(), ranks, request))
     plan.prepare()
     return plan

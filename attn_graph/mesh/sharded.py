@@ -19,11 +19,11 @@ from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.packed import TOTALS, Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.philox import WORDS
+from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
 from attn_graph.masks.moving import Box
 from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges, divide_heads
 from attn_graph.mesh.results import Outlook, ShardedPlan
-from attn_graph.planner.recipe import Recipe
 from attn_graph.printing.text import show_call
 from attn_graph.spec import TensorSpec
 
@@ -88,11 +88,11 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
     known: tuple[Known, ...]
     holdings: tuple[Holding, ...]
 
-    def compile(self, recipe: Recipe, group: ProcessGroup | None) -> ShardedPlan:
+    def compile(self, request: Request, group: ProcessGroup | None) -> ShardedPlan:
         """This process's plan, as `attn_graph.compile` gives it."""
         from attn_graph.mesh.plan import plan_rank  # which imports this module
 
-        return plan_rank(self, recipe, group)
+        return plan_rank(self, request, group)
 
     def explain(self, target: Target, link: str | float | None) -> Outlook:
         """The ranks' work and messages: see `attn_graph.explain`."""

@@ -12,6 +12,7 @@ from attrs import define, evolve, field, frozen
 from attn_graph.ir.boxes import Feed, Piece
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
+from attn_graph.lowering.request import Request
 from attn_graph.machine.cache import CAPACITY
 from attn_graph.machine.likeness import look_at
 from attn_graph.masks.moving import Box
@@ -21,7 +22,6 @@ from attn_graph.mesh.schedule import Job
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.plan import Plan
 from attn_graph.plan.building import plan_graph
-from attn_graph.planner.recipe import Recipe
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ class Remembered:
 class Site:
     """One rank of a process group, and its part of a sharded graph.
 
-    recipe: of each box's plan. side: the pass of its messages.
+    request: for the whole graph; those for boxes are made from it. side: the pass of its messages.
     """
 
     sharded: Sharded
     rank: int
     group: ProcessGroup
-    recipe: Recipe
+    request: Request
     memory: Remembered = field(factory=Remembered)
     side: str = "forward"
 
@@ -144,7 +144,7 @@ class Site:
         if key not in self.memory.plans:
             if len(self.memory.plans) >= CAPACITY:  # strides that change with each call
                 self.memory.plans.clear()
-            self.memory.plans[key] = plan_graph(self.recipe, box_graph(piece, tensors))
+            self.memory.plans[key] = plan_graph(self.request.with_graph(box_graph(piece, tensors)))
         return self.memory.plans[key]
 
     def piece(self, box: Box) -> Piece:

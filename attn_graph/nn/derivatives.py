@@ -9,6 +9,7 @@ from torch import Tensor
 from attn_graph.ir.jvp import push_graph
 from attn_graph.ir.vjp import backward, residuals, with_residuals
 from attn_graph.plan import Plan
+from attn_graph.planner.content import write_plan
 from attn_graph.spec import TensorSpec
 
 Tensors = Sequence[Tensor]
@@ -23,11 +24,11 @@ def write_gradient(
     specs = [TensorSpec.like(next(cotangents)) if each else None for each in given]
     wants = [n for n, need in enumerate(needs) if need]
     saved = [*map(TensorSpec.like, tensors[: count + len(residuals(plan.graph))])]
-    return plan.recipe.text(backward(plan.graph, wants, specs, saved))
+    return write_plan(plan.request.with_graph(backward(plan.graph, wants, specs, saved)))
 
 
 def write_tangents(plan: Plan, tangents: Mapping[int, Tensor], saves: bool) -> str:
     """The text of a plan's forward mode. saves: also return the backward's residuals."""
     graph = with_residuals(plan.graph) if saves else plan.graph
     specs = [TensorSpec.like(t) for t in tangents.values()]
-    return plan.recipe.text(push_graph(graph, [*tangents], specs))
+    return write_plan(plan.request.with_graph(push_graph(graph, [*tangents], specs)))

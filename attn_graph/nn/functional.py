@@ -27,7 +27,8 @@ from attn_graph.errors import (
 from attn_graph.ir.arguments import two_segments
 from attn_graph.ir.builder import EXTRA
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.lowering.backend import Backend, Fallback
+from attn_graph.lowering.backend import Backend
+from attn_graph.lowering.request import Fallback
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Causal, Mask, Prefix
 from attn_graph.masks.joins import LETTERS, list_readings

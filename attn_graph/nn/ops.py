@@ -24,6 +24,7 @@ from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, result_spec
+from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.autograd import run_each, select_moving, split_tangents
 from attn_graph.machine.cache import remember
@@ -44,7 +45,6 @@ from attn_graph.plan.building import plan_simplified
 from attn_graph.plan.cache import Key, cache
 from attn_graph.planner.content import CallContent, PlanContent, read_content
 from attn_graph.planner.content import introduce as introduce
-from attn_graph.planner.recipe import Recipe
 from attn_graph.spec import (
     TensorSpec,
     ValueType,
@@ -91,7 +91,7 @@ def plan_anew(tensors: Tensors, text: str) -> Plan:
         here = Target.here(tensors[0].device) if tensors else Target.here()
         require_target(content, here)
         graph, choice, among = content.restore()
-        plan = plan_simplified(Recipe(here, choice, among), graph)
+        plan = plan_simplified(Request(graph, here, choice, among))
     return plan
 
 

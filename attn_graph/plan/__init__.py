@@ -18,9 +18,9 @@ from attn_graph.ir.binding import bind_graph, complete_sizes, split_sizes
 from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.jvp import jvp, push_graph
-from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import cotangent_specs, main_outputs
 from attn_graph.lowering.backend import Executable
+from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
 from attn_graph.machine.autograd import (
     has_batch,
@@ -44,11 +44,12 @@ from attn_graph.machine.tensors import (
     require_as_declared,
     require_device,
 )
-from attn_graph.planner.recipe import Recipe
+from attn_graph.planner.content import write_plan
 from attn_graph.planner.sized import Sized
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported at first use: calls need none of them
+    from attn_graph.ir.reference import Verification
     from attn_graph.planner.cost import Cost
     from attn_graph.planner.explanation import Explanation
 
@@ -116,15 +117,17 @@ class Plan:
     is the plan itself.
     """
 
-    graph: Graph
+    request: Request  # those for other graphs are made from it
     backend: str
     cause: str
     refusals: tuple[tuple[str, tuple[Reason, ...]], ...]
     also: tuple[str, ...]
     executable: Executable
-    recipe: Recipe  # by which other graphs are planned
     sized: Sized | None = None  # with named sizes
     whole: tuple[Plan, Mapping[str, int]] | None = None  # the plan it is `at` these sizes of
+    graph: Graph = field(
+        init=False, default=Factory(lambda plan: plan.request.graph, takes_self=True)
+    )
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
     )
@@ -224,12 +227,12 @@ class Plan:
         """The plan of another graph, with the same target and options."""
         from attn_graph.plan.building import plan_simplified
 
-        return plan_simplified(self.recipe, graph)
+        return plan_simplified(self.request.with_graph(graph))
 
     @property
     def target(self) -> Target:
         """The device and the libraries it is for."""
-        return self.recipe.target
+        return self.request.target
 
     def run_profiled(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
         """Run checked tensors under a name in PyTorch's profilers and NVTX."""
@@ -351,10 +354,10 @@ class Plan:
             return {}
         return self.sized.fit.named(self.sized.fit.read(tensors))
 
-    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Recipe, Graph]]:
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Request]]:
         from attn_graph.plan.building import plan_simplified
 
-        return plan_simplified, (self.recipe, self.graph)
+        return plan_simplified, (self.request,)
 
     def __dir__(self) -> list[str]:
         """The names for users; all others serve this library alone, and may change."""
@@ -431,18 +434,18 @@ class Plan:
 
         sizes, given = split_sizes(self.graph, tensors)
         graph = bind_graph(self.graph, complete_sizes(self.graph, "cost", sizes))
-        return cost(graph, self.target, given, precision=self.recipe.options.precision)
+        return cost(graph, self.target, given, precision=self.request.options.precision)
 
     def verify(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
         """Run the plan on these tensors and compare with float64 by the rule of docs/semantics.md.
 
-        If one key outweighs all others, its allowance is smaller than that page's: see there.
+        If the graph has a gradient, and a backend for it, that of a training step is compared too,
+        for drawn cotangents of all outputs but lse. If one key outweighs all others, the allowance
+        is smaller than that page's: see there.
         """
-        with torch.no_grad():
-            given = self.arranged(tensors, named)
-            self(*given)  # checks the tensors
-            graph = bind_graph(self.graph, self.sizes_of(given))
-            return compare(graph, given, self.run(*given)[0], self.recipe.options.precision)
+        from attn_graph.plan.verified import verify_plan
+
+        return verify_plan(self, tensors, named)
 
     def check(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> None:
         """Raise PlanMismatchError if starts, lengths or pages point at nothing: starts that
@@ -487,7 +490,7 @@ class Plan:
 def content_of(plan: Plan) -> str:
     """The plan as text. Raises PlanTargetError if it is for another machine than this one."""
     if not plan.memo.content:
-        plan.memo.content = plan.recipe.text(plan.graph)
+        plan.memo.content = write_plan(plan.request)
     return plan.memo.content
 
 

@@ -11,7 +11,6 @@ from attrs import evolve
 
 from attn_graph.errors import GraphError, NoBackendError
 from attn_graph.ir.binding import bind_graph, complete_sizes, largest
-from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import (
     backward,
@@ -22,13 +21,13 @@ from attn_graph.ir.vjp import (
     wanted_inputs,
 )
 from attn_graph.lowering.backend import Backend
+from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.imports import load_modules
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import cache
 from attn_graph.plan.pull import generalise, generalise_given
 from attn_graph.planner.choose import choose, choose_and_lower
-from attn_graph.planner.recipe import Recipe
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.sized import Sized, lower_graph
 from attn_graph.planner.tuning import choose_fastest
@@ -40,56 +39,56 @@ if TYPE_CHECKING:
     from attn_graph.planner.explanation import Refusal
 
 
-def plan_graph(recipe: Recipe, graph: Graph) -> Plan:
-    """The plan of a graph. Raises NoBackendError, which searches for fixes when it is read."""
+def plan_graph(request: Request) -> Plan:
+    """The plan of a graph as written. Raises NoBackendError, which searches for fixes when it is
+    read."""
     try:
-        return plan_simplified(recipe, simplify(graph))
+        return plan_simplified(request.with_graph(simplify(request.graph)))
     except NoBackendError as error:
-        error.search = partial(find_fixes, recipe, graph, error.refusals)
+        error.search = partial(find_fixes, request, error.refusals)
         raise
 
 
-def find_fixes(recipe: Recipe, graph: Graph, refusals: Refusals) -> tuple[Refusal, ...]:
+def find_fixes(request: Request, refusals: Refusals) -> tuple[Refusal, ...]:
     """The refusals of a graph's forward, with their fixes."""
     search = load_modules("attn_graph.planner.explain").explain_refusals
-    told: tuple[Refusal, ...] = search(graph, recipe.target, recipe.options, recipe.among, refusals)
-    return told
+    fixes: tuple[Refusal, ...] = search(request, refusals)
+    return fixes
 
 
-def plan_simplified(recipe: Recipe, graph: Graph) -> Plan:
+def plan_simplified(request: Request) -> Plan:
     """The plan of a simplified graph, built unless it is known."""
-    return cache.plans.get_or_build((graph, recipe), lambda: build(recipe, graph))
+    return cache.plans.get_or_build(request, lambda: build(request))
 
 
-def build(recipe: Recipe, graph: Graph) -> Plan:
+def build(request: Request) -> Plan:
     """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
-    target, options, among = recipe.target, recipe.options, recipe.backends
+    graph, tune = request.graph, request.options.tune
     start = time.perf_counter()
     sized = None
     if graph.symbols:
-        if options.tune:
+        if tune:
             names = ", ".join(f"{symbol.name}=..." for symbol in graph.symbols)
             raise GraphError(
                 "tune=True measures one size, and sizes of the graph have names; "
                 f"say compile(compile(graph).at({names}).graph, tune=True)"
             )
-        sized = Sized.of(graph, target, options, among)
+        sized = Sized.of(request)
         choice, executable = sized.most.choice, sized.executable
     else:
-        by = choose_fastest if options.tune else choose_and_lower
-        choice, executable = lower_graph(graph, target, options, among, by)
-    notes = [*executable.notes, *options.notes(graph, target)]
+        by = choose_fastest if tune else choose_and_lower
+        choice, executable = lower_graph(request, by)
+    notes = [*executable.notes, *request.notes()]
     if not graph.is_gradient:
         notes += [f"runs forward alone: {text}" for text in graph.gradient_problems]
     cache.builds.add(graph, time.perf_counter() - start)
     return Plan(
-        graph,
+        request,
         choice.backend.name,
         choice.cause,
         choice.refusals,
         choice.also,
         evolve(executable, notes=(*notes,)),
-        recipe,
         sized,
     )
 
@@ -103,17 +102,15 @@ def plan_gradient(
     """`Plan.backward`."""
     if plan.whole is not None:
         return bind_backward(*plan.whole, wants, cotangents, saved)
-    graph, recipe = plan.graph, plan.recipe
+    graph, request = plan.graph, plan.request
     check_gradient(graph)
     given = wanted_inputs(graph, None) if wants is None else wants
     dense = [result_spec(graph, i) for i in graph.outputs]
     every = cotangent_specs(graph, graph.differentiable_outputs)
     specs = every if cotangents is None else cotangents
     same = [None if x is None else own for x, own in zip(specs, dense, strict=True)]
-    as_found, as_declared = (backward(graph, given, each, saved) for each in (specs, same))
-    if as_found != as_declared and loses(recipe, as_found, as_declared):
-        return plan_simplified(recipe, as_declared)
-    return plan_simplified(recipe, as_found)
+    odd, plain = (request.with_graph(backward(graph, given, each, saved)) for each in (specs, same))
+    return plan_simplified(plain if odd != plain and loses(odd, plain) else odd)
 
 
 def bind_plan(plan: Plan, sizes: Mapping[str, int]) -> Plan:
@@ -125,7 +122,7 @@ def bind_plan(plan: Plan, sizes: Mapping[str, int]) -> Plan:
     choice = plan.sized.choice_of(bound)
     return evolve(
         plan,
-        graph=bound.graph,
+        request=plan.request.with_graph(bound.graph),
         backend=choice.backend.name,
         refusals=choice.refusals,
         also=choice.also,
@@ -152,19 +149,20 @@ def bind_backward(
     return gradient.at(**{name: n for name, n in sizes.items() if name in named})
 
 
-def loses(recipe: Recipe, odd: Graph, plain: Graph) -> bool:
+def loses(odd: Request, plain: Request) -> bool:
     """True if a layout of cotangents costs the backend that else runs the gradient."""
-    best = best_backend(recipe, plain)
-    return best is not None and best is not best_backend(recipe, odd)
+    best = best_backend(plain)
+    return best is not None and best is not best_backend(odd)
 
 
-def best_backend(recipe: Recipe, graph: Graph) -> Backend | None:
+def best_backend(request: Request) -> Backend | None:
     """The planner's choice; None if all backends refuse."""
     try:
         with neutral_state():
-            quiet = evolve(recipe.options, on_fallback="ignore")
+            graph = request.graph
             exact = bind_graph(graph, largest(graph)) if graph.symbols else graph
-            return choose(core_of(exact), recipe.target, quiet, recipe.backends).backend
+            quiet = request.with_graph(core_of(exact)).with_options(on_fallback="ignore")
+            return choose(quiet).backend
     except NoBackendError:
         return None
 
@@ -173,6 +171,5 @@ def plan_recorded(plan: Plan) -> Plan | None:
     """The plan that autograd records in place of this one; None: this one."""
     if plan.whole is not None:
         return None
-    recipe = plan.recipe
-    kept = recorded_graph(plan.graph, recipe.target, recipe.options, recipe.backends, plan.backend)
-    return kept and plan_simplified(evolve(recipe, among=RUNS_KEPT), kept)
+    kept = recorded_graph(plan.request, plan.backend)
+    return kept and plan_simplified(evolve(plan.request, graph=kept, among=RUNS_KEPT))

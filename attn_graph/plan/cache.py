@@ -21,13 +21,17 @@ Key = tuple[object, ...]  # everything a plan depends on, with or without tensor
 class PlanCache:
     """All plans of this process.
 
-    calls: by the arguments of `compile`, as given. plans: by simplified graph, target, options and
-    permitted backends. looks: plans of calls, by options and tensors' looks. recent: the last plan
+    calls: by the arguments of `compile`, as given, the graph first. plans: by the request for a
+    simplified graph. looks: plans of calls, by options and tensors' looks. recent: the last plan
     used, by options alone.
     """
 
-    calls: Cache[Plan] = field(factory=lambda: Cache(CAPACITY, kind=skeleton_of))
-    plans: Cache[Plan] = field(factory=lambda: Cache(CAPACITY, kind=skeleton_of))
+    calls: Cache[Plan] = field(
+        factory=lambda: Cache(CAPACITY, kind=lambda key: skeleton_of(key[0]))
+    )
+    plans: Cache[Plan] = field(
+        factory=lambda: Cache(CAPACITY, kind=lambda request: skeleton_of(request.graph))
+    )
     looks: dict[Key, Plan] = field(factory=dict)
     recent: dict[Key, Plan] = field(factory=dict)
     builds: BuildLog = field(factory=BuildLog)

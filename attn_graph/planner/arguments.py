@@ -12,7 +12,8 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 import torch
 
 from attn_graph.errors import ArgumentError, GraphError, show
-from attn_graph.lowering.backend import Backend, Fallback
+from attn_graph.lowering.backend import Backend
+from attn_graph.lowering.request import Fallback
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
@@ -23,10 +24,13 @@ from attn_graph.planner.choose import resolve_backends
 
 # Modules for planning on GPUs, beyond those imported with the library; these import the rest.
 FOR_GPUS = (
-    "attn_graph.lowering.cudnn.limits",
+    "attn_graph.lowering.libraries.cudnn_limits",
+    "attn_graph.lowering.libraries.cudnn_versions",
     "attn_graph.lowering.cudnn.memory",
+    "attn_graph.lowering.cudnn.sequences",
     "attn_graph.lowering.cudnn.plan",
-    "attn_graph.lowering.fa4.limits",
+    "attn_graph.lowering.libraries.fa4_limits",
+    "attn_graph.lowering.fa4.lists",
     "attn_graph.lowering.fa4.offline",
     "attn_graph.lowering.fa4.run",
     "attn_graph.lowering.triton.offline",

@@ -86,10 +86,9 @@ def kind_of(graph: Graph) -> Kind:
     return names, tuple([eqn.op.__class__ for eqn in graph.eqns])
 
 
-def skeleton_of(key: tuple[Graph, ...]) -> Kind:
-    """A key shared by cache keys if their graphs, the first part, differ only in lengths and
-    batches and in the consequences of these. A growing cache of keys has one skeleton."""
-    graph = key[0]
+def skeleton_of(graph: Graph) -> Kind:
+    """A key shared by graphs that differ only in lengths and batches and in the consequences of
+    these. A growing cache of plans has one skeleton."""
     heads = graph.inputs[0].spec.shape[1::2] if graph.inputs else ()
     return *kind_of(graph), heads, tuple([kind for mask in masks_in(graph) for kind in mask])
 

@@ -21,11 +21,12 @@ from attn_graph.errors import (
 )
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import keeps_weights
-from attn_graph.lowering.backend import Backend, Executable, Options, RefusedError
+from attn_graph.lowering.backend import Backend, Executable, RefusedError
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.fa4 import backend as fa4
+from attn_graph.lowering.request import Named, Options, Request
 from attn_graph.lowering.torch_cuda import dense as torch_cuda
 from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
@@ -81,19 +82,14 @@ class Choice:
 
 
 def choose_and_lower(
-    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
+    request: Request,
 ) -> tuple[Choice, Executable]:
     """The choice, and the lowered graph. Raises NoBackendError as `choose` does."""
-    return first_that_succeeds(
-        graph, target, options, among, lambda b: lower_checked(b, graph, target, options)
-    )
+    return first_that_succeeds(request, lambda b: lower_checked(b, request))
 
 
 def first_that_succeeds(
-    graph: Graph,
-    target: Target,
-    options: Options,
-    among: Sequence[Backend] | None,
+    request: Request,
     attempt: Callable[[Backend], T],
 ) -> tuple[Choice, T]:
     """The first backend that supports the graph and passes the attempt; and the attempt's result.
@@ -103,7 +99,7 @@ def first_that_succeeds(
     """
     late: dict[str, tuple[Reason, ...]] = {}
     while True:
-        choice = choose(graph, target, options, among, late)
+        choice = choose(request, late)
         try:
             return choice, attempt(choice.backend)
         except RefusedError as error:
@@ -111,10 +107,7 @@ def first_that_succeeds(
 
 
 def choose(
-    graph: Graph,
-    target: Target,
-    options: Options,
-    among: Sequence[Backend] | None,
+    request: Request,
     late: Mapping[str, tuple[Reason, ...]] = MappingProxyType({}),
 ) -> Choice:
     """The first backend, in order of preference, with no reason against the graph.
@@ -122,45 +115,51 @@ def choose(
     late: reasons by backend, discovered while it was lowered. Raises NoBackendError with every
     backend's reasons if all refuse; warns or raises by on_fallback if only `math` is left.
     """
+    among = permitted_backends(request)
     if among is not None and not among:
         raise GraphError(f"backends= names none; there are {', '.join(b.name for b in BACKENDS)}")
-    ordered, cause = (
-        (among, "first in backends=") if among is not None else preference(graph, target, options)
-    )
-    reasons = [(b, late.get(b.name) or known_reasons(b, graph, target, options)) for b in ordered]
+    ordered, cause = (among, "first in backends=") if among is not None else preference(request)
+    reasons = [(b, late.get(b.name) or known_reasons(b, request)) for b in ordered]
     able = [b for b, against in reasons if not against]
     refusals = tuple((b.name, against) for b, against in reasons if against)
     if not able:
-        raise NoBackendError(graph, refusals, refused_title(graph, target, options, among))
+        raise NoBackendError(request.graph, refusals, refused_title(request))
     first = able[0]
-    if keeps_weights(graph):
+    if keeps_weights(request.graph):
         cause = KEPT
     elif len(able) == 1:
-        allowed = " allowed" if among is not None or options.avoid else ""
-        cause = f"the only backend{allowed} that supports the graph"
+        limited = " allowed" if among is not None or request.options.avoid else ""
+        cause = f"the only backend{limited} that supports the graph"
     elif cause is PREDICTED:
         names = {b.name for b in able}
-        figures = [f"{n} {format_rough(x)}" for n, x in rank_all(graph, target) if n in names]
+        figures = [
+            f"{n} {format_rough(x)}"
+            for n, x in rank_all(request.graph, request.target)
+            if n in names
+        ]
         cause = f"{cause}, at best: {', '.join(figures)}" if len(figures) > 1 else FIRST_ABLE
     elif first is not ordered[0]:
         cause = FIRST_ABLE
     choice = Choice(first, cause, refusals, tuple(b.name for b in able[1:]))
     if choice.is_fallback:
-        report_fallback(graph, options, refusals)
+        report_fallback(request.graph, request.options, refusals)
     return choice
 
 
-def refused_title(
-    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
-) -> str:
+def refused_title(request: Request) -> str:
     """The title if all allowed backends refuse: it names the others that support the graph."""
-    allowed, free = BACKENDS if among is None else among, evolve(options, avoid=())
-    shut = [b for b in BACKENDS if b not in allowed or b.name in options.avoid]
-    able = [b.name for b in shut if not known_reasons(b, graph, target, free)]
+    among, avoid, free = (
+        permitted_backends(request),
+        request.options.avoid,
+        request.with_options(avoid=()),
+    )
+    ordered = BACKENDS if among is None else among
+    shut = [b for b in BACKENDS if b not in ordered or b.name in avoid]
+    able = [b.name for b in shut if not known_reasons(b, free)]
     if not able:
         return NO_BACKEND
     if among is None:
-        who = f"no backend besides those to avoid, {', '.join(options.avoid)},"
+        who = f"no backend besides those to avoid, {', '.join(avoid)},"
     else:
         who = f"none of the backends allowed, {', '.join(b.name for b in among)},"
     return f"{who} supports this graph; {' and '.join(able)} {'does' if len(able) == 1 else 'do'}"
@@ -181,8 +180,9 @@ def report_fallback(graph: Graph, options: Options, refusals: Refusals) -> None:
         warn_explicit(f"{title} and will run it\n{lines}", FallbackWarning, *user_frame())
 
 
-def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence[Backend], str]:
+def preference(request: Request) -> tuple[Sequence[Backend], str]:
     """All backends in the order for this graph and target, and the basis of the order."""
+    graph, target, options = request.graph, request.target, request.options
     if options.batch_invariant:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
         return (
@@ -190,7 +190,7 @@ def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence
             *rest,
         ), "batch_invariant=True, and its bits do not depend on the batch"
     if target.interprets:  # for tests: Triton comes last, and others as they do anyway
-        backends, cause = preference(graph, evolve(target, interprets=False), options)
+        backends, cause = preference(evolve(request, target=evolve(target, interprets=False)))
         rest = [b for b in backends if b is not triton_flash.BACKEND]
         return (*rest, triton_flash.BACKEND), cause
     if order := options.switches.order(target.kind, target.sm):
@@ -200,16 +200,17 @@ def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence
         cause = f"faster for {size} on this kind of CPU"
         return (torch_math.BACKEND, *rest), cause
     if target.kind == "cuda":
-        return by_prediction(graph, target)
+        return by_prediction(request)
     return BACKENDS, "first in the order of preference"
 
 
-def by_prediction(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
+def by_prediction(request: Request) -> tuple[Sequence[Backend], str]:
     """Backends with a predicted time first, the fastest ahead; without any, the usual order."""
     by_name = {backend.name: backend for backend in BACKENDS}
-    if ahead := [by_name.pop(name) for name, _ in rank_all(graph, target)]:
+    ranked = rank_all(request.graph, request.target)
+    if ahead := [by_name.pop(name) for name, _ in ranked]:
         return (*ahead, *by_name.values()), PREDICTED
-    if target.sm in CUDNN_BEFORE_TRITON:
+    if request.target.sm in CUDNN_BEFORE_TRITON:
         return BACKENDS, "first in the order of preference"
     rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
     return (triton_flash.BACKEND, *rest), "preferred to cuDNN on this kind of GPU"
@@ -232,18 +233,23 @@ def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:
     return (*ranked[:behind], *others, *ranked[behind:])
 
 
-def resolve_backends(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
+def permitted_backends(request: Request) -> tuple[Backend, ...] | None:
+    """The backends that a request allows, as records; None: all. Raises GraphError for an unknown
+    name."""
+    return None if request.among is None else resolve_backends(request.among)
+
+
+def resolve_backends(backends: Sequence[str | Named]) -> tuple[Backend, ...]:
     """Backends by name or by value. Raises GraphError for an unknown name."""
-    strangers = [b for b in backends if not isinstance(b, str | Backend)]
-    if strangers:
+    given = [b for b in backends if isinstance(b, str | Backend)]
+    if strangers := [b for b in backends if not isinstance(b, str | Backend)]:
         names = ", ".join(b.name for b in BACKENDS)
         raise GraphError(
             f"{show(strangers[0])} is not a Backend, nor the name of one; there are {names}"
         )
     known = {b.name: b for b in BACKENDS}
-    unknown = [b for b in backends if isinstance(b, str) and b not in known]
-    if unknown:
+    if unknown := [b for b in given if isinstance(b, str) and b not in known]:
         raise GraphError(
             f"no backend is named {', '.join(map(repr, unknown))}; there are {', '.join(known)}"
         )
-    return tuple(known[b] if isinstance(b, str) else b for b in backends)
+    return tuple(known[b] if isinstance(b, str) else b for b in given)

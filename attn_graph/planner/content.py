@@ -18,7 +18,8 @@ from attrs import define, field, frozen
 from attn_graph.errors import GraphError, PlanTargetError
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.parse import Parser, parse, parse_mask, parse_modifier, read_syntax
-from attn_graph.lowering.backend import Backend, Fallback, Options
+from attn_graph.lowering.backend import Backend
+from attn_graph.lowering.request import Fallback, Named, Options, Request
 from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
@@ -216,8 +217,9 @@ Content = PlanContent | CallContent
 READER = Parser({cls.__name__: cls for cls in (PlanContent, CallContent)})
 
 
-def write_plan(graph: Graph, target: Target, options: Options, among: Backends | None) -> str:
+def write_plan(request: Request) -> str:
     """The text of a plan. Raises PlanTargetError if it is for another machine than this one."""
+    graph, target, options = request.graph, request.target, request.options
     if options.workspace is default_workspace():
         workspace = 0
     else:
@@ -230,11 +232,11 @@ def write_plan(graph: Graph, target: Target, options: Options, among: Backends |
     content = PlanContent(
         str(graph),
         target.name,
-        names_of(among),
+        names_of(request.among),
         workspace=workspace,
         store=name_store(options.store),
         switches=tuple(options.switches),
-        own=name_own(*(eqn.op for eqn in graph.eqns), among),
+        own=name_own(*(eqn.op for eqn in graph.eqns), request.among),
         **{name: getattr(options, name) for name in PLAIN},
     )
     return show_call(content)
@@ -263,9 +265,6 @@ def read_content(text: str) -> Content:
 # What is a user's own
 
 
-Backends = Sequence[str | Backend]
-
-
 def introduce(*things: type[Any] | Backend | Store) -> None:  # Any: masks, modifiers or ops
     """Make your own classes, backends and stores known before exported code runs that names them.
 
@@ -278,7 +277,7 @@ def introduce(*things: type[Any] | Backend | Store) -> None:  # Any: masks, modi
             OWN.number(thing.name if isinstance(thing, Backend) else thing.__name__, thing)
 
 
-def names_of(backends: Backends | None) -> tuple[str, ...] | None:
+def names_of(backends: Sequence[str | Named] | None) -> tuple[str, ...] | None:
     if backends is None:
         return None
     return tuple(b if isinstance(b, str) else b.name for b in backends)

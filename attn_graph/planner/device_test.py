@@ -16,9 +16,10 @@ from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.parse import parse
 from attn_graph.ir.reference import compare
-from attn_graph.lowering.backend import Backend, DeviceTest, Options, RefusedError
+from attn_graph.lowering.backend import Backend, DeviceTest, RefusedError
 from attn_graph.lowering.problem import PREPARING, read_operands
 from attn_graph.lowering.processes import run_apart
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.planner.self_check import Proof
 from attn_graph.planner.tuning import examples
@@ -63,22 +64,24 @@ def run_request() -> None:
     with target.current(), torch.no_grad():
         options = Options(variant=request["way"], precision=request["precision"])
         graphs = map(parse, request["graphs"])
-        shares = [max(try_graph(backend, graph, target, device, options)) for graph in graphs]
+        shares = [
+            max(try_graph(backend, Request(graph, target, options), device)) for graph in graphs
+        ]
     print(json.dumps(shares))
 
 
-def try_graph(
-    backend: Backend, graph: Graph, target: Target, device: torch.device, options: Options
-) -> Iterator[float]:
+def try_graph(backend: Backend, request: Request, device: torch.device) -> Iterator[float]:
     """The errors of each run, as shares of the allowance. Raises RefusedError on refusal."""
-    if against := backend.reasons(graph, target, options):
+    if against := backend.reasons(request):
         raise RefusedError(*against)
-    executable = backend.lowered(graph, target, options)
-    host = tensors_of(graph)
+    executable = backend.lowered(request)
+    host = tensors_of(request.graph)
     tensors = [tensor.to(device) for tensor in host]
     for run in (executable.run, executable.infer, executable.run):  # races need not show at once
         outputs, _ = run(*tensors)
-        verification = compare(graph, host, [output.cpu() for output in outputs], options.precision)
+        verification = compare(
+            request.graph, host, [output.cpu() for output in outputs], request.options.precision
+        )
         for error, allowed in zip(verification.errors, verification.allowed, strict=True):
             yield error / allowed if allowed else float(error > 0) * float("inf") if error else 0.0
 

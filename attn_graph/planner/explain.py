@@ -11,32 +11,29 @@ from attn_graph.errors import NoBackendError, Reason
 from attn_graph.ir.binding import complete_sizes, replace_sizes
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs, training_gradient
-from attn_graph.lowering.backend import Backend, Foreseen, Options, out_notes
+from attn_graph.lowering.backend import Backend, Foreseen, out_notes
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.ambient import neutral_state
-from attn_graph.machine.target import Target
 from attn_graph.planner.choose import (
     BACKENDS,
     Refusals,
     first_that_succeeds,
+    permitted_backends,
     resolve_backends,
 )
 from attn_graph.planner.cost import cost
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph, recording_note
-from attn_graph.planner.remedies import Request, find_remedies
+from attn_graph.planner.remedies import Question, find_remedies
 from attn_graph.planner.self_check import check_notes, known_reasons
 from attn_graph.planner.sized import many_sizes
-from attn_graph.planner.views import core_of, peel
+from attn_graph.planner.views import peel
 
-Among = Sequence[Backend] | None
-Read = Callable[[Request], Graph]  # the graph of one pass
+Read = Callable[[Question], Graph]  # the graph of one pass
 
 
 def explain_graph(
-    graph: Graph,
-    target: Target,
-    options: Options,
-    among: Among,
+    request: Request,
     wants: Sequence[str] | None = None,
     *,
     named: bool = False,
@@ -46,21 +43,22 @@ def explain_graph(
     wants: the inputs to differentiate by, by default all floating ones; empty: forward alone.
     named: True if its sizes have names, and these are examples of them.
     """
-    question = Request.of(graph, options, wants)
+    question = Question.of(request, wants)
     simple = question.forward()
-    forward, ahead = explain_pass(question, Request.forward, target, among)
+    forward, ahead = explain_pass(question, Question.forward)
     if ahead is not None:
         forward = evolve(forward, notes=(*forward.notes, *out_notes(simple, ahead)))
-    recorded, most, asked, read = simple, ahead, among, Request.backward
-    kept = None if named else find_recorded(question, forward, target, among)
+    recorded, most, read = simple, ahead, Question.backward
+    kept = None if named else find_recorded(question, forward)
     if kept is not None and ahead is not None:
         forward = evolve(forward, notes=(*forward.notes, recording_note(kept)))
         recorded, read = kept, partial(read_gradient, kept)
-        asked = (who,) = resolve_backends(RUNS_KEPT)
-        most = ahead.or_more(who.foreseen(kept, target, options))
+        question = evolve(question, request=evolve(request, among=RUNS_KEPT))
+        (keeper,) = resolve_backends(RUNS_KEPT)
+        most = ahead.or_more(keeper.foreseen(request.with_graph(kept)))
 
-    def step(gradient: Request) -> Explanation:
-        side, behind = explain_pass(gradient, read, target, asked)
+    def step(gradient: Question) -> Explanation:
+        side, behind = explain_pass(gradient, read)
         return evolve(side, memory=most and sum_memory(recorded, most, side.graph, behind))
 
     backward, through_lse, *_ = (*map(step, gradients(question)), None, None)
@@ -70,25 +68,25 @@ def explain_graph(
         through_lse=through_lse,
         tiles=tuple(mask_tiles(simple)),
         memory=backward.memory if backward else ahead and sum_memory(simple, ahead),
-        cost=cost(simple, target, wants=question.wants, precision=options.precision),
+        cost=cost(
+            simple, request.target, wants=question.wants, precision=request.options.precision
+        ),
     )
 
 
-def find_recorded(
-    question: Request, forward: Explanation, target: Target, among: Among
-) -> Graph | None:
+def find_recorded(question: Question, forward: Explanation) -> Graph | None:
     """The graph recorded by autograd in place of the one asked about; None: no other graph."""
     if forward.backend is None or not any(gradients(question)):
         return None
-    return recorded_graph(forward.graph, target, question.options, among, forward.backend)
+    return recorded_graph(question.request.with_graph(forward.graph), forward.backend)
 
 
-def read_gradient(recorded: Graph, question: Request) -> Graph:
-    """`Request.backward` of the recorded graph."""
+def read_gradient(recorded: Graph, question: Question) -> Graph:
+    """`Question.backward` of the recorded graph."""
     return training_gradient(recorded, question.wants, through_lse=question.through_lse)
 
 
-def gradients(question: Request) -> Iterator[Request]:
+def gradients(question: Question) -> Iterator[Question]:
     """The gradient of a training step; then the one through lse, if lse is not the only output."""
     simple = question.forward()
     if question.wants and simple.has_gradient:
@@ -97,61 +95,49 @@ def gradients(question: Request) -> Iterator[Request]:
             yield evolve(question, through_lse=True)
 
 
-def explain_pass(
-    question: Request, read: Read, target: Target, among: Among
-) -> tuple[Explanation, Foreseen | None]:
+def explain_pass(question: Question, read: Read) -> tuple[Explanation, Foreseen | None]:
     """The backend of one pass, and its needs; None if all backends refuse."""
-    graph, by_name = read(question), by_names(among)
-    peeled, core = peel(graph), core_of(graph)
+    request = question.request.with_graph(read(question))
+    core, by_name = question.core(read), by_names(request)
+    peeled, graph, target = peel(request.graph), request.graph, request.target
 
     def refusals(against: Refusals) -> tuple[Refusal, ...]:
-        return tuple(
-            explain_refusal(by_name[name], why, question, read, target) for name, why in against
-        )
+        return tuple(explain_refusal(by_name[name], why, question, read) for name, why in against)
 
     try:
-        choice, foreseen = first_that_succeeds(
-            core,
-            target,
-            question.options,
-            among,
-            lambda backend: backend.foreseen(core, target, question.options),
-        )
+        choice, foreseen = first_that_succeeds(core, lambda backend: backend.foreseen(core))
     except NoBackendError as error:
         cause = "none supports it"
         return Explanation(graph, target, None, cause, refusals(error.refusals)), None
     foreseen = foreseen if peeled is None else peeled.foresee(foreseen)
     more = (
         *foreseen.notes,
-        *check_notes(by_name[choice.backend.name], core, target, question.options),
-        *question.options.notes(graph, target),
-        *uncertain_workspace(foreseen, question.options, choice.also),
+        *check_notes(by_name[choice.backend.name], core),
+        *request.notes(),
+        *uncertain_workspace(foreseen, request.options, choice.also),
     )
     name, cause, against = choice.backend.name, choice.cause, refusals(choice.refusals)
     return Explanation(graph, target, name, cause, against, more, choice.also), foreseen
 
 
 def explain_refusals(
-    graph: Graph,
-    target: Target,
-    options: Options,
-    among: Sequence[str | Backend] | None,
+    request: Request,
     refusals: Refusals,
 ) -> tuple[Refusal, ...]:
     """Known refusals of a graph's forward at its largest sizes, with the changes that lift them."""
+    graph = request.graph
     exact = replace_sizes(graph, complete_sizes(graph, "explain", {}))
-    quiet = evolve(options, on_fallback="ignore", resized=many_sizes(graph))
-    with neutral_state(), target.current():
-        question, by_name = Request.of(exact, quiet, ()), by_names(among)
+    quiet = request.with_options(on_fallback="ignore", resized=many_sizes(graph))
+    with neutral_state(), request.target.current():
+        question, by_name = Question.of(quiet.with_graph(exact), ()), by_names(quiet)
         return tuple(
-            explain_refusal(by_name[name], why, question, Request.forward, target)
+            explain_refusal(by_name[name], why, question, Question.forward)
             for name, why in refusals
         )
 
 
-def by_names(among: Sequence[str | Backend] | None) -> dict[str, Backend]:
-    every = BACKENDS if among is None else resolve_backends(among)
-    return {backend.name: backend for backend in every}
+def by_names(request: Request) -> dict[str, Backend]:
+    return {backend.name: backend for backend in permitted_backends(request) or BACKENDS}
 
 
 def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:
@@ -162,12 +148,12 @@ def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str
 
 
 def explain_refusal(
-    backend: Backend, reasons: tuple[Reason, ...], question: Request, read: Read, target: Target
+    backend: Backend, reasons: tuple[Reason, ...], question: Question, read: Read
 ) -> Refusal:
     """A backend's reasons against one pass, with the changes that lift them."""
 
-    def asks(other: Request) -> tuple[Reason, ...]:
-        return known_reasons(backend, core_of(read(other)), target, other.options)
+    def asks(other: Question) -> tuple[Reason, ...]:
+        return known_reasons(backend, other.core(read))
 
     lifts, smallest = find_remedies(question, reasons, asks)
     return Refusal(backend.name, reasons, lifts, smallest)

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
-from attn_graph.lowering.backend import Backend, Options
 from attn_graph.lowering.cpu import math as torch_math
+from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.sizes import format_bytes
-from attn_graph.machine.target import Target
 
 RUNS_KEPT = (torch_math.BACKEND.name,)  # the backends of graphs that keep weights
 
 
-def recorded_graph(
-    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None, chosen: str
-) -> Graph | None:
+def recorded_graph(request: Request, chosen: str) -> Graph | None:
     """The graph recorded by autograd in place of a simplified one; None: the simplified one.
 
     chosen: its forward backend. Weights are kept if the library chooses both backends and no option
     limits bytes or asks for the same bits in each run.
     """
-    said = options.max_workspace is not None or options.deterministic or options.tune
-    named = among is not None and chosen != torch_math.BACKEND.name
-    if said or named or graph.symbols or target.kind != "cpu":  # tiles are of sizes as numbers
+    graph, target, options = request.graph, request.target, request.options
+    limited = options.max_workspace is not None or options.deterministic or options.tune
+    named = request.among is not None and chosen != torch_math.BACKEND.name
+    if limited or named or graph.symbols or target.kind != "cpu":  # tiles are of sizes as numbers
         return None
     with neutral_state():
         kept = torch_math.record_weights(graph, target)
-        return None if kept and torch_math.BACKEND.reasons(kept, target, options) else kept
+        return None if kept and torch_math.BACKEND.reasons(request.with_graph(kept)) else kept
 
 
 def recording_note(kept: Graph) -> str:

@@ -20,9 +20,10 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.scaling import stands_in, weights_dtype
 from attn_graph.ir.vjp import training_gradient, wanted_inputs
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.reasons import lacks_machine
+from attn_graph.lowering.request import Request
 from attn_graph.machine.cache import remember
+from attn_graph.planner.views import core_of
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
 STEP = 8  # head sizes that kernels take are multiples of it
@@ -30,22 +31,30 @@ STEP = 8  # head sizes that kernels take are multiples of it
 
 @final
 @frozen
-class Request:
-    """A graph with its options, and the inputs `wants` to differentiate by.
+class Question:
+    """A request for a graph as written, and the inputs `wants` to differentiate by.
 
     through_lse: True if every possible output has a cotangent, False for `main_outputs` alone.
     """
 
-    graph: Graph
-    options: Options
+    request: Request
     wants: tuple[str, ...]
     through_lse: bool = False
 
     @classmethod
-    def of(cls, graph: Graph, options: Options, wants: Sequence[str] | None = None) -> Request:
-        """A request by every floating input, or those in `wants`. Raises GraphError for others."""
-        inputs = wanted_inputs(graph, wants)
-        return cls(graph, options, tuple(graph.inputs[n].name for n in inputs))
+    def of(cls, request: Request, wants: Sequence[str] | None = None) -> Question:
+        """Derivatives by all floating inputs, or by `wants`. Raises GraphError for others."""
+        inputs = wanted_inputs(request.graph, wants)
+        return cls(request, tuple(request.graph.inputs[n].name for n in inputs))
+
+    @property
+    def graph(self) -> Graph:
+        """The graph as written."""
+        return self.request.graph
+
+    def core(self, read: Callable[[Question], Graph]) -> Request:
+        """The request for the graph of one pass, as backends see it."""
+        return self.request.with_graph(core_of(read(self)))
 
     def forward(self) -> Graph:
         """The simplified graph."""
@@ -56,22 +65,22 @@ class Request:
         return training_gradient(self.forward(), self.wants, through_lse=self.through_lse)
 
     @cached_property
-    def single_edits(self) -> tuple[tuple[Remedy, Request], ...]:
+    def single_edits(self) -> tuple[tuple[Remedy, Question], ...]:
         """Every applicable single change, gentlest first, and the request after it."""
         tries = ((remedy, edit()) for remedy, edit in edits(self))
         return tuple((remedy, then) for remedy, then in tries if then)
 
-    def with_option(self, **changed: Any) -> Request:  # Any: fields of Options
-        return evolve(self, options=evolve(self.options, **changed))
+    def with_option(self, **changed: Any) -> Question:  # Any: fields of Options
+        return evolve(self, request=self.request.with_options(**changed))
 
-    def rebuilt(self, specs: Mapping[str, TensorSpec], kind: type | None = None) -> Request | None:
+    def rebuilt(self, specs: Mapping[str, TensorSpec], kind: type | None = None) -> Question | None:
         """With other inputs, without the steps of a kind; None if that is not a graph."""
         try:
             graph = rebuild_graph(self.graph, specs, kind)
         except GraphError:
             return None
         left = tuple(x for x in self.wants if x in {i.name for i in graph.inputs})
-        return evolve(self, graph=graph, wants=left)
+        return evolve(self, request=self.request.with_graph(graph), wants=left)
 
 
 @remember
@@ -102,7 +111,7 @@ class Change:
     """One or more changes of a graph or its options, and the request after them."""
 
     remedies: tuple[Remedy, ...]
-    question: Request
+    question: Question
 
     @property
     def graph(self) -> Graph:
@@ -122,13 +131,15 @@ class Change:
         return ", ".join(self.texts)
 
 
-Edit = tuple[Remedy, Callable[[], "Request | None"]]  # None: not a graph then
-Tried = tuple[Remedy, Request, Sequence[Reason]]  # a change, the request after it, the reasons left
-Asks = Callable[[Request], Sequence[Reason]]  # every reason against
+Edit = tuple[Remedy, Callable[[], "Question | None"]]  # None: not a graph then
+Tried = tuple[
+    Remedy, Question, Sequence[Reason]
+]  # a change, the request after it, the reasons left
+Asks = Callable[[Question], Sequence[Reason]]  # every reason against
 
 
 def find_remedies(
-    question: Request, reasons: Sequence[Reason], asks: Asks
+    question: Question, reasons: Sequence[Reason], asks: Asks
 ) -> tuple[tuple[tuple[Remedy, ...], ...], Change | None]:
     """For each reason the single changes that lift it; and the smallest change that lifts all.
 
@@ -152,7 +163,7 @@ def remedies_of(key: str, tried: Sequence[Tried], before: frozenset[str]) -> tup
 
 
 def smallest_change(
-    question: Request, lifts: Sequence[Sequence[Remedy]], tried: Sequence[Tried], asks: Asks
+    question: Question, lifts: Sequence[Sequence[Remedy]], tried: Sequence[Tried], asks: Asks
 ) -> Change | None:
     """A single change that lifts every reason, or one change for each reason, made together.
 
@@ -165,7 +176,7 @@ def smallest_change(
 
 
 def change_together(
-    question: Request, lifts: Sequence[Sequence[Remedy]], asks: Asks
+    question: Question, lifts: Sequence[Sequence[Remedy]], asks: Asks
 ) -> Iterator[Change]:
     """The gentlest change for each reason, made one after another, if together they lift all.
 
@@ -176,7 +187,7 @@ def change_together(
         if chosen.isdisjoint(each):
             chosen.add(min(each, key=lambda remedy: remedy.changes_result))
     ordered = tuple(remedy for remedy, _ in question.single_edits if remedy in chosen)
-    then: Request | None = question
+    then: Question | None = question
     for remedy in ordered:
         then = then and next((edit() for each, edit in edits(then) if each == remedy), None)
     if then is not None and len(chosen) > 1 and not asks(then):
@@ -196,7 +207,7 @@ WIDER: dict[
 WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "the mask"}
 
 
-def edits(question: Request) -> Iterator[Edit]:
+def edits(question: Question) -> Iterator[Edit]:
     """Every change worth trying, in words, and a function that makes it."""
     specs = {i.name: i.spec for i in question.graph.inputs}
     for name, spec in specs.items():
@@ -217,19 +228,20 @@ def edits(question: Request) -> Iterator[Edit]:
     yield from step_edits(question)
 
 
-def declare_finite(question: Request) -> Request:
+def declare_finite(question: Question) -> Question:
     """The request with pools that are declared finite."""
     graph = question.graph
     eqns = tuple(
         evolve(eqn, op=evolve(eqn.op, finite=True)) if isinstance(eqn.op, Unpage) else eqn
         for eqn in graph.eqns
     )
-    return evolve(question, graph=evolve(graph, eqns=eqns))
+    changed = question.request.with_graph(evolve(graph, eqns=eqns))
+    return evolve(question, request=changed)
 
 
-def option_edits(question: Request) -> Iterator[Edit]:
+def option_edits(question: Question) -> Iterator[Edit]:
     """Looser options, and products of 8 bits."""
-    options = question.options
+    options = question.request.options
     for name, wider in WIDER.items():
         if getattr(options, name) != wider:
             yield Remedy(f"set {name}={wider}"), partial(question.with_option, **{name: wider})
@@ -301,7 +313,7 @@ def round_up(size: int) -> int:
     return -(-size // STEP) * STEP
 
 
-def step_edits(question: Request) -> Iterator[Edit]:
+def step_edits(question: Question) -> Iterator[Edit]:
     """Modifiers, masks, dropout, sinks and statistics dropped."""
     graph = question.graph
     kinds = dict.fromkeys(type(eqn.op) for eqn in graph.eqns)
@@ -318,14 +330,14 @@ def step_edits(question: Request) -> Iterator[Edit]:
             yield Remedy(f"drop {name} from stats", True), partial(without_outputs, question, kind)
 
 
-def without_outputs(question: Request, kind: type) -> Request | None:
+def without_outputs(question: Question, kind: type) -> Question | None:
     """The request without the outputs from steps of a kind."""
     graph = question.graph
     gone = graph.named_results(lambda op: op.names if isinstance(op, kind) else ())
     left = tuple(i for i in graph.outputs if i not in gone)
     if not left or left == graph.outputs:
         return None
-    return evolve(question, graph=prune(evolve(graph, outputs=left)))
+    return evolve(question, request=question.request.with_graph(prune(evolve(graph, outputs=left))))
 
 
 def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | None) -> Graph:

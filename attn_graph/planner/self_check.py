@@ -20,15 +20,14 @@ from warnings import warn_explicit
 from attrs import asdict, evolve, frozen
 
 from attn_graph.errors import Reason, SelfCheckWarning, user_frame
-from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import (
     Backend,
     DeviceTest,
     Executable,
-    Options,
     RefusedError,
     no_device_test,
 )
+from attn_graph.lowering.request import Request
 from attn_graph.machine.cache import Cache
 from attn_graph.machine.store import Store, Unfit
 from attn_graph.machine.target import Target
@@ -132,46 +131,43 @@ class SelfCheck:
             yield Reason("self_check", limit, f"on {self.target} it {proof.failure}; {AGAIN}")
 
 
-def find_check(
-    backend: Backend, graph: Graph, target: Target, options: Options
-) -> SelfCheck | None:
+def find_check(backend: Backend, request: Request) -> SelfCheck | None:
     """The check that a backend must pass before it runs a graph; None: it needs none."""
-    test = backend.device_test(backend.seen(graph), target, options)
-    return None if test is None else SelfCheck(backend.name, test, target, options.store)
+    test = backend.device_test(request.with_graph(backend.seen(request.graph)))
+    store = request.options.store
+    return None if test is None else SelfCheck(backend.name, test, request.target, store)
 
 
-def known_reasons(
-    backend: Backend, graph: Graph, target: Target, options: Options
-) -> tuple[Reason, ...]:
+def known_reasons(backend: Backend, request: Request) -> tuple[Reason, ...]:
     """Every reason against a graph; without any, a known failure of its check on this device."""
-    if against := backend.reasons(graph, target, options):
+    if against := backend.reasons(request):
         return against
-    if backend.device_test is no_device_test or target.device is None:
+    if backend.device_test is no_device_test or request.target.device is None:
         return ()
-    check = find_check(backend, graph, target, options)
+    check = find_check(backend, request)
     proof = check.recall() if check else None
     return tuple(check.reasons(proof)) if check and proof else ()
 
 
-def lower_checked(backend: Backend, graph: Graph, target: Target, options: Options) -> Executable:
+def lower_checked(backend: Backend, request: Request) -> Executable:
     """The lowered graph, after its kernel passed a check on the device, if the device is here.
 
     Raises RefusedError if the check fails.
     """
-    check = find_check(backend, graph, target, options)
-    if check and target.device is not None and (against := [*check.reasons(check.prove())]):
+    check = find_check(backend, request)
+    if check and request.target.device is not None and (against := [*check.reasons(check.prove())]):
         raise RefusedError(*against)
-    executable = backend.lowered(graph, target, options)
-    notes = tuple(check_notes(backend, graph, target, options))
+    executable = backend.lowered(request)
+    notes = tuple(check_notes(backend, request))
     return evolve(executable, notes=(*executable.notes, *notes)) if notes else executable
 
 
-def check_notes(backend: Backend, graph: Graph, target: Target, options: Options) -> Iterator[str]:
+def check_notes(backend: Backend, request: Request) -> Iterator[str]:
     """For `explain`: the outcome of the check, or when it will run."""
-    check = find_check(backend, graph, target, options)
+    check = find_check(backend, request)
     if check is None:
         return
-    here = target.device is not None
+    here = request.target.device is not None
     proof = check.recall() if here else None
     if proof is not None:
         yield f"self-check on this device: {proof}"

@@ -7,7 +7,7 @@ it, and some are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import final
 
@@ -17,16 +17,15 @@ from attrs import Factory, evolve, field, frozen
 from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import bind_graph, largest, require_readable
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import Backend, Executable, Options, Tensors, places_to_lay
+from attn_graph.lowering.backend import Backend, Executable, Tensors, places_to_lay
+from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.fitting import Fit, Shape
-from attn_graph.machine.target import Target
-from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower
+from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower, permitted_backends
 from attn_graph.planner.views import core_of, peel
 from attn_graph.spec.dims import Sizes
 
 MOST_SIZES = 64  # a plan keeps an executable for each
-Among = Sequence[Backend] | None
 
 
 @final
@@ -48,10 +47,7 @@ class Sized:
     one. at: the graph of some sizes, in the order of the graph's symbols.
     """
 
-    graph: Graph
-    target: Target
-    options: Options
-    among: Among
+    request: Request
     fit: Fit
     most: Bound
     whole: Executable | None
@@ -61,20 +57,21 @@ class Sized:
     )
 
     @classmethod
-    def of(cls, graph: Graph, target: Target, options: Options, among: Among) -> Sized:
+    def of(cls, request: Request) -> Sized:
         """Choose the backend of a graph. Raises GraphError for sizes absent from every tensor's
         shape, NoBackendError if all backends refuse the largest sizes."""
-        require_readable(graph)
-        options = evolve(options, resized=many_sizes(graph))
+        require_readable(request.graph)
+        graph = request.graph
+        resized = request.with_options(resized=many_sizes(graph))
         specs = {i.name: i.spec for i in graph.inputs}
-        fit = Fit.of(specs, graph.symbols, target)
-        most = lower_bound(graph, largest(graph), target, options, among)
+        fit = Fit.of(specs, graph.symbols, request.target)
+        most = lower_bound(resized, largest(graph))
         whole = None
         backend = most.choice.backend
         if peel(graph) is None and not places_to_lay(graph, backend.seen(graph)):
-            with neutral_state(), target.current():
-                whole = backend.lower_any(backend.seen(graph), target, options)
-        return cls(graph, target, options, among, fit, most, whole)
+            with neutral_state(), request.target.current():
+                whole = backend.lower_any(resized.with_graph(backend.seen(graph)))
+        return cls(resized, fit, most, whole)
 
     @property
     def executable(self) -> Executable:
@@ -87,7 +84,7 @@ class Sized:
     @property
     def note(self) -> str:
         """For `explain`: the treatment of sizes."""
-        names = ", ".join(symbol.name for symbol in self.graph.symbols)
+        names = ", ".join(symbol.name for symbol in self.request.graph.symbols)
         how = "all in one executable" if self.whole else "each as a graph of its own"
         return f"{names} are sizes of the call, {how}"
 
@@ -108,25 +105,24 @@ class Sized:
         """Plan some sizes: in the backend of the largest, or in another if it refuses."""
         named, first = self.fit.named(sizes), self.most.choice.backend
         try:
-            return lower_bound(self.graph, named, self.target, self.quiet, (first,))
+            return lower_bound(evolve(self.quiet, among=(first,)), named)
         except NoBackendError:
-            return lower_bound(self.graph, named, self.target, self.options, self.ordered(first))
+            return lower_bound(evolve(self.request, among=self.ordered(first)), named)
 
     @property
-    def quiet(self) -> Options:
-        """Options that do not report a fallback: it was reported for the largest sizes."""
-        return evolve(self.options, on_fallback="ignore")
+    def quiet(self) -> Request:
+        """The request without a report of a fallback: that was reported for the largest sizes."""
+        return self.request.with_options(on_fallback="ignore")
 
     def ordered(self, first: Backend) -> tuple[Backend, ...]:
         """All permitted backends, this one first."""
-        others = BACKENDS if self.among is None else self.among
-        return (first, *(b for b in others if b is not first))
+        return (first, *(b for b in permitted_backends(self.request) or BACKENDS if b is not first))
 
     def choice_of(self, bound: Bound) -> Choice:
         """The choice for some sizes, with the other backends' support and refusals."""
-        among = self.ordered(bound.choice.backend)
+        ordered = evolve(self.quiet, among=self.ordered(bound.choice.backend))
         with neutral_state():
-            return choose(core_of(bound.graph), self.target, self.quiet, among)
+            return choose(ordered.with_graph(core_of(bound.graph)))
 
 
 def many_sizes(graph: Graph) -> bool:
@@ -134,24 +130,18 @@ def many_sizes(graph: Graph) -> bool:
     return any(not symbol.classes for symbol in graph.symbols)
 
 
-def lower_bound(
-    graph: Graph, sizes: Sizes, target: Target, options: Options, among: Among
-) -> Bound:
-    exact = bind_graph(graph, sizes)
-    return Bound(exact, *lower_graph(exact, target, options, among, choose_and_lower))
+def lower_bound(request: Request, sizes: Sizes) -> Bound:
+    exact = bind_graph(request.graph, sizes)
+    return Bound(exact, *lower_graph(request.with_graph(exact), choose_and_lower))
 
 
 def lower_graph(
-    graph: Graph,
-    target: Target,
-    options: Options,
-    among: Among,
-    chooses: Callable[..., tuple[Choice, Executable]],
+    request: Request,
+    chooses: Callable[[Request], tuple[Choice, Executable]],
 ) -> tuple[Choice, Executable]:
     """The choice and executable of a simplified graph. chooses: picks a backend and lowers it."""
-    peeled = peel(graph)
-    with neutral_state(), target.current():
-        choice, executable = chooses(
-            graph if peeled is None else peeled.core, target, options, among
-        )
+    peeled = peel(request.graph)
+    core = request if peeled is None else request.with_graph(peeled.core)
+    with neutral_state(), request.target.current():
+        choice, executable = chooses(core)
     return choice, executable if peeled is None else peeled.wrap(executable)

@@ -15,12 +15,13 @@ from attrs import evolve, frozen
 from attn_graph.errors import GraphError, Reason
 from attn_graph.ir.graph import Graph, Input
 from attn_graph.ir.packed import LENGTHS, STARTS
-from attn_graph.lowering.backend import Backend, Executable, Options, RefusedError
+from attn_graph.lowering.backend import Backend, Executable, RefusedError
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
 from attn_graph.machine.timing import Job, Progress, add_medians
-from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower
+from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower, permitted_backends
 from attn_graph.planner.cost import cost, format_scaled
 from attn_graph.planner.self_check import lower_checked
 from attn_graph.spec import TensorSpec
@@ -42,49 +43,44 @@ class Candidate:
         """The name of its figures in the store and in output."""
         return self.backend.name if self.variant is None else f"{self.backend.name}, {self.variant}"
 
-    def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
+    def lower(self, request: Request) -> Executable:
         """Lower the graph by this variant. Raises RefusedError, for too large a workspace too."""
-        own = evolve(options, variant=self.variant)
-        executable = lower_checked(self.backend, graph, target, own)
-        if over := [*options.over_workspace(executable.workspace)]:
+        executable = lower_checked(self.backend, request.with_options(variant=self.variant))
+        if over := [*request.options.over_workspace(executable.workspace)]:
             raise RefusedError(*over)
         return executable
 
 
-def choose_fastest(
-    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
-) -> tuple[Choice, Executable]:
+def choose_fastest(request: Request) -> tuple[Choice, Executable]:
     """The fastest backend and variant that supports the graph, by stored figures or new ones.
 
     Figures are stored even after an interrupt: nothing is measured twice. Raises GraphError for a
     target other than this machine, NoBackendError as `choose` does.
     """
-    if target.device is None:
+    if request.target.device is None:
         raise GraphError(
-            f"tune: measures on this machine, {Target.here()}, and the target is {target}"
+            f"tune: measures on this machine, {Target.here()}, and the target is {request.target}"
         )
-    key, late = tuning_key(graph, target, options), dict[str, tuple[Reason, ...]]()
-    figures = load_figures(key, options)
+    key, late = tuning_key(request), dict[str, tuple[Reason, ...]]()
+    figures = load_figures(key, request.options)
     while True:
-        choice = choose(graph, target, options, among, late)
-        able = backends_that_take(choice, BACKENDS if among is None else among)
-        contenders = {c.name: c for b in able for c in candidates(b, graph, target, options)}
+        choice = choose(request, late)
+        able = backends_that_take(choice, permitted_backends(request) or BACKENDS)
+        contenders = {c.name: c for b in able for c in candidates(b, request)}
         missing = {name: c for name, c in contenders.items() if name not in figures}
-        late |= measure(missing, graph, target, options, key, figures)
+        late |= measure(missing, request, key, figures)
         if not late.keys() & {b.name for b in able}:
             break
     ranked = sorted((n for n in contenders if n in figures), key=figures.__getitem__)
     for name in ranked:
         with suppress(RefusedError):  # a stored one may refuse now
-            executable = contenders[name].lower(graph, target, options)
-            backend, work = (
-                contenders[name].backend,
-                cost(graph, target, precision=options.precision),
-            )
+            executable = contenders[name].lower(request)
+            backend = contenders[name].backend
+            work = cost(request.graph, request.target, precision=request.options.precision)
             also = tuple(b.name for b in able if b is not backend)
             text = explain_choice(figures, ranked, work.forward.achieved(figures[name]))
             return evolve(choice, backend=backend, cause=text, also=also), executable
-    return choose_and_lower(graph, target, options, among)
+    return choose_and_lower(request)
 
 
 def backends_that_take(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
@@ -93,12 +89,10 @@ def backends_that_take(choice: Choice, among: Sequence[Backend]) -> list[Backend
     return [choice.backend, *(by_name[name] for name in choice.also)]
 
 
-def candidates(
-    backend: Backend, graph: Graph, target: Target, options: Options
-) -> Iterator[Candidate]:
+def candidates(backend: Backend, request: Request) -> Iterator[Candidate]:
     yield Candidate(backend)
     try:
-        names = backend.variants(backend.seen(graph), target, options)
+        names = backend.variants(request.with_graph(backend.seen(request.graph)))
     except RefusedError:  # lowering raises it again, and then it is reported
         return
     yield from (Candidate(backend, name) for name in names)
@@ -114,20 +108,20 @@ def explain_choice(figures: Figures, ranked: Sequence[str], achieved: float | No
 # What is stored.
 
 
-def tuning_key(graph: Graph, target: Target, options: Options) -> str:
+def tuning_key(request: Request) -> str:
     """The key of stored figures: everything they depend on, as a text."""
     text = {
         "form": FORM,
-        "graph": str(graph),
-        "target": str(target),
-        "libraries": target.libraries,
+        "graph": str(request.graph),
+        "target": str(request.target),
+        "libraries": request.target.libraries,
         "machine": platform.node(),
         "threads": torch.get_num_threads(),
-        "deterministic": options.deterministic,
-        "batch_invariant": options.batch_invariant,
-        "precision": options.precision,
-        "switches": str(options.switches),
-        "max_workspace": options.max_workspace,
+        "deterministic": request.options.deterministic,
+        "batch_invariant": request.options.batch_invariant,
+        "precision": request.options.precision,
+        "switches": str(request.options.switches),
+        "max_workspace": request.options.max_workspace,
     }
     return f"tune {json.dumps(text, sort_keys=True)}"
 
@@ -150,9 +144,7 @@ def read_figures(data: bytes) -> Figures:
 
 def measure(
     contenders: Mapping[str, Candidate],
-    graph: Graph,
-    target: Target,
-    options: Options,
+    request: Request,
     key: str,
     figures: Figures,
 ) -> dict[str, tuple[Reason, ...]]:
@@ -162,24 +154,22 @@ def measure(
     """
     if not contenders:
         return {}
-    device = target.device
+    device = request.target.device
     assert device is not None  # `choose_fastest` raises otherwise
-    tensors = examples(graph, device)
+    tensors = examples(request.graph, device)
     with load_modules("rich.console").Console(stderr=True).status("tuning") as status:
-        jobs, late = prepare_jobs(contenders, graph, target, options, tensors, status.update)
+        jobs, late = prepare_jobs(contenders, request, tensors, status.update)
         try:
             add_medians(figures, jobs, device=device, progress=status.update)
         finally:
-            if options.store and figures:
-                options.store.put(key, json.dumps(figures).encode())
+            if request.options.store and figures:
+                request.options.store.put(key, json.dumps(figures).encode())
     return late
 
 
 def prepare_jobs(
     contenders: Mapping[str, Candidate],
-    graph: Graph,
-    target: Target,
-    options: Options,
+    request: Request,
     tensors: Sequence[torch.Tensor],
     progress: Progress,
 ) -> tuple[dict[str, Job], dict[str, tuple[Reason, ...]]]:
@@ -192,7 +182,7 @@ def prepare_jobs(
     for name, candidate in contenders.items():
         progress(f"{name}: building")
         try:
-            executable = candidate.lower(graph, target, options)
+            executable = candidate.lower(request)
             executable.run(*tensors)
         except (RefusedError, torch.OutOfMemoryError) as error:
             if candidate.variant is None:

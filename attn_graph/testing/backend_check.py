@@ -9,7 +9,8 @@ from hypothesis.strategies import SearchStrategy
 from attn_graph.compiler import compile
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Backend, Options
+from attn_graph.lowering.backend import Backend
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.plan import Plan
 from attn_graph.testing.agreement import check_gradients, check_outputs, search
@@ -61,7 +62,9 @@ def plan_graph(backend: Backend, graph: Graph, target: Target) -> Plan | None:
     Raises AssertionError for a refusal without reasons, or with different ones the second time.
     """
     simple = simplify(graph)
-    once, again = ([*map(str, backend.why_not(simple, target, Options()))] for _ in range(2))
+    once, again = (
+        [*map(str, backend.why_not(Request(simple, target, Options())))] for _ in range(2)
+    )
     assert once == again, f"{backend.name} gives the reasons {once}, the next time {again}"
     names = (backend,) if backend.name == "math" else (backend, "math")
     plan = compile(graph, target=target, backends=names)

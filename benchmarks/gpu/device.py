@@ -16,7 +16,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Options, RefusedError
+from attn_graph.lowering.backend import RefusedError
+from attn_graph.lowering.request import Options, Request
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.self_check import Proof, find_check
 from attn_graph.planner.tuning import examples
@@ -111,9 +112,9 @@ class Gpu(Device):
     def check(self, graph: ag.Graph, backend: str, seconds: float) -> tuple[str, Proof]:
         (chosen,) = (b for b in BACKENDS if b.name == backend)
         simple = simplify(graph)
-        if against := chosen.reasons(simple, self.target, Options()):
+        if against := chosen.reasons(Request(simple, self.target, Options())):
             raise RefusedError(*against)
-        needed = find_check(chosen, simple, self.target, Options())
+        needed = find_check(chosen, Request(simple, self.target, Options()))
         assert needed is not None  # it is of a backend that has them
         return needed.test.variant, evolve(
             needed, test=evolve(needed.test, seconds=seconds)
@@ -121,7 +122,7 @@ class Gpu(Device):
 
     def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
         (chosen,) = (b for b in BACKENDS if b.name == backend)
-        executable = chosen.lower(graph, self.target, evolve(Options(), variant=variant))
+        executable = chosen.lower(Request(graph, self.target, evolve(Options(), variant=variant)))
         tensors = examples(graph, self.place)
         return lambda: executable.run(*tensors)
 

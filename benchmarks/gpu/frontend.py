@@ -11,6 +11,7 @@ import attn_graph as ag
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.builder import build_graph
 from attn_graph.lowering.cudnn.run import Run, handle
+from attn_graph.lowering.request import Request
 
 
 def frontend_call(
@@ -19,7 +20,7 @@ def frontend_call(
     """What cudnn.pygraph runs for the graph, on these tensors."""
     import cudnn
 
-    case, call = describe_problem(graph, target, ag.extend.Options())
+    case, call = describe_problem(Request(graph, target, ag.extend.Options()))
     device = tensors[0].device
     its = handle(device)
     plan = build_graph(call.plain, handle=its)

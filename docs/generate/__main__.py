@@ -7,7 +7,8 @@ from docs.generate.pages import ROOT, Parts, fill
 
 PAGES: dict[str, Parts] = {
     "README.md": {
-        "example": readme.example,
+        "call": readme.call_example,
+        "plan": readme.plan_example,
         "explain": readme.explain_example,
         "support": support.compact,
     },

@@ -18,10 +18,10 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from attn_graph.lowering.cudnn.case import Case
-from attn_graph.lowering.cudnn.limits import LIMITS
 from attn_graph.lowering.cudnn.offline import Answer
 from attn_graph.lowering.cudnn.plan import format_version
+from attn_graph.lowering.libraries.cudnn_case import Case
+from attn_graph.lowering.libraries.cudnn_limits import LIMITS
 from attn_graph.lowering.limits import BOTH, FIRST, LAST, Limit, Pass, Version
 from docs.generate.pages import replace, row
 from tests.lowering.test_cudnn_limits import ALONE, problem, sentences

@@ -22,7 +22,7 @@ from torch._inductor.kernel.flex.common import load_flex_template
 from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
 
 from attn_graph.kernels.tilings import Tiling
-from attn_graph.lowering.triton.offline import MachineCode, compile_for, inspect_compiled
+from attn_graph.lowering.codegen.machine_code import MachineCode, compile_for, inspect_compiled
 from attn_graph.spec import dense_strides
 from docs.generate.sass import Body, read_body
 

@@ -13,10 +13,10 @@ from attrs import evolve, frozen
 
 import attn_graph as ag
 from attn_graph.kernels.tilings import SHARED, Tiling, padded_head_size
+from attn_graph.lowering.codegen.machine_code import MachineCode
+from attn_graph.lowering.codegen.tile_lists import blocks, classify_blocks
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS
-from attn_graph.lowering.triton.offline import MachineCode
-from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import NAMES
 from docs.generate.predict import (

@@ -16,9 +16,10 @@ from attrs import evolve, frozen
 
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, Tiling
+from attn_graph.lowering.codegen.machine_code import MachineCode
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS, PASS_OF
-from attn_graph.lowering.triton.offline import MachineCode, compile_launches
+from attn_graph.lowering.triton.offline import compile_launches
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.programs import choose_push_tiling, choose_tiling
 from attn_graph.lowering.triton.work import Work, split_graph

@@ -11,10 +11,11 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
+from attn_graph.lowering.codegen.machine_code import MachineCode
+from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton.launch_list import BY_KEYS
-from attn_graph.lowering.triton.layout import Layout
-from attn_graph.lowering.triton.offline import MachineCode, compile_launches
+from attn_graph.lowering.triton.offline import compile_launches
 from attn_graph.lowering.triton.plan import Flash
 from docs.generate.kernel_rows import (
     PASSES,

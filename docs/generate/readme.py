@@ -1,4 +1,4 @@
-"""README's example with what `explain` prints."""
+"""README's examples with what `explain` prints."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ import torch
 import attn_graph as ag
 from docs.generate.support import GPU
 
-EXAMPLE = """\
-import torch, attn_graph as ag
+CALL = """\
+import torch
+import attn_graph as ag
+from attn_graph.nn.functional import attention
 
-x = ag.TensorSpec((2, 8, 512, 64), torch.float16)  # [batch, heads, positions, head size]
+q, k, v = torch.randn(3, 2, 8, 512, 64).half().requires_grad_().unbind()  # [batch, heads, S, D]
 mask = ag.Causal() & (ag.Window(64) | ag.Prefix(4))  # 64 positions back, and the first four
+o = attention(q, k, v, mask=mask)  # differentiable; planned by the first call
+"""
+PLAN = """\
+x = ag.TensorSpec.like(q)
 graph = ag.attention(x, x, x, mask=mask, stats=True)  # an immutable value: ==, hash, print, parse
-plan = ag.compile(graph)  # validated, chosen, lowered, cached
-
-q, k, v = torch.randn(3, 2, 8, 512, 64).half().requires_grad_().unbind()
-o, lse = plan(q, k, v)  # differentiable, lse as well as o
+plan = ag.compile(graph)  # checks it, chooses a backend, builds it, caches the plan
+o, lse = plan(q, k, v)  # gradients flow through o and lse
 """
 
 
-def example() -> str:
-    """The example in Markdown."""
-    return f"```python\n{EXAMPLE}```"
+def call_example() -> str:
+    """Attention of tensors, in Markdown."""
+    return f"```python\n{CALL}```"
+
+
+def plan_example() -> str:
+    """The same as a graph and its plan, in Markdown."""
+    return f"```python\n{PLAN}```"
 
 
 def explain_example() -> str:

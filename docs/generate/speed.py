@@ -21,6 +21,31 @@ BEST = "Each is beside the fastest of several ways to do the job, which is named
 BEST_HEAD = ("job", "pass", "threads", "ours, ms", "the fastest", "its, ms", "times faster")
 DATE = "-".join(("[0-9]" * 4, "[0-9]" * 2, "[0-9]" * 2))  # of a file's name; more is another's
 SAME = 0.1  # a ratio within this of 1 is neither gain nor loss
+# README's chart: the benchmark's jobs by the names that readers know, in groups.
+CHART = {
+    "No mask, or causal": {
+        "float32": "float32 full",
+        "float32, causal": "float32 causal",
+        "bfloat16, causal": "bfloat16 causal",
+        "float16, causal": "float16 causal",
+    },
+    "Masks, float32": {
+        "sliding window of 256": "float32 causal & window 255",
+        "packed documents, causal": "float32 causal in documents of 40 to 700",
+        "padded keys": "float32 key lengths of 128",
+        "boolean mask": "float32 random mask",
+        "prefix LM": "float32 causal | prefix 300",
+    },
+    "Modifiers, float32": {
+        "soft cap, causal": "float32 causal soft cap",
+        "ALiBi, causal": "float32 causal ALiBi",
+    },
+    "One new token": {
+        "float32, 1,024 keys": "float32 decode, 12 heads, 1024 keys",
+        "bfloat16, 8,192 keys": "bfloat16 decode, 32 heads over 8, 8192 keys",
+        "float16, one head of keys": "float16 decode, 32 heads over 1, 2048 keys",
+    },
+}
 
 
 def newest(benchmark: str = "cpu") -> tuple[str, Any]:  # Any: JSON
@@ -124,17 +149,18 @@ def beside_torch(row: Any) -> float:  # Any: JSON
     return fastest
 
 
-def gains() -> list[tuple[str, dict[str, float]]]:
-    """Jobs that are more than 10 % faster or slower than PyTorch, in any pass, with all passes."""
+def common_jobs() -> list[tuple[str, dict[str, float]]]:
+    """The jobs of CHART, each with every pass, under the names of their groups."""
     ratios: dict[str, dict[str, list[float]]] = {}
     for row in newest()[1]["rows"]:
-        job = re.sub(r",? \([\d, ]+\)|, peer: .*|float32 ", "", row["job"])
+        job = re.sub(r",? \([\d, ]+\)|, peer: .*", "", row["job"])
         ratios.setdefault(job, {}).setdefault(row["pass"], []).append(beside_torch(row))
-    means = [
-        (job, {name: over_shapes(each) for name, each in passes.items()})
-        for job, passes in ratios.items()
-    ]
-    return [(job, each) for job, each in means if any(abs(x - 1) > SAME for x in each.values())]
+    rows: list[tuple[str, dict[str, float]]] = []
+    for group, jobs in CHART.items():
+        rows.append((group, {}))
+        for label, job in jobs.items():
+            rows.append((label, {name: over_shapes(each) for name, each in ratios[job].items()}))
+    return rows
 
 
 def over_shapes(ratios: list[float]) -> float:

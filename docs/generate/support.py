@@ -15,6 +15,7 @@ from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.fa4 import backend as fa4
+from attn_graph.lowering.request import Request
 from attn_graph.lowering.torch_cuda import dense as torch_cuda
 from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
@@ -27,6 +28,10 @@ FLASH = ("flash-attn-4", "4.0.0b36")
 GPU = evolve(ag.Target.of("h200"), libraries=(("triton", "3.7.1"), FLASH, *CUDNN))
 B, H, S, D, PAGE = 2, 8, 512, 64, 16
 RARE = (
+    "float64",
+    "v of another head size",
+    "segments",
+    "ALiBi",
     "largest scores",
     "q strided along D",
     "lengths of queries",
@@ -73,15 +78,15 @@ def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
 
     return {
         **{NAMES[t]: ag.attention(*(spec(B, H, S, D, dtype=t),) * 3) for t in NAMES},
-        "lse, trained": make(stats=True),
+        "lse with a gradient": make(stats=True),
         "largest scores": make(stats=("max",)),
-        "grouped heads, H = r G": ag.attention(x, groups, groups),
-        "head sizes D != E": ag.attention(x, x, narrow),
+        "fewer heads in k and v": ag.attention(x, groups, groups),
+        "v of another head size": ag.attention(x, x, narrow),
         "q strided along D": ag.attention(strided, x, x),
         "causal": make(mask=ag.Causal()),
         "causal, bottom right, M != N": ag.attention(few, x, x, mask=ag.Causal("bottom_right")),
         "window": make(mask=ag.Window(64)),
-        "joins by &, | and ~": make(mask=ag.Causal() | ag.Prefix(16)),
+        "masks joined by &, | and ~": make(mask=ag.Causal() | ag.Prefix(16)),
         "boolean tensor": make(keep=spec(1, 1, S, S, dtype=torch.bool)),
         "lengths of keys": make(kv_lengths=lengths),
         "lengths of queries": make(q_lengths=lengths),
@@ -102,14 +107,14 @@ def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
 def ask_backend(graph: ag.Graph, backend: ag.extend.Backend, target: ag.Target) -> tuple[str, str]:
     """ "yes", "forward" or "no", and the first reason against what is not taken."""
     simple = simplify(graph)
-    if against := backend.reasons(simple, target, ag.extend.Options()):
+    if against := backend.reasons(Request(simple, target, ag.extend.Options())):
         return "no", f"it {against[0]}"
     if simple.gradient_problems:
         return "yes", ""
     wants = [n for n, i in enumerate(simple.inputs) if i.spec.dtype in FLOATS]
     cotangents = cotangent_specs(simple, simple.differentiable_outputs)
     back = simplify(backward(simple, wants, cotangents))
-    if against := backend.reasons(back, target, ag.extend.Options()):
+    if against := backend.reasons(Request(back, target, ag.extend.Options())):
         return "forward", f"backward: it {against[0]}"
     return "yes", ""
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from attrs import evolve
 
 from attn_graph.kernels.tilings import Tiling
-from attn_graph.lowering.triton.offline import MachineCode, compile_for, inspect_compiled
+from attn_graph.lowering.codegen.machine_code import MachineCode, compile_for, inspect_compiled
 from docs.generate.sass import Body, read_body
 
 TILE = Tiling(128, 128, 8, 2)  # the best of those that the tutorial searches, on sm_90

@@ -16,38 +16,36 @@ from attn_graph.ir.binding import settle_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import and_parts
-from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors, Write
+from attn_graph.lowering.backend import Backend, Executable, Run, Tensors, Write
+from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import is_traced
-from attn_graph.machine.target import Target
 from attn_graph.masks import Keep
 from attn_graph.masks.canonical import canonical_mask
 
 Opened = tuple[Graph, tuple[int, ...], tuple[int, ...]]
-Lower = Callable[[Graph, Target, Options], Executable | None]
+Lower = Callable[[Request], Executable | None]
 
 
 def skips_booleans(backend: Backend, lower_open: Lower) -> Backend:
     """On CPUs calls with all places kept by their boolean masks run `lower_open` of the graph
     without these masks."""
 
-    def lower(graph: Graph, target: Target, options: Options) -> Executable:
-        return join_open(graph, backend.lower(graph, target, options), lower_open, target, options)
+    def lower(request: Request) -> Executable:
+        return join_open(request, backend.lower(request), lower_open)
 
-    def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
-        executable = backend.lower_any(graph, target, options)
+    def lower_any(request: Request) -> Executable | None:
+        executable = backend.lower_any(request)
         if executable is None:
             return None
-        return join_open(graph, executable, backend.lower_any, target, options)
+        return join_open(request, executable, backend.lower_any)
 
     return evolve(backend, lower=lower, lower_any=lower_any)
 
 
-def join_open(
-    graph: Graph, usual: Executable, lower_open: Lower, target: Target, options: Options
-) -> Executable:
-    limited = options.max_workspace is not None
-    opened = None if limited or target.kind != "cpu" else open_graph(graph)
-    other = opened and lower_open(opened[0], target, options)
+def join_open(request: Request, usual: Executable, lower_open: Lower) -> Executable:
+    limited = request.options.max_workspace is not None
+    opened = None if limited or request.target.kind != "cpu" else open_graph(request.graph)
+    other = opened and lower_open(request.with_graph(opened[0]))
     if not opened or not other:
         return usual
     _, read, looks = opened

@@ -16,8 +16,8 @@ from attrs import frozen
 
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.relative import RelativeBias
+from attn_graph.lowering.codegen.device_code import Tracer
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.device_code import Tracer
 from attn_graph.masks import (
     Keep,
     KeepBlocks,

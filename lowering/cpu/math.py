@@ -21,7 +21,7 @@ from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import keep_weights
 from attn_graph.ir.scaling import Dequantise, Quantise
-from attn_graph.lowering.backend import Backend, Executable, Options, Run, Write, switch_name
+from attn_graph.lowering.backend import Backend, Executable, Run, Write
 from attn_graph.lowering.cpu import sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
 from attn_graph.lowering.cpu.all_kept import open_graph, skips_booleans
@@ -39,6 +39,7 @@ from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase, cheapest_way, 
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
 from attn_graph.lowering.reasons import BY_THREADS
+from attn_graph.lowering.request import Options, Request, switch_name
 from attn_graph.lowering.steps import Step, Steps, Work, lease_rooms
 from attn_graph.machine.ambient import plain_ops_on
 from attn_graph.machine.target import Target
@@ -51,15 +52,16 @@ TileWork = Callable[[Tensors, Mapping[str, torch.Tensor]], Tensors]
 Dtypes = frozenset[torch.dtype]
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
+def why_not(request: Request) -> Iterator[Reason]:
     """Every reason against a graph: PyTorch's switches, the workspace, rounded products."""
+    options = request.options
     yield from options.switched_off("math")
     yield from options.varying(BY_THREADS)
     if options.max_workspace is not None:  # tiling takes time, and another backend may run it
-        yield from unbounded_workspace(graph, options)
-        tilings = plan_tiles(graph, target, options)
+        yield from unbounded_workspace(request.graph, options)
+        tilings = plan_tiles(request)
         yield from options.over_workspace(max((t.scratch.bytes for t in tilings if t), default=0))
-    yield from options.rounded(graph, target)
+    yield from request.rounded()
 
 
 def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
@@ -70,9 +72,9 @@ def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
         yield Reason("packed_workspace", limit, actual)
 
 
-def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[AttentionTiles | None, ...]:
-    fused = target.kind == "cpu" and options.switches.flash
-    return tile_equations(graph, fused, own_products(target))
+def plan_tiles(request: Request) -> tuple[AttentionTiles | None, ...]:
+    fused = request.target.kind == "cpu" and request.options.switches.flash
+    return tile_equations(request.graph, fused, own_products(request.target))
 
 
 @lru_cache(64)  # `why_not` asks for it, and `lower` again
@@ -185,43 +187,43 @@ def own_products(target: Target) -> Dtypes:
     return frozenset({torch.float32, torch.float64, *half})
 
 
-def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    tilings = plan_tiles(graph, target, options)
-    steps = [step_of(graph, *x, target, options) for x in zip(graph.eqns, tilings, strict=True)]
-    return run_steps(graph, steps, target, options)
+def lower(request: Request) -> Executable:
+    tilings = plan_tiles(request)
+    pairs = zip(request.graph.eqns, tilings, strict=True)
+    steps = [step_of(request, eqn, tiles) for eqn, tiles in pairs]
+    return run_steps(request, steps)
 
 
-def lower_any_size(graph: Graph, target: Target, options: Options) -> Executable | None:
+def lower_any_size(request: Request) -> Executable | None:
     """One step for each equation, in whatever sizes; None if each size is lowered by itself."""
-    if options.max_workspace is not None:  # of each size
+    if request.options.max_workspace is not None:  # of each size
         return None
-    steps = [any_step(graph, eqn, target, options) for eqn in graph.eqns]
+    steps = [any_step(request, eqn) for eqn in request.graph.eqns]
     known = [step for step in steps if step is not None]
-    return None if len(known) < len(steps) else run_steps(graph, known, target, options)
+    return None if len(known) < len(steps) else run_steps(request, known)
 
 
-def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step | None:
+def any_step(request: Request, eqn: Eqn) -> Step | None:
     """How an equation runs in any sizes; None if each size is lowered by itself."""
-    specs = tuple(operand_specs(graph, eqn))
+    specs = tuple(operand_specs(request.graph, eqn))
     if isinstance(eqn.op, (Lengths, Dequantise, Quantise)):
         return Step(run_definition(eqn.op, specs))
     if has_problem(eqn.op):
-        return sized_step(graph, eqn, eqn.op, target, options)
+        return sized_step(request, eqn, eqn.op)
     if not runs_any_size(eqn, specs):
         return None
-    return any_packed_step(packed_run(graph, eqn, target, options), options.workspace)
+    return any_packed_step(packed_run(request, eqn), request.options.workspace)
 
 
-def packed_run(graph: Graph, eqn: Eqn, target: Target, options: Options) -> PackedRun:
-    lower = partial(lower_sequence, target, options)
-    specs = tuple(operand_specs(graph, eqn))
-    return PackedRun(eqn, specs, lower, gives_statistics(graph, eqn))
+def packed_run(request: Request, eqn: Eqn) -> PackedRun:
+    lower = partial(lower_sequence, request)
+    specs = tuple(operand_specs(request.graph, eqn))
+    return PackedRun(eqn, specs, lower, gives_statistics(request.graph, eqn))
 
 
-def sized_step(
-    graph: Graph, eqn: Eqn, op: Attention | AttentionGrad, target: Target, options: Options
-) -> Step | None:
+def sized_step(request: Request, eqn: Eqn, op: Attention | AttentionGrad) -> Step | None:
     """How an attention, or its gradient, runs in any sizes; None if it computes nothing."""
+    graph, target, options = request.graph, request.target, request.options
     specs = operand_specs(graph, eqn)
     if Problem.of(op, specs).is_empty:
         return None
@@ -239,7 +241,8 @@ def sized_step(
     return None if step is None else Step(step.call, infer=step.infer, writes=writes)
 
 
-def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Options) -> Executable:
+def run_steps(request: Request, steps: Sequence[Step]) -> Executable:
+    graph, kind = request.graph, request.target.kind
     calls = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
     leaner = {
         n: step.infer
@@ -247,13 +250,13 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
         if step.infer not in (None, step.call) and not gives_statistics(graph, eqn)
     }
     writing = [n for n, step in enumerate(steps) if step.writes]
-    plan = Steps.of(graph, calls, target.kind, leaner, writing)
+    plan = Steps.of(graph, calls, kind, leaner, writing)
     run: Run = plan.run
     infer: Run = plan.infer if leaner else plan.run
     write: Write | None = plan.write if plan.writes_all else None
-    if options.exact(graph):
-        run, infer = (partial(run_exact, f, target.kind) for f in (run, infer))
-        write = write and partial(run_exact, write, target.kind)
+    if request.is_exact:
+        run, infer = (partial(run_exact, f, kind) for f in (run, infer))
+        write = write and partial(run_exact, write, kind)
     return Executable(
         run,
         max((step.workspace for step in steps), default=0),
@@ -277,17 +280,15 @@ def run_exact(run: Callable[..., T], kind: str, *tensors: Any) -> T:  # Any: roo
     return run(*tensors)
 
 
-def step_of(
-    graph: Graph, eqn: Eqn, tiles: AttentionTiles | None, target: Target, options: Options
-) -> Step:
+def step_of(request: Request, eqn: Eqn, tiles: AttentionTiles | None) -> Step:
     """How an equation runs: in tiles, or by its definition."""
     if eqn.op.packed:
-        return packed_step(packed_run(graph, eqn, target, options), options.workspace)
+        return packed_step(packed_run(request, eqn), request.options.workspace)
     if tiles is None:
-        specs = operand_specs(graph, eqn)
+        specs = operand_specs(request.graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
-    ends = Ends.of(eqn.op, operand_specs(graph, eqn))
-    call, infer = ready_tiles(tiles, ends, options)
+    ends = Ends.of(eqn.op, operand_specs(request.graph, eqn))
+    call, infer = ready_tiles(tiles, ends, request.options)
     temporary = count_temporary(tiles) + (ends.bytes if ends else 0)
     note = "; ".join([tiles.summary(), *([ends.note] if ends else [])])
     by_products = isinstance(tiles, RowTiles | ProductTiles)
@@ -363,11 +364,16 @@ def pull_wanted(
     return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
-def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:
+def lower_sequence(request: Request, part: Graph) -> Executable:
     """The executable of a sequence, as a graph of its own."""
-    faster = where_faster(part, target) is not None
-    refused = faster or sdpa.BACKEND.reasons(part, target, options)
-    return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
+    return lower_faster(request.with_graph(part))
+
+
+def lower_faster(request: Request) -> Executable:
+    """The executable of a graph by the faster of both CPU backends."""
+    faster = where_faster(request.graph, request.target) is not None
+    refused = faster or sdpa.BACKEND.reasons(request)
+    return (BACKEND if refused else sdpa.BACKEND).lower(request)
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
@@ -397,5 +403,5 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
 
 BACKEND = skips_booleans(
     folds_heads(Backend("math", why_not, lower, lower_any=lower_any_size), "cpu"),
-    lambda graph, target, options: lower_sequence(target, options, graph),
+    lower_faster,
 )

@@ -22,7 +22,7 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.fused import Role
 from attn_graph.ir.graph import Eqn, Op
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.ir.packed import LENGTHS, Packed, with_operands
+from attn_graph.ir.packed import LENGTHS, Packed, keys_in_bands, with_operands
 from attn_graph.ir.packing import list_sequences, row_count
 from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.backend import Executable
@@ -36,7 +36,7 @@ from attn_graph.lowering.cpu.sequences import (
     add_to_pages,
     as_meta,
     block_keys,
-    check_table,
+    checked_table,
     cut_rows,
     dequantise_keys,
     ending_sides,
@@ -139,11 +139,14 @@ class PackedRun:
     def with_pages(
         self, spans: list[Span], pool: torch.Tensor, table: torch.Tensor, *lengths: torch.Tensor
     ) -> list[Span]:
-        check_table(pool.shape, table, *lengths)
-        rows, page = table.long(), pool.shape[1]
+        M, N, page = self.most["rows"], self.most["keys"], pool.shape[1]
+        sizes, mask = (span.sizes for span in spans), self.node.mask
+        seen = [keys_in_bands(mask, M, N, x.q_length, x.kv_length) for x in sizes]
+        rows = checked_table(pool.shape, table, seen, *lengths).long()
         used = (-(-span.sizes.keys // max(1, page)) for span in spans)
         return [
-            evolve(span, pages=rows[span.entry, :n]) for span, n in zip(spans, used, strict=True)
+            evolve(span, pages=rows[span.entry, :n], hidden=min(keys.start, span.sizes.keys))
+            for span, n, keys in zip(spans, used, seen, strict=True)
         ]
 
     @cached_property
@@ -243,7 +246,9 @@ class PackedRun:
             return x[tuple(slice(None) if all_ else full[axis] for axis, all_ in pairs)]
         first, n = (span.row, sizes.rows) if role.side == "rows" else (span.key, sizes.keys)
         if role.side == "keys" and span.pages is not None:
-            return gather_pages(x, span.pages, n, room)
+            gathered = gather_pages(x, span.pages, n, room)
+            gathered[:, :, : span.hidden] = 0.0
+            return gathered
         if role.side in self.sides:
             return cut_rows(x, first, n)
         return x[entry, :, first : first + n]

@@ -79,12 +79,18 @@ class ProductTiles(TileGrid):
 
     @cached_property
     def weighs_cotangents(self) -> bool:
-        """True if delta of a row is the sum of p dp, else of do o. Its rounding error is one number
-        for a row, and a gradient summed from ds over places, as of slopes, adds it up. See
-        `Problem.drops_rounded` for half precision."""
+        """True if delta of a row is the sum of p dp, of all its keys, else of do o.
+
+        With p = 1 on one key and 0 elsewhere, the first is that key's dp to the bit, however the
+        product rounds it, so ds = p (dp - delta) is 0. The second has roundings of its own: o to
+        half precision, dp too if products round. It leaves ds of a row with nearly all its weight
+        on one key off by u |do o|, one number for a row, and a gradient summed from ds over places,
+        as of slopes, adds it up. In float32 it is a sum in another order, off by as much as dp is.
+        A part of the keys has no other sum.
+        """
         p = self.problem
-        gathers = p.drops_rounded or p.gathers
-        return gathers and p.grad is not None and p.grad.with_do and self.jvp is None
+        shows = (p.dtype != p.wide and not p.node.part) or p.gathers
+        return shows and p.grad is not None and p.grad.with_do and self.jvp is None
 
     @cached_property
     def more(self) -> tuple[str, ...]:
@@ -199,7 +205,7 @@ class ProductTiles(TileGrid):
         """True if recomputed weights are divided by their sum: lse does not tell it, unless it is
         small, or of more keys than these. Off the CPU looking at lse takes longer."""
         tells = self.problem.node.part or (lse.is_cpu and not products.reaches_far(lse))
-        return self.rounds or self.problem.gathers or not tells
+        return self.rounds or self.weighs_cotangents or not tells
 
 
 # Operands of a call

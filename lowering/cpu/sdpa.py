@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
 from attn_graph.errors import Reason
-from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.modifiers import Bias, Modifier
+from attn_graph.ir.modifiers import Bias
 from attn_graph.kernels.fused_cpu import flash, flash_backward
 from attn_graph.kernels.products import reaches_far
-from attn_graph.lowering.backend import Backend, Executable, Options
+from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.cpu.far_rows import by_products
 from attn_graph.lowering.folding import folds_heads, folds_one_row
 from attn_graph.lowering.problem import (
@@ -31,80 +31,33 @@ from attn_graph.lowering.reasons import (
     BY_THREADS,
     different_heads,
     no_elements,
+    node_reasons,
     other_device,
     other_equations,
     other_gradients,
-    other_statistics,
-    several_biases,
-    without_rule,
 )
+from attn_graph.lowering.request import Request
 from attn_graph.lowering.steps import Work
-from attn_graph.machine.target import Target
-from attn_graph.masks.canonical import CAUSAL
+from attn_graph.lowering.through_lse import through_lse
 from attn_graph.spec import INF, NAMES, TensorSpec
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Pulled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, *tuple[torch.Tensor | None, ...]]
 
-
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    if target.kind != "cpu":
-        yield other_device("is PyTorch's CPU kernel", target)
+def why_not(request: Request) -> Iterator[Reason]:
+    if request.target.kind != "cpu":
+        yield other_device("is PyTorch's CPU kernel", request.target)
         return
-    yield from options.switched_off("flash")
-    yield from options.varying(BY_THREADS)
-    yield from options.rounded(graph, target)
-    problem = sole(graph)
+    yield from request.options.switched_off("flash")
+    yield from request.options.varying(BY_THREADS)
+    yield from request.rounded()
+    problem = sole(request.graph)
     if problem is None:
-        yield other_equations(graph)
+        yield other_equations(request.graph)
         return
     yield from node_reasons(problem, (Bias,))
     yield from different_heads(problem)
     yield from no_elements(problem)
     yield from operand_reasons(problem)
     yield from other_gradients(problem)
-
-
-def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
-    """rules: the supported modifiers of a kernel."""
-    yield from modifier_reasons(problem.node, rules)
-    yield from mask_reasons(problem, takes_bias=Bias in rules)
-    yield from feature_reasons(problem)
-
-
-def feature_reasons(problem: Problem) -> Iterator[Reason]:
-    """Sinks, dropout and statistics, unknown to PyTorch's kernels or other than ours."""
-    if problem.node.sinks:
-        yield Reason("no_sinks", "has no sinks", "the graph has")
-    if problem.node.dropout:
-        yield Reason("no_dropout", "has no dropout", f"the rate is {problem.node.dropout}")
-    yield from other_statistics(problem)
-
-
-def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
-    for modifier in dict.fromkeys(type(m) for m in node.modifiers):
-        if modifier not in rules:
-            known = " and ".join(rule.__name__ for rule in rules)
-            others = f", only {known}" if rules else ", nor any other modifier"
-            yield without_rule(modifier.__name__, others)
-    yield from several_biases(sum(isinstance(m, Bias) for m in node.modifiers))
-
-
-def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
-    mask = problem.node.mask
-    if mask not in (None, CAUSAL):
-        limit = "supports Causal() from the top left, or no mask"
-        yield Reason("causal_alone", limit, f"the mask is {mask.written()}")
-    elif mask is not None and takes_bias and problem.node.modifiers:
-        yield Reason("bias_beside_mask", "supports a bias or a causal mask", "the graph has both")
-    if mask is not None:
-        yield from scale_reasons(problem)
-
-
-def scale_reasons(problem: Problem) -> Iterator[Reason]:
-    if problem.low_scale:
-        limit = "masks before it scales, which needs a scale above 0"
-        yield Reason("masked_scale", limit, f"it is {problem.low_scale}")
 
 
 def operand_reasons(problem: Problem) -> Iterator[Reason]:
@@ -132,24 +85,26 @@ def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
         yield Reason("wide_bias_dtype", "adds a bias of dtype f64 to f64 scores", actual)
 
 
-def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    problem = sole(graph)
+def lower(request: Request) -> Executable:
+    problem = sole(request.graph)
     assert problem is not None  # why_not said so
     if problem.grad is None:
-        return lower_forward(problem, graph)
-    return lower_backward(problem, problem.grad, graph, by_products(problem.grad, options))
+        return lower_forward(problem, request.graph)
+    return lower_backward(
+        problem, problem.grad, request.graph, by_products(problem.grad, request.options)
+    )
 
 
-def lower_whole(graph: Graph, target: Target, options: Options) -> Executable | None:
+def lower_whole(request: Request) -> Executable | None:
     """One call in any sizes, read off its tensors. None if o changes its memory order, if one query
     would be read otherwise than several, or if the kernel refuses the largest or the smallest
     sizes."""
-    problem = sole(graph)
-    smallest = bind_graph(graph, {symbol.name: 1 for symbol in graph.symbols})
-    if problem is None or reorders(problem) or folds_one_row(graph):
+    problem = sole(request.graph)
+    smallest = bind_graph(request.graph, {symbol.name: 1 for symbol in request.graph.symbols})
+    if problem is None or reorders(problem) or folds_one_row(request.graph):
         return None
-    refused = any(any(why_not(each, target, options)) for each in (graph, smallest))
-    return None if refused else lower(graph, target, options)
+    refused = any(any(why_not(request.with_graph(each))) for each in (request.graph, smallest))
+    return None if refused else lower(request)
 
 
 def reorders(problem: Problem) -> bool:
@@ -246,25 +201,6 @@ def lower_backward(
         temporary=more + cotangent_bytes(problem),
         notes=("one call of PyTorch's fused CPU kernel", *odd),
     )
-
-
-def through_lse(
-    attend: Callable[..., Pair], pull: Callable[..., Pulled],
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq and dk of lse alone, from a kernel's own two passes: q, k, v -> o, ...; do, q, k, v, o,
-    lse -> dq, dk, dv, ...
-
-    d lse_i / d s_ij = p_ij, so dq_i = scale dlse_i sum_j p_ij k_j: an attention over k in place of
-    v, times scale dlse. And dk_j = scale sum_i p_ij dlse_i q_i: the gradient of v, with scale dlse
-    q as the cotangent of o. p = exp(s - lse), by the given lse: if it is of more keys than these,
-    weights add up to exp(own - lse). own is the lse of these keys alone.
-    """
-    mean, own = attend(q, k, k)[:2]
-    weight = (scale * dlse)[..., None].to(q.dtype)
-    dk = pull(q * weight, q, k, k, mean, lse)[2]
-    share = torch.where(own == lse, 1.0, torch.exp(own - lse))[..., None]
-    return mean.mul_(weight).mul_(share), dk
 
 
 BACKEND = folds_heads(Backend("torch_sdpa", why_not, lower, lower_any=lower_whole), "cpu")

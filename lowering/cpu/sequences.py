@@ -16,7 +16,7 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.ops import join_statistics
-from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, run_one
+from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, run_one, without_hidden
 from attn_graph.ir.paging import list_entries
 from attn_graph.ir.relative import RelativeBias
 from attn_graph.ir.scaling import Dequantise
@@ -50,13 +50,14 @@ class Sizes:
 @frozen
 class Span:
     """The place of one sequence: its batch entry, first row and first key, 0 in padded tensors.
-    pages: of its keys."""
+    pages: of its keys. hidden: how many keys in pages, from the first on, no query sees."""
 
     entry: int
     row: int
     key: int
     sizes: Sizes
     pages: torch.Tensor | None = None
+    hidden: int = 0
 
     def of_keys(self, keys: range, page: int) -> Span:
         """The place of some keys: whole pages of `page` keys, but for the last of all."""
@@ -64,7 +65,8 @@ class Span:
         if pages is not None:
             pages = pages[keys.start // page : -(-keys.stop // page)]
         sizes = evolve(self.sizes, keys=len(keys))
-        return evolve(self, key=self.key + keys.start, sizes=sizes, pages=pages)
+        hidden = max(0, min(self.hidden - keys.start, len(keys)))
+        return evolve(self, key=self.key + keys.start, sizes=sizes, pages=pages, hidden=hidden)
 
 
 @final
@@ -231,16 +233,27 @@ def key_bytes(op: Packed, specs: Sequence[TensorSpec]) -> int:
     return k.shape[2 if op.paged else 1] * (k.shape[-1] + v.shape[-1]) * dtype.itemsize
 
 
-def check_table(pool: Sequence[int], table: torch.Tensor, *lengths: torch.Tensor) -> None:
-    """Raise PlanMismatchError for lengths beyond all pages, and for a used page outside the pool.
-    pool: its shape. Reads the tensors on the host."""
+def checked_table(
+    pool: Sequence[int], table: torch.Tensor, seen: Sequence[range], *lengths: torch.Tensor
+) -> torch.Tensor:
+    """The table without the pages that no query sees. Raises PlanMismatchError for lengths beyond
+    all pages, and for other pages outside the pool. pool: its shape. seen: the keys of each entry
+    that count. Reads the tensors on the host."""
     (n, P), pages = pool[:2], table.shape[1]
-    begin, used = torch.arange(pages, device=table.device) * P, table
-    for count in lengths:
-        used = table[begin < count[:, None]]
+    used = without_hidden(table, P, seen)
     limits = zip((used, *lengths), (n - 1, pages * P), strict=False)
     if any(x.numel() and not 0 <= x.min() <= x.max() <= most for x, most in limits):
-        deque(list_entries(P, n, table, *lengths), 0)  # raises, naming the entry
+        deque(list_entries(P, n, table, *lengths, seen=seen), 0)  # raises, naming the entry
+    return used
+
+
+def clear_hidden(op: Packed, read: Tensors, operands: Tensors) -> None:
+    """Write 0 to padded keys out of pages that no query sees: their rows may hold anything."""
+    seen = op.seen(dict(enumerate(operands)), [x.shape[2] for x in read[:2]])
+    for x, side in zip(read, op.op.operand_sides, strict=True):
+        for each, keys in zip(x if side == "keys" else (), seen, strict=False):
+            each[:, : keys.start] = 0.0
+            each[:, keys.stop :] = 0.0
 
 
 def as_meta(spec: TensorSpec) -> torch.Tensor:
@@ -272,7 +285,11 @@ def padded_step(
     padded = lower(b.graph(*b.emit(op.op, *values)))
 
     def run(operands: Tensors, _rooms: Views) -> Tensors:
-        outputs, _ = padded.run(*op.read(run_one, operands))
+        operands = op.with_seen_pages(operands)
+        read = op.read(run_one, operands)
+        if op.paged:
+            clear_hidden(op, read, operands)
+        outputs, _ = padded.run(*read)
         return op.write(run_one, outputs, operands)
 
     held = sum(t.bytes for t in (*types, *op.op.infer(*types)))

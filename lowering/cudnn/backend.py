@@ -7,58 +7,48 @@ absent GPUs, in a process with a stand-in for their driver.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import (
-    Backend,
-    DeviceTest,
-    Executable,
-    Foreseen,
-    Options,
-    RefusedError,
-)
+from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Foreseen, RefusedError
 from attn_graph.lowering.problem import Problem, places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
+from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
-from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
+from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES
 
 if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
-    from attn_graph.lowering.cudnn.case import Case
     from attn_graph.lowering.cudnn.graph import CudnnCall
+    from attn_graph.lowering.libraries.cudnn_case import Case
 
 VARIES = "divides sums among the more programs, the smaller the batch is"
-FRONTEND = "nvidia-cudnn-frontend"
 HOME = "attn_graph.lowering.cudnn.backend:BACKEND"
 UNREAD = "reads no quantised keys beside another q, packed or in pages"
 DOCUMENTED = 256  # the widest heads of its support matrix
 WIDE_ROWS, WIDE_KEYS = 200, (251, 700)  # the most queries, and the keys of self-checks
-# Assumed versions of missing libraries, for finding the graph's own reasons as well.
-ASSUMED = ((9, 20, 0), (1, 28, 0))
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    if target.kind != "cuda":
-        yield no_gpu(target)
+def why_not(request: Request) -> Iterator[Reason]:
+    if request.target.kind != "cuda":
+        yield no_gpu(request.target)
         return
-    yield from library_reasons(target)
-    yield from options.switched_off("cudnn")
-    case = read_case(graph, target, options)
+    yield from library_reasons(request.target)
+    yield from request.options.switched_off("cudnn")
+    case = read_case(request)
     if case is None:
-        reason = other_equations(graph, packs=True)
+        reason = other_equations(request.graph, packs=True)
         yield evolve(reason, limit=UNREAD) if reason.key == "quantised" else reason
     else:
         if problem_varies(case.problem):
-            yield from options.varying(VARIES)
-        yield from case_reasons(case, options)
+            yield from request.options.varying(VARIES)
+        yield from case_reasons(case, request.options)
 
 
 def problem_varies(problem: Problem) -> bool:
@@ -69,6 +59,8 @@ def problem_varies(problem: Problem) -> bool:
 
 def library_reasons(target: Target) -> Iterator[Reason]:
     """Missing parts: cuDNN or its frontend."""
+    from attn_graph.lowering.libraries.cudnn_versions import FRONTEND, versions
+
     backend, frontend = versions(target)
     if frontend is None:
         yield missing_library(FRONTEND, "pip install 'attn-graph[cuda]'")
@@ -82,8 +74,8 @@ def library_reasons(target: Target) -> Iterator[Reason]:
 
 def case_reasons(case: Case, options: Options) -> Iterator[Reason]:
     """The limits of cuDNN exceeded by a case."""
-    from attn_graph.lowering.cudnn.limits import reasons
     from attn_graph.lowering.cudnn.memory import workspace
+    from attn_graph.lowering.libraries.cudnn_limits import reasons
 
     against = [*reasons(case)]
     yield from against
@@ -94,46 +86,33 @@ def case_reasons(case: Case, options: Options) -> Iterator[Reason]:
         yield from options.over_workspace(need)
 
 
-def read_case(graph: Graph, target: Target, options: Options) -> Case | None:
+def read_case(request: Request) -> Case | None:
     """The attention of a graph, or its gradient, with the library versions and the GPU; None for
     other graphs."""
-    from attn_graph.lowering.cudnn.case import Case
-    from attn_graph.lowering.cudnn.sequences import read_problem
+    from attn_graph.lowering.libraries.cudnn_case import Case
+    from attn_graph.lowering.libraries.cudnn_versions import ASSUMED, versions
+    from attn_graph.lowering.lying.sequences import read_problem
 
-    read = read_problem(graph)
+    read = read_problem(request.graph)
     if read is None:
         return None
     problem, sequences = read
-    backend, frontend = versions(target)
+    backend, frontend = versions(request.target)
     pair = backend or ASSUMED[0], frontend or ASSUMED[1]
-    return Case(problem, target.sm, *pair, options.deterministic, sequences)
+    return Case(problem, request.target.sm, *pair, request.options.deterministic, sequences)
 
 
-@lru_cache(64)  # every question about a graph asks
-def versions(target: Target) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
-    """The versions of cuDNN and of its frontend; None for a missing library."""
-    numbers = (version(target, name) for name in (*CUDNN, SYSTEM_CUDNN))
-    return next(filter(None, numbers), None), version(target, FRONTEND)
-
-
-def version(target: Target, library: str) -> tuple[int, int, int] | None:
-    """Major, minor and patch of a library of the target; None if it is missing."""
-    numbers = re.findall(r"\d+", dict(target.libraries).get(library, ""))[:3]
-    major, minor, patch = (*map(int, numbers), 0, 0, 0)[:3]
-    return (major, minor, patch) if numbers else None
-
-
-def lower(graph: Graph, target: Target, options: Options) -> Executable:
+def lower(request: Request) -> Executable:
     """cuDNN's plan for a graph. Raises RefusedError if cuDNN declines it."""
     from attn_graph.lowering.cudnn.plan import load_or_build
     from attn_graph.lowering.cudnn.run import Run
 
-    case, call = describe_problem(graph, target, options)
-    plan = load_or_build(call, target, (case.backend, case.frontend), options)
-    need = needs(case, call, graph, plan.workspace)
-    if over := [*options.over_workspace(need.workspace or 0)]:
+    case, call = describe_problem(request)
+    plan = load_or_build(call, request.target, (case.backend, case.frontend), request.options)
+    need = needs(case, call, request.graph, plan.workspace)
+    if over := [*request.options.over_workspace(need.workspace or 0)]:
         raise RefusedError(*over)
-    run = Run.of(case, call, graph, options.workspace, plan.workspace, plan.execute)
+    run = Run.of(case, call, request.graph, request.options.workspace, plan.workspace, plan.execute)
     return Executable(
         run,
         need.workspace or 0,
@@ -141,7 +120,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         (str(plan), *need.notes),
         inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
-        write=partial(write_named, run, graph.result_names),
+        write=partial(write_named, run, request.graph.result_names),
     )
 
 
@@ -166,54 +145,55 @@ def split_notes(case: Case) -> Iterator[str]:
         yield f"keys in {splits} parts, as many as cuDNN takes for a batch of {B}, and a merge"
 
 
-def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
+def foresees(request: Request) -> Foreseen:
     """The workspace by a stored plan or by a formula; otherwise only a built plan tells it."""
     from attn_graph.lowering.cudnn.memory import workspace
     from attn_graph.lowering.cudnn.plan import load_stored
 
-    case, call = describe_problem(graph, target, options)
+    case, call = describe_problem(request)
     try:
-        plan = load_stored(call, target, (case.backend, case.frontend), options)
+        plan = load_stored(call, request.target, (case.backend, case.frontend), request.options)
     except RefusedError:  # of a GPU outside all tables: lowering will say so
         plan = None
-    need = needs(case, call, graph, plan.workspace if plan else workspace(case))
+    need = needs(case, call, request.graph, plan.workspace if plan else workspace(case))
     return evolve(need, notes=(str(plan), *need.notes)) if plan else need
 
 
-def describe_problem(graph: Graph, target: Target, options: Options) -> tuple[Case, CudnnCall]:
+def describe_problem(request: Request) -> tuple[Case, CudnnCall]:
     """The call for a supported graph."""
-    from attn_graph.lowering.cudnn.case import needs_padding_mask
     from attn_graph.lowering.cudnn.graph import describe_call
     from attn_graph.lowering.cudnn.sequences import pack_call
+    from attn_graph.lowering.libraries.cudnn_case import needs_padding_mask
 
-    case = read_case(graph, target, options)
+    case = read_case(request)
     assert case is not None  # why_not said so
-    padded, in_order = needs_padding_mask(case), options.deterministic
+    padded, in_order = needs_padding_mask(case), request.options.deterministic
     call = describe_call(case.problem, padded=padded, deterministic=in_order)
     return case, pack_call(call, case.sequences)
 
 
-def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
+def variants(request: Request) -> tuple[str, ...]:
     """The other plans proposed by cuDNN, by cuDNN's names."""
     from attn_graph.lowering.cudnn.plan import load_or_build
 
-    case, call = describe_problem(graph, target, options)
-    return load_or_build(call, target, (case.backend, case.frontend), options).plans[1:]
+    case, call = describe_problem(request)
+    libraries = case.backend, case.frontend
+    return load_or_build(call, request.target, libraries, request.options).plans[1:]
 
 
-def wide_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
+def wide_test(request: Request) -> DeviceTest | None:
     """Small attentions of the head sizes beyond cuDNN's own support matrix, or of quantised
     tensors; None for others."""
-    case = read_case(graph, target, options)
+    case = read_case(request)
     assert case is not None  # why_not said so
     problem = case.problem
     if max(problem.D, problem.E) <= DOCUMENTED and not problem.scales:
         return None
     M = min(problem.M, WIDE_ROWS)
-    small = tuple(shrink(graph, problem, M, N) for N in WIDE_KEYS)
+    small = tuple(shrink(request.graph, problem, M, N) for N in WIDE_KEYS)
     kind = f", {NAMES[problem.dtype]}" if problem.scales else ""
     variant = f"heads of {problem.D} and {problem.E}, {M} queries{kind}"
-    return DeviceTest(HOME, variant, small, precision=options.precision)
+    return DeviceTest(HOME, variant, small, precision=request.options.precision)
 
 
 BACKEND = Backend(

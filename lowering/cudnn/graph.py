@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any, final
 
@@ -12,7 +11,7 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.scaling import WEIGHT_SCALE
-from attn_graph.lowering.cudnn.masks import CudnnMask
+from attn_graph.lowering.libraries.cudnn_masks import CudnnMask, translate_mask
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order, new_strides
 
@@ -125,13 +124,6 @@ def describe_call(
     if problem.grad is None:
         return forward_call(problem, lengths, options | {"generate_stats": True})
     return backward_call(problem, lengths, options | {"use_deterministic_algorithm": deterministic})
-
-
-@lru_cache(256)  # each case of a problem asks
-def translate_mask(problem: Problem) -> CudnnMask | None:
-    """The problem's mask in cuDNN's terms; None if cuDNN cannot express it."""
-    plain = bool(problem.node.modifiers)
-    return CudnnMask.of(problem.node.mask, problem.M, problem.N, plain=plain)
 
 
 def band_options(mask: CudnnMask) -> dict[str, Option]:

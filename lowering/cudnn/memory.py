@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attn_graph.ir.modifiers import Alibi
-from attn_graph.lowering.cudnn.case import Case
 from attn_graph.lowering.cudnn.sequences import round_total, round_up_to
+from attn_graph.lowering.libraries.cudnn_case import Case
 
 FEW_KEYS = 512  # read in one piece by Hopper's kernel for one query
 ROWS = 16  # query heads on common keys in one of its programs

@@ -13,7 +13,7 @@ import torch
 from attrs import Factory, asdict, field, frozen
 
 from attn_graph.errors import Reason
-from attn_graph.lowering.backend import Options, RefusedError
+from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.offline import (
@@ -24,6 +24,7 @@ from attn_graph.lowering.cudnn.offline import (
 )
 from attn_graph.lowering.cudnn.run import Engine, handle
 from attn_graph.lowering.limits import Version
+from attn_graph.lowering.request import Options
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target

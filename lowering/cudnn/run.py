@@ -32,10 +32,11 @@ from attn_graph.ir.packed import STARTS
 from attn_graph.ir.paging import readable_table, seen_by_entry
 from attn_graph.ir.scaling import O_SCALE, SCALES
 from attn_graph.lowering.cudnn import builder as cudnn_builder
-from attn_graph.lowering.cudnn.case import Case
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
-from attn_graph.lowering.cudnn.quantised import quantised_places
-from attn_graph.lowering.cudnn.sequences import SIDES, round_total
+from attn_graph.lowering.cudnn.sequences import round_total
+from attn_graph.lowering.libraries.cudnn_case import Case
+from attn_graph.lowering.lying.quantised import quantised_places
+from attn_graph.lowering.lying.sequences import SIDES
 from attn_graph.lowering.problem import (
     ALIGNED,
     find_misplaced,

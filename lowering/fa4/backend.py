@@ -14,28 +14,21 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from attn_graph.errors import Reason
-from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import (
-    Backend,
-    DeviceTest,
-    Executable,
-    Foreseen,
-    Options,
-    RefusedError,
-)
+from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Foreseen, RefusedError
 from attn_graph.lowering.problem import Problem, places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
+from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
-    from attn_graph.lowering.cudnn.sequences import CudnnSequences
+    from attn_graph.lowering.codegen.machine_code import MachineCode
     from attn_graph.lowering.fa4.call import Fa4Call
     from attn_graph.lowering.fa4.offline import CompiledKernel
     from attn_graph.lowering.fa4.run import Fa4Run
-    from attn_graph.lowering.triton.offline import MachineCode
+    from attn_graph.lowering.lying.sequences import PaddedSequences
 
 HOME = "attn_graph.lowering.fa4.backend:BACKEND"
 PACKAGE = "flash-attn-4"
@@ -46,26 +39,27 @@ VERSIONS = ((4, 0, 0, 35), (4, 0, 0, 36))  # b35, b36: the first and the last te
 VARIES = "adds up gradients of queries in the order in which programs end"
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    if target.kind != "cuda":
-        yield no_gpu(target)
+def why_not(request: Request) -> Iterator[Reason]:
+    if request.target.kind != "cuda":
+        yield no_gpu(request.target)
         return
-    from attn_graph.lowering.cudnn.sequences import read_problem
+    from attn_graph.lowering.lying.sequences import read_problem
 
-    read = read_problem(graph)
-    against = [*package_reasons(target)]
+    read = read_problem(request.graph)
+    against = [*package_reasons(request.target)]
     if read is None:
-        yield from (*against, other_equations(graph, packs=True))
+        yield from (*against, other_equations(request.graph, packs=True))
         return
     problem, sequences = read
-    from attn_graph.lowering.fa4.limits import Fa4Case, limit_reasons
+    from attn_graph.lowering.libraries.fa4_limits import Fa4Case, limit_reasons
 
-    own = [*limit_reasons(Fa4Case(problem, target.sm, options.deterministic, sequences))]
+    options = request.options
+    own = [*limit_reasons(Fa4Case(problem, request.target.sm, options.deterministic, sequences))]
     if problem.grad is not None and not options.deterministic:
         own += options.varying(VARIES)
     yield from (*against, *own)
     if not own:
-        yield from trace_reasons(graph, target, options)
+        yield from trace_reasons(request)
 
 
 def package_reasons(target: Target) -> Iterator[Reason]:
@@ -86,29 +80,31 @@ def version_text(numbers: tuple[int, ...]) -> str:
     return f"{'.'.join(map(str, numbers[:3]))}b{numbers[3]}"
 
 
-def trace_reasons(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
+def trace_reasons(request: Request) -> Iterator[Reason]:
     """Reasons against masks and modifiers without a translation for kernels."""
     from attn_graph.masks.places import Untraceable
 
     try:
-        describe_fa4(graph, target, options)
+        describe_fa4(request)
     except Untraceable as error:
         yield untraceable(error)
 
 
-def describe_fa4(graph: Graph, target: Target, options: Options) -> Fa4Call:
+def describe_fa4(request: Request) -> Fa4Call:
     """The call for a graph within the limits."""
-    from attn_graph.lowering.cudnn.sequences import read_problem
+    from attn_graph.lowering.lying.sequences import read_problem
 
-    read = read_problem(graph)
+    read = read_problem(request.graph)
     assert read is not None  # why_not said so
-    listed = options.variant == LISTED
-    return make_fa4_call(*read, target, options.deterministic, options.max_workspace, listed)
+    options, listed = request.options, request.options.variant == LISTED
+    return make_fa4_call(
+        *read, request.target, options.deterministic, options.max_workspace, listed
+    )
 
 
 @remember
 def make_fa4_call(
-    problem: Problem, sequences: CudnnSequences, target: Target, deterministic: bool,
+    problem: Problem, sequences: PaddedSequences, target: Target, deterministic: bool,
     most: int | None, listed: bool,
 ) -> Fa4Call:  # fmt: skip
     """most: bytes of workspace; None: no limit. listed: True to have each call list tiles, even if
@@ -124,15 +120,15 @@ def make_fa4_call(
     return Fa4Call.of(problem, target.sm, deterministic, sequences, admits)
 
 
-def lower(graph: Graph, target: Target, options: Options) -> Executable:
+def lower(request: Request) -> Executable:
     """The package's call for a graph. Raises RefusedError if kernels spill much."""
-    run = describe_run(graph, target, options)
+    run, target = describe_run(request), request.target
     backward = run.call.problem.grad is not None
     if target.tensors_on == target.kind:  # virtual GPUs execute PTX, before anything is spilled
-        run = fit_registers(run, target, options)
+        run = fit_registers(run, request)
 
     def kernels() -> list[CompiledKernel | MachineCode]:
-        return [*compile_lists(run.call, target), *compile_for_target(run, target, options)]
+        return [*compile_lists(run.call, target), *compile_for_target(run, request)]
 
     infer = run.backward if backward else run.inference
     return Executable(
@@ -143,55 +139,55 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         inspect=lambda: tuple(map(str, kernels())),
         text=lambda: "\n".join([*run.call.texts, *(x.ptx for x in kernels())]),
         infer=infer,
-        write=partial(write_named, infer, graph.result_names),
+        write=partial(write_named, infer, request.graph.result_names),
         prepare=kernels,
     )
 
 
-def foresee_call(graph: Graph, target: Target, options: Options) -> Foreseen:
+def foresee_call(request: Request) -> Foreseen:
     """The needs of a call, without compiling."""
-    run = describe_run(graph, target, options)
+    run = describe_run(request)
     return Foreseen(run.leased, run.temporary, tuple(run.notes()))
 
 
-def describe_run(graph: Graph, target: Target, options: Options) -> Fa4Run:
+def describe_run(request: Request) -> Fa4Run:
     from attn_graph.lowering.fa4.run import Fa4Run
 
-    call = describe_fa4(graph, target, options)
-    return Fa4Run(call, graph, options.store, options.workspace)
+    call = describe_fa4(request)
+    return Fa4Run(call, request.graph, request.options.store, request.options.workspace)
 
 
-def fit_registers(run: Fa4Run, target: Target, options: Options) -> Fa4Run:
+def fit_registers(run: Fa4Run, request: Request) -> Fa4Run:
     """The run, with narrow tiles if its kernels spill much. Raises RefusedError if those do too."""
-    against = [*stack_reasons(run, target, options)]
+    against = [*stack_reasons(run, request)]
     if not against:
         return run
     narrow = evolve(run, call=evolve(run.call, narrow=True)) if run.call.may_be_narrow else None
-    if narrow is None or [*stack_reasons(narrow, target, options)]:
+    if narrow is None or [*stack_reasons(narrow, request)]:
         raise RefusedError(*against)
     return narrow
 
 
-def stack_reasons(run: Fa4Run, target: Target, options: Options) -> Iterator[Reason]:
+def stack_reasons(run: Fa4Run, request: Request) -> Iterator[Reason]:
     """Reasons against kernels slowed down by spilled registers. It compiles them."""
-    for kernel in compile_for_target(run, target, options):
+    for kernel in compile_for_target(run, request):
         if kernel.spilled > MOST_SPILLED:
             limit = f"runs kernels that spill at most {MOST_SPILLED} bytes of a thread"
             yield Reason("spilled", limit, f"its {kernel.kernel} kernel spills {kernel.spilled}")
 
 
-def compile_for_target(run: Fa4Run, target: Target, options: Options) -> list[CompiledKernel]:
+def compile_for_target(run: Fa4Run, request: Request) -> list[CompiledKernel]:
     """The kernels, compiled for the target; of a forward the ones with lse, if it is read."""
     from attn_graph.lowering.fa4.offline import compile_call
 
-    call = run.call
-    return compile_call(call.plain(run.stores_lse), call.kernels, target, options.store)
+    call, store = run.call, request.options.store
+    return compile_call(call.plain(run.stores_lse), call.kernels, request.target, store)
 
 
 def compile_lists(call: Fa4Call, target: Target) -> list[MachineCode]:
     """The kernels of lists made by each call, compiled for the target; none without such lists."""
+    from attn_graph.lowering.codegen.machine_code import inspect_launches
     from attn_graph.lowering.fa4.lists import MadeLists
-    from attn_graph.lowering.triton.offline import inspect_launches
 
     if not isinstance(call.lists, MadeLists):
         return []
@@ -201,11 +197,11 @@ def compile_lists(call: Fa4Call, target: Target) -> list[MachineCode]:
     return inspect_launches(made.launches, dtypes, target.sm)
 
 
-def small_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
+def small_test(request: Request) -> DeviceTest | None:
     """The attention or gradient in small sizes, off the tiles."""
-    call = describe_fa4(graph, target, options)
+    call = describe_fa4(request)
     problem = call.problem
-    small = tuple(shrink(graph, problem, M, N) for M, N in SIZES)
+    small = tuple(shrink(request.graph, problem, M, N) for M, N in SIZES)
     from attn_graph.lowering.fa4.lists import MadeLists
 
     way = LISTED if isinstance(call.lists, MadeLists) else None

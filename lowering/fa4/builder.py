@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from attn_graph.lowering.codegen.machine_code import read_resources
 from attn_graph.lowering.fa4.call import DTYPES, call_package
 from attn_graph.lowering.fa4.dialect import as_read
 from attn_graph.lowering.problem import tidy_strides
-from attn_graph.lowering.triton.offline import read_resources
 from attn_graph.spec import TensorSpec
 
 CACHES = {  # of the package's functions, for each kernel

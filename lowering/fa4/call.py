@@ -11,22 +11,27 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
-from attn_graph.lowering.cudnn.sequences import DENSE, SIDES, CudnnSequences
+from attn_graph.ir.packed import LENGTHS
 from attn_graph.lowering.fa4.dialect import CuteCode, as_read, trace_problem
 from attn_graph.lowering.fa4.lists import (
     MadeLists,
     TileLists,
     backward_tile,
-    forward_tile,
     make_lists,
     plan_lists,
 )
-from attn_graph.lowering.problem import Problem, is_misaligned, read_specs
+from attn_graph.lowering.libraries.fa4_masks import (
+    NativeMask,
+    copied_names,
+    end_names,
+    forward_tile,
+    native_mask,
+    new_like,
+)
+from attn_graph.lowering.lying.sequences import DENSE, SIDES, PaddedSequences
+from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.machine.cache import remember
-from attn_graph.masks import Band, Mask
-from attn_graph.masks.places import Place
-from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
+from attn_graph.spec import NAMES, TensorSpec
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 # As the package names them.
@@ -35,88 +40,6 @@ CU_SEQLENS = {"rows": "cu_seqlens_q", "keys": "cu_seqlens_k"}
 MOST = {"rows": "max_seqlen_q", "keys": "max_seqlen_k"}
 NARROW = (128, 64)  # queries and keys of a tile; a kernel for sm_100 has one or two such of queries
 Named = Mapping[str, torch.Tensor]
-Bounds = tuple[int | None, int | None]
-
-
-@final
-@frozen
-class NativeMask:
-    """A mask built into the kernels: a query keeps keys from `left` before to `right` after its
-    place, counted from the bottom right corner; None: no bound.
-
-    ends: the lengths given to kernels; the corner is at their ends.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    ends: tuple[str, ...] = ()
-
-    @property
-    def arguments(self) -> dict[str, Any]:  # Any: of two types
-        """As the package takes it."""
-        if self.left is None and self.right == 0:
-            return {"causal": True}
-        return {"window_size_left": self.left, "window_size_right": self.right}
-
-
-def native_mask(problem: Problem, packed: bool = False) -> NativeMask | None:
-    """The mask as a native one; None for others. packed: True for packed q.
-
-    A query past its length sees its sink, but kernels given the length leave the sink out. A packed
-    row outside all sequences sees none anyway.
-    """
-    p, ends = problem, end_names(problem)
-    if "q_lengths" in ends and p.node.sinks and not packed:
-        return None
-    rest = [x for x in and_parts(p.node.mask) if x not in LEAVES.values()]
-    bounds = read_band(rest, ends) if ends else read_strip(p)
-    if bounds is None or any(x is not None and not 0 <= x < 2**31 for x in bounds):
-        return None
-    return NativeMask(*bounds, ends)
-
-
-def end_names(problem: Problem) -> tuple[str, ...]:
-    """The lengths in a problem's mask: rows and keys past them are absent."""
-    parts = and_parts(problem.node.mask)
-    return tuple(LENGTHS[side] for side, leaf in LEAVES.items() if leaf in parts)
-
-
-def read_band(parts: Sequence[Mask], ends: tuple[str, ...]) -> Bounds | None:
-    """A query's left and right bound from the corner of its lengths. parts: the mask's other
-    conjuncts; None if they are not one band along this corner."""
-    band = parts[0] if parts else Band(ragged=ends)
-    if len(parts) > 1 or not isinstance(band, Band) or {*band.ragged} != {*ends}:
-        return None
-    return None if band.low is None else -band.low, band.high
-
-
-def read_strip(problem: Problem) -> Bounds | None:
-    """These bounds for a mask without lengths, from the corner of all queries and keys."""
-    p, mask = problem, problem.node.mask
-    if mask is None:
-        return None, None
-    strip = None if mask.needs else mask.strip(Place(0, 0, 0, 0, p.H, p.M, p.N))
-    if strip is None or strip.keys is not None or strip.rows is not None:
-        return None
-    corner = p.N - p.M
-    left = None if strip.low is None else corner - strip.low
-    return left, None if strip.high is None else strip.high - corner
-
-
-def zeroed_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[str, ...]:
-    """Operands copied with 0 in their absent rows: kernels multiply these by 0, and NaN would stay
-    NaN. v; in a gradient q, k and v. Kernels read no absent row of a page."""
-    names, ends = "v" if problem.grad is None else "qkv", end_names(problem)
-    found = (name for name in names if LENGTHS[SIDES[name]] in ends)
-    return tuple(name for name in found if name not in sequences.pools)
-
-
-def copied_names(problem: Problem, sequences: CudnnSequences = DENSE) -> tuple[str, ...]:
-    """The operands copied for a call: cleaned ones, and ones off 16 bytes, except pages."""
-    given = dict(zip("qkv", problem.specs, strict=False)) | dict(sequences.specs)
-    cleaned = zeroed_names(problem, sequences)
-    off = {name for name, x in given.items() if is_misaligned(x) and name not in sequences.pools}
-    return tuple(name for name in "qkv" if name in cleaned or name in off)
 
 
 @final
@@ -135,7 +58,7 @@ class Fa4Call:
     code: CuteCode
     lists: TileLists | MadeLists | None
     deterministic: bool = False
-    sequences: CudnnSequences = DENSE
+    sequences: PaddedSequences = DENSE
     narrow: bool = False
 
     @classmethod
@@ -144,7 +67,7 @@ class Fa4Call:
         problem: Problem,
         sm: int,
         deterministic: bool = False,
-        sequences: CudnnSequences = DENSE,
+        sequences: PaddedSequences = DENSE,
         admits: Callable[[MadeLists], bool] = lambda _: True,
     ) -> Fa4Call:
         """admits: True for lists that each call may make.
@@ -310,11 +233,6 @@ class Fa4Call:
     def view_reads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of `reads` as generated code reads them."""
         return [as_read(x, spec) for x, spec in zip(tensors, self.reads, strict=True)]
-
-
-def new_like(spec: TensorSpec) -> TensorSpec:
-    """How the gradient of an operand lies: dense, in its memory order."""
-    return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, memory_order(spec)))
 
 
 def rows_first(spec: TensorSpec) -> TensorSpec:

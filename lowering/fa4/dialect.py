@@ -12,9 +12,8 @@ from typing import final
 import torch
 from attrs import evolve, field, frozen
 
-from attn_graph.lowering.problem import Problem, read_specs
-from attn_graph.lowering.triton.device_code import WHERE, Tracer
-from attn_graph.lowering.triton.symbols import (
+from attn_graph.lowering.codegen.device_code import WHERE, Tracer
+from attn_graph.lowering.codegen.symbols import (
     Code,
     Dialect,
     Kind,
@@ -24,6 +23,7 @@ from attn_graph.lowering.triton.symbols import (
     code_literal,
     is_zero,
 )
+from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.masks.places import Untraceable, trace_definition
 from attn_graph.spec import MOST_INT32, TensorSpec
 

@@ -15,10 +15,10 @@ import torch
 from attrs import frozen
 
 from attn_graph.kernels.tilings import Tiling
+from attn_graph.lowering.codegen.tile_lists import MOST_TILES as MOST_IN_LIST
+from attn_graph.lowering.codegen.tile_lists import DeviceLists, blocks, classify_blocks
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import least_seconds, peak_of
-from attn_graph.lowering.triton.layout import MOST_TILES as MOST_IN_LIST
-from attn_graph.lowering.triton.tile_lists import DeviceLists, blocks, classify_blocks
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Scratch
 from attn_graph.masks.places import Block, Untraceable
@@ -63,16 +63,6 @@ class MadeLists:
     def scratch(self) -> Scratch:
         """The lists and their sources in the workspace."""
         return Scratch(self.made.buffers)
-
-
-def forward_tile(sm: int, problem: Problem) -> tuple[int, int]:
-    """Queries and keys of a tile of the forward's lists: interface.py, _get_fwd_config."""
-    p = problem
-    if sm // 10 == 9:
-        wide = p.D > 128 and p.E > 128
-        return 128, (80 if p.D > 192 else 112) if wide else 128 if p.D <= 192 else 80
-    two = p.M * (p.H // p.G) > 128 and p.E != 256
-    return 256 if two else 128, 128
 
 
 def backward_tile(sm: int, problem: Problem) -> tuple[int, int]:

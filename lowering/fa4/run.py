@@ -16,18 +16,11 @@ from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS
 from attn_graph.ir.paging import readable_table, seen_by_entry
-from attn_graph.lowering.cudnn.sequences import SIDES
-from attn_graph.lowering.fa4.call import (
-    CU_SEQLENS,
-    NARROW,
-    SEQUSED,
-    Fa4Call,
-    call_package,
-    copied_names,
-    zeroed_names,
-)
+from attn_graph.lowering.fa4.call import CU_SEQLENS, NARROW, SEQUSED, Fa4Call, call_package
 from attn_graph.lowering.fa4.lists import MadeLists, TileLists
 from attn_graph.lowering.fa4.offline import keep_kernels_in
+from attn_graph.lowering.libraries.fa4_masks import copied_names, zeroed_names
+from attn_graph.lowering.lying.sequences import SIDES
 from attn_graph.lowering.problem import (
     ALIGNED,
     cotangent_note,

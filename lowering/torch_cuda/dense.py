@@ -21,8 +21,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
-from attn_graph.lowering.backend import Backend, Executable, Options
-from attn_graph.lowering.cpu.sdpa import node_reasons, through_lse
+from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.problem import (
     ALIGNED,
     Problem,
@@ -40,12 +39,15 @@ from attn_graph.lowering.reasons import (
     different_heads,
     no_elements,
     no_gpu,
+    node_reasons,
     other_dtype,
     other_equations,
     other_gradients,
     uneven_heads,
     wide_heads,
 )
+from attn_graph.lowering.request import Request
+from attn_graph.lowering.through_lse import through_lse
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.masks.canonical import CAUSAL
@@ -79,44 +81,45 @@ class Variant:
 
     kernel: KernelName
     call: Kernel
-    reasons: Callable[[Problem, Target, Options], Reasons]
+    reasons: Callable[[Problem, Request], Reasons]
     modifiers: tuple[type[Modifier], ...] = ()
     dtypes: tuple[torch.dtype, ...] = HALF
     widest: int | None = None
     keeps_order: Callable[[TensorSpec], bool] = has_flash_order
 
-    def why_not(self, graph: Graph, target: Target, options: Options) -> Reasons:
+    def why_not(self, request: Request) -> Reasons:
         """Every reason once: cuDNN, called by PyTorch, shares some of PyTorch's own."""
-        yield from dict.fromkeys(self.against(graph, target, options))
+        yield from dict.fromkeys(self.against(request))
 
-    def against(self, graph: Graph, target: Target, options: Options) -> Reasons:
+    def against(self, request: Request) -> Reasons:
         """Every reason against a graph, some perhaps twice."""
-        if target.kind != "cuda":
-            yield no_gpu(target)
+        if request.target.kind != "cuda":
+            yield no_gpu(request.target)
             return
-        yield from place_reasons(self, target, options)
-        problem = sole(graph)
+        yield from place_reasons(self, request)
+        problem = sole(request.graph)
         if problem is None:
-            yield other_equations(graph)
+            yield other_equations(request.graph)
             return
         yield from node_reasons(problem, self.modifiers)
         yield from kernel_size_reasons(self, problem)
         yield from kernel_operand_reasons(operands_by_name(problem))
-        yield from self.reasons(problem, target, options)
+        yield from self.reasons(problem, request)
         yield from other_gradients(problem, ("bias",) if Bias in self.modifiers else ())
 
-    def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
+    def lower(self, request: Request) -> Executable:
         """One call of the kernel, or of its backward."""
-        problem = sole(graph)
+        problem = sole(request.graph)
         assert problem is not None  # why_not said so
-        call = TorchKernelCall(self, problem, graph)
+        call = TorchKernelCall(self, problem, request.graph)
         if problem.grad is None:
             return Executable(call.forward, 0, call.kept_forward(), tuple(call.notes()))
         return Executable(call.backward, 0, call.kept_backward(), tuple(call.notes()))
 
 
-def place_reasons(variant: Variant, target: Target, options: Options) -> Reasons:
+def place_reasons(variant: Variant, request: Request) -> Reasons:
     """Why the kernel does not run on a target."""
+    target, options = request.target, request.options
     if not LEAST_SM <= target.sm <= MOST_SM:
         limit = f"runs on sm_{LEAST_SM} to sm_{MOST_SM}"
         yield Reason("architecture_range", limit, f"the target has sm_{target.sm}")
@@ -160,8 +163,9 @@ def operands_by_name(problem: Problem) -> dict[str, TensorSpec]:
     return dict(zip(problem.node.roles, own, strict=True)) | results
 
 
-def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
+def flash_reasons(problem: Problem, request: Request) -> Reasons:
     """Limits of the flash kernel alone."""
+    target, options = request.target, request.options
     p, impl = problem, options.switches.flash_impl
     if impl in ACTIVATED:
         yield from activated_reasons(impl, p, target)
@@ -190,7 +194,7 @@ def replaced_reasons(impl: str | None) -> Reasons:
 def activated_reasons(impl: str, problem: Problem, target: Target) -> Reasons:
     """Limits of FlashAttention 3 or 4, if PyTorch runs it in place of its own kernel: from
     torch/nn/attention/_fa3.py and _fa4.py, and from the packages."""
-    from attn_graph.lowering.fa4.limits import Fa4Case, limit_reasons
+    from attn_graph.lowering.libraries.fa4_limits import Fa4Case, limit_reasons
 
     first, last = ACTIVATED[impl]
     if not first <= target.sm <= last:
@@ -214,8 +218,9 @@ def by_switch_alone(kernel: str) -> Reason:
     )
 
 
-def efficient_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
+def efficient_reasons(problem: Problem, request: Request) -> Reasons:
     """Limits of the memory-efficient kernel alone."""
+    options = request.options
     p = problem
     if p.dtype == torch.float32 and options.precision != "tf32":
         limit = "computes float32 products on TF32 tensor cores, three each"
@@ -257,12 +262,13 @@ def bias_reasons(problem: Problem, bias: TensorSpec) -> Reasons:
         yield Reason("bias_gradient_lse", limit, "the graph has")
 
 
-def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
+def cudnn_reasons(problem: Problem, request: Request) -> Reasons:
     """Limits beyond cuDNN's own. cuDNN's depend on its version and come first."""
-    from attn_graph.lowering.cudnn.backend import ASSUMED, versions
-    from attn_graph.lowering.cudnn.case import Case
-    from attn_graph.lowering.cudnn.limits import reasons  # a large table; CPUs never ask it
+    from attn_graph.lowering.libraries.cudnn_case import Case
+    from attn_graph.lowering.libraries.cudnn_limits import reasons  # a large table, not for CPUs
+    from attn_graph.lowering.libraries.cudnn_versions import ASSUMED, versions
 
+    target, options = request.target, request.options
     p = problem
     if p.node.modifiers == ():
         loaded = versions(target)[0] or ASSUMED[0]

@@ -18,16 +18,20 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LEAVES, STARTS, and_parts
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import SequencePlaces
-from attn_graph.lowering.backend import Backend, Executable, Options
-from attn_graph.lowering.cpu.sdpa import (
+from attn_graph.lowering.backend import Backend, Executable
+from attn_graph.lowering.lengths import gapless_sides, sequence_rows, shares_lengths
+from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.problem import Problem, on_boundary, read_operands, select_outputs
+from attn_graph.lowering.reasons import (
     feature_reasons,
     modifier_reasons,
+    no_elements,
+    no_gpu,
+    other_gradients,
     scale_reasons,
-    through_lse,
 )
-from attn_graph.lowering.lengths import gapless_sides, sequence_rows, shares_lengths
-from attn_graph.lowering.problem import Problem, on_boundary, read_operands, select_outputs
-from attn_graph.lowering.reasons import no_elements, no_gpu, other_gradients
+from attn_graph.lowering.request import Request
+from attn_graph.lowering.through_lse import through_lse
 from attn_graph.lowering.torch_cuda.dense import (
     FLASH_KERNEL,
     Tensors,
@@ -38,9 +42,7 @@ from attn_graph.lowering.torch_cuda.dense import (
     place_reasons,
     replaced_reasons,
 )
-from attn_graph.lowering.triton.layout import Layout
 from attn_graph.machine.sizes import format_bytes
-from attn_graph.machine.target import Target
 from attn_graph.masks.leaves import Band
 from attn_graph.spec import INF, NAMES, TensorSpec
 
@@ -51,22 +53,22 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Reasons = Iterator[Reason]
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Reasons:
-    layout = flash_layout(graph)
+def why_not(request: Request) -> Reasons:
+    layout = flash_layout(request.graph)
     if layout is None:
-        yield from FLASH_KERNEL.why_not(graph, target, options)
-    elif target.kind != "cuda":
-        yield no_gpu(target)
+        yield from FLASH_KERNEL.why_not(request)
+    elif request.target.kind != "cuda":
+        yield no_gpu(request.target)
     else:
-        yield from dict.fromkeys(packed_reasons(layout, graph, target, options))
+        yield from dict.fromkeys(packed_reasons(layout, request))
 
 
-def lower(graph: Graph, target: Target, options: Options) -> Executable:
+def lower(request: Request) -> Executable:
     """One call of the kernel, or of its backward."""
-    layout = flash_layout(graph)
+    layout = flash_layout(request.graph)
     if layout is None:
-        return FLASH_KERNEL.lower(graph, target, options)
-    call = PackedFlashCall(layout, graph)
+        return FLASH_KERNEL.lower(request)
+    call = PackedFlashCall(layout, request.graph)
     if layout.problem.grad is None:
         return Executable(call.forward, 0, call.kept_forward(), tuple(call.notes()))
     return Executable(call.backward, 0, call.kept_backward(), tuple(call.notes()))
@@ -80,20 +82,20 @@ def flash_layout(graph: Graph) -> Layout | None:
     return layout if layout.sides else None
 
 
-def packed_reasons(layout: Layout, graph: Graph, target: Target, options: Options) -> Reasons:
+def packed_reasons(layout: Layout, request: Request) -> Reasons:
     """Every reason against packed tensors, some perhaps twice."""
     p = layout.problem
-    yield from place_reasons(FLASH_KERNEL, target, options)
+    yield from place_reasons(FLASH_KERNEL, request)
     yield from modifier_reasons(p.node, ())
-    yield from window_reasons(layout, graph)
+    yield from window_reasons(layout, request.graph)
     yield from feature_reasons(p)
     yield from scale_reasons(p)
     yield from kernel_size_reasons(FLASH_KERNEL, p)
     yield from no_elements(p, layout.totals)
     yield from kernel_operand_reasons(dict(zip("qkv", layout.specs, strict=False)))
-    yield from sequence_reasons(layout, graph)
-    yield from flash_reasons(p, target, options)
-    yield from replaced_reasons(options.switches.flash_impl)
+    yield from sequence_reasons(layout, request.graph)
+    yield from flash_reasons(p, request)
+    yield from replaced_reasons(request.options.switches.flash_impl)
     yield from other_gradients(p)
 
 

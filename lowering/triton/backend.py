@@ -14,8 +14,9 @@ from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
 from attn_graph.ir.scaling import Dequantise
-from attn_graph.lowering.backend import Backend, Executable, Options
+from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.finishing import cut_last, finish
+from attn_graph.lowering.lying.layout import Layout, order_bytes
 from attn_graph.lowering.problem import ROWS, Problem, returns_lse
 from attn_graph.lowering.reasons import (
     missing_library,
@@ -28,10 +29,10 @@ from attn_graph.lowering.reasons import (
     untraceable,
     wide_heads,
 )
+from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
-from attn_graph.lowering.triton.layout import FAR, MOST_TILES, Layout, order_bytes
 from attn_graph.lowering.triton.work import Push, Single, Work, split_graph, trace, work_of
 from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
@@ -39,8 +40,8 @@ from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import MOST_INT32, TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
-    from attn_graph.lowering.triton.device_code import DeviceCode
-    from attn_graph.lowering.triton.offline import MachineCode
+    from attn_graph.lowering.codegen.device_code import DeviceCode
+    from attn_graph.lowering.codegen.machine_code import MachineCode
     from attn_graph.lowering.triton.plan import Flash
 
 LEAST_SM = 80
@@ -52,22 +53,22 @@ STATISTICS = ("lse", "max")  # stored by the forward kernel beside o
 INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too, slowly"
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
-    if target.kind == "cpu" and not target.interprets:
-        yield evolve(no_gpu(target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
+def why_not(request: Request) -> Iterator[Reason]:
+    if request.target.kind == "cpu" and not request.target.interprets:
+        yield evolve(no_gpu(request.target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
-    graph = cut_last(graph) or graph
+    graph = cut_last(request.graph) or request.graph
     parts = [part.work for part in split_graph(graph)]
-    against = [*target_reasons(target)]
+    against = [*target_reasons(request.target)]
     if not parts:
         against.append(other_equations(graph, pushes=True, packs=True))
     for work in parts:
         against += [*attention_reasons(work.problem, work.layout.totals), *work.reasons()]
-        against += large_tiles(work.problem, target)
-        against += conversion_reasons(work.problem, target)
+        against += large_tiles(work.problem, request.target)
+        against += conversion_reasons(work.problem, request.target)
     yield from dict.fromkeys(against)
     if not against:
-        planned = (plan_reasons(work, target, options) for work in parts)
+        planned = (plan_reasons(work, request) for work in parts)
         yield from dict.fromkeys(chain.from_iterable(planned))
 
 
@@ -88,6 +89,8 @@ def conversion_reasons(problem: Problem, target: Target) -> Iterator[Reason]:
 
 def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[Reason]:
     """Against sizes, dtypes and statistics. totals: as `no_elements`."""
+    from attn_graph.lowering.codegen.bounds import FAR
+
     yield from other_dtype(problem, DTYPES)
     yield from wide_heads(problem, WIDEST, REST)
     yield from no_elements(problem, totals)
@@ -112,7 +115,7 @@ def large_tiles(problem: Problem, target: Target) -> Iterator[Reason]:
         yield Reason("wide_gradient", limit, f"the GPU has {most}")
 
 
-def plan_reasons(work: Work, target: Target, options: Options) -> Iterator[Reason]:
+def plan_reasons(work: Work, request: Request) -> Iterator[Reason]:
     """Reasons found only with traced masks and modifiers, or with planned launches."""
     from attn_graph.masks.places import Untraceable
 
@@ -127,16 +130,17 @@ def plan_reasons(work: Work, target: Target, options: Options) -> Iterator[Reaso
         if far > MOST_INT32:
             limit = f"counts within a tile up to {MOST_INT32} elements"
             yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
-    if options.max_workspace is not None or may_overflow(work):
-        flash = plan_flash(work, target, options)
+    if request.options.max_workspace is not None or may_overflow(work):
+        flash = plan_flash(work, request)
         yield from launch_reasons(flash)
-        yield from options.over_workspace(flash.scratch.bytes)
+        yield from request.options.over_workspace(flash.scratch.bytes)
 
 
 def may_overflow(work: Work) -> bool:
     """True if launches may have too many programs, or lists too many tiles. Dense operands have no
     more of either than tiles of LEAST x LEAST."""
     from attn_graph.kernels.tilings import LEAST
+    from attn_graph.lowering.codegen.tile_lists import MOST_TILES
 
     p = work.problem
     rows, columns = (-(-length // LEAST) for length in (p.M, p.N))
@@ -146,7 +150,7 @@ def may_overflow(work: Work) -> bool:
 
 def launch_reasons(flash: Flash) -> Iterator[Reason]:
     """Against launches beyond a kernel's addresses."""
-    from attn_graph.lowering.triton.tile_lists import most_listed
+    from attn_graph.lowering.codegen.tile_lists import MOST_TILES, most_listed
 
     most = max(launch.grid for launch in flash.launches)
     if most > MOST_INT32:
@@ -159,10 +163,11 @@ def launch_reasons(flash: Flash) -> Iterator[Reason]:
         yield Reason("listed_tiles", limit, f"{tiles} are needed")
 
 
-def plan_flash(work: Work, target: Target, options: Options) -> Flash:
+def plan_flash(work: Work, request: Request) -> Flash:
     """The plan for `why_not` and `lower` alike."""
+    options = request.options
     most, invariant = options.max_workspace, options.batch_invariant
-    return plan_once(work, target, options.precision, options.variant, most, invariant)
+    return plan_once(work, request.target, options.precision, options.variant, most, invariant)
 
 
 @remember
@@ -181,25 +186,25 @@ def trace_once(work: Work) -> DeviceCode:
     return trace(work)
 
 
-def lower(graph: Graph, target: Target, options: Options) -> Executable:
+def lower(request: Request) -> Executable:
     """The launches of each equation, in their order, and a pass of its own to quantise o."""
-    inner = cut_last(graph) or graph
+    inner = cut_last(request.graph) or request.graph
     parts = split_graph(inner)
-    each = [lower_part(part, target, options) for part in parts]
+    each = [lower_part(part, request) for part in parts]
     lowered = each[0] if len(parts) == 1 else join_parts(inner, parts, each)
-    return lowered if inner is graph else finish(lowered, graph, inner)
+    return lowered if inner is request.graph else finish(lowered, request.graph, inner)
 
 
-def lower_part(part: Single, target: Target, options: Options) -> Executable:
-    flash = plan_flash(part.work, target, options)
-    call = TritonCall(flash, part.graph, options)
+def lower_part(part: Single, request: Request) -> Executable:
+    flash = plan_flash(part.work, request)
+    call = TritonCall(flash, part.graph, request.options)
     run, second = call.run, flash.push is not None and flash.problem.grad is not None
     infer = run if part.graph.is_gradient or returns_lse(part.graph) else call.inference
     return Executable(
         run,
         flash.scratch.bytes,
         temporary_of(flash) + prepared_bytes(part.graph),
-        tuple(flash_notes(flash, options.precision)),
+        tuple(flash_notes(flash, request.options.precision)),
         launches=lambda: tuple(launch_notes(flash)),
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
@@ -239,8 +244,8 @@ def compile_kernels(flash: Flash) -> None:
 
 def machines_of(flash: Flash) -> list[MachineCode]:
     """The machine code of every launch; none under the interpreter."""
+    from attn_graph.lowering.codegen.launches import is_interpreting
     from attn_graph.lowering.triton import offline
-    from attn_graph.lowering.triton.launches import is_interpreting
 
     return [] if is_interpreting() else offline.compile_launches(flash)
 
@@ -305,7 +310,7 @@ def copies_ahead(spec: TensorSpec) -> bool:
     return 1 in (row, last) and all(s * spec.dtype.itemsize % 16 == 0 for s in others)
 
 
-def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
+def variants(request: Request) -> tuple[str, ...]:
     """Other tile shapes, warps and stages than the table's, each of one kind of change."""
     from attn_graph.kernels.tilings import VARIANTS
 

@@ -18,17 +18,17 @@ from attn_graph.ir.gradient_ops import (
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS
 from attn_graph.ir.tangents import AttentionJvp, GradientTangents
-from attn_graph.lowering.backend import Options
+from attn_graph.lowering.lying.layout import order_pages, sums_pages
 from attn_graph.lowering.problem import read_operands, read_specs, select_outputs
+from attn_graph.lowering.request import Options
 from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms
-from attn_graph.lowering.triton.layout import order_pages, sums_pages
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.masks.places import add_columns
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
-    from attn_graph.lowering.triton.device_code import Contribution
-    from attn_graph.lowering.triton.launches import Launch
+    from attn_graph.lowering.codegen.device_code import Contribution
+    from attn_graph.lowering.codegen.launches import Launch
     from attn_graph.lowering.triton.plan import Flash
 
 Named = dict[str, Any]  # tensors by their names in launches

@@ -19,13 +19,15 @@ from attn_graph.kernels.tilings import (
     padded_head_size,
     summed_columns,
 )
-from attn_graph.lowering.problem import Problem, read_specs
-from attn_graph.lowering.triton.device_code import (
+from attn_graph.lowering.codegen.device_code import (
     DeviceCode,
     read_axes,
 )
-from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers, parameters
-from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.codegen.launches import Descriptor, Launch, Pointers, parameters
+from attn_graph.lowering.codegen.symbols import SPECIAL
+from attn_graph.lowering.codegen.tile_lists import DeviceLists, list_ahead
+from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.programs import (
     begins_last,
     choose_push_tiling,
@@ -36,8 +38,6 @@ from attn_graph.lowering.triton.programs import (
     reads_v_in_k,
     spread_tilings,
 )
-from attn_graph.lowering.triton.symbols import SPECIAL
-from attn_graph.lowering.triton.tile_lists import DeviceLists, list_ahead
 from attn_graph.lowering.triton.work import Push, tangent_specs
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision

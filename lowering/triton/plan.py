@@ -19,6 +19,10 @@ from attn_graph.kernels.tilings import (
     Tiling,
     padded_head_size,
 )
+from attn_graph.lowering.codegen.device_code import Contribution, DeviceCode
+from attn_graph.lowering.codegen.launches import Launch, Pointers, check_interpreter
+from attn_graph.lowering.codegen.tile_lists import blocks
+from attn_graph.lowering.lying.layout import DTYPES, NAMED, ORDER, Layout, sums_pages
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms, room_or_new
 from attn_graph.lowering.triton.decode import (
@@ -29,7 +33,6 @@ from attn_graph.lowering.triton.decode import (
     divide_keys,
     parts_buffers,
 )
-from attn_graph.lowering.triton.device_code import Contribution, DeviceCode
 from attn_graph.lowering.triton.divisions import Division, divide_work
 from attn_graph.lowering.triton.launch_list import (
     PASS_OF,
@@ -37,10 +40,7 @@ from attn_graph.lowering.triton.launch_list import (
     LaunchList,
     add_weight_sums,
 )
-from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
-from attn_graph.lowering.triton.layout import DTYPES, NAMED, ORDER, Layout, sums_pages
 from attn_graph.lowering.triton.programs import processors_of, takes_tf32
-from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs, trace
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision

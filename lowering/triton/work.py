@@ -12,14 +12,14 @@ from attn_graph.ir.attention import Operands
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, unused_names
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.ir.vjp import result_spec
+from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.lowering.reasons import wide_heads
-from attn_graph.lowering.triton.layout import Layout
 from attn_graph.machine.cache import remember
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
-    from attn_graph.lowering.triton.device_code import DeviceCode
+    from attn_graph.lowering.codegen.device_code import DeviceCode
 
 WIDEST = 128  # two sums of rows, and as many tangents, have no room beyond
 
@@ -86,7 +86,7 @@ Work = Layout | Push
 
 def trace(work: Work) -> DeviceCode:
     """The mask and the modifiers as kernels take them. Raises Untraceable."""
-    from attn_graph.lowering.triton.device_code import Tracer
+    from attn_graph.lowering.codegen.device_code import Tracer
 
     steps = work.steps if isinstance(work, Push) else None
     return Tracer.of(

@@ -85,10 +85,15 @@ def test_a_model_in_the_block_takes_nothing_but_batches() -> None:
     model(torch.tensor([[3, 4, 5]]))
 
 
-@pytest.mark.parametrize("option", ["dropout", "position_bias", "block_table", "output_attentions"])
+@pytest.mark.parametrize(
+    "option",
+    ["dropout", "position_bias", "block_table", "output_attentions", "sinks", "indices", "sink"],
+)
 def test_what_a_batch_has_no_place_for_is_refused(option: str) -> None:
     x, ends = torch.randn(1, 2, 3, 8), torch.tensor([0, 3])
-    given: dict[str, Any] = {option: 1.0}
+    given: dict[str, Any] = {
+        option: torch.ones(1) if option in ("sinks", "indices", "sink") else 1.0
+    }
     with pytest.raises(GraphError, match=option):
         attend_batch(torch.nn.Module(), x, x, x, None, cache="a cache", cu_seq_lens_q=ends, **given)
 

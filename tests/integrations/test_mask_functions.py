@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,17 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attn_graph.errors import GraphError
 from attn_graph.masks import Band, Causal, Keep, KeyLengths, SameSegment
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INTEGERS
 
 pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
 
+from transformers import LlamaConfig
 from transformers import masking_utils as hf
 
+from attn_graph.integrations import layer_masks
 from attn_graph.integrations import transformers as integration
 from attn_graph.integrations.conditions import UnreadableMaskError
 from attn_graph.integrations.mask_functions import Frame, read_mask_function
@@ -193,7 +197,7 @@ def calls(draw: Draw) -> Call:
     return Call(M, N, past, kv_offset, function, padding, draw(st.booleans()))
 
 
-def dense(described: integration.MaskDescription, M: int, N: int) -> Tensor:
+def dense(described: layer_masks.MaskDescription, M: int, N: int) -> Tensor:
     """What a description keeps [B,1,M,N]."""
     data = dict(described.tensors)
     assert {x.dtype for name, x in data.items() if "segments" in name} <= {*INTEGERS}
@@ -225,14 +229,17 @@ def check_call(call: Call) -> bool:
     expected = transformers_mask(call.arguments())
     with pytest.MonkeyPatch.context() as patch:
         if call.on_device:  # as where the host would wait for it
-            patch.setattr(integration, "read_offset", lambda q_offset: q_offset)
-        described = integration.decode_mask(**call.arguments())
-    if isinstance(described, Tensor):
-        assert torch.equal(described, expected)
-        return False
+            patch.setattr(layer_masks, "read_offset", lambda q_offset: q_offset)
+        described = layer_masks.decode_mask(**call.arguments())
     assert torch.equal(dense(described, call.M, call.N), expected), described
-    assert torch.equal(described.dense(), expected)
-    return True
+    assert torch.equal(described.clone(), hf.eager_mask(**call.arguments()))
+    return is_data(described)
+
+
+def is_data(described: layer_masks.MaskDescription) -> bool:
+    """False for a mask that is all places, [B,1,M,N]."""
+    keep = described.tensors.get("keep")
+    return described.mask is not None or keep is None or keep.shape != described.shape
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
@@ -243,8 +250,7 @@ def test_the_room_of_a_cache_behind_the_last_token_is_left_out(on_device: bool) 
     def keys(M: int, past: int, function: MaskFunction) -> int | None:
         padding = torch.ones(B, past + M, dtype=torch.bool)
         call = Call(M, 12, past, 0, function, padding, on_device)
-        described = integration.decode_mask(**call.arguments())
-        assert isinstance(described, integration.MaskDescription)
+        described = layer_masks.decode_mask(**call.arguments())
         assert not described.tensors or described.keys is None
         return described.keys
 
@@ -269,8 +275,7 @@ def test_queries_after_any_number_of_keys_have_one_mask(on_device: bool) -> None
     for past in (4, 5):
         padding = torch.ones(B, past + 3, dtype=torch.bool)
         call = Call(3, 12, past, 0, window, padding, on_device)
-        described = integration.decode_mask(**call.arguments())
-        assert isinstance(described, integration.MaskDescription)
+        described = layer_masks.decode_mask(**call.arguments())
         masks.add(described.mask)
     assert len(masks) == 1
 
@@ -287,8 +292,7 @@ def test_near_keys_have_the_mask_of_a_window_or_a_chunk(
         hf.chunked_causal_mask_function(size, padding.logical_not().sum(1)),
     ):
         arguments = Call(M, N, N - M, 0, function, padding).arguments()
-        described = integration.decode_mask(**arguments, allow_is_causal_skip=True, local_size=size)
-        assert isinstance(described, integration.MaskDescription)
+        described = layer_masks.decode_mask(**arguments, allow_is_causal_skip=True, local_size=size)
         assert torch.equal(dense(described, M, N), transformers_mask(arguments))
 
 
@@ -297,7 +301,7 @@ def test_layers_read_no_key_behind_the_last_token() -> None:
     q, k, v = torch.randn(B, 2, 1, 4), torch.randn(B, 2, 12, 4), torch.randn(B, 2, 12, 4)
     bias, layer = torch.randn(1, 2, 1, 12), torch.nn.Identity()
     call = Call(1, 12, 7, 0, hf.causal_mask_function, torch.ones(B, 8, dtype=torch.bool), True)
-    described = integration.decode_mask(**call.arguments())
+    described = layer_masks.decode_mask(**call.arguments())
     due, _ = integration.attend_layer(layer, q, k, v, described, position_bias=bias)
     for x in (k, v, bias.mT):
         x[:, :, 8:] = torch.nan
@@ -355,14 +359,17 @@ def test_documents_are_joined_to_the_segments_of_a_mask() -> None:
         tensors: dict[str, Any] = {"keep": keep}
         if "q_segments" in mask.needs:
             tensors |= {"q_segments": IDS.flip(1), "kv_segments": IDS}
-        kept = dense(integration.MaskDescription(mask, tensors, {}), 4, 4)
+        arguments = describe(hf.causal_mask_function).arguments
+        kept = dense(layer_masks.MaskDescription.of(mask, tensors, arguments), 4, 4)
         joined = integration.separate_documents(mask, tensors, documents)
-        assert torch.equal(dense(integration.MaskDescription(*joined, {}), 4, 4), kept & apart)
+        assert torch.equal(
+            dense(layer_masks.MaskDescription.of(*joined, arguments), 4, 4), kept & apart
+        )
 
 
 def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `decode_mask`
     call = Call(4, 4, 0, 0, function, None)
-    return integration.decode_mask(**{**call.arguments(), **changes})
+    return layer_masks.decode_mask(**{**call.arguments(), **changes})
 
 
 @pytest.mark.parametrize(
@@ -394,10 +401,11 @@ def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `decode_
 def test_what_no_mask_says_is_a_tensor_and_the_log_says_why_once(
     function: MaskFunction, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    integration.log_once.cache_clear()
+    layer_masks.log_once.cache_clear()
     masks = [describe(function, use_vmap=True) for _ in range(2)]
     arguments = describe(hf.causal_mask_function).arguments | {"mask_function": function}
-    assert torch.equal(masks[1], transformers_mask(arguments))
+    assert masks[1].mask is None
+    assert torch.equal(masks[1].tensors["keep"], transformers_mask(arguments))
     (record,) = caplog.records
     assert f"since a mask function {reason}" in record.message
 
@@ -409,26 +417,99 @@ def test_a_function_that_branches_is_not_read() -> None:
             read_mask_function(function, frame)
 
 
-def test_a_model_that_computes_with_a_mask_gets_the_tensor(
-    caplog: pytest.LogCaptureFixture,
+def identities(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values to which a mask belongs."""
+    k = torch.eye(m.shape[3]).expand(B, 1, -1, -1)
+    return torch.ones(m.shape), k, k
+
+
+USES: dict[str, Callable[[Any], Any]] = {  # of a mask, in models that compute with it
+    "add": lambda m: torch.ones(m.shape) + m,
+    "add to it": lambda m: m + torch.ones(m.shape),
+    "add by name": lambda m: torch.add(input=torch.ones(m.shape), other=m),
+    "add in place": lambda m: torch.ones(m.shape).add_(m),
+    "join": lambda m: torch.cat([m, m], -1),
+    "join by name": lambda m: torch.cat(tensors=(m, torch.zeros(m.shape)), dim=2),
+    "stack": lambda m: torch.stack([m, 2 * m]),
+    "compare": lambda m: m == 0,
+    "not": lambda m: ~(m == 0.0),
+    "logical not": lambda m: m.logical_not(),
+    "select": lambda m: torch.where(m < 0, torch.zeros(m.shape), torch.ones(m.shape)),
+    "fill": lambda m: torch.ones(m.shape).masked_fill(m.bool(), torch.finfo(m.dtype).min),
+    "index": lambda m: m[:, :, :, :2],
+    "cast": lambda m: m.to(torch.float16),
+    "cast by name": lambda m: m.to(dtype=torch.float16),
+    "cast like another": lambda m: m.to(torch.ones(1, dtype=torch.float16)),
+    "pad": lambda m: F.pad(m, (0, 3), value=0.0),
+    "expand": lambda m: m.expand(-1, 3, -1, -1),
+    "subtract from 1": lambda m: 1.0 - m,
+    "add up": lambda m: sum([m, m]),
+    "attend": lambda m: F.scaled_dot_product_attention(*identities(m), attn_mask=m),
+    "copy": copy.deepcopy,
+    "put in a new tensor": lambda m: torch.empty(m.shape).copy_(m),
+    "multiply": lambda m: m.mul(torch.tensor(0.5)),
+    "in a list": lambda m: [*m.unbind(0)],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@given(calls())
+def test_whoever_computes_with_a_mask_gets_the_mask_of_eager_attention(
+    use: str, call: Call
 ) -> None:
-    integration.log_once.cache_clear()
-    described, expected = describe(hf.causal_mask_function), torch.ones(4, 4).tril().bool()
-    assert described.shape == (B, 1, 4, 4)
+    """Floating, as in every model's own eager attention; never booleans, which would be added."""
+    described = layer_masks.decode_mask(**call.arguments())
+    due = hf.eager_mask(**call.arguments())
+    results, expected = (USES[use](x) for x in (described, due))
+    torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
+    assert type(results) is type(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_mask_looks_like_that_of_eager_attention_and_is_not_made_to_be_looked_at(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described, due = (
+        function(**Call(3, 4, 1, 0, hf.causal_mask_function, None).arguments(), dtype=dtype)
+        for function in (layer_masks.decode_mask, hf.eager_mask)
+    )
+    monkeypatch.setattr(layer_masks, "dense_mask", lambda _: pytest.fail("a dense mask"))
+    assert isinstance(described, Tensor)
     assert described.contiguous() is described
-    assert torch.equal(described[0, 0], expected)
-    assert torch.equal(described.float()[1, 0], expected.float())
-    assert torch.equal(torch.zeros(4, 4) + described, expected.float().expand(B, 1, 4, 4))
-    assert torch.equal(torch.where(described, 1, 0), expected.long().expand(B, 1, 4, 4))
+    for look in ("shape", "dtype", "device", "ndim", "requires_grad"):
+        assert getattr(described, look) == getattr(due, look)
+    assert (len(described), described.size(2), described.dim()) == (B, 3, 4)
+    assert torch.finfo(described.dtype) == torch.finfo(dtype)
+    assert "Band(high=0)" in repr(described) or "Causal" in repr(described)
+
+
+def test_a_mask_that_a_model_computes_with_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    layer_masks.log_once.cache_clear()
+    described = describe(hf.causal_mask_function)
+    _ = described + 1, described + 1
     (record,) = caplog.records
     assert "since a model computes with the mask of a layer itself" in record.message
 
 
+@pytest.mark.parametrize(
+    "write",
+    [lambda m: m.masked_fill_(m == 0, 1.0), lambda m: m.__setitem__(0, 1.0), lambda m: m.zero_()],
+)
+def test_what_is_written_into_a_mask_is_an_error(write: Callable[[Tensor], object]) -> None:
+    """Since layers of ours would not see it."""
+    with pytest.raises(GraphError, match=r"writes into a layer's mask.*attention_mask\.clone"):
+        write(describe(hf.causal_mask_function))
+
+
 def test_a_description_is_made_once() -> None:
-    described = describe(hf.causal_mask_function)
-    assert describe(hf.causal_mask_function, attention_mask=described) is described
+    """`generate` makes masks, and the model makes them of those again."""
+    described, config = describe(hf.causal_mask_function), LlamaConfig()
+    config._attn_implementation = "attn_graph"
+    assert hf.create_causal_mask(config, torch.ones(B, 4, 8), described, None) is described
     padded = describe(hf.causal_mask_function, attention_mask=torch.eye(B, 4).bool())
-    assert padded.to("meta").tensors["keep"].is_meta
+    for moved in (padded.to("meta"), padded.to(device="meta", non_blocking=True)):
+        assert moved.tensors["keep"].is_meta
+        assert moved.device == (moved + 1).device == torch.device("meta")
 
 
 def test_nothing_is_read_from_a_device_while_it_decodes() -> None:

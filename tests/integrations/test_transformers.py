@@ -19,6 +19,7 @@ import transformers as hf
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 
+from attn_graph.integrations import layer_masks
 from attn_graph.integrations import transformers as integration
 from attn_graph.nn.calls import attend_as
 from tests.conftest import PROFILE
@@ -49,7 +50,8 @@ from tests.support.transformer_calls import (
 @pytest.fixture(autouse=True)
 def no_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every mask of these models is data; none becomes a tensor [B,1,M,N]."""
-    monkeypatch.setattr(integration, "dense_mask", lambda arguments: pytest.fail("a dense mask"))
+    for name in ("dense_mask", "boolean_mask"):
+        monkeypatch.setattr(layer_masks, name, lambda _: pytest.fail("a dense mask"))
 
 
 @pytest.mark.parametrize("name", families("tokens", "text", "speech", "images", "pairs"))
@@ -132,7 +134,7 @@ def test_a_decode_step_reads_nothing_from_the_device(
             return attend_as(*args)
 
     monkeypatch.setattr(integration, "attend_as", attend)
-    monkeypatch.setattr(integration, "is_readable_now", lambda tensor, M: M > 1)
+    monkeypatch.setattr(layer_masks, "is_readable_now", lambda tensor, M: M > 1)
     model, batch = model_of(name, "attn_graph"), stack(draw_inputs(name), left=True)
     ids, keep = batch["input_ids"], padding_of(batch)["attention_mask"]
     memory = StaticCache(config=model.config, max_cache_len=40)

@@ -18,9 +18,9 @@ from attn_graph import testing
 from attn_graph.errors import GraphError
 from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.passes import simplify
+from attn_graph.lowering.codegen.device_code import Tracer
 from attn_graph.lowering.fa4.dialect import trace_problem
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton.device_code import Tracer
 from attn_graph.masks.formulas import Formula
 from attn_graph.masks.places import Block, Place
 from attn_graph.nn.functional import attention
@@ -300,9 +300,6 @@ class Own(ag.Mask):
 
     def keep(self, at: Place) -> Any:  # Any: as `Mask.keep`
         return eval(self.text, {}, {"i": at.i, "j": at.j})
-
-    def span(self, block: Block) -> ag.extend.Keys:
-        return block.all
 
 
 def test_integers_of_a_mask_of_ones_own_are_of_64_bits() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.vjp import result_spec
+from attn_graph.lowering.codegen.launches import Descriptor
 from attn_graph.lowering.triton import divisions
-from attn_graph.lowering.triton.launches import Descriptor
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.testing.strategies import seeds

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from attn_graph.lowering.cudnn.limits import LIMITS
+from attn_graph.lowering.libraries.cudnn_limits import LIMITS
 from tests.support.cudnn_grid import drawn, grid
 from tests.support.cudnn_questions import GPUS, answers, questions, versions
 from tests.support.sources import ROOT, load_file

@@ -12,12 +12,12 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call
-from attn_graph.lowering.cudnn.limits import LIMITS, reasons
-from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask, mask_problems
-from attn_graph.lowering.cudnn.sequences import DENSE, CudnnSequences
+from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
+from attn_graph.lowering.libraries.cudnn_limits import LIMITS, reasons
+from attn_graph.lowering.libraries.cudnn_masks import CudnnBand, CudnnMask, mask_problems
 from attn_graph.lowering.limits import Version
+from attn_graph.lowering.lying.sequences import DENSE, PaddedSequences
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, KeyLengths, QueryLengths
 from attn_graph.masks.canonical import canonical_mask
@@ -70,7 +70,7 @@ def names(
     frontend: Version = KNOWN[1],
     *,
     deterministic: bool = False,
-    sequences: CudnnSequences = DENSE,
+    sequences: PaddedSequences = DENSE,
 ) -> list[str]:
     """The limits that refuse a problem."""
     case = Case(given, sm, backend, frontend, deterministic, sequences)
@@ -109,15 +109,15 @@ BIASED_KEYS: dict[str, Any] = {
     "data": [TensorSpec((1, 4, 256, 256), HALF), N32],
     **BACK,
 }
-PACKED = CudnnSequences(400, 400)
-PACKED_KEYS = CudnnSequences(keys=400)
+PACKED = PaddedSequences(400, 400)
+PACKED_KEYS = PaddedSequences(keys=400)
 
 
-def pages(rows: int, finite: bool = True) -> CudnnSequences:
+def pages(rows: int, finite: bool = True) -> PaddedSequences:
     """k and v in pages of so many rows, declared finite or not."""
     pool = TensorSpec((99, rows, 2, 64), HALF)
     table = TensorSpec((2, 16), torch.int32)
-    return CudnnSequences(specs=(("k", pool), ("v", pool)), table=table, finite=finite)
+    return PaddedSequences(specs=(("k", pool), ("v", pool)), table=table, finite=finite)
 
 
 # For each limit what it alone refuses: the problem, and where it is asked.
@@ -240,14 +240,18 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed_rows": (
         BOTH_ENDED,
         {
-            "sequences": CudnnSequences(
+            "sequences": PaddedSequences(
                 400, 400, (("q", TensorSpec((400, 4, 64), HALF, (64, 25600, 1))),)
             )
         },
     ),
     "packed_keys_alone": (
         ENDED,
-        {"sequences": CudnnSequences(keys=2**24, specs=(("k", TensorSpec((2**24, 2, 64), HALF)),))},
+        {
+            "sequences": PaddedSequences(
+                keys=2**24, specs=(("k", TensorSpec((2**24, 2, 64), HALF)),)
+            )
+        },
     ),
     "page_size": (ENDED, {"sequences": pages(48)}),
     "pages_absent": (ENDED, {"sequences": pages(16, finite=False)}),

@@ -16,13 +16,14 @@ from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn import plan as cudnn_plan
 from attn_graph.lowering.cudnn import run as cudnn_run
-from attn_graph.lowering.cudnn.backend import describe_problem, versions
+from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.offline import describe_target
 from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Engine, Handles
+from attn_graph.lowering.libraries.cudnn_versions import versions
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from tests.support.command_line import run
@@ -88,7 +89,7 @@ def fill(store: Store, target: Target) -> None:
     backend, frontend = versions(target)
     assert backend is not None
     assert frontend is not None
-    _, call = describe_problem(GRAPH, target, Options())
+    _, call = describe_problem(Request(GRAPH, target, Options()))
     key = cudnn_plan.plan_key(call, cudnn_plan.describe_own_gpu(), (backend, frontend))
     store.put(key, CudnnPlan(**TOLD, data=b"plan").stored)
 

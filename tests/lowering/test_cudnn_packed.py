@@ -20,12 +20,12 @@ from attn_graph.ir.packed import Packed, run_one
 from attn_graph.ir.packing import Unpack
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn.backend import describe_problem, read_case
-from attn_graph.lowering.cudnn.limits import reasons
 from attn_graph.lowering.cudnn.memory import key_splits
 from attn_graph.lowering.cudnn.run import Run, run_notes, temporary_bytes
 from attn_graph.lowering.cudnn.sequences import round_total
+from attn_graph.lowering.libraries.cudnn_limits import reasons
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
 from attn_graph.nn.functional import attention
@@ -43,18 +43,19 @@ from tests.support.sequences import SPEC, Batch, batches
 VERSIONS = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.26.0"))
 H200 = Target("h200", "cuda", 90, (), VERSIONS)
 HALVES = st.sampled_from([torch.float16, torch.bfloat16])
+OFTEN = st.sampled_from([True, True, True, False])
 I32, BRAIN = torch.int32, torch.bfloat16
 
 
 def refusals(graph: Graph) -> list[Reason]:
-    case = read_case(graph, H200, Options())
+    case = read_case(Request(graph, H200, Options()))
     assert case is not None
     return [*reasons(case)]
 
 
 def modelled(graph: Graph) -> Run:
     """How a simplified graph, one that cuDNN takes, would run."""
-    case, call = describe_problem(graph, H200, Options())
+    case, call = describe_problem(Request(graph, H200, Options()))
     return Run.of(case, call, graph, Workspace(), 128, Model(call))
 
 
@@ -75,7 +76,7 @@ def noise(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 @st.composite
 def cases(draw: DrawFn) -> Case:
-    """CudnnSequences with gaps or not, some of 0 or 1 rows, NaN in rows of no sequence."""
+    """PaddedSequences with gaps or not, some of 0 or 1 rows, NaN in rows of no sequence."""
     batch, dtype = draw(batches()), draw(HALVES)
     G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     D, E = draw(st.sampled_from([(8, 8), (16, 16), (24, 8), (8, 16)]))
@@ -233,7 +234,7 @@ def test_one_plan_serves_batches_of_any_number_of_rows() -> None:
             )
         )
         back = backward(graph, [0, 1, 2], [x])
-        return [describe_problem(g, H200, Options())[1].plain for g in (graph, back)]
+        return [describe_problem(Request(g, H200, Options()))[1].plain for g in (graph, back)]
 
     (forward, back), (other, near), (third, far) = calls(1000), calls(1024), calls(1025)
     assert forward == other == third
@@ -257,7 +258,7 @@ def test_what_is_copied_of_packed_tensors_is_told_and_counted(
     )
     texts = []
     for each in (graph, backward(graph, [0, 1], [q])):
-        case, call = describe_problem(each, H200, Options())
+        case, call = describe_problem(Request(each, H200, Options()))
         room = Run.of(case, call, each, Workspace(), 128, Model(call))
         texts += [
             *run_notes(case, call, each),
@@ -298,7 +299,7 @@ def paged_cases(draw: DrawFn) -> paging.Case:
     batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
     layout = paging.Layout(P, draw(st.booleans()), ended, packed)
-    return paging.make_case(batch, layout, shape, dtype, options, draw(seeds), draw(st.booleans()))
+    return paging.make_case(batch, layout, shape, dtype, options, draw(seeds), draw(OFTEN))
 
 
 def is_declared(graph: Graph) -> bool:
@@ -374,7 +375,7 @@ def test_one_query_at_the_end_of_its_keys_has_no_diagonal() -> None:
 
 def test_keys_of_one_query_are_split_by_the_batch() -> None:
     def splits(graph: Graph) -> int:
-        return key_splits(describe_problem(graph, H200, Options())[0])
+        return key_splits(describe_problem(Request(graph, H200, Options()))[0])
 
     assert [splits(decode(B=b)) for b in (1, 2, 3, 4, 5, 8, 9, 64)] == [32, 16, 8, 8, 4, 4, 1, 1]
     assert [splits(decode(B=1, N=n)) for n in (512, 640, 1024, 65536)] == [1, 4, 8, 32]

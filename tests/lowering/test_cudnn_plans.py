@@ -18,12 +18,14 @@ from attrs import evolve
 import attn_graph as ag
 from attn_graph.extend import Options, default_store
 from attn_graph.lowering.cudnn import builder as cudnn_builder
-from attn_graph.lowering.cudnn import limits as cudnn_limits
 from attn_graph.lowering.cudnn import offline as cudnn_offline
 from attn_graph.lowering.cudnn import plan as cudnn_plan
-from attn_graph.lowering.cudnn.backend import describe_problem, versions
+from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.memory import workspace
+from attn_graph.lowering.libraries import cudnn_limits
+from attn_graph.lowering.libraries.cudnn_versions import versions
+from attn_graph.lowering.request import Request
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from tests.support.cudnn_builder import ask_builder
@@ -176,7 +178,7 @@ def test_cudnn_comes_first_where_it_is_the_faster() -> None:
 def test_the_workspace_is_cudnns_own_number(store: Store) -> None:
     """Known before a plan is built, on Hopper and below 9.25; both are what `memory()` tells."""
     plan = planned(store=store).vjp
-    case, _ = describe_problem(plan.graph, H200, Options())
+    case, _ = describe_problem(Request(plan.graph, H200, Options()))
     case = evolve(case, backend=(9, 20, 0))
     assert plan.executable.workspace == workspace(case) == 2 * 8 * 1024 * (128 * 4 + 4) + 256
     assert planned(store=store).memory().workspace_backward == plan.executable.workspace

@@ -17,11 +17,11 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import compare
 from attn_graph.ir.scaling import FLOATS_OF_8, O_SCALE, PAIRS, SCALES
 from attn_graph.ir.vjp import result_spec
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.run import Run
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
 from attn_graph.planner.device_test import tensors_of
@@ -57,8 +57,8 @@ def declare(
 
 def modelled(graph: ag.Graph, model: Callable[..., Any] = Model) -> Run:
     """How a simplified graph would run."""
-    assert not cudnn.reasons(graph, B200, NARROW)
-    case, call = describe_problem(graph, B200, NARROW)
+    assert not cudnn.reasons(Request(graph, B200, NARROW))
+    case, call = describe_problem(Request(graph, B200, NARROW))
     return Run.of(case, call, graph, Workspace(), 128, model(call))
 
 
@@ -88,7 +88,7 @@ def test_what_cudnn_is_told_means_what_the_graph_means(
 ) -> None:
     """With o in bfloat16, or in 8 bits by a scale, and its largest number."""
     simple = cudnn.seen(simplify(graph))
-    assume(not cudnn.reasons(simple, target, NARROW))
+    assume(not cudnn.reasons(Request(simple, target, NARROW)))
     tensors = tuple(map(aligned, tensors_for(graph, seed)))
     outputs, _ = modelled(simple)(*tensors)
     dues = rule.expect_outputs(graph, tensors, "fp8")
@@ -99,7 +99,7 @@ def test_what_cudnn_is_told_means_what_the_graph_means(
 
 def shares(graph: ag.Graph, model: Callable[..., Any]) -> tuple[float, ...]:
     """The largest error of each graph of the self-check, as a share of the allowance."""
-    test = cudnn.device_test(simplify(graph), B200, NARROW)
+    test = cudnn.device_test(Request(simplify(graph), B200, NARROW))
     assert test is not None
     assert test.precision == "fp8"
     worst = []

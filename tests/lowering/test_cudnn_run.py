@@ -16,17 +16,16 @@ from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn.backend import BACKEND as cudnn
 from attn_graph.lowering.cudnn.backend import describe_problem, read_case
-from attn_graph.lowering.cudnn.limits import reasons
 from attn_graph.lowering.cudnn.run import Run, run_notes, temporary_bytes
+from attn_graph.lowering.libraries.cudnn_limits import reasons
+from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
 from attn_graph.plan.building import loses
-from attn_graph.planner.choose import choose, resolve_backends
-from attn_graph.planner.recipe import Recipe
+from attn_graph.planner.choose import choose
 from attn_graph.spec import FLOATS
 from attn_graph.testing import formula, rule
 from attn_graph.testing.strategies import seeds, with_layouts
@@ -48,7 +47,7 @@ LONG = ag.TensorSpec((2, 4, 128, 64), torch.float16)
 
 
 def refusals(graph: Graph) -> list[Reason]:
-    case = read_case(graph, H200, Options())
+    case = read_case(Request(graph, H200, Options()))
     assert case is not None
     return [*reasons(case)]
 
@@ -56,7 +55,7 @@ def refusals(graph: Graph) -> list[Reason]:
 def modelled(graph: Graph) -> Run:
     """How a simplified graph, one that cuDNN takes, would run."""
     assert not refusals(graph)
-    case, call = describe_problem(graph, H200, Options())
+    case, call = describe_problem(Request(graph, H200, Options()))
     return Run.of(case, call, graph, Workspace(), 128, Model(call))
 
 
@@ -256,13 +255,12 @@ def test_a_cotangent_that_cudnn_refuses_does_not_change_who_runs_the_gradient() 
     assert do.spec == broadcast
     simple = simplify(plan.graph)
     dense, odd = (backward(simple, (0, 1, 2), [x]) for x in (LONG, broadcast))
-    among = resolve_backends(("cudnn", "triton"))
-    assert [c.backend.name for c in (choose(g, H200, Options(), among) for g in (dense, odd))] == [
-        "cudnn",
-        "triton",
-    ]
-    assert loses(Recipe(H200, Options(), among), odd, dense)
-    assert not loses(Recipe(H200, Options(), ("triton",)), odd, dense)
+    both = Request(dense, H200, Options(), ("cudnn", "triton"))
+    assert choose(both).backend.name == "cudnn"
+    assert choose(both.with_graph(odd)).backend.name == "triton"
+    assert loses(both.with_graph(odd), both)
+    triton = evolve(both, among=("triton",))
+    assert not loses(triton.with_graph(odd), triton)
 
 
 def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:

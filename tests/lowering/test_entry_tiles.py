@@ -14,6 +14,7 @@ from attn_graph.extend import Options
 from attn_graph.lowering.cpu import product_slots, run_mask
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
+from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_outputs
 from attn_graph.testing.tensors import tensors_for
@@ -64,7 +65,7 @@ def plan_of(graph: ag.Graph) -> ag.Plan:
 
 def tiles_of(graph: ag.Graph) -> object:
     """How a graph of one attention is tiled."""
-    (tiles,) = plan_tiles(ag.compile(graph, backends=("math",)).graph, CPU, Options())
+    (tiles,) = plan_tiles(Request(ag.compile(graph, backends=("math",)).graph, CPU, Options()))
     return tiles
 
 

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.errors import Reason
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Options, RefusedError
+from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.fa4 import offline as fa4_offline
 from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.dialect import in_place, read_axes_of
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import VIRTUAL
 from attn_graph.masks import LENGTHS
 from attn_graph.masks.places import Untraceable
@@ -57,7 +58,7 @@ def make(M: int = 300, N: int = 300, H: int = 4, G: int = 2, **options: Any) -> 
 
 def keys_of(graph: ag.Graph, target: ag.Target, options: Options | None = None) -> set[str]:
     """The keys of the reasons against a graph."""
-    return {r.key for r in BACKEND.reasons(graph, target, options or Options())}
+    return {r.key for r in BACKEND.reasons(Request(graph, target, options or Options()))}
 
 
 def apart(shape: tuple[int, ...], layout: str, gap: int) -> ag.TensorSpec:
@@ -261,7 +262,7 @@ def test_rows_off_16_bytes_are_copied_and_told() -> None:
         x = apart((2, 4, 300, 64), "bhsd", gap)
         forward = simplify(ag.attention(x, x, x))
         for graph in (forward, simplify(ag.vjp(forward)[1])):
-            made = BACKEND.foreseen(graph, H200, Options())
+            made = BACKEND.foreseen(Request(graph, H200, Options()))
             told = [x for x in made.notes if "copied, 300 KiB, to rows at multiples of 16" in x]
             copies.append(len(told))
             assert made.temporary >= 2 * 4 * 300 * 64 * 2 * len(told)
@@ -387,7 +388,7 @@ def test_it_is_predicted_before_triton_where_it_takes_the_graph() -> None:
 
 def test_without_the_package_only_that_is_in_the_way() -> None:
     bare = evolve(H200, libraries=())
-    (reason,) = BACKEND.reasons(make(mask=JOINED), bare, Options())
+    (reason,) = BACKEND.reasons(Request(make(mask=JOINED), bare, Options()))
     assert "pip install 'attn-graph[fa4]'" in str(reason)
 
 
@@ -400,7 +401,9 @@ def test_graphs_without_an_element_are_refused_by_their_sizes(
     target = evolve(ag.Target.of(name), libraries=((PACKAGE, "4.0.0b36"),))
     graph = ag.attention(x, x, x, mask=ag.Causal(), stats=True)
     for each in (graph, ag.vjp(graph)[1]):
-        assert "sizes" in {x.key for x in BACKEND.reasons(simplify(each), target, Options())}
+        assert "sizes" in {
+            x.key for x in BACKEND.reasons(Request(simplify(each), target, Options()))
+        }
 
 
 def test_other_versions_are_refused() -> None:
@@ -449,7 +452,7 @@ def test_gradients_that_the_package_can_not_compile_are_refused(D: int, E: int) 
     q, k, v = spec(1, 2, 256, D), spec(1, 2, 256, D), spec(1, 2, 256, E)
     graph = ag.vjp(ag.attention(q, k, v))[1]
     for target, compiles in zip((H200, B200), COMPILES[D, E], strict=True):
-        reasons = BACKEND.why_not(simplify(graph), target, Options())
+        reasons = BACKEND.why_not(Request(simplify(graph), target, Options()))
         keys = {Reason.of(reason).key for reason in reasons}
         assert ("value_size" not in keys) is compiles
 
@@ -458,4 +461,4 @@ def test_a_tensor_that_nothing_reads_is_no_part_of_a_self_check() -> None:
     mask = ag.Causal("top_left") | ag.Keep()
     keep = ag.TensorSpec((1, 1, 2, 1), torch.bool)
     graph = simplify(ag.attention(spec(1, 1, 2, 8), *[spec(1, 1, 1, 8)] * 2, mask=mask, keep=keep))
-    assert BACKEND.device_test(graph, H200, Options()) is not None
+    assert BACKEND.device_test(Request(graph, H200, Options())) is not None

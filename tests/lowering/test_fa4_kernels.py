@@ -13,12 +13,12 @@ import torch
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.fa4 import backend as fa4_backend
 from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.offline import CompiledKernel, keep_kernels_in, kernel_folder
+from attn_graph.lowering.request import Options, Request
 from tests.lowering.test_fa4 import B200, H200, JOINED, make, spec
 from tests.lowering.test_python_calls import python_calls
 from tests.support.kernels import problem_of
@@ -91,7 +91,7 @@ def test_a_call_runs_little_python_beside_the_package(
     monkeypatch.setattr("attn_graph.machine.target.VIRTUAL", {H200})
     forward = make(300, 300, **options)
     for graph, most in ((forward, FORWARD), (simplify(ag.vjp(forward)[1]), BACKWARD)):
-        made = BACKEND.lower(graph, H200, Options())
+        made = BACKEND.lower(Request(graph, H200, Options()))
         tensors = [torch.zeros(x.spec.shape, dtype=x.spec.dtype) for x in graph.inputs]
         assert python_calls(made.infer, tensors) <= most
 

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Options
+from attn_graph.lowering.codegen.launches import Launch
 from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.fa4.lists import FULL, MIXED, TileLists, classify, make_lists
-from attn_graph.lowering.triton.launches import Launch
+from attn_graph.lowering.request import Options, Request
 from attn_graph.masks.places import Place
 from attn_graph.testing import strategies as drawn
 from tests.lowering.test_fa4 import (
@@ -101,27 +101,30 @@ def test_tiles_that_data_decide_are_listed_by_each_call_where_that_may_repay() -
         (4096, H200, "48 % are empty"),
     ):
         for graph in (documents(length), simplify(ag.vjp(documents(length))[1])):
-            made = BACKEND.foreseen(graph, target, Options())
+            made = BACKEND.foreseen(Request(graph, target, Options()))
             assert shown in "\n".join(made.notes)
             assert bool(made.workspace) == ("each call" in shown)
 
 
 def test_lists_that_do_not_fit_the_workspace_are_not_made() -> None:
     graph = documents(4096)
-    need = BACKEND.foreseen(graph, WITH_TRITON, Options()).workspace
+    need = BACKEND.foreseen(Request(graph, WITH_TRITON, Options())).workspace
     assert need is not None
     for most, room in ((need, need), (need - 1, 0)):
-        assert BACKEND.foreseen(graph, WITH_TRITON, Options(max_workspace=most)).workspace == room
+        assert (
+            BACKEND.foreseen(Request(graph, WITH_TRITON, Options(max_workspace=most))).workspace
+            == room
+        )
         assert not keys_of(graph, WITH_TRITON, Options(max_workspace=most))
 
 
 def test_self_checks_of_listed_tiles_list_tiles_though_their_graphs_are_small() -> None:
-    test = BACKEND.device_test(documents(4096), WITH_TRITON, Options())
+    test = BACKEND.device_test(Request(documents(4096), WITH_TRITON, Options()))
     assert test is not None
     for graph in test.graphs:
-        made = BACKEND.foreseen(graph, WITH_TRITON, Options(variant=test.way))
+        made = BACKEND.foreseen(Request(graph, WITH_TRITON, Options(variant=test.way)))
         assert any("each call lists" in note for note in made.notes)
-        again = BACKEND.device_test(graph, WITH_TRITON, Options(variant=test.way))
+        again = BACKEND.device_test(Request(graph, WITH_TRITON, Options(variant=test.way)))
         assert again is not None
         assert again.variant == test.variant
 
@@ -134,7 +137,7 @@ def test_a_call_that_lists_tiles_waits_for_no_device(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("attn_graph.machine.target.VIRTUAL", {WITH_TRITON})
     graph = documents(1024)
     workspace = ag.Workspace()
-    made = BACKEND.lower(graph, WITH_TRITON, Options(variant="lists", workspace=workspace))
+    made = BACKEND.lower(Request(graph, WITH_TRITON, Options(variant="lists", workspace=workspace)))
     tensors = [torch.zeros(x.spec.shape, dtype=x.spec.dtype) for x in graph.inputs]
     made.infer(*tensors)
     assert launched == ["extremes", "extremes", "list_tiles"]

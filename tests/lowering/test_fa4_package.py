@@ -14,11 +14,11 @@ from attrs import evolve
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs
-from attn_graph.lowering.backend import Options
-from attn_graph.lowering.cudnn.sequences import read_problem
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
-from attn_graph.lowering.fa4.limits import LIMITS, Fa4Case
+from attn_graph.lowering.libraries.fa4_limits import LIMITS, Fa4Case
+from attn_graph.lowering.lying.sequences import read_problem
+from attn_graph.lowering.request import Options, Request
 from tests.support.fa4_questions import HAS_PACKAGE, WITHOUT, ask_package
 
 pytestmark = pytest.mark.skipif(not HAS_PACKAGE, reason=WITHOUT)
@@ -105,7 +105,7 @@ def test_kernels_are_compiled_ahead_and_found_again(
     )
     forward = ag.attention(q, k, k, mask=MASKS[3], soft_cap=30.0, alibi=True)
     graphs = [simplify(forward), simplify(ag.vjp(forward)[1])]
-    made = [BACKEND.lower(graph, target, options) for graph in graphs]
+    made = [BACKEND.lower(Request(graph, target, options)) for graph in graphs]
     told = [x.inspect() for x in made]
     assert [len(x) for x in told] == [1, 3]
     assert all("def keep(" in x.text() and ".entry" in x.text() for x in made)
@@ -115,4 +115,4 @@ def test_kernels_are_compiled_ahead_and_found_again(
         raise AssertionError("a second process compiled")
 
     monkeypatch.setattr(subprocess, "run", refuse)
-    assert [BACKEND.lower(graph, target, options).inspect() for graph in graphs] == told
+    assert [BACKEND.lower(Request(graph, target, options)).inspect() for graph in graphs] == told

@@ -10,8 +10,8 @@ from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.fa4.backend import BACKEND, PACKAGE
+from attn_graph.lowering.request import Options, Request
 from tests.lowering.test_gpu_sequences import FEW, PACKED, PAGED, packed_case, paged_case
 from tests.support.virtual_cases import CASES
 
@@ -41,7 +41,7 @@ def refuse(name: str) -> Iterator[tuple[str, str, tuple[ag.extend.Reason, ...]]]
     target = evolve(ag.Target.of(name), libraries=((PACKAGE, "4.0.0b36"),))
     for title, graph in half_graphs():
         for way, each in passes(graph):
-            yield title, way, BACKEND.reasons(each, target, Options())
+            yield title, way, BACKEND.reasons(Request(each, target, Options()))
 
 
 @pytest.mark.parametrize("name", ["h200", "b200"])

@@ -13,7 +13,7 @@ from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.hiding import hide_, hiding_bits
 from attn_graph.lowering.cpu import fused_tiles
 from attn_graph.lowering.rates import cpu_rates
-from attn_graph.masks.places import Block, Keys, Place
+from attn_graph.masks.places import Place
 from attn_graph.testing.agreement import as_leaves, check_outputs, run_plan
 from attn_graph.testing.tensors import tensors_for
 from tests.support.planning import new_plans as new_plans
@@ -33,12 +33,6 @@ class UpTo(ag.Mask):
 
     def keep(self, at: Place) -> Any:
         return at.j < (self.ends[at.i] if isinstance(at.i, int) else torch.tensor(self.ends)[at.i])
-
-    def span(self, block: Block) -> Keys:
-        return Keys.between(0, max(self.ends[i] for i in block.rows))
-
-    def surely(self, block: Block) -> Keys:
-        return Keys.between(0, min(self.ends[i] for i in block.rows))
 
 
 def test_a_mask_of_a_user_is_asked_about_queries_that_there_are() -> None:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn import offline as cudnn_offline
 from attn_graph.lowering.cudnn import plan as cudnn_plan
-from attn_graph.lowering.cudnn.backend import describe_problem, versions
+from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.run import Engine, Run
+from attn_graph.lowering.libraries.cudnn_versions import versions
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
 from attn_graph.testing import rule
@@ -68,7 +69,8 @@ def test_a_plan_built_away_from_its_gpu_runs_on_it() -> None:
     x = ag.TensorSpec((2, 4, 192, 64), torch.float16)
     graph = ag.attention(x, x, x, mask=ag.Causal())
     simple, here = simplify(graph), Target.here()
-    (case, call), (backend, frontend) = describe_problem(simple, here, Options()), versions(here)
+    case, call = describe_problem(Request(simple, here, Options()))
+    backend, frontend = versions(here)
     assert backend is not None
     assert frontend is not None
     pair = backend, frontend

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.lowering.triton.offline import compile_launch, compile_launches, mock_tensors
+from attn_graph.lowering.codegen.machine_code import compile_launch
+from attn_graph.lowering.triton.offline import compile_launches, mock_tensors
 from attn_graph.lowering.triton.plan import Flash
 from tests.support.kernels import problem_of
 from tests.support.virtual_cases import CASES, machine

@@ -25,8 +25,8 @@ from attn_graph.kernels.tilings import (
     split_tiling,
     table_arch,
 )
+from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton.layout import Layout
 from docs.generate import kernels_serving as serving
 from docs.generate.kernel_rows import PASSES, SPLIT, TARGETS, target_of
 from docs.generate.predict import PROCESSORS
@@ -166,7 +166,8 @@ def test_the_table_has_every_row() -> None:
         found = {(int(r[0]), r[1], int(r[2]), r[3], r[4]) for r in rows_of(part)}
         assert found == {(c.sm, NAMES[c.bytes], c.size, c.pass_, c.variant) for c in cases}
     assert {(sm, size) for sm, size, _ in TABLE} == {(sm, size) for sm in ARCHS for size in (2, 4)}
-    assert all(sorted(row) == list(WIDTHS) for row in TABLE.values())
+    usual = (row for (_, _, pass_), row in TABLE.items() if not pass_.startswith("push"))
+    assert all(sorted(row) == list(WIDTHS) for row in usual)
 
 
 def test_a_step_of_decoding_is_predicted_to_take_little_more_than_reading_its_keys() -> None:

@@ -26,10 +26,12 @@ from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
 from tests.support.sequences import (
+    FAR,
     SIDES,
     Batch,
     attend,
     batches,
+    by_padding,
     draw_cotangents,
     gradients_on,
     lay_places,
@@ -81,16 +83,17 @@ def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> 
     given_stats = draw(st.sampled_from([False, True, ("lse", "max")])) if stats is None else stats
     options |= {"stats": given_stats}
     options = {n: x for n, x in options.items() if n not in m.LENGTHS}
+    options["mask"] = draw(by_padding(options["mask"]))
     dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
-    seed = draw(seeds)
-    return make_case(batch, shape, kind, dims, options, seed)
+    return make_case(batch, shape, kind, dims, options, draw(seeds), far=draw(FAR))
 
 
 def make_case(
     batch: Batch, shape: Shape, kind: torch.dtype, dims: dict[str, tuple[int, int, int]],
-    options: dict[str, Any], seed: int, *, anyhow: bool = True,
+    options: dict[str, Any], seed: int, *, anyhow: bool = True, far: float = 1.0,
 ) -> Case:  # fmt: skip
-    """The two graphs, and tensors for both. anyhow: whether starts and lengths have gaps."""
+    """The two graphs, and tensors for both. anyhow: whether starts and lengths have gaps. far:
+    times q."""
     random = torch.Generator().manual_seed(seed)
     B = len(batch.rows)
     packed = [SPEC((batch.total(s), h, d), kind) for s, h, d in dims.values()]
@@ -107,6 +110,7 @@ def make_case(
     whole, graph = attend(padded, both), attend(packed, {**own, "max_lengths": batch.most})
     tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
     tensors |= places
+    tensors["q"] = tensors["q"] * far
     for name, (side, _, _) in dims.items():
         tensors[name] = batch.spoil(tensors[name], side)
     return Case(batch, graph, whole, tensors)
@@ -490,3 +494,40 @@ def test_a_batch_may_have_no_row_of_queries_or_of_keys(
     said = {name: x for name, x in options.items() if name != "sinks"}
     again = attention(tensors["q"], tensors["k"], tensors["v"], **names, **said)
     torch.testing.assert_close(again, outputs if isinstance(again, tuple) else o)
+
+
+@pytest.mark.parametrize("sinks", [None, -100.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_far_rows_of_sequences_padded_to_the_longest_have_gradients(
+    dtype: torch.dtype, sinks: float | None
+) -> None:
+    """Of keys all alike the gradient is known: dv sums weights of 1 / (i + 1), dq and dk are 0."""
+    options: dict[str, Any] = {"q_starts": torch.tensor([0, 2, 6]), "max_lengths": (4, 4)}
+    if sinks is not None:
+        options["sinks"] = torch.full((1,), sinks, dtype=dtype, requires_grad=True)
+    q, k, v = (torch.full((6, 1, 4), 6.0, dtype=dtype, requires_grad=True) for _ in "qkv")
+    o = attention(q, k, v, mask=ag.Formula("i >= j"), scale=1.0, **options)
+    assert isinstance(o, torch.Tensor)
+    leaves = [q, k, v, *([] if sinks is None else [options["sinks"]])]
+    dq, dk, dv, *dsinks = torch.autograd.grad(o.sum(), leaves, create_graph=True)
+    due = torch.tensor([3 / 2, 1 / 2, 25 / 12, 13 / 12, 7 / 12, 1 / 4], dtype=torch.float64)
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(dv[:, 0, 0].double(), due, rtol=4 * unit, atol=0.0)
+    assert all(x.isfinite().all() for x in (dq, dk, *dsinks))
+    again = torch.autograd.grad(dv.sum() + dq.sum(), [q, k, v])
+    assert all(x.isfinite().all() for x in again)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_vjp_of_padded_far_rows_is_finite_where_a_sequence_is_short(sinks: bool) -> None:
+    x, starts = SPEC((6, 1, 4), torch.float32), SPEC((3,), torch.int64)
+    more: dict[str, Any] = {"sinks": SPEC((1,), torch.float32)} if sinks else {}
+    graph = ag.attention(
+        x, x, x, q_starts=starts, mask=ag.Formula("i >= j"), max_lengths=(4, 4), **more
+    )
+    forward, backward = (ag.compile(g, target=CPU) for g in ag.vjp(graph))
+    far = {i.name: torch.full(i.spec.shape, 12.0) for i in graph.inputs if i.name != "q_starts"}
+    tensors = [{**far, "q_starts": torch.tensor([0, 2, 6])}[i.name] for i in graph.inputs]
+    results = run_plan(forward, tensors)
+    grads = run_plan(backward, [*tensors, *results, torch.ones(6, 1, 4)])
+    assert all(g.isfinite().all() for g in grads)

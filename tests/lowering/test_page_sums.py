@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.paging import SumPages
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.triton.layout import NAMED, ORDER, Layout, order_pages
+from attn_graph.lowering.lying.layout import NAMED, ORDER, Layout, order_pages
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.testing.agreement import run_gradients
 from attn_graph.testing.rule import expect_gradients

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve, frozen
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
@@ -27,9 +27,11 @@ from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
 from tests.support.sequences import (
+    FAR,
     Batch,
     attend,
     batches,
+    by_padding,
     gradients_on,
     lay_like,
     lay_places,
@@ -133,14 +135,15 @@ def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> 
     batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
     layout = Layout(P, draw(st.booleans()), ended, packed)
-    return make_case(batch, layout, shape, kind, options, draw(seeds))
+    options["mask"] = draw(by_padding(options["mask"]))
+    return make_case(batch, layout, shape, kind, options, draw(seeds), draw(FAR))
 
 
 def make_case(
     batch: Batch, layout: Layout, shape: Shape, kind: torch.dtype, options: dict[str, Any],
-    seed: int, finite: bool = False,
+    seed: int, far: float = 1.0, finite: bool = False,
 ) -> Case:  # fmt: skip
-    """The two graphs, and tensors for both. finite: whether the pools are declared so."""
+    """The two graphs, and tensors for both. far: times q. finite: the pools are declared so."""
     random, B, pages = torch.Generator().manual_seed(seed), shape.B, shape.N // layout.page
     pool = B * pages + 2, layout.page, shape.G
     k, v = (
@@ -168,7 +171,7 @@ def make_case(
     whole = [SPEC(s, kind) for s in (shape.q, shape.k, shape.v)]
     padded = attend(whole, {**options, **both, "mask": mask})
     tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
-    tensors |= places | {"k": k, "v": v}
+    tensors |= places | {"k": k, "v": v, "q": tensors["q"] * far}
     tensors |= {"q": batch.spoil(tensors["q"], 0)} if layout.packed else {}
     case = Case(batch, layout, graph, padded, tensors)
     for x in (k, v):
@@ -391,3 +394,57 @@ def test_memory_does_not_grow_with_the_cache() -> None:
     forward = memory.workspace_forward + memory.temporary_forward
     backward = memory.workspace_backward + memory.temporary_backward
     assert max(forward, backward) < 2**24 < pool.type.bytes / 16
+
+
+BEHIND = (
+    {"mask": ag.Window(5, 0, "bottom_right")},
+    {"mask": ag.Window(5, 0, "bottom_right"), "soft_cap": 3.0},
+    {"mask": ag.Window(5, 0, "bottom_right") & ag.Formula("j >= 0")},
+)
+
+
+@pytest.mark.parametrize("options", BEHIND, ids=str)
+@given(
+    page=st.sampled_from([1, 4, 16]),
+    dtype=dtypes,
+    lengths=st.lists(st.integers(4, 64), min_size=1, max_size=3),
+    seed=seeds,
+)
+@settings(max_examples=max(3, settings().max_examples // 5))
+def test_keys_behind_a_window_are_neither_checked_nor_read(
+    options: dict[str, Any], page: int, dtype: torch.dtype, lengths: list[int], seed: int
+) -> None:
+    """To the bit, in both passes: what the table and the pool hold there changes nothing."""
+    B, M, pages, random = len(lengths), 4, 64 // page, torch.Generator().manual_seed(seed)
+    table = torch.arange(B * pages, dtype=I32).view(B, pages)
+    q = torch.randn(B, 4, M, 8, generator=random).to(dtype)
+    pool = torch.randn(B * pages, page, 2, 8, generator=random).to(dtype)
+    counts = torch.tensor(lengths, dtype=I32)
+    freed, holes = table.clone(), pool.clone()
+    for b, n in enumerate(lengths):
+        first = max(0, n - M - 5)
+        freed[b, : first // page] = GARBAGE[0]
+        holes[table[b].long()] = pool[table[b].long()].masked_fill(
+            (torch.arange(64) < first).view(pages, page, 1, 1), torch.nan
+        )
+    k, t = SPEC.like(pool), SPEC.like(table)
+    graph = ag.attention(
+        SPEC.like(q), k, k, pages=t, kv_lengths=SPEC.like(counts), stats=True, **options
+    )
+    plan = ag.compile(graph, target=CPU)
+    made = []
+    for rows, places in ((pool, table), (holes, freed)):
+        named = {"q": q, "k": rows, "v": rows, "pages": places, "kv_lengths": counts}
+        plan.check(**named)
+        leaves = {n: named[n].detach().requires_grad_() for n in "qkv"}
+        results = run_plan(plan, [(named | leaves)[i.name] for i in graph.inputs])
+        made.append([*results, *torch.autograd.grad(results[0].sum(), [*leaves.values()])])
+    for x, due in zip(*reversed(made), strict=True):
+        assert torch.equal(x, due)
+    named = {"q": q, "k": pool, "v": pool, "pages": freed, "kv_lengths": counts}
+    assert plan.verify(**named).errors[0] < torch.inf
+    wrong = table.clone()
+    wrong[0, (lengths[0] - 1) // page] = GARBAGE[0]
+    for run in (plan, plan.check):
+        with pytest.raises(ag.PlanMismatchError, match="pages from -7"):
+            run(**named | {"pages": wrong})

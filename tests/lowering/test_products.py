@@ -12,6 +12,7 @@ import attn_graph as ag
 from attn_graph.kernels import products
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
+from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
 from attn_graph.testing.tensors import tensors_for
 
@@ -26,7 +27,9 @@ def compile_on_cpu(graph: ag.Graph) -> ag.Plan:
 
 def tiles_of(graph: ag.Graph) -> ProductTiles:
     """How a graph of one attention is tiled."""
-    (tiles,) = plan_tiles(compile_on_cpu(graph).graph, Target.of("cpu"), ag.extend.Options())
+    (tiles,) = plan_tiles(
+        Request(compile_on_cpu(graph).graph, Target.of("cpu"), ag.extend.Options())
+    )
     assert isinstance(tiles, ProductTiles)
     return tiles
 

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Pass, Tiling
-from attn_graph.lowering.backend import Options
+from attn_graph.lowering.codegen.launches import Launch, load_kernel
+from attn_graph.lowering.codegen.machine_code import compile_for
+from attn_graph.lowering.codegen.tile_lists import classify_blocks
+from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import sole
+from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton.backend import launch_notes, plan_flash
 from attn_graph.lowering.triton.divisions import Division, choose_parts
-from attn_graph.lowering.triton.launches import Launch, load_kernel
-from attn_graph.lowering.triton.layout import Layout
-from attn_graph.lowering.triton.offline import compile_for
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
-from attn_graph.lowering.triton.tile_lists import classify_blocks
 from attn_graph.machine.gpus import devices
 from attn_graph.testing import rule
 from attn_graph.testing.agreement import run_gradients
@@ -42,7 +42,9 @@ def flashes(graph: ag.Graph, target: ag.Target, options: Options | None = None) 
     """The plans of both passes."""
     problems = [sole(simplify(x)) for x in ag.vjp(graph, ["q", "k", "v"])]
     lying = [Layout.dense(p) for p in problems if p is not None]
-    return [plan_flash(each, target, options or Options()) for each in lying]
+    return [
+        plan_flash(each, Request(simplify(graph), target, options or Options())) for each in lying
+    ]
 
 
 def attention(

@@ -11,6 +11,7 @@ import torch
 
 import attn_graph as ag
 from attn_graph.lowering.cpu.math import plan_tiles
+from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
 from attn_graph.nn.functional import attention
 from attn_graph.testing.tensors import tensors_for
@@ -61,7 +62,7 @@ def masked(M: int, mask: ag.Mask, **options: Any) -> tuple[ag.Plan, list[torch.T
     x = ag.TensorSpec((1, 4, M, 64), torch.float32)
     graph = ag.attention(x, x, x, mask=mask, **options)
     plan = ag.compile(graph, backends=("math",), target=Target.of("cpu"))
-    (tiles,) = plan_tiles(plan.graph, plan.target, ag.extend.Options())
+    (tiles,) = plan_tiles(Request(plan.graph, plan.target, ag.extend.Options()))
     parts = sum(len(tile.parts) for tile in getattr(tiles, "static", None) or ())
     tensors = tensors_for(graph, 1)
     return plan, [*tensors[:3], *(x.abs() for x in tensors[3:])], parts  # slopes are positive
@@ -100,7 +101,7 @@ def test_where_lengths_leave_out_much_each_entry_has_its_own_tiles() -> None:
     lengths = ag.TensorSpec((8,), torch.int64)
     graph = ag.attention(q, q, q, mask=ag.KeyLengths(), kv_lengths=lengths)
     (tiles,) = plan_tiles(
-        ag.compile(graph, backends=("math",)).graph, Target.of("cpu"), ag.extend.Options()
+        Request(ag.compile(graph, backends=("math",)).graph, Target.of("cpu"), ag.extend.Options())
     )
     assert getattr(tiles, "static", ()) is None
 

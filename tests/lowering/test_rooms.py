@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.lowering.triton.launches import Launch
+from attn_graph.lowering.codegen.launches import Launch
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import seeds, with_layouts
 from attn_graph.testing.tensors import tensors_for

@@ -18,6 +18,7 @@ from attn_graph.lowering.cpu import row_core, row_tiles
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_slots import lies_flat
 from attn_graph.lowering.cpu.row_tiles import RowTiles
+from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.strategies import seeds, strides_of
@@ -192,7 +193,7 @@ def shapes_of(B: int, H: int, G: int, M: int, N: int, D: int, E: int) -> tuple[S
 def tiles_of(graph: ag.Graph) -> RowTiles | None:
     """How a graph of one attention is tiled, if in whole rows."""
     plan = ag.compile(graph, target=CPU, backends=("math",))
-    (tiles,) = plan_tiles(plan.graph, CPU, ag.extend.Options())
+    (tiles,) = plan_tiles(Request(plan.graph, CPU, ag.extend.Options()))
     return tiles if isinstance(tiles, RowTiles) else None
 
 

@@ -17,6 +17,7 @@ from attn_graph.lowering.cpu import product_slots, row_tiles
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
+from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
 from attn_graph.masks.moving import Box
 from attn_graph.testing.agreement import (
@@ -55,7 +56,7 @@ def make_plan(graph: ag.Graph) -> ag.Plan:
 def tiles_of(graph: ag.Graph, target: Target = NATIVE) -> object:
     """How a graph of one attention is tiled."""
     plan = ag.compile(graph, target=target, backends=("math",))
-    (tiles,) = plan_tiles(plan.graph, target, ag.extend.Options())
+    (tiles,) = plan_tiles(Request(plan.graph, target, ag.extend.Options()))
     return tiles
 
 

@@ -16,6 +16,7 @@ from attn_graph.lowering.cpu import product_slots
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import MOST_NUMBERS
+from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.tensors import tensors_for
@@ -53,7 +54,7 @@ def plan_of(graph: ag.Graph) -> ag.Plan:
 
 def tiles_of(graph: ag.Graph) -> RowTiles:
     """How a graph of one attention is tiled."""
-    (tiles,) = plan_tiles(plan_of(graph).graph, NATIVE, Options())
+    (tiles,) = plan_tiles(Request(plan_of(graph).graph, NATIVE, Options()))
     assert isinstance(tiles, RowTiles)
     return tiles
 

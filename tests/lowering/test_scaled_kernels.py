@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Options
+from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton.backend import BACKEND
 from attn_graph.testing.agreement import (
     check_gradients,
@@ -33,7 +33,7 @@ few = settings(max_examples=2 * settings().max_examples // 5)  # each is interpr
 
 
 def assume_kernels(graph: ag.Graph) -> None:
-    assume(not BACKEND.reasons(simplify(graph), CPU, Options()))
+    assume(not BACKEND.reasons(Request(simplify(graph), CPU, Options())))
 
 
 @given(graphs(shapes(8, 6)), kinds, seeds)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels import sequences
-from attn_graph.lowering.triton.launches import Launch
-from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.codegen.launches import Launch
+from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.planner.tuning import elements_spanned
 from attn_graph.testing.agreement import run_gradients, run_plan

@@ -10,7 +10,7 @@ import attn_graph as ag
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.pictures import masks_of
-from attn_graph.lowering.cudnn.sequences import read_problem
+from attn_graph.lowering.lying.sequences import read_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.testing.strategies import graphs

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.lowering.triton.device_code import Tracer, compile_text
+from attn_graph.lowering.codegen.device_code import Tracer, compile_text
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.tensors import tensors_for
 from tests.support.kernels import CPU, interpreted, problem_of

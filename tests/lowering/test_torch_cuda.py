@@ -21,8 +21,8 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import result_spec
 from attn_graph.kernels import fused_cuda
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.problem import has_flash_order, is_readable
+from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.torch_cuda import packed
 from attn_graph.machine.torch_switches import Switches
 from attn_graph.spec import dense_strides, memory_order
@@ -417,10 +417,12 @@ def test_flash_attention_3_and_4_have_limits_of_their_own(
     q, v = (spec(2, 4, 64, width) for width in widths)
     graph = simplify(ag.attention(q, q, v, mask=ag.Causal()))
     options = Options(switches=Switches(flash_impl=impl))
-    assert {r.key for r in packed.BACKEND.reasons(graph, ag.Target.of(name), options)} == keys
+    assert {
+        r.key for r in packed.BACKEND.reasons(Request(graph, ag.Target.of(name), options))
+    } == keys
     rows, starts = spec(64, 4, 64), spec(3, dtype=torch.int32)
     ragged = simplify(ag.attention(rows, rows, rows, q_starts=starts))
-    against = packed.BACKEND.reasons(ragged, ag.Target.of("h200"), options)
+    against = packed.BACKEND.reasons(Request(ragged, ag.Target.of("h200"), options))
     assert "flash_impl" in {r.key for r in against}
 
 

@@ -17,14 +17,14 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
-from attn_graph.lowering.backend import Options
+from attn_graph.lowering.codegen.device_code import DeviceCode, Tracer, compile_text
+from attn_graph.lowering.codegen.launches import Launch, check_interpreter
+from attn_graph.lowering.codegen.tile_lists import blocks, classify_blocks, list_width
+from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton import backend as triton_flash
-from attn_graph.lowering.triton.device_code import DeviceCode, Tracer, compile_text
-from attn_graph.lowering.triton.launches import Launch, check_interpreter
-from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
-from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks, list_width
 from attn_graph.masks import needs_of
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import rule
@@ -463,11 +463,13 @@ def test_every_variant_of_the_tiles_computes_the_same(variant: str) -> None:
     tensors, cotangents = tensors_for(graph, 1), cotangents_for(simple, 1)
     cotangent_specs = [TensorSpec.like(d) for d in cotangents]
     options = Options(variant=variant)
-    outputs, saved = triton_flash.lower(simple, CPU, options).run(*tensors)
+    outputs, saved = triton_flash.lower(Request(simple, CPU, options)).run(*tensors)
     for found, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
     back = backward(simple, (0, 1, 2), cotangent_specs)
-    gradients, _ = triton_flash.lower(back, CPU, options).run(*tensors, *saved, *cotangents)
+    gradients, _ = triton_flash.lower(Request(back, CPU, options)).run(
+        *tensors, *saved, *cotangents
+    )
     dues = rule.expect_gradients(graph, tensors, cotangents)
     for name, found in zip("qkv", gradients, strict=True):
         dues[name].check(found)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.triton.programs import reads_v_in_k
 from attn_graph.planner.views import core_of
 from attn_graph.testing.agreement import run_gradients, run_plan

@@ -10,10 +10,10 @@ import torch
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
+from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton.calls import TritonCall
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.machine.device_memo import DeviceMemo
@@ -38,7 +38,7 @@ def tile_lists() -> Source:
 def lengths() -> Source:
     """The lengths of queries, which cuDNN reads beside those of keys."""
     graph = simplify(ag.attention(X, X, X, mask=ag.KeyLengths(), kv_lengths=LENGTHS))
-    case, call = describe_problem(graph, ag.Target.of("h200"), Options())
+    case, call = describe_problem(Request(graph, ag.Target.of("h200"), Options()))
     run = Run.of(case, call, graph, ag.Workspace(), 0, lambda *given: None)
     return lambda: run.full("M", DEVICE)
 

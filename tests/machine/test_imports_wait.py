@@ -126,7 +126,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @forking
 @pytest.mark.parametrize(
-    "module", ["attn_graph.lowering.cudnn.violations", "attn_graph.lowering.triton.programs"]
+    "module",
+    ["attn_graph.lowering.libraries.cudnn_violations", "attn_graph.lowering.triton.programs"],
 )
 def test_a_child_forked_within_another_threads_first_plan_can_import(module: str) -> None:
     done = subprocess.run(

@@ -19,7 +19,7 @@ from attn_graph import masks as m
 from attn_graph.lowering.cpu import schedule
 from attn_graph.masks import tiles as counts
 from attn_graph.masks.layers import find_regions
-from attn_graph.masks.places import Block, Keys, Place, Strip, Term
+from attn_graph.masks.places import Block, Place, Strip, Term
 from attn_graph.masks.regions import Region, bound_region, floor_sum
 from attn_graph.testing import mask_formula
 from attn_graph.testing.mask_check import MaskCase, mask_cases
@@ -56,17 +56,12 @@ class Near(m.Mask):
 @final
 @frozen
 class Slab(m.Mask):
-    """A leaf of one's own that knows its keys of any block."""
+    """A leaf of one's own."""
 
     stop: int
 
     def keep(self, at: Place) -> Term:
         return (at.j > 0) & (at.j < self.stop)
-
-    def span(self, block: Block) -> Keys:
-        return Keys.between(1, min(self.stop, block.N))
-
-    surely = span
 
 
 def brute(drawn: MaskCase, mask: m.Mask) -> torch.Tensor:
@@ -274,16 +269,12 @@ def test_bounds_by_few_blocks_lack_no_place_and_have_none_too_many(
 @final
 @frozen
 class Blocks(m.Mask):
-    """Query and key are in the same block: a leaf of one's own that tells its span."""
+    """Query and key are in the same block: a leaf of one's own."""
 
     size: int
 
     def keep(self, at: Place) -> Term:
         return at.i // self.size == at.j // self.size
-
-    def span(self, block: Block) -> Keys:
-        first, last = block.rows[0] // self.size, block.rows[-1] // self.size
-        return Keys.between(first * self.size, min(block.N, (last + 1) * self.size))
 
 
 HUGE = 10**12

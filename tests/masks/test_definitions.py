@@ -63,23 +63,9 @@ class Anded(Leaf):
 
 @final
 @frozen
-class Narrow(Leaf):
+class Spanned(Leaf):
     def span(self, block: Block) -> Keys:
         return Keys.between(block.rows.start, min(block.N, block.rows.stop))
-
-
-@final
-@frozen
-class Early(Leaf):
-    def span(self, block: Block) -> Keys:
-        return Keys.between(block.rows.start - 3, block.rows.stop)
-
-
-@final
-@frozen
-class Sure(Leaf):
-    def surely(self, block: Block) -> Keys:
-        return Keys.between(block.rows.start, block.rows.start + 1)
 
 
 @final
@@ -128,23 +114,6 @@ class Limited(Leaf):
         return at.j <= at.load("limits", at.b)
 
 
-@final
-@frozen
-class ByLengths(Leaf):
-    """Lies where data is known alone."""
-
-    @property
-    def needs(self) -> dict[str, ag.Data]:
-        return {"limits": ag.Data("b")}
-
-    def keep(self, at: Place) -> Any:
-        return at.j <= at.load("limits", at.b)
-
-    def span(self, block: Block) -> Keys:
-        bounds = block.bounds("limits", "b")
-        return Keys.between(0, bounds[0]) if bounds else block.all
-
-
 LIMITS = {"limits": ag.TensorSpec((2,), torch.int64), "table": ag.TensorSpec((2, 6), torch.int64)}
 WRONG_MASKS: dict[str, tuple[Callable[[], ag.Mask], str]] = {
     "no attrs class": (lambda: Undecorated(3), "Undecorated is not decorated"),
@@ -155,10 +124,7 @@ WRONG_MASKS: dict[str, tuple[Callable[[], ag.Mask], str]] = {
     "numbers": (Numbered, "Numbered.keep gives torch.int64 instead of booleans"),
     "numbers under ~": (lambda: ~Numbered() & ag.Causal(), "Numbered.keep gives torch.int64"),
     "Python's and": (Anded, "Anded.keep fails on a block of places"),
-    "span of no keys": (Early, "Early.span of queries 0 to 5 has keys -3 to 5"),
-    "span too small": (Narrow, "Narrow.span of queries 1 to 5 lacks key 0"),
-    "span too small with data": (ByLengths, "ByLengths.span of queries"),
-    "surely too large": (Sure, "Sure.surely of queries 0 to 5 has key 0"),
+    "bounds of its own": (Spanned, "Spanned defines span, which follows from keep"),
     "strip of another mask": (Stripped, "Stripped.strip disagrees with keep at"),
     "not relative": (Relative, "Relative declares relative = True"),
     "load without indices": (Unindexed, "'table' has 2 axes but got 0 indices"),
@@ -331,5 +297,5 @@ def test_checks_are_made_under_any_mode() -> None:
         check_modifier_once.cache_clear()
         with mode:
             graph_of(Step(), SMALL, Leaf(64))
-            with pytest.raises(ag.GraphError, match=r"Narrow\.span"):
-                ag.attention(SMALL, SMALL, SMALL, mask=Narrow())
+            with pytest.raises(ag.GraphError, match=r"Numbered\.keep"):
+                ag.attention(SMALL, SMALL, SMALL, mask=Numbered(64))

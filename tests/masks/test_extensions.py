@@ -189,10 +189,6 @@ class FirstHeadAll(ag.Mask):
     def keep(self, at: ag.extend.Place) -> Any:
         return (at.h == 0) | (at.j <= at.i)
 
-    def surely(self, block: ag.extend.Block) -> ag.extend.Keys:
-        last = block.N if block.heads == range(1) else block.rows.start + 1
-        return ag.extend.Keys.between(0, last)
-
 
 def test_a_mask_that_one_head_keeps_whole_is_not_simplified_away() -> None:
     graph = ag.attention(X, X, X, mask=FirstHeadAll())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from typing import final
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
@@ -14,12 +15,11 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.masks.canonical import canonical_mask
-from attn_graph.masks.places import Block, Keys, Place
+from attn_graph.masks.places import Block, Keys, Place, Term
 from attn_graph.testing import mask_formula, strategies
 from attn_graph.testing.mask_check import (
     MaskCase,
     blocks,
-    check_block,
     check_keep,
     mask_cases,
     ranges,
@@ -56,6 +56,14 @@ def test_a_mask_in_any_form_keeps_what_the_page_says(drawn: MaskCase) -> None:
     assert torch.equal(drawn.evaluate_singly(written), drawn.kept)
 
 
+def check_block(mask: m.Mask, case: MaskCase, block: Block) -> None:
+    """`span` has every key that some query keeps, and `surely` only keys that all queries keep."""
+    kept = case.kept[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop]
+    here = kept[:, :, block.rows.start : block.rows.stop].flatten(0, 2)
+    assert not (here.any(0) & ~mask.span(block).flags(block.N)).any()
+    assert not (mask.surely(block).flags(block.N) & ~here.all(0)).any()
+
+
 @many
 @given(blocks(mask_cases()))
 def test_span_covers_what_is_kept_and_what_is_surely_kept_is_kept(
@@ -87,6 +95,69 @@ def test_each_leaf_alone_knows_its_blocks(kind: type[m.Mask]) -> None:
         check_block(pair[0].resolved, *pair)
 
     check()
+
+
+@final
+@frozen
+class Own(m.Mask):
+    """A user's mask: one of a few definitions, which may read integers of keys and flags."""
+
+    kind: str
+
+    @property
+    def needs(self) -> dict[str, m.Data]:
+        read = {"first": m.Data("bj"), "flags": m.Data("hi", (torch.bool,)), "far": m.Data("b")}
+        read["depth"] = m.Data("i", (torch.float32,))
+        return {name: data for name, data in read.items() if name in self.kind}
+
+    def keep(self, at: Place) -> Term:
+        match self.kind:
+            case "blocks and a prefix":
+                return (at.i // 3 == at.j // 3) | (at.j < 2)
+            case "every second key":
+                return (at.i - at.j) % 2 == 0
+            case "every head has its own":
+                return at.j <= at.i + at.h
+            case "first by key":
+                return at.i >= at.load("first", at.b, at.j)
+            case "flags of queries":
+                return at.load("flags", at.h, at.i) | (at.j == at.i)
+            case "far before or behind":
+                return at.load("far", at.b) < at.j - at.i
+            case _:  # depth
+                return at.j <= at.load("depth", at.i)
+
+
+KINDS = (
+    "blocks and a prefix",
+    "every second key",
+    "every head has its own",
+    "first by key",
+    "flags of queries",
+    "far before or behind",
+    "depth of a query",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_of_a_user_has_bounds_from_keep_alone(kind: str) -> None:
+    @many
+    @given(blocks(mask_cases(lambda _: st.just(Own(kind)))))
+    def check(pair: tuple[MaskCase, Block]) -> None:
+        check_block(pair[0].mask, *pair)
+        check_block(~pair[0].mask, evolve(pair[0], mask=~pair[0].mask), pair[1])
+
+    check()
+
+
+def test_bounds_from_keep_are_as_close_as_a_bands() -> None:
+    block = Block(range(1), range(1), range(40, 48), 1, 64, 64)
+    assert Own("blocks and a prefix").span(block) == Keys(((0, 2), (39, 48)))
+    assert Own("blocks and a prefix").surely(block) == Keys.between(0, 2)
+    data = {"first": torch.arange(64)[None] // 8 * 8}
+    known = evolve(block, data=data)
+    assert Own("first by key").span(known) == Own("first by key").surely(known) == Keys(((0, 48),))
+    assert Own("first by key").span(block) == block.all
 
 
 def test_a_join_surely_keeps_what_its_parts_say_together() -> None:

@@ -113,15 +113,14 @@ def test_gradients_are_dense_in_the_order_of_their_inputs(
 def test_the_text_of_a_plan_is_the_plan(graph: ag.Graph) -> None:
     made = ag.compile(graph, target=CPU, avoid=("triton",), deterministic=True, store=False)
     content = read_content(content_of(made))
-    assert content.restore() == (made.graph, made.recipe.options, made.recipe.among)
+    assert content.restore() == (made.graph, made.request.options, made.request.among)
     assert made.target == CPU
 
 
 def test_all_that_bears_on_a_plan_is_in_its_text() -> None:
     """Each field of Options but those that tuning and sizes by name set, and who is allowed."""
     graph = ag.attention(X, X, X)
-    recipe = ag.compile(graph, target=CPU).recipe
-    target, options, among = recipe.target, recipe.options, recipe.among
+    request = ag.compile(graph, target=CPU).request
     others: dict[str, Any] = {
         "deterministic": True, "batch_invariant": True, "max_workspace": 5,
         "workspace": ag.Workspace(), "store": None, "tune": True, "precision": "tf32",
@@ -129,8 +128,8 @@ def test_all_that_bears_on_a_plan_is_in_its_text() -> None:
         "switches": Switches(flash=False),
     }  # fmt: skip
     assert {f.name for f in attrs.fields(Options)} - others.keys() == {"variant", "resized"}
-    texts = {write_plan(graph, target, evolve(options, **{n: x}), among) for n, x in others.items()}
-    texts |= {write_plan(graph, target, options, b) for b in (None, ("math",), ("torch_sdpa",))}
+    texts = {write_plan(request.with_options(**{n: x})) for n, x in others.items()}
+    texts |= {write_plan(evolve(request, among=b)) for b in (None, ("math",), ("torch_sdpa",))}
     assert len(texts) == len(others) + 3
 
 

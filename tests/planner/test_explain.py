@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.extend import Backend, Executable, Reason, RefusedError
-from attn_graph.lowering.backend import Options
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explain import explain_graph
 from attn_graph.planner.explanation import Explanation
 from attn_graph.planner.recorded import RUNS_KEPT
-from attn_graph.planner.remedies import Remedy, Request, edits
+from attn_graph.planner.remedies import Question, Remedy, edits
 from attn_graph.testing.strategies import graphs, shapes
 from tests.support.cudnn_graphs import cudnn_graphs
 from tests.support.equipped import equip
@@ -33,10 +33,10 @@ TARGETS = [
 ]
 HALF, FLOAT = torch.bfloat16, torch.float32
 X = ag.TensorSpec((2, 8, 512, 64), HALF)
-READS: dict[str, Callable[[Request], ag.Graph]] = {
-    "forward": Request.forward,
-    "backward": Request.backward,
-    "through lse": Request.backward,
+READS: dict[str, Callable[[Question], ag.Graph]] = {
+    "forward": Question.forward,
+    "backward": Question.backward,
+    "through lse": Question.backward,
 }
 BUILDS = "cudnn"  # a plan of its takes half a second: tests/lowering/test_cudnn_grid.py asks it
 
@@ -62,25 +62,27 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
     target: Target, graph: ag.Graph, deterministic: bool, most: int | None, avoid: tuple[str, ...]
 ) -> None:
     options = Options(deterministic, most, avoid=avoid)
-    found = explain_graph(graph, target, options, None)
+    found = explain_graph(Request(graph, target, options))
     by_name = {backend.name: backend for backend in BACKENDS}
     for pass_, side in sides(found):
-        question = evolve(Request.of(graph, options), through_lse=pass_ == "through lse")
+        question = evolve(
+            Question.of(Request(graph, target, options)), through_lse=pass_ == "through lse"
+        )
         takers = [*([side.backend] if side.backend else []), *side.also]
         kept = pass_ != "forward" and any("keeps the weights" in note for note in found.notes)
         asked = {*RUNS_KEPT} if kept else by_name.keys()
         assert {*takers, *(r.backend for r in side.refusals)} == asked
         for name in takers:
             if name != BUILDS:
-                by_name[name].lower(READS[pass_](question), target, options)
+                by_name[name].lower(Request(READS[pass_](question), target, options))
         for each in side.refusals:
             assert each.reasons
             backend = by_name[each.backend]
 
             def asks(
-                other: Request, backend: Backend = backend, p: str = pass_
+                other: Question, backend: Backend = backend, p: str = pass_
             ) -> tuple[Reason, ...]:
-                return backend.reasons(READS[p](other), target, other.options)
+                return backend.reasons(Request(READS[p](other), target, other.request.options))
 
             assert asks(question) == each.reasons
             by_remedy = dict(edits(question))

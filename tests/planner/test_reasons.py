@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.extend import Place
 from attn_graph.ir.ops import Dropout
-from attn_graph.lowering.backend import Options
+from attn_graph.lowering.request import Options, Request
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explanation import Refusal, format_fix
-from attn_graph.planner.remedies import Remedy, Request, edits
+from attn_graph.planner.remedies import Question, Remedy, edits
 from attn_graph.testing.strategies import graphs, shapes
 from tests.planner.test_explain import TARGETS
 from tests.support.cudnn_graphs import cudnn_graphs
@@ -31,7 +31,7 @@ DRAWN = st.one_of(graphs(shapes(most=40, heads=8)), cudnn_graphs())
 SENTENCES: dict[tuple[str, str], str] = {}  # by backend and key, over all examples
 
 
-def passes(question: Request) -> Iterator[ag.Graph]:
+def passes(question: Question) -> Iterator[ag.Graph]:
     yield question.forward()
     if question.wants and question.forward().has_gradient:
         yield question.backward()
@@ -48,9 +48,9 @@ def test_a_key_stands_for_one_sentence_of_its_backend(
     graph: ag.Graph, target: ag.Target, deterministic: bool, most: int | None
 ) -> None:
     options = Options(deterministic, most, avoid=("triton",))
-    for each in passes(Request.of(graph, options)):
+    for each in passes(Question.of(Request(graph, target, options))):
         for backend in BACKENDS:
-            reasons = backend.reasons(each, target, options)
+            reasons = backend.reasons(Request(each, target, options))
             assert len({reason.key for reason in reasons}) == len(reasons), reasons
             assert len({*map(str, reasons)}) == len(reasons), reasons
             for reason in reasons:
@@ -72,8 +72,8 @@ ODD: dict[str, ag.Graph] = {
 
 @pytest.mark.parametrize("key", ODD)
 def test_backends_with_the_same_limit_say_the_same(key: str) -> None:
-    graph = Request.of(ODD[key], Options()).forward()
-    reasons = [r for b in BACKENDS for r in b.reasons(graph, TARGETS[2], Options())]
+    graph = Question.of(Request(ODD[key], TARGETS[2], Options())).forward()
+    reasons = [r for b in BACKENDS for r in b.reasons(Request(graph, TARGETS[2], Options()))]
     texts = [skeleton(reason) for reason in reasons if reason.key == key]
     assert len(texts) >= 2
     assert len({*texts}) == 1
@@ -124,7 +124,7 @@ def test_keys_reach_dicts_and_stay_where_nobody_takes_the_graph() -> None:
 def test_remedies_that_do_not_change_the_result_leave_every_step_and_every_number(
     graph: ag.Graph, deterministic: bool
 ) -> None:
-    question = Request.of(graph, Options(deterministic))
+    question = Question.of(Request(graph, TARGETS[2], Options(deterministic)))
     for remedy, edit in edits(question):
         after = edit()
         if after is None:

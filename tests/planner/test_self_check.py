@@ -16,6 +16,7 @@ import attn_graph as ag
 from attn_graph.extend import Backend, DeviceTest, Executable, Options, RefusedError, Store
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import compare, evaluate
+from attn_graph.lowering.request import Request
 from attn_graph.planner import device_test, self_check
 from attn_graph.planner.self_check import Proof, find_check, lower_checked, proofs
 from tests.support.checked_backends import (
@@ -90,7 +91,7 @@ def test_gradients_are_checked_with_o_and_lse_of_their_attention() -> None:
     verification = compare(backward, tensors, evaluate(backward, tensors))
     for most, due in zip(verification.allowed, evaluate(backward, tensors), strict=True):
         assert most < due.abs().median()
-    shares = device_test.try_graph(RIGHT, backward, CPU, torch.device("cpu"), Options())
+    shares = device_test.try_graph(RIGHT, Request(backward, CPU, Options()), torch.device("cpu"))
     assert max(shares) <= 1
 
 
@@ -127,7 +128,7 @@ def test_each_variant_has_a_check_of_its_own(store: Store) -> None:
 
     def lower(variant: str | None) -> Executable:
         options = Options(store=store, variant=variant)
-        return lower_checked(BY_VARIANT, simplify(GRAPH), CPU, options)
+        return lower_checked(BY_VARIANT, Request(simplify(GRAPH), CPU, options))
 
     assert any("passed on 2 graphs" in note for note in lower(None).notes)
     why = r"it is wrong: an error is \S+ times what the accuracy rule allows"
@@ -204,7 +205,7 @@ def test_another_version_is_checked_anew(
             property(lambda own: key.fget(evolve(own, target=evolve(own.target, libraries=newer)))),  # type: ignore[attr-defined]  # a property
         )
     else:
-        one = RIGHT.device_test(GRAPH, CPU, Options())
+        one = RIGHT.device_test(Request(GRAPH, CPU, Options()))
         assert one is not None
         backend = evolve(RIGHT, device_test=lambda *_: evolve(one, variant="another"))
     assert compile_with(backend, store).backend == "right"
@@ -221,7 +222,7 @@ def test_another_version_is_checked_anew(
 def test_a_damaged_record_is_checked_anew(
     damage: bytes | None, store: Store, outcomes: list[str]
 ) -> None:
-    check = find_check(RIGHT, GRAPH, CPU, Options(store=store))
+    check = find_check(RIGHT, Request(GRAPH, CPU, Options(store=store)))
     assert check is not None
     if damage is None:
         check.prove()

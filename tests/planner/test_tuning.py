@@ -14,9 +14,10 @@ from hypothesis import given
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.backend import Executable, Options
+from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cudnn import backend as cudnn_backend
+from attn_graph.lowering.request import Options, Request
 from attn_graph.machine import timing
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
@@ -38,7 +39,7 @@ def made(name: str, change: Callable[[Run, str | None], Run], *variants: str) ->
     """math by another name, with something done to each run."""
 
     def lower(graph: ag.Graph, target: Target, options: Options) -> Executable:
-        plain = torch_math.BACKEND.lower(graph, target, evolve(options, variant=None))
+        plain = torch_math.BACKEND.lower(Request(graph, target, evolve(options, variant=None)))
         return evolve(plain, run=change(plain.run, options.variant))
 
     return ag.extend.Backend(name, lambda *asked: (), lower, variants=lambda *asked: variants)
@@ -182,9 +183,9 @@ def test_cudnn_builds_each_plan_that_it_proposes(store: Store) -> None:
     x = ag.TensorSpec((1, 2, 256, 64), torch.float16)
     graph, target = simplify(ag.attention(x, x, x)), Target.of("h200")
     options = Options(store=store)
-    names = cudnn_backend.BACKEND.variants(graph, target, options)
+    names = cudnn_backend.BACKEND.variants(Request(graph, target, options))
     plans = [
-        cudnn_backend.BACKEND.lower(graph, target, evolve(options, variant=name)).notes[0]
+        cudnn_backend.BACKEND.lower(Request(graph, target, evolve(options, variant=name))).notes[0]
         for name in (None, *names)
     ]
     assert len(names) >= 2

@@ -19,6 +19,7 @@ import attn_graph as ag
 from attn_graph.extend import Backend, DeviceTest, Executable, Options
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu import math as torch_math
+from attn_graph.lowering.request import Request
 
 X = ag.TensorSpec((1, 2, 16, 8), torch.float32)
 SMALL = ag.TensorSpec((1, 2, 5, 4), torch.float32)
@@ -35,7 +36,7 @@ def needing_check(name: str, change: Callable[[Run], Run], seconds: float = 100.
     """math by another name, with something done to what it runs."""
 
     def lower(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
-        plain = torch_math.BACKEND.lower(graph, target, options)
+        plain = torch_math.BACKEND.lower(Request(graph, target, options))
         return evolve(plain, run=change(plain.run), infer=change(plain.run))
 
     def device_test(graph: ag.Graph, target: ag.Target, options: Options) -> DeviceTest:
@@ -97,7 +98,7 @@ def fail(run: Run) -> Run:
 
 def lower_by_variant(graph: ag.Graph, target: ag.Target, options: Options) -> Executable:
     """math, or what is wrong if the variant is."""
-    return (WRONG if options.variant == "wrong" else RIGHT).lower(graph, target, options)
+    return (WRONG if options.variant == "wrong" else RIGHT).lower(Request(graph, target, options))
 
 
 def make_variant_test(graph: ag.Graph, target: ag.Target, options: Options) -> DeviceTest:

@@ -13,7 +13,7 @@ from attn_graph.ir import builder
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec, wanted_inputs
-from attn_graph.lowering.cudnn.sequences import CudnnSequences, read_problem
+from attn_graph.lowering.lying.sequences import PaddedSequences, read_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.testing.strategies import Shape
@@ -61,7 +61,7 @@ def laid(shape: Sizes, dtype: torch.dtype, layout: str) -> TensorSpec:
     return TensorSpec(shape, dtype, STRIDES[layout](*shape))
 
 
-Asked = tuple[Problem, CudnnSequences]
+Asked = tuple[Problem, PaddedSequences]
 
 
 @final

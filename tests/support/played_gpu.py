@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
 
 import attn_graph as ag
-from attn_graph.lowering.backend import Options
+from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton import backend as triton
 from attn_graph.planner.self_check import Proof
 from benchmarks.gpu.cases import Case
@@ -29,7 +29,7 @@ def plan_whole(case: Case) -> tuple[tuple[str, ...], ...]:
     target = ag.Target.of("h200")
     plan = ag.compile(case.graph(), target=target, backends=("triton",))
     graphs = [plan.graph] + ([plan.vjp.graph] if case.backward else [])
-    return tuple(triton.lower(graph, target, Options()).launches() for graph in graphs)
+    return tuple(triton.lower(Request(graph, target, Options())).launches() for graph in graphs)
 
 
 def no_work() -> None:
@@ -66,7 +66,7 @@ class Played(Device):
         return "played", Proof(shares=(0.5,))
 
     def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
-        triton.lower(graph, self.target, evolve(Options(), variant=variant))
+        triton.lower(Request(graph, self.target, evolve(Options(), variant=variant)))
         return no_work
 
     def milliseconds(self, calls: Mapping[str, Call], runs: int) -> dict[str, float]:

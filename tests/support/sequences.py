@@ -104,6 +104,16 @@ def numbers(spec: ag.TensorSpec, random: torch.Generator) -> torch.Tensor:
     return lay_out(spec, values, random)
 
 
+@st.composite
+def by_padding(draw: DrawFn, mask: ag.Mask | None) -> ag.Mask | None:
+    """The mask, or a part of it by a formula, for which CPUs pad sequences to the longest."""
+    formula = draw(st.sampled_from((None, None, ag.Formula("i + j != 3"))))
+    return mask if formula is None else formula if mask is None else mask & formula
+
+
+FAR = st.sampled_from((1.0, 1.0, 30.0))  # times q: an |lse| beyond 32 is too coarse for weights
+
+
 def lay_like(x: torch.Tensor, spec: ag.TensorSpec) -> torch.Tensor:
     """A copy in the layout of a spec, expanded along axes where that is."""
     once = tuple(slice(0, 1) if s == 0 else slice(None) for s in spec.strides)

@@ -15,7 +15,7 @@ import torch
 from attrs import frozen
 
 import attn_graph as ag
-from attn_graph.lowering.triton.launches import load_kernel
+from attn_graph.lowering.codegen.launches import load_kernel
 from attn_graph.testing.gpu import Fault, virtual_gpu
 from attn_graph.testing.gpu.device import LOADED
 from attn_graph.testing.tensors import tensors_for

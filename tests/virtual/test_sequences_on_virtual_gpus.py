@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 import attn_graph as ag
-from attn_graph.lowering.triton.launches import HOMES
+from attn_graph.lowering.codegen.launches import HOMES
 from attn_graph.spec import FLOATS
 from attn_graph.testing.gpu import VirtualGpu, virtual_gpu
 from tests.lowering import test_packed, test_paged

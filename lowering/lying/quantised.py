@@ -1,12 +1,10 @@
-"""Quantised q, k and v in cuDNN's terms: 8 bits each, and one scale a tensor.
+"""Quantised q, k and v: 8 bits each, and one scale a tensor.
 
 cuDNN multiplies them as they are, and then scores and o by the scales. It rounds weights to the
 dtype of q, after it has multiplied them by WEIGHT_SCALE: docs/semantics.md has the error of that.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 from attrs import evolve
 
@@ -17,7 +15,6 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.spec import dense_strides
 
 
-@lru_cache(64)  # asked for when planning and when lowering
 def quantised_places(graph: Graph) -> dict[str, int]:
     """The input for each operand of one attention on quantised q, k and v, by name, and that for
     the scale of an o in as many bits; empty for other graphs, with packed tensors, pages or k and v

@@ -8,10 +8,9 @@ from typing import final
 from attrs import frozen
 
 from attn_graph.ir.paging import hides_keys
-from attn_graph.lowering.cudnn.graph import translate_mask
-from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask
-from attn_graph.lowering.cudnn.sequences import COPIED, DENSE, SIDES, CudnnSequences
+from attn_graph.lowering.libraries.cudnn_masks import CudnnBand, CudnnMask, translate_mask
 from attn_graph.lowering.limits import Pass, Place, Version
+from attn_graph.lowering.lying.sequences import COPIED, DENSE, SIDES, PaddedSequences
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 
@@ -31,7 +30,7 @@ class Case:
     backend: Version
     frontend: Version
     deterministic: bool = False
-    sequences: CudnnSequences = DENSE
+    sequences: PaddedSequences = DENSE
 
     @property
     def place(self) -> Place:

@@ -13,11 +13,11 @@ import torch
 from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.scaling import FLOATS_OF_8
-from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
-from attn_graph.lowering.cudnn.masks import mask_problems
-from attn_graph.lowering.cudnn.packed_limits import PACKED_LIMITS
-from attn_graph.lowering.cudnn.quantised_limits import QUANTISED_LIMITS
-from attn_graph.lowering.cudnn.violations import (
+from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
+from attn_graph.lowering.libraries.cudnn_masks import mask_problems
+from attn_graph.lowering.libraries.cudnn_packed import PACKED_LIMITS
+from attn_graph.lowering.libraries.cudnn_quantised import QUANTISED_LIMITS
+from attn_graph.lowering.libraries.cudnn_violations import (
     BACKWARD_HEADER,
     FORWARD_HEADER,
     HEADERS,
@@ -157,7 +157,7 @@ ROWS: tuple[Limit[Case], ...] = (
         lambda c: once(c.count(SoftCap) and needs_padding_mask(c)),
         "goes back through such lengths right only under a padding mask, which excludes a soft "
         "cap, and " + LONGER,
-        "the errors that `needs_padding_mask` of lowering/cudnn/case.py avoids",
+        "the errors that `needs_padding_mask` of lowering/libraries/cudnn_case.py avoids",
         BACKWARD,
         says="yes",
     ),

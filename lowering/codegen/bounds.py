@@ -13,11 +13,12 @@ from typing import final
 
 from attrs import frozen
 
-from attn_graph.lowering.triton.layout import FAR
-from attn_graph.lowering.triton.symbols import Code, Symbol
+from attn_graph.lowering.codegen.symbols import Code, Symbol
 from attn_graph.masks import Mask
 from attn_graph.masks.joins import And, Or, flatten_join
 from attn_graph.masks.places import Place, Strip, Term, maximum, minimum, tighter, trace_definition
+
+FAR = 2**30  # beyond every position, as in kernels/common.py
 
 
 @final

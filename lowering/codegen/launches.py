@@ -14,8 +14,8 @@ from attrs import evolve, field, frozen
 from attn_graph import kernels
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import RefusedError
+from attn_graph.lowering.codegen.device_code import compile_text
 from attn_graph.lowering.problem import ALIGNED
-from attn_graph.lowering.triton.device_code import compile_text
 from attn_graph.machine.imports import load_modules
 from attn_graph.spec import TensorSpec
 

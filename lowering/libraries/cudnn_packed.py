@@ -7,8 +7,8 @@ and be wrong.
 from __future__ import annotations
 
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.lowering.cudnn.case import Case
-from attn_graph.lowering.cudnn.violations import (
+from attn_graph.lowering.libraries.cudnn_case import Case
+from attn_graph.lowering.libraries.cudnn_violations import (
     BACKWARD_HEADER,
     FORWARD_HEADER,
     HEADERS,

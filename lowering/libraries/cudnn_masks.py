@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import final
 
 from attrs import frozen
 
 from attn_graph.errors import Reason
+from attn_graph.lowering.problem import Problem
 from attn_graph.masks import LENGTHS, Align, And, Band, KeyLengths, Mask, QueryLengths
 
 ENDS = {KeyLengths(): "kv_lengths", QueryLengths(): "q_lengths"}
@@ -102,3 +104,10 @@ def shift_band(band: Band, align: Align, shift: int) -> CudnnBand:
     """A band measured from the diagonal `shift` places right of the top left corner."""
     left = None if band.low is None else 1 + shift - band.low
     return CudnnBand(align, left, None if band.high is None else band.high - shift)
+
+
+@lru_cache(256)  # each case of a problem asks
+def translate_mask(problem: Problem) -> CudnnMask | None:
+    """The problem's mask in cuDNN's terms; None if cuDNN cannot express it."""
+    plain = bool(problem.node.modifiers)
+    return CudnnMask.of(problem.node.mask, problem.M, problem.N, plain=plain)

@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
-from attn_graph.lowering.cudnn.case import Case
+from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.limits import AMPERE, Violations, once
 from attn_graph.lowering.problem import is_broadcast, is_misaligned
 from attn_graph.lowering.reasons import without_rule

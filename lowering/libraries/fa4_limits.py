@@ -14,15 +14,14 @@ from attrs import frozen
 
 from attn_graph.errors import Reason
 from attn_graph.ir.paging import hides_keys
-from attn_graph.lowering.cudnn.sequences import DENSE, CudnnSequences
-from attn_graph.lowering.fa4.call import (
+from attn_graph.lowering.libraries.fa4_masks import (
     NativeMask,
     copied_names,
     end_names,
+    forward_tile,
     native_mask,
     new_like,
 )
-from attn_graph.lowering.fa4.lists import forward_tile
 from attn_graph.lowering.limits import (
     AMPERE,
     BACKWARD,
@@ -35,6 +34,7 @@ from attn_graph.lowering.limits import (
     Place,
     once,
 )
+from attn_graph.lowering.lying.sequences import DENSE, PaddedSequences
 from attn_graph.lowering.problem import ALIGNED, Problem, is_misaligned
 from attn_graph.lowering.reasons import (
     no_elements,
@@ -63,7 +63,7 @@ class Fa4Case:
     problem: Problem
     sm: int
     deterministic: bool = False
-    sequences: CudnnSequences = DENSE
+    sequences: PaddedSequences = DENSE
 
     @cached_property
     def place(self) -> Place:

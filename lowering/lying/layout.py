@@ -31,8 +31,6 @@ from attn_graph.lowering.problem import (
 from attn_graph.spec import MOST_INT32, TensorSpec
 
 MOST_BATCH = 2 * 4096  # more than AT_ONCE of kernels/sequences.py
-FAR = 2**30  # beyond every position, as in kernels/common.py
-MOST_TILES = 2**15  # in one list; a vector within one program
 KEY_TENSORS = ("k", "v", "dk", "dv", *KEY_SCALES)  # the others have the rows of q
 Strides = tuple[int, ...]
 

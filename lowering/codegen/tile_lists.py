@@ -15,11 +15,10 @@ import torch
 from attrs import frozen
 
 from attn_graph.kernels.tilings import LISTS, Tiling
+from attn_graph.lowering.codegen.device_code import element_reach
+from attn_graph.lowering.codegen.launches import Launch, Pointers
+from attn_graph.lowering.codegen.symbols import Array, Code, Numbers, Operand, Symbol
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.device_code import element_reach
-from attn_graph.lowering.triton.launches import Launch, Pointers
-from attn_graph.lowering.triton.layout import MOST_TILES
-from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks import Data, Mask
 from attn_graph.masks.intervals import Range, lower_end, upper_end
@@ -27,6 +26,7 @@ from attn_graph.masks.joins import BLOCKS
 from attn_graph.masks.places import Block, Place, Untraceable, trace_definition
 from attn_graph.spec import TensorSpec, dense_strides
 
+MOST_TILES = 2**15  # in one list; a vector within one program
 AT_ONCE = 2**15  # tiles sorted at a time; for more PyTorch starts threads, which takes longer
 KINDS = ("mixed_count", "mixed", "full_count", "full")  # the tensors of lists by kind
 HELD = 2**14  # elements of a tile held by four warps; of larger ones there are twice as many

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attn_graph.lowering.cudnn.case import Case
-from attn_graph.lowering.cudnn.violations import FORWARD_HEADER, MEASURED
+from attn_graph.lowering.libraries.cudnn_case import Case
+from attn_graph.lowering.libraries.cudnn_violations import FORWARD_HEADER, MEASURED
 from attn_graph.lowering.limits import BLACKWELL, FIRST, HOPPER, WIDTHS, Limit, once
 from attn_graph.spec import NAMES, ValueType
 

@@ -21,9 +21,8 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.ir.paging import bound_seen_keys
 from attn_graph.ir.relative import MODIFIERS
-from attn_graph.lowering.problem import Problem, read_specs
-from attn_graph.lowering.triton.bounds import keep_by_bounds
-from attn_graph.lowering.triton.symbols import (
+from attn_graph.lowering.codegen.bounds import keep_by_bounds
+from attn_graph.lowering.codegen.symbols import (
     TRITON,
     Array,
     Code,
@@ -32,6 +31,7 @@ from attn_graph.lowering.triton.symbols import (
     Size,
     Symbol,
 )
+from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.machine.cache import remember
 from attn_graph.machine.imports import load_modules
 from attn_graph.masks import Mask

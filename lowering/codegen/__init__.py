@@ -1,0 +1,1 @@
+"""Functions and lists for kernels of any backend: traced, bounded, printed, compiled."""

@@ -1,0 +1,113 @@
+"""Masks, copied operands and tiles in FlashAttention 4's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from attrs import frozen
+
+from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
+from attn_graph.lowering.lying.sequences import DENSE, SIDES, PaddedSequences
+from attn_graph.lowering.problem import Problem, is_misaligned
+from attn_graph.masks import Band, Mask
+from attn_graph.masks.places import Place
+from attn_graph.spec import TensorSpec, dense_strides, memory_order
+
+Bounds = tuple[int | None, int | None]
+
+
+@final
+@frozen
+class NativeMask:
+    """A mask built into the kernels: a query keeps keys from `left` before to `right` after its
+    place, counted from the bottom right corner; None: no bound.
+
+    ends: the lengths given to kernels; the corner is at their ends.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    ends: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:  # Any: of two types
+        """As the package takes it."""
+        if self.left is None and self.right == 0:
+            return {"causal": True}
+        return {"window_size_left": self.left, "window_size_right": self.right}
+
+
+def native_mask(problem: Problem, packed: bool = False) -> NativeMask | None:
+    """The mask as a native one; None for others. packed: True for packed q.
+
+    A query past its length sees its sink, but kernels given the length leave the sink out. A packed
+    row outside all sequences sees none anyway.
+    """
+    p, ends = problem, end_names(problem)
+    if "q_lengths" in ends and p.node.sinks and not packed:
+        return None
+    rest = [x for x in and_parts(p.node.mask) if x not in LEAVES.values()]
+    bounds = read_band(rest, ends) if ends else read_strip(p)
+    if bounds is None or any(x is not None and not 0 <= x < 2**31 for x in bounds):
+        return None
+    return NativeMask(*bounds, ends)
+
+
+def end_names(problem: Problem) -> tuple[str, ...]:
+    """The lengths in a problem's mask: rows and keys past them are absent."""
+    parts = and_parts(problem.node.mask)
+    return tuple(LENGTHS[side] for side, leaf in LEAVES.items() if leaf in parts)
+
+
+def read_band(parts: Sequence[Mask], ends: tuple[str, ...]) -> Bounds | None:
+    """A query's left and right bound from the corner of its lengths. parts: the mask's other
+    conjuncts; None if they are not one band along this corner."""
+    band = parts[0] if parts else Band(ragged=ends)
+    if len(parts) > 1 or not isinstance(band, Band) or {*band.ragged} != {*ends}:
+        return None
+    return None if band.low is None else -band.low, band.high
+
+
+def read_strip(problem: Problem) -> Bounds | None:
+    """These bounds for a mask without lengths, from the corner of all queries and keys."""
+    p, mask = problem, problem.node.mask
+    if mask is None:
+        return None, None
+    strip = None if mask.needs else mask.strip(Place(0, 0, 0, 0, p.H, p.M, p.N))
+    if strip is None or strip.keys is not None or strip.rows is not None:
+        return None
+    corner = p.N - p.M
+    left = None if strip.low is None else corner - strip.low
+    return left, None if strip.high is None else strip.high - corner
+
+
+def zeroed_names(problem: Problem, sequences: PaddedSequences = DENSE) -> tuple[str, ...]:
+    """Operands copied with 0 in their absent rows: kernels multiply these by 0, and NaN would stay
+    NaN. v; in a gradient q, k and v. Kernels read no absent row of a page."""
+    names, ends = "v" if problem.grad is None else "qkv", end_names(problem)
+    found = (name for name in names if LENGTHS[SIDES[name]] in ends)
+    return tuple(name for name in found if name not in sequences.pools)
+
+
+def copied_names(problem: Problem, sequences: PaddedSequences = DENSE) -> tuple[str, ...]:
+    """The operands copied for a call: cleaned ones, and ones off 16 bytes, except pages."""
+    given = dict(zip("qkv", problem.specs, strict=False)) | dict(sequences.specs)
+    cleaned = zeroed_names(problem, sequences)
+    off = {name for name, x in given.items() if is_misaligned(x) and name not in sequences.pools}
+    return tuple(name for name in "qkv" if name in cleaned or name in off)
+
+
+def new_like(spec: TensorSpec) -> TensorSpec:
+    """How the gradient of an operand lies: dense, in its memory order."""
+    return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, memory_order(spec)))
+
+
+def forward_tile(sm: int, problem: Problem) -> tuple[int, int]:
+    """Queries and keys of a tile of the forward's lists: interface.py, _get_fwd_config."""
+    p = problem
+    if sm // 10 == 9:
+        wide = p.D > 128 and p.E > 128
+        return 128, (80 if p.D > 192 else 112) if wide else 128 if p.D <= 192 else 80
+    two = p.M * (p.H // p.G) > 128 and p.E != 256
+    return 256 if two else 128, 128

@@ -1,0 +1,1 @@
+"""How operands lie in memory: packed sequences, pages, quantised numbers."""
