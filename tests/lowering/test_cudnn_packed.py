@@ -299,7 +299,7 @@ def paged_cases(draw: DrawFn) -> paging.Case:
     batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
     layout = paging.Layout(P, draw(st.booleans()), ended, packed)
-    return paging.make_case(batch, layout, shape, dtype, options, draw(seeds), draw(OFTEN))
+    return paging.make_case(batch, layout, shape, dtype, options, draw(seeds), finite=draw(OFTEN))
 
 
 def is_declared(graph: Graph) -> bool:

@@ -208,7 +208,7 @@ def paged(draw: st.DrawFn) -> test_paged.Case:
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
     layout = test_paged.Layout(P, draw(st.booleans()), ended, is_packed)
     seed, finite = draw(drawn.seeds), draw(st.booleans())
-    case = test_paged.make_case(batch, layout, shape, BF16, options, seed, finite)
+    case = test_paged.make_case(batch, layout, shape, BF16, options, seed, finite=finite)
     if not finite:
         return case
     return evolve(case, tensors=case.tensors | {n: case.tensors[n].nan_to_num(3.0) for n in "kv"})

@@ -161,7 +161,7 @@ def paged_case(name: str, sizes: Sizes, finite: bool = False) -> test_paged.Case
     lengths = M, -(-N // page) * page
     shape = Shape(len(batch.rows), *sizes.heads, *lengths, sizes.size, sizes.size)
     given = {"mask": None, "stats": True, **options}
-    case = test_paged.make_case(batch, layout, shape, dtype, given, 5, finite)
+    case = test_paged.make_case(batch, layout, shape, dtype, given, 5, finite=finite)
     if not finite:
         return case
     return evolve(case, tensors=case.tensors | {n: case.tensors[n].nan_to_num(3.0) for n in "kv"})
