@@ -14,7 +14,7 @@ import torch
 
 import attn_graph as ag
 from attn_graph.extend import Place, Store
-from attn_graph.ir.builder import EXTRA
+from attn_graph.ir.arguments import EXTRA
 from attn_graph.ir.elsewhere import SAID
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 

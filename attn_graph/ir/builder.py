@@ -21,6 +21,7 @@ from attn_graph.errors import (
 )
 from attn_graph.ir import ops
 from attn_graph.ir.arguments import (
+    EXTRA,
     add_axes,
     dtype_problems,
     pool_problems,
@@ -38,17 +39,12 @@ from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed_inputs import Sequences, alignment_problems, find_packed_sides
 from attn_graph.ir.paging import Unpage
-from attn_graph.ir.scaling import O_SCALE, PAIRS, SCALES, Dequantise, Quantise
+from attn_graph.ir.scaling import O_SCALE, PAIRS, Dequantise, Quantise
 from attn_graph.ir.views import Leading
 from attn_graph.masks import Align
 from attn_graph.spec import TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
 
-EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
-    *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
-    *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts", "pages"),
-    *SCALES,
-)
 T = TypeVar("T")
 
 

@@ -45,6 +45,7 @@ def write_outputs(
     wants = admit(plan, tensors)
     require_rooms(plan, rooms, tensors)
     refuse_derivatives(wants, tensors, rooms)
+    refuse_inference(rooms)
     require_apart(plan, rooms, tensors)
     if profiler._is_profiler_enabled:
         with plan.named_in_profiles("forward"):
@@ -92,6 +93,15 @@ def refuse_derivatives(wants: bool, tensors: Tensors, rooms: Tensors) -> None:
         )
     if forward_ad._current_level >= 0 and has_tangent((*tensors, *rooms)):
         raise GraphError("out= has no tangent, and a tensor of the call has one; leave out= out")
+
+
+def refuse_inference(rooms: Tensors) -> None:
+    """Raise GraphError for tensors of inference mode, which PyTorch lets nobody change outside."""
+    if not torch.is_inference_mode_enabled() and any(room.is_inference() for room in rooms):
+        raise GraphError(
+            "out= is a tensor made in torch.inference_mode(), and the call runs outside it; call "
+            "within it, or pass out.clone()"
+        )
 
 
 def require_rooms(plan: Plan, rooms: Tensors, tensors: Tensors) -> None:

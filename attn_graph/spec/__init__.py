@@ -12,6 +12,7 @@ from typing import Any, Never, final
 import torch
 from attrs import field, frozen
 from torch.autograd import forward_ad
+from torch.masked import MaskedTensor
 
 from attn_graph.errors import ArgumentError, GraphError, show
 from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, to_index
@@ -197,6 +198,8 @@ class TensorSpec:
 
 def layout_problem(tensor: torch.Tensor) -> str:
     """Why a tensor has no strides and how to convert it; "" if it has strides."""
+    if isinstance(tensor, MaskedTensor):
+        return "is a masked tensor; pass x.get_data(), and the pairs that may attend as keep="
     if tensor.is_nested:
         return (
             "is nested; pass x.values() [T,H,D] of a jagged one, and x.offsets() as q_starts and "
