@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 from typing import Any, cast
 
@@ -74,6 +74,10 @@ LAYOUTS = {  # the inputs of a layout; jagged rows have their starts from nested
 }
 
 
+def has_masks(part: tuple[str, ...]) -> bool:
+    return bool(PARTS[part][0])
+
+
 @frozen(eq=False)
 class Case:
     """A call: its layout, inputs, and options."""
@@ -118,16 +122,24 @@ class Case:
         return "kv_starts" if "kv_starts" in self.names else "q_starts"
 
     def attend(self, named: Named) -> torch.Tensor:
-        """The function form. Jagged rows are given as nested tensors."""
+        return self.attend_by(self.call, named)
+
+    def attend_by(self, call: Any, named: Named) -> torch.Tensor:  # Any: `call`, or compiled
+        """The rows of a call, for jagged layouts with nested tensors."""
+        if not self.is_jagged:
+            return cast(torch.Tensor, call(named))
+        nested, starts = {**named}, [named[n] for n in LAYOUTS[self.layout]]
+        for name, x in zip("qkv", (starts[0], starts[-1], starts[-1]), strict=True):
+            nested[name] = nested_tensor_from_jagged(named[name], x).transpose(1, 2)
+        o = call({n: x for n, x in nested.items() if n not in LAYOUTS[self.layout]})
+        return cast(torch.Tensor, o.values().transpose(0, 1))
+
+    def call(self, named: Named) -> Any:  # Any: of a private class of PyTorch, if nested
+        """The function form."""
         given: dict[str, Any] = {**named}  # Any: a pair of segments among them
-        if self.is_jagged:
-            starts = [given.pop(n) for n in LAYOUTS[self.layout]]
-            for name, x in zip("qkv", (starts[0], starts[-1], starts[-1]), strict=True):
-                given[name] = nested_tensor_from_jagged(given[name], x).transpose(1, 2)
         if SEGMENTS[0] in given:
             given["segments"] = tuple(given.pop(name) for name in SEGMENTS)
-        o: Any = attention(**given, **self.options)  # Any: a nested tensor
-        return cast(torch.Tensor, o.values().transpose(0, 1) if self.is_jagged else o)
+        return attention(**given, **self.options)
 
     def attend_by_plan(self) -> Attend:
         """The plan of the call, its tensors by name."""
@@ -141,7 +153,7 @@ class Case:
 
     def trained(self, named: Named) -> Named:
         """The inputs with gradients."""
-        return {n: x for n, x in named.items() if x.dtype == torch.float64 and n not in FIXED}
+        return {n: x for n, x in named.items() if x.is_floating_point() and n not in FIXED}
 
 
 def make_input(case: Case, name: str, random: torch.Generator) -> torch.Tensor:
@@ -171,7 +183,7 @@ def make_input(case: Case, name: str, random: torch.Generator) -> torch.Tensor:
     }  # fmt: skip
     if name in shapes:
         x = numbers(*shapes[name])
-        return x.float() if name in QUANTISED else x
+        return x.float() if name in QUANTISED or "q_scale" in case.names else x
     if name in ("q_starts", "kv_starts"):
         middle = 2 + integers(3)
         return torch.stack([torch.zeros_like(middle), middle, torch.full_like(middle, ROWS)])
@@ -198,22 +210,25 @@ def values(attend: Attend, case: Case) -> list[torch.Tensor]:
 
 def gradients(attend: Attend, case: Case) -> list[torch.Tensor]:
     """By autograd, twice."""
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for seed in range(2):
         named = case.draw(seed)
         leaves = {n: x.requires_grad_() for n, x in case.trained(named).items()}
-        o = attend({**named, **leaves})
-        found += torch.autograd.grad(o.square().sum(), [*leaves.values()])
-    return found
+        attend({**named, **leaves}).square().sum().backward()
+        results += [x.grad for x in leaves.values() if x.grad is not None]
+    return results
 
 
 def by_func_grad(attend: Attend, case: Case) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for seed in range(2):
         named = case.draw(seed)
-        loss = lambda own, named=named: attend({**named, **own}).square().sum()  # noqa: E731
-        found += grad(loss)(case.trained(named)).values()
-    return found
+
+        def loss(own: Named, named: Named = named) -> torch.Tensor:
+            return attend({**named, **own}).square().sum()
+
+        results += grad(loss)(case.trained(named)).values()
+    return results
 
 
 def by_vmap(attend: Attend, case: Case) -> list[torch.Tensor]:
@@ -243,14 +258,17 @@ def watched(attend: Attend, case: Case) -> list[torch.Tensor]:
         return values(attend, case)
 
 
-def compiled(attend: Attend, case: Case) -> list[torch.Tensor]:
+def compile_call(case: Case, backend: str) -> Attend:
     torch.compiler.reset()
-    return values(torch.compile(attend, backend="eager", fullgraph=True), case)
+    return partial(case.attend_by, torch.compile(case.call, backend=backend, fullgraph=True))
+
+
+def compiled(attend: Attend, case: Case) -> list[torch.Tensor]:
+    return values(compile_call(case, "eager"), case)
 
 
 def compiled_gradients(attend: Attend, case: Case) -> list[torch.Tensor]:
-    torch.compiler.reset()
-    return gradients(torch.compile(attend, backend="aot_eager", fullgraph=True), case)
+    return gradients(compile_call(case, "aot_eager"), case)
 
 
 def exported(attend: Attend, case: Case) -> list[torch.Tensor]:
@@ -276,32 +294,21 @@ def checkpointed(reentrant: bool) -> Callable[[Attend, Case], list[torch.Tensor]
             o = checkpoint(call, *named.values(), use_reentrant=reentrant)
             return cast(torch.Tensor, o)
 
-        return gradients_into_leaves(again, case)
+        return gradients(again, case)
 
     return run
 
 
-def gradients_into_leaves(attend: Attend, case: Case) -> list[torch.Tensor]:
-    """As `gradients`, by backward(): a reentrant checkpoint knows no other."""
-    found: list[Any] = []
-    for seed in range(2):
-        named = case.draw(seed)
-        leaves = {n: x.requires_grad_() for n, x in case.trained(named).items()}
-        attend({**named, **leaves}).square().sum().backward()
-        found += [x.grad for x in leaves.values()]
-    return found
-
-
 def into_rooms(attend: Attend, case: Case) -> list[torch.Tensor]:
     """With `out`, as which the results of the call without serve."""
-    found = []
+    rooms = []
     for seed in range(2):
         named = case.draw(seed)
         room = torch.full_like(attend(named), 7.0)
         room_case = Case(case.layout, case.names, {**case.options, "out": room})
         assert room_case.attend(named) is room
-        found.append(room)
-    return found
+        rooms.append(room)
+    return rooms
 
 
 def twice(attend: Attend, case: Case) -> list[torch.Tensor]:
@@ -324,6 +331,7 @@ WAYS: dict[str, tuple[Way, Way]] = {  # to call the function; to get the same fr
     "compiled gradients": (compiled_gradients, gradients),
     "exported": (exported, values),
 }
+COMPILED = ("compiled", "compiled gradients", "exported")  # a hundred times as long as others
 # PyTorch's transforms don't take nested tensors, and `out` is for dense results.
 DENSE = ("into rooms", "traced", "grad", "vmap", "jvp", "exported")
 
