@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from torch.masked import masked_tensor
 
 import attn_graph as ag
 from attn_graph.extend import Place, Store
@@ -247,9 +248,13 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "explain() has no argument backend; did you mean backends=('math',)?",
     ),
     "compile for a device": (lambda: compile_any(device="cpu"), "did you mean target='cpu'?"),
-    "sdpa with a mask": (
-        lambda: scaled_dot_product_attention(Q, Q, Q, mask=ag.Causal()),  # type: ignore[arg-type]  # wrong on purpose
-        "scaled_dot_product_attention() has no argument mask; write attn_mask= or is_causal=",
+    "masked tensor": (
+        lambda: scaled_dot_product_attention(masked_tensor(Q, Q > 0), Q, Q),
+        "query is a masked tensor; pass x.get_data(), and the pairs that may attend as keep=",
+    ),
+    "masked bias": (
+        lambda: attend(bias=masked_tensor(Q[..., :1], Q[..., :1] > 0)),
+        "bias is a masked tensor; pass x.get_data()",
     ),
     "target": (lambda: plan_for("A100-SXM"), "'A100-SXM' is not known; known are cpu, cuda, a100"),
     "seed": (lambda: attend(dropout=0.5, seed=2**63, offset=0), "is not a 64-bit integer"),
@@ -260,6 +265,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_call_is_told_how_to_write_it(name: str) -> None:
     call, text = WRONG[name]
@@ -311,7 +317,7 @@ def test_a_plan_with_dropout_is_told_what_its_seeds_are(given: dict[str, Any], t
         plan(Q, Q, Q, **given)
 
 
-@pytest.mark.parametrize("name", ["backend", "sizes in a row", "sdpa with a mask"])
+@pytest.mark.parametrize("name", ["backend", "sizes in a row"])
 def test_an_unknown_argument_is_a_type_error_as_in_python(name: str) -> None:
     with pytest.raises(TypeError):
         WRONG[name][0]()

@@ -10,7 +10,7 @@ from tests.support.forms import COMPILED, LAYOUTS, PARTS, Case, check_call, has_
 from tests.support.tracing import traces
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(beta|prototype|The PyTorch API of nested|is_fx_tracing)"
+    "ignore:.*(beta|prototype|PyTorch API of nested|is_fx_tracing|The .grad attribute of a Tensor)"
 )
 PRODUCT = [
     (layout, part, joined)

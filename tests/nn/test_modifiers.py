@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import pytest
@@ -72,6 +74,23 @@ def test_compiled_code_keeps_modifiers() -> None:
     q, k, v, bias = tensors_for(ag.attention(X, X, X, bias=BIAS), 3)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     assert compiled(q, k, v, bias=bias).equal(module(q, k, v, bias=bias))
+
+
+@pytest.mark.parametrize("mask", [None, ag.Prefix(7)])
+@pytest.mark.parametrize("among", [(ag.Causal(),), (ag.Causal() | ag.Prefix(2), ag.Window(4))])
+def test_masks_among_modifiers_are_masks_within_transforms(
+    mask: ag.Mask | None, among: tuple[ag.Mask, ...]
+) -> None:
+    joined = reduce(and_, among if mask is None else (mask, *among))
+    q, k, v = tensors_for(ag.attention(X, X, X), 3)
+    outs = [
+        torch.func.grad(lambda q, o=o: attention(q, k, v, **o).sum())(q)
+        for o in (
+            {"mask": mask, "modifiers": (ag.SoftCap(3.0), *among)},
+            {"mask": joined, "modifiers": [ag.SoftCap(3.0)]},
+        )
+    ]
+    assert torch.equal(*outs)
 
 
 def test_what_is_no_modifier_is_refused_with_the_way_to_one() -> None:
