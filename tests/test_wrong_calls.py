@@ -266,6 +266,14 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_plans_refuse_masked_tensors_like_those_of_earlier_calls() -> None:
+    plan = ag.compile(ag.attention(SPEC, SPEC, SPEC))
+    plan(Q, Q, Q)
+    with pytest.raises(ag.PlanMismatchError, match=r"k: .*is a masked tensor; pass x.get_data"):
+        plan(Q, masked_tensor(Q, Q > 0), Q)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_call_is_told_how_to_write_it(name: str) -> None:
     call, text = WRONG[name]

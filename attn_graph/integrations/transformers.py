@@ -25,7 +25,7 @@ from attn_graph.compiler import explain
 from attn_graph.errors import GraphError
 from attn_graph.integrations.conditions import Kind, pair_kinds
 from attn_graph.integrations.layer_masks import MaskDescription, Tensors, decode_mask, say_once
-from attn_graph.ir.arguments import in_order
+from attn_graph.ir.arguments import order_inputs
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.target import Target
 from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
@@ -110,7 +110,7 @@ def attend_layer(
     options = (mask, scaling, None, softcap, False, dropout, sinks is not None, None, ())
     note_graph(module, {"q": query, "k": key, "v": value, **tensors}, options)
     # `attention` reads three times as many arguments at each call
-    named = in_order(tensors) if tensors else {}
+    named = order_inputs(tensors) if tensors else {}
     if dropout:
         named = {**named, **draw_seed(query.device)}
     o = attend_as(query, key, value, named, options)
@@ -261,7 +261,7 @@ def attend_batch(
     starts = {"q_starts": cu_seq_lens_q, "kv_starts": given["cu_seq_lens_k"]}
     longest = round_size(max_length_q), round_size(given["max_length_k"])
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    named = in_order(starts if s_aux is None else {**starts, "sinks": s_aux})
+    named = order_inputs(starts if s_aux is None else {**starts, "sinks": s_aux})
     o = attend_as(q, k, v, named, (mask, scaling, None, softcap, False, 0.0, False, longest, ()))
     assert isinstance(o, Tensor)  # without statistics
     return o[None], None

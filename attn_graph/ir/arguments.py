@@ -34,7 +34,7 @@ JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by &: the tensors eac
 T = TypeVar("T")
 
 
-def in_order(named: Mapping[str, T]) -> dict[str, T]:
+def order_inputs(named: Mapping[str, T]) -> dict[str, T]:
     """Inputs after q, k and v in the order of a graph's: those of EXTRA, then others as given."""
     return {name: named[name] for name in EXTRA if name in named} | dict(named)
 

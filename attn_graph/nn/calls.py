@@ -66,7 +66,7 @@ def attend_anew(
     """Attention on tensors of a new kind. It is remembered, unless `key` is None."""
     tensors = {"q": q, "k": k, "v": v, **named}
     if options[MODIFIERS] != ():
-        options = join_masks(options)
+        options = gather_masks(options)
     if not is_dynamo_compiling() and (
         unknown := unknown_arguments(named, options[0], options[MODIFIERS])
     ):
@@ -93,7 +93,7 @@ def attend_anew(
     return outputs
 
 
-def join_masks(options: Options) -> Options:
+def gather_masks(options: Options) -> Options:
     """The options with the masks among modifiers joined to `mask`. Raises GraphError."""
     mask, *between = options[:MODIFIERS]
     mask, steps = take_masks(mask, require_modifiers(options[MODIFIERS]))
@@ -242,7 +242,7 @@ def attend_into(
     if plan is None or not (plan.memo.call[0](*given) or serves_sizes(plan, given)):
         plan = cache.recall(key, given)
     if plan is None:
-        options = join_masks(options)
+        options = gather_masks(options)
         if unknown := unknown_arguments(named, options[0], options[MODIFIERS]):
             raise GraphError(*unknown)
         plan = new_plan(q, k, v, named, options)

@@ -22,7 +22,7 @@ from attn_graph.errors import (
     read_renamed,
     show,
 )
-from attn_graph.ir.arguments import EXTRA, in_order, read_by, require_modifiers, two_segments
+from attn_graph.ir.arguments import EXTRA, order_inputs, read_by, require_modifiers, two_segments
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Fallback
@@ -144,7 +144,7 @@ def attention(
     )  # fmt: skip
     named = {name: x for name, x in zip(EXTRA, given, strict=True) if x is not None}
     if data:
-        named = in_order({**named, **data})
+        named = order_inputs({**named, **data})
     if out is not None:
         return attend_into(out, q, k, v, named, options)
     if getattr(q, "is_nested", False):

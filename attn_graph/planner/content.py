@@ -16,7 +16,7 @@ import attrs
 from attrs import define, field, frozen
 
 from attn_graph.errors import GraphError, PlanTargetError
-from attn_graph.ir.arguments import in_order
+from attn_graph.ir.arguments import order_inputs
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.parse import Parser, parse, parse_mask, parse_modifier, read_syntax
 from attn_graph.lowering.backend import Backend
@@ -168,7 +168,7 @@ class CallContent:
         require_kinds(self, mask=str | None)
         require_names(self.modifiers)
         require_names(self.names, self.backends or (), self.avoid, self.own)
-        if (due := tuple(in_order(dict.fromkeys(self.names)))) != self.names:
+        if (due := tuple(order_inputs(dict.fromkeys(self.names)))) != self.names:
             raise GraphError(f"the text has names={self.names!r}, and their order is {due!r}")
 
     def restore(self) -> dict[str, Any]:  # Any: whatever the call takes

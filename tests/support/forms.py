@@ -90,7 +90,7 @@ class Case:
     def of(cls, layout: str, parts: Sequence[tuple[str, ...]], joined: bool) -> Case:
         """joined: masks are given as `mask`, else among the modifiers."""
         each = [PARTS[names] for names in parts]
-        steps = [step for _, steps, _ in each for step in steps]
+        steps: list[ag.Modifier | ag.Mask] = [step for _, steps, _ in each for step in steps]
         masks = [mask for masks, _, _ in each for mask in masks]
         options: dict[str, Any] = {}
         for _, _, more in each:
@@ -192,12 +192,12 @@ def make_input(case: Case, name: str, random: torch.Generator) -> torch.Tensor:
     flags = {"keep": (B, 1, M, keys), "keep_blocks": (1, H, M // 2, -(-keys // 2))}
     if name in flags:
         return integers(4, *flags[name]) > 0
-    most, *shape = {
+    most, *sizes = {
         "kv_lengths": (keys + 1, B), "q_lengths": (M + 1, B), "q_segments": (2, B, M),
         "kv_segments": (2, B, keys), "seed": (9,), "offset": (9,), "first": (3, H),
         "limit": (keys + 1, B),
     }[name]  # fmt: skip
-    return integers(most, *shape)
+    return integers(most, *sizes)
 
 
 # The ways to call, each beside what the plan gives
@@ -254,7 +254,7 @@ def tangents(attend: Attend, case: Case) -> list[torch.Tensor]:
 
 
 def watched(attend: Attend, case: Case) -> list[torch.Tensor]:
-    with Watch():
+    with Watch():  # type: ignore[no-untyped-call]  # torch's own
         return values(attend, case)
 
 
