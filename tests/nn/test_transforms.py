@@ -286,7 +286,7 @@ def test_dropout_under_vmap_is_as_randomness_says() -> None:
     "options",
     [
         {"mask": ag.Formula("j > b")},
-        {"mask": ag.Causal() | ag.Formula("(i + b) % 2 == 0")},
+        {"mask": ag.Causal() | ag.Formula("(i + b) % 3 == 0")},
         {"modifiers": (ag.Addend("real(b) * real(j)"),)},
         {"modifiers": (ag.Factor("real(b)"), ag.SoftCap(3.0))},
         {"modifiers": (ag.Formula("j > b"),)},
