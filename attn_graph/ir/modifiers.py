@@ -36,6 +36,8 @@ from attn_graph.masks import (
 from attn_graph.masks.places import Block, Place, Term
 from attn_graph.spec import FLOATS, INF, INTEGERS, ValueType, to_number
 
+MOST_SLOPES = 2**10  # heads; planning writes a slope for each
+
 
 @gives("s")
 @asks_for_attrs
@@ -301,6 +303,12 @@ class Alibi(Modifier):
     def resolved(self, M: int, N: int) -> Modifier:
         diagonal_offset(self.align, M, N, "alibi")
         return evolve(self, align="top_left") if M == N and not self.ragged else self
+
+    def problems(self, *types: ValueType) -> Iterator[str]:
+        yield from super().problems(*types)
+        H = types[0].shape[1]
+        if self.default and H > MOST_SLOPES:
+            yield f"alibi: {H} heads, and {MOST_SLOPES} is the most without slopes of your own, [H]"
 
     def distance(self, at: Place) -> Term:
         """|i' - j| at a place."""
