@@ -210,6 +210,8 @@ class Builder:
         """Add an equation; return its results. Raises GraphError if they can't have types."""
         types = [self.types[self.own(value).index] for value in operands]
         if not self.trusts:
+            if not isinstance(op, Op):
+                raise GraphError(f"{show(op)} is not an op, such as a modifier or a mask")
             self.examine(op, types)
         return self.add(op, operands, op.infer(*types))
 

@@ -132,7 +132,8 @@ class Dim(int):
 
     def __new__(cls, name: str, most: int | None = None, *, classes: Iterable[int] = ()) -> Dim:
         given = tuple(classes) if isinstance(classes, Iterable) else (classes,)
-        sizes = tuple([n for n in map(to_index, given) if n is not None])
+        known = (None if isinstance(n, bool) else to_index(n) for n in given)
+        sizes = tuple([n for n in known if n is not None])
         if not isinstance(name, str) or not is_plain_name(name):
             raise GraphError(f'dim: {show(name)} is not a name such as "T"')
         if len(sizes) < len(given):
