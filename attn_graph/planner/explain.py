@@ -13,7 +13,6 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs, training_gradient
 from attn_graph.lowering.backend import Backend, Foreseen, out_notes
 from attn_graph.lowering.request import Options, Request
-from attn_graph.machine.ambient import neutral_state
 from attn_graph.planner.choose import (
     BACKENDS,
     Refusals,
@@ -24,7 +23,7 @@ from attn_graph.planner.choose import (
 from attn_graph.planner.cost import cost
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph, recording_note
-from attn_graph.planner.remedies import Question, find_remedies
+from attn_graph.planner.remedies import Question, Search
 from attn_graph.planner.self_check import check_notes, known_reasons
 from attn_graph.planner.sized import many_sizes
 from attn_graph.planner.views import peel
@@ -128,12 +127,10 @@ def explain_refusals(
     graph = request.graph
     exact = replace_sizes(graph, complete_sizes(graph, "explain", {}))
     quiet = request.with_options(on_fallback="ignore", resized=many_sizes(graph))
-    with neutral_state(), request.target.current():
-        question, by_name = Question.of(quiet.with_graph(exact), ()), by_names(quiet)
-        return tuple(
-            explain_refusal(by_name[name], why, question, Question.forward)
-            for name, why in refusals
-        )
+    question, by_name = Question.of(quiet.with_graph(exact), ()), by_names(quiet)
+    return tuple(
+        explain_refusal(by_name[name], why, question, Question.forward) for name, why in refusals
+    )
 
 
 def by_names(request: Request) -> dict[str, Backend]:
@@ -150,10 +147,10 @@ def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str
 def explain_refusal(
     backend: Backend, reasons: tuple[Reason, ...], question: Question, read: Read
 ) -> Refusal:
-    """A backend's reasons against one pass, with the changes that lift them."""
+    """A backend's reasons against one pass; the changes that lift them are searched when read."""
+    asks = partial(reasons_against, backend, read)
+    return Refusal(backend.name, reasons, Search(question, reasons, asks))
 
-    def asks(other: Question) -> tuple[Reason, ...]:
-        return known_reasons(backend, other.core(read))
 
-    lifts, smallest = find_remedies(question, reasons, asks)
-    return Refusal(backend.name, reasons, lifts, smallest)
+def reasons_against(backend: Backend, read: Read, question: Question) -> tuple[Reason, ...]:
+    return known_reasons(backend, question.core(read))
