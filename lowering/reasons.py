@@ -79,21 +79,16 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
 def scaling_reason(ops: Sequence[Op]) -> Reason | None:
     """Against quantised keys and values; None without them."""
     if any(isinstance(op, Dequantise) or (op.packed and op.packed.scaled) for op in ops):
-        actual = "the graph has some; math and triton read them"
-        return Reason("quantised", "reads no quantised keys", actual)
+        return Reason("quantised", "reads no quantised keys", "the graph has some")
     return None
 
 
 def packing_reason(ops: Sequence[Op]) -> Reason | None:
     """Against packed tensors and pages; None without them."""
-    fused = not any(isinstance(op, (*PACKING, *PAGING)) for op in ops)
-    others = "{} read them" if fused else "math supports it"
     if any(isinstance(op, PAGING) or (op.packed and op.packed.paged) for op in ops):
-        others = others.format("math, triton and cudnn")
-        return Reason("pages", "reads no pages", f"the graph has some; {others}")
+        return Reason("pages", "reads no pages", "the graph has some")
     if any(op.packed or isinstance(op, PACKING) for op in ops):
-        others = others.format("math, triton, cudnn and torch_flash")
-        return Reason("packed", "reads no packed tensors", f"the graph has some; {others}")
+        return Reason("packed", "reads no packed tensors", "the graph has some")
     return None
 
 

@@ -15,6 +15,7 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value, attention
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.packed import and_parts
 from attn_graph.ir.packing import Unpack
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
@@ -26,7 +27,6 @@ from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import remember
 from attn_graph.masks import And, SameSegment, join_masks, needs_of
-from attn_graph.masks.joins import flatten_join
 from attn_graph.planner.views import core_of
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
@@ -220,9 +220,10 @@ class Search:
 def find_remedies(question: Question, reasons: Sequence[Reason], asks: Asks) -> Remedies:
     """For each reason the single changes that lift it; and the smallest change that lifts all.
 
-    A reason is lifted if no reason with its key is left. Nothing lifts a lack of the machine.
+    A reason is lifted if no reason with its key is left. Nothing lifts a lack of the machine, nor
+    what shows only when the graph is lowered.
     """
-    if all(map(lacks_machine, reasons)):
+    if all(map(lacks_machine, reasons)) or not {*reasons} <= {*asks(question)}:
         return ((),) * len(reasons), None
     offered = [e for e in question.edits if any(may_lift(e.kind, reason) for reason in reasons)]
     tried = [(edit, edit.after, asks(edit.after)) for edit in offered if edit.after]
@@ -392,7 +393,7 @@ def round_up(size: int) -> int:
 def pack_edits(question: Question) -> Iterator[Edit]:
     """Segments of a dense batch as packed sequences: each has to lie in one run of rows."""
     found = [eqn.op.mask for eqn in question.graph.eqns if isinstance(eqn.op, ops.Mask)]
-    if len(found) == 1 and SameSegment() in flatten_join(And, found[0]):
+    if len(found) == 1 and SameSegment() in and_parts(found[0]):
         text = "pack the segments with q_starts=, if each lies in one run of rows"
         yield Edit("pack", Remedy(text), partial(pack_segments, question))
 
@@ -404,15 +405,16 @@ def pack_segments(question: Question) -> Question | None:
     node, specs = simple.eqns[0].op, {i.name: i.spec for i in simple.inputs}
     if len(simple.eqns) > 1 or not isinstance(node, Attention) or not {*"qkv"} <= specs.keys():
         return None
-    (B, H, M, _), N = specs["q"].shape, specs["k"].shape[2]
-    mask, *rest = flatten_join(And, node.mask) if node.mask else [None]
-    given = {r.name: specs[r.name] for r in node.takes if r.name in specs and r.axes == "h"}
+    (B, _H, M, _D), N = specs["q"].shape, specs["k"].shape[2]
+    given: dict[str, Any] = {
+        r.name: specs[r.name] for r in node.takes if r.name in specs and r.axes == "h"
+    }
     read = {*needs_of(node.mask)} | {n for m in node.modifiers for n in m.needs}
     if M != N or not B or read - given.keys() != {*SameSegment().needs} or node.origin:
         return None
-    left = [x for x in (mask, *rest) if x != SameSegment()]
+    left = [x for x in and_parts(node.mask) if x != SameSegment()]
     names = [name for n, name in enumerate(node.names) if len(simple.inputs) + n in simple.outputs]
-    packed = {
+    packed: dict[str, Any] = {  # Any: as declared by `attention`
         name: TensorSpec((B * M, x.shape[1], x.shape[3]), x.dtype)
         for name, x in ((name, specs[name]) for name in "qkv")
     }
@@ -459,7 +461,8 @@ def write_steps(graph: Graph) -> Graph:
             return node.unfold(b.emit, operands)
         read = packed.read(lambda *given: b.emit(*given)[0], operands)
         results = node.unfold(b.emit, read)
-        return packed.write(lambda *given: b.emit(*given)[0], results, operands)
+        made: Sequence[Value] = packed.write(lambda *given: b.emit(*given)[0], results, operands)
+        return made
 
     return replay(graph, write)
 

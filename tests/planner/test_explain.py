@@ -19,7 +19,7 @@ from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explain import explain_graph
 from attn_graph.planner.explanation import Explanation
 from attn_graph.planner.recorded import RUNS_KEPT
-from attn_graph.planner.remedies import Question, Remedy, edits
+from attn_graph.planner.remedies import Question, Remedy
 from attn_graph.testing.strategies import graphs, shapes
 from tests.support.cudnn_graphs import cudnn_graphs
 from tests.support.equipped import equip
@@ -85,7 +85,7 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
                 return backend.reasons(Request(READS[p](other), target, other.request.options))
 
             assert asks(question) == each.reasons
-            by_remedy = dict(edits(question))
+            by_remedy = {edit.remedy: edit.make for edit in question.edits}
             for reason, remedies in zip(each.reasons, each.lifts, strict=True):
                 for remedy in remedies:
                     changed = by_remedy[remedy]()
