@@ -61,6 +61,11 @@ class Value:
         """Shape and dtype of the value."""
         return self.builder.types[self.index]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its type."""
+        return self.type.shape
+
     def __bool__(self) -> NoReturn:
         """Raises GraphError: the data of a value is known only when the graph runs."""
         refuse_truth("value", self.type, "compare with None: a graph has no branches on its data")
