@@ -22,7 +22,6 @@ from attn_graph.errors import (
 from attn_graph.ir import ops
 from attn_graph.ir.arguments import (
     EXTRA,
-    add_axes,
     dtype_problems,
     pool_problems,
     read_by,
@@ -35,10 +34,11 @@ from attn_graph.ir.arguments import (
     whole_mask,
 )
 from attn_graph.ir.elsewhere import unknown_argument
-from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
+from attn_graph.ir.graph import Eqn, Graph, Input, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed_inputs import Sequences, alignment_problems, find_packed_sides
 from attn_graph.ir.paging import Unpage
+from attn_graph.ir.ranks import count_read, rank_problems
 from attn_graph.ir.scaling import O_SCALE, PAIRS, Dequantise, Quantise
 from attn_graph.ir.views import Leading
 from attn_graph.masks import Align
@@ -268,30 +268,6 @@ class Builder:
         """The graph so far, unchecked: for passes, which keep graphs correct."""
         numbers = tuple(v.index for v in outputs)
         return Graph(tuple(self.inputs), tuple(self.eqns), numbers, layouts)
-
-
-def count_read(op: Op) -> int:
-    """How many operands, from the first, `infer` reads: those that it names, or all."""
-    needed = [x for x in signature(op.infer).parameters.values() if x.default is x.empty]
-    return sum(x.kind is not x.VAR_POSITIONAL for x in needed) or len(op.ranks)
-
-
-def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) -> list[str]:
-    """Operands whose count, or whose number of axes, does not fit the op."""
-    ranks = op.ranks
-    pairs = [*zip(types, ranks, strict=False)]
-    misfits = [rank for type_, rank in pairs if rank is not None and len(type_.shape) != rank]
-    if not misfits and (partial or len(types) == len(ranks)):
-        return []
-    who, roles = op_name(type(op)), dict(enumerate(op.roles))
-    if len(types) != len(ranks) and not partial:
-        return [f"{who}: {len(types)} operands given, {len(ranks)} needed"]
-    return [
-        f"{who}: {roles.get(place, place)} {type_} has {len(type_.shape)} axes and needs {rank}"
-        f"{add_axes(str(roles.get(place)), rank - len(type_.shape))}"
-        for place, (type_, rank) in enumerate(pairs)
-        if rank is not None and len(type_.shape) != rank
-    ]
 
 
 def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) -> Graph:

@@ -10,12 +10,13 @@ from attrs import evolve
 
 from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import complete_sizes
+from attn_graph.ir.single_steps import write_steps
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 from attn_graph.lowering.backend import out_notes
 from attn_graph.planner.explain import Read, explain_each, read_gradient
 from attn_graph.planner.explanation import Explanation, mask_tiles, sum_memory
 from attn_graph.planner.recorded import recording_note
-from attn_graph.planner.remedies import Question, write_steps
+from attn_graph.planner.remedies import Question
 from attn_graph.printing import html
 
 if TYPE_CHECKING:

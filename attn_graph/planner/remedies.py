@@ -13,13 +13,13 @@ from attn_graph.errors import GraphError, Reason
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value, attention
-from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packed import and_parts
 from attn_graph.ir.packing import Unpack
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.rewrite import prune, replay
+from attn_graph.ir.rewrite import prune
 from attn_graph.ir.scaling import stands_in, weights_dtype
 from attn_graph.ir.vjp import training_gradient, wanted_inputs
 from attn_graph.lowering.reasons import lacks_machine
@@ -448,23 +448,6 @@ def step_edits(question: Question) -> Iterator[Edit]:
         if kind in kinds:
             remedy = Remedy(f"drop {name} from stats", True)
             yield Edit("step", remedy, partial(without_outputs, question, kind))
-
-
-def write_steps(graph: Graph) -> Graph:
-    """A simplified graph in single steps, as a user writes it; to drop some."""
-
-    def write(b: Builder, eqn: Eqn, operands: Sequence[Value]) -> Sequence[Value] | None:
-        packed, node = eqn.op.packed, eqn.op.forward
-        if not isinstance(node, Attention) or node.keeps:
-            return None
-        if packed is None:
-            return node.unfold(b.emit, operands)
-        read = packed.read(lambda *given: b.emit(*given)[0], operands)
-        results = node.unfold(b.emit, read)
-        made: Sequence[Value] = packed.write(lambda *given: b.emit(*given)[0], results, operands)
-        return made
-
-    return replay(graph, write)
 
 
 def without_outputs(question: Question, kind: type) -> Question | None:

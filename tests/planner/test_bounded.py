@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.machine.target import Target
+from attn_graph.masks import Mask
 from attn_graph.masks.joins import MOST_LEAVES
 from tests.support.equipped import equip
 
@@ -64,7 +66,7 @@ def large_graphs(draw: st.DrawFn) -> ag.Graph:
     )
     q, k = (ag.TensorSpec((B, H, n, 64), HALF) for n in (M, N))
     mask = draw(st.none() | masks)
-    more = {}
+    more: dict[str, Any] = {}  # Any: as declared by `attention`
     if mask is not None and "kv_lengths" in mask.needs:
         more["kv_lengths"] = ag.TensorSpec((B,), torch.int32)
     slopes = draw(st.sampled_from([None, True, ag.TensorSpec((H,), torch.float32)]))
@@ -132,7 +134,7 @@ def test_a_formula_is_bounded_exactly_however_many_keys_there_are() -> None:
 
 
 def test_joins_of_too_many_leaves_and_slopes_of_too_many_heads_are_refused_in_words() -> None:
-    mask: ag.extend.Mask = ag.Window(3)
+    mask: Mask = ag.Window(3)
     while len(str(mask).split("Window")) <= MOST_LEAVES // 3:
         mask = (mask & ag.Causal()) | mask
     with pytest.raises(ag.GraphError, match=f"leaves, and {MOST_LEAVES} is the most"):

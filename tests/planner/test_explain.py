@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.extend import Backend, Executable, Reason, RefusedError
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.single_steps import write_steps
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explain import explain_graph
 from attn_graph.planner.explanation import Explanation
 from attn_graph.planner.recorded import RUNS_KEPT
-from attn_graph.planner.remedies import Question, Remedy, write_steps
+from attn_graph.planner.remedies import Question, Remedy
 from attn_graph.testing.strategies import graphs, shapes
 from tests.support.cudnn_graphs import cudnn_graphs
 from tests.support.equipped import equip
