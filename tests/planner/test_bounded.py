@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +17,7 @@ import attn_graph as ag
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
 from attn_graph.masks.joins import MOST_LEAVES
+from attn_graph.masks.places import Block, Place
 from tests.support.equipped import equip
 
 MOST_CALLS = 400_000  # of functions, for an explanation of both passes with its fixes
@@ -123,8 +124,6 @@ def test_an_explanation_is_bounded_whatever_the_sizes(target: Target, graph: ag.
 
 
 def test_a_formula_is_bounded_exactly_however_many_keys_there_are() -> None:
-    from attn_graph.masks.places import Block
-
     rows = range(10**9, 10**9 + 64)
     block = Block(range(1), range(1), rows, 1, LONG, LONG)
     first = rows.start // 64 * 64
@@ -142,3 +141,21 @@ def test_joins_of_too_many_leaves_and_slopes_of_too_many_heads_are_refused_in_wo
     x = ag.TensorSpec((1, MANY, 4, 64), HALF)
     with pytest.raises(ag.GraphError, match=r"1024 is the most without slopes of your own, \[H\]"):
         ag.attention(x, x, x, alibi=True)
+
+
+@final
+@frozen
+class Parity(Mask):
+    """Keys of an even distance: by a square, which ranges of places do not follow."""
+
+    def keep(self, at: Place) -> Any:  # Any: as of Mask
+        return (at.i - at.j).square() % 2 == 0
+
+
+def test_a_mask_that_only_planning_can_list_is_refused_where_tiles_are_many() -> None:
+    few, many = (ag.TensorSpec((1, 1, n, 64), HALF) for n in (2**10, 2**20))
+    for x, refuses in ((few, False), (many, True)):
+        graph = ag.attention(x, x, x, mask=Parity())
+        found = ag.explain(graph, target=TARGETS[2], backends=("triton", "math"), gradients=())
+        keys = [reason.key for each in found.refusals for reason in each.reasons]
+        assert keys == ["table"] * refuses
