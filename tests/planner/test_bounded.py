@@ -17,7 +17,7 @@ import attn_graph as ag
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
 from attn_graph.masks.joins import MOST_LEAVES
-from attn_graph.masks.places import Block, Place
+from attn_graph.masks.places import Place
 from tests.support.equipped import equip
 
 MOST_CALLS = 400_000  # of functions, for an explanation of both passes with its fixes
@@ -121,15 +121,6 @@ def test_an_explanation_is_bounded_whatever_the_sizes(target: Target, graph: ag.
     assert elements.most <= MOST_ELEMENTS
     assert calls <= MOST_CALLS
     assert most <= MOST_BYTES
-
-
-def test_a_formula_is_bounded_exactly_however_many_keys_there_are() -> None:
-    rows = range(10**9, 10**9 + 64)
-    block = Block(range(1), range(1), rows, 1, LONG, LONG)
-    first = rows.start // 64 * 64
-    mask = ag.Formula("i // 64 == j // 64")
-    assert mask.span(block).intervals == ((first, first + 64),)
-    assert mask.surely(block).intervals == ((first, first + 64),)
 
 
 def test_joins_of_too_many_leaves_and_slopes_of_too_many_heads_are_refused_in_words() -> None:
