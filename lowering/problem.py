@@ -11,9 +11,9 @@ from attrs import frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
 from attn_graph.ir.graph import Eqn, Graph, Op, check_graph
+from attn_graph.ir.layouts import value_spec
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.scaling import Dequantise, stands_in
-from attn_graph.ir.views import spec_of_view
 from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.places import Block, Place, Strip
@@ -21,6 +21,7 @@ from attn_graph.spec import (
     NAMES,
     TensorSpec,
     accumulator,
+    dense_like,
     dense_strides,
     memory_order,
     new_strides,
@@ -214,7 +215,7 @@ class Problem:
 
 def new_gradient(spec: TensorSpec) -> torch.Tensor:
     """An uninitialised gradient by an operand on a CPU: dense, in the operand's memory order."""
-    strides = dense_strides(spec.shape, memory_order(spec))
+    strides = dense_like(spec).strides
     return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="cpu")
 
 
@@ -281,10 +282,8 @@ def places_of_rows(graph: Graph) -> Iterator[int]:
 
 
 def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
-    """How an equation's operands are laid out: inputs, and views of them, as declared; other
-    values in C order."""
-    types = graph.types
-    return [spec_of_view(graph, i) or TensorSpec(types[i].shape, types[i].dtype) for i in eqn.args]
+    """How an equation's operands lie."""
+    return [value_spec(graph, i) for i in eqn.args]
 
 
 def sole(graph: Graph) -> Problem | None:

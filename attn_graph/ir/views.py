@@ -231,16 +231,3 @@ def insert_at(values: Sequence[T], place: int, value: T) -> tuple[T, ...]:
 
 def equation_of(graph: Graph, i: int) -> Eqn | None:
     return next((eqn for eqn, outs in graph.numbered if i in outs), None)
-
-
-def spec_of_view(graph: Graph, i: int) -> TensorSpec | None:
-    """The spec of value i if it is an input or a view of one; else None."""
-    if i < len(graph.inputs):
-        return graph.inputs[i].spec
-    eqn = equation_of(graph, i)
-    if eqn is None or not isinstance(eqn.op, VIEWS):
-        return None
-    base, type_ = spec_of_view(graph, eqn.args[0]), graph.types[i]
-    if base is None:
-        return None
-    return eqn.op.view(base) or TensorSpec(type_.shape, type_.dtype)

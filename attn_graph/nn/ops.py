@@ -23,7 +23,8 @@ from attn_graph.compiler import avoided, preferred
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.vjp import residuals, result_spec
+from attn_graph.ir.layouts import output_specs, result_spec
+from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.autograd import run_each, select_moving, split_tangents
@@ -153,8 +154,8 @@ def lay(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 @remember
 def result_layouts(graph: Graph) -> tuple[tuple[ValueType, tuple[int, ...]], ...]:
-    every = (*graph.outputs, *(i for i in residuals(graph) if i not in graph.outputs))
-    specs = [result_spec(graph, i) for i in every]
+    more = (result_spec(graph, i) for i in residuals(graph) if i not in graph.outputs)
+    specs = (*output_specs(graph), *more)
     return tuple((s.type, new_strides(s)) for s in specs)
 
 

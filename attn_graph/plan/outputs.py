@@ -10,7 +10,8 @@ from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import increment_version
 
 from attn_graph.errors import GraphError, PlanMismatchError, show
-from attn_graph.ir.vjp import output_names, result_spec
+from attn_graph.ir.layouts import output_specs
+from attn_graph.ir.vjp import output_names
 from attn_graph.machine.ambient import has_tangent, require_untraced
 from attn_graph.machine.likeness import NESTED, look_at
 from attn_graph.machine.overlap import may_overlap, overlaps_itself
@@ -131,7 +132,7 @@ def room_specs(plan: Plan, rooms: Tensors, tensors: Tensors) -> dict[str, Tensor
     way."""
     graph, sizes = plan.graph, plan.sizes_of(tensors)
     names = (f"out {name}" for name in output_names(graph))
-    due = [result_spec(graph, i).bind(sizes) for i in graph.outputs]
+    due = [spec.bind(sizes) for spec in output_specs(graph)]
     if graph.is_gradient:
         due = [as_it_lies(*pair) for pair in zip(due, rooms, strict=True)]
     return dict(zip(names, due, strict=True))

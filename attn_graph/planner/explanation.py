@@ -9,7 +9,8 @@ from attrs import asdict, evolve, field, frozen
 
 from attn_graph.errors import Reason, refusal_lines
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.vjp import residuals, result_spec
+from attn_graph.ir.layouts import result_spec
+from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.backend import Foreseen
 from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import Memory

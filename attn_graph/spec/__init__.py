@@ -284,6 +284,11 @@ def memory_order(spec: TensorSpec) -> tuple[int, ...]:
     return order_axes(spec.shape, spec.strides)
 
 
+def dense_like(spec: TensorSpec) -> TensorSpec:
+    """A spec without gaps in the same memory order; in C order for one that broadcasts."""
+    return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, memory_order(spec)))
+
+
 def new_strides(spec: TensorSpec) -> tuple[int, ...]:
     """Strides for a new tensor: without gaps if the spec has none, along axes of size 1 too."""
     if 0 not in spec.shape and 1 not in spec.shape:
