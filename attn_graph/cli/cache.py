@@ -148,9 +148,8 @@ def prepare(
     """Build all plans of a graph's calls; yield the backend of each pass."""
     plan = ag.compile(graph, target=target, deterministic=deterministic, store=store)
     plan.executable.prepare()
-    is_gradient = not plan.graph.has_gradient
-    yield f"{plan.backend} {'gradient' if is_gradient else 'forward'}"
-    if not (inference or is_gradient):
+    yield f"{plan.backend} {'gradient' if plan.graph.is_gradient else 'forward'}"
+    if plan.graph.has_gradient and not inference:
         for gradient in dict.fromkeys((plan.vjp, plan.training_vjp)):
             gradient.executable.prepare()
         yield f"{plan.vjp.backend} backward"

@@ -151,7 +151,7 @@ def lay_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return x if TensorSpec.like(x) == spec else copy_laid_as(x, spec)
 
 
-def lay_in_order(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def lay_in_order(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """x, or a copy without gaps: axes lie in this order, from the outermost."""
     ordered = x.permute(tuple(order))
     if ordered.is_contiguous():

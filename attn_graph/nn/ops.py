@@ -24,6 +24,7 @@ from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import output_specs, result_spec
+from attn_graph.ir.scaling import stands_in
 from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import has_tangent, is_traced
@@ -185,9 +186,10 @@ def fake_results(content: CallContent, tensors: Tensors) -> Iterator[Tensor]:
     q, v = tensors[0], tensors[2]
     shape = (*q.shape[:-1], v.shape[-1])
     rows = (q.shape[1], q.shape[0]) if "q_starts" in content.names else q.shape[:3]
-    yield q.new_empty_strided(shape, strides_like(shape, q.shape, q.stride()))
+    strides, dtype = strides_like(shape, q.shape, q.stride()), stands_in(q.dtype)
+    yield q.new_empty_strided(shape, strides, dtype=dtype)
     for _ in {*statistic_names(content.stats), "lse"}:
-        yield q.new_empty(rows, dtype=accumulator(q.dtype))
+        yield q.new_empty(rows, dtype=accumulator(dtype))
 
 
 def require_one_device(tensors: Tensors) -> None:
