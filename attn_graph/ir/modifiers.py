@@ -76,6 +76,10 @@ class Modifier(Alike):
     def ranks(self) -> tuple[int | None, ...]:
         return (4, *(None for _ in self.needs))  # `Data` says how many axes
 
+    def aligned(self, align: Align | None, lengths: tuple[str, ...]) -> Modifier:
+        """This step in an attention of this alignment that has these lengths."""
+        return self
+
     def resolved(self, M: int, N: int) -> Modifier:
         """This step for M queries and N keys. Raises GraphError for a missing alignment."""
         return self
@@ -300,6 +304,9 @@ class Alibi(Modifier):
     def trains(self) -> tuple[str, ...]:
         return () if self.default else ("alibi",)
 
+    def aligned(self, align: Align | None, lengths: tuple[str, ...]) -> Alibi:
+        return align_step(self, align, lengths)
+
     def resolved(self, M: int, N: int) -> Modifier:
         diagonal_offset(self.align, M, N, "alibi")
         return evolve(self, align="top_left") if M == N and not self.ragged else self
@@ -334,6 +341,16 @@ class Alibi(Modifier):
         self, ts: torch.Tensor, tangents: Mapping[str, torch.Tensor], at: Place
     ) -> torch.Tensor:
         return self.change(ts, at.reading({**at.data, **tangents}))
+
+
+def align_step(
+    step: Any, align: Align | None, lengths: tuple[str, ...]
+) -> Any:  # Any: an Alibi or a RelativeBias, and the same
+    """A step that compares positions, by the alignment of the attention if it has none itself. From
+    the bottom right it counts by the attention's lengths, as masks do."""
+    own = step.align or align
+    moved = lengths if own == "bottom_right" else ()
+    return evolve(step, align=own, ragged=step.ragged or moved)
 
 
 def default_slopes(heads: int) -> list[float]:
