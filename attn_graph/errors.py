@@ -125,7 +125,7 @@ class PlanMismatchError(ValueError):
     """
 
     def __init__(self, *differences: str, way_out: str = DECLARED) -> None:
-        self.differences = differences
+        self.differences, self.way_out = differences, way_out
         super().__init__(join_lines("the call differs from the plan", (*differences, way_out)))
 
 

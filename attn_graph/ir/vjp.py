@@ -10,10 +10,11 @@ from attrs import evolve
 from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder, Value
-from attn_graph.ir.graph import Graph, check_graph
+from attn_graph.ir.graph import Graph, Op, check_graph
 from attn_graph.ir.layouts import output_specs, result_spec, statistics
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
+from attn_graph.ir.scaling import Quantise
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.machine.cache import remember
 from attn_graph.machine.overlap import overlaps_itself
@@ -182,16 +183,21 @@ def residuals(graph: Graph) -> tuple[int, ...]:
 def value_names(graph: Graph) -> dict[int, str]:
     """A distinct name for each value of an equation; `d` before it is distinct too.
 
-    Views, the outputs of mapped graphs, choose first.
+    Views, the outputs of mapped graphs, choose first, and o in 8 bits.
     """
     taken = {i.name for i in graph.inputs}
     names = {}
-    for eqn, outs in sorted(graph.numbered, key=lambda numbered: not numbered[0].op.is_view):
+    for eqn, outs in sorted(graph.numbered, key=lambda numbered: not gives_outputs(numbered[0].op)):
         for base, i in zip(eqn.op.names, outs, strict=True):
             tries = (base if n == 1 else f"{base}{n}" for n in range(1, len(taken) + 2))
             names[i] = next(name for name in tries if not {name, f"d{name}"} & taken)
             taken |= {names[i], f"d{names[i]}"}
     return names
+
+
+def gives_outputs(op: Op) -> bool:
+    """True if an op makes outputs of results that are then values within the graph."""
+    return op.is_view or isinstance(op, Quantise)
 
 
 def output_names(graph: Graph) -> list[str]:

@@ -454,19 +454,20 @@ def without_outputs(question: Question, kind: type) -> Question | None:
     """The request without the outputs from steps of a kind."""
     graph = question.graph
     gone = graph.named_results(lambda op: op.names if isinstance(op, kind) else ())
-    left = tuple(i for i in graph.outputs if i not in gone)
-    if not left or left == graph.outputs:
+    kept = [n for n, i in enumerate(graph.outputs) if i not in gone]
+    if not 0 < len(kept) < len(graph.outputs):
         return None
-    pairs = zip(graph.outputs, graph.layouts, strict=False)
-    layouts = tuple(x for i, x in pairs if i in left)
-    fewer = evolve(graph, outputs=left, layouts=layouts if any(layouts) else ())
-    return evolve(question, request=question.request.with_graph(prune(fewer)))
+    lies = tuple(graph.layouts[n] for n in kept) if graph.layouts else ()
+    layouts = lies if any(lies) else ()
+    left = evolve(graph, outputs=tuple(graph.outputs[n] for n in kept), layouts=layouts)
+    return evolve(question, request=question.request.with_graph(prune(left)))
 
 
 def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | None) -> Graph:
     """The graph with other inputs and without the steps of a kind. Raises GraphError.
 
-    A dropped step passes its first operand through; inputs that only it read are gone.
+    A dropped step passes its first operand through; inputs that only it read are gone. Outputs that
+    keep their shape keep their declared layout.
     """
     steps = [
         (eqn.op, outs, eqn.args[:1] if kind and isinstance(eqn.op, kind) else eqn.args)

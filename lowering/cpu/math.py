@@ -18,12 +18,12 @@ from attrs import evolve
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.packing import Lengths
+from attn_graph.ir.packing import Lengths, require_first
 from attn_graph.ir.passes import keep_weights
 from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.lowering.backend import Backend, Executable, Run, Write
 from attn_graph.lowering.cpu import sdpa
-from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
+from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first, has_numbers
 from attn_graph.lowering.cpu.all_kept import open_graph, skips_booleans
 from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep
 from attn_graph.lowering.cpu.asking import POSITIONS
@@ -203,10 +203,25 @@ def lower_any_size(request: Request) -> Executable | None:
     return None if len(known) < len(steps) else run_steps(request, known)
 
 
+def lengths_step(graph: Graph, eqn: Eqn) -> Step:
+    """Lengths from starts, checked where a CPU has them."""
+    (n,) = eqn.args
+    name = graph.inputs[n].name if n < len(graph.inputs) else "starts"
+
+    def call(device: torch.device, starts: torch.Tensor) -> Sequence[torch.Tensor]:
+        if has_numbers(starts):
+            require_first(name, starts)
+        return eqn.op.run(starts)
+
+    return Step(call)
+
+
 def any_step(request: Request, eqn: Eqn) -> Step | None:
     """How an equation runs in any sizes; None if each size is lowered by itself."""
     specs = tuple(operand_specs(request.graph, eqn))
-    if isinstance(eqn.op, (Lengths, Dequantise, Quantise)):
+    if isinstance(eqn.op, Lengths):
+        return lengths_step(request.graph, eqn)
+    if isinstance(eqn.op, (Dequantise, Quantise)):
         return Step(run_definition(eqn.op, specs))
     if has_problem(eqn.op):
         return sized_step(request, eqn, eqn.op)
@@ -282,6 +297,8 @@ def run_exact(run: Callable[..., T], kind: str, *tensors: Any) -> T:  # Any: roo
 
 def step_of(request: Request, eqn: Eqn, tiles: AttentionTiles | None) -> Step:
     """How an equation runs: in tiles, or by its definition."""
+    if isinstance(eqn.op, Lengths):
+        return lengths_step(request.graph, eqn)
     if eqn.op.packed:
         return packed_step(packed_run(request, eqn), request.options.workspace)
     if tiles is None:
