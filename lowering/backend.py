@@ -136,23 +136,23 @@ class LaidOut:
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         outputs, saved = self.executable.run(*tensors)
-        made = self.lay(outputs)
+        made = self.lay([*outputs])
         known = {id(x): y for x, y in zip(outputs, made, strict=True)}
         return made, [known.get(id(x), x) for x in saved]
 
     def infer(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         if not (self.places and self.executable.writes_anywhere):
-            return self.lay(self.executable.infer(*tensors)[0]), ()
+            return self.lay([*self.executable.infer(*tensors)[0]]), ()
         rooms = [new_output(spec, tensors[0].device) for spec in self.specs]
-        return self.lay(self.executable.place(rooms, tensors), rooms), ()
+        return self.lay([*self.executable.place(rooms, tensors)], rooms), ()
 
     def write(self, rooms: Tensors, *tensors: torch.Tensor) -> Tensors:
         """The outputs, each in its room or still to be copied there."""
         return self.executable.place(rooms, tensors)
 
-    def lay(self, outputs: Tensors, rooms: Tensors = ()) -> list[torch.Tensor]:
-        """The outputs as they are due, in their rooms."""
-        made = [*outputs]
+    def lay(self, made: list[torch.Tensor], rooms: Tensors = ()) -> list[torch.Tensor]:
+        """The outputs as they are due, in their rooms. Each takes the place of another in the list,
+        which is then free."""
         for n, order in self.orders:
             made[n] = lay_in_order(made[n], order)
         for n in self.places:

@@ -409,7 +409,7 @@ def attention(
     x |= {name: lengths for name, lengths in ends.items() if lengths is not None}
     whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))
     slanted = None if alibi is None or alibi is False else align or ""
-    steps = [step.aligned(align, masks.ragged_in(x)) for step in steps]
+    steps = tuple(step.aligned(align, masks.ragged_in(x)) for step in steps)
     b.problem(*alignment_problems(whole, slanted, steps, rows, keys))
     own = {n: x[n].dequantise(x[s], x["q"]) if s in x else x[n] for n, s in PAIRS[1:]}
     unpacked = {name: keys.unpack(own[name]) if keys else own[name] for name in own}

@@ -9,14 +9,18 @@ from attn_graph.ir.packing import Pack
 from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.ir.sums import Add
 from attn_graph.ir.views import VIEWS
+from attn_graph.machine.cache import remember
 from attn_graph.spec import TensorSpec, dense_like, dense_strides, memory_order
 
 
+@remember
 def output_specs(graph: Graph) -> tuple[TensorSpec, ...]:
     """How each output lies: as declared, or dense: o like q, a gradient or tangent like its
     operand, all else in C order."""
+    if not graph.layouts:
+        return tuple([dense_like(value_spec(graph, i)) for i in graph.outputs])
     pairs = zip(graph.outputs, graph.declared_outputs, strict=True)
-    return tuple(due or dense_like(value_spec(graph, i)) for i, due in pairs)
+    return tuple([due or dense_like(value_spec(graph, i)) for i, due in pairs])
 
 
 def result_spec(graph: Graph, i: int) -> TensorSpec:

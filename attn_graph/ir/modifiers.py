@@ -36,6 +36,7 @@ from attn_graph.masks import (
 from attn_graph.masks.places import Block, Place, Term
 from attn_graph.spec import FLOATS, INF, INTEGERS, ValueType, to_number
 
+Names = tuple[str, ...]
 MOST_SLOPES = 2**10  # heads; planning writes a slope for each
 
 
@@ -76,7 +77,7 @@ class Modifier(Alike):
     def ranks(self) -> tuple[int | None, ...]:
         return (4, *(None for _ in self.needs))  # `Data` says how many axes
 
-    def aligned(self, align: Align | None, lengths: tuple[str, ...]) -> Modifier:
+    def aligned(self, align: Align | None, lengths: Names) -> Modifier:
         """This step in an attention of this alignment that has these lengths."""
         return self
 
@@ -304,8 +305,9 @@ class Alibi(Modifier):
     def trains(self) -> tuple[str, ...]:
         return () if self.default else ("alibi",)
 
-    def aligned(self, align: Align | None, lengths: tuple[str, ...]) -> Alibi:
-        return align_step(self, align, lengths)
+    def aligned(self, align: Align | None, lengths: Names) -> Alibi:
+        own = self.align or align
+        return evolve(self, align=own, ragged=known_lengths(own, self.ragged, lengths))
 
     def resolved(self, M: int, N: int) -> Modifier:
         diagonal_offset(self.align, M, N, "alibi")
@@ -343,14 +345,10 @@ class Alibi(Modifier):
         return self.change(ts, at.reading({**at.data, **tangents}))
 
 
-def align_step(
-    step: Any, align: Align | None, lengths: tuple[str, ...]
-) -> Any:  # Any: an Alibi or a RelativeBias, and the same
-    """A step that compares positions, by the alignment of the attention if it has none itself. From
-    the bottom right it counts by the attention's lengths, as masks do."""
-    own = step.align or align
-    moved = lengths if own == "bottom_right" else ()
-    return evolve(step, align=own, ragged=step.ragged or moved)
+def known_lengths(align: Align | None, own: Names, lengths: Names) -> Names:
+    """The lengths that move a step of an alignment: its own, or, from the bottom right, those of
+    the attention, as for masks."""
+    return own or (lengths if align == "bottom_right" else ())
 
 
 def default_slopes(heads: int) -> list[float]:

@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 from attrs.converters import optional
 
 from attn_graph.errors import GraphError
-from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, align_step
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier, Names, SoftCap, known_lengths
 from attn_graph.masks import (
     Align,
     Data,
@@ -69,8 +69,11 @@ class RelativeBias(Modifier):
         """The operand that has the lengths of a side."""
         return WHOLE + lengths if self.whole else lengths
 
-    def aligned(self, align: Align | None, lengths: tuple[str, ...]) -> RelativeBias:
-        return self if self.places or self.whole else align_step(self, align, lengths)
+    def aligned(self, align: Align | None, lengths: Names) -> RelativeBias:
+        if self.places or self.whole:
+            return self
+        own = self.align or align
+        return evolve(self, align=own, ragged=known_lengths(own, self.ragged, lengths))
 
     def resolved(self, M: int, N: int) -> Modifier:
         if self.places or self.whole:

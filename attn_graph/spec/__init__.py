@@ -286,7 +286,10 @@ def memory_order(spec: TensorSpec) -> tuple[int, ...]:
 
 def dense_like(spec: TensorSpec) -> TensorSpec:
     """A spec without gaps in the same memory order; in C order for one that broadcasts."""
-    return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, memory_order(spec)))
+    strides = dense_strides(spec.shape, memory_order(spec))
+    if normalise_strides(spec.shape, strides) == spec.strides:
+        return spec
+    return TensorSpec(spec.shape, spec.dtype, strides)
 
 
 def new_strides(spec: TensorSpec) -> tuple[int, ...]:

@@ -37,7 +37,16 @@ from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase, cheapest_way, keeps, sdpa_seconds
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
-from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
+from attn_graph.lowering.problem import (
+    Problem,
+    has_problem,
+    in_bshd,
+    in_c_order,
+    operand_specs,
+    relaid_bytes,
+    relaid_note,
+    sole,
+)
 from attn_graph.lowering.reasons import BY_THREADS
 from attn_graph.lowering.request import Options, Request, switch_name
 from attn_graph.lowering.steps import Step, Steps, Work, lease_rooms
@@ -307,7 +316,8 @@ def step_of(request: Request, eqn: Eqn, tiles: AttentionTiles | None) -> Step:
     ends = Ends.of(eqn.op, operand_specs(request.graph, eqn))
     call, infer = ready_tiles(tiles, ends, request.options)
     temporary = count_temporary(tiles) + (ends.bytes if ends else 0)
-    note = "; ".join([tiles.summary(), *([ends.note] if ends else [])])
+    relaid = relaid_note(tiles.problem, kept_order(tiles))
+    note = "; ".join([tiles.summary(), *([ends.note] if ends else []), *relaid])
     by_products = isinstance(tiles, RowTiles | ProductTiles)
     writes = writes_into(tiles)
     return Step(call, tiles.scratch.bytes, temporary, note, infer, by_products, writes)
@@ -326,7 +336,13 @@ def writes_into(tiles: AttentionTiles) -> bool:
 def count_temporary(tiles: AttentionTiles) -> int:
     """Bytes allocated by tiles beside the workspace, and by the gradient of sinks after them."""
     after = sink_bytes(tiles.problem) if isinstance(tiles, FusedTiles) else 0
-    return max(tiles.temporary + total_bytes(tiles.problem), after)
+    most = max(tiles.temporary + total_bytes(tiles.problem), after)
+    return most + relaid_bytes(tiles.problem, kept_order(tiles))
+
+
+def kept_order(tiles: AttentionTiles) -> Callable[[TensorSpec], bool]:
+    """Tells an operand in whose memory order tiles give the gradient."""
+    return in_bshd if isinstance(tiles, FusedTiles) else in_c_order
 
 
 def ready_alone(tiles: AttentionTiles, options: Options) -> Ready:

@@ -124,7 +124,8 @@ class PackedRun:
                 ends.append(list_sequences(starts, lengths, row_count(x.shape), most, who))
             else:
                 counts = operands[read[name]].tolist() if name in read else [most] * entries
-                require_lengths(name, counts, most)
+                if name not in map(LENGTHS.get, where):  # of pages: checked with the table
+                    require_lengths(name, counts, most)
                 ends.append([(0, n) for n in counts])
         spans = [self.span(b, *each) for b, each in enumerate(zip(*ends, strict=True))]
         if self.op.paged:
