@@ -23,7 +23,8 @@ from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
 from attn_graph.ir.vjp import require_no_layouts, value_names
 from attn_graph.masks import LEAVES, Mask
 from attn_graph.masks.joins import leaves
-from attn_graph.spec import TensorSpec, dense_strides, to_integer
+from attn_graph.spec import TensorSpec, as_whole, dense_strides, to_integer
+from attn_graph.spec.dims import to_index
 
 Axes = Mapping[str, int | None]
 
@@ -104,7 +105,7 @@ WAYS = (Way("b", True), Way("b", False), Way("h", True), Way("h", False))
 def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
     by_name = {i.name: n for n, i in enumerate(graph.inputs)}
     ranks = {i.name: len(i.spec.shape) for i in graph.inputs}
-    if isinstance(in_axes, int):
+    if to_index(in_axes) is not None:
         given: dict[str, object] = {name: in_axes for name, rank in ranks.items() if rank}
     elif isinstance(in_axes, Mapping):
         given = {name: place for name, place in in_axes.items() if place is not None}
@@ -116,13 +117,13 @@ def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
             problems.append(f"vmap: no input is named {name}; there are {', '.join(by_name)}")
         elif not ranks[name]:
             problems.append(f"vmap: {name} is one number for all entries; write a loop for several")
-        elif not isinstance(place, int) or not 0 <= place <= ranks[name]:
+        elif not 0 <= (-1 if (n := to_index(place)) is None else n) <= ranks[name]:
             problems.append(f"vmap: in_axes {show(place)} of {name} is not in 0 to {ranks[name]}")
     if not given:
         problems.append("vmap: in_axes names no input; without the axis there is nothing to map")
     if problems:
         raise GraphError(*problems)
-    return {by_name[name]: place for name, place in given.items() if isinstance(place, int)}
+    return {by_name[name]: as_whole(place) for name, place in given.items()}
 
 
 def map_inputs(

@@ -129,6 +129,8 @@ def attention(
         mask, scale, align, soft_cap, alibi is True, dropout, stats, max_lengths, modifiers,
         backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
     )  # fmt: skip
+    if bool in (type(scale), type(soft_cap), type(dropout)):  # equal to 1.0, in keys too
+        refuse_flags(scale=scale, cap=soft_cap, rate=dropout)
     if isinstance(dropout, Tensor):
         dropout = read_number("rate", dropout)
     seeds: Sequence[Tensor | None] = (None, None)
@@ -152,11 +154,18 @@ def attention(
     return attend_as(q, k, v, named, options)
 
 
+def refuse_flags(**numbers: object) -> None:
+    """Raise GraphError for booleans."""
+    for name, number in numbers.items():
+        if isinstance(number, bool):
+            read_number(name, number)
+
+
 def number_on(device: torch.device, x: Tensor | int | None) -> Tensor | None:
     """A seed on a device; a tensor unchanged. Raises GraphError for a number beyond int64."""
     if not isinstance(x, int):
         return x
-    if not -(2**63) <= x < 2**63:
+    if isinstance(x, bool) or not -(2**63) <= x < 2**63:
         raise GraphError(f"attention: the seed {x} is not a 64-bit integer")
     return torch.full((), x, dtype=torch.int64, device=device)
 
@@ -273,6 +282,8 @@ def read_options(
     if rate == 1:  # drops everything, and leaves no gradient
         named, mask, rate = NAMELESS, NOTHING, 0.0
     number = scale if scale is None else to_number(scale)
+    if isinstance(number, bool):
+        raise TensorError(f"attention: scale has to be a number, got {number}")
     return named, (mask, number, None, None, False, rate, False, None, (), *choice)
 
 

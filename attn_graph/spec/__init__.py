@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import permutations
 from math import prod
 from numbers import Real
-from typing import Any, Never, final
+from typing import Any, Never, TypeGuard, final
 
 import torch
 from attrs import field, frozen
@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.masked import MaskedTensor
 
 from attn_graph.errors import ArgumentError, GraphError, show
-from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, to_index
+from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, is_flag, to_index
 
 DTYPES = {
     "f16": torch.float16,
@@ -44,8 +44,29 @@ def to_integer(value: object) -> int | None:
     if isinstance(value, Dim):
         return value  # it stands for an integer
     number = to_index(value)
-    if number is None and isinstance(value, Real) and float(value).is_integer():
+    if number is None and is_real(value) and float(value).is_integer():
         return int(value)  # type: ignore[call-overload, no-any-return]  # a number
+    return number
+
+
+def is_real(value: object) -> TypeGuard[Real]:
+    """True for a real number: not for a boolean."""
+    return isinstance(value, Real) and not is_flag(value)
+
+
+def as_whole(value: object) -> int:
+    """A converter: a whole number as an int. Raises GraphError for anything else."""
+    number = to_integer(value)
+    if number is None:
+        raise GraphError(f"{show(value)} is not a whole number")
+    return number
+
+
+def as_real(value: object) -> float:
+    """A converter: a number as a float. Raises GraphError for anything else."""
+    number = to_number(value)
+    if not isinstance(number, float):
+        raise GraphError(f"{show(value)} is not a number")
     return number
 
 
@@ -58,11 +79,11 @@ def require_size(who: str, value: object, least: int = 0) -> int:
 
 
 def to_number(value: Any) -> Any:  # Any: a float, unless the value is not a number
-    """A number as a float; anything else unchanged, for a validator to name.
+    """A number as a float; anything else unchanged, booleans too, for a validator to name.
 
     A tensor under differentiation stays a tensor: as a float it would lose its gradient.
     """
-    if isinstance(value, str) or is_differentiated(value):
+    if isinstance(value, str) or is_flag(value) or is_differentiated(value):
         return value
     try:
         return float(value)
