@@ -17,7 +17,6 @@ from torch._subclasses import FakeTensorMode
 import attn_graph as ag
 from attn_graph.ir.layouts import output_specs
 from attn_graph.ir.vjp import output_names
-from attn_graph.nn.functional import attention
 from attn_graph.spec import QUANTISED, dense_like, dense_strides
 from attn_graph.testing.agreement import as_leaves, run_plan
 from attn_graph.testing.strategies import (
@@ -32,6 +31,7 @@ from tests.lowering import test_packed, test_paged
 from tests.support.quantised import kinds, quantise_graph, quantise_tensors
 from tests.support.sequences import lay_like
 
+attention: Any = ag.nn.functional.attention  # Any: tensors by name, and options
 CPU = ag.Target.of("cpu")
 LIKE = ag.TensorSpec.like
 Tensors = Sequence[torch.Tensor]

@@ -12,12 +12,11 @@ from typing import Any, Literal, final
 
 import torch
 from attrs import field, frozen
-from attrs.converters import optional
 
 from attn_graph.errors import GraphError, show
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.gpus import Peaks, devices, find_product
-from attn_graph.spec import as_real, as_whole
+from attn_graph.spec import as_whole, maybe_real, maybe_whole
 
 LOG = logging.getLogger("attn_graph")
 PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend")
@@ -36,9 +35,6 @@ FLASH = (
 SYSTEM_CUDNN = "cudnn"  # loaded by PyTorch if pip installed none: a system's, or conda's
 LIBRARIES = (*PACKAGES, *FLASH, *CUDNN, SYSTEM_CUDNN)
 VIRTUAL: set[Target] = set()  # GPUs emulated by this machine's CPU, on its own tensors
-
-
-MAYBE_WHOLE = optional(as_whole)
 
 
 @final
@@ -64,14 +60,14 @@ class Target:
     native: tuple[str, ...] = ()
     libraries: tuple[tuple[str, str], ...] = ()
     interprets: bool = False
-    multiprocessors: int | None = field(default=None, converter=MAYBE_WHOLE, kw_only=True)
-    shared_memory: int | None = field(default=None, converter=MAYBE_WHOLE, kw_only=True)
-    shared_memory_per_sm: int | None = field(default=None, converter=MAYBE_WHOLE, kw_only=True)
-    memory: int | None = field(default=None, converter=MAYBE_WHOLE, kw_only=True)
-    bandwidth: float | None = field(default=None, converter=optional(as_real), kw_only=True)
-    l2: int | None = field(default=None, converter=MAYBE_WHOLE, kw_only=True)
+    multiprocessors: int | None = field(default=None, converter=maybe_whole, kw_only=True)
+    shared_memory: int | None = field(default=None, converter=maybe_whole, kw_only=True)
+    shared_memory_per_sm: int | None = field(default=None, converter=maybe_whole, kw_only=True)
+    memory: int | None = field(default=None, converter=maybe_whole, kw_only=True)
+    bandwidth: float | None = field(default=None, converter=maybe_real, kw_only=True)
+    l2: int | None = field(default=None, converter=maybe_whole, kw_only=True)
     peaks: Peaks = field(default=(), kw_only=True)
-    driver: int | None = field(default=None, converter=MAYBE_WHOLE, kw_only=True)
+    driver: int | None = field(default=None, converter=maybe_whole, kw_only=True)
 
     @classmethod
     def here(cls, device: torch.device | str | None = None) -> Target:

@@ -62,10 +62,15 @@ def as_whole(value: object) -> int:
     return number
 
 
-def as_real(value: object) -> float:
-    """A converter: a number as a float. Raises GraphError for anything else."""
+def maybe_whole(value: object) -> int | None:
+    """A converter: as `as_whole`; None stays."""
+    return None if value is None else as_whole(value)
+
+
+def maybe_real(value: object) -> float | None:
+    """A converter: a number as a float; None stays. Raises GraphError for anything else."""
     number = to_number(value)
-    if not isinstance(number, float):
+    if not (number is None or isinstance(number, float)):
         raise GraphError(f"{show(value)} is not a number")
     return number
 

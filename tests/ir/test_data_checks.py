@@ -10,8 +10,8 @@ import torch
 import attn_graph as ag
 from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.passes import simplify
-from attn_graph.nn.functional import attention
 
+attention: Any = ag.nn.functional.attention  # Any: tensors by name, and options
 SPEC = ag.TensorSpec
 I32 = torch.int32
 WHERE = {
@@ -89,9 +89,8 @@ def test_a_call_checks_lengths_of_padded_tensors(
 ) -> None:
     """On CPUs, in both passes; within packed calls too."""
     x = torch.randn(2, 1, 4, 8).to(dtype)
-    plan = ag.compile(
-        ag.attention(*[SPEC.like(x)] * 3, soft_cap=cap, **{name: SPEC((2,), I32)}), target="cpu"
-    )
+    options: Any = {"soft_cap": cap, name: SPEC((2,), I32)}
+    plan = ag.compile(ag.attention(*[SPEC.like(x)] * 3, **options), target="cpu")
     lengths = torch.tensor(wrong, dtype=I32)
     plan(x, x, x, lengths.clamp(0, 4))
     for leaf in (x, x.clone().requires_grad_()):
@@ -112,11 +111,10 @@ def test_starts_begin_with_0(name: str, formula: ag.Mask | None) -> None:
     options: dict[str, Any] = {"mask": formula, "max_lengths": (5, 5)}
     with pytest.raises(ag.PlanMismatchError, match=f"{name}: expected 0 first, got 1"):
         attention(x, x, x, **where, **options)
-    known = {n: SPEC.like(y) for n, y in where.items()}
-    plan = ag.compile(ag.attention(*[SPEC.like(x)] * 3, **known, **options), target="cpu")
+    options |= {n: SPEC.like(y) for n, y in where.items()}
+    plan = ag.compile(ag.attention(*[SPEC.like(x)] * 3, **options), target="cpu")
     with pytest.raises(ag.PlanMismatchError, match=f"{name}: expected 0 first, got 1"):
         plan.check(x, x, x, **where)
     lengths = dict.fromkeys(("q_lengths", "kv_lengths"), torch.tensor([1, 4]))
-    o = attention(x, x, x, **where, **lengths, **options)
-    assert isinstance(o, torch.Tensor)
+    o = attention(x, x, x, **options | where | lengths)
     assert (o[: late[0]] == 0).all() or name == "kv_starts"

@@ -95,10 +95,11 @@ def test_a_table_counts_by_lengths_of_padded_tensors_as_alibi_does() -> None:
 def test_a_step_of_packed_sequences_asks_for_an_alignment() -> None:
     x, starts = ag.TensorSpec((6, 2, 4), torch.float32), ag.TensorSpec((3,), torch.int32)
     slopes = ag.TensorSpec((2,), torch.float32)
-    where = {"q_starts": starts, "kv_starts": starts, "max_lengths": (4, 4)}
-    for step, given_ in (
-        (ag.RelativeBias(7), {"table": ag.TensorSpec((2, 7), torch.float32)}),
-        (ag.Alibi(), {"alibi": slopes}),
-    ):
+    where: dict[str, Any] = {"q_starts": starts, "kv_starts": starts, "max_lengths": (4, 4)}
+    steps: dict[ag.Modifier, dict[str, Any]] = {
+        ag.RelativeBias(7): {"table": ag.TensorSpec((2, 7), torch.float32)},
+        ag.Alibi(): {"alibi": slopes},
+    }
+    for step, reads in steps.items():
         with pytest.raises(ag.GraphError, match="a sequence may have more keys than queries"):
-            ag.attention(x, x, x, modifiers=(step,), **where, **given_)
+            ag.attention(x, x, x, modifiers=(step,), **where, **reads)
