@@ -12,7 +12,7 @@ import torch
 
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import LENGTHS, PLACES
-from attn_graph.ir.packing import Lengths, list_sequences, require_first, require_lengths, row_count
+from attn_graph.ir.packing import Lengths, list_sequences, require_first, require_fitting, row_count
 from attn_graph.ir.paging import list_entries
 from attn_graph.spec import ValueType
 
@@ -67,4 +67,4 @@ def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch
     read = op.attention.slots.mask
     for side, name in LENGTHS.items():
         if side not in where and read.get(name) in known:
-            require_lengths(name, known[read[name]].tolist(), padded[PLACES[side]].shape[2])
+            require_fitting(name, known[read[name]].tolist(), padded[PLACES[side]].shape[2])

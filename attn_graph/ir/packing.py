@@ -89,7 +89,7 @@ def require_first(name: str, starts: torch.Tensor) -> None:
         raise PlanMismatchError(f"{name}: expected 0 first, got {first}", way_out=way_out)
 
 
-def require_lengths(name: str, counts: Sequence[int], most: int) -> None:
+def require_fitting(name: str, counts: Sequence[int], most: int) -> None:
     """Raise PlanMismatchError for lengths of padded tensors outside 0 to `most`."""
     if counts and not 0 <= min(counts) <= max(counts) <= most:
         b, wrong = next((b, n) for b, n in enumerate(counts) if not 0 <= n <= most)

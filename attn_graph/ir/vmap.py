@@ -23,7 +23,7 @@ from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
 from attn_graph.ir.vjp import require_no_layouts, value_names
 from attn_graph.masks import LEAVES, Mask
 from attn_graph.masks.joins import leaves
-from attn_graph.spec import TensorSpec, as_whole, dense_strides, to_integer
+from attn_graph.spec import TensorSpec, as_integer, dense_strides, to_integer
 from attn_graph.spec.dims import to_index
 
 Axes = Mapping[str, int | None]
@@ -123,7 +123,7 @@ def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
         problems.append("vmap: in_axes names no input; without the axis there is nothing to map")
     if problems:
         raise GraphError(*problems)
-    return {by_name[name]: as_whole(place) for name, place in given.items()}
+    return {by_name[name]: as_integer(place) for name, place in given.items()}
 
 
 def map_inputs(

@@ -16,7 +16,7 @@ from attrs import field, frozen
 from attn_graph.errors import GraphError, show
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.gpus import Peaks, devices, find_product
-from attn_graph.spec import as_whole, maybe_real, maybe_whole
+from attn_graph.spec import as_integer, maybe_real, maybe_whole
 
 LOG = logging.getLogger("attn_graph")
 PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend")
@@ -56,7 +56,7 @@ class Target:
 
     name: str
     kind: Literal["cpu", "cuda"]
-    sm: int = field(default=0, converter=as_whole)
+    sm: int = field(default=0, converter=as_integer)
     native: tuple[str, ...] = ()
     libraries: tuple[tuple[str, str], ...] = ()
     interprets: bool = False

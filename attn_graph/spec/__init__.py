@@ -54,7 +54,7 @@ def is_real(value: object) -> TypeGuard[Real]:
     return isinstance(value, Real) and not is_flag(value)
 
 
-def as_whole(value: object) -> int:
+def as_integer(value: object) -> int:
     """A converter: a whole number as an int. Raises GraphError for anything else."""
     number = to_integer(value)
     if number is None:
@@ -63,8 +63,8 @@ def as_whole(value: object) -> int:
 
 
 def maybe_whole(value: object) -> int | None:
-    """A converter: as `as_whole`; None stays."""
-    return None if value is None else as_whole(value)
+    """A converter: as `as_integer`; None stays."""
+    return None if value is None else as_integer(value)
 
 
 def maybe_real(value: object) -> float | None:

@@ -20,7 +20,7 @@ Sizes = Mapping[str, int]  # values of Dims, by name
 
 
 def is_flag(value: object) -> bool:
-    """True for a boolean, of Python, NumPy or PyTorch: it counts as 1 or 0, and is no number."""
+    """True for a boolean of Python, NumPy or PyTorch. It equals 1 or 0 and is not a number."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 

@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
-from attn_graph.ir.packing import require_lengths
+from attn_graph.ir.packing import require_fitting
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.spec import TensorSpec
@@ -103,7 +103,7 @@ class Ends:
             for side in self.sides:
                 rows = operands[side.ended[0]].shape[2]
                 name = LENGTHS["keys" if side.of_keys else "rows"]
-                require_lengths(name, operands[side.lengths].tolist(), rows)
+                require_fitting(name, operands[side.lengths].tolist(), rows)
 
     def clear(self, operands: Tensors) -> Tensors:
         """The operands, with zeros in absent rows of NaN or Inf."""

@@ -23,7 +23,7 @@ from attn_graph.ir.fused import Role
 from attn_graph.ir.graph import Eqn, Op
 from attn_graph.ir.modifiers import SoftCap
 from attn_graph.ir.packed import LENGTHS, Packed, keys_in_bands, with_operands
-from attn_graph.ir.packing import list_sequences, require_lengths, row_count
+from attn_graph.ir.packing import list_sequences, require_fitting, row_count
 from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.fused_calls import sink_gradient_of, wanted_sinks
@@ -125,7 +125,7 @@ class PackedRun:
             else:
                 counts = operands[read[name]].tolist() if name in read else [most] * entries
                 if name not in map(LENGTHS.get, where):  # of pages: checked with the table
-                    require_lengths(name, counts, most)
+                    require_fitting(name, counts, most)
                 ends.append([(0, n) for n in counts])
         spans = [self.span(b, *each) for b, each in enumerate(zip(*ends, strict=True))]
         if self.op.paged:
