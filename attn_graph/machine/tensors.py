@@ -156,5 +156,5 @@ def lay_in_order(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     ordered = x.permute(tuple(order))
     if ordered.is_contiguous():
         return x
-    back = tuple([*map(order.index, range(len(order)))])
+    back = tuple(map(order.index, range(len(order))))
     return ordered.contiguous().permute(back)
