@@ -221,8 +221,9 @@ def test_use_deterministic_algorithms_is_deterministic_true() -> None:
 
 
 def precision_of(plan: ag.Plan) -> str:
-    run: Any = plan.executable.run.__self__  # type: ignore[attr-defined]  # Triton's, or around it
-    return str(getattr(run, "executable", plan.executable).run.__self__.flash.precision)
+    run: Any = plan.executable.run
+    inner = getattr(run.__self__, "executable", plan.executable)  # of what lays its results
+    return str(inner.run.__self__.flash.precision)
 
 
 @contextmanager
