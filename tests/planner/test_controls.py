@@ -221,8 +221,8 @@ def test_use_deterministic_algorithms_is_deterministic_true() -> None:
 
 
 def precision_of(plan: ag.Plan) -> str:
-    run: Any = plan.executable.run
-    inner = getattr(run.__self__, "executable", plan.executable)  # of what lays its results
+    run: Any = getattr(plan.executable.run, "__self__", None)
+    inner: Any = getattr(run, "executable", plan.executable)  # of what lays its results
     return str(inner.run.__self__.flash.precision)
 
 
