@@ -9,6 +9,7 @@ OFFLINE ?= nvidia-cuda-nvrtc nvidia-cudnn-frontend nvidia-cudnn-jit-cu13
 # are skipped without.
 FA4 ?=
 FLASH4 := flash-attn-4 einops quack-kernels apache-tvm-ffi torch-c-dlpack-ext nvidia-cutlass-dsl $(addprefix nvidia-cutlass-dsl-libs-,base core cu13) cuda-bindings cuda-pathfinder protobuf
+# Each takes 2.5 GiB at most: tests/support/memory.py fails a test that takes more.
 JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt

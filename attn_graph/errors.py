@@ -18,6 +18,7 @@ T = TypeVar("T")
 HOMES = tuple(
     f"{Path(__file__).parent.parent / name}/" for name in ("attn_graph", "lowering", "kernels")
 )
+TORCH = f"{Path(torch.__file__).parent}/"
 
 
 @final
@@ -124,7 +125,7 @@ class PlanMismatchError(ValueError):
     """
 
     def __init__(self, *differences: str, way_out: str = DECLARED) -> None:
-        self.differences = differences
+        self.differences, self.way_out = differences, way_out
         super().__init__(join_lines("the call differs from the plan", (*differences, way_out)))
 
 
@@ -254,10 +255,17 @@ def read_renamed(
         return value
     if value is not None:
         raise GraphError(f"{new}= and {old}= are one argument, and both are given; write {new}=")
-    text = f"{old}= is now {new}=, and is removed in the next release"
-    warn_explicit(text, DeprecationWarning, *user_frame())
+    warn_deprecated(f"{old}= is now {new}=, and is removed in the next release")
     older: T | None = given.pop(old)
     return older
+
+
+def warn_deprecated(text: str) -> None:
+    """Warn at the user's line; for code that torch.compile traces, at the line that calls it."""
+    warn_explicit(text, DeprecationWarning, *user_frame(TORCH))
+
+
+warn_deprecated._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
 
 
 def user_frame(*others: str) -> tuple[str, int]:

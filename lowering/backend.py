@@ -12,12 +12,14 @@ from attrs.converters import optional
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.vjp import output_names, result_spec
+from attn_graph.ir.layouts import output_specs
+from attn_graph.ir.vjp import output_names
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
+from attn_graph.machine.tensors import lay_in_order
 from attn_graph.machine.torch_switches import Precision
-from attn_graph.spec import TensorSpec, new_strides, normalise_strides
+from attn_graph.spec import TensorSpec, memory_order, new_strides, normalise_strides
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[..., tuple[Tensors, Tensors]]  # of a graph: see Executable
@@ -123,32 +125,36 @@ def out_notes(graph: Graph, needs: Foreseen | Executable) -> Iterator[str]:
 class LaidOut:
     """Runs a graph by an executable that lays some outputs in its own way.
 
-    specs: of all outputs. places: of the outputs to lay.
+    specs: of all outputs. places: of the outputs to lay as declared. orders: of the axes of others
+    to make dense, by place.
     """
 
     specs: tuple[TensorSpec, ...]
     places: tuple[int, ...]
+    orders: tuple[tuple[int, tuple[int, ...]], ...]
     executable: Executable
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         outputs, saved = self.executable.run(*tensors)
-        made = self.lay(outputs)
+        made = self.lay([*outputs])
         known = {id(x): y for x, y in zip(outputs, made, strict=True)}
         return made, [known.get(id(x), x) for x in saved]
 
     def infer(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        if not self.executable.writes_anywhere:
-            return self.lay(self.executable.infer(*tensors)[0]), ()
+        if not (self.places and self.executable.writes_anywhere):
+            return self.lay([*self.executable.infer(*tensors)[0]]), ()
         rooms = [new_output(spec, tensors[0].device) for spec in self.specs]
-        return self.lay(self.executable.place(rooms, tensors), rooms), ()
+        return self.lay([*self.executable.place(rooms, tensors)], rooms), ()
 
     def write(self, rooms: Tensors, *tensors: torch.Tensor) -> Tensors:
         """The outputs, each in its room or still to be copied there."""
         return self.executable.place(rooms, tensors)
 
-    def lay(self, outputs: Tensors, rooms: Tensors = ()) -> list[torch.Tensor]:
-        """The outputs as declared, in their rooms."""
-        made = [*outputs]
+    def lay(self, made: list[torch.Tensor], rooms: Tensors = ()) -> list[torch.Tensor]:
+        """The outputs as they are due, in their rooms. Each takes the place of another in the list,
+        which is then free."""
+        for n, order in self.orders:
+            made[n] = lay_in_order(made[n], order)
         for n in self.places:
             x, spec = made[n].detach(), self.specs[n]
             if normalise_strides(x.shape, x.stride()) != spec.strides:
@@ -162,11 +168,23 @@ def new_output(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 def lay_out_results(executable: Executable, graph: Graph, seen: Graph) -> Executable:
     """An executable of a graph, from one of the graph as `seen`, with fewer layouts."""
-    if not (places := places_to_lay(graph, seen)):
+    places, orders = places_to_lay(graph, seen), orders_to_keep(graph)
+    if not places and not orders:
         return executable
-    each = LaidOut(tuple(result_spec(graph, i) for i in graph.outputs), places, executable)
+    each = LaidOut(output_specs(graph), places, orders, executable)
     made = evolve(executable, run=each.run, infer=each.infer, write=each.write)
     return add_copies(made, graph, seen, recorded=executable.writes_anywhere)
+
+
+def orders_to_keep(graph: Graph) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The memory order of each output without a declared layout, by place. Backends keep that of an
+    attention's results by themselves."""
+    own = {i for eqn, outs in graph.numbered if eqn.op.forward for i in outs}
+    if own.issuperset(graph.outputs):
+        return ()
+    declared = graph.layouts or (None,) * len(graph.outputs)
+    each = enumerate(zip(output_specs(graph), declared, strict=True))
+    return tuple((n, memory_order(spec)) for n, (spec, due) in each if due is None)
 
 
 def places_to_lay(graph: Graph, seen: Graph) -> tuple[int, ...]:
@@ -178,8 +196,8 @@ def places_to_lay(graph: Graph, seen: Graph) -> tuple[int, ...]:
     declared = [n for n, (x, y) in enumerate(zip(graph.layouts, own, strict=True)) if x != y]
     if graph.is_gradient:
         return tuple(declared)
-    pairs = ((n, graph.outputs[n]) for n in declared)
-    return tuple(n for n, i in pairs if result_spec(graph, i) != result_spec(seen, i))
+    due, known = output_specs(graph), output_specs(seen)
+    return tuple(n for n in declared if due[n] != known[n])
 
 
 def add_copies(needs: Needs, graph: Graph, seen: Graph, *, recorded: bool = False) -> Needs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TypeGuard, TypeVar, final
 
@@ -11,9 +11,9 @@ from attrs import frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
 from attn_graph.ir.graph import Eqn, Graph, Op, check_graph
+from attn_graph.ir.layouts import value_spec
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.scaling import Dequantise, stands_in
-from attn_graph.ir.views import spec_of_view
 from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.places import Block, Place, Strip
@@ -21,6 +21,7 @@ from attn_graph.spec import (
     NAMES,
     TensorSpec,
     accumulator,
+    dense_like,
     dense_strides,
     memory_order,
     new_strides,
@@ -29,6 +30,7 @@ from attn_graph.spec import (
 T = TypeVar("T")
 ROWS = ("o", "dq", "dk", "dv")  # results stored by rows of a head
 Lies = tuple[tuple[str, tuple[int, ...]], ...]
+BSHD = (0, 2, 1, 3)  # the order of axes in which PyTorch's kernels give o and gradients
 ALIGNED = 16  # bytes: the width of a kernel's loads
 PREPARING = Lengths, Dequantise  # ops ahead of an attention, over few bytes
 MOST_BLOCKS = 64  # of queries, in which `sees_everywhere` looks for one that sees no key
@@ -214,7 +216,7 @@ class Problem:
 
 def new_gradient(spec: TensorSpec) -> torch.Tensor:
     """An uninitialised gradient by an operand on a CPU: dense, in the operand's memory order."""
-    strides = dense_strides(spec.shape, memory_order(spec))
+    strides = dense_like(spec).strides
     return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="cpu")
 
 
@@ -281,10 +283,8 @@ def places_of_rows(graph: Graph) -> Iterator[int]:
 
 
 def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
-    """How an equation's operands are laid out: inputs, and views of them, as declared; other
-    values in C order."""
-    types = graph.types
-    return [spec_of_view(graph, i) or TensorSpec(types[i].shape, types[i].dtype) for i in eqn.args]
+    """How an equation's operands lie."""
+    return [value_spec(graph, i) for i in eqn.args]
 
 
 def sole(graph: Graph) -> Problem | None:
@@ -364,6 +364,32 @@ def cotangent_bytes(problem: Problem) -> int:
     if problem.grad is None or not problem.grad.with_do:
         return 0
     return problem.B * problem.H * problem.M * problem.E * problem.dtype.itemsize
+
+
+def in_bshd(x: TensorSpec) -> bool:
+    """True if x in its memory order lies as PyTorch's kernels give o and gradients."""
+    order = BSHD if len(x.shape) == len(BSHD) else None
+    return dense_like(x) == TensorSpec(x.shape, x.dtype, dense_strides(x.shape, order))
+
+
+def in_c_order(x: TensorSpec) -> bool:
+    """True if the memory order of x is C order."""
+    return dense_like(x).is_dense
+
+
+def relaid_bytes(problem: Problem, keeps: Callable[[TensorSpec], bool]) -> int:
+    """Bytes of the largest gradient that is copied to the memory order of its operand. keeps: True
+    for an operand in whose order a way gives the gradient."""
+    wants = problem.grad.wants if problem.grad else ()
+    pairs = zip(problem.specs, wants, strict=False)
+    return max((x.type.bytes for x, wanted in pairs if wanted and not keeps(x)), default=0)
+
+
+def relaid_note(problem: Problem, keeps: Callable[[TensorSpec], bool]) -> Iterator[str]:
+    """For `explain`: the copies of `relaid_bytes`."""
+    if count := relaid_bytes(problem, keeps):
+        size = format_bytes(count)
+        yield f"gradients are copied, {size} at most at a time, to the memory order of their inputs"
 
 
 def cotangent_note(problem: Problem, cases: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -67,6 +67,18 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """The seed, with which the same examples come again."""
     seed = config.option.hypothesis_seed
     return f"random examples: make deep SEED={seed} draws the same" if PROFILE == "deep" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """A test fails that makes its process larger than `make test` may be."""
+    from tests.support.memory import memory_problem, peak_memory
+
+    before = peak_memory()
+    result = yield
+    if problem := memory_problem(before, peak_memory()):
+        pytest.fail(problem)
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import nn
+from attn_graph.machine.store import Unfit
 from attn_graph.nn import functional as F
+from attn_graph.planner.content import write_call
+from attn_graph.planner.self_check import read_proof
+from attn_graph.planner.tuning import read_figures
+from tests.support.command_line import run
 
 Q, ROWS = torch.randn(1, 2, 6, 8), torch.randn(6, 2, 8)
 STARTS = torch.tensor([0, 6], dtype=torch.int32)
@@ -205,3 +211,61 @@ def test_a_tensor_of_one_number_counts_by_what_it_holds_now(
         assert isinstance(o, torch.Tensor)
         assert isinstance(due, torch.Tensor)
         assert torch.equal(o, due)
+
+
+JUNK_STEP: Any = ()
+DEEP = "[" * 10**5 + "]" * 10**5
+FAR = "9" * 5000
+
+
+def test_texts_nested_deeper_than_python_calls_are_refused_in_words() -> None:
+    for nested in ("~" * 600, "(" * 90 + "~" * 600):
+        text = str(ag.attention(X, X, X, mask=ag.Causal())).replace("mask=", f"mask={nested}")
+        with pytest.raises(ag.GraphError, match=r"nested too deeply|can't be read"):
+            ag.parse(text.replace("Causal()", "Causal()" + ")" * nested.count("(")))
+
+
+def test_steps_that_are_not_ops_are_refused_in_words() -> None:
+    with pytest.raises(ag.GraphError, match=r"\(\) is not an op, such as a modifier or a mask"):
+        ag.graph(lambda q, k: ag.scores(q, k).then(JUNK_STEP), q=X, k=X)
+    with pytest.raises(ag.GraphError, match="are not a sequence of Modifiers and Masks"):
+        write_call((), {"mask": None, "modifiers": ((),), "backends": None, "avoid": None})
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "/tmp/\ud800"])
+def test_a_folder_that_no_path_names_is_no_store(folder: str) -> None:
+    with pytest.raises(ag.GraphError, match="has characters that no path has"):
+        ag.extend.Store(folder)
+
+
+def test_a_file_that_is_too_large_or_no_json_is_no_plan(tmp_path: Path) -> None:
+    store = ag.extend.Store(tmp_path)
+    store.put("key", b"x")
+    with store.path("key").open("r+b") as file:
+        file.truncate(2**40)
+    assert store.get("key") is None
+    (entry,) = store.entries()
+    assert entry.unfit == f"it has {2**40} bytes, and {2**26} is the most of a stored plan"
+    wrong = [DEEP, '{"a": NaN}', '{"a": -1}', f'{{"a": {"9" * 400}}}', f'{{"a": {FAR}}}']
+    for text in wrong:
+        with pytest.raises(Unfit):
+            read_figures(text.encode())
+        with pytest.raises(Unfit):
+            read_proof(f'{{"failure": "", "shares": [], "seconds": {text}}}'.encode())
+
+
+def test_booleans_are_no_sizes_and_an_index_past_the_last_block_is_an_error() -> None:
+    with pytest.raises(ag.GraphError, match="are not whole numbers"):
+        ag.Dim("T", classes=(True, 2))
+    for wrong in (4, -1):
+        with pytest.raises(RuntimeError, match=f"index {wrong} is out of bounds"):
+            ag.select_blocks(torch.tensor([[0, wrong]]), 4)
+    table = ag.select_blocks(torch.tensor([[3, 4], [0, 9]]), 4, torch.tensor([1, 0]))
+    assert table.tolist() == [[False, False, False, True], [False] * 4]
+
+
+@pytest.mark.parametrize("flags", [("--q", f"1,1,4,{FAR}"), ("--q", "1,1,4,8", "--window", FAR)])
+def test_figures_of_thousands_of_digits_are_refused_in_words(flags: tuple[str, ...]) -> None:
+    result = run("explain", *flags)
+    assert result.exit_code == 2
+    assert "a number of 5000 digits is too large for a size" in result.output

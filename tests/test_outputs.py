@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -220,6 +220,28 @@ def test_autograd_sees_that_a_saved_tensor_was_written_over() -> None:
     plan(q, k, v, out=o)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("form", ["plan", "function", "varlen"])
+def test_tensors_of_inference_mode_are_written_within_it_alone(form: str) -> None:
+    q, k, v = inputs()
+    rows, starts = q[0].transpose(0, 1), torch.tensor([0, 48], dtype=torch.int32)
+    cases: dict[str, tuple[Callable[[torch.Tensor], object], torch.Tensor]] = {
+        "plan": (lambda o: ag.compile(ag.attention(X, X, X), target=CPU)(q, k, v, out=o), q),
+        "function": (lambda o: attention(q, k, v, out=o), q),
+        "varlen": (lambda o: varlen_attn_out(o, rows, rows, rows, starts, starts, 48, 48), rows),
+    }
+    write, like = cases[form]
+    with torch.inference_mode():
+        o = torch.full_like(like, 7.0)
+    with pytest.raises(ag.GraphError, match=r"made in torch.inference_mode.*out.clone\(\)"):
+        write(o)
+    assert (o == 7).all()
+    with torch.inference_mode():
+        write(o)
+    due = torch.empty_like(like)
+    write(due)
+    assert torch.equal(o, due)
 
 
 def test_an_input_named_out_stays_an_input() -> None:

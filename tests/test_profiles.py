@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.conftest import EXAMPLES
+from tests.support.memory import MOST, memory_problem, peak_memory
 from tests.support.sources import ROOT
 
 PROPERTY = """
@@ -59,3 +60,10 @@ def test_a_deep_run_is_repeated_by_its_seed(tmp_path: Path) -> None:
     seed, first = drawn(tmp_path)
     assert len(first) >= 100
     assert drawn(tmp_path, f"--hypothesis-seed={seed}") == (seed, first)
+
+
+def test_a_test_fails_that_takes_more_memory_than_a_worker_may() -> None:
+    assert not memory_problem(2**30, MOST)
+    assert not memory_problem(MOST + 2, MOST + 2)  # an earlier test's
+    assert f"the most is {MOST}" in memory_problem(2**30, MOST + 1)
+    assert 0 < peak_memory() <= MOST

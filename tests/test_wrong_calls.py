@@ -11,10 +11,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from torch.masked import masked_tensor
 
 import attn_graph as ag
 from attn_graph.extend import Place, Store
-from attn_graph.ir.builder import EXTRA
+from attn_graph.ir.arguments import EXTRA
 from attn_graph.ir.elsewhere import SAID
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 
@@ -247,9 +248,13 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "explain() has no argument backend; did you mean backends=('math',)?",
     ),
     "compile for a device": (lambda: compile_any(device="cpu"), "did you mean target='cpu'?"),
-    "sdpa with a mask": (
-        lambda: scaled_dot_product_attention(Q, Q, Q, mask=ag.Causal()),  # type: ignore[arg-type]  # wrong on purpose
-        "scaled_dot_product_attention() has no argument mask; write attn_mask= or is_causal=",
+    "masked tensor": (
+        lambda: scaled_dot_product_attention(masked_tensor(Q, Q > 0), Q, Q),
+        "query is a masked tensor; pass x.get_data(), and the pairs that may attend as keep=",
+    ),
+    "masked bias": (
+        lambda: attend(bias=masked_tensor(Q[..., :1], Q[..., :1] > 0)),
+        "bias is a masked tensor; pass x.get_data()",
     ),
     "target": (lambda: plan_for("A100-SXM"), "'A100-SXM' is not known; known are cpu, cuda, a100"),
     "seed": (lambda: attend(dropout=0.5, seed=2**63, offset=0), "is not a 64-bit integer"),
@@ -260,6 +265,15 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_plans_refuse_masked_tensors_like_those_of_earlier_calls() -> None:
+    plan = ag.compile(ag.attention(SPEC, SPEC, SPEC))
+    plan(Q, Q, Q)
+    with pytest.raises(ag.PlanMismatchError, match=r"k: .*is a masked tensor; pass x.get_data"):
+        plan(Q, masked_tensor(Q, Q > 0), Q)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_call_is_told_how_to_write_it(name: str) -> None:
     call, text = WRONG[name]
@@ -311,7 +325,7 @@ def test_a_plan_with_dropout_is_told_what_its_seeds_are(given: dict[str, Any], t
         plan(Q, Q, Q, **given)
 
 
-@pytest.mark.parametrize("name", ["backend", "sizes in a row", "sdpa with a mask"])
+@pytest.mark.parametrize("name", ["backend", "sizes in a row"])
 def test_an_unknown_argument_is_a_type_error_as_in_python(name: str) -> None:
     with pytest.raises(TypeError):
         WRONG[name][0]()

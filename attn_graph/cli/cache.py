@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from attn_graph.cli.output import (
 )
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.sizes import format_bytes
-from attn_graph.machine.store import Entry
+from attn_graph.machine.store import Entry, read_json
 from attn_graph.planner.self_check import describe_check
 
 LONGEST = 100  # characters shown of a key of an unknown kind
@@ -39,7 +38,7 @@ folder = click.option(
 
 def read_driver(_: click.Context, __: click.Parameter, value: str) -> int:
     """A click callback: "13.0" -> 13000."""
-    parts = re.fullmatch(r"(\d+)\.(\d)", value)
+    parts = re.fullmatch(r"(\d{1,3})\.(\d)", value)
     if parts is None:
         raise click.BadParameter(f"{value!r} is not a version of CUDA such as 13.0")
     return int(parts[1]) * 1000 + int(parts[2]) * 10
@@ -149,9 +148,8 @@ def prepare(
     """Build all plans of a graph's calls; yield the backend of each pass."""
     plan = ag.compile(graph, target=target, deterministic=deterministic, store=store)
     plan.executable.prepare()
-    is_gradient = not plan.graph.has_gradient
-    yield f"{plan.backend} {'gradient' if is_gradient else 'forward'}"
-    if not (inference or is_gradient):
+    yield f"{plan.backend} {'gradient' if plan.graph.is_gradient else 'forward'}"
+    if plan.graph.has_gradient and not inference:
         for gradient in dict.fromkeys((plan.vjp, plan.training_vjp)):
             gradient.executable.prepare()
         yield f"{plan.vjp.backend} backward"
@@ -252,7 +250,7 @@ def describe_entry(entry: Entry) -> tuple[str, str]:
 
 def describe_cudnn(rest: str) -> str:
     """A stored plan of cuDNN's as text: its call and its machine."""
-    key = json.loads(rest)
+    key = read_json(rest)
     call = key["call"]
     tensors = [f"{x['argument']} {x['shape']}" for x in call["inputs"][:3]]
     cudnn = ".".join(map(str, key["versions"][0]))
@@ -263,7 +261,7 @@ def describe_cudnn(rest: str) -> str:
 
 def describe_tune(rest: str) -> str:
     """Stored figures as text: the graph's inputs and the measured machine."""
-    key = json.loads(rest)
+    key = read_json(rest)
     inputs = [f"{x.name} {x.spec}" for x in ag.parse(key["graph"]).inputs[:3]]
     return f"{', '.join(inputs)}, on {key['target']}, {key['threads']} threads"
 

@@ -24,16 +24,19 @@ OTHER_NAMES = {"bfloat16": "bf16"} | {
 }
 
 MOST = 2**40  # of one size: no machine has room for more
+LONGEST = 40  # digits of a number that an error repeats
 
 
 def parse_sizes(text: str) -> Sizes:
     """The sizes of "2,8,1024,64" or "128x128". Raises BadParameter."""
     if not re.fullmatch(r"\s*\d+(\s*[,x]\s*\d+)*\s*", text):
         raise click.BadParameter(f"{text!r} is not a list of sizes such as 2,8,1024,64")
-    numbers = tuple(map(int, re.findall(r"\d+", text)))
-    if max(numbers) > MOST:
-        raise click.BadParameter(f"{max(numbers)} is too large for a size: the most is {MOST}")
-    return numbers
+    figures = [figures.lstrip("0") or "0" for figures in re.findall(r"\d+", text)]
+    longest = max(figures, key=len)
+    if len(longest) > len(str(MOST)) or max(map(int, figures)) > MOST:
+        what = longest if len(longest) < LONGEST else f"a number of {len(longest)} digits"
+        raise click.BadParameter(f"{what} is too large for a size: the most is {MOST}")
+    return tuple(map(int, figures))
 
 
 def reads_sizes(meaning: str, *counts: int) -> Read:

@@ -25,13 +25,12 @@ from attn_graph.compiler import explain
 from attn_graph.errors import GraphError
 from attn_graph.integrations.conditions import Kind, pair_kinds
 from attn_graph.integrations.layer_masks import MaskDescription, Tensors, decode_mask, say_once
-from attn_graph.ir.builder import EXTRA
+from attn_graph.ir.arguments import order_inputs
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.target import Target
 from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
 from attn_graph.nn.calls import (
     SEGMENTS,
-    Named,
     Options,
     attend_as,
     draw_seed,
@@ -111,7 +110,7 @@ def attend_layer(
     options = (mask, scaling, None, softcap, False, dropout, sinks is not None, None, False, ())
     note_graph(module, {"q": query, "k": key, "v": value, **tensors}, options)
     # `attention` reads three times as many arguments at each call
-    named = name_tensors(tensors) if tensors else {}
+    named = order_inputs(tensors) if tensors else {}
     if dropout:
         named = {**named, **draw_seed(query.device)}
     o = attend_as(query, key, value, named, options)
@@ -163,11 +162,6 @@ def weigh_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
             f"{[*sinks.shape]}; those of heads alone, [H], are s_aux"
         )
     return (o * torch.sigmoid(lse[..., None] - sinks)).to(o.dtype)
-
-
-def name_tensors(tensors: Named) -> Named:
-    """Tensors by the names of a graph's inputs, in their order."""
-    return {name: tensors[name] for name in EXTRA if name in tensors}
 
 
 def number_documents(
@@ -267,7 +261,7 @@ def attend_batch(
     starts = {"q_starts": cu_seq_lens_q, "kv_starts": given["cu_seq_lens_k"]}
     longest = round_size(max_length_q), round_size(given["max_length_k"])
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    named = name_tensors(starts if s_aux is None else {**starts, "sinks": s_aux})
+    named = order_inputs(starts if s_aux is None else {**starts, "sinks": s_aux})
     o = attend_as(
         q, k, v, named, (mask, scaling, None, softcap, False, 0.0, False, longest, False, ())
     )

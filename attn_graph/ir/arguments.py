@@ -17,6 +17,11 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.scaling import KEY_SCALES, O_SCALE, PAIRS, SCALES
 from attn_graph.spec import FLOATS, QUANTISED, TensorSpec, ValueType
 
+EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
+    *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
+    *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts", "pages"),
+    *SCALES,
+)
 PACKED = {  # the other way to write q, k and v of three axes
     "q": ", or give q_starts= if it is packed [T,H,D]",
     "k": ", or give kv_starts= if it is packed [T,G,D]",
@@ -27,6 +32,11 @@ JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by &: the tensors eac
     for leaf in (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
 }
 T = TypeVar("T")
+
+
+def order_inputs(named: Mapping[str, T]) -> dict[str, T]:
+    """Inputs after q, k and v in the order of a graph's: those of EXTRA, then others as given."""
+    return {name: named[name] for name in EXTRA if name in named} | dict(named)
 
 
 def require_modifiers(modifiers: object) -> tuple[Modifier | masks.Mask, ...]:

@@ -21,7 +21,7 @@ from attn_graph.errors import (
 )
 from attn_graph.ir import ops
 from attn_graph.ir.arguments import (
-    add_axes,
+    EXTRA,
     dtype_problems,
     pool_problems,
     read_by,
@@ -34,21 +34,17 @@ from attn_graph.ir.arguments import (
     whole_mask,
 )
 from attn_graph.ir.elsewhere import unknown_argument
-from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
+from attn_graph.ir.graph import Eqn, Graph, Input, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed_inputs import Sequences, alignment_problems, find_packed_sides
 from attn_graph.ir.paging import Unpage
-from attn_graph.ir.scaling import O_SCALE, PAIRS, SCALES, Dequantise, Quantise
+from attn_graph.ir.ranks import count_read, rank_problems
+from attn_graph.ir.scaling import O_SCALE, PAIRS, Dequantise, Quantise
 from attn_graph.ir.views import Leading
 from attn_graph.masks import Align
 from attn_graph.spec import TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
 
-EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
-    *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
-    *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts", "pages"),
-    *SCALES,
-)
 T = TypeVar("T")
 
 
@@ -64,6 +60,11 @@ class Value:
     def type(self) -> ValueType:
         """Shape and dtype of the value."""
         return self.builder.types[self.index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its type."""
+        return self.type.shape
 
     def __bool__(self) -> NoReturn:
         """Raises GraphError: the data of a value is known only when the graph runs."""
@@ -215,6 +216,8 @@ class Builder:
         """Add an equation; return its results. Raises GraphError if they can't have types."""
         types = [self.types[self.own(value).index] for value in operands]
         if not self.trusts:
+            if not isinstance(op, Op):
+                raise GraphError(f"{show(op)} is not an op, such as a modifier or a mask")
             self.examine(op, types)
         return self.add(op, operands, op.infer(*types))
 
@@ -266,30 +269,6 @@ class Builder:
         """The graph so far, unchecked: for passes, which keep graphs correct."""
         numbers = tuple(v.index for v in outputs)
         return Graph(tuple(self.inputs), tuple(self.eqns), numbers, layouts)
-
-
-def count_read(op: Op) -> int:
-    """How many operands, from the first, `infer` reads: those that it names, or all."""
-    needed = [x for x in signature(op.infer).parameters.values() if x.default is x.empty]
-    return sum(x.kind is not x.VAR_POSITIONAL for x in needed) or len(op.ranks)
-
-
-def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) -> list[str]:
-    """Operands whose count, or whose number of axes, does not fit the op."""
-    ranks = op.ranks
-    pairs = [*zip(types, ranks, strict=False)]
-    misfits = [rank for type_, rank in pairs if rank is not None and len(type_.shape) != rank]
-    if not misfits and (partial or len(types) == len(ranks)):
-        return []
-    who, roles = op_name(type(op)), dict(enumerate(op.roles))
-    if len(types) != len(ranks) and not partial:
-        return [f"{who}: {len(types)} operands given, {len(ranks)} needed"]
-    return [
-        f"{who}: {roles.get(place, place)} {type_} has {len(type_.shape)} axes and needs {rank}"
-        f"{add_axes(str(roles.get(place)), rank - len(type_.shape))}"
-        for place, (type_, rank) in enumerate(pairs)
-        if rank is not None and len(type_.shape) != rank
-    ]
 
 
 def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) -> Graph:
@@ -431,7 +410,8 @@ def attention(
     x |= {name: lengths for name, lengths in ends.items() if lengths is not None}
     whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))
     slanted = None if alibi is None or alibi is False else align or ""
-    b.problem(*alignment_problems(whole, slanted, rows, keys))
+    steps = tuple(step.aligned(align, masks.ragged_in(x)) for step in steps)
+    b.problem(*alignment_problems(whole, slanted, steps, rows, keys))
     own = {n: x[n].dequantise(x[s], x["q"]) if s in x else x[n] for n, s in PAIRS[1:]}
     unpacked = {name: keys.unpack(own[name]) if keys else own[name] for name in own}
     s = scores(rows.unpack(x["q"]) if rows else x["q"], unpacked["k"], scale=scale)

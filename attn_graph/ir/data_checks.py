@@ -10,24 +10,26 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import LENGTHS, PLACES
-from attn_graph.ir.packing import Lengths, list_sequences, row_count
+from attn_graph.ir.packing import Lengths, list_sequences, require_first, require_fitting, row_count
 from attn_graph.ir.paging import list_entries
 from attn_graph.spec import ValueType
 
 
-def check_data(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:
-    """Check starts, lengths and pages, reading the tensors on the host.
+def check_data(graph: Graph, tensors: Mapping[int, torch.Tensor]) -> None:
+    """Check starts, lengths and pages, reading the tensors on the host. tensors: by the number of
+    the input; what reads others is not checked.
 
     Raises PlanMismatchError for starts that descend or leave their tensor, for lengths beyond the
     rows, and for pages outside the pool. The graph must have attention as one op, as in plans.
     """
-    values = dict(enumerate(tensors))
+    values = {i: x.cpu() for i, x in tensors.items()}
     for eqn, outs in graph.numbered:
         if isinstance(eqn.op, Lengths):
-            (values[outs[0]],) = eqn.op.run(values[eqn.args[0]])
+            if eqn.args[0] in values:
+                require_first(graph.inputs[eqn.args[0]].name, values[eqn.args[0]])
+                (values[outs[0]],) = eqn.op.run(values[eqn.args[0]])
         elif eqn.op.attention is not None:
             known = {n: values[i] for n, i in enumerate(eqn.args) if i in values}
             check_operands(eqn.op, [graph.types[i] for i in eqn.args], known)
@@ -52,10 +54,11 @@ def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch
     if packed:
         _, where = packed.split(range(len(types)))
         for side, most in packed.most.items():
-            starts, lengths = (known[n] for n in where[side])
-            total = row_count(types[PLACES[side]].shape)
-            list_sequences(starts, lengths, total, most, LENGTHS[side].split("_")[0])
-        if packed.paged:
+            if known.keys() >= {*where[side]}:
+                starts, lengths = (known[n] for n in where[side])
+                total = row_count(types[PLACES[side]].shape)
+                list_sequences(starts, lengths, total, most, LENGTHS[side].split("_")[0])
+        if packed.paged and known.keys() >= {*where["keys"]}:
             n, page = types[PLACES["keys"]].shape[:2]
             table, *ends = (known[n] for n in where["keys"])
             sizes = [padded[n].shape[2] for n in PLACES.values()]
@@ -63,14 +66,5 @@ def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch
             deque(list_entries(page, n, table, *ends, seen=seen), 0)
     read = op.attention.slots.mask
     for side, name in LENGTHS.items():
-        if name in read and side not in where:
-            check_lengths(name, known[read[name]], padded[PLACES[side]].shape[2])
-
-
-def check_lengths(name: str, lengths: torch.Tensor, most: int) -> None:
-    """Raise PlanMismatchError for lengths outside 0 to `most`."""
-    for b, count in enumerate(lengths.tolist()):
-        if not 0 <= count <= most:
-            raise PlanMismatchError(
-                f"{name}: entry {b} has {count}, of {most} rows", way_out=f"give 0 to {most}"
-            )
+        if side not in where and read.get(name) in known:
+            require_fitting(name, known[read[name]].tolist(), padded[PLACES[side]].shape[2])

@@ -16,6 +16,7 @@ from attn_graph.spec import ValueType
 T = TypeVar("T")
 SIDES: dict[int | None, str] = {None: "rows", 0: "rows", 1: "keys", 2: "keys"}  # of q, k and v
 NAME, RANK = attrgetter("name"), attrgetter("rank")
+ROWS = ("o", "to")  # results that lie like q
 WIDE = {"o": "bhie", "weights": "bhij"}  # axes; statistics have bhi
 
 
@@ -57,6 +58,11 @@ class Role:
     def side(self) -> str:
         """ "rows" if laid out like q, "keys" if like k, else ""."""
         return SIDES.get(self.like, "")
+
+    @property
+    def leader(self) -> int | None:
+        """The number of the operand in whose memory order a result lies; None: in C order."""
+        return 0 if self.name in ROWS else self.like
 
     def marked(self, letter: str) -> Role:
         """The role of its gradient, d, or of its tangent, t."""

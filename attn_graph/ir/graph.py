@@ -301,7 +301,8 @@ class Graph:
 
         It has a floating input, a derivative of every step, and is not a derivative itself.
         """
-        floating = any(i.spec.dtype in FLOATS for i in self.inputs)
+        fixed = self.constants
+        floating = any(i.spec.dtype in FLOATS and n not in fixed for n, i in enumerate(self.inputs))
         return floating and not self.is_gradient and not self.gradient_problems
 
     @property

@@ -11,7 +11,7 @@ from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.sums import Zeros
 from attn_graph.ir.vjp import floating_inputs, numbers_of, refuse_constants
-from attn_graph.spec import TensorSpec, dense_strides, memory_order
+from attn_graph.spec import TensorSpec, dense_like
 
 
 def jvp(graph: Graph, tangents: Sequence[str] | None = None) -> Graph:
@@ -32,7 +32,7 @@ def jvp(graph: Graph, tangents: Sequence[str] | None = None) -> Graph:
     check_graph(graph, "jvp")
     graph = simplify(graph)
     moved = moving_inputs(graph, tangents)
-    return push_graph(graph, moved, [tangent_spec(graph.inputs[i].spec) for i in moved])
+    return push_graph(graph, moved, [dense_like(graph.inputs[i].spec) for i in moved])
 
 
 def moving_inputs(graph: Graph, names: Sequence[str] | None) -> tuple[int, ...]:
@@ -47,11 +47,6 @@ def moving_inputs(graph: Graph, names: Sequence[str] | None) -> tuple[int, ...]:
             "name all of them, or none to have their tangents computed"
         )
     return tuple(sorted(moved))
-
-
-def tangent_spec(spec: TensorSpec) -> TensorSpec:
-    """The spec of an input's tangent: dense, in its memory order."""
-    return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, memory_order(spec)))
 
 
 def push_graph(graph: Graph, moved: Sequence[int], specs: Sequence[TensorSpec]) -> Graph:

@@ -36,6 +36,9 @@ from attn_graph.masks import (
 from attn_graph.masks.places import Block, Place, Term
 from attn_graph.spec import FLOATS, INF, INTEGERS, ValueType, to_number
 
+Names = tuple[str, ...]
+MOST_SLOPES = 2**10  # heads; planning writes a slope for each
+
 
 @gives("s")
 @asks_for_attrs
@@ -73,6 +76,10 @@ class Modifier(Alike):
     @property
     def ranks(self) -> tuple[int | None, ...]:
         return (4, *(None for _ in self.needs))  # `Data` says how many axes
+
+    def aligned(self, align: Align | None, lengths: Names) -> Modifier:
+        """This step in an attention of this alignment that has these lengths."""
+        return self
 
     def resolved(self, M: int, N: int) -> Modifier:
         """This step for M queries and N keys. Raises GraphError for a missing alignment."""
@@ -298,9 +305,19 @@ class Alibi(Modifier):
     def trains(self) -> tuple[str, ...]:
         return () if self.default else ("alibi",)
 
+    def aligned(self, align: Align | None, lengths: Names) -> Alibi:
+        own = self.align or align
+        return evolve(self, align=own, ragged=known_lengths(own, self.ragged, lengths))
+
     def resolved(self, M: int, N: int) -> Modifier:
         diagonal_offset(self.align, M, N, "alibi")
         return evolve(self, align="top_left") if M == N and not self.ragged else self
+
+    def problems(self, *types: ValueType) -> Iterator[str]:
+        yield from super().problems(*types)
+        H = types[0].shape[1]
+        if self.default and H > MOST_SLOPES:
+            yield f"alibi: {H} heads, and {MOST_SLOPES} is the most without slopes of your own, [H]"
 
     def distance(self, at: Place) -> Term:
         """|i' - j| at a place."""
@@ -326,6 +343,12 @@ class Alibi(Modifier):
         self, ts: torch.Tensor, tangents: Mapping[str, torch.Tensor], at: Place
     ) -> torch.Tensor:
         return self.change(ts, at.reading({**at.data, **tangents}))
+
+
+def known_lengths(align: Align | None, own: Names, lengths: Names) -> Names:
+    """The lengths that move a step of an alignment: its own, or, from the bottom right, those of
+    the attention, as for masks."""
+    return own or (lengths if align == "bottom_right" else ())
 
 
 def default_slopes(heads: int) -> list[float]:

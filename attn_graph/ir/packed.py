@@ -352,11 +352,11 @@ class Packed(Fused):
     def seen(self, operands: Mapping[int, torch.Tensor], sizes: Sequence[int]) -> list[range]:
         """The keys of each entry that count, by `bound_seen_keys`. operands: lengths and the table,
         by number. sizes: the most rows and keys."""
-        mask, table = self.attention.mask, operands[len(self.takes) - 1]
+        mask, table, (rows, keys) = self.attention.mask, operands[len(self.takes) - 1], sizes
         data = {name: operands[n] for name, n in self.attention.slots.mask.items()}
         bounds = (
             [x] * len(table) if isinstance(x, int) else x.expand(len(table), 1).flatten().tolist()
-            for x in seen_by_entry(mask, table, *sizes, data)
+            for x in seen_by_entry(mask, table, rows, keys, data)
         )
         return [range(a, max(a, b)) for a, b in zip(*bounds, strict=True)]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from attrs import frozen
 
 from attn_graph import masks
 from attn_graph.errors import GraphError, show
+from attn_graph.ir.graph import op_name
+from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packing import Lengths, Pack, Unpack, to_most
 from attn_graph.ir.paging import Unpage
 from attn_graph.masks.joins import leaves
@@ -134,13 +136,14 @@ def two_sizes(most: object) -> tuple[int | None, int | None]:
 def alignment_problems(
     mask: masks.Mask | None,
     alibi: str | None,
+    steps: Sequence[Modifier],
     rows: Sequences | None,
     keys: Sequences | Pages | None,
 ) -> Iterator[str]:
     """Parts without an alignment that compare positions of packed sequences.
 
     Only if queries and keys may differ in length. alibi: its alignment, "" without one, or
-    None.
+    None. steps: further modifiers.
     """
     if not rows and not isinstance(keys, Sequences):
         return
@@ -148,7 +151,9 @@ def alignment_problems(
         return
     parts = [] if mask is None else [*leaves(mask)]
     free = [str(x) for x in parts if isinstance(x, masks.Diagonal) and x.align is None]
-    for name in (*free, *(["alibi"] if alibi == "" else [])):
+    free += ["alibi"] * (alibi == "")
+    free += [op_name(type(x)) for x in steps if x.aligned("top_left", ()) != x]  # it takes one
+    for name in free:
         yield (
             f"{name}: a sequence may have more keys than queries, so the diagonal needs an "
             'alignment; pass align="top_left" or align="bottom_right"'

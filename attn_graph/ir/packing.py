@@ -82,6 +82,22 @@ def list_sequences(
     return [*zip(given, counts, strict=False)]
 
 
+def require_first(name: str, starts: torch.Tensor) -> None:
+    """Raise PlanMismatchError for starts of sequences without gaps that do not begin with 0."""
+    if len(starts) and (first := int(starts[0])):
+        way_out = f"{ASCENDING}; or lengths too, if rows before the first one are unused"
+        raise PlanMismatchError(f"{name}: expected 0 first, got {first}", way_out=way_out)
+
+
+def require_fitting(name: str, counts: Sequence[int], most: int) -> None:
+    """Raise PlanMismatchError for lengths of padded tensors outside 0 to `most`."""
+    if counts and not 0 <= min(counts) <= max(counts) <= most:
+        b, wrong = next((b, n) for b, n in enumerate(counts) if not 0 <= n <= most)
+        raise PlanMismatchError(
+            f"{name}: entry {b} has {wrong}, of {most} rows", way_out=f"give 0 to {most}"
+        )
+
+
 def heads_first(x: torch.Tensor) -> torch.Tensor:
     """[T,H,D] -> [H,T,D], a view, and back; a statistic [H,T] as is."""
     return x.transpose(0, 1) if x.ndim == 3 else x

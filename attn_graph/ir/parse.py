@@ -74,8 +74,6 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
     parser = Parser({cls.__name__: cls for cls in classes if issubclass(cls, Mask)})
     try:
         return parser.whole_mask(text)
-    except RecursionError as error:
-        raise GraphError("the mask is nested too deeply to be read") from error
     except GraphError as error:
         leaves = ", ".join(map(signature, parser.classes.values()))
         joints = "joined with & (not `and`), | (not `or`) and ~ (not `not`)"
@@ -84,7 +82,8 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
 
 def parse_modifier(text: str, known: Iterable[type[Any]]) -> modifiers.Modifier:  # Any: as above
     """The modifier of a text such as `SoftCap(cap=30.0)`. Raises GraphError for others."""
-    step = graph_parser("", known).value(read_syntax(text, "eval").body)
+    with errors_of_nesting():
+        step = graph_parser("", known).value(read_syntax(text, "eval").body)
     if not isinstance(step, modifiers.Modifier):
         raise GraphError(f"{text!r} is not a modifier")
     return step
@@ -120,7 +119,9 @@ class Parser:
 
     def whole_mask(self, text: str) -> Mask:
         """The mask of a text. Raises GraphError for anything else."""
-        mask = self.value(read_syntax(text.strip() if isinstance(text, str) else text, "eval").body)
+        whole = text.strip() if isinstance(text, str) else text
+        with errors_of_nesting():
+            mask = self.value(read_syntax(whole, "eval").body)
         if not isinstance(mask, Mask):
             raise GraphError(f"{text} is {mask!r}, not a mask such as Causal() & Window(64)")
         return mask
@@ -129,8 +130,9 @@ class Parser:
         """The graph of a text. Raises GraphError with the wrong line."""
         body = read_syntax(text).body
         count = next((n for n, line in enumerate(body) if not isinstance(line, ast.Assign)), 0)
-        dims = dict(map(read_dim, body[:count]))
-        return attrs.evolve(self, dims=dims).function(body[count:])
+        with errors_of_nesting():
+            dims = dict(map(read_dim, body[:count]))
+            return attrs.evolve(self, dims=dims).function(body[count:])
 
     def function(self, body: Sequence[ast.stmt]) -> Graph:
         """The graph of a text with one function. Raises GraphError for other statements."""
@@ -287,6 +289,15 @@ def flatten_operator(node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
         operands.append(node.right)
         node = node.left
     return [node, *reversed(operands)]
+
+
+@contextmanager
+def errors_of_nesting() -> Iterator[None]:
+    """GraphError in place of RecursionError."""
+    try:
+        yield
+    except RecursionError as error:
+        raise GraphError("the text is nested too deeply to be read") from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 from attrs.converters import optional
 
 from attn_graph.errors import GraphError
-from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier, Names, SoftCap, known_lengths
 from attn_graph.masks import (
     Align,
     Data,
@@ -68,6 +68,12 @@ class RelativeBias(Modifier):
     def name_of(self, lengths: str) -> str:
         """The operand that has the lengths of a side."""
         return WHOLE + lengths if self.whole else lengths
+
+    def aligned(self, align: Align | None, lengths: Names) -> RelativeBias:
+        if self.places or self.whole:
+            return self
+        own = self.align or align
+        return evolve(self, align=own, ragged=known_lengths(own, self.ragged, lengths))
 
     def resolved(self, M: int, N: int) -> Modifier:
         if self.places or self.whole:

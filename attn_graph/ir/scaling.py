@@ -9,7 +9,8 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.graph import Emit, Gradients, Graph, Op, Values, gives, takes, with_values
-from attn_graph.spec import QUANTISED, ValueType, accumulator
+from attn_graph.machine.tensors import lay_in_order
+from attn_graph.spec import QUANTISED, ValueType, accumulator, order_axes
 
 SCALES = ("q_scale", "k_scale", "v_scale")
 KEY_SCALES = SCALES[1:]
@@ -28,8 +29,8 @@ WEIGHT_SCALE = 16.0
 class Dequantise(Op):
     """x, scale, like -> x * scale, in the dtype of `like`, or in bfloat16 if that has 8 bits too.
 
-    x is in 8 bits; scale has its axes, each full or 1, and 1 for the last. The result is in C
-    order. It has no derivative by either.
+    x is in 8 bits; scale has its axes, each full or 1, and 1 for the last. The result is dense, in
+    the memory order of x. It has no derivative by either.
     """
 
     def problems(self, x: ValueType, scale: ValueType, like: ValueType) -> Iterator[str]:
@@ -53,7 +54,8 @@ class Dequantise(Op):
     def run(self, x: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
         dtype = stands_in(like.dtype)
         wide = accumulator(dtype)
-        return ((x.to(wide) * scale.to(wide)).to(dtype).contiguous(),)
+        whole = (x.to(wide) * scale.to(wide)).to(dtype)
+        return (lay_in_order(whole, order_axes(x.shape, x.stride())),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         return None, None, None

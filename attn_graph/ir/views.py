@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 from attn_graph.errors import GraphError
 from attn_graph.ir.graph import Eqn, Graph, Op, gives, takes
 from attn_graph.ir.sums import Linear
-from attn_graph.spec import TensorSpec, ValueType
+from attn_graph.spec import TensorSpec, ValueType, as_integer
 
 T = TypeVar("T")
 
@@ -35,9 +35,9 @@ class Fold(View):
     If that axis has n places, entry s of place i is at s * n + i if `before`, else at i * S + s.
     """
 
-    axis: int = field(converter=int)
-    into: int = field(converter=int)
-    size: int = field(converter=int)
+    axis: int = field(converter=as_integer)
+    into: int = field(converter=as_integer)
+    size: int = field(converter=as_integer)
     before: bool = field(converter=bool)
     is_view = True
 
@@ -76,9 +76,9 @@ class Unfold(View):
     name: of the result, in text and in backward graphs.
     """
 
-    axis: int = field(converter=int)
-    into: int = field(converter=int)
-    size: int = field(converter=int)
+    axis: int = field(converter=as_integer)
+    into: int = field(converter=as_integer)
+    size: int = field(converter=as_integer)
     before: bool = field(converter=bool)
     name: str = "x"
     is_view = True
@@ -120,8 +120,8 @@ class Unfold(View):
 class Repeat(View):
     """x -> x with axis `into`, of one place, seen `size` times, shared by all entries."""
 
-    into: int = field(converter=int)
-    size: int = field(converter=int)
+    into: int = field(converter=as_integer)
+    size: int = field(converter=as_integer)
 
     def infer(self, x: ValueType) -> tuple[ValueType]:
         check_axes("repeat", x, 0, self.into)
@@ -145,8 +145,8 @@ class Repeat(View):
 class SumRepeats(View):
     """x -> the sum along axis `into`, of `size`; the axis stays with one place."""
 
-    into: int = field(converter=int)
-    size: int = field(converter=int)
+    into: int = field(converter=as_integer)
+    size: int = field(converter=as_integer)
     is_gradient = True
 
     def infer(self, x: ValueType) -> tuple[ValueType]:
@@ -169,7 +169,7 @@ class Leading(View):
     So lie the keys of absorbed latent attention (MLA): v = k[..., :512].
     """
 
-    size: int = field(converter=int)
+    size: int = field(converter=as_integer)
     is_view = True
 
     def problems(self, x: ValueType) -> Iterator[str]:
@@ -195,7 +195,7 @@ class Leading(View):
 class Widen(View):
     """x -> x with zeros behind it along the last axis, `size` elements in all."""
 
-    size: int = field(converter=int)
+    size: int = field(converter=as_integer)
     is_gradient = True
 
     def infer(self, x: ValueType) -> tuple[ValueType]:
@@ -231,16 +231,3 @@ def insert_at(values: Sequence[T], place: int, value: T) -> tuple[T, ...]:
 
 def equation_of(graph: Graph, i: int) -> Eqn | None:
     return next((eqn for eqn, outs in graph.numbered if i in outs), None)
-
-
-def spec_of_view(graph: Graph, i: int) -> TensorSpec | None:
-    """The spec of value i if it is an input or a view of one; else None."""
-    if i < len(graph.inputs):
-        return graph.inputs[i].spec
-    eqn = equation_of(graph, i)
-    if eqn is None or not isinstance(eqn.op, VIEWS):
-        return None
-    base, type_ = spec_of_view(graph, eqn.args[0]), graph.types[i]
-    if base is None:
-        return None
-    return eqn.op.view(base) or TensorSpec(type_.shape, type_.dtype)

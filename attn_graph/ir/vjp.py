@@ -10,15 +10,15 @@ from attrs import evolve
 from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder, Value
-from attn_graph.ir.graph import Graph, check_graph
+from attn_graph.ir.graph import Graph, Op, check_graph
+from attn_graph.ir.layouts import output_specs, result_spec, statistics
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.scaling import Quantise
 from attn_graph.ir.sums import Add, Zeros
-from attn_graph.ir.views import Unfold, spec_of_view
 from attn_graph.machine.cache import remember
 from attn_graph.machine.overlap import overlaps_itself
-from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_strides, memory_order
+from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_like
 from attn_graph.spec.dims import NamedSize
 
 Layouts = Mapping[str, TensorSpec | str]  # of outputs, by name
@@ -148,10 +148,6 @@ def main_outputs(graph: Graph) -> tuple[int, ...]:
     return tuple(i for i in usual if i not in stats) or usual
 
 
-def statistics(graph: Graph) -> frozenset[int]:
-    return graph.named_results(lambda op: op.statistics)
-
-
 @remember
 def training_gradient(
     graph: Graph, wants: tuple[str, ...] | None = None, *, through_lse: bool = False
@@ -165,7 +161,8 @@ def training_gradient(
 
 
 def cotangent_specs(graph: Graph, given: Container[int]) -> list[TensorSpec | None]:
-    return [result_spec(graph, i) if i in given else None for i in graph.outputs]
+    pairs = zip(graph.outputs, output_specs(graph), strict=True)
+    return [spec if i in given else None for i, spec in pairs]
 
 
 def residuals(graph: Graph) -> tuple[int, ...]:
@@ -183,41 +180,24 @@ def residuals(graph: Graph) -> tuple[int, ...]:
     )
 
 
-def result_spec(graph: Graph, i: int) -> TensorSpec:
-    """Value i as an output: as declared; else o and its tangent like q; else C order."""
-    type_ = graph.types[i]
-    if graph.layouts and i in graph.outputs:
-        declared = graph.declared_outputs[graph.outputs.index(i)]
-        if declared is not None:
-            return declared
-    for eqn, outs in graph.numbered:
-        if i not in outs:
-            continue
-        if isinstance(eqn.op, Quantise) and type_.shape:
-            whole = result_spec(graph, eqn.args[0])
-            return TensorSpec(type_.shape, type_.dtype, whole.strides)
-        if isinstance(eqn.op, Unfold) and i not in statistics(graph):
-            return eqn.op.view(result_spec(graph, eqn.args[0]))
-        q = spec_of_view(graph, eqn.args[0]) if eqn.args else None
-        follows = eqn.op.attention or isinstance(eqn.op, ops.Weigh)
-        if q is not None and follows and eqn.op.names[i - outs[0]] in ("o", "to"):
-            return TensorSpec(type_.shape, type_.dtype, dense_strides(type_.shape, memory_order(q)))
-    return TensorSpec(type_.shape, type_.dtype)
-
-
 def value_names(graph: Graph) -> dict[int, str]:
     """A distinct name for each value of an equation; `d` before it is distinct too.
 
-    Views, the outputs of mapped graphs, choose first.
+    Views, the outputs of mapped graphs, choose first, and o in 8 bits.
     """
     taken = {i.name for i in graph.inputs}
     names = {}
-    for eqn, outs in sorted(graph.numbered, key=lambda numbered: not numbered[0].op.is_view):
+    for eqn, outs in sorted(graph.numbered, key=lambda numbered: not gives_outputs(numbered[0].op)):
         for base, i in zip(eqn.op.names, outs, strict=True):
             tries = (base if n == 1 else f"{base}{n}" for n in range(1, len(taken) + 2))
             names[i] = next(name for name in tries if not {name, f"d{name}"} & taken)
             taken |= {names[i], f"d{names[i]}"}
     return names
+
+
+def gives_outputs(op: Op) -> bool:
+    """True if an op makes outputs of results that are then values within the graph."""
+    return op.is_view or isinstance(op, Quantise)
 
 
 def output_names(graph: Graph) -> list[str]:
@@ -328,7 +308,7 @@ def backward(
     check_cotangents(graph, cotangents)
     b, types, names = Builder(), graph.types, value_names(graph)
     declared = saved_specs(graph)
-    specs = declared.values() if saved is None else saved
+    specs = [*declared.values()] if saved is None else saved
     numbers = (*range(len(graph.inputs)), *residuals(graph))
     values = {
         n: b.input(name, spec) for n, name, spec in zip(numbers, declared, specs, strict=True)
@@ -349,4 +329,13 @@ def backward(
                 if grad is not None:
                     grads[i] = grads[i].then(Add(), grad) if i in grads else grad
     outputs = [grads[i] if i in grads else b.emit(Zeros.like(types[i]))[0] for i in wants]
-    return narrow(prune(b.graph(*outputs)))
+    due = [dense_like(specs[i]) for i in wants]
+    return lay_as_inputs(narrow(prune(b.graph(*outputs))), due)
+
+
+def lay_as_inputs(graph: Graph, due: Sequence[TensorSpec]) -> Graph:
+    """A backward graph that declares the layouts of gradients which would lie otherwise than is
+    due: where a sum or a single step gives them."""
+    pairs = zip(output_specs(graph), due, strict=True)
+    lies = tuple(None if own == spec else spec.strides for own, spec in pairs)
+    return evolve(graph, layouts=lies) if any(lies) else graph

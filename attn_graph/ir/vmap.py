@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import final
 
 from attrs import evolve, frozen
@@ -13,7 +13,7 @@ from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
-from attn_graph.ir.modifiers import Alibi
+from attn_graph.ir.modifiers import Alibi, Modifier
 from attn_graph.ir.packed import with_operands
 from attn_graph.ir.passes import canonicalise, fuse
 from attn_graph.ir.relative import MODIFIERS
@@ -21,9 +21,10 @@ from attn_graph.ir.scaling import Dequantise
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
 from attn_graph.ir.vjp import require_no_layouts, value_names
-from attn_graph.masks import LEAVES
+from attn_graph.masks import LEAVES, Mask
 from attn_graph.masks.joins import leaves
-from attn_graph.spec import TensorSpec, dense_strides, to_integer
+from attn_graph.spec import TensorSpec, as_integer, dense_strides, to_integer
+from attn_graph.spec.dims import to_index
 
 Axes = Mapping[str, int | None]
 
@@ -104,7 +105,7 @@ WAYS = (Way("b", True), Way("b", False), Way("h", True), Way("h", False))
 def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
     by_name = {i.name: n for n, i in enumerate(graph.inputs)}
     ranks = {i.name: len(i.spec.shape) for i in graph.inputs}
-    if isinstance(in_axes, int):
+    if to_index(in_axes) is not None:
         given: dict[str, object] = {name: in_axes for name, rank in ranks.items() if rank}
     elif isinstance(in_axes, Mapping):
         given = {name: place for name, place in in_axes.items() if place is not None}
@@ -116,13 +117,13 @@ def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
             problems.append(f"vmap: no input is named {name}; there are {', '.join(by_name)}")
         elif not ranks[name]:
             problems.append(f"vmap: {name} is one number for all entries; write a loop for several")
-        elif not isinstance(place, int) or not 0 <= place <= ranks[name]:
+        elif not 0 <= (-1 if (n := to_index(place)) is None else n) <= ranks[name]:
             problems.append(f"vmap: in_axes {show(place)} of {name} is not in 0 to {ranks[name]}")
     if not given:
         problems.append("vmap: in_axes names no input; without the axis there is nothing to map")
     if problems:
         raise GraphError(*problems)
-    return {by_name[name]: place for name, place in given.items() if isinstance(place, int)}
+    return {by_name[name]: as_integer(place) for name, place in given.items()}
 
 
 def map_inputs(
@@ -180,14 +181,20 @@ def general_problems(graph: Graph) -> Iterator[str]:
 def node_problems(node: Attention) -> Iterator[str]:
     if node.origin:
         yield f"vmap: dropout has the origin {node.origin} of a part; map the whole"
-    own = [m for m in node.modifiers if type(m) not in MODIFIERS]
-    every = () if node.mask is None else leaves(node.mask)
-    parts = [leaf for leaf in every if type(leaf) not in LEAVES]
-    for part in (*own, *parts):
+    for part in counting_parts(node.mask, node.modifiers):
         yield (
             f"vmap: {type(part).__name__} is your own, and may count batch entries or heads; "
             "declare the graph with the larger batch"
         )
+
+
+def counting_parts(
+    mask: Mask | None, modifiers: Iterable[Modifier] = ()
+) -> tuple[Mask | Modifier, ...]:
+    """The parts that may count batch entries or heads, so differ if these have other numbers."""
+    own = [m for m in modifiers if type(m) not in MODIFIERS]
+    every = () if mask is None else leaves(mask)
+    return (*own, *(leaf for leaf in every if type(leaf) not in LEAVES))
 
 
 def letters_of(graph: Graph) -> dict[int, str]:

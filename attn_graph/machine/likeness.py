@@ -9,6 +9,8 @@ from itertools import repeat
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
+from attn_graph.spec import layout_problem
+
 # For `True in map(getattr, tensors, *NESTED)`, before a check: PyTorch's ends the process at nested
 # tensors without strides.
 NESTED = (repeat("is_nested"), repeat(False))
@@ -55,6 +57,6 @@ def check_repeated(check: Check, firsts: Sequence[int], *tensors: torch.Tensor) 
 
 def look_at(t: object) -> Look | None:
     """The properties of a dense tensor a plan depends on, as a value. None for anything else."""
-    if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.is_nested:
+    if not isinstance(t, torch.Tensor) or layout_problem(t):
         return None
     return t.shape, t.stride(), t.dtype, t.device, t.is_neg()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from tempfile import NamedTemporaryFile
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 from attrs import field, frozen
 from platformdirs import user_cache_path
@@ -22,6 +24,7 @@ from attn_graph.spec import require_size
 LOG = logging.getLogger("attn_graph")
 MAGIC = b"attn_graph store 1\n"  # another number for another form: older files are misses then
 MOST = 256 * 2**20  # bytes; a plan of cuDNN's is about 100 KB
+LARGEST = 64 * 2**20  # bytes of one file that is read
 
 T = TypeVar("T")
 
@@ -50,6 +53,12 @@ def as_folder(folder: object) -> Path:
     """A converter. Raises GraphError unless the value names a folder."""
     if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
         raise GraphError(f"store: folder {show(folder)} is not a path; say the path as text")
+    try:
+        whole = b"\0" not in os.fsencode(folder)
+    except UnicodeEncodeError:
+        whole = False
+    if not whole:
+        raise GraphError(f"store: folder {show(folder)} has characters that no path has")
     return Path(folder)
 
 
@@ -160,9 +169,21 @@ class Store:
 
 def contents(path: Path) -> bytes:
     """The bytes of a regular file. Raises Unfit for others: reading a FIFO might never end."""
-    if not S_ISREG(path.stat().st_mode):
+    status = path.stat()
+    if not S_ISREG(status.st_mode):
         raise Unfit("it is not a regular file")
+    if status.st_size > LARGEST:
+        raise Unfit(f"it has {status.st_size} bytes, and {LARGEST} is the most of a stored plan")
     return path.read_bytes()
+
+
+def read_json(data: bytes | str) -> Any:  # Any: JSON
+    """The value of a text in JSON. Raises ValueError for any other text, and for one nested deeper
+    than Python calls functions."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def seal(key: str, data: bytes) -> bytes:
@@ -170,6 +191,17 @@ def seal(key: str, data: bytes) -> bytes:
     name = key.encode()
     body = len(name).to_bytes(8, "big") + name + data
     return MAGIC + sha256(body).digest() + body
+
+
+def read_positive(number: Any) -> float:  # Any: JSON
+    """A finite number of at least 0. Raises ValueError for any other, TypeError for no number."""
+    try:
+        value = float(number)
+    except OverflowError:  # of an integer of 400 digits
+        value = math.inf
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{value} is not a finite number of at least 0")
+    return value
 
 
 def unseal(file: bytes) -> tuple[str, bytes]:

@@ -16,6 +16,7 @@ from attrs import field, frozen
 from attn_graph.errors import GraphError, show
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.gpus import Peaks, devices, find_product
+from attn_graph.spec import as_integer, maybe_real, maybe_whole
 
 LOG = logging.getLogger("attn_graph")
 PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend")
@@ -55,18 +56,18 @@ class Target:
 
     name: str
     kind: Literal["cpu", "cuda"]
-    sm: int = 0
+    sm: int = field(default=0, converter=as_integer)
     native: tuple[str, ...] = ()
     libraries: tuple[tuple[str, str], ...] = ()
     interprets: bool = False
-    multiprocessors: int | None = field(default=None, kw_only=True)
-    shared_memory: int | None = field(default=None, kw_only=True)
-    shared_memory_per_sm: int | None = field(default=None, kw_only=True)
-    memory: int | None = field(default=None, kw_only=True)
-    bandwidth: float | None = field(default=None, kw_only=True)
-    l2: int | None = field(default=None, kw_only=True)
+    multiprocessors: int | None = field(default=None, converter=maybe_whole, kw_only=True)
+    shared_memory: int | None = field(default=None, converter=maybe_whole, kw_only=True)
+    shared_memory_per_sm: int | None = field(default=None, converter=maybe_whole, kw_only=True)
+    memory: int | None = field(default=None, converter=maybe_whole, kw_only=True)
+    bandwidth: float | None = field(default=None, converter=maybe_real, kw_only=True)
+    l2: int | None = field(default=None, converter=maybe_whole, kw_only=True)
     peaks: Peaks = field(default=(), kw_only=True)
-    driver: int | None = field(default=None, kw_only=True)
+    driver: int | None = field(default=None, converter=maybe_whole, kw_only=True)
 
     @classmethod
     def here(cls, device: torch.device | str | None = None) -> Target:

@@ -149,3 +149,12 @@ def copy_laid_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 def lay_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """x, or a copy of x if its layout differs from the spec."""
     return x if TensorSpec.like(x) == spec else copy_laid_as(x, spec)
+
+
+def lay_in_order(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """x, or a copy without gaps: axes lie in this order, from the outermost."""
+    ordered = x.permute(tuple(order))
+    if ordered.is_contiguous():
+        return x
+    back = tuple(map(order.index, range(len(order))))
+    return ordered.contiguous().permute(back)

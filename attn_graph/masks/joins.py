@@ -24,6 +24,7 @@ from attn_graph.spec import INTEGERS, ValueType
 
 LETTERS = {"b": "B", "h": "H", "i": "M", "j": "N"}  # of axes, and the names of their sizes
 BLOCKS = {"x": "i", "y": "j"}  # the letters of axes of blocks, and of the positions in them
+MOST_LEAVES = 2**12  # of one mask, each as often as it stands there: planning reads them all
 DEEPEST = 128  # joins within joins: each takes up to four of the thousand calls that Python nests
 Align = Literal["top_left", "bottom_right"]
 
@@ -237,13 +238,24 @@ def nesting(join: Join) -> int:
     return 1 + max(part.depth if isinstance(part, Join) else 0 for part in join.parts)
 
 
+def count_leaves(join: Join) -> int:
+    """The leaves of a join, each as often as it stands there."""
+    return sum(part.leaves if isinstance(part, Join) else 1 for part in join.parts)
+
+
 class Join(Mask):
     """Abstract: a mask made of other masks. `join_masks` flattens nested joins of one kind."""
 
     __slots__ = ()
     depth: int
+    leaves: int
 
     def __attrs_post_init__(self) -> None:
+        if self.leaves > MOST_LEAVES:
+            raise GraphError(
+                f"mask: joins of {self.leaves} leaves, and {MOST_LEAVES} is the most; name part of "
+                "them in a leaf of your own, or give a boolean tensor, Keep()"
+            )
         if self.depth > DEEPEST:
             raise GraphError(
                 f"mask: joins within joins are more than {DEEPEST} deep; name part of them in a "
@@ -301,6 +313,9 @@ class Pair(Join):
     a: Mask = field(validator=require_mask)
     b: Mask = field(validator=require_mask)
     depth: int = field(init=False, eq=False, repr=False, default=Factory(nesting, takes_self=True))
+    leaves: int = field(
+        init=False, eq=False, repr=False, default=Factory(count_leaves, takes_self=True)
+    )
 
     @property
     def parts(self) -> tuple[Mask, ...]:
@@ -354,6 +369,9 @@ class Not(Join):
 
     a: Mask = field(validator=require_mask)
     depth: int = field(init=False, eq=False, repr=False, default=Factory(nesting, takes_self=True))
+    leaves: int = field(
+        init=False, eq=False, repr=False, default=Factory(count_leaves, takes_self=True)
+    )
 
     @property
     def parts(self) -> tuple[Mask, ...]:

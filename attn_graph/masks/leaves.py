@@ -12,7 +12,7 @@ from attrs.converters import optional
 from attn_graph.errors import GraphError, show
 from attn_graph.masks.joins import Align, Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
-from attn_graph.spec import MOST_INT64, to_integer
+from attn_graph.spec import MOST_INT64, as_integer, to_integer
 from attn_graph.spec.dims import are_numbers
 
 LENGTHS = ("kv_lengths", "q_lengths")  # the names of the lengths of sequences
@@ -47,7 +47,7 @@ def to_nearest(value: float | None) -> int | None:
 
 def as_pair(values: Iterable[int]) -> tuple[int, int]:
     """Two positions as a tuple: fields of masks compare by value."""
-    i, j = values
+    i, j = map(as_integer, values)
     return i, j
 
 

@@ -33,9 +33,10 @@ def select_blocks(
             f"select_blocks: indices {[*indices.shape]} and counts {given} do not fit; they must "
             "be [..., most] and [...]"
         )
-    named = indices.long()
-    if counts is not None:  # the others name a block past the last
+    named, names = indices.long(), torch.ones_like(indices, dtype=torch.int8)
+    if counts is not None:  # the others add nothing to block 0
         rank = torch.arange(indices.shape[-1], device=indices.device)
-        named = named.where(rank < counts[..., None], size)
-    table = indices.new_zeros(*indices.shape[:-1], size + 1, dtype=torch.bool)
-    return table.scatter_(-1, named, True)[..., :size].contiguous()
+        counted = rank < counts[..., None]
+        named, names = named.where(counted, 0), names.where(counted, 0)
+    table = indices.new_zeros(*indices.shape[:-1], size, dtype=torch.int8)
+    return table.scatter_reduce_(-1, named, names, "amax").bool()

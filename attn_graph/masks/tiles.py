@@ -1,8 +1,8 @@
 """Counts for a mask: pairs of query and key, queries with a key, tiles.
 
 Masks made of strips, and documents, have closed forms, whatever the sizes (`regions`, `layers`).
-Others are evaluated at every place if this takes at most a second or so. Otherwise the count is
-estimated from the `span` and `surely` of blocks of queries.
+Others are evaluated at every place if this takes at most a tenth of a second or so. Otherwise the
+count is estimated from the `span` and `surely` of blocks of queries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attn_graph.masks.regions import Region, bound_region
 from attn_graph.spec import TensorSpec, require_size
 
 UNKNOWN = "before the data are known"
-MOST_PLACES = 2**27  # at which a mask is evaluated for one count: about a second
+MOST_PLACES = 2**24  # at which a mask is evaluated for one count: a tenth of a second
 AT_ONCE = 2**20  # of these
 
 Tensors = Mapping[str, torch.Tensor]
@@ -37,8 +37,8 @@ class Tiles:
 
     Over all batch entries and heads. exact: False without the tensors that decide; `empty` and
     `full` then count the tiles that are so for all values of these tensors. estimated: the mask is
-    not a join of strips, and an exact count would take longer than a second or so; `empty` and
-    `full` then count the tiles decided by the mask's `span` and `surely` for many queries at once.
+    not a join of strips, and an exact count would take over a tenth of a second; `empty` and `full`
+    then count the tiles decided by the mask's `span` and `surely` for many queries at once.
     """
 
     block: tuple[int, int]

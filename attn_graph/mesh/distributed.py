@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import PlanMismatchError
-from attn_graph.ir.vjp import result_spec
+from attn_graph.ir.layouts import result_spec
 from attn_graph.machine.tensors import is_distributed
 from attn_graph.mesh.layout import chunk, join_touching
 from attn_graph.mesh.sharded import AXES, Sharded, show_chunks

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attn_graph.ir.attention import SAVED
-from attn_graph.ir.vjp import result_spec
+from attn_graph.ir.layouts import result_spec
 from attn_graph.mesh.heads import head_shapes
 from attn_graph.mesh.plan import plans
 from attn_graph.mesh.site import Site

@@ -8,9 +8,10 @@ from typing import get_args
 import torch
 from attrs import evolve
 
-from attn_graph.errors import GraphError, show
+from attn_graph.errors import GraphError, PlanMismatchError, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import require_numbers
+from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.graph import Graph, check_graph, op_name
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import simplify
@@ -161,3 +162,9 @@ def check_known(whole: Sharded) -> None:
             )
     B, H, M, N = whole.sizes
     check_tensors(whole.node.mask, (B, H, M, N), whole.mask_data())
+    numbers = {i.name: n for n, i in enumerate(whole.graph.inputs)}
+    try:
+        check_data(whole.graph, {numbers[x.name]: x.tensor for x in whole.known})
+    except PlanMismatchError as error:
+        (text,) = error.differences
+        raise GraphError(f"shard: {text}; {error.way_out}") from error

@@ -9,6 +9,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from attn_graph.ir.vmap import counting_parts
+from attn_graph.machine.cache import remember
 from attn_graph.nn.packed_sizes import PACKING
 from attn_graph.planner.content import CallContent, Content
 
@@ -99,16 +101,17 @@ def map_call(
     return stacked, [0] * len(stacked)
 
 
+@remember
 def is_foldable(content: Content) -> bool:
     """True if a longer batch computes each entry as alone.
 
-    False for plans, whose sizes are fixed; for dropout, which counts entries; for a user's own
-    masks, which may; for packed tensors and pages, and for `modifiers` with tensors, such as a
-    table, which have no axis of the batch.
+    False for plans, whose sizes are fixed; for dropout, formulas and a user's own masks, which may
+    count entries; for packed tensors and pages, and for tensors without an axis of the batch, such
+    as the table of a modifier.
     """
-    if not isinstance(content, CallContent) or PACKING & {*content.names}:
+    if not isinstance(content, CallContent) or PACKING & {*content.names} or content.dropout:
         return False
-    if content.own or content.dropout:
-        return False
-    read = (x for step in content.restore()["modifiers"] for x in step.needs.values())
-    return all(x.axes.startswith("b") for x in read)
+    options = content.restore()
+    mask, steps = options["mask"], options["modifiers"]
+    read = [x for step in steps for x in step.needs.values()]
+    return not counting_parts(mask, steps) and all(x.axes.startswith("b") for x in read)

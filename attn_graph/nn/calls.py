@@ -21,7 +21,7 @@ from attn_graph import compiler
 from attn_graph.compiler import avoided, preferred
 from attn_graph.errors import GraphError, TensorError, show
 from attn_graph.ir import builder
-from attn_graph.ir.arguments import require_modifiers
+from attn_graph.ir.arguments import require_modifiers, take_masks
 from attn_graph.ir.builder import unknown_arguments
 from attn_graph.ir.checks import require_constant
 from attn_graph.ir.graph import Graph
@@ -65,10 +65,12 @@ def attend_anew(
 ) -> Outputs:
     """Attention on tensors of a new kind. It is remembered, unless `key` is None."""
     tensors = {"q": q, "k": k, "v": v, **named}
-    if not is_dynamo_compiling():
-        steps = require_modifiers(options[MODIFIERS])
-        if unknown := unknown_arguments(named, options[0], steps):
-            raise GraphError(*unknown)
+    if options[MODIFIERS] != ():
+        options = gather_masks(options)
+    if not is_dynamo_compiling() and (
+        unknown := unknown_arguments(named, options[0], options[MODIFIERS])
+    ):
+        raise GraphError(*unknown)
     if not all(isinstance(t, Tensor) for t in tensors.values()):
         tensors = {name: read_array(t) for name, t in tensors.items()}
         require_tensors(tensors)
@@ -89,6 +91,13 @@ def attend_anew(
     if key is not None:
         cache.remember(key, (*tensors.values(),), plan)
     return outputs
+
+
+def gather_masks(options: Options) -> Options:
+    """The options with the masks among modifiers joined to `mask`. Raises GraphError."""
+    mask, *between = options[:MODIFIERS]
+    mask, steps = take_masks(mask, require_modifiers(options[MODIFIERS]))
+    return (mask, *between, steps, *options[MODIFIERS + 1 :])
 
 
 def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
@@ -233,7 +242,8 @@ def attend_into(
     if plan is None or not (plan.memo.call[0](*given) or serves_sizes(plan, given)):
         plan = cache.recall(key, given)
     if plan is None:
-        if unknown := unknown_arguments(named, options[0], require_modifiers(options[MODIFIERS])):
+        options = gather_masks(options)
+        if unknown := unknown_arguments(named, options[0], options[MODIFIERS]):
             raise GraphError(*unknown)
         plan = new_plan(q, k, v, named, options)
         cache.remember(key, given, plan)
@@ -274,6 +284,8 @@ def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) ->
     given = named_options(options)
     specs = {name: TensorSpec.like(t) for name, t in tensors.items()}
     graph = make_graph(specs, given, caches=q.device.type == "cpu")  # cuDNN plans for one size
+    # Calls pass tensors by position. A plan that is only explained has its seeds by itself.
+    assert [i.name for i in graph.inputs if i.name in tensors] == [*tensors]
     choice = {name: given[name] for name in CHOICE}
     return compiler.compile(graph, target=Target.here(q.device), **choice)
 

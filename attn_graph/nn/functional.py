@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Sequence
 from functools import partial
-from typing import Never
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import (
-    ArgumentError,
     GraphError,
     PlanMismatchError,
     TensorDtypeError,
@@ -24,8 +22,7 @@ from attn_graph.errors import (
     read_renamed,
     show,
 )
-from attn_graph.ir.arguments import two_segments
-from attn_graph.ir.builder import EXTRA
+from attn_graph.ir.arguments import EXTRA, order_inputs, read_by, require_modifiers, two_segments
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Fallback
@@ -134,12 +131,14 @@ def attention(
         modifiers, backends, avoid, deterministic, precision, on_fallback, max_workspace,
         batch_invariant,
     )  # fmt: skip
+    if bool in (type(scale), type(soft_cap), type(dropout)):  # equal to 1.0, in keys too
+        refuse_flags(scale=scale, cap=soft_cap, rate=dropout)
     if isinstance(dropout, Tensor):
         dropout = read_number("rate", dropout)
     seeds: Sequence[Tensor | None] = (None, None)
     if dropout and seed is None and offset is None:
         seeds = (*draw_seed(q.device).values(),)
-    elif not (seed is None and offset is None) and (dropout or reads_seed(mask)):
+    elif not (seed is None and offset is None) and (dropout or reads_seed(mask, modifiers)):
         seeds = (number_on(q.device, seed), number_on(q.device, offset))
     slopes = None if isinstance(alibi, bool) else alibi
     each = (None, None) if segments is None else two_segments(segments, Tensor)
@@ -147,28 +146,38 @@ def attention(
         bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, *seeds,
         q_starts, kv_starts, pages, q_scale, k_scale, v_scale,
     )  # fmt: skip
-    data = {name: x for name, x in zip(EXTRA, given, strict=True) if x is not None} | data
+    named = {name: x for name, x in zip(EXTRA, given, strict=True) if x is not None}
+    if data:
+        named = order_inputs({**named, **data})
     if out is not None:
-        return attend_into(out, q, k, v, data, options)
+        return attend_into(out, q, k, v, named, options)
     if getattr(q, "is_nested", False):
-        return attend_jagged(q, k, v, data, options)
-    return attend_as(q, k, v, data, options)
+        return attend_jagged(q, k, v, named, options)
+    return attend_as(q, k, v, named, options)
+
+
+def refuse_flags(**numbers: object) -> None:
+    """Raise GraphError for booleans."""
+    for name, number in numbers.items():
+        if isinstance(number, bool):
+            read_number(name, number)
 
 
 def number_on(device: torch.device, x: Tensor | int | None) -> Tensor | None:
     """A seed on a device; a tensor unchanged. Raises GraphError for a number beyond int64."""
     if not isinstance(x, int):
         return x
-    if not -(2**63) <= x < 2**63:
+    if isinstance(x, bool) or not -(2**63) <= x < 2**63:
         raise GraphError(f"attention: the seed {x} is not a 64-bit integer")
     return torch.full((), x, dtype=torch.int64, device=device)
 
 
-def reads_seed(mask: object) -> bool:
-    """True for a user's mask with a tensor named like a seed. Traced code can't check this."""
-    if is_dynamo_compiling() or not isinstance(mask, Mask):
+def reads_seed(mask: object, modifiers: object) -> bool:
+    """True for a user's mask or modifier with a tensor named like a seed. Traced code can't check
+    this."""
+    if is_dynamo_compiling():
         return False
-    return not mask.needs.keys().isdisjoint(SEED)
+    return not read_by(mask, require_modifiers(modifiers)).isdisjoint(SEED)
 
 
 def scaled_dot_product_attention(
@@ -181,7 +190,6 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    **unknown: Never,
 ) -> Tensor:
     """A replacement for `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -196,11 +204,6 @@ def scaled_dot_product_attention(
     Raises TensorError, a RuntimeError like PyTorch's, if the tensors make no sense together. This
     includes keys and values of different lengths, which PyTorch accepts on CPUs.
     """
-    if unknown:
-        raise ArgumentError(
-            f"scaled_dot_product_attention() has no argument {min(unknown)}; write attn_mask= or "
-            "is_causal=, as for PyTorch's, or call nn.functional.attention"
-        )
     kept = read_mask(attn_mask, is_causal)
     return attend_like_torch(query, key, value, kept, dropout_p, scale, enable_gqa, ())
 
@@ -281,6 +284,8 @@ def read_options(
     if rate == 1:  # drops everything, and leaves no gradient
         named, mask, rate = NAMELESS, NOTHING, 0.0
     number = scale if scale is None else to_number(scale)
+    if isinstance(number, bool):
+        raise TensorError(f"attention: scale has to be a number, got {number}")
     return named, (mask, number, None, None, False, rate, False, None, False, (), *choice)
 
 
@@ -299,9 +304,8 @@ def attend_shaped(
     """
     four, more, shape = bring_to_four(grouped, q, k, v, named)
     D, E = q.shape[-1], v.shape[-1]
-    if 0 not in (D, E) and all(
-        map(operator.is_, (*four, *more.values()), (q, k, v, *named.values()))
-    ):
+    same = map(operator.is_, (*four, *more.values()), (q, k, v, *named.values()))
+    if D != 0 and E != 0 and all(same):
         return attend_anew(q, k, v, named, options, key)
     o = attend_as(*pad_empty(*four), more, options)
     assert isinstance(o, Tensor)  # without statistics
@@ -402,8 +406,9 @@ def fit_mask(mask: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     if mask.dtype not in (torch.bool, torch.float32, dtype):
         known = " or ".join(map(str, dict.fromkeys((torch.bool, torch.float32, dtype))))
         raise TensorError(f"attention: attn_mask is {mask.dtype}; it has to be {known}")
+    # Of symbols, `n not in (1, full)` is one question, and Inductor's cache loses its answer.
     sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
-    if mask.ndim > len(shape) or any(n not in (1, full) for n, full in sizes):
+    if mask.ndim > len(shape) or any(n != 1 and n != full for n, full in sizes):
         named = dict(zip(LETTERS, shape, strict=False)) if len(shape) == len(LETTERS) else {}
         ways = list_readings("attn_mask", mask.shape, named) if mask.ndim < len(named) else ""
         raise TensorError(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
 
 from attn_graph.errors import GraphError
+from attn_graph.ir.arguments import order_inputs
 from attn_graph.nn.calls import Named, Options, Outputs, attend_as
 from attn_graph.nn.packed_sizes import PACKING
 
@@ -39,7 +40,7 @@ def pack_jagged(
     starts = {"q_starts": offsets_of(q)}
     if q.shape[RAGGED] != k.shape[RAGGED]:
         starts["kv_starts"] = offsets_of(k)
-    return jagged_rows(q), jagged_rows(k), jagged_rows(v), {**named, **starts}
+    return jagged_rows(q), jagged_rows(k), jagged_rows(v), order_inputs({**named, **starts})
 
 
 def jagged_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:

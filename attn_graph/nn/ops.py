@@ -23,7 +23,9 @@ from attn_graph.compiler import avoided, preferred
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.vjp import residuals, result_spec
+from attn_graph.ir.layouts import output_specs, result_spec
+from attn_graph.ir.scaling import stands_in
+from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.autograd import run_each, select_moving, split_tangents
@@ -153,8 +155,8 @@ def lay(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 @remember
 def result_layouts(graph: Graph) -> tuple[tuple[ValueType, tuple[int, ...]], ...]:
-    every = (*graph.outputs, *(i for i in residuals(graph) if i not in graph.outputs))
-    specs = [result_spec(graph, i) for i in every]
+    more = (result_spec(graph, i) for i in residuals(graph) if i not in graph.outputs)
+    specs = (*output_specs(graph), *more)
     return tuple((s.type, new_strides(s)) for s in specs)
 
 
@@ -184,9 +186,10 @@ def fake_results(content: CallContent, tensors: Tensors) -> Iterator[Tensor]:
     q, v = tensors[0], tensors[2]
     shape = (*q.shape[:-1], v.shape[-1])
     rows = (q.shape[1], q.shape[0]) if "q_starts" in content.names else q.shape[:3]
-    yield q.new_empty_strided(shape, strides_like(shape, q.shape, q.stride()))
+    strides, dtype = strides_like(shape, q.shape, q.stride()), stands_in(q.dtype)
+    yield q.new_empty_strided(shape, strides, dtype=dtype)
     for _ in {*statistic_names(content.stats), "lse"}:
-        yield q.new_empty(rows, dtype=accumulator(q.dtype))
+        yield q.new_empty(rows, dtype=accumulator(dtype))
 
 
 def require_one_device(tensors: Tensors) -> None:

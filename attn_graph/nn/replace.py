@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from attn_graph.errors import FallbackWarning, NoBackendError, TensorError, user_frame
+from attn_graph.errors import TORCH, FallbackWarning, NoBackendError, TensorError, user_frame
 from attn_graph.machine.ambient import is_traced
 from attn_graph.nn.calls import Options, plain_option
 from attn_graph.nn.checkpoints import follow_checkpoint
@@ -31,7 +31,7 @@ from attn_graph.nn.functional import (
 from attn_graph.nn.jagged import jagged_problem
 from attn_graph.nn.multihead import multi_head_attention
 from attn_graph.nn.recognition import Readings, Recognition
-from attn_graph.nn.report import TORCH, Report, Usage
+from attn_graph.nn.report import Report, Usage
 from attn_graph.plan import Plan
 from attn_graph.planner.arguments import CHOICE, ChoiceOptions, complete, shows
 
@@ -249,7 +249,7 @@ def recognize_for(a: Arguments, readings: Readings) -> Recognition | None:
     if not q.ndim == k.ndim == v.ndim == 4 or not len(q) == len(k) == len(v):
         return None
     M, N = q.shape[2], k.shape[2]
-    if mask.ndim < 2 or mask.shape[-1] != N or mask.shape[-2] not in (1, M):
+    if mask.ndim < 2 or mask.shape[-1] != N or (mask.shape[-2] != 1 and mask.shape[-2] != M):
         return None
     return readings.recognize(mask.expand(*mask.shape[:-2], M, N))
 

@@ -11,7 +11,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from attn_graph.errors import NoBackendError, user_frame
+from attn_graph.errors import TORCH, NoBackendError, user_frame
 from attn_graph.machine.timing import Time, run_timed
 from attn_graph.plan import Plan
 from attn_graph.printing.text import align_columns
@@ -19,7 +19,6 @@ from attn_graph.spec import NAMES
 
 MOST_TIMES = 100  # of a row: its first calls, so that a long run takes no memory
 HEAD = ("call site", "calls", "query", "key", "value", "mask", "run by", "ms", "first ms")
-TORCH = f"{Path(torch.__file__).parent}/"
 
 Result = TypeVar("Result")
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attn_graph.errors import TensorError
+from attn_graph.ir.vmap import counting_parts
 from attn_graph.machine.tensors import is_distributed
-from attn_graph.masks import LEAVES, Join, Mask, needs_of
+from attn_graph.masks import Mask, needs_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -48,7 +49,8 @@ def attend_in_parts(
     mesh = tensors["q"].device_mesh
     letters = tuple(divided_axis(n, tensors, axes) for n in range(mesh.ndim))
     for letter in dict.fromkeys(x for x in letters if x):
-        if why := whole.get(letter) or own_leaf(mask):
+        own = [f"{type(x).__name__} may keep others in each part" for x in counting_parts(mask)]
+        if why := whole.get(letter) or next(iter(own), ""):
             raise TensorError(f"attention: {PARTS[letter]} can't be divided: {why}")
         require_equal_parts(letter, letters, tensors, axes)
     outputs = attend({name: local_part(t, axes[name], letters) for name, t in tensors.items()})
@@ -115,15 +117,6 @@ def require_equal_parts(
                 f"attention: {PARTS[letter]} of {name} {[*t.shape]} can't be divided into {parts} "
                 "equal parts"
             )
-
-
-def own_leaf(mask: Mask | None) -> str | None:
-    """Why a mask depends on its part: a user's own leaf may read the entry or the head."""
-    if isinstance(mask, Join):
-        return next(filter(None, map(own_leaf, mask.parts)), None)
-    if mask is None or isinstance(mask, LEAVES):
-        return None
-    return f"{type(mask).__name__} may keep others in each batch entry and head"
 
 
 def placements(axes: Axes, letters: Letters) -> tuple[Placement, ...]:

@@ -21,7 +21,7 @@ from attn_graph.nn.calls import Outputs
 from attn_graph.nn.functional import attention
 from attn_graph.nn.packed_sizes import round_size
 from attn_graph.spec import INTEGERS, accumulator, layout_problem
-from attn_graph.spec.dims import to_index
+from attn_graph.spec.dims import is_flag, to_index
 
 if TYPE_CHECKING:
     from torch.nn.attention.varlen import AuxRequest
@@ -216,7 +216,7 @@ def require_counts(cu_seq_q: Tensor, **others: Tensor | None) -> None:
 
 def round_longest(name: str, longest: int) -> int:
     """The most rows of a sequence, rounded up. Raises TensorError unless it is a size."""
-    if not isinstance(longest, int | torch.SymInt) or longest < 0:
+    if not isinstance(longest, int | torch.SymInt) or is_flag(longest) or longest < 0:
         raise TensorError(
             f"varlen_attn: {name} is {show(longest)}; pass the length of the longest sequence"
         )
@@ -230,7 +230,7 @@ def make_window(window: tuple[int, int]) -> Mask | None:
             return None
         case (-1, 0):
             return Causal("bottom_right")
-        case (int(left), int(right)) if min(left, right) >= UNBOUNDED:
+        case (int(left), int(right)) if min(*window) >= UNBOUNDED and not any(map(is_flag, window)):
             first, last = (None if n == UNBOUNDED else n for n in (left, right))
             return Window(first, last, "bottom_right")
     raise TensorError(

@@ -449,16 +449,17 @@ class Plan:
 
     def check(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> None:
         """Raise PlanMismatchError if starts, lengths or pages point at nothing: starts that
-        descend, lengths beyond the tensor, pages outside the pool. Nothing is run.
+        descend or do not begin with 0, lengths beyond the tensor, pages outside the pool. Nothing
+        is run.
 
-        On CPUs calls check the starts, lengths and pages of packed and paged tensors themselves.
-        Lengths of padded tensors are checked here alone. So is everything on GPUs, because a call
-        would have to wait for the device. With wrong ones the result of a call is undefined.
+        On CPUs calls check this themselves, but for lengths of padded tensors that do not end all
+        keys or queries, as within `|`. On GPUs it is checked here alone, because a call would have
+        to wait for the device. With wrong ones the result of a call is undefined.
         """
         given = self.arranged(tensors, named)
         plan = self.bound_to(given)
         plan.check_tensors(given)
-        check_data(plan.graph, given)
+        check_data(plan.graph, dict(enumerate(given)))
 
     def text(self) -> str:
         """The generated code that runs it, or a description. May change between versions."""

@@ -11,12 +11,12 @@ from attrs import evolve
 
 from attn_graph.errors import GraphError, NoBackendError
 from attn_graph.ir.binding import bind_graph, complete_sizes, largest
+from attn_graph.ir.layouts import output_specs
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import (
     backward,
     check_gradient,
     cotangent_specs,
-    result_spec,
     saved_specs,
     wanted_inputs,
 )
@@ -105,7 +105,7 @@ def plan_gradient(
     graph, request = plan.graph, plan.request
     check_gradient(graph)
     given = wanted_inputs(graph, None) if wants is None else wants
-    dense = [result_spec(graph, i) for i in graph.outputs]
+    dense = output_specs(graph)
     every = cotangent_specs(graph, graph.differentiable_outputs)
     specs = every if cotangents is None else cotangents
     same = [None if x is None else own for x, own in zip(specs, dense, strict=True)]
@@ -140,7 +140,7 @@ def bind_backward(
     saved: Sequence[TensorSpec] | None,
 ) -> Plan:
     """`Plan.backward` for sizes as numbers, by the gradient's own plan."""
-    due = [result_spec(plan.graph, i) for i in plan.graph.outputs]
+    due = output_specs(plan.graph)
     own = None if cotangents is None else generalise_given(due, cotangents, sizes)
     pairs = zip(saved_specs(plan.graph).values(), saved or (), strict=False)
     moved = None if saved is None else [generalise(spec, own, sizes) for spec, own in pairs]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
 
 from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import complete_sizes
+from attn_graph.ir.single_steps import write_steps
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 from attn_graph.lowering.backend import out_notes
-from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
+from attn_graph.planner.explain import Read, explain_each, read_gradient
+from attn_graph.planner.explanation import Explanation, mask_tiles, sum_memory
 from attn_graph.planner.recorded import recording_note
+from attn_graph.planner.remedies import Question
 from attn_graph.printing import html
 
 if TYPE_CHECKING:
+    from attn_graph.lowering.request import Request
     from attn_graph.machine.sizes import Memory
     from attn_graph.plan import Plan
 
@@ -28,7 +33,8 @@ def explain_plan(plan: Plan, sizes: Mapping[str, int]) -> Explanation:
     complete_sizes(plan.graph, "explain", sizes)
     usual, every = main_outputs(plan.graph), plan.graph.differentiable_outputs
     gradient = explain_backward(plan, usual) if plan.graph.has_gradient else None
-    side, recorded = explain_side(plan, *plan.executable.inspect()), plan.recorded
+    inspected, recorded = plan.executable.inspect(), plan.recorded
+    side = explain_side(plan, Question.of(as_written(plan)), Question.forward, inspected)
     side = evolve(side, notes=(*side.notes, *out_notes(plan.graph, plan.executable)))
     if recorded is not plan:
         side = evolve(side, notes=(*side.notes, recording_note(recorded.graph)))
@@ -49,19 +55,28 @@ def explain_backward(plan: Plan, outputs: Sequence[int]) -> Explanation:
     """
     recorded = plan.recorded
     specs = cotangent_specs(recorded.graph, outputs)
+    through_lse = outputs != main_outputs(plan.graph)
+    question = evolve(Question.of(as_written(plan)), through_lse=through_lse)
+    read = Question.backward if recorded is plan else partial(read_gradient, recorded.graph)
     try:
         gradient = recorded.backward(None, specs)
     except NoBackendError as error:
         graph = backward(recorded.graph, wanted_inputs(recorded.graph, None), specs)
-        refusals = tuple(Refusal(name, reasons) for name, reasons in error.refusals)
+        refusals = explain_each(error.refusals, question, read)
         memory = sum_needs(plan, None)
         return Explanation(graph, plan.target, None, "none supports it", refusals, memory=memory)
-    return evolve(
-        explain_side(gradient, *gradient.executable.inspect()), memory=sum_needs(plan, gradient)
-    )
+    side = explain_side(gradient, question, read, gradient.executable.inspect())
+    return evolve(side, memory=sum_needs(plan, gradient))
 
 
-def explain_side(plan: Plan, *inspected: str) -> Explanation:
+def as_written(plan: Plan) -> Request:
+    """The request of a plan, for its graph in single steps, of which changes may drop some."""
+    return plan.request.with_graph(write_steps(plan.graph))
+
+
+def explain_side(
+    plan: Plan, question: Question, read: Read, inspected: Sequence[str] = ()
+) -> Explanation:
     """One pass alone: its backend and notes, and the other backends' refusals."""
     made = plan.executable
     return Explanation(
@@ -69,7 +84,7 @@ def explain_side(plan: Plan, *inspected: str) -> Explanation:
         plan.target,
         plan.backend,
         plan.cause,
-        tuple(Refusal(name, reasons) for name, reasons in plan.refusals),
+        explain_each(plan.refusals, question, read),
         tuple(dict.fromkeys((*made.notes, *made.launches(), *inspected))),
         plan.also,
     )
@@ -92,5 +107,6 @@ def sum_needs(plan: Plan, gradient: Plan | None) -> Memory:
 
 def show_plan(plan: Plan) -> str:
     """For notebooks: the backend, the other backends, and the graph. It compiles nothing."""
-    table = explain_side(plan).table(f"a plan for {plan.target}")
+    question = Question.of(as_written(plan), ())
+    table = explain_side(plan, question, Question.forward).table(f"a plan for {plan.target}")
     return html.page(html.Html(table), html.Html(plan.graph._repr_html_()))

@@ -10,7 +10,8 @@ from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import increment_version
 
 from attn_graph.errors import GraphError, PlanMismatchError, show
-from attn_graph.ir.vjp import output_names, result_spec
+from attn_graph.ir.layouts import output_specs
+from attn_graph.ir.vjp import output_names
 from attn_graph.machine.ambient import has_tangent, require_untraced
 from attn_graph.machine.likeness import NESTED, look_at
 from attn_graph.machine.overlap import may_overlap, overlaps_itself
@@ -45,6 +46,7 @@ def write_outputs(
     wants = admit(plan, tensors)
     require_rooms(plan, rooms, tensors)
     refuse_derivatives(wants, tensors, rooms)
+    refuse_inference(rooms)
     require_apart(plan, rooms, tensors)
     if profiler._is_profiler_enabled:
         with plan.named_in_profiles("forward"):
@@ -94,6 +96,15 @@ def refuse_derivatives(wants: bool, tensors: Tensors, rooms: Tensors) -> None:
         raise GraphError("out= has no tangent, and a tensor of the call has one; leave out= out")
 
 
+def refuse_inference(rooms: Tensors) -> None:
+    """Raise GraphError for tensors of inference mode, which PyTorch lets nobody change outside."""
+    if not torch.is_inference_mode_enabled() and any(room.is_inference() for room in rooms):
+        raise GraphError(
+            "out= is a tensor made in torch.inference_mode(), and the call runs outside it; call "
+            "within it, or pass out.clone()"
+        )
+
+
 def require_rooms(plan: Plan, rooms: Tensors, tensors: Tensors) -> None:
     """Raise PlanMismatchError unless rooms are as the results. They are remembered."""
     looks: list[object] = [*plan.sizes_of(tensors).values(), *map(look_at, rooms)]
@@ -121,7 +132,7 @@ def room_specs(plan: Plan, rooms: Tensors, tensors: Tensors) -> dict[str, Tensor
     way."""
     graph, sizes = plan.graph, plan.sizes_of(tensors)
     names = (f"out {name}" for name in output_names(graph))
-    due = [result_spec(graph, i).bind(sizes) for i in graph.outputs]
+    due = [spec.bind(sizes) for spec in output_specs(graph)]
     if graph.is_gradient:
         due = [as_it_lies(*pair) for pair in zip(due, rooms, strict=True)]
     return dict(zip(names, due, strict=True))

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from attn_graph.ir.vjp import result_spec, saved_specs, saved_statistics
+from attn_graph.ir.layouts import output_specs
+from attn_graph.ir.vjp import saved_specs, saved_statistics
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.likeness import likeness, look_at
 from attn_graph.machine.tensors import as_it_lies, require_as_declared
@@ -51,7 +52,7 @@ def plan_handed_back(
     """The backward plan for tensors handed back by autograd: saved ones may have moved."""
     sizes, given = plan.sizes_of(saved), [g for g in grads if g is not None]
     wants = [i for i, need in enumerate(needs) if need]
-    due = [result_spec(plan.graph, i) for i in plan.graph.outputs]
+    due = output_specs(plan.graph)
     exact = [None if g is None else TensorSpec.like(g) for g in grads]
     cotangents = generalise_given(due, exact, sizes)
     gradient = plan.backward(wants, cotangents, specs_of_moved(plan, saved, sizes))

@@ -11,6 +11,7 @@ from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.data_checks import show_seen_pages
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.layouts import result_spec, statistics
 from attn_graph.ir.reference import Verification, compare, evaluate, evaluate_low, in_single_steps
 from attn_graph.ir.vjp import (
     backward,
@@ -18,8 +19,6 @@ from attn_graph.ir.vjp import (
     main_outputs,
     output_names,
     residuals,
-    result_spec,
-    statistics,
     wanted_inputs,
     with_residuals,
 )

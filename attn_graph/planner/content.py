@@ -16,6 +16,7 @@ import attrs
 from attrs import define, field, frozen
 
 from attn_graph.errors import GraphError, PlanTargetError
+from attn_graph.ir.arguments import order_inputs, require_modifiers
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.parse import Parser, parse, parse_mask, parse_modifier, read_syntax
 from attn_graph.lowering.backend import Backend
@@ -168,6 +169,8 @@ class CallContent:
         require_kinds(self, mask=str | None)
         require_names(self.modifiers)
         require_names(self.names, self.backends or (), self.avoid, self.own)
+        if (due := tuple(order_inputs(dict.fromkeys(self.names)))) != self.names:
+            raise GraphError(f"the text has names={self.names!r}, and their order is {due!r}")
 
     def restore(self) -> dict[str, Any]:  # Any: whatever the call takes
         own = own_by_name(self.own)
@@ -247,7 +250,7 @@ def write_call(names: tuple[str, ...], options: dict[str, Any]) -> str:  # Any: 
     mask: Mask | None = options["mask"]
     who = {name: options[name] for name in ("backends", "avoid")}
     said: dict[str, Any] = options | {name: names_of(among) for name, among in who.items()}
-    steps = options["modifiers"]
+    steps = require_modifiers(options["modifiers"])
     said |= {"mask": None if mask is None else str(mask), "modifiers": tuple(map(show_call, steps))}
     said |= {"own": name_own(mask, steps, *who.values())}
     return show_call(CallContent(names, **said))

@@ -13,7 +13,6 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs, training_gradient
 from attn_graph.lowering.backend import Backend, Foreseen, out_notes
 from attn_graph.lowering.request import Options, Request
-from attn_graph.machine.ambient import neutral_state
 from attn_graph.planner.choose import (
     BACKENDS,
     Refusals,
@@ -24,7 +23,7 @@ from attn_graph.planner.choose import (
 from attn_graph.planner.cost import cost
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph, recording_note
-from attn_graph.planner.remedies import Question, find_remedies
+from attn_graph.planner.remedies import Question, Search
 from attn_graph.planner.self_check import check_notes, known_reasons
 from attn_graph.planner.sized import many_sizes
 from attn_graph.planner.views import peel
@@ -100,15 +99,12 @@ def explain_pass(question: Question, read: Read) -> tuple[Explanation, Foreseen 
     request = question.request.with_graph(read(question))
     core, by_name = question.core(read), by_names(request)
     peeled, graph, target = peel(request.graph), request.graph, request.target
-
-    def refusals(against: Refusals) -> tuple[Refusal, ...]:
-        return tuple(explain_refusal(by_name[name], why, question, read) for name, why in against)
-
     try:
         choice, foreseen = first_that_succeeds(core, lambda backend: backend.foreseen(core))
     except NoBackendError as error:
         cause = "none supports it"
-        return Explanation(graph, target, None, cause, refusals(error.refusals)), None
+        refusals = explain_each(error.refusals, question, read)
+        return Explanation(graph, target, None, cause, refusals), None
     foreseen = foreseen if peeled is None else peeled.foresee(foreseen)
     more = (
         *foreseen.notes,
@@ -116,8 +112,9 @@ def explain_pass(question: Question, read: Read) -> tuple[Explanation, Foreseen 
         *request.notes(),
         *uncertain_workspace(foreseen, request.options, choice.also),
     )
-    name, cause, against = choice.backend.name, choice.cause, refusals(choice.refusals)
-    return Explanation(graph, target, name, cause, against, more, choice.also), foreseen
+    name, cause = choice.backend.name, choice.cause
+    refusals = explain_each(choice.refusals, question, read)
+    return Explanation(graph, target, name, cause, refusals, more, choice.also), foreseen
 
 
 def explain_refusals(
@@ -128,12 +125,7 @@ def explain_refusals(
     graph = request.graph
     exact = replace_sizes(graph, complete_sizes(graph, "explain", {}))
     quiet = request.with_options(on_fallback="ignore", resized=many_sizes(graph))
-    with neutral_state(), request.target.current():
-        question, by_name = Question.of(quiet.with_graph(exact), ()), by_names(quiet)
-        return tuple(
-            explain_refusal(by_name[name], why, question, Question.forward)
-            for name, why in refusals
-        )
+    return explain_each(refusals, Question.of(quiet.with_graph(exact), ()), Question.forward)
 
 
 def by_names(request: Request) -> dict[str, Backend]:
@@ -147,13 +139,13 @@ def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str
         yield f"its built plan may need more workspace than max_workspace allows: {rest}"
 
 
-def explain_refusal(
-    backend: Backend, reasons: tuple[Reason, ...], question: Question, read: Read
-) -> Refusal:
-    """A backend's reasons against one pass, with the changes that lift them."""
+def explain_each(against: Refusals, question: Question, read: Read) -> tuple[Refusal, ...]:
+    """The reasons of each backend against one pass; the changes that lift them are searched when
+    they are read."""
+    by_name = by_names(question.request)
+    asks = {name: partial(reasons_against, by_name[name], read) for name, _ in against}
+    return tuple(Refusal(name, why, Search(question, why, asks[name])) for name, why in against)
 
-    def asks(other: Question) -> tuple[Reason, ...]:
-        return known_reasons(backend, other.core(read))
 
-    lifts, smallest = find_remedies(question, reasons, asks)
-    return Refusal(backend.name, reasons, lifts, smallest)
+def reasons_against(backend: Backend, read: Read, question: Question) -> tuple[Reason, ...]:
+    return known_reasons(backend, question.core(read))

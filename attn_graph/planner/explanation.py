@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve, field, frozen
 
 from attn_graph.errors import Reason, refusal_lines
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.vjp import residuals, result_spec
+from attn_graph.ir.layouts import result_spec
+from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.backend import Foreseen
 from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import Memory
@@ -17,7 +18,7 @@ from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
 from attn_graph.masks.tiles import Tiles, tiles
 from attn_graph.planner.cost import Cost
-from attn_graph.planner.remedies import Change, Remedy
+from attn_graph.planner.remedies import Change, Remedy, Search
 
 OTHER = "which changes the result"
 IF_LSE = "backward, if lse gets a gradient"
@@ -26,17 +27,22 @@ IF_LSE = "backward, if lse gets a gradient"
 @final
 @frozen
 class Refusal:
-    """A backend that can't run a graph, with every reason.
-
-    lifts: for each reason, the single changes that lift it. smallest: the fewest changes for the
-    backend to support the graph, without a change of its result if possible; None if there are
-    none, or the search was not made.
-    """
+    """A backend that can't run a graph, with every reason. search: for the changes below."""
 
     backend: str
     reasons: tuple[Reason, ...]
-    lifts: tuple[tuple[Remedy, ...], ...] = ()
-    smallest: Change | None = None
+    search: Search | None = field(default=None, eq=False, repr=False)
+
+    @property
+    def lifts(self) -> tuple[tuple[Remedy, ...], ...]:
+        """For each reason, the single changes that lift it; they are tried when first read."""
+        return self.search.remedies[0] if self.search else ((),) * len(self.reasons)
+
+    @property
+    def smallest(self) -> Change | None:
+        """The fewest changes for the backend to support the graph, without a change of its result
+        if possible; None if there are none."""
+        return self.search.remedies[1] if self.search else None
 
     def __str__(self) -> str:
         return next(refusal_lines([self.told]))
@@ -58,7 +64,7 @@ class Refusal:
     @property
     def fixes(self) -> tuple[str, ...]:
         """For each reason, the single changes that lift it, in words; "" without any."""
-        return tuple(format_fix(x, " or ", " or ") for x in self.lifts or ((),) * len(self.reasons))
+        return tuple(format_fix(remedies, " or ", " or ") for remedies in self.lifts)
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
         """Texts, lists and dicts; `lifts_changing_result` has some of `lifts`, those apart."""

@@ -7,13 +7,15 @@ from functools import cached_property, partial
 from typing import Any, final
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError, Reason
 from attn_graph.ir import ops
-from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.builder import Builder, Value, attention
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.packed import and_parts
 from attn_graph.ir.packing import Unpack
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
@@ -22,7 +24,9 @@ from attn_graph.ir.scaling import stands_in, weights_dtype
 from attn_graph.ir.vjp import training_gradient, wanted_inputs
 from attn_graph.lowering.reasons import lacks_machine
 from attn_graph.lowering.request import Request
+from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import remember
+from attn_graph.masks import And, SameSegment, join_masks, needs_of
 from attn_graph.planner.views import core_of
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
@@ -65,10 +69,9 @@ class Question:
         return training_gradient(self.forward(), self.wants, through_lse=self.through_lse)
 
     @cached_property
-    def single_edits(self) -> tuple[tuple[Remedy, Question], ...]:
-        """Every applicable single change, gentlest first, and the request after it."""
-        tries = ((remedy, edit()) for remedy, edit in edits(self))
-        return tuple((remedy, then) for remedy, then in tries if then)
+    def edits(self) -> tuple[Edit, ...]:
+        """Every single change, gentlest first."""
+        return tuple(list_edits(self))
 
     def with_option(self, **changed: Any) -> Question:  # Any: fields of Options
         return evolve(self, request=self.request.with_options(**changed))
@@ -131,24 +134,102 @@ class Change:
         return ", ".join(self.texts)
 
 
-Edit = tuple[Remedy, Callable[[], "Question | None"]]  # None: not a graph then
-Tried = tuple[
-    Remedy, Question, Sequence[Reason]
-]  # a change, the request after it, the reasons left
+@final
+@frozen
+class Edit:
+    """A change to try. kind: one of KINDS. make: the question after it; None: not a graph then."""
+
+    kind: str
+    remedy: Remedy
+    make: Callable[[], Question | None] = field(eq=False, repr=False)
+
+    @cached_property
+    def after(self) -> Question | None:
+        """The question after the change, for all backends."""
+        return self.make()
+
+
+Tried = tuple[Edit, Question, Sequence[Reason]]  # a change, the question then, the reasons left
 Asks = Callable[[Question], Sequence[Reason]]  # every reason against
+Remedies = tuple[tuple[tuple[Remedy, ...], ...], Change | None]  # by reason; and for all of them
+
+# The kinds of changes that may lift a reason, by the first word of its key; any for other keys.
+KINDS = ("lies", "gradient", "option", "cast", "head", "group", "finite", "pack", "step")
+LIFTED_BY: dict[str, tuple[str, ...]] = {
+    "aligned_rows": ("lies", "head"),
+    "architecture": (),
+    "architecture_range": (),
+    "avoided": ("option",),
+    "batch_invariant": ("option",),
+    "bias_beside_mask": ("step", "pack"),
+    "bias_dtype": ("cast", "step"),
+    "bias_keys": ("step",),
+    "causal_alone": ("step", "pack"),
+    "deterministic": ("option",),
+    "dropout": ("step",),
+    "dtype": ("cast",),
+    "gradient": ("gradient", "step"),
+    "grouped_heads": ("group",),
+    "head_equal": ("head",),
+    "head_multiple": ("head", "cast"),
+    "head_pair": ("head",),
+    "head_widest": (),
+    "lse_gradient": ("gradient",),
+    "mask": ("step", "pack"),
+    "mask_leaves": ("step", "pack"),
+    "misaligned": ("lies", "head", "cast", "step"),
+    "modifier": ("step",),
+    "no_dropout": ("step",),
+    "no_sinks": ("step",),
+    "one_size": (),
+    "packed": (),
+    "pages": (),
+    "pages_absent": ("finite", "step"),
+    "pages_hidden": ("finite", "step"),
+    "rows": ("lies", "head"),
+    "scale": (),
+    "sinks": ("step",),
+    "soft_cap": ("step",),
+    "statistics": ("step",),
+    "stride": ("lies", "head", "group", "step"),
+    "switched_off": (),
+    "tf32": ("option", "cast"),
+    "unit_last": ("lies", "head", "group", "step"),
+    "window": ("step",),
+}
 
 
-def find_remedies(
-    question: Question, reasons: Sequence[Reason], asks: Asks
-) -> tuple[tuple[tuple[Remedy, ...], ...], Change | None]:
+def may_lift(kind: str, reason: Reason) -> bool:
+    """True if changes of a kind may lift a reason."""
+    return kind in LIFTED_BY.get(reason.key.partition(".")[0], KINDS)
+
+
+@final
+@frozen
+class Search:
+    """The search for changes that lift a backend's reasons, made when it is first read."""
+
+    question: Question
+    reasons: tuple[Reason, ...]
+    asks: Asks
+
+    @cached_property
+    def remedies(self) -> Remedies:
+        with neutral_state(), self.question.request.target.current():
+            return find_remedies(self.question, self.reasons, self.asks)
+
+
+def find_remedies(question: Question, reasons: Sequence[Reason], asks: Asks) -> Remedies:
     """For each reason the single changes that lift it; and the smallest change that lifts all.
 
-    A reason is lifted if no reason with its key is left. Nothing lifts a lack of the machine.
+    A reason is lifted if no reason with its key is left. Nothing lifts a lack of the machine, nor
+    what shows only when the graph is lowered.
     """
-    if all(map(lacks_machine, reasons)):
+    if all(map(lacks_machine, reasons)) or not {*reasons} <= {*asks(question)}:
         return ((),) * len(reasons), None
-    tried = [(remedy, then, asks(then)) for remedy, then in question.single_edits]
-    lifts = tuple(remedies_of(reason.key, tried, keys(reasons)) for reason in reasons)
+    offered = [e for e in question.edits if any(may_lift(e.kind, reason) for reason in reasons)]
+    tried = [(edit, edit.after, asks(edit.after)) for edit in offered if edit.after]
+    lifts = tuple(remedies_of(reason, tried, keys(reasons)) for reason in reasons)
     return lifts, smallest_change(question, lifts, tried, asks) if all(lifts) else None
 
 
@@ -156,9 +237,12 @@ def keys(reasons: Sequence[Reason]) -> frozenset[str]:
     return frozenset(reason.key for reason in reasons)
 
 
-def remedies_of(key: str, tried: Sequence[Tried], before: frozenset[str]) -> tuple[Remedy, ...]:
+def remedies_of(
+    reason: Reason, tried: Sequence[Tried], before: frozenset[str]
+) -> tuple[Remedy, ...]:
     """The changes that lift a reason; only those without new reasons, if there are any."""
-    gone = [(remedy, keys(left)) for remedy, _, left in tried if key not in keys(left)]
+    able = ((edit, keys(left)) for edit, _, left in tried if may_lift(edit.kind, reason))
+    gone = [(edit.remedy, left) for edit, left in able if reason.key not in left]
     return tuple([remedy for remedy, left in gone if left <= before] or [x for x, _ in gone])
 
 
@@ -169,7 +253,7 @@ def smallest_change(
 
     Changes that keep the result come first. None if neither way lifts all reasons.
     """
-    changes = [Change((remedy,), then) for remedy, then, left in tried if not left]
+    changes = [Change((edit.remedy,), then) for edit, then, left in tried if not left]
     if all(change.changes_result for change in changes):
         changes += change_together(question, lifts, asks)
     return min(changes, key=lambda change: change.changes_result, default=None)
@@ -186,10 +270,11 @@ def change_together(
     for each in sorted(lifts, key=len):
         if chosen.isdisjoint(each):
             chosen.add(min(each, key=lambda remedy: remedy.changes_result))
-    ordered = tuple(remedy for remedy, _ in question.single_edits if remedy in chosen)
+    ordered = tuple(edit.remedy for edit in question.edits if edit.remedy in chosen)
     then: Question | None = question
     for remedy in ordered:
-        then = then and next((edit() for each, edit in edits(then) if each == remedy), None)
+        edit = then and next((each for each in then.edits if each.remedy == remedy), None)
+        then = edit and edit.after
     if then is not None and len(chosen) > 1 and not asks(then):
         yield Change(ordered, then)
 
@@ -207,24 +292,29 @@ WIDER: dict[
 WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "the mask"}
 
 
-def edits(question: Question) -> Iterator[Edit]:
-    """Every change worth trying, in words, and a function that makes it."""
+def list_edits(question: Question) -> Iterator[Edit]:
+    """Every change worth trying."""
     specs = {i.name: i.spec for i in question.graph.inputs}
     for name, spec in specs.items():
         if len(spec.shape) > 1 and (dense := resize(spec, spec.shape)) != spec:
-            yield Remedy(f"make {name} dense"), partial(question.rebuilt, {name: dense})
+            remedy = Remedy(f"make {name} dense")
+            yield Edit("lies", remedy, partial(question.rebuilt, {name: dense}))
     if question.through_lse:
-        yield Remedy("do not differentiate lse"), partial(evolve, question, through_lse=False)
+        remedy = Remedy("do not differentiate lse")
+        yield Edit("gradient", remedy, partial(evolve, question, through_lse=False))
     for name in question.wants:
         if name not in ("q", "k", "v"):
             left = tuple(x for x in question.wants if x != name)
-            yield Remedy(f"do not differentiate {name}"), partial(evolve, question, wants=left)
+            remedy = Remedy(f"do not differentiate {name}")
+            yield Edit("gradient", remedy, partial(evolve, question, wants=left))
     yield from option_edits(question)
-    for remedy, changed in (*dtype_edits(specs), *size_edits(specs)):
-        yield remedy, partial(question.rebuilt, changed)
+    paged = any(isinstance(eqn.op, Unpage) for eqn in question.graph.eqns)
+    for kind, remedy, changed in (*dtype_edits(specs), *size_edits(specs, paged)):
+        yield Edit(kind, remedy, partial(question.rebuilt, changed))
     if any(isinstance(eqn.op, Unpage) and not eqn.op.finite for eqn in question.graph.eqns):
         remedy = Remedy("pass finite_pages=True if no row of the pools holds NaN or Inf")
-        yield remedy, partial(declare_finite, question)
+        yield Edit("finite", remedy, partial(declare_finite, question))
+    yield from pack_edits(question)
     yield from step_edits(question)
 
 
@@ -242,16 +332,15 @@ def declare_finite(question: Question) -> Question:
 def option_edits(question: Question) -> Iterator[Edit]:
     """Looser options, and products of 8 bits."""
     options = question.request.options
-    for name, wider in WIDER.items():
+    loose = [(f"set {n}={wider}", n, wider) for n, wider in WIDER.items()]
+    loose += [('set precision="tf32"', "precision", "tf32")] * (options.precision == "ieee")
+    loose += [("avoid no backend", "avoid", ())]
+    for text, name, wider in loose:
         if getattr(options, name) != wider:
-            yield Remedy(f"set {name}={wider}"), partial(question.with_option, **{name: wider})
-    if options.precision == "ieee":
-        yield Remedy('set precision="tf32"'), partial(question.with_option, precision="tf32")
-    if options.avoid:
-        yield Remedy("avoid no backend"), partial(question.with_option, avoid=())
+            yield Edit("option", Remedy(text), partial(question.with_option, **{name: wider}))
     if options.precision != "fp8" and weights_dtype(question.graph, "fp8"):
         remedy = Remedy('set precision="fp8"', changes_result=True)
-        yield remedy, partial(question.with_option, precision="fp8")
+        yield Edit("option", remedy, partial(question.with_option, precision="fp8"))
 
 
 def resize(spec: TensorSpec, shape: Sequence[int]) -> TensorSpec:
@@ -261,7 +350,7 @@ def resize(spec: TensorSpec, shape: Sequence[int]) -> TensorSpec:
     return TensorSpec(shape, spec.dtype, dense_strides(shape, order))
 
 
-Respec = tuple[Remedy, dict[str, TensorSpec]]  # a change of inputs, and their specs after it
+Respec = tuple[str, Remedy, dict[str, TensorSpec]]  # a kind, a change, and the specs after it
 
 
 def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Respec]:
@@ -278,6 +367,7 @@ def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Respec]:
             (before,) = {spec.dtype for spec in own.values()}
             loses = torch.promote_types(before, dtype) != dtype  # some of the numbers
             yield (
+                "cast",
                 Remedy(f"cast {join_words([*own])} to {NAMES[dtype]}", loses),
                 {name: TensorSpec(spec.shape, dtype, spec.strides) for name, spec in own.items()},
             )
@@ -288,29 +378,73 @@ def join_words(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Respec]:
-    """Heads repeated; head sizes padded with zeros to multiples of STEP, each or both alike."""
+def size_edits(specs: Mapping[str, TensorSpec], paged: bool) -> Iterator[Respec]:
+    """Heads repeated; head sizes padded with zeros to multiples of STEP, each or both alike.
+
+    paged: True if k and v are pools, whose heads are their third axis.
+    """
     if not {"q", "k", "v"} <= specs.keys():
         return
     H, D, E = specs["q"].shape[1], specs["q"].shape[-1], specs["v"].shape[-1]
-    heads = 2 if "pages" in specs else 1  # the axis: a pool is [n,P,G,D]
+    heads = 2 if paged else 1
     if specs["k"].shape[heads] != H:
         text = f"repeat k and v for all {H} heads"
-        shapes = {name: [*specs[name].shape] for name in "kv"}
-        for shape in shapes.values():
-            shape[heads] = H
-        yield Remedy(text), {name: resize(specs[name], shape) for name, shape in shapes.items()}
+        ends = {name: (specs[name].shape[:heads], specs[name].shape[heads + 1 :]) for name in "kv"}
+        wide = {name: resize(specs[name], (*a, H, *b)) for name, (a, b) in ends.items()}
+        yield "group", Remedy(text), wide
     both = round_up(max(D, E))
     for d, e in dict.fromkeys(((round_up(D), round_up(E)), (both, both))):
         if (d, e) != (D, E):
             more = f" (o then has {e - E} more columns)" if e > E else ""
             text = f"pad head sizes with zeros to D = {d}, E = {e}{more}"
             sizes = {"q": d, "k": d, "v": e}.items()
-            yield Remedy(text), {n: resize(specs[n], (*specs[n].shape[:-1], x)) for n, x in sizes}
+            wide = {n: resize(specs[n], (*specs[n].shape[:-1], x)) for n, x in sizes}
+            yield "head", Remedy(text), wide
 
 
 def round_up(size: int) -> int:
     return -(-size // STEP) * STEP
+
+
+def pack_edits(question: Question) -> Iterator[Edit]:
+    """Segments of a dense batch as packed sequences: each has to lie in one run of rows."""
+    found = [eqn.op.mask for eqn in question.graph.eqns if isinstance(eqn.op, ops.Mask)]
+    if len(found) == 1 and SameSegment() in and_parts(found[0]):
+        text = "pack the segments with q_starts=, if each lies in one run of rows"
+        yield Edit("pack", Remedy(text), partial(pack_segments, question))
+
+
+def pack_segments(question: Question) -> Question | None:
+    """The question for packed sequences, as many as batch entries; None if others than they decide,
+    or if queries and keys differ."""
+    simple = question.forward()
+    node, specs = simple.eqns[0].op, {i.name: i.spec for i in simple.inputs}
+    if len(simple.eqns) > 1 or not isinstance(node, Attention) or not {*"qkv"} <= specs.keys():
+        return None
+    (B, _H, M, _D), N = specs["q"].shape, specs["k"].shape[2]
+    given: dict[str, Any] = {
+        r.name: specs[r.name] for r in node.takes if r.name in specs and r.axes == "h"
+    }
+    read = {*needs_of(node.mask)} | {n for m in node.modifiers for n in m.needs}
+    if M != N or not B or read - given.keys() != {*SameSegment().needs} or node.origin:
+        return None
+    left = [x for x in and_parts(node.mask) if x != SameSegment()]
+    names = [name for n, name in enumerate(node.names) if len(simple.inputs) + n in simple.outputs]
+    packed: dict[str, Any] = {  # Any: as declared by `attention`
+        name: TensorSpec((B * M, x.shape[1], x.shape[3]), x.dtype)
+        for name, x in ((name, specs[name]) for name in "qkv")
+    }
+    starts = TensorSpec((B + 1,), torch.int32)
+    try:
+        graph = attention(
+            **packed, **given, mask=join_masks(And, left) if left else None, scale=node.scale,
+            modifiers=node.modifiers, dropout=node.dropout, q_starts=starts,
+            stats=[name for name in names if name != "o"], max_lengths=(M, N),
+        )  # fmt: skip
+    except GraphError:
+        return None
+    wants = tuple(x for x in question.wants if x in {i.name for i in graph.inputs})
+    return evolve(question, request=question.request.with_graph(graph), wants=wants)
 
 
 def step_edits(question: Question) -> Iterator[Edit]:
@@ -322,28 +456,34 @@ def step_edits(question: Question) -> Iterator[Edit]:
             continue  # it sets the ends of sequences
         if kind in (ops.Dropout, ops.Mask) or issubclass(kind, Modifier):
             text = f"drop {WORDS.get(kind, kind.__name__)}"
-            yield Remedy(text, True), partial(question.rebuilt, {}, kind)
+            yield Edit("step", Remedy(text, True), partial(question.rebuilt, {}, kind))
     if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
-        yield Remedy("drop the sinks", True), partial(question.rebuilt, {}, ops.Softmax)
+        remedy = Remedy("drop the sinks", True)
+        yield Edit("step", remedy, partial(question.rebuilt, {}, ops.Softmax))
     for name, kind in ops.STATISTICS.items():
         if kind in kinds:
-            yield Remedy(f"drop {name} from stats", True), partial(without_outputs, question, kind)
+            remedy = Remedy(f"drop {name} from stats", True)
+            yield Edit("step", remedy, partial(without_outputs, question, kind))
 
 
 def without_outputs(question: Question, kind: type) -> Question | None:
     """The request without the outputs from steps of a kind."""
     graph = question.graph
     gone = graph.named_results(lambda op: op.names if isinstance(op, kind) else ())
-    left = tuple(i for i in graph.outputs if i not in gone)
-    if not left or left == graph.outputs:
+    kept = [n for n, i in enumerate(graph.outputs) if i not in gone]
+    if not 0 < len(kept) < len(graph.outputs):
         return None
-    return evolve(question, request=question.request.with_graph(prune(evolve(graph, outputs=left))))
+    lies = tuple(graph.layouts[n] for n in kept) if graph.layouts else ()
+    layouts = lies if any(lies) else ()
+    left = evolve(graph, outputs=tuple(graph.outputs[n] for n in kept), layouts=layouts)
+    return evolve(question, request=question.request.with_graph(prune(left)))
 
 
 def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | None) -> Graph:
     """The graph with other inputs and without the steps of a kind. Raises GraphError.
 
-    A dropped step passes its first operand through; inputs that only it read are gone.
+    A dropped step passes its first operand through; inputs that only it read are gone. Outputs that
+    keep their shape keep their declared layout.
     """
     steps = [
         (eqn.op, outs, eqn.args[:1] if kind and isinstance(eqn.op, kind) else eqn.args)
@@ -360,4 +500,6 @@ def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | No
             results = b.emit(ops.Softmax(), *results)
         values.update(zip(outs, results, strict=True))
     b.check()
-    return b.graph(*(values[i] for i in graph.outputs))
+    pairs = zip(graph.outputs, graph.layouts, strict=False)
+    layouts = tuple(x if values[i].type.shape == graph.types[i].shape else None for i, x in pairs)
+    return b.graph(*(values[i] for i in graph.outputs), layouts=layouts if any(layouts) else ())

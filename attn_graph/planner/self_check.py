@@ -29,7 +29,7 @@ from attn_graph.lowering.backend import (
 )
 from attn_graph.lowering.request import Request
 from attn_graph.machine.cache import Cache
-from attn_graph.machine.store import Store, Unfit
+from attn_graph.machine.store import Store, Unfit, read_json, read_positive
 from attn_graph.machine.target import Target
 
 FORM = 2  # of stored outcomes; a new number checks all again
@@ -179,11 +179,10 @@ def check_notes(backend: Backend, request: Request) -> Iterator[str]:
 def read_proof(data: bytes) -> Proof:
     """The outcome in bytes stored by `prove`. Raises Unfit for anything else."""
     try:
-        fields = json.loads(data)
-        return Proof(
-            str(fields["failure"]), tuple(map(float, fields["shares"])), float(fields["seconds"])
-        )
-    except (ValueError, TypeError, KeyError) as error:
+        fields = read_json(data)
+        shares = tuple(map(float, fields["shares"]))
+        return Proof(str(fields["failure"]), shares, read_positive(fields["seconds"]))
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise Unfit(f"it holds no outcome of a check: {error}") from error
 
 
@@ -198,7 +197,7 @@ def stored_proofs(store: Store) -> Iterator[tuple[str, Proof]]:
 
 def describe_check(rest: str) -> str:
     """A key in words, without its first part: backend, variant and device."""
-    key = json.loads(rest)
+    key = read_json(rest)
     return f"{key['backend']}, {key['variant']}, on {key['target']}"
 
 

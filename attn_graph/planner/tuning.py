@@ -18,7 +18,7 @@ from attn_graph.ir.packed import LENGTHS, STARTS
 from attn_graph.lowering.backend import Backend, Executable, RefusedError
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.imports import load_modules
-from attn_graph.machine.store import Unfit
+from attn_graph.machine.store import Unfit, read_json, read_positive
 from attn_graph.machine.target import Target
 from attn_graph.machine.timing import Job, Progress, add_medians
 from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower, permitted_backends
@@ -134,7 +134,7 @@ def load_figures(key: str, options: Options) -> Figures:
 def read_figures(data: bytes) -> Figures:
     """The figures in bytes stored by `measure`. Raises Unfit for anything else."""
     try:
-        return {str(name): float(seconds) for name, seconds in json.loads(data).items()}
+        return {str(n): read_positive(seconds) for n, seconds in read_json(data).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise Unfit(f"it holds no figures: {error}") from error
 

@@ -11,10 +11,10 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Eqn, Graph, Input, Op
+from attn_graph.ir.layouts import statistics, value_spec
 from attn_graph.ir.packed import with_operands
 from attn_graph.ir.sums import Zeros
-from attn_graph.ir.views import VIEW_OPS, VIEWS, Leading, equation_of, spec_of_view
-from attn_graph.ir.vjp import statistics
+from attn_graph.ir.views import VIEW_OPS, VIEWS, Leading, equation_of
 from attn_graph.lowering.backend import (
     Executable,
     Foreseen,
@@ -211,9 +211,7 @@ def assemble(
     numbers = {i: n for n, i in enumerate(sources)}
     inputs = []
     for i in sources:
-        spec = spec_of_view(graph, i)
-        assert spec is not None  # values outside the core are inputs, or views of them
-        inputs.append(Input(name_of(graph, i), spec))
+        inputs.append(Input(name_of(graph, i), value_spec(graph, i)))
     if len({i.name for i in inputs}) < len(inputs):
         return None
     eqns = []

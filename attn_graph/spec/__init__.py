@@ -7,14 +7,15 @@ from functools import cached_property
 from itertools import permutations
 from math import prod
 from numbers import Real
-from typing import Any, Never, final
+from typing import Any, Never, TypeGuard, final
 
 import torch
 from attrs import field, frozen
 from torch.autograd import forward_ad
+from torch.masked import MaskedTensor
 
 from attn_graph.errors import ArgumentError, GraphError, show
-from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, to_index
+from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, is_flag, to_index
 
 DTYPES = {
     "f16": torch.float16,
@@ -43,8 +44,34 @@ def to_integer(value: object) -> int | None:
     if isinstance(value, Dim):
         return value  # it stands for an integer
     number = to_index(value)
-    if number is None and isinstance(value, Real) and float(value).is_integer():
+    if number is None and is_real(value) and float(value).is_integer():
         return int(value)  # type: ignore[call-overload, no-any-return]  # a number
+    return number
+
+
+def is_real(value: object) -> TypeGuard[Real]:
+    """True for a real number: not for a boolean."""
+    return isinstance(value, Real) and not is_flag(value)
+
+
+def as_integer(value: object) -> int:
+    """A converter: a whole number as an int. Raises GraphError for anything else."""
+    number = to_integer(value)
+    if number is None:
+        raise GraphError(f"{show(value)} is not a whole number")
+    return number
+
+
+def maybe_whole(value: object) -> int | None:
+    """A converter: as `as_integer`; None stays."""
+    return None if value is None else as_integer(value)
+
+
+def maybe_real(value: object) -> float | None:
+    """A converter: a number as a float; None stays. Raises GraphError for anything else."""
+    number = to_number(value)
+    if not (number is None or isinstance(number, float)):
+        raise GraphError(f"{show(value)} is not a number")
     return number
 
 
@@ -57,11 +84,11 @@ def require_size(who: str, value: object, least: int = 0) -> int:
 
 
 def to_number(value: Any) -> Any:  # Any: a float, unless the value is not a number
-    """A number as a float; anything else unchanged, for a validator to name.
+    """A number as a float; anything else unchanged, booleans too, for a validator to name.
 
     A tensor under differentiation stays a tensor: as a float it would lose its gradient.
     """
-    if isinstance(value, str) or is_differentiated(value):
+    if isinstance(value, str) or is_flag(value) or is_differentiated(value):
         return value
     try:
         return float(value)
@@ -197,6 +224,8 @@ class TensorSpec:
 
 def layout_problem(tensor: torch.Tensor) -> str:
     """Why a tensor has no strides and how to convert it; "" if it has strides."""
+    if isinstance(tensor, MaskedTensor):
+        return "is a masked tensor; pass x.get_data(), and the pairs that may attend as keep="
     if tensor.is_nested:
         return (
             "is nested; pass x.values() [T,H,D] of a jagged one, and x.offsets() as q_starts and "
@@ -279,6 +308,14 @@ def normalise_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int
 def memory_order(spec: TensorSpec) -> tuple[int, ...]:
     """Axes from the outermost in memory to the innermost."""
     return order_axes(spec.shape, spec.strides)
+
+
+def dense_like(spec: TensorSpec) -> TensorSpec:
+    """A spec without gaps in the same memory order; in C order for one that broadcasts."""
+    strides = dense_strides(spec.shape, memory_order(spec))
+    if normalise_strides(spec.shape, strides) == spec.strides:
+        return spec
+    return TensorSpec(spec.shape, spec.dtype, strides)
 
 
 def new_strides(spec: TensorSpec) -> tuple[int, ...]:

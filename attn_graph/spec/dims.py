@@ -19,10 +19,15 @@ from attn_graph.spec.nested import nested_values, replace_nested
 Sizes = Mapping[str, int]  # values of Dims, by name
 
 
+def is_flag(value: object) -> bool:
+    """True for a boolean of Python, NumPy or PyTorch. It equals 1 or 0 and is not a number."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
 def to_index(value: object) -> int | None:
-    """An integer as an int; None for anything else."""
+    """An integer as an int; None for anything else, booleans too."""
     try:
-        return index(value) if isinstance(value, SupportsIndex) else None
+        return index(value) if isinstance(value, SupportsIndex) and not is_flag(value) else None
     except (TypeError, RuntimeError):  # a class; a tensor of real numbers, or of several
         return None
 
@@ -132,7 +137,8 @@ class Dim(int):
 
     def __new__(cls, name: str, most: int | None = None, *, classes: Iterable[int] = ()) -> Dim:
         given = tuple(classes) if isinstance(classes, Iterable) else (classes,)
-        sizes = tuple([n for n in map(to_index, given) if n is not None])
+        known = (None if isinstance(n, bool) else to_index(n) for n in given)
+        sizes = tuple([n for n in known if n is not None])
         if not isinstance(name, str) or not is_plain_name(name):
             raise GraphError(f'dim: {show(name)} is not a name such as "T"')
         if len(sizes) < len(given):
@@ -170,7 +176,7 @@ class Dim(int):
         Raises GraphError if there is none, and for a sum or a product.
         """
         (symbol, *more) = self.symbols
-        if not isinstance(size, SupportsIndex):
+        if to_index(size) is None:
             raise GraphError(f"dim {self}: {show(size)} is not a whole number")
         if more or size > symbol.most:
             raise GraphError(f"dim {self}: no size up to {int(self)} is at least {size}")
@@ -264,7 +270,11 @@ def order_of_term(term: tuple[Factors, int]) -> tuple[bool, int, list[str]]:
 
 def terms_of(x: int) -> Terms:
     """A number or a Dim as a sum of terms."""
-    return x.terms if isinstance(x, Dim) else (((), int(x)),)
+    if isinstance(x, Dim):
+        return x.terms
+    if not isinstance(x, SupportsIndex):
+        raise GraphError(f"dim: sizes add and multiply with whole numbers, not with {show(x)}")
+    return (((), index(x)),)
 
 
 def add(a: int, b: int) -> int:
@@ -278,8 +288,8 @@ def multiply(a: int, b: int) -> int:
 
 def floor_divide(a: int, b: int) -> int:
     """a // b. Raises GraphError for a divisor that is a Dim or below 1."""
-    if isinstance(b, Dim) or b < 1:
-        raise GraphError(f"({a}) // {b}: sizes divide by whole numbers of at least 1")
+    if isinstance(b, Dim) or to_index(b) is None or b < 1:
+        raise GraphError(f"({a}) // {show(b)}: sizes divide by whole numbers of at least 1")
     whole = from_terms((factors, n // b) for factors, n in terms_of(a) if n % b == 0)
     rest = from_terms((factors, n) for factors, n in terms_of(a) if n % b)
     return add(

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.vjp import result_spec
+from attn_graph.ir.layouts import result_spec
 from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec
 from attn_graph.testing.formula import poison_blind_rows

@@ -1,8 +1,8 @@
 """The tiles visited by Triton's kernels: in closed form, from a list made once, or made each call.
 
 A strip along the diagonal needs no list. A mask without tensors gets its lists when it is lowered,
-by `span` and `surely` of each block of queries. For all others two small kernels make the lists on
-the device, from the least and greatest element of each block of their tensors.
+by `span` and `surely` of each block of queries, if these are few. For all others small kernels make
+the lists on the device, from the least and greatest element of each block of their tensors.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from attn_graph.masks.places import Block, Place, Untraceable, trace_definition
 from attn_graph.spec import TensorSpec, dense_strides
 
 MOST_TILES = 2**15  # in one list; a vector within one program
+MOST_AHEAD = 2**9  # blocks of queries, whose tiles planning lists if a kernel can
+MOST_TABLE = 2**22  # tiles of a mask that only planning can list
 AT_ONCE = 2**15  # tiles sorted at a time; for more PyTorch starts threads, which takes longer
 KINDS = ("mixed_count", "mixed", "full_count", "full")  # the tensors of lists by kind
 HELD = 2**14  # elements of a tile held by four warps; of larger ones there are twice as many

@@ -16,6 +16,7 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
+from attn_graph.ir.packing import require_fitting
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.spec import TensorSpec
@@ -96,6 +97,14 @@ class Ends:
         size = format_bytes(self.bytes)
         return f"rows past a length that hold NaN or Inf are read as 0, from copies: up to {size}"
 
+    def check(self, operands: Tensors) -> None:
+        """Raise PlanMismatchError for lengths beyond the rows, if numbers may be read."""
+        if has_numbers(operands[0]):
+            for side in self.sides:
+                rows = operands[side.ended[0]].shape[2]
+                name = LENGTHS["keys" if side.of_keys else "rows"]
+                require_fitting(name, operands[side.lengths].tolist(), rows)
+
     def clear(self, operands: Tensors) -> Tensors:
         """The operands, with zeros in absent rows of NaN or Inf."""
         pairs = [(n, side.lengths) for side in self.sides for n in side.dirty(operands)]
@@ -108,12 +117,14 @@ class Ends:
 
 
 def clear_first(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Tensors:
+    ends.check(operands)
     return work(ends.clear(operands), scratch)
 
 
 def clear_after(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Tensors:
     """A forward whose steps all pass NaN on: run it, and clear and run again if o is not finite."""
     if has_numbers(operands[0]):
+        ends.check(operands)
         results = work(operands, scratch)
         if is_finite(results[0]) or (cleared := ends.clear(operands)) is operands:
             return results

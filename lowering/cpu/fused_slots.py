@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.modifiers import change_
@@ -79,8 +79,10 @@ def held_addend(tiles: FusedTiles, tile: Tile, part: Part, held: Addends) -> tor
     outline = tile.batch.start * apart, *tiles.outline(tile, part)
     if outline not in held:
         room = torch.empty(addend_shape(tiles, tile, part), dtype=tiles.problem.wide, device="cpu")
-        heads, keys = range(tiles.problem.H), range(part.start, part.stop)
-        at = place_within(all_places(tiles.problem, {}), tile.batch, heads, tile.rows, keys)
+        batch = tile.batch if apart else tile.batch[:1]
+        heads = range(tiles.problem.H if "h" in tiles.axes else 1)
+        here = evolve(block_of(tiles.problem, {}), batch=batch, heads=heads, rows=tile.rows)
+        at = Place.of(here, range(part.start, part.stop), torch.device("cpu"))
         nothing: Data = tuple({} for _ in node.modifiers)
         mixed = part.kind == "mixed"
         held[outline] = fill_addend(room, node, nothing, node.restores, at, mixed)

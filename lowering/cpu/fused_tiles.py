@@ -51,6 +51,7 @@ from attn_graph.masks.places import Block
 from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec
 
+MOST_BLOCKS = 2**9  # of queries, whose keys planning asks a mask for
 FEW_QUERIES = 64  # k and v are read once or twice for them
 MOST_PACKED = 2**23  # bytes of k and v packed at a time for FEW_QUERIES
 LEAST_KEYS = FEW_QUERIES  # packed at a time
@@ -381,7 +382,7 @@ class FusedTiles:
         least = count_looks(p) * rates.look if data else rows * rates.product_call
         if layered is not None and kernel_calls(layered) * rates.product_call <= least:
             return layered
-        if most_points == MOST_POINTS and MOST_TILES * self.rows < p.M:
+        if most_points == MOST_POINTS and MOST_BLOCKS * self.rows < p.M:
             return layered
         listed = self.block_tiles(whole)
         seconds = partial(tiles_seconds, p, rates)

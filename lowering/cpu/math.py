@@ -18,12 +18,12 @@ from attrs import evolve
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.packing import Lengths
+from attn_graph.ir.packing import Lengths, require_first
 from attn_graph.ir.passes import keep_weights
 from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.lowering.backend import Backend, Executable, Run, Write
 from attn_graph.lowering.cpu import sdpa
-from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
+from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first, has_numbers
 from attn_graph.lowering.cpu.all_kept import open_graph, skips_booleans
 from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep
 from attn_graph.lowering.cpu.asking import POSITIONS
@@ -37,7 +37,16 @@ from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase, cheapest_way, keeps, sdpa_seconds
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
-from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
+from attn_graph.lowering.problem import (
+    Problem,
+    has_problem,
+    in_bshd,
+    in_c_order,
+    operand_specs,
+    relaid_bytes,
+    relaid_note,
+    sole,
+)
 from attn_graph.lowering.reasons import BY_THREADS
 from attn_graph.lowering.request import Options, Request, switch_name
 from attn_graph.lowering.steps import Step, Steps, Work, lease_rooms
@@ -203,10 +212,25 @@ def lower_any_size(request: Request) -> Executable | None:
     return None if len(known) < len(steps) else run_steps(request, known)
 
 
+def lengths_step(graph: Graph, eqn: Eqn) -> Step:
+    """Lengths from starts, checked where a CPU has them."""
+    (n,) = eqn.args
+    name = graph.inputs[n].name if n < len(graph.inputs) else "starts"
+
+    def call(device: torch.device, starts: torch.Tensor) -> Sequence[torch.Tensor]:
+        if has_numbers(starts):
+            require_first(name, starts)
+        return eqn.op.run(starts)
+
+    return Step(call)
+
+
 def any_step(request: Request, eqn: Eqn) -> Step | None:
     """How an equation runs in any sizes; None if each size is lowered by itself."""
     specs = tuple(operand_specs(request.graph, eqn))
-    if isinstance(eqn.op, (Lengths, Dequantise, Quantise)):
+    if isinstance(eqn.op, Lengths):
+        return lengths_step(request.graph, eqn)
+    if isinstance(eqn.op, (Dequantise, Quantise)):
         return Step(run_definition(eqn.op, specs))
     if has_problem(eqn.op):
         return sized_step(request, eqn, eqn.op)
@@ -282,6 +306,8 @@ def run_exact(run: Callable[..., T], kind: str, *tensors: Any) -> T:  # Any: roo
 
 def step_of(request: Request, eqn: Eqn, tiles: AttentionTiles | None) -> Step:
     """How an equation runs: in tiles, or by its definition."""
+    if isinstance(eqn.op, Lengths):
+        return lengths_step(request.graph, eqn)
     if eqn.op.packed:
         return packed_step(packed_run(request, eqn), request.options.workspace)
     if tiles is None:
@@ -290,7 +316,8 @@ def step_of(request: Request, eqn: Eqn, tiles: AttentionTiles | None) -> Step:
     ends = Ends.of(eqn.op, operand_specs(request.graph, eqn))
     call, infer = ready_tiles(tiles, ends, request.options)
     temporary = count_temporary(tiles) + (ends.bytes if ends else 0)
-    note = "; ".join([tiles.summary(), *([ends.note] if ends else [])])
+    relaid = relaid_note(tiles.problem, kept_order(tiles))
+    note = "; ".join([tiles.summary(), *([ends.note] if ends else []), *relaid])
     by_products = isinstance(tiles, RowTiles | ProductTiles)
     writes = writes_into(tiles)
     return Step(call, tiles.scratch.bytes, temporary, note, infer, by_products, writes)
@@ -309,7 +336,13 @@ def writes_into(tiles: AttentionTiles) -> bool:
 def count_temporary(tiles: AttentionTiles) -> int:
     """Bytes allocated by tiles beside the workspace, and by the gradient of sinks after them."""
     after = sink_bytes(tiles.problem) if isinstance(tiles, FusedTiles) else 0
-    return max(tiles.temporary + total_bytes(tiles.problem), after)
+    most = max(tiles.temporary + total_bytes(tiles.problem), after)
+    return most + relaid_bytes(tiles.problem, kept_order(tiles))
+
+
+def kept_order(tiles: AttentionTiles) -> Callable[[TensorSpec], bool]:
+    """Tells an operand in whose memory order tiles give the gradient."""
+    return in_bshd if isinstance(tiles, FusedTiles) else in_c_order
 
 
 def ready_alone(tiles: AttentionTiles, options: Options) -> Ready:

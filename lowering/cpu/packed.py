@@ -23,7 +23,7 @@ from attn_graph.ir.fused import Role
 from attn_graph.ir.graph import Eqn, Op
 from attn_graph.ir.modifiers import SoftCap
 from attn_graph.ir.packed import LENGTHS, Packed, keys_in_bands, with_operands
-from attn_graph.ir.packing import list_sequences, row_count
+from attn_graph.ir.packing import list_sequences, require_fitting, row_count
 from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.fused_calls import sink_gradient_of, wanted_sinks
@@ -124,6 +124,8 @@ class PackedRun:
                 ends.append(list_sequences(starts, lengths, row_count(x.shape), most, who))
             else:
                 counts = operands[read[name]].tolist() if name in read else [most] * entries
+                if name not in map(LENGTHS.get, where):  # of pages: checked with the table
+                    require_fitting(name, counts, most)
                 ends.append([(0, n) for n in counts])
         spans = [self.span(b, *each) for b, each in enumerate(zip(*ends, strict=True))]
         if self.op.paged:
@@ -453,12 +455,9 @@ class PackedRun:
     @cached_property
     def layouts(self) -> tuple[TensorSpec, ...]:
         """The specs of the results: gradients like their operands, o like q. Sums are wider."""
-        main, wide = len(self.specs[0].shape), accumulator(self.specs[0].dtype)
-        specs = []
+        wide, specs = accumulator(self.specs[0].dtype), []
         for role, type_ in zip(self.results, self.eqn.outs, strict=True):
-            n = role.like
-            like = self.specs[n or 0] if n is not None or len(type_.shape) == main else None
-            order = None if like is None else memory_order(like)
+            order = None if role.leader is None else memory_order(self.specs[role.leader])
             sums = not role.side or (role.side == "keys" and self.op.paged)
             dtype = wide if sums else type_.dtype
             specs.append(TensorSpec(type_.shape, dtype, dense_strides(type_.shape, order)))
@@ -486,7 +485,7 @@ def any_packed_step(run: PackedRun, workspace: Workspace) -> Step:
 
 def packed_step(run: PackedRun, workspace: Workspace) -> Step:
     if not is_separable(run.op):
-        return padded_step(run.op, run.specs, run.lower, workspace)
+        return padded_step(run.op, run.specs, run.layouts, run.lower, workspace)
     most = max(probe.workspace for probe in run.probes) + Scratch(run.rooms).bytes
     temporary = max(probe.temporary for probe in run.probes) + run.held
     step = any_packed_step(run, workspace)

@@ -23,7 +23,10 @@ from attn_graph.lowering.problem import (
     cotangent_bytes,
     cotangent_note,
     has_flash_order,
+    in_bshd,
     is_readable,
+    relaid_bytes,
+    relaid_note,
     select_outputs,
     sole,
 )
@@ -198,8 +201,8 @@ def lower_backward(
     odd = cotangent_note(problem, "is broadcast, or has rows that lie apart or overlap")
     return Executable(
         run_plain if plain else run,
-        temporary=more + cotangent_bytes(problem),
-        notes=("one call of PyTorch's fused CPU kernel", *odd),
+        temporary=more + cotangent_bytes(problem) + relaid_bytes(problem, in_bshd),
+        notes=("one call of PyTorch's fused CPU kernel", *odd, *relaid_note(problem, in_bshd)),
     )
 
 

@@ -23,12 +23,13 @@ from attn_graph.ir.scaling import Dequantise
 from attn_graph.kernels.merging import merge_
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.steps import Step, lease_rooms
+from attn_graph.machine.tensors import lay_in_order
 from attn_graph.machine.workspace import Scratch, Views, Workspace
 from attn_graph.masks import LEAVES as KNOWN_LEAVES
 from attn_graph.masks import Band, Join, KeyLengths, Mask, Prefix, QueryLengths
 from attn_graph.masks.canonical import EVERYTHING
 from attn_graph.masks.joins import leaves
-from attn_graph.spec import TensorSpec, accumulator
+from attn_graph.spec import TensorSpec, accumulator, memory_order
 
 BLOCK_BYTES = 2**22  # of k and v in pages, or quantised, read at a time
 Tensors = Sequence[torch.Tensor]
@@ -272,10 +273,11 @@ def join_results(stats: Sequence[str], results: Tensors, more: Tensors) -> None:
 
 
 def padded_step(
-    op: Packed, specs: Sequence[TensorSpec], lower: Lower, workspace: Workspace
-) -> Step:
+    op: Packed, specs: Sequence[TensorSpec], due: Sequence[TensorSpec], lower: Lower,
+    workspace: Workspace,
+) -> Step:  # fmt: skip
     """Sequences padded to the longest possible one, in one graph. This is for steps dependent on a
-    sequence's number in the batch, or on the largest length."""
+    sequence's number in the batch, or on the largest length. due: how results lie."""
     types, b = op.padded([spec.type for spec in specs]), Builder(trusts=True)
     given = [
         TensorSpec(t.shape, t.dtype) if side in op.readers else spec
@@ -284,13 +286,15 @@ def padded_step(
     values = [b.input(f"x{n}", spec) for n, spec in enumerate(given)]
     padded = lower(b.graph(*b.emit(op.op, *values)))
 
+    orders = [*map(memory_order, due)]
+
     def run(operands: Tensors, _rooms: Views) -> Tensors:
         operands = op.with_seen_pages(operands)
         read = op.read(run_one, operands)
         if op.paged:
             clear_hidden(op, read, operands)
         outputs, _ = padded.run(*read)
-        return op.write(run_one, outputs, operands)
+        return [*map(lay_in_order, op.write(run_one, outputs, operands), orders)]
 
     held = sum(t.bytes for t in (*types, *op.op.infer(*types)))
     note = f"sequences padded to the longest; {'; '.join(padded.notes)}"

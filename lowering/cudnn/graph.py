@@ -13,7 +13,7 @@ from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.scaling import WEIGHT_SCALE
 from attn_graph.lowering.libraries.cudnn_masks import CudnnMask, translate_mask
 from attn_graph.lowering.problem import Problem
-from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order, new_strides
+from attn_graph.spec import NAMES, TensorSpec, dense_like, dense_strides, new_strides
 
 Option = float | bool | str | None
 
@@ -176,7 +176,7 @@ def cotangent_spec(problem: Problem, do: TensorSpec) -> TensorSpec:
     """do as cuDNN reads it: a dense copy with 0 in rows without keys, if there may be any."""
     if not problem.has_blind_rows:
         return do
-    return TensorSpec(do.shape, do.dtype, dense_strides(do.shape, memory_order(do)))
+    return dense_like(do)
 
 
 def operand_slots(problem: Problem) -> Iterator[Slot]:

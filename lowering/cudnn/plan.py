@@ -26,7 +26,7 @@ from attn_graph.lowering.cudnn.run import Engine, handle
 from attn_graph.lowering.limits import Version
 from attn_graph.lowering.request import Options
 from attn_graph.machine.imports import load_modules
-from attn_graph.machine.store import Unfit
+from attn_graph.machine.store import Unfit, read_json
 from attn_graph.machine.target import Target
 
 LOG = logging.getLogger("attn_graph")
@@ -90,7 +90,7 @@ class CudnnPlan:
         """Read a stored plan. Raises Unfit for other bytes."""
         report, _, plan = data.partition(b"\n")
         try:
-            return cls(**json.loads(report), data=plan)
+            return cls(**read_json(report), data=plan)
         except (ValueError, TypeError) as error:
             raise Unfit(f"it holds no plan of cuDNN's: {error}") from error
 

@@ -26,12 +26,11 @@ from attn_graph.lowering.libraries.fa4_masks import (
     end_names,
     forward_tile,
     native_mask,
-    new_like,
 )
 from attn_graph.lowering.lying.sequences import DENSE, SIDES, PaddedSequences
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.machine.cache import remember
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.spec import NAMES, TensorSpec, dense_like
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 # As the package names them.
@@ -128,7 +127,7 @@ class Fa4Call:
     def given_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
         """The spec of q, k or v as a call reads it; of pages the pool [n,P,G,D]."""
         if name in copied_names(self.problem, self.sequences):
-            return self.own_spec(SIDES[name], new_like(spec))
+            return self.own_spec(SIDES[name], dense_like(spec))
         return dict(self.sequences.specs).get(name, spec)
 
     @property

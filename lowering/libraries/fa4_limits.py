@@ -20,7 +20,6 @@ from attn_graph.lowering.libraries.fa4_masks import (
     end_names,
     forward_tile,
     native_mask,
-    new_like,
 )
 from attn_graph.lowering.limits import (
     AMPERE,
@@ -44,7 +43,7 @@ from attn_graph.lowering.reasons import (
     uneven_heads,
     wide_heads,
 )
-from attn_graph.spec import HALF, TensorSpec
+from attn_graph.spec import HALF, TensorSpec, dense_like
 
 INTERFACE = "interface.py"
 ARGUMENTS = "the package has no such argument"
@@ -111,7 +110,7 @@ def other_strides(case: Fa4Case) -> Iterator[Reason]:
     operands |= dict(case.sequences.specs)
     copied = copied_names(case.problem, case.sequences)
     for name, given in operands.items():
-        spec = new_like(given) if name in copied else given
+        spec = dense_like(given) if name in copied else given
         if not spec.unit_last:
             limit = "needs stride 1 along the last axis"
             yield Reason(f"stride.{name}", limit, f"{name} is {spec}")

@@ -24,13 +24,17 @@ from attn_graph.kernels.fused_cuda import Kernel
 from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.problem import (
     ALIGNED,
+    BSHD,
     Problem,
     cotangent_bytes,
     cotangent_note,
     find_misplaced,
     has_flash_order,
+    in_bshd,
     is_misaligned,
     on_boundary,
+    relaid_bytes,
+    relaid_note,
     select_outputs,
     sole,
     tidy_strides,
@@ -60,7 +64,6 @@ FEW_BLOCKS = 256  # of 64 queries: with as many no GPU of today splits the keys
 WRAPS = 2**32  # elements of a bias: github.com/pytorch/pytorch/issues/187227
 RIGHT = (9, 15, 1)  # github.com/pytorch/pytorch/issues/169849
 TOO_WIDE = range(193, 225)  # head sizes of flash backwards too large for small shared memory
-BSHD = (0, 2, 1, 3)
 VARIES = "divides sums among programs by the size of the batch"
 IMPLIED = ("head_widest", "head_multiple")  # limits of cuDNN: PyTorch's are as strict
 ACTIVATED = {"FA3": (90, 99), "FA4": (90, 109)}  # replace PyTorch's flash on these sm
@@ -378,6 +381,7 @@ class TorchKernelCall:
         for name, spec in self.copied().items():
             yield f"{name} {spec} is copied: the kernel's rows lie in another order"
         yield from cotangent_note(self.problem, "begins off 16 bytes")
+        yield from relaid_note(self.problem, self.variant.keeps_order)
 
     def kept_forward(self) -> int:
         """Bytes allocated by PyTorch beside the outputs, at most."""
@@ -397,6 +401,7 @@ class TorchKernelCall:
         sums = 4 * rows * (p.D + 4) + (4 + p.dtype.itemsize) * keys * (p.D + p.E)
         more = sum(prod(x.shape) * x.dtype.itemsize for x in p.specs[:3]) * 3 * grad.with_dlse
         copies = sum(x.type.bytes for x in self.copied().values()) + cotangent_bytes(p)
+        copies += relaid_bytes(p, self.variant.keeps_order)
         return sums * (1 + grad.with_dlse) + more + copies
 
 
@@ -413,7 +418,7 @@ EFFICIENT_KERNEL = Variant(
     efficient_reasons,
     modifiers=(Bias,),
     dtypes=(*HALF, torch.float32),
-    keeps_order=lambda q: memory_order(q) == BSHD,
+    keeps_order=in_bshd,
 )
 CUDNN_KERNEL = Variant("cudnn", fused_cuda.CUDNN, cudnn_reasons, widest=128)
 EFFICIENT = Backend("torch_efficient", EFFICIENT_KERNEL.why_not, EFFICIENT_KERNEL.lower, real=True)

@@ -124,6 +124,9 @@ def plan_reasons(work: Work, request: Request) -> Iterator[Reason]:
     except Untraceable as error:
         yield untraceable(error)
         return
+    if against := table_reason(work):
+        yield against
+        return
     moved = work.large if isinstance(work, Push) else {}
     for name, spec in (work.layout.large() | moved).items():
         far = tile_reach(work.layout, name, spec)
@@ -134,6 +137,24 @@ def plan_reasons(work: Work, request: Request) -> Iterator[Reason]:
         flash = plan_flash(work, request)
         yield from launch_reasons(flash)
         yield from request.options.over_workspace(flash.scratch.bytes)
+
+
+def table_reason(work: Work) -> Reason | None:
+    """Against a mask with too many tiles for planning to list, and which no kernel can list."""
+    from attn_graph.kernels.tilings import LEAST, Tiling
+    from attn_graph.lowering.codegen.tile_lists import MOST_TABLE, ListCode
+    from attn_graph.masks.places import Untraceable
+
+    p = work.problem
+    tiles = -(-p.M // LEAST) * -(-p.N // LEAST)
+    if tiles <= MOST_TABLE or p.node.mask is None or trace_once(work).strip:
+        return None
+    try:
+        ListCode.trace(p, Tiling(LEAST, LEAST, 4, 1))
+    except Untraceable as error:
+        limit = f"lists up to {MOST_TABLE} tiles ahead of calls, and more on the GPU"
+        return Reason("table", limit, f"there are {tiles}: {error}", "{limit}; {actual}")
+    return None
 
 
 def may_overflow(work: Work) -> bool:

@@ -25,7 +25,7 @@ from attn_graph.lowering.codegen.device_code import (
 )
 from attn_graph.lowering.codegen.launches import Descriptor, Launch, Pointers, parameters
 from attn_graph.lowering.codegen.symbols import SPECIAL
-from attn_graph.lowering.codegen.tile_lists import DeviceLists, list_ahead
+from attn_graph.lowering.codegen.tile_lists import MOST_AHEAD, DeviceLists, blocks, list_ahead
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.programs import (
@@ -42,7 +42,7 @@ from attn_graph.lowering.triton.work import Push, tangent_specs
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer
-from attn_graph.masks import Mask
+from attn_graph.masks import Mask, needs_of
 from attn_graph.masks.places import Untraceable
 from attn_graph.spec import dense_strides
 
@@ -193,7 +193,7 @@ class LaunchList:
         """Add the list, or the launch for it."""
         name = f"lists{len(self.buffers) + len(self.tables)}"
         try:
-            shape = self.ranged(name, tiling, by_keys) if mask.needs else None
+            shape = self.ranged(name, tiling, by_keys) if self.lists_on_device(tiling) else None
         except Untraceable:
             shape = None  # then from `span` and `surely`, for whatever the data may be
         if shape is None:
@@ -203,6 +203,11 @@ class LaunchList:
         strides = dense_strides(shape)[:3]
         strides = tuple(0 if n == 1 else s for n, s in zip(shape, strides, strict=False))
         return {"lists_ptr": name}, {"lists_strides": strides, "LISTED": True}
+
+    def lists_on_device(self, tiling: Tiling) -> bool:
+        """True if each call lists the tiles: data decide them, or planning would take long."""
+        mask, count = self.problem.node.mask, blocks(self.problem.M, tiling.block_m)
+        return count > MOST_AHEAD or bool(needs_of(mask))
 
     def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
         """Add the launches for lists on the device; their shape."""

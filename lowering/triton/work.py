@@ -10,8 +10,8 @@ from attrs import evolve, frozen
 from attn_graph.errors import Reason
 from attn_graph.ir.attention import Operands
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, unused_names
+from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.tangents import AttentionJvp
-from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.lowering.reasons import wide_heads

@@ -11,6 +11,7 @@ import attn_graph as ag
 from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.passes import simplify
 
+attention: Any = ag.nn.functional.attention  # Any: tensors by name, and options
 SPEC = ag.TensorSpec
 I32, F32 = torch.int32, torch.float32
 WHERE = {
@@ -31,6 +32,7 @@ def make_paged() -> tuple[ag.Graph, dict[str, torch.Tensor]]:
 
 
 WRONG = {
+    "without 0": ("q_starts", [1, 3, 3, 5], "q_starts: expected 0 first, got 1"),
     "descending": ("q_starts", [0, 3, 2, 5], "q_starts: expected ascending ones, got 3, 2"),
     "past the rows": ("q_starts", [0, 2, 2, 7], "q_starts: from 0 to 7, of 6 rows"),
     "too long": ("q_starts", [0, 4, 4, 5], "sequence 0 has 4, and 4 rows .* of at most 3"),
@@ -74,8 +76,8 @@ def test_lengths_of_padded_tensors_are_checked_too(kv: list[int], q: list[int], 
     tensors = {"kv_lengths": kv, "q_lengths": q}
     given = [torch.tensor(tensors.get(i.name, 0), dtype=I32) for i in graph.inputs]
     with pytest.raises(ag.PlanMismatchError, match=words):
-        check_data(graph, given)
-    check_data(graph, [x.clamp(0, 4) for x in given])
+        check_data(graph, dict(enumerate(given)))
+    check_data(graph, {n: x.clamp(0, 4) for n, x in enumerate(given)})
 
 
 @pytest.mark.parametrize("freed", [-1, 10**6])
@@ -95,9 +97,49 @@ def test_a_check_reads_no_pages_that_the_mask_hides_from_all_queries(freed: int)
 
     def check(*pages: int) -> None:
         tensors["pages"] = torch.tensor([pages], dtype=I32)
-        check_data(graph, [tensors[i.name] for i in graph.inputs])
+        check_data(graph, {n: tensors[i.name] for n, i in enumerate(graph.inputs)})
 
     check(freed, freed, freed, 2, 9)
     for wrong in ((freed, freed, freed, 2, 10), (freed, freed, freed, freed, 9)):
         with pytest.raises(ag.PlanMismatchError, match="of a pool of 10"):
             check(*wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("wrong", [[5, 2], [4, -1]])
+@pytest.mark.parametrize("name", ["kv_lengths", "q_lengths"])
+def test_a_call_checks_lengths_of_padded_tensors(
+    name: str, wrong: list[int], cap: float | None, dtype: torch.dtype
+) -> None:
+    """On CPUs, in both passes; within packed calls too."""
+    x = torch.randn(2, 1, 4, 8).to(dtype)
+    options: Any = {"soft_cap": cap, name: SPEC((2,), I32)}
+    plan = ag.compile(ag.attention(*[SPEC.like(x)] * 3, **options), target="cpu")
+    lengths = torch.tensor(wrong, dtype=I32)
+    plan(x, x, x, lengths.clamp(0, 4))
+    for leaf in (x, x.clone().requires_grad_()):
+        with pytest.raises(ag.PlanMismatchError, match=f"{name}: entry . has .*, of 4 rows"):
+            plan(leaf, x, x, lengths)
+    rows = x.transpose(1, 2).flatten(0, 1)
+    where = {"q_starts": torch.tensor([0, 3, 8])}
+    with pytest.raises(ag.PlanMismatchError, match=r"kv_lengths: entry . has .*, of 4 rows"):
+        attention(rows, x, x, **where, kv_lengths=lengths, max_lengths=(5, None))
+
+
+@pytest.mark.parametrize("name", ["q_starts", "kv_starts"])
+@pytest.mark.parametrize("formula", [None, ag.Formula("i >= j")])
+def test_starts_begin_with_0(name: str, formula: ag.Mask | None) -> None:
+    """Unless lengths say which rows are whose."""
+    x, whole, late = torch.randn(6, 2, 4), torch.tensor([0, 2, 6]), torch.tensor([1, 2, 6])
+    where = {"q_starts": whole, "kv_starts": whole} | {name: late}
+    options: dict[str, Any] = {"mask": formula, "max_lengths": (5, 5)}
+    with pytest.raises(ag.PlanMismatchError, match=f"{name}: expected 0 first, got 1"):
+        attention(x, x, x, **where, **options)
+    options |= {n: SPEC.like(y) for n, y in where.items()}
+    plan = ag.compile(ag.attention(*[SPEC.like(x)] * 3, **options), target="cpu")
+    with pytest.raises(ag.PlanMismatchError, match=f"{name}: expected 0 first, got 1"):
+        plan.check(x, x, x, **where)
+    lengths = dict.fromkeys(("q_lengths", "kv_lengths"), torch.tensor([1, 4]))
+    o = attention(x, x, x, **options | where | lengths)
+    assert (o[: late[0]] == 0).all() or name == "kv_starts"

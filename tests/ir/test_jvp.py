@@ -13,10 +13,10 @@ from hypothesis import given
 import attn_graph as ag
 from attn_graph.extend import Place
 from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.jvp import push_graph, tangent_spec
+from attn_graph.ir.jvp import push_graph
 from attn_graph.ir.packing import Pack, Unpack
 from attn_graph.ir.tangents import AttentionJvp
-from attn_graph.spec import FLOATS
+from attn_graph.spec import FLOATS, dense_like
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import tensors_for
 from tests.ir.test_text import stepwise_backward
@@ -112,7 +112,7 @@ def test_second_derivatives_are_symmetric_and_those_of_both_modes(
 @given(graph=graphs(), seed=seeds)
 def test_single_steps_push_as_the_whole_does(graph: ag.Graph, seed: int) -> None:
     tensors = moderate(graph, seed)
-    specs = [tangent_spec(graph.inputs[n].spec) for n in floating(graph)]
+    specs = [dense_like(graph.inputs[n].spec) for n in floating(graph)]
     steps = push_graph(graph, floating(graph), specs)
     assert not any(isinstance(eqn.op, AttentionJvp) for eqn in steps.eqns)
     inputs = [*tensors, *draw(graph, seed, floating(graph))]

@@ -17,6 +17,7 @@ from attn_graph.ir import parse
 from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.gradient_ops import SinkGradJvp, SoftmaxGrad, SoftmaxGradJvp, SoftmaxJvp
 from attn_graph.ir.graph import Op
+from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.modifiers import Bend, Spread
 from attn_graph.ir.passes import canonicalise
 from attn_graph.ir.reference import evaluate
@@ -28,7 +29,6 @@ from attn_graph.ir.vjp import (
     cotangent_specs,
     main_outputs,
     residuals,
-    result_spec,
     value_names,
     wanted_inputs,
 )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.vjp import result_spec
+from attn_graph.ir.layouts import result_spec
 from attn_graph.lowering.codegen.launches import Descriptor
 from attn_graph.lowering.triton import divisions
 from attn_graph.lowering.triton.plan import Flash

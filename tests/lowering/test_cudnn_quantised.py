@@ -13,10 +13,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import compare
 from attn_graph.ir.scaling import FLOATS_OF_8, O_SCALE, PAIRS, SCALES
-from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.graph import CudnnCall

@@ -323,3 +323,22 @@ def test_new_shapes_need_few_new_kernels(name: str, D: int) -> None:
     assert {"forward", "query_gradient", "key_gradient"} <= keys.keys()
     counts = {n: len(own) for n, own in keys.items()}
     assert all(count <= most // 3 * KINDS[D].get(n, 1) for n, count in counts.items()), counts
+
+
+@interpreted
+def test_kernels_list_the_tiles_of_many_blocks_as_planning_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of masks without tensors too, alike in all heads or not."""
+    monkeypatch.setattr("attn_graph.lowering.triton.launch_list.MOST_AHEAD", 2)
+    x = torch.randn(2, 2, 200, 16)
+    spec = ag.TensorSpec.like(x)
+    for mask in (
+        ag.Formula("i // 40 == j // 40"),
+        ag.Formula("i // 40 == j // 40") & ~ag.Formula("(i + h) % 2 == j % 3"),
+    ):
+        graph = ag.attention(spec, spec, spec, mask=mask)
+        plan = ag.compile(graph, backends=("triton",), store=False)
+        assert any(note.startswith("list_tiles") for note in plan.explain().notes)
+        assert plan.verify(x, x, x).ok
+        check_repeated_gradients(graph)

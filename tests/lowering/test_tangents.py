@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.jvp import tangent_spec
+from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.vjp import result_spec
 from attn_graph.machine.tensors import copy_laid_as
-from attn_graph.spec import FLOATS
+from attn_graph.spec import FLOATS, dense_like
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.rule import expect_outputs
 from attn_graph.testing.strategies import graphs, seeds, shapes
@@ -51,7 +50,7 @@ def subset(graph: ag.Graph, seed: int) -> tuple[str, ...]:
 def draw_moves(graph: ag.Graph, names: Sequence[str], seed: int) -> dict[str, Tensor]:
     """Tangents of some inputs, laid out as they are declared."""
     random = torch.Generator().manual_seed(seed)
-    specs = {i.name: tangent_spec(i.spec) for i in graph.inputs if i.name in names}
+    specs = {i.name: dense_like(i.spec) for i in graph.inputs if i.name in names}
     return {
         name: copy_laid_as(torch.randn(x.shape, generator=random).to(x.dtype), x)
         for name, x in specs.items()

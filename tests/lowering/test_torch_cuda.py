@@ -18,8 +18,8 @@ from torch.backends.cuda import (
 )
 
 import attn_graph as ag
+from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import result_spec
 from attn_graph.kernels import fused_cuda
 from attn_graph.lowering.problem import has_flash_order, is_readable
 from attn_graph.lowering.request import Options, Request

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.vjp import result_spec
+from attn_graph.ir.layouts import result_spec
 from attn_graph.kernels import fused_cuda
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import Shape, seeds

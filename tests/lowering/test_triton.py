@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import backward, result_spec
+from attn_graph.ir.vjp import backward
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
 from attn_graph.lowering.codegen.device_code import DeviceCode, Tracer, compile_text
 from attn_graph.lowering.codegen.launches import Launch, check_interpreter

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -342,6 +344,53 @@ def test_two_frames_serve_every_length(form: str) -> None:
         tokens = torch.randint(50, (2, length))
         torch.testing.assert_close(compiled(tokens), model(tokens))
     assert frames.count == 2
+
+
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda m: m,
+    "one row": lambda m: m[..., :1, :],
+    "one key": lambda m: m[..., :1],
+    "two axes": lambda m: m[0, 0],
+    "padded": lambda m: F.pad(m, (0, -m.shape[-1] % 64))[..., : m.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_no_question_about_symbols_has_two_parts(kind: str) -> None:
+    """PyTorch's cache of code forgets the answer to `n in (1, full)`: that for 64 ran for 29."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Any:
+        mask = MASKS[kind](m)
+        o = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return o, attention(q, k, v, bias=mask[None, None] if mask.ndim == 2 else mask)
+
+    questions: list[sympy.Basic] = []
+
+    def list_questions(graph: torch.fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
+        mode: Any = detect_fake_mode(fakes)  # Any: there is one
+        questions.extend(x.expr for x in mode.shape_env.guards)
+        return graph.forward
+
+    compiled = torch.compile(attend, fullgraph=True, backend=list_questions)
+    for n in (13, 64, 29):
+        q, k, v, m = (torch.randn(2, 2, n, x) for x in (8, 8, 8, n))
+        torch.testing.assert_close(compiled(q, k, v, m), attend(q, k, v, m))
+    assert questions
+    assert not [x for x in questions if x.has(sympy.Or, sympy.And)]
+
+
+def test_a_renamed_argument_compiles_and_warns() -> None:
+    rows, starts = torch.randn(6, 1, 4), torch.tensor([0, 2, 6])
+    call: Any = attention  # Any: of a name that its signature lacks
+
+    def attend(x: Tensor, starts: Tensor) -> Any:
+        return call(x, x, x, q_starts=starts, most=(4, 4))
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    with pytest.warns(DeprecationWarning, match="most= is now max_lengths=") as caught:
+        o = compiled(rows, starts)
+    assert caught[0].filename == __file__
+    assert torch.equal(o, call(rows, rows, rows, q_starts=starts, max_lengths=(4, 4)))
 
 
 def test_equal_masks_are_one_frame() -> None:

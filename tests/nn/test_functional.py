@@ -218,7 +218,21 @@ def test_seeds_are_not_read_where_nothing_is_dropped() -> None:
     assert torch.equal(module(q, k, v, seed=number, offset=number), due)
     flags = torch.rand(1, 1, 1, k.shape[2]) > 0.5
     named = o_of(q, k, v, mask=ag.Keep("seed"), seed=flags)
+    among = o_of(q, k, v, modifiers=(ag.Keep("seed"),), seed=flags)
     assert torch.equal(named, o_of(q, k, v, keep=flags))
+    assert torch.equal(among, named)
+
+
+def test_inputs_of_masks_are_read_by_name_in_any_order() -> None:
+    """Twice each: remembered calls read tensors by position."""
+    rows, starts = torch.randn(5, 2, 8), torch.tensor([0, 3, 5])
+    q_segments, kv_segments = torch.randint(2, (2, 3)), torch.randint(2, (2, 3))
+    options: Any = {"q_starts": starts, "max_lengths": (3, 3)}
+    due = o_of(rows, rows, rows, segments=(q_segments, kv_segments), **options)
+    named: Any = {"kv_segments": kv_segments, "q_segments": q_segments, "mask": ag.SameSegment()}
+    for _ in range(2):
+        assert torch.equal(o_of(rows, rows, rows, **options, **named), due)
+        assert torch.equal(o_of(rows, rows, rows, **named, **options), due)
 
 
 def test_a_view_that_holds_numbers_negated_is_resolved() -> None:

@@ -121,6 +121,17 @@ def test_replaced_calls_run_by_plans() -> None:
     assert all(row.usage.backend for row in report.rows)
 
 
+def test_a_second_call_reads_the_tensors_of_masks_by_their_names() -> None:
+    """Here the first keys of heads and the starts of rows have one shape."""
+    x = as_jagged(draw_rows([3, 4], 3, 8))
+    mask = ag.Formula("j >= first", (("first", "h"),))
+    for first in (torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1])):
+        o: Any = F.attention(x, x, x, mask=mask, first=first)
+        for part, due in zip(sequences(x), sequences(o), strict=True):
+            alone = F.attention(part, part, part, mask=mask, first=first)
+            torch.testing.assert_close(alone, due)
+
+
 def test_dropout_is_fixed_by_the_seed() -> None:
     q = as_jagged(draw_rows([3, 2, 5], 4, 8))
     results = []

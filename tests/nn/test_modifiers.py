@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import pytest
@@ -72,6 +74,22 @@ def test_compiled_code_keeps_modifiers() -> None:
     q, k, v, bias = tensors_for(ag.attention(X, X, X, bias=BIAS), 3)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     assert compiled(q, k, v, bias=bias).equal(module(q, k, v, bias=bias))
+
+
+@pytest.mark.parametrize("mask", [None, ag.Prefix(7)])
+@pytest.mark.parametrize("among", [(ag.Causal(),), (ag.Causal() | ag.Prefix(2), ag.Window(4))])
+def test_masks_among_modifiers_are_masks_within_transforms(
+    mask: ag.Mask | None, among: tuple[ag.Mask, ...]
+) -> None:
+    joined = reduce(and_, among if mask is None else (mask, *among))
+    call: Any = attention  # Any: its results without statistics
+    q, k, v = tensors_for(ag.attention(X, X, X), 3)
+
+    def slope(mask: ag.Mask | None, *steps: ag.Modifier | ag.Mask) -> torch.Tensor:
+        loss = torch.func.grad(lambda q: call(q, k, v, mask=mask, modifiers=steps).sum())
+        return loss(q)  # type: ignore[no-any-return]  # of torch
+
+    assert torch.equal(slope(mask, ag.SoftCap(3.0), *among), slope(joined, ag.SoftCap(3.0)))
 
 
 def test_what_is_no_modifier_is_refused_with_the_way_to_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -371,6 +372,16 @@ def test_nonsense_raises_as_in_pytorch_and_as_here(name: str) -> None:
 def test_errors_are_caught_as_pytorch_s_are() -> None:
     assert issubclass(TensorRankError, IndexError)
     assert issubclass(TensorDtypeError, NotImplementedError)
+
+
+def test_its_parameters_are_those_of_pytorch() -> None:
+    due = torch.ops.aten.scaled_dot_product_attention.default._schema.arguments
+    ours = inspect.signature(scaled_dot_product_attention).parameters.values()
+    assert [(x.name, x.kind is x.KEYWORD_ONLY) for x in ours] == [
+        (x.name, x.kwarg_only) for x in due
+    ]
+    defaults = {x.name: x.default for x in ours if x.default is not x.empty}
+    assert defaults == {x.name: x.default_value for x in due if x.has_default_value()}
 
 
 # PyTorch's own samples

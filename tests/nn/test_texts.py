@@ -123,6 +123,12 @@ def test_a_text_runs_on_as_many_tensors_as_it_names(
             run([torch.randn(X.shape) for _ in range(count)], text)
 
 
+@pytest.mark.parametrize("names", [("first", "bias"), ("sinks", "bias"), ("bias", "bias")])
+def test_a_text_names_its_tensors_in_the_order_of_a_graph(names: tuple[str, ...]) -> None:
+    with pytest.raises(ag.GraphError, match=r"the text has names=.*, and their order is \('bias'"):
+        read_content(f"CallContent(names={names!r})")
+
+
 def test_fake_tensors_are_counted_too() -> None:
     with torch._subclasses.FakeTensorMode():
         two = [torch.empty(X.shape) for _ in range(2)]

@@ -282,6 +282,24 @@ def test_dropout_under_vmap_is_as_randomness_says() -> None:
         vmap(one)(q)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": ag.Formula("j > b")},
+        {"mask": ag.Causal() | ag.Formula("(i + b) % 3 == 0")},
+        {"modifiers": (ag.Addend("real(b) * real(j)"),)},
+        {"modifiers": (ag.Factor("real(b)"), ag.SoftCap(3.0))},
+        {"modifiers": (ag.Formula("j > b"),)},
+        {"mask": Odd()},
+    ],
+    ids=str,
+)
+def test_vmap_counts_the_entries_of_each_call_alone(options: dict[str, Any]) -> None:
+    x = randn(3, *X.shape)
+    attend: Attend = lambda q: attention(q, q, q, **options)  # noqa: E731
+    torch.testing.assert_close(vmap(attend)(x), torch.stack([*map(attend, x)]))
+
+
 # What is not there
 
 

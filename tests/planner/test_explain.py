@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.extend import Backend, Executable, Reason, RefusedError
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.single_steps import write_steps
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explain import explain_graph
 from attn_graph.planner.explanation import Explanation
 from attn_graph.planner.recorded import RUNS_KEPT
-from attn_graph.planner.remedies import Question, Remedy, edits
+from attn_graph.planner.remedies import Question, Remedy
 from attn_graph.testing.strategies import graphs, shapes
 from tests.support.cudnn_graphs import cudnn_graphs
 from tests.support.equipped import equip
@@ -85,7 +87,7 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
                 return backend.reasons(Request(READS[p](other), target, other.request.options))
 
             assert asks(question) == each.reasons
-            by_remedy = dict(edits(question))
+            by_remedy = {edit.remedy: edit.make for edit in question.edits}
             for reason, remedies in zip(each.reasons, each.lifts, strict=True):
                 for remedy in remedies:
                     changed = by_remedy[remedy]()
@@ -94,6 +96,60 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
                     assert skeleton(reason) not in map(skeleton, asks(changed))
             if each.smallest:
                 assert not asks(each.smallest.question)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@given(graph=st.one_of(graphs(shapes(most=40, heads=8)), cudnn_graphs()))
+@settings(settings.get_profile("few"))
+def test_a_graph_written_in_single_steps_is_the_same_graph(target: Target, graph: ag.Graph) -> None:
+    """So a plan, which knows no other, offers the same changes as `explain` of the graph."""
+    simple = simplify(graph)
+    written = write_steps(simple)
+    assert simplify(written) == simple
+    request = Request(graph, target, Options())
+    known, alike = (explain_graph(request.with_graph(g)) for g in (graph, written))
+    fixes = [
+        [(each.backend, each.lifts, each.way_out) for _, side in sides(x) for each in side.refusals]
+        for x in (known, alike)
+    ]
+    assert fixes[0] == fixes[1]
+    assert str(known) == str(alike)
+
+
+def test_a_plan_explains_its_refusals_with_every_fix() -> None:
+    graph = ag.attention(X, X, X, mask=ag.Causal() & ag.Window(9), soft_cap=9.0, stats=True)
+    lifts = [
+        [(each.backend, each.lifts, each.way_out) for _, side in sides(x) for each in side.refusals]
+        for x in (ag.explain(graph, target="cpu"), ag.compile(graph, target="cpu").explain())
+    ]
+    assert any(remedies for _, each, _ in lifts[1] for remedies in each)
+    assert lifts[0] == lifts[1]
+
+
+def test_segments_may_be_packed_and_pools_have_their_heads_in_the_third_axis() -> None:
+    segments = (ag.TensorSpec((2, 512), torch.int32),) * 2
+    graph = ag.attention(X, X, X, mask=ag.Causal(), segments=segments, stats=True)
+    for name in ("cudnn", "torch_flash"):
+        found = ag.explain(graph, target=TARGETS[2], backends=(name,), gradients=())
+        (refusal,) = found.refusals
+        assert str(refusal.smallest).startswith("pack the segments with q_starts=")
+        assert refusal.smallest is not None
+        assert not refusal.smallest.changes_result
+        assert ag.explain(refusal.smallest.graph, target=TARGETS[2]).backend == "cudnn"
+    pool, pages = ag.TensorSpec((9, 24, 8, 64), HALF), ag.TensorSpec((2, 3), torch.int32)
+    graph = ag.attention(ag.TensorSpec((2, 8, 1, 64), HALF), pool, pool, pages=pages)
+    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",), gradients=()).refusals
+    assert not any("repeat" in fix for fix in refusal.fixes)
+
+
+def test_what_only_lowering_shows_has_no_fix() -> None:
+    def lower(request: Request) -> Executable:
+        raise RefusedError("needs what shows late, and there is none")
+
+    late = Backend("late", lambda *asked: (), lower)
+    found = ag.explain(CHANGES["drop dropout"], target=CPU, backends=(late, "math"))
+    (refusal,) = found.refusals
+    assert (refusal.lifts, refusal.smallest) == (((),), None)
 
 
 def test_nothing_is_raised_where_all_refuse() -> None:

@@ -11,8 +11,9 @@ from attrs import fields, frozen
 from attn_graph import masks as m
 from attn_graph.ir import builder
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import backward, result_spec, wanted_inputs
+from attn_graph.ir.vjp import backward, wanted_inputs
 from attn_graph.lowering.lying.sequences import PaddedSequences, read_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import NAMES, TensorSpec

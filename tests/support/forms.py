@@ -1,0 +1,356 @@
+"""Calls of the function form with any named inputs, and the ways to make such a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from operator import and_
+from typing import Any, cast
+
+import torch
+from attrs import frozen
+from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nested import nested_tensor_from_jagged
+from torch.utils.checkpoint import checkpoint
+
+import attn_graph as ag
+from attn_graph.extend import Place
+from attn_graph.nn.calls import SEGMENTS
+from attn_graph.nn.functional import attention
+from tests.support.tracing import Watch
+
+Named = dict[str, torch.Tensor]
+Attend = Callable[[Named], torch.Tensor]
+Parts = tuple[Sequence[ag.Mask], Sequence[ag.Modifier], dict[str, Any]]  # Any: options of a call
+
+B, H, G, D, E = 2, 2, 1, 4, 3
+M, N = 4, 5  # queries and keys of an entry, or the most of them
+ROWS, PAGE = 6, 2  # packed rows of all entries; rows of a page
+QUANTISED = ("q_scale", "k_scale", "v_scale")
+FIXED = (*QUANTISED, "t")  # floating inputs without a gradient
+
+
+@frozen
+class Limited(ag.Mask):
+    """A user's mask: keys before a number of each batch entry."""
+
+    @property
+    def needs(self) -> dict[str, ag.Data]:
+        return {"limit": ag.Data("b")}
+
+    def keep(self, at: Place) -> Any:
+        return at.j < at.load("limit", at.b)
+
+
+# What a call may read beside q, k and v: masks, modifiers and options, by the names of inputs.
+PARTS: dict[tuple[str, ...], Parts] = {
+    ("bias",): ((), (), {}),
+    ("alibi",): ((), (), {"align": "bottom_right"}),
+    ("keep",): ((), (), {}),
+    ("kv_lengths",): ((), (), {}),
+    ("q_lengths",): ((), (), {}),
+    ("sinks",): ((), (), {}),
+    SEGMENTS: ((), (), {}),
+    ("seed", "offset"): ((), (), {"dropout": 0.5}),
+    QUANTISED[1:]: ((), (), {}),
+    QUANTISED: ((), (), {}),
+    ("first",): ((ag.Formula("j >= first", (("first", "h"),)),), (), {}),
+    ("keep_blocks",): ((ag.KeepBlocks(2, 2),), (), {}),
+    ("limit",): ((Limited(),), (), {}),
+    ("table",): ((), (ag.RelativeBias(5, "bottom_right"),), {}),
+    ("slope",): ((), (ag.Addend("real(slope) * real(j - i)", (("slope", "h"),)),), {}),
+    ("t",): ((), (ag.Factor("real(t)", (("t", "h"),)),), {}),
+    (): ((ag.Causal("bottom_right"), ag.Prefix(2) | ag.Window(1, 1, "top_left")), (), {}),
+}
+LAYOUTS = {  # the inputs of a layout; jagged rows have their starts from nested tensors
+    "dense": (),
+    "packed": ("q_starts",),
+    "packed keys": ("q_starts", "kv_starts"),
+    "jagged": ("q_starts",),
+    "jagged keys": ("q_starts", "kv_starts"),
+    "paged": ("pages",),
+    "packed pages": ("q_starts", "pages"),
+}
+
+
+def has_masks(part: tuple[str, ...]) -> bool:
+    return bool(PARTS[part][0])
+
+
+@frozen(eq=False)
+class Case:
+    """A call: its layout, inputs, and options."""
+
+    layout: str
+    names: tuple[str, ...]
+    options: Mapping[str, Any]  # Any: of `attention`
+
+    @classmethod
+    def of(cls, layout: str, parts: Sequence[tuple[str, ...]], joined: bool) -> Case:
+        """joined: masks are given as `mask`, else among the modifiers."""
+        each = [PARTS[names] for names in parts]
+        steps: list[ag.Modifier | ag.Mask] = [step for _, steps, _ in each for step in steps]
+        masks = [mask for masks, _, _ in each for mask in masks]
+        options: dict[str, Any] = {}
+        for _, _, more in each:
+            options |= more
+        if masks and joined:
+            options["mask"] = reduce(and_, masks)
+        else:
+            steps += masks
+        if "q_starts" in LAYOUTS[layout]:
+            options["max_lengths"] = (M, None if "pages" in LAYOUTS[layout] else N)
+        names = dict.fromkeys(n for part in parts for n in part)
+        return cls(layout, (*names, *LAYOUTS[layout]), {**options, "modifiers": tuple(steps)})
+
+    @property
+    def is_jagged(self) -> bool:
+        return self.layout.startswith("jagged")
+
+    def draw(self, seed: int) -> Named:
+        """Tensors of the call; those of two seeds differ in numbers alone."""
+        random = torch.Generator().manual_seed(seed)
+        made = {name: make_input(self, name, random) for name in ("q", "k", "v", *self.names)}
+        for name, starts in (("q_lengths", "q_starts"), ("kv_lengths", self.key_starts)):
+            if name in made and starts in made:
+                made[name] = made[starts].diff() - made[name].clamp(max=1)
+        return made
+
+    @property
+    def key_starts(self) -> str:
+        return "kv_starts" if "kv_starts" in self.names else "q_starts"
+
+    def attend(self, named: Named) -> torch.Tensor:
+        return self.attend_by(self.call, named)
+
+    def attend_by(self, call: Any, named: Named) -> torch.Tensor:  # Any: `call`, or compiled
+        """The rows of a call, for jagged layouts with nested tensors."""
+        if not self.is_jagged:
+            return cast(torch.Tensor, call(named))
+        nested, starts = {**named}, [named[n] for n in LAYOUTS[self.layout]]
+        for name, x in zip("qkv", (starts[0], starts[-1], starts[-1]), strict=True):
+            nested[name] = nested_tensor_from_jagged(named[name], x).transpose(1, 2)
+        o = call({n: x for n, x in nested.items() if n not in LAYOUTS[self.layout]})
+        return cast(torch.Tensor, o.values().transpose(0, 1))
+
+    def call(self, named: Named) -> Any:  # Any: of a private class of PyTorch, if nested
+        """The function form."""
+        given: dict[str, Any] = {**named}  # Any: a pair of segments among them
+        if SEGMENTS[0] in given:
+            given["segments"] = tuple(given.pop(name) for name in SEGMENTS)
+        return attention(**given, **self.options)
+
+    def attend_by_plan(self) -> Attend:
+        """The plan of the call, its tensors by name."""
+        specs: dict[str, Any] = {n: ag.TensorSpec.like(x) for n, x in self.draw(0).items()}
+        free = ("seed", "offset") if "dropout" in self.options else ()
+        given = {n: x for n, x in specs.items() if n not in (*free, *SEGMENTS)}
+        if SEGMENTS[0] in specs:
+            given["segments"] = tuple(specs[name] for name in SEGMENTS)
+        plan = ag.compile(ag.attention(**given, **self.options))
+        return lambda named: cast(torch.Tensor, plan(**named))
+
+    def trained(self, named: Named) -> Named:
+        """The inputs with gradients."""
+        return {n: x for n, x in named.items() if x.is_floating_point() and n not in FIXED}
+
+
+def make_input(case: Case, name: str, random: torch.Generator) -> torch.Tensor:
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=random, dtype=torch.float64) + 0.5
+
+    def integers(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(most, shape, generator=random)
+
+    packed, keys = "q_starts" in case.names, N + 1 if "pages" in case.names else N
+    q = (ROWS, H, D) if packed else (B, H, M, D)
+    k = (
+        (2 * B * 3, PAGE, G, D)
+        if "pages" in case.names
+        else (ROWS, G, D)
+        if packed
+        else (B, G, N, D)
+    )
+    if name in ("q", "k", "v"):
+        shape = q if name == "q" else (*k[:-1], E) if name == "v" else k
+        x = numbers(*shape) - 1
+        return (8 * x).to(torch.int8) if f"{name}_scale" in case.names else x
+    shapes: dict[str, tuple[int, ...]] = {
+        "bias": (B, H, M, keys), "alibi": (H,), "sinks": (H,), "slope": (H,), "t": (H,),
+        "table": (H, 5), "q_scale": (1,) * len(q), "k_scale": (1,) * len(k),
+        "v_scale": (1,) * len(k),
+    }  # fmt: skip
+    if name in shapes:
+        x = numbers(*shapes[name])
+        return x.float() if name in QUANTISED or "q_scale" in case.names else x
+    if name in ("q_starts", "kv_starts"):
+        middle = 2 + integers(3)
+        return torch.stack([torch.zeros_like(middle), middle, torch.full_like(middle, ROWS)])
+    if name == "pages":
+        return torch.randperm(2 * B * 3, generator=random)[: B * 3].view(B, 3)
+    flags = {"keep": (B, 1, M, keys), "keep_blocks": (1, H, M // 2, -(-keys // 2))}
+    if name in flags:
+        return integers(4, *flags[name]) > 0
+    most, *sizes = {
+        "kv_lengths": (keys + 1, B), "q_lengths": (M + 1, B), "q_segments": (2, B, M),
+        "kv_segments": (2, B, keys), "seed": (9,), "offset": (9,), "first": (3, H),
+        "limit": (keys + 1, B),
+    }[name]  # fmt: skip
+    return integers(most, *sizes)
+
+
+# The ways to call, each beside what the plan gives
+
+
+def values(attend: Attend, case: Case) -> list[torch.Tensor]:
+    """Called for tensors of a new kind, then for others of that kind."""
+    return [attend(case.draw(seed)) for seed in range(3)]
+
+
+def gradients(attend: Attend, case: Case) -> list[torch.Tensor]:
+    """By autograd, twice."""
+    results: list[torch.Tensor] = []
+    for seed in range(2):
+        named = case.draw(seed)
+        leaves = {n: x.requires_grad_() for n, x in case.trained(named).items()}
+        attend({**named, **leaves}).square().sum().backward()
+        results += [x.grad for x in leaves.values() if x.grad is not None]
+    return results
+
+
+def by_func_grad(attend: Attend, case: Case) -> list[torch.Tensor]:
+    results: list[torch.Tensor] = []
+    for seed in range(2):
+        named = case.draw(seed)
+
+        def loss(own: Named, named: Named = named) -> torch.Tensor:
+            return attend({**named, **own}).square().sum()
+
+        results += grad(loss)(case.trained(named)).values()
+    return results
+
+
+def by_vmap(attend: Attend, case: Case) -> list[torch.Tensor]:
+    """Mapped over all inputs, and over q alone."""
+    draws = [case.draw(seed) for seed in range(3)]
+    every = {n: torch.stack([draw[n] for draw in draws]) for n in draws[0]}
+    o = vmap(attend)(every)
+    alone = vmap(lambda q: attend({**draws[0], "q": q}))(every["q"])
+    return [*o, *alone]
+
+
+def one_by_one(attend: Attend, case: Case) -> list[torch.Tensor]:
+    draws = [case.draw(seed) for seed in range(3)]
+    alone = [attend({**draws[0], "q": draw["q"]}) for draw in draws]
+    return [*map(attend, draws), *alone]
+
+
+def tangents(attend: Attend, case: Case) -> list[torch.Tensor]:
+    named, other = case.draw(0), case.draw(1)
+    own = case.trained(named)
+    moves = {n: other[n] for n in own}
+    return [*jvp(lambda own: attend({**named, **own}), (own,), (moves,))]
+
+
+def watched(attend: Attend, case: Case) -> list[torch.Tensor]:
+    with Watch():  # type: ignore[no-untyped-call]  # torch's own
+        return values(attend, case)
+
+
+def compile_call(case: Case, backend: str) -> Attend:
+    torch.compiler.reset()
+    return partial(case.attend_by, torch.compile(case.call, backend=backend, fullgraph=True))
+
+
+def compiled(attend: Attend, case: Case) -> list[torch.Tensor]:
+    return values(compile_call(case, "eager"), case)
+
+
+def compiled_gradients(attend: Attend, case: Case) -> list[torch.Tensor]:
+    return gradients(compile_call(case, "aot_eager"), case)
+
+
+def exported(attend: Attend, case: Case) -> list[torch.Tensor]:
+    class Module(torch.nn.Module):
+        def forward(self, named: Named) -> torch.Tensor:
+            return attend(named)
+
+    program = torch.export.export(Module(), (case.draw(0),)).module()
+    return values(cast(Attend, program), case)
+
+
+def traced(attend: Attend, case: Case) -> list[torch.Tensor]:
+    program = make_fx(lambda named: attend(named))(case.draw(0))
+    return values(program, case)
+
+
+def checkpointed(reentrant: bool) -> Callable[[Attend, Case], list[torch.Tensor]]:
+    def run(attend: Attend, case: Case) -> list[torch.Tensor]:
+        def again(named: Named) -> torch.Tensor:
+            def call(*tensors: torch.Tensor) -> torch.Tensor:
+                return attend(dict(zip(named, tensors, strict=True)))
+
+            o = checkpoint(call, *named.values(), use_reentrant=reentrant)
+            return cast(torch.Tensor, o)
+
+        return gradients(again, case)
+
+    return run
+
+
+def into_rooms(attend: Attend, case: Case) -> list[torch.Tensor]:
+    """With `out`, as which the results of the call without serve."""
+    rooms = []
+    for seed in range(2):
+        named = case.draw(seed)
+        room = torch.full_like(attend(named), 7.0)
+        room_case = Case(case.layout, case.names, {**case.options, "out": room})
+        assert room_case.attend(named) is room
+        rooms.append(room)
+    return rooms
+
+
+def twice(attend: Attend, case: Case) -> list[torch.Tensor]:
+    return values(attend, case)[:2]
+
+
+Way = Callable[[Attend, Case], list[torch.Tensor]]
+WAYS: dict[str, tuple[Way, Way]] = {  # to call the function; to get the same from the plan
+    "called": (values, values),
+    "into rooms": (into_rooms, twice),
+    "watched": (watched, values),
+    "traced": (traced, values),
+    "recorded": (gradients, gradients),
+    "grad": (by_func_grad, gradients),
+    "vmap": (by_vmap, one_by_one),
+    "jvp": (tangents, tangents),
+    "checkpoint": (checkpointed(False), gradients),
+    "reentrant checkpoint": (checkpointed(True), gradients),
+    "compiled": (compiled, values),
+    "compiled gradients": (compiled_gradients, gradients),
+    "exported": (exported, values),
+}
+COMPILED = ("compiled", "compiled gradients", "exported")  # a hundred times as long as others
+# PyTorch's transforms don't take nested tensors, and `out` is for dense results.
+DENSE = ("into rooms", "traced", "grad", "vmap", "jvp", "exported")
+
+
+def ways_for(case: Case) -> list[str]:
+    """The ways to make a call: without gradients, those whose results are the call's."""
+    trains = bool(case.trained(case.draw(0)))
+    return [
+        way
+        for way, (_, due) in WAYS.items()
+        if not (case.is_jagged and way in DENSE)
+        and (trains or due is not gradients)
+        and (trains or due is not tangents)
+    ]
+
+
+def check_call(case: Case, way: str) -> None:
+    """Assert that the function form gives, in this way, what the plan does."""
+    run, run_plan = WAYS[way]
+    due = run_plan(case.attend_by_plan(), case)
+    for x, expected in zip(run(case.attend, case), due, strict=True):
+        torch.testing.assert_close(x, expected)

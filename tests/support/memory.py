@@ -1,0 +1,23 @@
+"""The most memory that a worker of `make test` may take."""
+
+from __future__ import annotations
+
+import sys
+
+MOST = 5 * 2**29  # bytes of a process, or of a child of its: two workers stay below 6 GiB in all
+
+
+def peak_memory() -> int:
+    """The most bytes that this process, or a child that has ended, has held; 0 if unknown."""
+    if sys.platform != "linux":
+        return 0
+    from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
+
+    return 1024 * max(getrusage(who).ru_maxrss for who in (RUSAGE_SELF, RUSAGE_CHILDREN))
+
+
+def memory_problem(before: int, after: int) -> str:
+    """Why a test takes too much memory, by the peaks before and after it; "" if it does not."""
+    if after <= max(before, MOST):
+        return ""
+    return f"the test's process has held {after} bytes, {before} before it; the most is {MOST}"
