@@ -216,7 +216,7 @@ def require_counts(cu_seq_q: Tensor, **others: Tensor | None) -> None:
 
 def round_longest(name: str, longest: int) -> int:
     """The most rows of a sequence, rounded up. Raises TensorError unless it is a size."""
-    if not isinstance(longest, int | torch.SymInt) or is_flag(longest) or longest < 0:
+    if not isinstance(longest, int | torch.SymInt) or isinstance(longest, bool) or longest < 0:
         raise TensorError(
             f"varlen_attn: {name} is {show(longest)}; pass the length of the longest sequence"
         )

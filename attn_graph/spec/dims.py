@@ -11,6 +11,8 @@ from operator import index
 from typing import Any, SupportsIndex, final
 from unicodedata import normalize
 
+import numpy as np
+import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError, show
@@ -21,7 +23,11 @@ Sizes = Mapping[str, int]  # values of Dims, by name
 
 def is_flag(value: object) -> bool:
     """True for a boolean of Python, NumPy or PyTorch. It equals 1 or 0 and is not a number."""
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    if isinstance(value, torch.Tensor):
+        return value.dtype == torch.bool
+    return isinstance(value, bool | np.bool_) or (
+        isinstance(value, np.ndarray) and value.dtype == np.bool_
+    )
 
 
 def to_index(value: object) -> int | None:

@@ -273,7 +273,7 @@ def test_compiled_code_serves_new_lengths() -> None:
 def test_opcheck_passes(paged: bool) -> None:
     mask = ag.Causal("bottom_right")
     names = ("kv_lengths", "q_starts", "pages") if paged else ("q_starts",)
-    usual = (None, None, False, None, ("lse",), (4, None if paged else 4), ())
+    usual = (None, None, False, None, ("lse",), (4, None if paged else 4), False, ())
     text = content_of_call(names, mask, exact("scale", 0.5), *usual)
     q = torch.randn(6, 4, 8).requires_grad_()
     k = torch.randn(*((5, 2) if paged else (6,)), 2, 8).requires_grad_()
@@ -320,7 +320,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "splits": ((Q, Q, Q, C, C, 4, 4), {"num_splits": 3}, "num_splits is 3"),
     "longest": ((Q, Q, Q, C, C, 4.0, 4), {}, "max_q is 4.0"),
     "too long": ((Q, Q, Q, C, C, 2, 2), {}, "sequence 0 has 4.*of at most 2"),
-    "descending": ((Q, Q, Q, C.flip(0), C.flip(0), 4, 4), {}, "q_starts: from 6 to 0"),
+    "descending": ((Q, Q, Q, C.flip(0), C.flip(0), 4, 4), {}, "q_starts: expected 0 first, got 6"),
 }  # fmt: skip
 
 
