@@ -244,6 +244,8 @@ def make_tensor(
         least = most if x.name in LENGTHS.values() else 0
         even = torch.linspace(least, most, count, dtype=torch.float64)
         some = torch.randint(most + 1, (count,), generator=random).sort().values
+        if x.name in STARTS.values():
+            some[:1] = 0
         values = (some if drawn else even).to(spec.dtype)
     elif x.name.startswith("lse"):
         values = torch.full((count,), lse, dtype=spec.dtype)

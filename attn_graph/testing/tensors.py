@@ -27,7 +27,7 @@ def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Ten
     random = torch.Generator().manual_seed(seed)
     shift = {6: EXTREME, 7: -EXTREME}.get(seed % 8, 0.0)
     sizes = {i.name: i.spec.shape for i in graph.inputs}
-    most = {"q_lengths": sizes.get("q", (0,) * 4)[2], "kv_lengths": sizes.get("k", (0,) * 4)[2]}
+    most = {"q_lengths": sizes.get("q", (0, 0))[-2], "kv_lengths": sizes.get("k", (0, 0))[-2]}
     means = centres(graph, shift) | dict.fromkeys((*SCALES, O_SCALE), 1.0)
     tensors = []
     for i in graph.inputs:
