@@ -8,8 +8,9 @@ import torch
 
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.instructions import translate
-from attn_graph.testing.gpu.memory import Memory, Unset
+from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.program import Launch
+from attn_graph.testing.gpu.regions import Unset
 
 REGISTERS = """
  .reg .pred %p<16>; .reg .b16 %h<16>; .reg .b32 %r<160>; .reg .b64 %d<32>;

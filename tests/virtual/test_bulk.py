@@ -79,11 +79,8 @@ FAULTS = {  # statements, and what is wrong with them
     "bytes of out that belong to no element": (
         f"{FILL} {FENCE} add.s64 %d1, %d1, 112; {STORE.format(size=32)} {END}"
     ),
-    "bytes of out that programs add to": (
+    "a store to bytes of out is not ordered after the store of other bytes by a bulk store": (
         f"{FILL} {FENCE} {ADD.format(size=16)} {END} st.global.b32 [%d1], %r2;"
-    ),
-    "threads of a warp begin several bulk stores": (
-        f"{FILL} {FENCE} {ADD.format(size=16).removeprefix('@%p1 ')} {END}"
     ),
 }
 

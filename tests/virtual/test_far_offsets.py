@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.testing.agreement import check_outputs, run_plan
 from attn_graph.testing.gpu import Fault, virtual_gpu
-from attn_graph.testing.gpu.memory import PAGE, mark_elements
+from attn_graph.testing.gpu.regions import PAGE, mark_elements
 from attn_graph.testing.rule import expect_outputs
 from attn_graph.testing.tensors import tensors_for
 from tests.support.ptx_programs import run_ptx

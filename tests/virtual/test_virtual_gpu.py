@@ -16,7 +16,7 @@ from attn_graph.testing.agreement import check_outputs
 from attn_graph.testing.gpu import Fault, UnknownInstructionError, virtual_gpu
 from attn_graph.testing.gpu.device import load_driver, load_launcher, omissions_of
 from attn_graph.testing.gpu.faults import Omission
-from attn_graph.testing.gpu.memory import Unset
+from attn_graph.testing.gpu.regions import Unset
 from attn_graph.testing.tensors import tensors_for
 from tests.support.ptx_programs import run_ptx
 from tests.support.sources import ROOT
@@ -202,7 +202,7 @@ def test_two_warps_may_not_touch_the_same_bytes_unordered(text: str) -> None:
 
 def test_two_programs_may_not_store_to_the_same_bytes() -> None:
     body = f"{SIDES} mov.u32 %r1, %ctaid.x; @%p2 st.global.b32 [%d0], %r1;"
-    with pytest.raises(Fault, match=r"program number 1 stores in PTX line \d+ \[PTX line"):
+    with pytest.raises(Fault, match=r"stored by program \(0, 0, 0\) in PTX line \d+ \[PTX line"):
         run_ptx(body, {"x": torch.zeros(8)}, programs=2)
 
 

@@ -21,10 +21,18 @@ WHOLE = f"{UNSIGNED} {SIGNED}"
 TWICE = "u16/u32 s16/s32 u32/u64 s32/s64"  # types, and those of twice as many bits
 HALF = "f16 bf16"
 LEAST_NORMAL = np.float32(2.0**-126)
+NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # as instructions of PTX make it
 F32, F64, U16, U32 = np.float32, np.float64, np.uint16, np.uint32
 I32, I64, U64 = np.int32, np.int64, np.uint64
+
+
+def widen_bytes(numbers: Array) -> Array:
+    """The bits of numbers in float16, with PTX's for NaN."""
+    return np.where(np.isnan(numbers), U16(0x7FFF), numbers.view(U16))
+
+
 FLOAT8 = {  # each number of 8 bits in float16, by its bits
-    kind: torch.arange(256, dtype=torch.uint8).view(kind).half().numpy().view(U16)
+    kind: widen_bytes(torch.arange(256, dtype=torch.uint8).view(kind).half().numpy())
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2)
 }
 
@@ -101,18 +109,22 @@ def flush(a: Array) -> Array:
     return np.where(np.abs(a) < LEAST_NORMAL, a * F32(0), a)
 
 
-def smallest(a: Array, *others: Array) -> Array:
-    """NaN counts only if all are NaN."""
-    for b in others:
-        a = np.fmin(a, b)
-    return a
+def extreme(choose: Callable[..., Array], zeros: Callable[..., Array]) -> Callable[..., Array]:
+    """The smallest or largest number, by a function of NumPy's; +0 is larger than -0.
+
+    zeros: of their bits. NaN has the bits of PTX.
+    """
+
+    def chosen(a: Array, *others: Array) -> Array:
+        for b in others:
+            whole = zeros(a.view(U32), b.view(U32)).view(F32)
+            a = np.where((a == 0) & (b == 0), whole, choose(a, b))
+        return np.where(np.isnan(a), NAN, a)
+
+    return chosen
 
 
-def largest(a: Array, *others: Array) -> Array:
-    """NaN counts only if all are NaN."""
-    for b in others:
-        a = np.fmax(a, b)
-    return a
+smallest, largest = extreme(np.fmin, operator.or_), extreme(np.fmax, operator.and_)
 
 
 def widen(a: Array) -> Array:
@@ -151,7 +163,8 @@ values(("f32 <- f32 f32 f32?", ""), {"min.f32": smallest, "max.f32": largest})
 values(
     ("f32 <- f32", ""),
     {
-        "rcp.rn.f32 rcp.approx.ftz.f32": lambda a: F32(1) / a,
+        "rcp.rn.f32": lambda a: F32(1) / a,
+        "rcp.approx.ftz.f32": lambda a: flush(F32(1) / flush(a)),
         "ex2.approx.ftz.f32": lambda a: flush(np.exp2(flush(a))),
         "lg2.approx.f32": np.log2,
         "lg2.approx.ftz.f32": lambda a: np.log2(flush(a)),

@@ -13,11 +13,14 @@ from attrs import define, field
 from attn_graph.testing.gpu.clocks import MOST_MBARRIERS
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.program import POISON, Program
+from attn_graph.testing.gpu.regions import Access
 from attn_graph.testing.gpu.rules import Array, action
 from attn_graph.testing.gpu.shared import MBARRIER, Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
 REGISTERS = 65536  # of a multiprocessor
+EACH = range(24, 257, 8)  # of a thread, as setmaxnreg sets them
+MOST_BARRIERS, MOST_ARRIVALS = 16, 2**20 - 1  # of a program; at an mbarrier
 ZEROS = np.zeros((1, MBARRIER), np.uint8)  # the bytes of an mbarrier
 
 
@@ -28,8 +31,7 @@ class Barrier:
 
     threads: int
     line: int
-    known: Array
-    fenced: Array
+    seen: Array
     arrived: int = 0
     held: list[int] = field(factory=list[int])
 
@@ -39,7 +41,7 @@ class Barrier:
 class MBarrier:
     """An mbarrier. agent: copies that arrive at it. passed: phases of earlier ones at this place.
 
-    known, fenced: times of the threads that have arrived. done: those of completed phases.
+    seen: by the threads that have arrived. done: in completed phases.
     announced: True once copies may use it, after fence.mbarrier_init.
     """
 
@@ -47,21 +49,25 @@ class MBarrier:
     count: int
     agent: int
     passed: int
-    known: Array
-    fenced: Array
+    seen: Array
     pending: int = field(init=False)
     bytes: int = 0
     phase: int = 0
     announced: bool = False
-    done: tuple[Array, Array] = field(init=False)
+    done: Array = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.pending, self.done = self.count, (self.known.copy(), self.fenced.copy())
+        self.pending, self.done = self.count, self.seen.copy()
 
     @property
     def time(self) -> int:
         """The time of writes counted by this phase."""
         return self.passed + self.phase + 1
+
+    def fetching(self, warp: int, count: int) -> Access:
+        """A copy that a warp begins, and this phase counts, of `count` places."""
+        warps, agents, times = (np.full(count, n) for n in (warp, self.agent, self.time))
+        return Access("a copy of", warps, agents, times, proxy=True)
 
     @property
     def is_idle(self) -> bool:
@@ -78,9 +84,8 @@ class MBarrier:
             )
         if self.pending or self.bytes:
             return
-        self.done[0][:] = np.maximum(self.done[0], self.known)
-        self.done[1][:] = np.maximum(self.done[1], self.fenced)
-        self.done[0][self.agent] = self.time
+        np.maximum(self.done, self.seen, out=self.done)
+        self.done[0, self.agent] = self.time
         self.phase, self.pending = self.phase + 1, self.count
         m.part(Barriers).wake(m, self)
 
@@ -88,12 +93,15 @@ class MBarrier:
 @final
 @define(eq=False)
 class Barriers:
-    """The barriers of a program, by number, and its mbarriers, by offset."""
+    """The barriers of a program, by number, and its mbarriers, by offset.
+
+    sleeping: threads of a warp that wait for the phase of an mbarrier.
+    """
 
     named: dict[int, Barrier] = field(factory=dict[int, Barrier])
     agents: dict[int, int] = field(factory=dict[int, int])
     phases: dict[int, int] = field(factory=dict[int, int])
-    sleeping: dict[int, MBarrier] = field(factory=dict[int, MBarrier])
+    sleeping: list[tuple[MBarrier, int, Array]] = field(factory=list[tuple[MBarrier, int, Array]])
 
     @classmethod
     def of(cls, m: Program) -> Barriers:
@@ -103,24 +111,25 @@ class Barriers:
 
     def arrive(self, m: Program, warp: int, number: int, threads: int, waits: bool) -> None:
         """A warp arrives at a barrier; the last one releases all."""
-        size = m.clocks.known.shape[1]
-        fresh = Barrier(threads, m.line, np.zeros(size, np.int32), np.zeros(size, np.int32))
-        barrier = self.named.setdefault(number, fresh)
+        if number >= MOST_BARRIERS or not threads or threads % WARP:
+            m.fault(
+                f"barrier {number} of {threads} threads: there are barriers 0 to "
+                f"{MOST_BARRIERS - 1}, for multiples of {WARP} threads"
+            )
+        barrier = self.named.setdefault(number, Barrier(threads, m.line, m.clocks.nothing))
         if barrier.threads != threads:
             m.fault(
                 f"barrier {number} is for {threads} threads here, and for {barrier.threads} in PTX "
                 f"line {barrier.line}"
             )
-        np.maximum(barrier.known, m.clocks.known[warp], out=barrier.known)
-        np.maximum(barrier.fenced, m.clocks.fenced[warp], out=barrier.fenced)
-        m.clocks.tick(np.array([warp]))
+        m.clocks.tell(warp, barrier.seen)
         barrier.arrived += WARP
         if waits:
             barrier.held.append(warp)
             m.hold(warp, f"waits at barrier {number} of {threads} threads")
         if barrier.arrived == threads:
             for other in barrier.held:
-                m.clocks.learn(other, barrier.known, barrier.fenced)
+                m.clocks.learn(other, barrier.seen)
                 m.release(other)
             del self.named[number]
 
@@ -141,9 +150,9 @@ class Barriers:
         return found
 
     def wake(self, m: Program, mbarrier: MBarrier) -> None:
-        for warp in [w for w, x in self.sleeping.items() if x is mbarrier]:
-            del self.sleeping[warp]
-            m.release(warp)
+        for each in [x for x in self.sleeping if x[0] is mbarrier]:
+            self.sleeping.remove(each)
+            m.release(each[1], each[2])
 
     def end(self, m: Program) -> None:
         """The program ends: report arrivals and bytes to come that nobody waits for.
@@ -179,16 +188,10 @@ def meet_at_barrier(
         m.part(Barriers).arrive(m, warp, numbers[at], counts[at], waits=way == "sync")
 
 
-@action(r"bar\.warp\.sync", "<- u32")
-def meet_in_warp(m: Program, g: Threads, lanes: Array) -> None:
-    """The lanes of each warp wait for each other."""
-    m.together(g)
-
-
-@action(r"fence\.proxy\.async(?:\.shared::cta)?", "<-")
-def fence_proxy(m: Program, g: Threads) -> None:
+@action(r"fence\.proxy\.async(?:\.(?P<memory>shared|global)(?:::(?:cta|cluster))?)?", "<-")
+def fence_proxy(m: Program, g: Threads, memory: str | None) -> None:
     """Copies and products may read and overwrite the writes known to a thread."""
-    m.clocks.fence(g.warps)
+    m.clocks.fence(g.warps, memory or "")
 
 
 @action(r"fence\.mbarrier_init\.release\.cluster", "<-")
@@ -223,17 +226,18 @@ def init_mbarrier(m: Program, g: Threads, address: Array, count: Array) -> None:
     counts = g.each(count).tolist()
     for warp, offset, each in zip(g.owners.tolist(), places(m, g, address), counts, strict=True):
         shared, barriers = m.part(Shared), m.part(Barriers)
+        if not 1 <= each <= MOST_ARRIVALS:
+            m.fault(f"an mbarrier of {each} arrivals, not 1 to {MOST_ARRIVALS}")
         found = shared.occupants.pop(offset, None)
         if found is not None and not found.is_idle:
             m.fault(f"the mbarrier at byte {offset} is initialised again while it is in use")
         shared.store(m, "mbarrier.init", np.array([warp]), np.array([offset]), ZEROS)
         number = barriers.agents.setdefault(offset, len(barriers.agents))
         if number >= MOST_MBARRIERS:
-            m.fault(f"more than {MOST_MBARRIERS} mbarriers")
-        known, fenced = np.zeros((2, m.clocks.known.shape[1]), np.int32)
+            m.refuse(f"more than {MOST_MBARRIERS} mbarriers")
         passed = barriers.phases.get(offset, 0)
         agent = m.clocks.mbarrier(number)
-        shared.occupants[offset] = MBarrier(offset, each, agent, passed, known, fenced)
+        shared.occupants[offset] = MBarrier(offset, each, agent, passed, m.clocks.nothing)
 
 
 @action("mbarrier.inval" + MB, "<- @")
@@ -260,9 +264,7 @@ def arrive_at_mbarrier(
     numbers = g.each(1 if number is None else number).tolist()
     for warp, offset, each in zip(g.owners.tolist(), places(m, g, address), numbers, strict=True):
         mbarrier = m.part(Barriers).use(m, warp, offset)
-        np.maximum(mbarrier.known, m.clocks.known[warp], out=mbarrier.known)
-        np.maximum(mbarrier.fenced, m.clocks.fenced[warp], out=mbarrier.fenced)
-        m.clocks.tick(np.array([warp]))
+        m.clocks.tell(warp, mbarrier.seen)
         mbarrier.arrive(m, 1 if expect else each, each if expect else 0)
     return np.full(g.count, POISON, np.uint64)
 
@@ -275,7 +277,7 @@ def look_at_phase(m: Program, g: Threads, address: Array, parity: Array) -> Arra
     for k, (warp, offset) in enumerate(zip(g.owners.tolist(), places(m, g, address), strict=True)):
         mbarrier = m.part(Barriers).use(m, warp, offset)
         if mbarrier.phase & 1 != parities[k]:
-            m.clocks.learn(warp, *mbarrier.done)
+            m.clocks.learn(warp, mbarrier.done)
             passed[k] = True
     return g.spread(passed)
 
@@ -288,19 +290,17 @@ def wait_for_phase(
 
     limit: a time after which d is false; callers with a limit try again.
     """
-    parities = g.each(parity)
-    offsets, passed = np.array(places(m, g, address)), np.zeros(len(parities), bool)
-    for warp in np.unique(g.owners).tolist():
-        lanes = g.owners == warp
-        if len({*offsets[lanes].tolist()}) > 1 or len({*parities[lanes].tolist()}) > 1:
-            m.fault("lanes of a warp wait for different phases, which the virtual GPU does not do")
-        mbarrier = m.part(Barriers).use(m, warp, int(offsets[lanes][0]))
-        wanted = int(parities[lanes][0])
+    threads = g.take(np.arange(g.span.start, g.span.stop))
+    waits = np.stack([g.owners, places(m, g, address), g.each(parity)])
+    passed = np.zeros(len(threads), bool)
+    for warp, offset, wanted in np.unique(waits, axis=1).T.tolist():
+        lanes = (waits.T == (warp, offset, wanted)).all(1)
+        mbarrier = m.part(Barriers).use(m, warp, offset)
         if mbarrier.phase & 1 != wanted:
-            m.clocks.learn(warp, *mbarrier.done)
+            m.clocks.learn(warp, mbarrier.done)
             passed[lanes] = True
         else:
-            m.part(Barriers).sleeping[warp] = mbarrier
+            m.part(Barriers).sleeping.append((mbarrier, warp, threads[lanes]))
             text = f"mbarrier at byte {mbarrier.offset}, which is in phase {mbarrier.phase}"
             m.explain(warp, f"waits for a phase of parity {wanted} of the {text}")
     g.where(~g.spread(passed)).put(m.blocked, np.ones(g.count, bool))
@@ -331,6 +331,8 @@ class RegisterPool:
 @action(r"setmaxnreg\.(?P<way>inc|dec)\.sync\.aligned\.u32", "<- #", waits=True)
 def set_registers(m: Program, g: Threads, count: int, way: str) -> None:
     """Set the registers of each thread; `inc` waits until they are free."""
+    if count not in EACH:
+        m.fault(f"setmaxnreg to {count}, which is no multiple of 8 from 24 to 256")
     pool, block = m.part(RegisterPool), m.block
     for warp in m.together(g).tolist():
         more = (count - int(pool.of_warp[warp])) * WARP

@@ -17,6 +17,7 @@ from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.matrices import swizzle
 from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.program import SHARED, Program
+from attn_graph.testing.gpu.regions import Access
 from attn_graph.testing.gpu.rules import Array, action
 from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import Threads
@@ -54,10 +55,7 @@ class BulkGroups:
     def read(self, m: Program, warp: int, threads: frozenset[int], offsets: Array) -> Array:
         """Threads begin a store. Gives the pieces of shared memory to read, [pieces, bytes]."""
         if self.owners.setdefault(warp, threads) != threads:
-            m.fault(
-                "now these, now other threads of a warp begin bulk stores, which the virtual "
-                "GPU does not do"
-            )
+            m.refuse("now these, now other threads of a warp begin bulk stores")
         shared, one = m.part(Shared), np.array([warp])
         cells = np.unique(shared.cells(offsets, PIECE))[None]
         shared.ledger.check_seen(m, "a bulk store's read", one, cells, proxy=True)
@@ -67,6 +65,12 @@ class BulkGroups:
         data: Array = shared.bytes.reshape(-1, PIECE)[offsets // PIECE]
         return data
 
+    def sending(self, m: Program, warp: int, count: int, add: bool = False) -> Access:
+        """The open group of a warp writes to `count` places of global memory."""
+        agent, text = m.clocks.agent("sent", warp), "a sum to" if add else "a store to"
+        warps, agents, times = (np.full(count, n) for n in (warp, agent, self.group[warp]))
+        return Access(text, warps, agents, times, stores=True, proxy=True)
+
 
 @action(r"cp\.async\.bulk\.commit_group", "<-")
 def commit_stores(m: Program, g: Threads) -> None:
@@ -75,13 +79,16 @@ def commit_stores(m: Program, g: Threads) -> None:
     groups.group[groups.storing(g)] += 1
 
 
-@action(r"cp\.async\.bulk\.wait_group(?:\.read)?", "<- #")
-def wait_for_stores(m: Program, g: Threads, pending: int) -> None:
-    """Wait until only the last `pending` groups still read shared memory."""
-    groups = m.part(BulkGroups)
+@action(r"cp\.async\.bulk\.wait_group(?P<read>\.read)?", "<- #")
+def wait_for_stores(m: Program, g: Threads, pending: int, read: str | None) -> None:
+    """Wait until only the last `pending` groups are on their way; `read`: in shared memory."""
+    groups, known = m.part(BulkGroups), m.clocks.known
     for warp in groups.storing(g).tolist():
-        done = max(int(groups.waited[warp]), int(groups.group[warp]) - 1 - pending)
-        groups.waited[warp] = m.clocks.known[warp, m.clocks.agent("bulk", warp)] = done
+        done = int(groups.group[warp]) - 1 - pending
+        groups.waited[warp] = max(int(groups.waited[warp]), done)
+        for kind in ("bulk",) if read else ("bulk", "sent"):
+            agent = m.clocks.agent(kind, warp)
+            known[warp, agent] = max(int(known[warp, agent]), done)
 
 
 @action(
@@ -101,12 +108,11 @@ def load_bytes(
     given = [g.each(x) for x in (target, source, size, barrier)]
     for warp, to, at, count, bar in zip(g.owners.tolist(), *given, strict=True):
         offsets = pieces(m, "a bulk copy", to, int(count), PIECE)
-        places = at + np.arange(0, int(count), PIECE, dtype=np.uint64)
-        warps = np.full(len(places), warp)
-        words = m.part(Memory).load(m, "a bulk copy of", warps, places, 8, PIECE // 8)
-        data = np.ascontiguousarray(words.T).view(np.uint8)
         (place,) = m.part(Shared).offsets(m, "an mbarrier", np.array([bar]), 8).tolist()
         mbarrier = m.part(Barriers).use(m, warp, place, proxy=True)
+        places = at + np.arange(0, int(count), PIECE, dtype=np.uint64)
+        words = m.part(Memory).load(m, mbarrier.fetching(warp, len(places)), places, 8, PIECE // 8)
+        data = np.ascontiguousarray(words.T).view(np.uint8)
         TileCopy(mbarrier, mbarrier.phase, offsets, data, m.line).begin(m, warp)
 
 
@@ -139,7 +145,7 @@ def store_bytes(
         places = to + np.arange(0, int(count), PIECE, dtype=np.uint64)
         words = np.ascontiguousarray(data.view(np.float32 if add else np.uint64).T)
         write = m.part(Memory).add if add else m.part(Memory).store
-        write(m, np.full(len(places), warp), places, words)
+        write(m, m.part(BulkGroups).sending(m, warp, len(places), bool(add)), places, words)
 
 
 def stores(
@@ -151,9 +157,7 @@ def stores(
     for warp in g.warps.tolist():
         own = warps == warp
         if own.sum() > 1 and (add or (taken[:, own] != taken[:, own][:, :1]).any()):
-            m.fault(
-                "threads of a warp begin several bulk stores, which the virtual GPU does not do"
-            )
+            m.refuse("threads of a warp begin several bulk stores")
         yield warp, frozenset(threads[own].tolist()), taken[:, own][:, 0]
 
 
@@ -179,9 +183,9 @@ def store_tile(
         tile = TensorMap.read(m.parameter_at(int(place)))
         corner = [int(x.astype(np.int64)) for x in corner]
         if len(corner) != len(tile.box):
-            m.fault("a tensor map of another rank")
+            m.fault(f"{len(corner)} coordinates for a tensor map of {len(tile.box)} axes")
         rows, size = int(np.prod(tile.box[1:])), tile.box[0] * tile.item
         plain = pieces(m, "a bulk store", at, rows * size, MAP_ALIGNED)
         offsets = swizzle(SHARED + plain, tile.span) - SHARED
         data = m.part(BulkGroups).read(m, warp, threads, offsets).reshape(rows, size)
-        tile.store(m, warp, (*corner,), data)
+        tile.store(m, m.part(BulkGroups).sending(m, warp, 1), (*corner,), data)

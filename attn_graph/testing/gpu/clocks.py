@@ -7,7 +7,8 @@ comes after the other, whatever their order of execution here.
 
 Copies of the copy engine and products read and write by another proxy: a write of threads needs
 fence.proxy.async before they may touch its cell. `fenced` holds the times up to which a warp knows
-this of every agent. The ISA leaves open if cp.async needs the fence too; a missing one is noted.
+this of every agent, by memory. The ISA leaves open if cp.async needs the fence too; a missing one
+is noted.
 """
 
 from __future__ import annotations
@@ -26,23 +27,35 @@ AGENTS = {  # those of each warp
     "copy": "an asynchronous copy of warp {}",
     "load": "tcgen05.ld of warp {}",
     "store": "tcgen05.st of warp {}",
-    "bulk": "a bulk store of warp {}",  # which reads shared memory
+    "bulk": "a bulk store of warp {}",  # which reads shared memory,
+    "sent": "a bulk store of warp {}",  # and writes global memory, later
 }
+MEMORIES = {"shared": (1,), "global": (2,), "": (1, 2)}  # rows of `seen` set by a fence
 
 
 @final
 @define(eq=False)
 class Clocks:
-    """The times known to each warp, [warps, agents]."""
+    """The times that each warp knows, and those fenced from the other proxy, [warps, agents].
+
+    seen: all of them, [3, warps, agents]: known, fenced in shared memory, and in global memory.
+    """
 
     warps: int
+    seen: Array = field(init=False)
     known: Array = field(init=False)
     fenced: Array = field(init=False)
+    fenced_global: Array = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.known = np.zeros((self.warps, self.tensor + 1 + MOST_MBARRIERS), np.int32)
-        self.fenced = np.zeros_like(self.known)
+        self.seen = np.zeros((3, self.warps, self.tensor + 1 + MOST_MBARRIERS), np.int32)
+        self.known, self.fenced, self.fenced_global = self.seen
         self.known[np.arange(self.warps), np.arange(self.warps)] = 1
+
+    @property
+    def nothing(self) -> Array:
+        """What a warp that knows nothing has seen."""
+        return np.zeros_like(self.seen[:, 0])
 
     # Numbers of agents: those of warps first
 
@@ -82,17 +95,17 @@ class Clocks:
         """Later accesses of these warps come after anything others learn of them now."""
         self.known[warps, warps] += 1
 
-    def join(self, warps: Array) -> None:
-        """Warps meet: each comes after all accesses of the others."""
-        self.known[warps] = self.known[warps].max(0)
-        self.fenced[warps] = self.fenced[warps].max(0)
-        self.tick(warps)
+    def tell(self, warp: int, seen: Array) -> None:
+        """A warp hands on what it has seen. Its later accesses come after that."""
+        np.maximum(seen, self.seen[:, warp], out=seen)
+        self.tick(np.array([warp]))
 
-    def learn(self, warp: int, known: Array, fenced: Array) -> None:
+    def learn(self, warp: int, seen: Array) -> None:
         """A warp comes after these times."""
-        np.maximum(self.known[warp], known, out=self.known[warp])
-        np.maximum(self.fenced[warp], fenced, out=self.fenced[warp])
+        np.maximum(self.seen[:, warp], seen, out=self.seen[:, warp])
 
-    def fence(self, warps: Array) -> None:
-        """fence.proxy.async: the other proxy may touch anything known to these warps."""
-        self.fenced[warps] = np.maximum(self.fenced[warps], self.known[warps])
+    def fence(self, warps: Array, memory: str = "") -> None:
+        """fence.proxy.async: the other proxy may touch anything known to these warps so far."""
+        for row in MEMORIES[memory]:
+            self.seen[row, warps] = np.maximum(self.seen[row, warps], self.known[warps])
+        self.tick(warps)

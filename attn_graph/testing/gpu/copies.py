@@ -16,6 +16,7 @@ from attn_graph.testing.gpu.barriers import Barriers, MBarrier, places
 from attn_graph.testing.gpu.matrices import SPANS, swizzle
 from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.program import SHARED, Program
+from attn_graph.testing.gpu.regions import Access
 from attn_graph.testing.gpu.rules import Array, action
 from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import Threads
@@ -87,7 +88,7 @@ class Tracking:
     def land(self, m: Program) -> None:
         m.line, agent = self.line, m.clocks.agent("copy", self.warp)
         m.part(Copies).land_groups(m, np.array([self.warp]), np.array([self.group], np.int32))
-        known = self.mbarrier.known
+        known = self.mbarrier.seen[0]
         known[agent] = max(known[agent], self.group)
         self.mbarrier.arrive(m, self.arrivals)
 
@@ -146,18 +147,19 @@ def copy_async(
     given = g.each(np.uint32(size) if given is None else given)
     if not offsets.size:
         return
-    full = given == size
-    if not (full | (given == 0)).all():
-        m.fault("cp.async of a part of its bytes, which the virtual GPU does not do")
-    data = np.zeros((len(offsets), size), np.uint8)
-    warps, at = g.owners, g.take(source)[full]
-    words = m.part(Memory).load(m, "cp.async of", warps[full], at, 4, size // 4)
-    data[full] = np.ascontiguousarray(words.T).view(np.uint8)
+    if (given > size).any():
+        m.fault(f"cp.async of {given.max()} bytes to {size}")
+    warps, at, data = g.owners, g.take(source), np.zeros((len(offsets), size), np.uint8)
+    agents, groups = m.clocks.agent("copy", warps), m.part(Copies).group[warps]
+    who = Access("cp.async of", warps, agents, groups)
+    for count in np.unique(given[given > 0]).tolist():
+        (some,) = np.nonzero(given == count)
+        loaded = m.part(Memory).load(m, who.select(some), at[some], 1, count, size)
+        data[some, :count] = loaded.T
     cells, ledger = m.part(Shared).cells(offsets, size), m.part(Shared).ledger
     m.part(Shared).forget(m, offsets, size)
     ledger.check_free(m, "cp.async", warps, cells)
-    groups = m.part(Copies).group[warps]
-    ledger.note_write(m, m.clocks.agent("copy", warps), groups, cells)
+    ledger.note_write(m, agents, groups, cells)
     m.part(Copies).threads.append(ThreadCopies(warps, groups, offsets, data, m.line))
 
 
@@ -230,23 +232,23 @@ class TensorMap:
         steps = (at * above[2]).sum(axis=0)[rows]
         return rows, kept, (self.address + steps + columns[kept[:1]] * self.item).astype(np.uint64)
 
-    def fetch(self, m: Program, warp: int, first: tuple[int, ...]) -> Array:
+    def fetch(self, m: Program, warp: int, bar: MBarrier, first: tuple[int, ...]) -> Array:
         """A warp fetches the bytes of a box, [rows, bytes]; zeros outside of the tensor."""
         rows, columns, at = self.places(first)
         data = np.zeros((prod(self.box[1:]), self.box[0]), f"u{self.item}")
         if rows.size:
-            warps, many = np.full(len(at), warp), len(columns)
-            words = m.part(Memory).load(m, "a copy of", warps, at, self.item, many, self.item)
+            who, many = bar.fetching(warp, len(at)), len(columns)
+            words = m.part(Memory).load(m, who, at, self.item, many, self.item)
             data[np.ix_(rows, columns)] = words.T
         return data.view(np.uint8)
 
-    def store(self, m: Program, warp: int, first: tuple[int, ...], data: Array) -> None:
-        """A warp writes the bytes of a box, [rows, bytes], inside of the tensor."""
+    def store(self, m: Program, who: Access, first: tuple[int, ...], data: Array) -> None:
+        """Write the bytes of a box, [rows, bytes], inside of the tensor."""
         rows, columns, at = self.places(first)
         if rows.size:
             numbers = np.ascontiguousarray(data).view(f"u{self.item}")[np.ix_(rows, columns)].T
-            warps = np.full(len(at), warp)
-            m.part(Memory).store(m, warps, at, np.ascontiguousarray(numbers), align=self.item)
+            each = who.select(np.zeros(len(at), np.intp))
+            m.part(Memory).store(m, each, at, np.ascontiguousarray(numbers), align=self.item)
 
 
 TILE = r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(?:cta|cluster)\.global(?:\.tile)?"
@@ -278,9 +280,11 @@ def copy_tile(
         tile = TensorMap.read(m.parameter_at(int(g.take(tensor)[k])))
         corner = tuple(int(g.each(x)[k]) for x in first)
         mbarrier = m.part(Barriers).use(m, warp, int(bars[k]), proxy=True)
-        if tile.nan or len(corner) != len(tile.box):
-            m.fault("a tensor map with NaN outside of the tensor, or of another rank")
-        data = tile.fetch(m, warp, corner).reshape(-1, PIECE)
+        if len(corner) != len(tile.box):
+            m.fault(f"{len(corner)} coordinates for a tensor map of {len(tile.box)} axes")
+        if tile.nan:
+            m.refuse("a tensor map with NaN outside of the tensor")
+        data = tile.fetch(m, warp, mbarrier, corner).reshape(-1, PIECE)
         shared = m.part(Shared)
         start = shared.offsets(m, "a copy", g.take(target)[k : k + 1], data.size, MAP_ALIGNED)
         offsets = swizzle(SHARED + start + PIECE * np.arange(len(data)), tile.span) - SHARED

@@ -26,8 +26,9 @@ from attn_graph.plan.cache import cache as plans
 from attn_graph.testing.gpu.dsl import named_tensors, serve_package
 from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
 from attn_graph.testing.gpu.instructions import translate
-from attn_graph.testing.gpu.memory import Memory, Unset
+from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.program import Launch
+from attn_graph.testing.gpu.regions import Unset
 
 SOURCE = Path(__file__).with_name("driver.c")
 HIDDEN = 9  # arguments of a launcher before those of the kernel
@@ -158,7 +159,8 @@ class VirtualGpu:
         given = dict(zip(code.kernel.parameters, parameters, strict=True))
         memory = Memory.around(tensors, self.unset)
         drawn = self.seed, self.notes
-        Launch(code, (x, y, z), threads, shared, given, memory, *drawn, omits).run()
+        cores = self.target.multiprocessors
+        Launch(code, (x, y, z), threads, shared, given, memory, *drawn, omits, cores).run()
         self.kernels[code.kernel.name] += x * y * z
 
 

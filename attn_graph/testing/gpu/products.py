@@ -212,8 +212,8 @@ def multiply_tiles(
     A is in registers, or in shared memory like B; the flags negate A and B, and turn them.
     """
     signs, turns, x = flags[:2], flags[2:], m.part(Products)
-    if signs != (1, 1) or len(turns) != 2 - isinstance(a, tuple) or len(d) != int(n) // 2:
-        m.fault("a product with a sign, or with other operands")
+    if len(turns) != 2 - isinstance(a, tuple) or len(d) != int(n) // 2:
+        m.refuse("a product of other operands")
     every, rows = m.together(g), np.array([x.row[k] for k in d])
     factors = np.array([x.row[k] for k in a] if isinstance(a, tuple) else [], np.intp)
     x.check_fence(m, np.r_[rows, factors], every)
@@ -228,7 +228,7 @@ def multiply_tiles(
             tile = one_value(m, g, a, lanes)
             left = read_operand(m, warps, tile, 64, kind, bool(turns[0]), parts=GROUP)
             left = left.reshape(GROUP, 16, 16)[warps % GROUP]
-        sums = left @ right.T
+        sums = signs[0] * signs[1] * (left @ right.T)
         if one_value(m, g, add, lanes):
             sums = sums + sum_fragment(x.so_far(rows, span, warps))
         x.begin(rows, factors, spread_sums(sums), span, warps)
@@ -256,7 +256,7 @@ def read_operand(
     mode of swizzling.
     """
     if descriptor >> 49 & 7:
-        m.fault("a matrix descriptor with a base offset, which the virtual GPU does not have")
+        m.refuse("a matrix descriptor with a base offset")
     start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     tile = Tile(start, lead, stride, SPANS[descriptor >> 62 & 3], rows, turned)
     agents = m.clocks.agent("product", warps)

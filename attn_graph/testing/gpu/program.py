@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
+from math import prod
 from random import Random
 from typing import Any, NoReturn, Protocol, Self, TypeVar, final
 
@@ -12,7 +13,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from attn_graph.testing.gpu.clocks import Clocks
-from attn_graph.testing.gpu.faults import Fault, Omission
+from attn_graph.testing.gpu.faults import Fault, Omission, UnknownInstructionError, remedy_for
 from attn_graph.testing.gpu.rules import Array, DType
 from attn_graph.testing.gpu.threads import WARP, Threads
 from attn_graph.testing.gpu.translate import Translation
@@ -40,8 +41,9 @@ class Launch:
     """A launch of a kernel.
 
     grid: programs along each axis. shared: bytes of a program's shared memory. parameters: their
-    bytes by name. memory: shared by all programs. seed: chooses the next threads; None: those
-    furthest behind. omits: known omissions of the kernel.
+    bytes by name. memory: shared by all programs. seed: chooses the next program and threads; None:
+    the first, and those furthest behind. omits: known omissions of the kernel. multiprocessors: of the GPU. eras: the number of
+    the program of each; a program has one, and another after each time that it lets others know.
     """
 
     code: Translation
@@ -53,14 +55,26 @@ class Launch:
     seed: int | None = None
     notes: set[str] = field(factory=set[str])
     omits: frozenset[Omission] = frozenset()
+    multiprocessors: int = 1
+    eras: list[int] = field(factory=lambda: [0])
 
     def run(self) -> None:
         """Every program, one after another. Raises Fault."""
+        numbers = [*range(prod(self.grid))]
+        if self.seed is not None:
+            Random(self.seed).shuffle(numbers)
         with np.errstate(all="ignore"):
-            for z in range(self.grid[2]):
-                for y in range(self.grid[1]):
-                    for x in range(self.grid[0]):
-                        Program(self, (x, y, z)).run()
+            for number in numbers:
+                Program(self, number).run()
+
+    def place(self, number: int) -> tuple[int, int, int]:
+        """Where a program is in the grid."""
+        x, y, _ = self.grid
+        return number % x, number // x % y, number // (x * y)
+
+    def place_of(self, era: int) -> tuple[int, int, int]:
+        """Where the program of an era is in the grid."""
+        return self.place(self.eras[era])
 
 
 @final
@@ -68,14 +82,16 @@ class Launch:
 class Program:
     """One program.
 
-    at: the block of each thread. line: of the current instruction. block: its number. waiting: the
+    number: from 0 on, along x first. at: the block of each thread. line: of the current instruction. block: its number. waiting: the
     reason of each warp that is held back. registers: those of products lie in `watched`. parts:
     memories and units, by class, made when an instruction first needs one. on_idle: actions that
-    may let a warp go on if none can. at_end: checks.
+    may let a warp go on if none can. at_end: checks. first_era, era: its own, see Launch. ordered: by
+    era, if this program comes after it; None: after none.
     """
 
     launch: Launch
-    place: tuple[int, int, int]
+    number: int
+    place: tuple[int, int, int] = field(init=False)
     line: int = 0
     block: int = 0
     at: Array = field(init=False)
@@ -89,12 +105,15 @@ class Program:
     parts: dict[type[Any], Any] = field(init=False)
     on_idle: list[Callable[[Program], bool]] = field(factory=list[Callable[["Program"], bool]])
     at_end: list[Callable[[Program], None]] = field(factory=list[Callable[["Program"], None]])
+    first_era: int = field(init=False)
+    ordered: Array | None = None
 
     def __attrs_post_init__(self) -> None:
         threads = self.launch.threads
         self.at = np.zeros(threads, np.int32)
         self.blocked, self.gone = np.zeros(threads, bool), np.zeros(threads, bool)
         self.registers, self.watched = new_registers(self.launch.code, threads)
+        self.place, self.first_era = self.launch.place(self.number), self.begin_era()
         seed = self.launch.seed
         self.random = None if seed is None else Random(f"{seed} {self.place}")
         self.clocks = Clocks(self.warps)
@@ -111,11 +130,23 @@ class Program:
         made: Made = found
         return made
 
+    # Other programs of the launch
+
+    def begin_era(self) -> int:
+        """The number of a new era."""
+        self.launch.eras.append(self.number)
+        return len(self.launch.eras) - 1
+
     @property
-    def number(self) -> int:
-        """The program's number, from 1 on."""
-        x, y, z = self.place
-        return 1 + x + self.launch.grid[0] * (y + self.launch.grid[1] * z)
+    def era(self) -> int:
+        return len(self.launch.eras) - 1
+
+    def is_unordered(self, eras: Array) -> Array:
+        """True for accesses by other programs that this one does not come after."""
+        others = (eras != 0) & (eras < self.first_era)
+        if self.ordered is None or not others.any():
+            return others
+        return others & ((eras < 0) | ~self.ordered[np.where(others, eras, 0)])
 
     def run(self) -> None:
         """All threads to their end. Raises Fault."""
@@ -150,9 +181,14 @@ class Program:
         active = (self.at[span] == at) & ~self.blocked[span] & ~self.gone[span]
         return at, Threads(span, None if active.all() else active)
 
-    def fault(self, text: str) -> NoReturn:
-        """Raise Fault, with the place in the kernel."""
-        raise Fault(self.describe(text))
+    def fault(self, text: str, *places: str) -> NoReturn:
+        """Raise Fault, with the place in the kernel, the accesses, and what usually helps."""
+        remedy = [f"usually: {x}" for x in (remedy_for(text),) if x]
+        raise Fault("\n  ".join([self.describe(text), *places, *remedy]))
+
+    def refuse(self, text: str) -> NoReturn:
+        """Raise UnknownInstructionError, with the place in the kernel."""
+        raise UnknownInstructionError(self.describe(f"{text}, which the virtual GPU does not do"))
 
     def note(self, text: str) -> None:
         """Note a missing step of the PTX ISA that GPUs are known to do without."""
@@ -183,8 +219,9 @@ class Program:
         """A register set by the hardware."""
         span = threads.span
         number = np.arange(span.start, span.stop, dtype=np.uint32)
-        if name in ("tid.x", "laneid"):
-            return number if name == "tid.x" else number % np.uint32(WARP)
+        by_thread = {"tid.x": number, "laneid": number % WARP, "warpid": number // WARP}
+        if name in by_thread:
+            return by_thread[name].astype(np.uint32)
         word, _, axis = name.partition(".")
         axes = {
             "ctaid": self.place,
@@ -192,8 +229,10 @@ class Program:
             "ntid": (self.launch.threads, 1, 1),
         }
         alone = {"tid": 0, "cluster_ctaid": 0, "cluster_ctarank": 0, "cluster_nctarank": 1}
+        alone |= {"smid": self.number % self.launch.multiprocessors}
+        alone |= {"nsmid": self.launch.multiprocessors}
         if word not in {**axes, **alone}:
-            self.fault(f"the virtual GPU does not have the register %{name}")
+            self.refuse(f"the register %{name}")
         value = axes[word]["xyz".index(axis)] if word in axes else alone[word]
         return np.full(threads.count, value, np.uint32)
 
@@ -201,7 +240,7 @@ class Program:
         if name in self.launch.parameters:
             return [*self.launch.parameters].index(name) * PAGE
         if name not in self.launch.code.kernel.dynamic:
-            self.fault(f"the virtual GPU does not know the name {name}")
+            self.refuse(f"the name {name}")
         return SHARED
 
     def parameter_at(self, address: int) -> bytes:
@@ -231,9 +270,12 @@ class Program:
     def explain(self, warp: int, reason: str) -> None:
         self.waiting[warp] = f"{reason} ({self.cite(self.line)})"
 
-    def release(self, warp: int) -> None:
-        self.blocked[warp * WARP : (warp + 1) * WARP] = False
-        self.waiting.pop(warp, None)
+    def release(self, warp: int, threads: Array | None = None) -> None:
+        """A warp, or some of its threads, go on."""
+        every = slice(warp * WARP, (warp + 1) * WARP)
+        self.blocked[every if threads is None else threads] = False
+        if not self.blocked[every].any():
+            self.waiting.pop(warp, None)
 
     def together(self, threads: Threads) -> Array:
         """The warps of these threads. Raises Fault if one of them is divided."""

@@ -127,7 +127,7 @@ class Kernel:
 
     parameters: bytes of each, by name. registers: the type of each. labels: numbers of blocks.
     threads: of a program. most_registers: of a thread. dynamic: names of the shared memory sized by
-    the launch.
+    the launch. undefined: registers that the compiler leaves so, by its comments.
     """
 
     name: str
@@ -138,6 +138,7 @@ class Kernel:
     threads: int
     most_registers: int | None
     dynamic: frozenset[str]
+    undefined: frozenset[str]
 
 
 def registers_of(operand: Operand) -> Iterator[str]:
@@ -297,6 +298,7 @@ def parse(text: str) -> Kernel:
         threads=int(threads[1]) if threads else 0,
         most_registers=int(most[1]) if most else None,
         dynamic=frozenset(re.findall(r"\.extern\s+\.shared\s[^;]*?([\w$]+)\[\s*\]", plain)),
+        undefined=frozenset(re.findall(r"//\s*implicit-def:\s*([%\w$]+)", text)),
     )
 
 

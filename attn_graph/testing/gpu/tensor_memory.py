@@ -31,32 +31,33 @@ UNSET = 0x7FBADBAD  # in unwritten columns: NaN
 @final
 @frozen(eq=False)
 class Commit:
-    """An arrival at an mbarrier after products up to a time, and the times known to these."""
+    """An arrival at an mbarrier after products up to a time, and what these have seen."""
 
     mbarrier: MBarrier
     time: int
     line: int
-    known: Array
-    fenced: Array
+    seen: Array
 
 
 @final
 @define(eq=False)
 class TensorMemory:
-    """The tensor memory of a program, with some columns allocated.
+    """The tensor memory of a program. taken: the allocated columns; blocks: their numbers, by first.
 
     loads, stores: the time of each warp's. time: of products. commits: those that have not arrived
-    at their mbarrier. before: the times known to the products of each warp.
+    at their mbarrier. before: what the products of each warp have seen.
     """
 
     ledger: Ledger
     loads: Array
     stores: Array
     data: Array = field(factory=lambda: np.full(LANES * COLUMNS, UNSET, np.uint32))
-    columns: int = 0
+    taken: Array = field(factory=lambda: np.zeros(COLUMNS, bool))
+    blocks: dict[int, int] = field(factory=dict[int, int])
+    relinquished: bool = False
     time: int = 1
     commits: list[Commit] = field(factory=list["Commit"])
-    before: dict[int, tuple[Array, Array]] = field(factory=dict[int, tuple[Array, Array]])
+    before: dict[int, Array] = field(factory=dict[int, Array])
 
     @classmethod
     def of(cls, m: Program) -> TensorMemory:
@@ -74,9 +75,8 @@ class TensorMemory:
             return False
         commit = self.commits.pop(0)
         m.line, mbarrier = commit.line, commit.mbarrier
-        np.maximum(mbarrier.known, commit.known, out=mbarrier.known)
-        np.maximum(mbarrier.fenced, commit.fenced, out=mbarrier.fenced)
-        mbarrier.known[m.clocks.tensor] = commit.time
+        np.maximum(mbarrier.seen, commit.seen, out=mbarrier.seen)
+        mbarrier.seen[0, m.clocks.tensor] = commit.time
         mbarrier.arrive(m, 1)
         return True
 
@@ -85,17 +85,17 @@ class TensorMemory:
 
         Reports commits that nobody waits for.
         """
-        if self.columns:
-            m.fault(f"it ends with {self.columns} columns of tensor memory")
+        if self.blocks:
+            m.fault(f"it ends with {sum(self.blocks.values())} columns of tensor memory")
         if self.commits:
             m.report(Omission.COMMITS, "it ends before a commit of products arrives")
 
     def cells(self, m: Program, rows: Array, columns: Array) -> Array:
         """Cells of lanes and columns. Raises Fault for missing ones."""
-        if rows.max() >= LANES or columns.max() >= self.columns:
+        if rows.max() >= LANES or columns.max() >= COLUMNS or not self.taken[columns].all():
             m.fault(
-                f"lane {rows.max()}, column {columns.max()} of tensor memory, of which "
-                f"{self.columns} columns are allocated"
+                f"lane {rows.max()}, column {columns.max()} of tensor memory, of which columns "
+                f"{sorted(self.blocks.items())} are allocated (first, number)"
             )
         return rows * COLUMNS + columns
 
@@ -125,13 +125,16 @@ def allocate(m: Program, g: Threads, target: Array, number: Array) -> None:
     tensor = m.part(TensorMemory)
     for warp in m.together(g).tolist():
         columns = number_of_warp(g, warp, number)
-        if tensor.columns:
-            m.fault("tensor memory is allocated twice")
-        tensor.columns = columns
-        first = target[g.lanes(warp)][:1]
-        offsets = m.part(Shared).offsets(m, "tcgen05.alloc", first, 4)
-        zero = np.zeros((1, 4), np.uint8)
-        m.part(Shared).store(m, "tcgen05.alloc", np.array([warp]), offsets, zero)
+        if columns not in (32, 64, 128, 256, 512) or tensor.relinquished:
+            m.fault(f"tcgen05.alloc of {columns} columns, or after the permit is relinquished")
+        tried = range(0, COLUMNS - columns + 1, QUARTER)
+        free = [n for n in tried if not tensor.taken[n : n + columns].any()]
+        if not free:
+            m.refuse(f"tcgen05.alloc that waits for {columns} free columns")
+        tensor.taken[free[0] : free[0] + columns], tensor.blocks[free[0]] = True, columns
+        offsets = m.part(Shared).offsets(m, "tcgen05.alloc", target[g.lanes(warp)][:1], 4)
+        data = np.array([[free[0]]], np.uint32).view(np.uint8)
+        m.part(Shared).store(m, "tcgen05.alloc", np.array([warp]), offsets, data)
 
 
 @action(T5 + "dealloc" + ONE + r"\.sync\.aligned\.b32", "<- u32 u32")
@@ -139,14 +142,12 @@ def deallocate(m: Program, g: Threads, address: Array, number: Array) -> None:
     """Give columns back."""
     tensor = m.part(TensorMemory)
     for warp in m.together(g).tolist():
-        columns = number_of_warp(g, warp, number)
-        if columns != tensor.columns:
-            m.fault(
-                f"{columns} columns of tensor memory are given back, {tensor.columns} are taken"
-            )
-        everything = np.arange(LANES * COLUMNS)[None]
-        tensor.ledger.check_free(m, "tcgen05.dealloc", np.array([warp]), everything)
-        tensor.columns = 0
+        columns, first = number_of_warp(g, warp, number), number_of_warp(g, warp, address)
+        if tensor.blocks.pop(first, 0) != columns:
+            m.fault(f"columns {first} on, {columns} of tensor memory, are given back but not taken")
+        tensor.taken[first : first + columns] = False
+        cells = np.arange(LANES * COLUMNS).reshape(LANES, COLUMNS)[:, first : first + columns]
+        tensor.ledger.check_free(m, "tcgen05.dealloc", np.array([warp]), cells.reshape(1, -1))
 
 
 def number_of_warp(g: Threads, warp: int, values: Array) -> int:
@@ -157,6 +158,7 @@ def number_of_warp(g: Threads, warp: int, values: Array) -> int:
 def relinquish(m: Program, g: Threads) -> None:
     """No more columns will be allocated."""
     m.together(g)
+    m.part(TensorMemory).relinquished = True
 
 
 @action(T5 + r"fence::(?:before|after)_thread_sync", "<-")
@@ -228,19 +230,21 @@ def multiply_in_tensor_memory(
     each other; a commit signals their end.
     """
     *left_out, add = given  # a mask of unchanged lanes of D, if any; and the flag of a sum
-    if any(g.each(x).any() for masks in left_out for x in masks):
-        m.fault("tcgen05.mma that leaves lanes out, which the virtual GPU does not do")
+    kept = np.stack([g.each(x) for masks in left_out for x in masks] or [g.each(np.uint32(0))] * 4)
     start = a[0] if isinstance(a, tuple) else a
     numbers = [g.each(x).tolist() for x in (d, start, b, description, add)]
-    for warp, *each in zip(g.owners.tolist(), *numbers, strict=True):
+    for n, (warp, *each) in enumerate(zip(g.owners.tolist(), *numbers, strict=True)):
         at, left_at, right_at, described, adds = map(int, each)
+        changed = kept[:, n].repeat(QUARTER) >> np.tile(np.arange(QUARTER), 4) & 1 == 0
         product = Product.of(m, kind, described)
         right = read_tile(m, warp, right_at, product.right)
         if isinstance(a, tuple):
             left = read_cells(m, warp, left_at, product.left)
         else:
             left = read_tile(m, warp, left_at, product.left)
-        multiply_once(m, warp, block_of(m, at, *product.shape), left @ right.T, bool(adds))
+        cells, sums = block_of(m, at, *product.shape), left @ right.T
+        rows = changed[cells[:, 0] // COLUMNS]
+        multiply_once(m, warp, cells[rows], sums[rows], bool(adds))
 
 
 @final
@@ -267,12 +271,12 @@ class Product:
 
     @classmethod
     def of(cls, m: Program, kind: str, bits: int) -> Product:
-        """Raises Fault for combinations that the virtual GPU does not have."""
+        """Raises UnknownInstructionError for combinations that the virtual GPU does not have."""
         kinds = [KINDS.get((kind, bits >> at & 7)) for at in (7, 10)]
         columns, rows = (bits >> 17 & 63) * 8, (bits >> 24 & 31) * 16
         left, right = kinds
         if bits >> 4 & 3 != 1 or bits & 0x600F or not (left and right) or rows not in (64, 128):
-            m.fault(f"the instruction descriptor {bits:#x}, which the virtual GPU does not have")
+            m.refuse(f"the instruction descriptor {bits:#x}")
         turned = [bool(bits >> at & 1) for at in (15, 16)]
         return cls(Factor(str(left), rows, turned[0]), Factor(str(right), columns, turned[1]))
 
@@ -295,7 +299,7 @@ def read_cells(m: Program, warp: int, address: int, factor: Factor) -> Array:
 def multiply_once(m: Program, warp: int, cells: Array, sums: Array, adds: bool) -> None:
     """Store one product, begun by a thread of a warp, or add it to the sums there."""
     tensor, one, core = m.part(TensorMemory), np.array([warp]), m.clocks.tensor
-    tensor.before[warp] = m.clocks.known[warp].copy(), m.clocks.fenced[warp].copy()
+    m.clocks.tell(warp, tensor.before.setdefault(warp, m.clocks.nothing))
     flat = cells.reshape(1, -1)
     if adds:
         tensor.ledger.check_seen(m, "tcgen05.mma", one, flat, own=core)
@@ -318,7 +322,7 @@ def read_tile(m: Program, warp: int, descriptor: int, factor: Factor) -> Array:
     start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     mode = descriptor >> 61 & 7
     if mode not in SPANS or descriptor >> 49 & 7 or (factor.turned and factor.size == 4):
-        m.fault(f"the matrix descriptor {descriptor:#x}, which the virtual GPU does not have")
+        m.refuse(f"the matrix descriptor {descriptor:#x}")
     tile = Tile(start, lead, stride, SPANS[mode], factor.rows, factor.turned, factor.size)
     agents, times = np.array([m.clocks.tensor]), np.array([m.part(TensorMemory).time])
     return load_tile(m, np.array([warp]), agents, times, tile, factor.kind)
@@ -336,7 +340,6 @@ def commit_tensor(m: Program, g: Threads, address: Array, space: str | None) -> 
     offsets = m.part(Shared).offsets(m, "an mbarrier", g.take(address), 8)
     for warp, offset in zip(g.owners.tolist(), offsets.tolist(), strict=True):
         mbarrier = m.part(Barriers).use(m, warp, offset, proxy=True)
-        zeros = np.zeros_like(mbarrier.known)
-        before = tensor.before.get(warp, (zeros, zeros))
-        tensor.commits.append(Commit(mbarrier, tensor.time, m.line, *before))
+        before = tensor.before.get(warp, m.clocks.nothing).copy()
+        tensor.commits.append(Commit(mbarrier, tensor.time, m.line, before))
         tensor.time += 1

@@ -35,6 +35,7 @@ from attn_graph.testing.gpu.rules import DTYPES, DType, Rule, find_rule
 
 HELD = {"pred": "?", "b8": "u2", "b16": "u2", "b32": "u4", "f32": "u4", "u32": "u4"}  # of registers
 PRODUCT = "wgmma."
+UNSET = "which no instruction sets"
 EARLY = "a register of tcgen05.ld is read before tcgen05.wait::ld"
 WAIT_FOR_LOADS = "tcgen05.wait::ld.sync.aligned"
 LATE = "tcgen05.ld without tcgen05.wait::ld before its registers are used, or the next jump"
@@ -113,12 +114,16 @@ def is_product(step: Instruction) -> bool:
 @final
 @frozen(eq=False)
 class Shape:
-    """Facts about a kernel for all of its blocks. kept: registers that outlive a block."""
+    """Facts about a kernel for all of its blocks. kept: registers that outlive a block.
+
+    watched: those of products. set: those set by an instruction, or left undefined on purpose.
+    """
 
     kernel: Kernel
     number: dict[str, int]
     kept: frozenset[str]
     watched: frozenset[str]
+    set: frozenset[str]
 
     @classmethod
     def of(cls, kernel: Kernel) -> Shape:
@@ -126,7 +131,9 @@ class Shape:
         products = [step for step in steps_of(kernel) if is_product(step)]
         used = (x for step in products for o in step.operands[:2] for x in registers_of(o))
         watched = frozenset(x for x in used if kernel.registers[x] in ("b32", "f32"))
-        return cls(kernel, number, frozenset(lasting_registers(kernel.blocks)), watched)
+        results = (x for step in steps_of(kernel) for x in registers_of_results(step))
+        known = frozenset(results) | watched | kernel.undefined
+        return cls(kernel, number, frozenset(lasting_registers(kernel.blocks)), watched, known)
 
 
 def lasting_registers(blocks: Iterable[Block]) -> Iterator[str]:
@@ -136,7 +143,7 @@ def lasting_registers(blocks: Iterable[Block]) -> Iterator[str]:
         written = set[str]()
         named = set[str]()
         for step in block:
-            results = [] if stores_nothing(step) else [*registers_of(step.operands[0])]
+            results = [*registers_of_results(step)]
             read = {x for o in step.operands[bool(results) :] for x in registers_of(o)}
             if step.guard:
                 read |= {step.guard[0].name, *results}
@@ -145,6 +152,11 @@ def lasting_registers(blocks: Iterable[Block]) -> Iterator[str]:
             named |= read | written
         seen.update(named)
     yield from (name for name, count in seen.items() if count > 1)
+
+
+def registers_of_results(step: Instruction) -> Iterator[str]:
+    if not stores_nothing(step):
+        yield from registers_of(step.operands[0])
 
 
 def stores_nothing(step: Instruction) -> bool:
@@ -243,6 +255,9 @@ class BlockWriter:
         if name in self.arriving:
             self.put(f"m.line = {self.step.line}")
             self.put(f"m.note({EARLY!r})")
+        if name not in self.shape.set and not self.step.opcode.startswith("mov."):
+            self.put(f"m.line = {self.step.line}")
+            self.put(f"m.fault({f'{name} is read, {UNSET}'!r})")
         if not views:
             if name in self.shape.watched:
                 self.put(f"m.line = {self.step.line}")
@@ -383,13 +398,16 @@ class BlockWriter:
         self.follow(targets)
 
     def spread(self, kinds: str, target: Operand, made: str) -> None:
-        """Set a register; or those of a vector, or of a pair with a type for each."""
+        """Set a register; or those of a vector, or of a pair with a type for each.
+
+        `?`: the second of a pair may be missing.
+        """
         if kinds[-1] != "*" and "|" not in kinds:
             self.set(target, kinds, made)
             return
         places = items(target)
-        each = kinds.split("|") if "|" in kinds else [kinds[:-1]] * len(places)
-        for n, (place, kind) in enumerate(zip(places, each, strict=True)):
+        each = kinds.rstrip("?").split("|") if "|" in kinds else [kinds[:-1]] * len(places)
+        for n, (place, kind) in enumerate(zip(places, each, strict=kinds[-1] != "?")):
             self.set(place, kind, f"{made}[{n}]")
 
     def follow(self, targets: tuple[Operand, ...]) -> None:
