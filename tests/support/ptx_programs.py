@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from attn_graph.testing.gpu.copies import MAP
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.instructions import translate
 from attn_graph.testing.gpu.memory import Memory
@@ -27,20 +28,33 @@ def run_ptx(
     seed: int | None = None,
     unset: Unset | None = None,
     omits: frozenset[Omission] = frozenset(),
+    boxes: Mapping[str, tuple[int, int]] | None = None,
 ) -> set[str]:
     """Execute statements, in which a tensor's name is the parameter with its address; the notes.
 
     `%d0` and on hold the addresses of the tensors in their order, and `%r0` the thread's number.
+    boxes: of tensors with two axes; the parameter `x_map` is the tensor map of such boxes of x.
     """
-    parameters = ", ".join(f".param .u64 {name}" for name in tensors)
+    parameters = ", ".join(
+        [f".param .u64 {name}" for name in tensors]
+        + [f".param .align 64 .b8 {name}_map[128]" for name in boxes or ()]
+    )
     loads = "".join(f" ld.param.b64 %d{n}, [{name}];\n" for n, name in enumerate(tensors))
     text = (
         f".extern .shared .align 16 .b8 global_smem[];\n.entry kernel({parameters}) "
         f".reqntid {threads} {{{REGISTERS}{loads} mov.u32 %r0, %tid.x;\n{body}\n ret;\n}}\n"
     )
     given = {name: t.data_ptr().to_bytes(8, "little") for name, t in tensors.items()}
+    given |= {f"{name}_map": map_of(tensors[name], box) for name, box in (boxes or {}).items()}
     memory = Memory.around(tensors, unset or Unset())
     sizes = (programs, 1, 1), threads, shared
     launch = Launch(translate(text), *sizes, given, memory, seed, omits=omits)
     launch.run()
     return launch.notes
+
+
+def map_of(x: torch.Tensor, box: tuple[int, int]) -> bytes:
+    """The tensor map of a matrix, as the stand-in for the driver writes it; nothing is swizzled."""
+    shape, stride, none = [*x.shape[::-1]], x.stride(0) * x.itemsize, [0] * 3
+    sizes = (*shape, *none, stride, *none, *box[::-1], *none)
+    return MAP.pack(x.data_ptr(), *sizes, 2, x.itemsize, 0, 0).ljust(128, b"\0")

@@ -294,7 +294,7 @@ def wait_for_phase(
     waits = np.stack([g.owners, places(m, g, address), g.each(parity)])
     passed = np.zeros(len(threads), bool)
     for warp, offset, wanted in np.unique(waits, axis=1).T.tolist():
-        lanes = (waits.T == (warp, offset, wanted)).all(1)
+        lanes = ((warp, offset, wanted) == waits.T).all(1)
         mbarrier = m.part(Barriers).use(m, warp, offset)
         if mbarrier.phase & 1 != wanted:
             m.clocks.learn(warp, mbarrier.done)

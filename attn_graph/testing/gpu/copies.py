@@ -186,6 +186,13 @@ def arrive_after_copies(m: Program, g: Threads, address: Array) -> None:
         copies.group[warp] += 1
 
 
+@action(r"cp\.async\.wait_all", "<-")
+def wait_for_all_copies(m: Program, g: Threads) -> None:
+    """Wait until all copies of each thread have landed."""
+    commit_copies(m, g)
+    wait_for_copies(m, g, 0)
+
+
 @action(r"cp\.async\.wait_group", "<- #")
 def wait_for_copies(m: Program, g: Threads, pending: int) -> None:
     """Wait until only the last `pending` groups of each thread are on their way."""

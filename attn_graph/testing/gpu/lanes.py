@@ -1,4 +1,4 @@
-"""Instructions between the lanes of a warp. PTX ISA 9.7.9.6 shfl, 9.7.13 redux, elect, vote, bar.warp."""
+"""Instructions between the lanes of a warp. PTX ISA 9.7.9.6 shfl, 9.7.13 votes and others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def members(m: Program, g: Threads, lanes: Array) -> list[tuple[int, Array]]:
     masks = rows(g, lanes)
     if g.active is None and (masks == EVERY).all():
         return [(row, np.ones(WARP, bool)) for row in range(len(masks))]
-    active, gone = rows(g, np.True_ if g.active is None else g.active), rows(g, m.gone[g.span])
+    active, gone = rows(g, g.flags), rows(g, m.gone[g.span])
     found = []
     for row in np.flatnonzero(active.any(1)).tolist():
         for mask in np.unique(masks[row, active[row]]).tolist():
@@ -124,7 +124,7 @@ def ballot(m: Program, g: Threads, a: Array, lanes: Array) -> Array:
 @action(r"activemask\.b32", "b32 <-")
 def active_lanes(m: Program, g: Threads) -> Array:
     """d = a bit for each lane that executes it."""
-    active = rows(g, np.True_ if g.active is None else g.active)
+    active = rows(g, g.flags)
     return np.repeat((active.astype(np.int64) << LANES).sum(1), WARP).astype(np.uint32)
 
 

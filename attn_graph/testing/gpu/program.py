@@ -42,8 +42,9 @@ class Launch:
 
     grid: programs along each axis. shared: bytes of a program's shared memory. parameters: their
     bytes by name. memory: shared by all programs. seed: chooses the next program and threads; None:
-    the first, and those furthest behind. omits: known omissions of the kernel. multiprocessors: of the GPU. eras: the number of
-    the program of each; a program has one, and another after each time that it lets others know.
+    the first, and those furthest behind. omits: known omissions of the kernel. multiprocessors: of
+    the GPU. eras: the number of the program of each; a program has one, and another after each time
+    that it lets others know.
     """
 
     code: Translation
@@ -82,11 +83,12 @@ class Launch:
 class Program:
     """One program.
 
-    number: from 0 on, along x first. at: the block of each thread. line: of the current instruction. block: its number. waiting: the
-    reason of each warp that is held back. registers: those of products lie in `watched`. parts:
-    memories and units, by class, made when an instruction first needs one. on_idle: actions that
-    may let a warp go on if none can. at_end: checks. first_era, era: its own, see Launch. ordered: by
-    era, if this program comes after it; None: after none.
+    number: from 0 on, along x first. at: the block of each thread. line: of the current
+    instruction. block: its number. waiting: the reason of each warp that is held back. registers:
+    those of products lie in `watched`. parts: memories and units, by class, made when an
+    instruction first needs one. on_idle: actions that may let a warp go on if none can. at_end:
+    checks. first_era, era: its own, see Launch. ordered: by era, if this program comes after it;
+    None: after none.
     """
 
     launch: Launch
@@ -143,10 +145,11 @@ class Program:
 
     def is_unordered(self, eras: Array) -> Array:
         """True for accesses by other programs that this one does not come after."""
-        others = (eras != 0) & (eras < self.first_era)
+        others: Array = (eras != 0) & (eras < self.first_era)
         if self.ordered is None or not others.any():
             return others
-        return others & ((eras < 0) | ~self.ordered[np.where(others, eras, 0)])
+        others &= (eras < 0) | ~self.ordered[np.where(others, eras, 0)]
+        return others
 
     def run(self) -> None:
         """All threads to their end. Raises Fault."""

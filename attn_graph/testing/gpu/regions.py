@@ -237,7 +237,8 @@ class Region:
             self.blame(m, who, units, others, did, last)
         own, row = eras >= m.first_era, who.warps[:, None]
         agents, times = last.agent[units], last.time[units]
-        if (late := own & apart & unequal & (m.clocks.known[row, agents] < times)).any():
+        late: Array = own & apart & unequal & (m.clocks.known[row, agents] < times)
+        if late.any():
             other = "" if same is None else " of other bytes"
             text = f"is not ordered after the store{other} by"
             self.blame(m, who, units, late, text, last)
@@ -296,14 +297,16 @@ class Region:
             other, cited = before.describe(m, unit)
             text = f"{text} {other} in {cited}"
             agent = m.clocks.name(int(before.agent[unit]))
-            places.append(f"before it, {agent}{'' if other == agent else f' of {other}'} in {cited}")
+            places.append(
+                f"before it, {agent}{'' if other == agent else f' of {other}'} in {cited}"
+            )
         m.fault(text, *places)
 
     def spot(self, unit: int) -> str:
         """The element that holds a unit, and its bytes in the storage."""
         first = unit * self.unit
         for name, tensor in self.tensors.items():
-            index = index_of(tensor, first - tensor.storage_offset() * tensor.itemsize)
+            index = index_of(tensor, first - int(tensor.storage_offset()) * tensor.itemsize)
             if index is not None:
                 start = first - first % tensor.itemsize
                 return f"{name}{[*index]} (bytes {start} to {start + tensor.itemsize - 1})"
@@ -315,10 +318,11 @@ def index_of(tensor: torch.Tensor, offset: int) -> tuple[int, ...] | None:
     rest, index = offset // tensor.itemsize, [0] * tensor.dim()
     if offset < 0 or not tensor.numel():
         return None
-    for axis in sorted(range(tensor.dim()), key=lambda n: -tensor.stride(n)):
-        if tensor.stride(axis):
-            index[axis] = min(rest // tensor.stride(axis), tensor.shape[axis] - 1)
-            rest -= index[axis] * tensor.stride(axis)
+    steps = [*tensor.stride()]
+    for axis in sorted(range(tensor.dim()), key=lambda n: -steps[n]):
+        if steps[axis]:
+            index[axis] = min(rest // steps[axis], tensor.shape[axis] - 1)
+            rest -= index[axis] * steps[axis]
     return None if rest else (*index,)
 
 

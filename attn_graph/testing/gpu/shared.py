@@ -9,8 +9,8 @@ from attrs import define, field
 
 from attn_graph.testing.gpu.clocks import Clocks
 from attn_graph.testing.gpu.ledger import Ledger
-from attn_graph.testing.gpu.regions import UNSET
 from attn_graph.testing.gpu.program import SHARED, Program
+from attn_graph.testing.gpu.regions import UNSET
 from attn_graph.testing.gpu.rules import DTYPES, Array, action
 from attn_graph.testing.gpu.threads import WARP, Threads
 

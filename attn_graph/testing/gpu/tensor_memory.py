@@ -42,10 +42,11 @@ class Commit:
 @final
 @define(eq=False)
 class TensorMemory:
-    """The tensor memory of a program. taken: the allocated columns; blocks: their numbers, by first.
+    """The tensor memory of a program.
 
-    loads, stores: the time of each warp's. time: of products. commits: those that have not arrived
-    at their mbarrier. before: what the products of each warp have seen.
+    taken: the allocated columns. blocks: how many begin at a column. loads, stores: the time of
+    each warp's. time: of products. commits: those that have not arrived at their mbarrier. before:
+    what the products of each warp have seen.
     """
 
     ledger: Ledger

@@ -30,6 +30,11 @@ class Threads:
         """The number of threads in the span; values have an element for each."""
         return int(self.span.stop - self.span.start)
 
+    @property
+    def flags(self) -> Array:
+        """True for those that take part, by thread of the span."""
+        return np.ones(self.count, bool) if self.active is None else self.active
+
     def where(self, condition: Array) -> Threads:
         both = condition if self.active is None else condition & self.active
         return Threads(self.span, None if both.all() else both)

@@ -382,6 +382,9 @@ class BlockWriter:
             self.put(f"m.block = {self.at}")
         extra = [f"used={self.step.used}"] if self.step.used is not None else []
         threads = self.threads()
+        if rule.waits and self.step.guard:
+            self.put(f"m.jump(g.where(~({self.guard()})), {self.at + 1})")
+            self.put(f"if not {threads}.warps.size: return")
         self.put(f"m.line = {self.step.line}")
         made = f"{function}({', '.join(['m', threads, *arguments, *extra])})"
         if rule.waits:
