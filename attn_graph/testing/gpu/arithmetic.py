@@ -205,7 +205,7 @@ def shift_right(a: Array, b: Array) -> Array:
 def extract(a: Array, start: Array, count: Array) -> Array:
     """`count` bits of a from bit `start` on; bits after the last one are 0."""
     start, count = start & U32(255), count & U32(255)
-    return shift_right(a, start) & (shift_left(np.ones_like(a), count) - U32(1))
+    return shift_right(a, start) & (shift_left(np.ones_like(a), count) - a.dtype.type(1))
 
 
 def extract_signed(a: Array, start: Array, count: Array) -> Array:
@@ -253,7 +253,7 @@ values(("T <- T", f"{BITS} pred"), {"not.T": operator.invert})
 values(("u32 <- b32", ""), {"popc.b32": lambda a: np.bitwise_count(a).astype(U32)})
 values(("T <- T u32", BITS), {"shl.T": shift_left})
 values(("T <- T u32", f"{WHOLE} {BITS}"), {"shr.T": shift_right})
-values(("T <- T u32 u32", "u32"), {"bfe.T": extract})
+values(("T <- T u32 u32", "u32 u64"), {"bfe.T": extract})
 values(("T <- T u32 u32", "s32"), {"bfe.T": extract_signed})
 values(("b32 <- b32 b32 u32 u32", ""), {"bfi.b32": insert})
 values(("b32 <- b32 b32 b32", ""), {"prmt.b32": permute_bytes})
@@ -355,19 +355,6 @@ def widen_float8(table: Array) -> Callable[[Array], Array]:
     return lambda a: stack(table[a >> U16(8)], table[a & U16(255)])
 
 
-def in_bfloats(combine: Callable[..., Array]) -> Callable[..., Array]:
-    """An instruction on two numbers in bfloat16 side by side.
-
-    float32 has more than twice its bits, so that rounding twice rounds once.
-    """
-
-    def both(a: Array, b: Array) -> Array:
-        high, low = (combine(*(widen(half(x, at)) for x in (a, b))) for at in (16, 0))
-        return stack(round_bfloat(high), round_bfloat(low))
-
-    return both
-
-
 values(
     ("W <- T to", "u32/u16 u8/u16 u16/u32 u64/u32 u8/u32 u32/u64 u16/u64 u8/u64"),
     {"cvt.W.T": convert},
@@ -397,9 +384,5 @@ values(
         "cvt.rn.f16x2.e4m3x2": widen_float8(FLOAT8[torch.float8_e4m3fn]),
         "cvt.rn.f16x2.e5m2x2": widen_float8(FLOAT8[torch.float8_e5m2]),
     },
-)
-values(
-    ("b32 <- b32 b32", ""),
-    {"sub.bf16x2": in_bfloats(operator.sub), "mul.rn.bf16x2": in_bfloats(operator.mul)},
 )
 values(("u64 <- u64", ""), {"cvta.param.u64": lambda a: a + U64(PARAMETERS)})

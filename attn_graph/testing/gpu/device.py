@@ -159,7 +159,7 @@ class VirtualGpu:
         given = dict(zip(code.kernel.parameters, parameters, strict=True))
         memory = Memory.around(tensors, self.unset)
         drawn = self.seed, self.notes
-        cores = self.target.multiprocessors
+        cores = self.target.multiprocessors or 1
         Launch(code, (x, y, z), threads, shared, given, memory, *drawn, omits, cores).run()
         self.kernels[code.kernel.name] += x * y * z
 
@@ -188,6 +188,14 @@ class Driver:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:  # Any: a function that Triton calls
+        return self.rate_equal
+
+    def rate_equal(self, call: object, quantiles: Any = None, **options: object) -> Any:
+        """Times for Triton's autotuner, all equal: it takes its first configuration."""
+        self.gpu.notes.add("nothing is timed: triton.autotune takes the first configuration")
+        return [1.0] * len(quantiles) if quantiles else 1.0
 
     def note_text(self, *given: Any) -> None:  # Any: as Triton's hook is called
         """Keep the PTX of a kernel that Triton is about to load."""

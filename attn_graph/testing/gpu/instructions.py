@@ -4,9 +4,11 @@ from functools import lru_cache
 
 from attn_graph.testing.gpu import (  # noqa: F401  # for their rules
     arithmetic,
+    atomics,
     barriers,
     bulk,
     copies,
+    floats,
     lanes,
     memory,
     products,

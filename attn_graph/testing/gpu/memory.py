@@ -96,7 +96,7 @@ class Memory:
 
     def add(self, m: Program, who: Access, addresses: Array, values: Array, align: int = 0) -> None:
         """Add numbers to those at each address, [count, addresses], in any order."""
-        who, size, count = evolve(who, atomic=True), values.itemsize, len(values)
+        who, size, count = evolve(who, atomic=True, reads=True), values.itemsize, len(values)
         for region, at, offsets in self.split(m, who.text, addresses, size * count, align):
             region.check(m, who.select(at), offsets, size * count)
             places = offsets // size + np.arange(count)[:, None]
@@ -109,6 +109,9 @@ def twice(m: Program, region: Region, who: Access, offsets: Array, same: Array) 
     for n in np.flatnonzero(offsets == offsets[first])[:2].tolist():
         spot = region.spot(int(offsets[n]) // region.unit)
         yield f"{who.text} {spot} by {m.clocks.name(int(who.agents[n]))}"
+
+
+PLAIN = (None, ".weak", ".volatile")  # orders of loads and stores that order nothing
 
 
 @action(r"ld\.param(?P<many>\.v[24])?\.(?P<type>[busf]\d+)", "{type}* <- param")
@@ -124,24 +127,60 @@ def load_parameter(
     return np.repeat(numbers[:, None], g.count, 1)
 
 
-@action(r"ld\.global(?P<many>\.v[248])?\.(?P<type>[busf]\d+)", "{type}* <- @")
+SCOPE = r"(?:\.(?:cta|cluster|gpu|sys))?"
+CACHE = r"(?:\.(?:nc|c[agsv]|lu|w[bt]|L1::\w+|L2::\w+))*"  # changes no result
+MANY = CACHE + r"(?P<many>\.v[248])?\.(?P<type>[busf]\d+)"
+
+
+@action(rf"ld(?P<order>\.\w+)?{SCOPE}\.global" + MANY, "{type}* <- @ u64?")
 def load_global(
-    m: Program, g: Threads, address: Array, many: str | None, type: str, used: int | None = None
+    m: Program,
+    g: Threads,
+    address: Array,
+    hint: Array | None = None,
+    *,
+    order: str | None,
+    many: str | None,
+    type: str,
+    used: int | None = None,
 ) -> Array:
     """d = the number at an address, or several contiguous ones."""
-    dtype, count = DTYPES[type], int((many or ".v1")[2:])
-    at = g.take(address)
-    who = Access.by(m, "a load of", g.owners)
+    dtype, count, at = DTYPES[type], int((many or ".v1")[2:]), g.take(address)
+    who = Access.by(m, "a load of", g.owners, atomic=order not in PLAIN)
+    if order == ".acquire":
+        m.acquire(at)
     words = m.part(Memory).load(m, who, at, dtype.itemsize, count)
     return g.spread(words.view(dtype))
 
 
-@action(r"st\.global(?:\.v[248])?\.(?P<type>[busf]\d+)", "<- @ {type}*")
+@action(r"createpolicy\.fractional\.L2::\w+\.b64", "u64 <- f32?")
+def make_policy(m: Program, g: Threads, fraction: Array | None = None) -> Array:
+    """d = how to keep lines in a cache, which changes no result."""
+    return np.zeros(g.count, np.uint64)
+
+
+@action(r"prefetch\.global\.L[12]|discard\.global\.L2", "<- @ #?")
+@action(r"(?:fence|membar)\.(?:(?:acq_rel|sc)\.)?(?:cta|gl|gpu|sys)", "<-")
+def do_nothing(m: Program, g: Threads, *given: object) -> None:
+    """Caches change no result; the order of threads comes from barriers and atomic operations."""
+
+
+@action(rf"st(?P<order>\.\w+)?{SCOPE}\.global" + MANY, "<- @ {type}* u64?")
 def store_global(
-    m: Program, g: Threads, address: Array, values: tuple[Array, ...], type: str
+    m: Program,
+    g: Threads,
+    address: Array,
+    values: tuple[Array, ...],
+    hint: Array | None = None,
+    *,
+    order: str | None,
+    many: str | None,
+    type: str,
 ) -> None:
     """Store a number at an address, or several contiguous ones."""
-    size = DTYPES[type].itemsize
+    size, at = DTYPES[type].itemsize, g.take(address)
     rows = g.stack(x.view(f"u{size}") for x in values)
-    who = Access.by(m, "a store to", g.owners, stores=True)
-    m.part(Memory).store(m, who, g.take(address), g.take(rows))
+    who = Access.by(m, "a store to", g.owners, stores=True, atomic=order not in PLAIN)
+    m.part(Memory).store(m, who, at, g.take(rows))
+    if order == ".release":
+        m.release_to(at)

@@ -44,7 +44,7 @@ class Launch:
     bytes by name. memory: shared by all programs. seed: chooses the next program and threads; None:
     the first, and those furthest behind. omits: known omissions of the kernel. multiprocessors: of
     the GPU. eras: the number of the program of each; a program has one, and another after each time
-    that it lets others know.
+    that it lets others know. released: by address, the eras that come before those who acquire it.
     """
 
     code: Translation
@@ -58,6 +58,7 @@ class Launch:
     omits: frozenset[Omission] = frozenset()
     multiprocessors: int = 1
     eras: list[int] = field(factory=lambda: [0])
+    released: dict[int, Array] = field(factory=dict[int, Array])
 
     def run(self) -> None:
         """Every program, one after another. Raises Fault."""
@@ -143,12 +144,38 @@ class Program:
     def era(self) -> int:
         return len(self.launch.eras) - 1
 
+    def acquire(self, addresses: Array) -> None:
+        """Come after what other programs did before they released these places."""
+        made = {id(x): x for at in addresses.tolist() if (x := self.released.get(at)) is not None}
+        for eras in made.values():
+            known = np.zeros(len(self.launch.eras), bool)
+            known[: len(eras)] = eras
+            if self.ordered is not None:
+                known[: len(self.ordered)] |= self.ordered
+            self.ordered = known
+
+    def release_to(self, addresses: Array) -> None:
+        """Let those that acquire these places come after all up to now, and after what came before
+        it."""
+        eras = np.zeros(len(self.launch.eras), bool)
+        if self.ordered is not None:
+            eras[: len(self.ordered)] = self.ordered
+        eras[self.first_era :] = True
+        self.released.update(dict.fromkeys(addresses.tolist(), eras))
+        self.begin_era()
+
+    @property
+    def released(self) -> dict[int, Array]:
+        return self.launch.released
+
     def is_unordered(self, eras: Array) -> Array:
         """True for accesses by other programs that this one does not come after."""
         others: Array = (eras != 0) & (eras < self.first_era)
         if self.ordered is None or not others.any():
             return others
-        others &= (eras < 0) | ~self.ordered[np.where(others, eras, 0)]
+        known = np.zeros(len(self.launch.eras), bool)
+        known[: len(self.ordered)] = self.ordered
+        others &= (eras < 0) | ~known[np.where(others, eras, 0)]
         return others
 
     def run(self) -> None:

@@ -71,6 +71,7 @@ class Access:
     stores: bool = False
     proxy: bool = False
     atomic: bool = False
+    reads: bool = False  # what it overwrites
 
     @classmethod
     def by(cls, m: Program, text: str, warps: Array, **kind: bool) -> Access:
@@ -206,7 +207,7 @@ class Region:
         if not self.are_valid(units):
             self.blame(m, who, units, ~self.valid[units], "that belong to no element")
         self.check_writes(m, who, units, same)
-        if self.written is not None and (who.atomic or not who.stores):
+        if self.written is not None and (who.reads or not who.stores):
             unset = ~self.written[units].all(axis=2)
             if unset.any():
                 self.blame(m, who, units, unset, "to which nothing was written")
@@ -228,7 +229,7 @@ class Region:
             return
         unequal = np.True_ if same is None else ~same()[:, None]
         apart = ~self.atomic[units] if who.atomic else np.True_
-        others = m.is_unordered(eras) & apart
+        others: Array = m.is_unordered(eras) & apart
         if others.any() and same is not None and not (others & unequal).any():
             text = f"several programs store equal bytes to {self.name}"
             m.report(Omission.EQUAL_STORES, text)

@@ -1,0 +1,106 @@
+"""Atomic operations on global memory. PTX ISA 9.7.13.5 atom and 9.7.13.6 red.
+
+Programs run one after another, so a program that waits for a later one in the grid's order never
+goes on: it is a deadlock here, and may be one on a GPU that is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from attn_graph.testing.gpu.memory import CACHE, Memory
+from attn_graph.testing.gpu.program import Program
+from attn_graph.testing.gpu.regions import Access, Region
+from attn_graph.testing.gpu.rules import DTYPES, VALUES, Array, action
+from attn_graph.testing.gpu.threads import Threads
+
+ORDERS = (".acquire", ".acq_rel", ".release")
+CHANGES: dict[str, Callable[..., Any]] = {  # of what is there, and operands; beside those of VALUES
+    "exch": lambda old, new: new,
+    "cas": lambda old, known, new: np.where(old == known, new, old),
+    "inc": lambda old, most: np.where(old >= most, 0, old + 1),
+    "dec": lambda old, most: np.where((old == 0) | (old > most), most, old - 1),
+}
+NAME = (
+    r"\.global(?:\.(?P<scope>cta|cluster|gpu|sys))?(?P<order>\.relaxed|\.acquire|\.release|\.acq_rel)?"
+    r"(?:\.(?:cta|cluster|gpu|sys))?\.(?P<way>add|min|max|and|or|xor|exch|cas|inc|dec)(?:\.noftz)?"
+    + CACHE
+    + r"(?P<many>\.v[248])?\.(?P<type>b?f16x2|[a-z]+\d+)"
+)
+
+
+def change_of(way: str, kind: str) -> Callable[..., Any]:
+    """The function of an operation: an instruction on the same type, if there is one."""
+    if way in CHANGES:
+        return CHANGES[way]
+    kind = kind.replace("u", "b").replace("s", "b") if way in ("and", "or", "xor") else kind
+    return VALUES[f"{way}.{kind}"].call
+
+
+@action("atom" + NAME, "{type}* <- @ {type}* {type}*?")
+def change(
+    m: Program,
+    g: Threads,
+    address: Array,
+    values: tuple[Array, ...],
+    other: tuple[Array, ...] | None = None,
+    *,
+    scope: str | None,
+    order: str | None,
+    way: str,
+    many: str | None,
+    type: str,
+) -> Array:
+    """d = what was there; threads change it one after another."""
+    at, operands = g.take(address), [g.take(g.stack(x)) for x in (values, other) if x is not None]
+    if order in (".acquire", ".acq_rel") and scope != "cta":
+        m.acquire(at)
+    who = Access.by(m, "an atomic operation on", g.owners, stores=True, atomic=True, reads=True)
+    old = np.zeros_like(operands[0])
+    size = DTYPES[type].itemsize
+    for region, some, offsets in m.part(Memory).split(m, who.text, at, size * len(old)):
+        note_order(m, region, way, type, offsets)
+        region.check(m, who.select(some), offsets, size * len(old))
+        words = region.words(size).view(DTYPES[type])
+        places = offsets // size + np.arange(len(old))[:, None]
+        given = [x[:, some] for x in operands]
+        old[:, some] = apply(m, change_of(way, type), words, places, given)
+    if order in (".release", ".acq_rel") and scope != "cta":
+        m.release_to(at)
+    return g.spread(old)
+
+
+@action("red" + NAME, "<- @ {type}*")
+def reduce(
+    m: Program, g: Threads, address: Array, values: tuple[Array, ...], **options: Any
+) -> None:
+    """Like atom, without a result."""
+    change(m, g, address, values, **options)
+
+
+def apply(
+    m: Program, change: Callable[..., Any], words: Array, places: Array, given: list[Array]
+) -> Array:
+    """Threads change their places in turn, in an order that a seed draws; what they saw there."""
+    seen = np.zeros_like(given[0])
+    turns = [*range(places.shape[1])]
+    if m.random:
+        m.random.shuffle(turns)
+    if len({*places[0].tolist()}) == len(turns):  # none meets another
+        seen[:] = words[places]
+        words[places] = np.stack([change(*x) for x in zip(seen, *given, strict=True)])
+        return seen
+    for n in turns:
+        seen[:, n] = words[places[:, n]]
+        words[places[:, n]] = change(seen[:, n], *(x[:, n] for x in given))
+    return seen
+
+
+def note_order(m: Program, region: Region, way: str, kind: str, offsets: Array) -> None:
+    """Note sums of which the last bits depend on their order."""
+    again = region.atomic[offsets // region.unit].any() or len({*offsets.tolist()}) < len(offsets)
+    if way == "add" and "f" in kind and again:
+        m.note(f"floats are added to {region.name} in any order, on which the last bits depend")
