@@ -7,6 +7,7 @@ from attn_graph.testing.gpu import (  # noqa: F401  # for their rules
     atomics,
     barriers,
     bulk,
+    calls,
     copies,
     floats,
     lanes,

@@ -14,12 +14,14 @@ from attrs import define, field, frozen
 
 from attn_graph.testing.gpu.clocks import Clocks
 from attn_graph.testing.gpu.faults import Fault, Omission, UnknownInstructionError, remedy_for
+from attn_graph.testing.gpu.ptx import LOCAL
 from attn_graph.testing.gpu.rules import Array, DType
 from attn_graph.testing.gpu.threads import WARP, Threads
 from attn_graph.testing.gpu.translate import Translation
 
 SHARED = 1024  # the first address of shared memory; the system has those below
 PARAMETERS = 1 << 60  # their first generic address; a tensor is never there
+TEXTS = 1 << 59  # where those of the kernel begin, in the same way
 PAGE = 1 << 12  # between two of them
 POISON = 0x7FBADBAD7FBADBAD  # in unset registers: NaN
 NOBODY = np.int32(2**30)
@@ -269,9 +271,19 @@ class Program:
     def address_of(self, name: str) -> int:
         if name in self.launch.parameters:
             return [*self.launch.parameters].index(name) * PAGE
-        if name not in self.launch.code.kernel.dynamic:
+        kernel = self.launch.code.kernel
+        if name in kernel.texts:
+            return TEXTS + [*kernel.texts].index(name) * PAGE
+        if name.startswith(LOCAL):
+            return 0
+        if name not in kernel.dynamic:
             self.refuse(f"the name {name}")
         return SHARED
+
+    def text_at(self, address: int) -> str:
+        """A text of the kernel, less its last byte, which is 0."""
+        text = [*self.launch.code.kernel.texts.values()][(address - TEXTS) // PAGE]
+        return text.rstrip(b"\0").decode(errors="replace")
 
     def parameter_at(self, address: int) -> bytes:
         number, rest = divmod(address - PARAMETERS, PAGE)

@@ -17,6 +17,9 @@ ALONE = (  # each of these is a block by itself: threads wait there, or others g
     *("bar.sync", "barrier.sync", "bar.arrive", "barrier.arrive", "mbarrier.try_wait"),
     "setmaxnreg",
 )
+CALLED = {"vprintf", "__assertfail"}  # functions that kernels may call
+LOCAL = "__local_depot"  # the name of the memory of a thread
+CALL = re.compile(r"call(?:\.uni)?\s+(?:\([^)]*\),\s*)?(\w+)\b.*")
 JUMPS = ("bra", "bra.uni", "ret", "exit")
 STATEMENT = re.compile(
     r"\s*(?:(?P<brace>[{}])"
@@ -27,6 +30,7 @@ STATEMENT = re.compile(
 PARAMETER = re.compile(
     r"\.(?P<kind>[busf])(?P<bits>\d+)\s[^,]*?(?P<name>[\w$]+)(?:\[(?P<count>\d+)\])?$"
 )
+TEXT = re.compile(r"\.global\s[^;=]*?\.b8\s+(\w+)\[\d+\]\s*=\s*\{([^}]*)\}")
 NUMBER = re.compile(r"0[fFdD](?P<bits>[0-9a-fA-F]+)|(?P<whole>-?(?:0x[0-9a-fA-F]+|\d+))U?")
 
 
@@ -127,7 +131,8 @@ class Kernel:
 
     parameters: bytes of each, by name. registers: the type of each. labels: numbers of blocks.
     threads: of a program. most_registers: of a thread. dynamic: names of the shared memory sized by
-    the launch. undefined: registers that the compiler leaves so, by its comments.
+    the launch. undefined: registers that the compiler leaves so, by its comments. texts: constant
+    bytes by name. local: bytes of the memory of a thread.
     """
 
     name: str
@@ -139,6 +144,8 @@ class Kernel:
     most_registers: int | None
     dynamic: frozenset[str]
     undefined: frozenset[str]
+    texts: Mapping[str, bytes]
+    local: int
 
 
 def registers_of(operand: Operand) -> Iterator[str]:
@@ -219,6 +226,7 @@ class Reader:
         if condition := re.match(r"@(!?)([%\w$]+)\s+", text):
             guard = Register(self.unique(condition[2])), not condition[1]
             text = text[condition.end() :]
+        text = CALL.sub(r"call.\1", text)
         opcode, _, rest = text.partition(" ")
         operands = tuple(map(self.operand, parts_of(rest)))
         step = Instruction(line, self.source, opcode, operands, guard, self.used)
@@ -283,8 +291,11 @@ def parse(text: str) -> Kernel:
     """The kernel of a PTX module. Raises UnknownInstructionError for several."""
     plain = re.sub(r"//[^\n]*", "", text)
     entries = [*re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{", plain)]
-    if len(entries) != 1 or ".func" in plain:
-        raise UnknownInstructionError(f"{len(entries)} kernels, or functions, in one PTX module")
+    functions = {*re.findall(r"\.func\s+(?:\([^)]*\)\s*)?(\w+)", plain)}
+    if len(entries) != 1 or functions - CALLED:
+        raise UnknownInstructionError(
+            f"{len(entries)} kernels in one PTX module, with functions {sorted(functions)}"
+        )
     (entry,) = entries
     reader = read_body(plain, entry.end())
     threads = re.search(r"\.reqntid\s+(\d+)", entry[3])
@@ -298,6 +309,8 @@ def parse(text: str) -> Kernel:
         threads=int(threads[1]) if threads else 0,
         most_registers=int(most[1]) if most else None,
         dynamic=frozenset(re.findall(r"\.extern\s+\.shared\s[^;]*?([\w$]+)\[\s*\]", plain)),
+        texts={n: bytes(map(int, x.split(","))) for n, x in TEXT.findall(plain)},
+        local=sum(map(int, re.findall(rf"\.local\s[^;]*?{LOCAL}\d*\[(\d+)\]", plain))),
         undefined=frozenset(re.findall(r"//\s*implicit-def:\s*([%\w$]+)", text)),
     )
 
