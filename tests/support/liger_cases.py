@@ -48,7 +48,9 @@ def angles(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (*(t.detach().clone().requires_grad_() for t in given), both.cos(), both.sin())
 
 
-def add_norm(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def add_norm(
+    x: torch.Tensor, r: torch.Tensor, w: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     return rms(x + r, w), x + r
 
 
@@ -114,18 +116,14 @@ CASES = {
         "LigerRMSNormFunction", rms, (ROWS, (100,)), (1e-6, 0.0, "llama", False, True)
     ),
     "rms norm, many rows": Case("LigerRMSNormFunction", rms, ((300, 64), (64,)), (1e-6,)),
-    "added rms norm": Case(
-        "LigerFusedAddRMSNormFunction", add_norm, (ROWS, ROWS, (100,)), (1e-6,)
-    ),
+    "added rms norm": Case("LigerFusedAddRMSNormFunction", add_norm, (ROWS, ROWS, (100,)), (1e-6,)),
     "layer norm": Case(
         "LigerLayerNormFunction",
         lambda x, w, b: F.layer_norm(x, (100,), w, b, 1e-6),
         (ROWS, (100,), (100,)),
         (1e-6,),
     ),
-    "group norm": Case(
-        "LigerGroupNormFunction", group, ((2, 4, 30), (4,), (4,)), (4, 2, 1e-6)
-    ),
+    "group norm": Case("LigerGroupNormFunction", group, ((2, 4, 30), (4,), (4,)), (4, 2, 1e-6)),
     "poly norm": Case("LigerPolyNormFunction", poly, (ROWS, (3,), ()), (1e-6, False)),
     "dyt": Case(
         "LigerDyTFunction",
@@ -135,7 +133,9 @@ CASES = {
     "rope": Case(
         "LigerRopeFunction", turn, ((1, 4, 7, 32), (1, 2, 7, 32), (1, 7, 16)), (), angles, 2
     ),
-    "cross entropy": Case("LigerCrossEntropyFunction", F.cross_entropy, (ROWS,), (None,), labels, 1),
+    "cross entropy": Case(
+        "LigerCrossEntropyFunction", F.cross_entropy, (ROWS,), (None,), labels, 1
+    ),
     "cross entropy, smooth": Case(
         "LigerCrossEntropyFunction",
         lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from attn_graph.testing.gpu import instructions
+from attn_graph.testing.gpu.arithmetic import FLOAT8
 from attn_graph.testing.gpu.program import PARAMETERS
 from attn_graph.testing.gpu.rules import DTYPES, VALUES
 from tests.support.ptx_programs import run_ptx
@@ -97,8 +99,27 @@ WHOLE: dict[str, Exact] = {
     "setp.ge": lambda a, b: a >= b,
     "selp": lambda a, b, c: a if c else b,
     "cvta.param": lambda a: a + PARAMETERS,
+    "cvta.local": lambda a: a,
+    "cvta.global": lambda a: a,
+    "shf.l.wrap": lambda a, b, c: (a | b << 32) << (c & 31) >> 32,
+    "shf.r.wrap": lambda a, b, c: (a | b << 32) >> (c & 31),
+    "shf.l.clamp": lambda a, b, c: (a | b << 32) << min(c, 32) >> 32,
+    "shf.r.clamp": lambda a, b, c: (a | b << 32) >> min(c, 32),
     "cvt": lambda a: a,
     "copysign": lambda a, b: a & 2**31 | b & 2**31 - 1,
+}
+
+
+SIZED: dict[str, Exact] = {  # by the whole name: their results depend on the number of bits
+    "clz.b32": lambda a: 32 - a.bit_length(),
+    "clz.b64": lambda a: 64 - a.bit_length(),
+    "brev.b32": lambda a: int(f"{a:032b}"[::-1], 2),
+    "brev.b64": lambda a: int(f"{a:064b}"[::-1], 2),
+    "bfe.u32": lambda a, start, count: field_of(a, start, count),
+    "bfe.u64": lambda a, start, count: a >> (start & 255) & ((1 << min(count & 255, 64)) - 1),
+    "bfe.s32": signed_field,
+    "mul.hi.u64": lambda a, b: a * b >> 64,
+    "mul.hi.s64": lambda a, b: a * b >> 64,
 }
 
 
@@ -149,7 +170,51 @@ def extreme(choose: Exact) -> Exact:
     return lambda *given: choose((x for x in given if x == x), default=NAN)
 
 
+def in_float64(formula: Callable[..., torch.Tensor]) -> Exact:
+    return lambda *given: formula(*(torch.tensor(x, dtype=torch.float64) for x in given)).item()
+
+
+def fused(a: float, b: float, c: float) -> float:
+    """a * b + c, rounded once."""
+    if not all(map(math.isfinite, (a, b, c, a * b))):
+        return a * b + c
+    try:
+        return float(Fraction(a) * Fraction(b) + Fraction(c)) or a * b + c
+    except OverflowError:
+        return a * b + c
+
+
+DOUBLE: dict[str, Exact] = {  # in float64
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "fma": fused,
+    "div": in_float64(torch.div),
+    "sqrt": in_float64(torch.sqrt),
+}
+WHOLE_NUMBERS = {"rni": round, "rmi": math.floor, "rpi": math.ceil, "rzi": math.trunc}
+
+
+def to_whole(opcode: str, x: float) -> float:
+    """A number rounded to a whole one; of a whole type the nearest in its range, and 0 for NaN."""
+    kind = VALUES[opcode].results[0]
+    rounded = WHOLE_NUMBERS[opcode.split(".")[1]](x) if math.isfinite(x) else x
+    if kind in FORMS:
+        return rounded
+    bits = int(kind[1:])
+    least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "s" else (0, 2**bits - 1)
+    return 0 if x != x else min(max(rounded, least), most)
+
+
 FLOATING: dict[str, Exact] = {
+    "cvt.sat": lambda a: 0.0 if a != a else min(max(a, 0.0), 1.0),
+    "min.NaN": lambda *given: min(given) if ordered(*given) else NAN,
+    "max.NaN": lambda *given: max(given) if ordered(*given) else NAN,
+    "setp.equ": lambda a, b: not ordered(a, b) or a == b,
+    "setp.ltu": lambda a, b: not ordered(a, b) or a < b,
+    "setp.leu": lambda a, b: not ordered(a, b) or a <= b,
+    "setp.gtu": lambda a, b: not ordered(a, b) or a > b,
+    "setp.geu": lambda a, b: not ordered(a, b) or a >= b,
     "add": exactly(lambda a, b: a + b),
     "add.rm": downward(lambda a, b: a + b),
     "sub": exactly(lambda a, b: a - b),
@@ -177,10 +242,27 @@ TORCH: dict[str, Callable[..., torch.Tensor]] = {  # of float64, to two units in
     "ex2": torch.exp2,
     "lg2": torch.log2,
     "tanh": torch.tanh,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "sin": torch.sin,
+    "cos": torch.cos,
 }
-FORMS = {"f16": "e", "f32": "f"}
+NEAR = {"f32": 2.0**-21, "f16": 2.0**-10, "bf16": 2.0**-7}  # of the result: approximations
+FORMS = {"f16": "e", "f32": "f", "f64": "d"}
 ROUNDING = {"rn", "full", "approx", "ftz", "rzi"}
-PIECES = ("bfe.u32", "bfe.s32")
+EIGHTS = {"cvt.rn.satfinite.e4m3x2.f32": "e4m3", "cvt.rn.satfinite.e5m2x2.f32": "e5m2"}
+
+
+def eight_bits(x: float, kind: str) -> int:
+    """The bits of the nearest number of 8 bits, the even one of two, never an infinity."""
+    if x != x:
+        return 0x7F
+    table = {n: value_of(int(bits), "f16") for n, bits in enumerate(FLOAT8[kind][:128])}
+    finite = {n: y for n, y in table.items() if math.isfinite(y)}
+    near = min(finite, key=lambda n: (abs(finite[n] - abs(x)) if math.isfinite(x) else -n, n & 1))
+    return near | (128 if math.copysign(1, x) < 0 else 0)
+
+
 HALVES = ("cvt.rn.f16x2.f32", "cvt.rn.bf16x2.f32")
 
 
@@ -297,27 +379,33 @@ def heads(opcode: str) -> tuple[str, str]:
     return ".".join(kept), words[-1]
 
 
+def flushed(opcode: str, x: Any) -> Any:  # Any: as above
+    """With .ftz, a number below 2^-126 as a zero with its sign."""
+    return math.copysign(0, x) if "ftz" in opcode and abs(x) < 2.0**-126 else x
+
+
 def due_of(opcode: str, row: list[int]) -> int | None:
     """The bits of the exact result; None: not known exactly."""
     rule = VALUES[opcode]
     name, _ = heads(opcode)
     values = [value_of(x, kind.rstrip("?")) for x, kind in zip(row, rule.operands, strict=False)]
-    if opcode in PIECES:
-        return bits_of((field_of if opcode == "bfe.u32" else signed_field)(*values), "u32")
-    if opcode in HALVES:
-        kind = "f16" if "bf" not in opcode else "bf16"
-        return bits_of(values[0], kind) << 16 | bits_of(values[1], kind)
-    if "ftz" in opcode:
-        values = [math.copysign(0, x) if abs(x) < 2.0**-126 else x for x in values]
+    if opcode in (*SIZED, *EIGHTS, *HALVES):
+        return due_by_name(opcode, values)
+    values = [flushed(opcode, x) for x in values]
     floating = any(kind.rstrip("?") in (*FORMS, "bf16") for kind in rule.operands)
+    if "f64" in rule.operands and name in DOUBLE:
+        return bits_of(DOUBLE[name](*values), "f64")
     exact = (FLOATING if floating else WHOLE).get(name)
-    if exact is None or opcode.startswith("cvt.rzi") or "f32x2" in opcode:
+    if opcode.split(".")[1] in WHOLE_NUMBERS:
+        exact = partial(to_whole, opcode)
+    if exact is None or "f32x2" in opcode:
         return None
     result = exact(*values)
     if rule.results[0] == "f32" and not floating:
         result = nearest(Fraction(result))
-    if "ftz" in opcode and abs(result) < 2.0**-126:
-        result = math.copysign(0, result)
+    result = flushed(opcode, result)
+    if opcode == "cvt.rn.f32.f64":
+        result = nearest(result)
     if rule.results[0] == "s8":  # its sign fills a register of 16 bits
         return bits_of(value_of(bits_of(result, "s8"), "s8"), "s16")
     return bits_of(result, rule.results[0])
@@ -347,22 +435,30 @@ def test_an_instruction_gives_the_exact_result(opcode: str, data: st.DataObject)
         assert agree(got, due, kind), (given_, hex(got), hex(due))
 
 
+def due_by_name(opcode: str, values: list[Any]) -> int:  # Any: as above
+    """The bits of the exact result of an instruction that has a formula of its own."""
+    if opcode in SIZED:
+        return bits_of(SIZED[opcode](*values), VALUES[opcode].results[0])
+    if opcode in EIGHTS:
+        high, low = (eight_bits(x, EIGHTS[opcode]) for x in values)
+        return high << 8 | low
+    kind = "f16" if "bf" not in opcode else "bf16"
+    return bits_of(values[0], kind) << 16 | bits_of(values[1], kind)
+
+
 def approximate(opcode: str, row: list[int], got: int) -> int:
     """The result itself if it is near float64's, else float64's."""
     name, _ = heads(opcode)
     given_ = [value_of(x, kind) for x, kind in zip(row, VALUES[opcode].operands, strict=True)]
-    if opcode.startswith("cvt.rzi"):
-        least, most = (-(2**31), 2**31 - 1) if "s32" in opcode else (0, 2**32 - 1)
-        whole = 0 if given_[0] != given_[0] else min(max(given_[0], least), most)
-        return int(whole) & 2**32 - 1
     if "ftz" in opcode:
         given_ = [math.copysign(0, x) if abs(x) < 2.0**-126 else x for x in given_]
     exact = TORCH[name](*(torch.tensor(x, dtype=torch.float64) for x in given_)).item()
     if "ftz" in opcode and abs(exact) < 2.0**-126:
         exact = math.copysign(0, exact)
-    result = value_of(got, "f32")
-    near = abs(result - nearest(exact)) <= 2.0**-21 * abs(exact) + 2.0**-148
-    return got if near else bits_of(nearest(exact), "f32")
+    kind = VALUES[opcode].results[0]
+    due, result = value_of(bits_of(exact, kind), kind), value_of(got, kind)
+    near = abs(result - due) <= NEAR[kind] * abs(exact) + 2.0**-125 * ("ftz" in opcode) + 2.0**-148
+    return got if near else bits_of(exact, kind)
 
 
 @pytest.mark.parametrize("name", ["add", "add.rm", "sub", "mul", "fma.rn"])

@@ -9,6 +9,7 @@ import torch
 
 from attn_graph.testing.gpu import Fault, virtual_gpu
 from attn_graph.testing.gpu.faults import Omission
+from attn_graph.testing.gpu.regions import Unset
 from tests.support.ptx_programs import run_ptx
 
 FIRST = "setp.eq.b32 %p1, %r0, 0; mov.b32 %r1, global_smem;"
@@ -44,14 +45,24 @@ PROGRAMS: dict[Omission, tuple[str, str]] = {  # statements, and what is said of
         f"{FIRST} @%p1 st.global.b32 [%d0], 7;",
         "several programs store equal bytes to x",
     ),
+    Omission.UNEQUAL_STORES: (
+        "st.global.b32 [%d0], %r0;",
+        "a store of other bytes by two threads at once to x",
+    ),
+    Omission.UNWRITTEN_LOADS: (
+        "ld.global.b32 %r1, [%d0];",
+        "a load of bytes of x to which nothing was written",
+    ),
 }
 
 
 def run(omission: Omission, *omits: Omission) -> set[str]:
     """The notes of its program, in a launch that is known to leave these out."""
     programs = 2 if omission is Omission.EQUAL_STORES else 1
-    body, x = PROGRAMS[omission][0], torch.zeros(8)
-    return run_ptx(body, {"x": x}, programs=programs, omits=frozenset(omits))
+    body, x, unset = PROGRAMS[omission][0], torch.zeros(8), Unset()
+    if omission is Omission.UNWRITTEN_LOADS:
+        unset.add(x)
+    return run_ptx(body, {"x": x}, programs=programs, unset=unset, omits=frozenset(omits))
 
 
 def test_every_omission_has_a_program() -> None:

@@ -215,7 +215,7 @@ def test_new_memory_is_not_read_before_it_is_written() -> None:
 
 
 UNKNOWN = {  # an instruction, a modifier, a number of operands
-    "sqrt.rn.f32": "sqrt.rn.f32 %r1, %r0;",
+    "sqrt.rm.f32": "sqrt.rm.f32 %r1, %r0;",
     "add.sat.s32": "add.sat.s32 %r1, %r0, %r0;",
     "4 operands": "add.s32 %r1, %r0, %r0, %r0;",
     "mma.sync.aligned.m16n8k4": "mma.sync.aligned.m16n8k4.row.col.f32.tf32 {%r1}, {%r2}, {%r3};",

@@ -8,6 +8,6 @@ Needs numpy, Triton and a C compiler, as Triton itself does.
 """
 
 from attn_graph.testing.gpu.device import VirtualGpu, virtual_gpu
-from attn_graph.testing.gpu.faults import Fault, UnknownInstructionError
+from attn_graph.testing.gpu.faults import Fault, Omission, UnknownInstructionError
 
-__all__ = ["Fault", "UnknownInstructionError", "VirtualGpu", "virtual_gpu"]
+__all__ = ["Fault", "Omission", "UnknownInstructionError", "VirtualGpu", "virtual_gpu"]

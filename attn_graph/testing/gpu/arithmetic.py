@@ -32,8 +32,8 @@ def widen_bytes(numbers: Array) -> Array:
 
 
 FLOAT8 = {  # each number of 8 bits in float16, by its bits
-    kind: widen_bytes(torch.arange(256, dtype=torch.uint8).view(kind).half().numpy())
-    for kind in (torch.float8_e4m3fn, torch.float8_e5m2)
+    name: widen_bytes(torch.arange(256, dtype=torch.uint8).view(kind).half().numpy())
+    for name, kind in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2))
 }
 
 
@@ -329,8 +329,10 @@ def convert(a: Array, to: DType) -> Array:
 
 def truncate(a: Array, to: DType) -> Array:
     """Towards zero, within the range of the type; NaN becomes 0."""
-    limits = np.iinfo(to)
-    return np.nan_to_num(np.trunc(a).astype(F64)).clip(limits.min, limits.max).astype(to)
+    limits, whole = np.iinfo(to), np.where(np.isnan(a), 0, np.trunc(a.astype(F64)))
+    inside = whole.clip(limits.min, np.nextafter(F64(2.0) ** (limits.max.bit_length()), F64(0)))
+    most = whole >= F64(limits.max)  # of 64 bits it is no number of float64
+    return np.where(most, to.type(limits.max), inside.astype(to))
 
 
 def round_bfloat(a: Array) -> Array:
@@ -381,8 +383,8 @@ values(
 values(
     ("b32 <- b16", ""),
     {
-        "cvt.rn.f16x2.e4m3x2": widen_float8(FLOAT8[torch.float8_e4m3fn]),
-        "cvt.rn.f16x2.e5m2x2": widen_float8(FLOAT8[torch.float8_e5m2]),
+        "cvt.rn.f16x2.e4m3x2": widen_float8(FLOAT8["e4m3"]),
+        "cvt.rn.f16x2.e5m2x2": widen_float8(FLOAT8["e5m2"]),
     },
 )
 values(("u64 <- u64", ""), {"cvta.param.u64": lambda a: a + U64(PARAMETERS)})

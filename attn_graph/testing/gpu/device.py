@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -113,13 +113,15 @@ def omissions_of(triton: str) -> frozenset[Omission]:
 class VirtualGpu:
     """A GPU whose code the CPU executes.
 
-    target: the GPU. seed: for the order of warps and copies; None: those furthest behind first.
+    target: the GPU. seed: for the order of programs, warps and copies; None: those furthest behind
+    first. omits: faults that are only noted.
     notes: steps required by the PTX ISA but omitted by its kernels, harmlessly on known GPUs.
     kernels: the number of executed programs of each, by name.
     """
 
     target: Target
     seed: int | None = None
+    omits: frozenset[Omission] = frozenset()
     notes: set[str] = field(factory=set[str])
     kernels: Counter[str] = field(factory=Counter[str])
     unset: Unset = field(factory=Unset, repr=False)
@@ -160,7 +162,8 @@ class VirtualGpu:
         memory = Memory.around(tensors, self.unset)
         drawn = self.seed, self.notes
         cores = self.target.multiprocessors or 1
-        Launch(code, (x, y, z), threads, shared, given, memory, *drawn, omits, cores).run()
+        known = omits | self.omits
+        Launch(code, (x, y, z), threads, shared, given, memory, *drawn, known, cores).run()
         self.kernels[code.kernel.name] += x * y * z
 
 
@@ -218,24 +221,27 @@ def parameter_sizes(text: str) -> Iterator[int]:
 
 
 @contextmanager
-def virtual_gpu(name: str | Target, *, seed: int | None = None) -> Iterator[VirtualGpu]:
+def virtual_gpu(
+    name: str | Target, *, seed: int | None = None, omits: Collection[Omission] = ()
+) -> Iterator[VirtualGpu]:
     """Within this block Triton's kernels run on the CPU as on a GPU.
 
     It is the default target, of which only backends that the CPU can emulate are candidates. Plans
     take tensors of the CPU, and raise PlanTargetError once the block is over. Kernels are compiled
     for the GPU `name`, launched by Triton's own launcher, and the compiled code is executed:
     instruction by instruction, asynchronous ones as late as possible, with every access to memory
-    checked. Undefined behaviour raises Fault. It is slow: a tile of 64 x 64 scores takes some
-    hundredths of a second. Other threads may not use Triton. Raises RuntimeError if PyTorch can use
-    a GPU, or if Triton interprets.
+    checked. Undefined behaviour raises Fault; that of `omits` is noted. It is slow: a tile of
+    64 x 64 scores takes some hundredths of a second. Other threads may not use Triton. Raises
+    RuntimeError if PyTorch can use a GPU, or if Triton interprets.
     """
     from triton import knobs
     from triton.runtime import driver
 
-    gpu = VirtualGpu(Target.of(name) if isinstance(name, str) else name, seed)
+    target = Target.of(name) if isinstance(name, str) else name
+    gpu = VirtualGpu(target, seed, frozenset(omits))
     if knobs.runtime.interpret or gpu.target in VIRTUAL:
         raise RuntimeError("Triton interprets kernels here, or another virtual GPU is in use")
-    target, before = gpu.target, driver._active
+    before = driver._active
     load_driver().describe_device(
         target.shared_memory, target.shared_memory_per_sm, target.multiprocessors
     )
@@ -253,8 +259,30 @@ def virtual_gpu(name: str | Target, *, seed: int | None = None) -> Iterator[Virt
         plans.clear()
         for name in ("empty", "empty_like", "empty_strided"):
             undo.enter_context(patch.object(torch, name, watch(getattr(torch, name), gpu.unset)))
+        for name, function in questions(target).items():
+            undo.enter_context(patch.object(torch.cuda, name, function))
         undo.enter_context(serve_package(target, gpu.execute_kernel))
         yield gpu
+
+
+def questions(target: Target) -> dict[str, Any]:  # Any: functions
+    """Functions of torch.cuda that say what a GPU is; others still find none."""
+    capability = divmod(target.sm, 10)
+    properties = SimpleNamespace(
+        name=f"virtual {target.kind}",
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=target.multiprocessors,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=target.shared_memory,
+        shared_memory_per_multiprocessor=target.shared_memory_per_sm,
+        warp_size=32,
+    )
+    return {
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_capability": lambda device=None: capability,
+    }
 
 
 def watch(make: Any, unset: Unset) -> Any:  # Any: a function of PyTorch's

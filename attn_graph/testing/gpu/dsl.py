@@ -41,7 +41,7 @@ ENTRIES = ("_flash_attn_fwd", "_flash_attn_bwd")  # all calls of the package go 
 OMITTED = {  # what the package's kernels for a major compute capability leave out; virtual GPUs
     # have the instructions of those for these alone
     9: frozenset({Omission.ARRIVALS, Omission.EQUAL_STORES}),
-    10: frozenset(Omission),
+    10: frozenset(Omission) - {Omission.UNEQUAL_STORES},
 }
 PLAIN = {2: [0], 4: [1, 1, 1], 6: []}  # attributes of a launch that change nothing: cooperation,
 # clusters of one program, and programs that may begin before those of the launch before end

@@ -25,6 +25,8 @@ class Omission(Enum):
     BULK_STORES = auto()  # nor until bulk stores have read shared memory
     TENSOR_LOADS = auto()  # no tcgen05.wait::ld before registers are used: ptxas waits
     EQUAL_STORES = auto()  # several programs store to one place, all of them equal bytes
+    UNEQUAL_STORES = auto()  # threads store other bytes to one place at once: any may be the last
+    UNWRITTEN_LOADS = auto()  # bytes are loaded to which nothing was written; they may go unused
 
 
 @final

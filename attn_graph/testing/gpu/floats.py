@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -88,8 +89,13 @@ values(("f64 <- f64", ""), {"abs.f64": np.abs, "neg.f64": operator.neg, "sqrt.rn
 
 
 def fuse_exactly(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float64, by the 64 bits that the machine's long double has: nearly always."""
-    return np.asarray((a.astype(np.longdouble) * b + c).astype(F64))
+    """a * b + c in float64, rounded once: by fractions, one thread after another."""
+    made = np.asarray(a * b + c, F64)
+    for n, x in enumerate(zip(*np.broadcast_arrays(a, b, c), strict=True)):
+        if np.isfinite((*x, made[n])).all() and made[n]:
+            i, j, k = map(Fraction, map(float, x))
+            made[n] = float(i * j + k)
+    return made
 
 
 # Comparisons; those with u are true for NaN
@@ -164,11 +170,6 @@ def in_pairs_of(function: Function, kind: str) -> Function:
     return both
 
 
-def fuse_twice(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float64, which holds it for numbers of 16 bits nearly always, then float32."""
-    return fuse(a, b, c)
-
-
 TWO: dict[str, Function] = {
     "add": operator.add,
     "add.rn": operator.add,
@@ -234,16 +235,17 @@ values(("f16 <- bf16", ""), {"cvt.rn.f16.bf16": lambda a: round_float16(widen(a)
 values(("f32 <- f32", ""), {"cvt.sat.f32.f32": lambda a: np.nan_to_num(a).clip(0, 1).astype(F32)})
 
 
-def narrow_float8(kind: torch.dtype, relu: bool = False) -> Function:
+def narrow_float8(kind: torch.dtype) -> Function:
     """Two numbers in 8 bits, the first above; beyond the range the largest, with its sign."""
     most = torch.finfo(kind).max
 
     def both(a: Array, b: Array) -> Array:
-        high, low = (
-            torch.from_numpy(np.ascontiguousarray(x)).clamp(-most, most).to(kind).view(torch.uint8)
-            for x in (a, b)
-        )
-        return (high.numpy().astype(U16) << U16(8)) | low.numpy()
+        high, low = map(narrow, (a, b))
+        return high << U16(8) | low
+
+    def narrow(a: Array) -> Array:
+        x = torch.from_numpy(np.array(a)).clamp(-most, most).to(kind).view(torch.uint8)
+        return np.where(np.isnan(a), U16(0x7F), x.numpy().astype(U16))
 
     return both
 

@@ -69,16 +69,18 @@ def places_of(tile: Tile, grain: int, parts: int) -> tuple[Array, Array]:
 # quad of lanes a lane has two elements side by side; eight quads have eight rows.
 
 
-def left_fragment(halves: Array) -> Array:
-    """A [16,16], from [4, 32 w, 2]: registers are rows 0 and 8, then columns 8 and on."""
-    x = halves.reshape(2, 2, -1, 8, 4, 2)  # columns 8, rows 8, warp, row, quad, pair
-    return x.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
+def left_fragment(items: Array) -> Array:
+    """A [16, 8 n], from [4, 32 w, n]: registers are rows 0 and 8, then the second half of k."""
+    n = items.shape[-1]
+    x = items.reshape(2, 2, -1, 8, 4, n)  # half of k, rows 8, warp, row, quad, item
+    return x.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 8 * n)
 
 
-def right_fragment(halves: Array) -> Array:
-    """B [16,8], from [2, 32 w, 2]: registers are rows of k 0 and 8."""
-    x = halves.reshape(2, -1, 8, 4, 2)  # k 8, warp, column, quad, pair
-    return x.transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
+def right_fragment(items: Array) -> Array:
+    """B [8 n, 8], from [2, 32 w, n]: registers are the halves of k."""
+    n = items.shape[-1]
+    x = items.reshape(2, -1, 8, 4, n)  # half of k, warp, column, quad, item
+    return x.transpose(1, 0, 3, 4, 2).reshape(-1, 8 * n, 8)
 
 
 def sum_fragment(numbers: Array) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from attrs import evolve, frozen
 
+from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.regions import Access, Region, Unset
 from attn_graph.testing.gpu.rules import DTYPES, Array, action
@@ -92,7 +93,8 @@ class Memory:
             words[places] = new
             if not same().all():
                 text = f"a store of other bytes by two threads at once to {region.name}"
-                m.fault(text, *twice(m, region, who.select(at), offsets, same()))
+                places = twice(m, region, who.select(at), offsets, same())
+                m.report(Omission.UNEQUAL_STORES, text, *places)
 
     def add(self, m: Program, who: Access, addresses: Array, values: Array, align: int = 0) -> None:
         """Add numbers to those at each address, [count, addresses], in any order."""

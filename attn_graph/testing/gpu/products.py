@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 from attrs import define
 
-from attn_graph.testing.gpu.arithmetic import widen
+from attn_graph.testing.gpu.arithmetic import FLOAT8, widen
 from attn_graph.testing.gpu.matrices import (
     Tile,
     left_fragment,
@@ -31,9 +31,19 @@ SPANS = (16, 128, 64, 32)  # bytes swizzled together, by a descriptor's mode
 ON_THEIR_WAY = 0x7FBADBAD  # in registers of a product before its wait
 
 
+KINDS = r"(?:f16|bf16|tf32|e4m3|e5m2)"
+BYTES = {"tf32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}  # of an element
+
+
 @action(
-    r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(?P<kind>f16|bf16)\.(?P=kind)\.f32",
+    rf"mma\.sync\.aligned\.m16n8k(?:8|16|32)\.row\.col\.f32\.(?P<left>{KINDS})"
+    rf"\.(?P<right>{KINDS})\.f32",
     "f32* <- b32* b32* f32*",
+)
+@action(
+    r"mma\.sync\.aligned\.m16n8k32\.row\.col(?:\.satfinite)?\.s32\.(?P<left>[us]8)"
+    r"\.(?P<right>[us]8)\.s32",
+    "s32* <- b32* b32* s32*",
 )
 def multiply_fragments(
     m: Program,
@@ -41,25 +51,16 @@ def multiply_fragments(
     a: tuple[Array, ...],
     b: tuple[Array, ...],
     c: tuple[Array, ...],
-    kind: str,
+    left: str,
+    right: str,
 ) -> Array:
-    """D = A B + C: [16,16] [16,8] in half precision for each warp, sums in float32."""
+    """D = A B + C: [16,k] [k,8] of each warp, k elements of 32 bytes; sums in 32 bits."""
     m.together(g)
-    left = left_fragment(as_halves(g, a, kind))
-    sums = left @ right_fragment(as_halves(g, b, kind)) + sum_fragment(g.stack(c))
-    return spread_sums(sums)
-
-
-@action(r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32", "f32* <- f32* f32* f32*")
-def multiply_tf32_fragments(
-    m: Program, g: Threads, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
-) -> Array:
-    """D = A B + C: [16,8] [8,8], by the first 19 bits of each number."""
-    m.together(g)
-    left, right = (cut_to_tf32(g.stack(x)) for x in (a, b))
-    left = left.reshape(2, 2, -1, 8, 4).transpose(2, 1, 3, 0, 4).reshape(-1, 16, 8)
-    right = right.reshape(2, -1, 8, 4).transpose(1, 0, 3, 2).reshape(-1, 8, 8)
-    return spread_sums(left @ right + sum_fragment(g.stack(c)))
+    if (len(a), len(b), len(c)) != (4, 2, 4):
+        m.refuse(f"a product of {len(a)}, {len(b)} and {len(c)} registers")
+    first, second = left_fragment(elements(g.stack(a), left)), elements(g.stack(b), right)
+    sums = first @ right_fragment(second) + sum_fragment(g.stack(c))
+    return spread_sums(sums.astype(c[0].dtype))
 
 
 def cut_to_tf32(x: Array) -> Array:
@@ -67,10 +68,10 @@ def cut_to_tf32(x: Array) -> Array:
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def as_halves(g: Threads, values: tuple[Array, ...], kind: str) -> Array:
-    """[registers, threads, 2] in float32."""
-    bits = np.ascontiguousarray(g.stack(values)).view(np.uint16)
-    return as_factors(bits, kind).reshape(len(values), g.count, 2)
+def elements(registers: Array, kind: str) -> Array:
+    """The elements in registers [registers, threads, some], as factors."""
+    bits = np.ascontiguousarray(registers).view(f"u{BYTES[kind]}")
+    return as_factors(bits, kind).reshape(*registers.shape, -1)
 
 
 @final
@@ -193,8 +194,9 @@ def wait_for_products(m: Program, g: Threads, pending: int) -> None:
 
 
 @action(
-    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k16\.f32\.(?P<kind>f16|bf16)\.(?P=kind)",
-    "<- & & u64 pred # # # #?",
+    rf"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k(?:8|16|32)\.f32\.(?P<kind>{KINDS})"
+    rf"\.(?P<other>{KINDS})",
+    "<- & & u64 pred # # #? #?",
 )
 def multiply_tiles(
     m: Program,
@@ -206,13 +208,16 @@ def multiply_tiles(
     *flags: int,
     n: str,
     kind: str,
+    other: str,
 ) -> None:
-    """D = A B + D, or A B: [64,16] [16,n] of four warps, asynchronous until they wait.
+    """D = A B + D, or A B: [64,k] [k,n] of four warps, asynchronous until they wait; k elements of
+    32 bytes.
 
-    A is in registers, or in shared memory like B; the flags negate A and B, and turn them.
+    A is in registers, or in shared memory like B; the flags negate A and B, and turn those of 16
+    bits.
     """
     signs, turns, x = flags[:2], flags[2:], m.part(Products)
-    if len(turns) != 2 - isinstance(a, tuple) or len(d) != int(n) // 2:
+    if len(turns) != (BYTES[kind] == 2) * (2 - isinstance(a, tuple)) or len(d) != int(n) // 2:
         m.refuse("a product of other operands")
     every, rows = m.together(g), np.array([x.row[k] for k in d])
     factors = np.array([x.row[k] for k in a] if isinstance(a, tuple) else [], np.intp)
@@ -220,14 +225,14 @@ def multiply_tiles(
     for warps in np.split(every, np.flatnonzero(np.diff(every // GROUP)) + 1):
         span = slice(warps[0] * WARP, (warps[-1] + 1) * WARP)
         lanes = slice(span.start - g.span.start, span.stop - g.span.start)
-        right = read_operand(m, warps, one_value(m, g, b, lanes), int(n), kind, bool(turns[-1]))
+        turned, tile = any(turns[-1:]), one_value(m, g, b, lanes)
+        right = read_operand(m, warps, tile, int(n), other, turned)
         if isinstance(a, tuple):
-            halves = np.ascontiguousarray(x.registers[factors, span]).view(np.uint16)
-            left = left_fragment(as_factors(halves, kind).reshape(4, -1, 2))
+            left = left_fragment(elements(x.registers[factors, span], kind))
         else:
             tile = one_value(m, g, a, lanes)
-            left = read_operand(m, warps, tile, 64, kind, bool(turns[0]), parts=GROUP)
-            left = left.reshape(GROUP, 16, 16)[warps % GROUP]
+            left = read_operand(m, warps, tile, 64, kind, any(turns[:1]), parts=GROUP)
+            left = left.reshape(GROUP, 16, -1)[warps % GROUP]
         sums = signs[0] * signs[1] * (left @ right.T)
         if one_value(m, g, add, lanes):
             sums = sums + sum_fragment(x.so_far(rows, span, warps))
@@ -250,7 +255,7 @@ def read_operand(
     turned: bool,
     parts: int = 1,
 ) -> Array:
-    """An operand [rows, 16] in shared memory, by its descriptor. Each warp reads all, or its part.
+    """An operand [rows, k] in shared memory, by its descriptor. Each warp reads all, or its part.
 
     Bits 0 to 13: the start, 16 to 29: lead, 32 to 45: stride, in units of 16 bytes; 62 and 63: the
     mode of swizzling.
@@ -258,7 +263,8 @@ def read_operand(
     if descriptor >> 49 & 7:
         m.refuse("a matrix descriptor with a base offset")
     start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
-    tile = Tile(start, lead, stride, SPANS[descriptor >> 62 & 3], rows, turned)
+    span, size = SPANS[descriptor >> 62 & 3], BYTES[kind]
+    tile = Tile(start, lead, stride, span, rows, turned, size)
     agents = m.clocks.agent("product", warps)
     return load_tile(m, warps, agents, m.part(Products).group[warps], tile, kind, parts)
 
@@ -277,4 +283,8 @@ def load_tile(
 
 def as_factors(bits: Array, kind: str) -> Array:
     """Elements of an operand as float32 factors."""
+    if kind in FLOAT8:
+        return FLOAT8[kind][bits].view(np.float16).astype(F32)
+    if kind in ("s8", "u8"):
+        return bits.view("i1" if kind == "s8" else "u1").astype(np.int32)
     return cut_to_tf32(bits) if kind == "tf32" else widen(bits.view(DTYPES[kind]))

@@ -226,10 +226,10 @@ class Program:
         """Note a missing step of the PTX ISA that GPUs are known to do without."""
         self.launch.notes.add(self.describe(text, program=False))
 
-    def report(self, omission: Omission, text: str) -> None:
+    def report(self, omission: Omission, text: str, *places: str) -> None:
         """Raise Fault for an omission, or note it if the launch declares it."""
         if omission not in self.launch.omits:
-            self.fault(text)
+            self.fault(text, *places)
         self.note(text)
 
     def name_of(self, register: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from struct import pack
 from typing import final
 
 from attrs import define, field, frozen
@@ -31,7 +32,9 @@ PARAMETER = re.compile(
     r"\.(?P<kind>[busf])(?P<bits>\d+)\s[^,]*?(?P<name>[\w$]+)(?:\[(?P<count>\d+)\])?$"
 )
 TEXT = re.compile(r"\.global\s[^;=]*?\.b8\s+(\w+)\[\d+\]\s*=\s*\{([^}]*)\}")
-NUMBER = re.compile(r"0[fFdD](?P<bits>[0-9a-fA-F]+)|(?P<whole>-?(?:0x[0-9a-fA-F]+|\d+))U?")
+NUMBER = re.compile(
+    r"0[fFdD](?P<bits>[0-9a-fA-F]+)|(?P<real>-?\d+\.\d*)|(?P<whole>-?(?:0x[0-9a-fA-F]+|\d+))U?"
+)
 
 
 @final
@@ -244,7 +247,7 @@ class Reader:
         if "|" in text:
             return Pair(tuple(self.operand(x.strip()) for x in text.split("|")))
         if number := NUMBER.fullmatch(text):
-            return Immediate(int(number["bits"], 16) if number["bits"] else int(number["whole"], 0))
+            return Immediate(bits_of(number))
         name = self.unique(text)
         if text == "_":
             return Ignored()
@@ -269,6 +272,13 @@ class Reader:
             if moved
             else Address(self.operand(base))
         )
+
+
+def bits_of(number: re.Match[str]) -> int:
+    """A number in the text; of a floating-point one the bits, of float32 if it is in decimals."""
+    if number["real"]:
+        return int.from_bytes(pack("<f", float(number["real"])), "little")
+    return int(number["bits"], 16) if number["bits"] else int(number["whole"], 0)
 
 
 def closing_brace(text: str) -> int:

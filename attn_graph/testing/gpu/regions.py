@@ -209,7 +209,9 @@ class Region:
         self.check_writes(m, who, units, same)
         if self.written is not None and (who.reads or not who.stores):
             unset = ~self.written[units].all(axis=2)
-            if unset.any():
+            if unset.any() and Omission.UNWRITTEN_LOADS in m.launch.omits:
+                m.note(f"{who.text} bytes of {self.name} to which nothing was written")
+            elif unset.any():
                 self.blame(m, who, units, unset, "to which nothing was written")
         if who.stores:
             self.check_reads(m, who, units)

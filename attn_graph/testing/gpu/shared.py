@@ -8,6 +8,7 @@ import numpy as np
 from attrs import define, field
 
 from attn_graph.testing.gpu.clocks import Clocks
+from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.ledger import Ledger
 from attn_graph.testing.gpu.program import SHARED, Program
 from attn_graph.testing.gpu.regions import UNSET
@@ -85,7 +86,8 @@ class Shared:
         self.ledger.note_write(m, warps, self.clocks.now(warps), cells)
         rows[at] = data
         if (rows[at] != data).any():
-            m.fault(f"{text} of other bytes by two threads at once to shared memory")
+            text = f"{text} of other bytes by two threads at once to shared memory"
+            m.report(Omission.UNEQUAL_STORES, text)
 
     def forget(self, m: Program, offsets: Array, size: int) -> None:
         """Stores go to these bytes: mbarriers there end. Raises Fault if one is in use."""
