@@ -30,12 +30,13 @@ AGAIN ?= $(addprefix tests/lowering/test_,copy_engine.py decode.py dropout_bits.
 # Kernels as each version compiles them, executed; and what it leaves out of them, a list by version.
 EXECUTED := tests/virtual/test_virtual_gpu.py tests/virtual/test_kernels_on_virtual_gpus.py::test_what_kernels_leave_out_is_known
 PATIENT := -o faulthandler_timeout=7200
+PEERS := liger-kernel==0.8.5 flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2 transformers==5.23.0
 TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo check test slow all deep virtual mutants tritons kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo check test slow all deep virtual peers-virtual mutants tritons kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -81,6 +82,14 @@ deep: venv
 # Our kernels as GPUs get them, executed on this CPU: masks, modifiers and layouts on every generation.
 virtual: venv
 	$(PYTEST) -m "slow and not gpu" tests/virtual
+
+# Kernels of other libraries, executed on this CPU against PyTorch.
+peers-virtual: .peers/installed
+	PYTHONPATH=.peers $(PYTEST) -m slow tests/virtual/test_peers.py
+
+.peers/installed: venv
+	$(BIN)/python -m pip install -q --no-deps --target $(@D) $(PEERS)
+	touch $@
 
 # Faults put into copies of the sources one by one, each for a test to see: some minutes.
 # FAULTS=words runs those whose file or text has one of them.

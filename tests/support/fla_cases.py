@@ -20,6 +20,7 @@ class Case:
     """A function and its definition, as `module:name` behind fla.ops, of named operands.
 
     operands: the shape and how it is made of normal numbers. heads_first: the definition's axes.
+    dtype: of the function's operands. trains: it has gradients.
     """
 
     function: str
@@ -28,6 +29,8 @@ class Case:
     options: Mapping[str, Any] = {}
     due_options: Mapping[str, Any] = {}
     heads_first: bool = False
+    dtype: torch.dtype = torch.float32
+    trains: bool = True
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
@@ -95,9 +98,8 @@ CASES: dict[str, Case] = {
         "delta_rule:chunk_delta_rule",
         "delta_rule.naive:delta_rule_recurrence",
         with_(DELTA, beta=(ROWS, torch.sigmoid)),
-        {},
-        {},
         heads_first=True,
+        dtype=torch.bfloat16,
     ),
     "delta, steps": Case(
         "delta_rule:fused_recurrent_delta_rule",
@@ -116,6 +118,7 @@ CASES: dict[str, Case] = {
         "gated_delta_rule:fused_recurrent_gated_delta_rule",
         "gated_delta_rule.naive:naive_recurrent_gated_delta_rule",
         with_(DELTA, g=(ROWS, decay), beta=(ROWS, torch.sigmoid)),
+        trains=False,
     ),
     "kda, chunks": Case(
         "kda:chunk_kda",
@@ -126,11 +129,7 @@ CASES: dict[str, Case] = {
         "kda:fused_recurrent_kda",
         "kda.naive:naive_recurrent_kda",
         with_(DELTA, g=(KEYS, decay), beta=(ROWS, torch.sigmoid)),
-    ),
-    "comba, chunks": Case(
-        "comba:chunk_comba",
-        "comba.naive:naive_recurrent_comba",
-        with_(DELTA, p=(KEYS, unit), g=(ROWS, decay), beta=(ROWS, torch.sigmoid)),
+        trains=False,
     ),
     "hgrn, chunks": Case(
         "hgrn:chunk_hgrn",
@@ -185,7 +184,7 @@ def tensors_of(case: Case) -> dict[str, torch.Tensor]:
     """New tensors, the same each time."""
     made = torch.Generator().manual_seed(0)
     drawn = ((x, y[1](torch.randn(y[0], generator=made))) for x, y in case.operands.items())
-    return {name: x.detach().requires_grad_() for name, x in drawn}
+    return {name: x.to(case.dtype).detach().requires_grad_(case.trains) for name, x in drawn}
 
 
 def results(case: Case, is_due: bool) -> list[torch.Tensor]:
@@ -194,9 +193,12 @@ def results(case: Case, is_due: bool) -> list[torch.Tensor]:
     chosen = case.due if is_due else case.function
     function = find(chosen) if isinstance(chosen, str) else chosen
     turned = is_due and case.heads_first
-    given = {n: x.transpose(1, 2) if turned else x for n, x in tensors.items()}
+    given = {n: x.float() if is_due else x for n, x in tensors.items()}
+    given = {n: x.transpose(1, 2) if turned else x for n, x in given.items()}
     made = function(**given, **(case.due_options if is_due else case.options))
     o: torch.Tensor = made[0] if isinstance(made, tuple) else made
     o = o.transpose(1, 2) if turned else o
+    if not case.trains:
+        return [o]
     (o.float() * torch.linspace(1, 2, o.numel()).view(o.shape)).sum().backward()
     return [o.detach(), *(x.grad for x in tensors.values() if x.grad is not None)]

@@ -155,3 +155,79 @@ def rough_tanh(x):
 def store_one(out_ptr):
     """Every program stores 1 to one place."""
     tl.store(out_ptr, 1.0)
+
+
+@triton.autotune([triton.Config({"BLOCK": n}) for n in (32, 64)], key=["N"])
+@triton.jit
+def tuned(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    """out [N] = x + BLOCK."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < N) + BLOCK, mask=at < N)
+
+
+@triton.jit
+def talking(x_ptr, N: tl.constexpr):
+    """Prints x [N], and asserts that it is below 3."""
+    x = tl.load(x_ptr + tl.arange(0, N))
+    tl.device_print("x", x)
+    tl.device_assert(x < 3, "x is large")
+
+
+@triton.jit
+def cached(x_ptr, out_ptr, N: tl.constexpr):
+    """out [N] = 5 x, each part of it loaded in another way."""
+    at = tl.arange(0, N)
+    x = tl.load(x_ptr + at, cache_modifier=".ca") + tl.load(x_ptr + at, cache_modifier=".cg")
+    x += tl.load(x_ptr + at, eviction_policy="evict_first") + tl.load(x_ptr + at, volatile=True)
+    x += tl.load(x_ptr + at, eviction_policy="evict_last")
+    tl.store(out_ptr + at, x, cache_modifier=".wt")
+
+
+@triton.jit
+def multiprocessor(out_ptr):
+    """out [programs]: where each program runs."""
+    number = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], tl.int32, True, 1)
+    tl.store(out_ptr + tl.program_id(0), number)
+
+
+@triton.jit
+def add_rows(x_ptr, out_ptr, N: tl.constexpr):
+    """out [N] += each row of x [programs,N], in any order."""
+    at = tl.arange(0, N)
+    tl.atomic_add(out_ptr + at, tl.load(x_ptr + tl.program_id(0) * N + at))
+
+
+@triton.jit
+def add_in_turn(x_ptr, out_ptr, lock_ptr, N: tl.constexpr, LOCKED: tl.constexpr):
+    """out [N] += each row of x [programs,N], one program at a time."""
+    at = tl.arange(0, N)
+    x = tl.load(x_ptr + tl.program_id(0) * N + at)
+    if LOCKED:
+        while tl.atomic_cas(lock_ptr, 0, 1) == 1:
+            pass
+    tl.store(out_ptr + at, tl.load(out_ptr + at) + x)
+    tl.debug_barrier()
+    if LOCKED:
+        tl.atomic_xchg(lock_ptr, 0)
+
+
+@triton.jit
+def extremes_of(x_ptr, out_ptr, N: tl.constexpr):
+    """out [4]: the least and largest number of x [programs,N], the bits of all, and how many."""
+    x = tl.load(x_ptr + tl.program_id(0) * N + tl.arange(0, N))
+    tl.atomic_min(out_ptr, tl.min(x))
+    tl.atomic_max(out_ptr + 1, tl.max(x))
+    tl.atomic_or(out_ptr + 2, tl.reduce(x, 0, either))
+    tl.atomic_add(out_ptr + 3, N)
+
+
+@triton.jit
+def either(a, b):
+    return a | b
+
+
+@triton.jit
+def add_next(x_ptr):
+    """x [programs + 1]: each number plus the next one, in place."""
+    at = x_ptr + tl.program_id(0)
+    tl.store(at, tl.load(at) + tl.load(at + 1))

@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 
 from attn_graph.testing.gpu.clocks import Clocks
 from attn_graph.testing.gpu.faults import Fault, Omission, UnknownInstructionError, remedy_for
-from attn_graph.testing.gpu.ptx import LOCAL
+from attn_graph.testing.gpu.ptx import ASSERTION, LOCAL
 from attn_graph.testing.gpu.rules import Array, DType
 from attn_graph.testing.gpu.threads import WARP, Threads
 from attn_graph.testing.gpu.translate import Translation
@@ -322,8 +322,16 @@ class Program:
     def together(self, threads: Threads) -> Array:
         """The warps of these threads. Raises Fault if one of them is divided."""
         if not threads.is_whole:
+            self.run_assertions(threads)
             self.fault("an instruction of the whole warp is executed by a part of it")
         return threads.warps
+
+    def run_assertions(self, threads: Threads) -> None:
+        """Other lanes may be about to fail an assertion, at a block of its own."""
+        code, at = self.launch.code, np.where(threads.flags, -1, self.at[threads.span])
+        for block in np.unique(at[at >= 0]).tolist():
+            if any(step.opcode == ASSERTION for step in code.kernel.blocks[block]):
+                code.functions[block](self, self.registers, Threads(threads.span, at == block))
 
 
 @cache

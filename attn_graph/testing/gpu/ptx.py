@@ -18,6 +18,7 @@ ALONE = (  # each of these is a block by itself: threads wait there, or others g
     *("bar.sync", "barrier.sync", "bar.arrive", "barrier.arrive", "mbarrier.try_wait"),
     "setmaxnreg",
 )
+ASSERTION = "call.__assertfail"
 CALLED = {"vprintf", "__assertfail"}  # functions that kernels may call
 LOCAL = "__local_depot"  # the name of the memory of a thread
 CALL = re.compile(r"call(?:\.uni)?\s+(?:\([^)]*\),\s*)?(\w+)\b.*")
