@@ -565,12 +565,12 @@ FAULTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "setmaxnreg.dec.sync.aligned.u32 24;",
             "setmaxnreg.dec.sync.aligned.u32 16;",
-            "no multiple of 8 from 24",
+            "not a multiple of 8 from 24",
         ),
         (
             "setmaxnreg.dec.sync.aligned.u32 24;",
             "setmaxnreg.dec.sync.aligned.u32 28;",
-            "no multiple of 8 from 24",
+            "not a multiple of 8 from 24",
         ),
         (
             "setmaxnreg.dec.sync.aligned.u32 24;",
@@ -581,7 +581,7 @@ FAULTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "setmaxnreg.inc.sync.aligned.u32 184;",
             "setmaxnreg.inc.sync.aligned.u32 264;",
-            "no multiple of 8 from 24",
+            "not a multiple of 8 from 24",
         ),
         (
             "setmaxnreg.inc.sync.aligned.u32 184;",

@@ -192,7 +192,12 @@ DOUBLE: dict[str, Exact] = {  # in float64
     "div": in_float64(torch.div),
     "sqrt": in_float64(torch.sqrt),
 }
-WHOLE_NUMBERS = {"rni": round, "rmi": math.floor, "rpi": math.ceil, "rzi": math.trunc}
+WHOLE_NUMBERS: dict[str, Exact] = {
+    "rni": round,
+    "rmi": math.floor,
+    "rpi": math.ceil,
+    "rzi": math.trunc,
+}
 
 
 def to_whole(opcode: str, x: float) -> float:

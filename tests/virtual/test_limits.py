@@ -3,6 +3,8 @@ for parts of warps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -44,7 +46,9 @@ def test_a_limit_of_the_virtual_gpu_is_no_fault(text: str) -> None:
     assert "PTX line" in str(caught.value)
 
 
-PARTS = {  # statements that leave a number of each thread in %r6, and what it is
+PARTS: dict[
+    str, tuple[str, Callable[[int], int]]
+] = {  # statements that leave a number of each thread in %r6, and what it is
     "a shuffle of half a warp": (
         "mov.b32 %r6, 77; @%p4 shfl.sync.bfly.b32 %r6, %r0, 1, 31, 65535;",
         lambda n: n ^ 1 if n % 32 < 16 else 77,
@@ -105,7 +109,7 @@ def test_a_zero_has_the_sign_that_the_isa_says(name: str) -> None:
     a, b, due = ARITHMETIC[name]
     out = torch.zeros(128, dtype=torch.int32)
     run(f"mov.b32 %r4, {a}; mov.b32 %r5, {b}; {name} %r6, %r4, %r5; st.global.b32 [%d9], %r6;", out)
-    assert out[0].item() & 0xFFFFFFFF == due
+    assert int(out[0]) & 0xFFFFFFFF == due
 
 
 NAN = 0x7FC12345
@@ -124,4 +128,4 @@ NAN = 0x7FC12345
 def test_a_result_has_the_bits_that_the_isa_says(body: str, due: int) -> None:
     out = torch.zeros(128, dtype=torch.int32)
     run(f"mov.b32 %r4, {NAN}; {body} st.global.b32 [%d9], %r6;", out)
-    assert out[0].item() & 0xFFFFFFFF == due
+    assert int(out[0]) & 0xFFFFFFFF == due

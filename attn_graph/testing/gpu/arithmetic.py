@@ -205,7 +205,8 @@ def shift_right(a: Array, b: Array) -> Array:
 def extract(a: Array, start: Array, count: Array) -> Array:
     """`count` bits of a from bit `start` on; bits after the last one are 0."""
     start, count = start & U32(255), count & U32(255)
-    return shift_right(a, start) & (shift_left(np.ones_like(a), count) - a.dtype.type(1))
+    bits: Array = shift_left(np.ones_like(a), count) - a.dtype.type(1)
+    return shift_right(a, start) & bits
 
 
 def extract_signed(a: Array, start: Array, count: Array) -> Array:
@@ -331,7 +332,7 @@ def truncate(a: Array, to: DType) -> Array:
     """Towards zero, within the range of the type; NaN becomes 0."""
     limits, whole = np.iinfo(to), np.where(np.isnan(a), 0, np.trunc(a.astype(F64)))
     inside = whole.clip(limits.min, np.nextafter(F64(2.0) ** (limits.max.bit_length()), F64(0)))
-    most = whole >= F64(limits.max)  # of 64 bits it is no number of float64
+    most = whole >= F64(limits.max)  # of 64 bits, float64 has none
     return np.where(most, to.type(limits.max), inside.astype(to))
 
 

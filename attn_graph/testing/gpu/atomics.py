@@ -18,7 +18,8 @@ from attn_graph.testing.gpu.rules import DTYPES, VALUES, Array, action
 from attn_graph.testing.gpu.threads import Threads
 
 ORDERS = (".acquire", ".acq_rel", ".release")
-CHANGES: dict[str, Callable[..., Any]] = {  # of what is there, and operands; beside those of VALUES
+Change = Callable[..., Any]  # of arrays, or of single numbers
+CHANGES: dict[str, Change] = {  # of what is there, and operands; beside those of VALUES
     "exch": lambda old, new: new,
     "cas": lambda old, known, new: np.where(old == known, new, old),
     "inc": lambda old, most: np.where(old >= most, 0, old + 1),
@@ -32,7 +33,7 @@ NAME = (
 )
 
 
-def change_of(way: str, kind: str) -> Callable[..., Any]:
+def change_of(way: str, kind: str) -> Change:
     """The function of an operation: an instruction on the same type, if there is one."""
     if way in CHANGES:
         return CHANGES[way]
@@ -75,15 +76,17 @@ def change(
 
 @action("red" + NAME, "<- @ {type}*")
 def reduce(
-    m: Program, g: Threads, address: Array, values: tuple[Array, ...], **options: Any
+    m: Program,
+    g: Threads,
+    address: Array,
+    values: tuple[Array, ...],
+    **words: Any,  # Any: as above
 ) -> None:
     """Like atom, without a result."""
-    change(m, g, address, values, **options)
+    change(m, g, address, values, **words)
 
 
-def apply(
-    m: Program, change: Callable[..., Any], words: Array, places: Array, given: list[Array]
-) -> Array:
+def apply(m: Program, change: Change, words: Array, places: Array, given: list[Array]) -> Array:
     """Threads change their places in turn, in an order that a seed draws; what they saw there."""
     seen = np.zeros_like(given[0])
     turns = [*range(places.shape[1])]

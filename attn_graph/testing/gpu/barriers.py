@@ -294,7 +294,7 @@ def wait_for_phase(
     waits = np.stack([g.owners, places(m, g, address), g.each(parity)])
     passed = np.zeros(len(threads), bool)
     for warp, offset, wanted in np.unique(waits, axis=1).T.tolist():
-        lanes = ((warp, offset, wanted) == waits.T).all(1)
+        lanes = (waits == np.array([[warp], [offset], [wanted]])).all(axis=0)
         mbarrier = m.part(Barriers).use(m, warp, offset)
         if mbarrier.phase & 1 != wanted:
             m.clocks.learn(warp, mbarrier.done)
@@ -332,7 +332,7 @@ class RegisterPool:
 def set_registers(m: Program, g: Threads, count: int, way: str) -> None:
     """Set the registers of each thread; `inc` waits until they are free."""
     if count not in EACH:
-        m.fault(f"setmaxnreg to {count}, which is no multiple of 8 from 24 to 256")
+        m.fault(f"setmaxnreg to {count}, not a multiple of 8 from 24 to 256")
     pool, block = m.part(RegisterPool), m.block
     for warp in m.together(g).tolist():
         more = (count - int(pool.of_warp[warp])) * WARP

@@ -88,7 +88,7 @@ def fill(text: str, memory: Array, at: int) -> str:
         at = -(-at // dtype.itemsize) * dtype.itemsize
         number: Any = memory[at : at + dtype.itemsize].view(dtype)[0].item()
         at += dtype.itemsize
-        return f"%{form}{'x' if kind in 'ps' else 'd' if kind == 'u' else kind}" % number
+        return str(f"%{form}{'x' if kind in 'ps' else 'd' if kind == 'u' else kind}" % number)
 
     return ARGUMENT.sub(put, text)
 

@@ -195,7 +195,9 @@ class Driver:
     def get_benchmarker(self) -> Any:  # Any: a function that Triton calls
         return self.rate_equal
 
-    def rate_equal(self, call: object, quantiles: Any = None, **options: object) -> Any:
+    def rate_equal(
+        self, call: object, quantiles: Sequence[float] | None = None, **options: object
+    ) -> float | list[float]:
         """Times for Triton's autotuner, all equal: it takes its first configuration."""
         self.gpu.notes.add("nothing is timed: triton.autotune takes the first configuration")
         return [1.0] * len(quantiles) if quantiles else 1.0

@@ -36,7 +36,7 @@ Function = Callable[..., Array]
 FLOATS = "f32 f64"
 
 
-def flushed(function: Function) -> Function:
+def with_flushing(function: Function) -> Function:
     """An instruction with .ftz: operands and results below 2^-126 are zeros."""
     return lambda *x: flush(function(*map(flush, x)))
 
@@ -57,24 +57,24 @@ APPROXIMATED: dict[str, Function] = {
 for name, function in ROUNDED.items():
     values(
         ("f32 <- f32 f32", ""),
-        {f"{name}.ftz.f32 {name}.rn.ftz.f32": flushed(function)},
+        {f"{name}.ftz.f32 {name}.rn.ftz.f32": with_flushing(function)},
     )
     values(("f64 <- f64 f64", ""), {f"{name}.f64 {name}.rn.f64": function})
 for name, function in APPROXIMATED.items():
     values(
         ("f32 <- f32", ""),
-        {f"{name}.approx.f32": function, f"{name}.approx.ftz.f32": flushed(function)},
+        {f"{name}.approx.f32": function, f"{name}.approx.ftz.f32": with_flushing(function)},
     )
-values(("f32 <- f32", ""), {"sqrt.rn.f32": np.sqrt, "sqrt.rn.ftz.f32": flushed(np.sqrt)})
-values(("f32 <- f32", ""), {"ex2.approx.f32": np.exp2, "abs.ftz.f32": flushed(np.abs)})
-values(("f32 <- f32", ""), {"neg.ftz.f32": flushed(operator.neg)})
+values(("f32 <- f32", ""), {"sqrt.rn.f32": np.sqrt, "sqrt.rn.ftz.f32": with_flushing(np.sqrt)})
+values(("f32 <- f32", ""), {"ex2.approx.f32": np.exp2, "abs.ftz.f32": with_flushing(np.abs)})
+values(("f32 <- f32", ""), {"neg.ftz.f32": with_flushing(operator.neg)})
 values(
     ("f32 <- f32 f32", ""),
     {
         "div.approx.f32": operator.truediv,
-        "div.full.ftz.f32 div.rn.ftz.f32 div.approx.ftz.f32": flushed(operator.truediv),
-        "min.ftz.f32": flushed(smallest),
-        "max.ftz.f32": flushed(largest),
+        "div.full.ftz.f32 div.rn.ftz.f32 div.approx.ftz.f32": with_flushing(operator.truediv),
+        "min.ftz.f32": with_flushing(smallest),
+        "max.ftz.f32": with_flushing(largest),
     },
 )
 values(
@@ -218,7 +218,7 @@ ROUNDINGS: dict[str, Function] = {
 }
 for name, function in ROUNDINGS.items():
     values(("T <- T", FLOATS), {f"cvt.{name}.T.T": function})
-    values(("f32 <- f32", ""), {f"cvt.{name}.ftz.f32.f32": flushed(function)})
+    values(("f32 <- f32", ""), {f"cvt.{name}.ftz.f32.f32": with_flushing(function)})
     wholes = "f32/s64 f32/u64 f64/s32 f64/u32 f64/s64 f64/u64 f32/s16 f32/u16 f32/s8 f32/u8"
     known = "" if name == "rzi" else "f32/s32 f32/u32 "
     values(("W <- T to", known + wholes), {f"cvt.{name}.W.T": to_whole(function)})

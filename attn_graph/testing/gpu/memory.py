@@ -93,8 +93,8 @@ class Memory:
             words[places] = new
             if not same().all():
                 text = f"a store of other bytes by two threads at once to {region.name}"
-                places = twice(m, region, who.select(at), offsets, same())
-                m.report(Omission.UNEQUAL_STORES, text, *places)
+                both = twice(m, region, who.select(at), offsets, same())
+                m.report(Omission.UNEQUAL_STORES, text, *both)
 
     def add(self, m: Program, who: Access, addresses: Array, values: Array, align: int = 0) -> None:
         """Add numbers to those at each address, [count, addresses], in any order."""

@@ -208,7 +208,7 @@ class Region:
             self.blame(m, who, units, ~self.valid[units], "that belong to no element")
         self.check_writes(m, who, units, same)
         if self.written is not None and (who.reads or not who.stores):
-            unset = ~self.written[units].all(axis=2)
+            unset = np.asarray(~self.written[units].all(axis=2))
             if unset.any() and Omission.UNWRITTEN_LOADS in m.launch.omits:
                 m.note(f"{who.text} bytes of {self.name} to which nothing was written")
             elif unset.any():
