@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_strides_of_a_tensor_without_elements_mean_nothing() -> None:
 def test_sizes_that_are_tensors_or_torch_sizes_become_plain_numbers() -> None:
     shape = torch.empty(2, 3).shape
     assert type(ag.TensorSpec(shape, torch.float32).shape) is tuple
-    sizes = torch.tensor(2), torch.tensor(3)
+    sizes: Any = torch.tensor(2), torch.tensor(3)  # Any: whole numbers of any kind
     assert ag.TensorSpec(sizes, torch.float32) == ag.TensorSpec((2, 3), torch.float32)
     assert {type(n) for n in ag.TensorSpec(sizes, torch.float32).shape} == {int}
 
