@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from attn_graph import extend as extend
     from attn_graph import types as types
     from attn_graph.integrations.flex import from_flex, from_flex_score
+    from attn_graph.integrations.onnx import decompositions
     from attn_graph.integrations.xformers import from_xformers
     from attn_graph.ir.addends import Addend, Factor
     from attn_graph.ir.vmap import vmap
@@ -122,6 +123,7 @@ __all__ = [
     "cache_info",
     "clear_cache",
     "compile",
+    "decompositions",
     "default_workspace",
     "doubling",
     "evaluate",
@@ -149,6 +151,7 @@ LATER = {  # imported at first use, by home module
     "Formula": "masks.formulas",
     "Mesh": "mesh.layout",
     "select_blocks": "masks.tables",
+    "decompositions": "integrations.onnx",
     "from_flex": "integrations.flex",
     "from_flex_score": "integrations.flex",
     "from_xformers": "integrations.xformers",

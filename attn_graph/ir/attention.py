@@ -28,9 +28,9 @@ from attn_graph.ir.modifiers import (
     Collect,
     Modifier,
     SoftCap,
-    every_place,
     find_restores,
 )
+from attn_graph.masks.places import Place
 from attn_graph.spec import INF, ValueType, to_number
 
 T = TypeVar("T")
@@ -480,6 +480,6 @@ def dropout_factor(node: Attention, given: Operands[torch.Tensor], s: torch.Tens
     """z / (1 - rate) of dropout, at every place of s."""
     if given.seed is None or given.offset is None:
         return s.new_ones(())
-    at, seed, offset = every_place(s, {}), int(given.seed), int(given.offset)
+    at, seed, offset = Place.whole(s, {}), int(given.seed), int(given.offset)
     bits = ops.dropout_keeps(at, node.dropout, seed, offset, node.origin)
     return bits.to(s.dtype) / (1 - node.dropout)

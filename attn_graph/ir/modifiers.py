@@ -33,7 +33,7 @@ from attn_graph.masks import (
     require_alignment,
     require_lengths,
 )
-from attn_graph.masks.places import Block, Place, Term
+from attn_graph.masks.places import Place, Term
 from attn_graph.spec import FLOATS, INF, INTEGERS, ValueType, to_number
 
 Names = tuple[str, ...]
@@ -160,10 +160,12 @@ class Modifier(Alike):
         yield from modifier_promise_problems(self, (B, H, M, N))
 
     def run(self, s: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        changed = self.change(
-            s.clone(), every_place(s, dict(zip(self.needs, operands, strict=True)))
-        )
-        return (torch.where(s == -INF, s, changed),)
+        return (torch.where(s == -INF, s, self.changed(s, operands)),)
+
+    def changed(self, s: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """s' of scores of which none is masked."""
+        data = dict(zip(self.needs, operands, strict=True))
+        return self.change(s.clone(), Place.whole(s, data))
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         wanted = [i for i, name in enumerate(self.needs) if name in self.trains]
@@ -207,13 +209,6 @@ def find_restores(modifiers: Sequence[Modifier]) -> tuple[bool, ...]:
     return tuple(
         before and (m.hides or not m.additive) for m, before in zip(modifiers, hidden, strict=True)
     )
-
-
-def every_place(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
-    """The places of a whole array of scores s [B,H,M,N]. data: the tensors to read there."""
-    B, H, M, N = s.shape
-    block = Block(range(B), range(H), range(M), H, M, N, data)
-    return Place.of(block, range(N), s.device)
 
 
 @final
@@ -385,7 +380,7 @@ class Back(ScoreGradient):
     def run(
         self, s: torch.Tensor, ds: torch.Tensor, *operands: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        at = every_place(s, dict(zip(self.modifier.needs, operands, strict=True)))
+        at = Place.whole(s, dict(zip(self.modifier.needs, operands, strict=True)))
         nothing = (s == -INF) | (ds == 0)  # there s may be NaN, from rows beyond the lengths
         return (torch.where(nothing, 0.0, self.modifier.back(ds.clone(), s.clone(), at)),)
 
@@ -416,7 +411,7 @@ class Bend(Alike):
     def run(
         self, s: torch.Tensor, ds: torch.Tensor, ts: torch.Tensor, *operands: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        at = every_place(s, dict(zip(self.modifier.needs, operands, strict=True)))
+        at = Place.whole(s, dict(zip(self.modifier.needs, operands, strict=True)))
         bent = self.modifier.bend(ds, ts.clone(), s, at)
         bent = torch.zeros_like(ds) if bent is None else bent
         return (torch.where((s == -INF) | (ds == 0), 0.0, bent),)
@@ -439,7 +434,7 @@ class Spread(Alike):
 
     def run(self, s: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.modifier.needs)
-        at = every_place(s, dict(zip(self.modifier.needs, operands[:count], strict=True)))
+        at = Place.whole(s, dict(zip(self.modifier.needs, operands[:count], strict=True)))
         moved = dict(zip(self.given, operands[count:], strict=True))
         added = self.modifier.spread(torch.zeros_like(s), moved, at)
         return (torch.where(s == -INF, 0.0, added),)
@@ -472,7 +467,7 @@ class Collect(Op):
             name: torch.zeros(data[name].shape, dtype=ds.dtype, device=ds.device)
             for name in trained
         }
-        self.modifier.collect(totals, ds, every_place(ds, data))
+        self.modifier.collect(totals, ds, Place.whole(ds, data))
         return tuple(totals[name].to(data[name].dtype) for name in trained)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:

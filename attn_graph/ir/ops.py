@@ -20,7 +20,6 @@ from attn_graph.ir.gradient_ops import (
     WeighT,
 )
 from attn_graph.ir.graph import Alike, Emit, Gradients, Op, Values, gives, takes, with_values
-from attn_graph.ir.modifiers import every_place
 from attn_graph.ir.philox import ROOMS, WORDS, counters, draw_, place_in_whole
 from attn_graph.ir.promises import leaf_promise_problems
 from attn_graph.ir.sums import Linear, Zeros, add_up, apply
@@ -33,7 +32,7 @@ from attn_graph.spec.dims import are_numbers
 
 def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[B,G,N,D] -> [B,H,N,D]: query head h reads key/value head h // (H / G)."""
-    return x.repeat_interleave(heads // max(1, x.shape[1]), 1)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // max(1, x.shape[1]), 1)
 
 
 @final
@@ -111,7 +110,7 @@ class Mask(Alike):
         yield from broken or problems_of(lambda: canonical_mask(self.mask, M, N))
 
     def run(self, s: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
-        kept = self.mask.keep(every_place(s, dict(zip(self.mask.needs, given, strict=True))))
+        kept = self.mask.keep(Place.whole(s, dict(zip(self.mask.needs, given, strict=True))))
         return (torch.where(kept, s, -INF),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
@@ -145,7 +144,7 @@ class MaxScores(Statistic):
         return (ValueType(s.shape[:3], s.dtype),)
 
     def run(self, s: torch.Tensor) -> tuple[torch.Tensor]:
-        return (s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:3], -INF),)
+        return (s.new_full(s.shape[:3], -INF) if is_empty(s.shape[-1]) else s.amax(-1),)
 
     def join(self, own: torch.Tensor, more: torch.Tensor) -> None:
         torch.maximum(own, more, out=own)
@@ -213,14 +212,7 @@ class Softmax(Op):
     def run(
         self, s: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = s if sinks is None else beside(s, sinks)
-        if not wide.shape[-1]:
-            return s, s.new_full(s.shape[:3], -INF)
-        most = wide.amax(-1, keepdim=True)
-        shares = torch.exp(wide - most.masked_fill(most == -INF, 0.0))
-        lse = torch.logsumexp(wide, -1)
-        p = (shares / shares.sum(-1, keepdim=True))[..., : s.shape[-1]]
-        return p.masked_fill(lse[..., None] == -INF, 0.0), lse
+        return softmax(s, sinks)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         (p, lse), (dp, dlse) = results, grads
@@ -235,6 +227,26 @@ class Softmax(Op):
         ts = emit(Zeros.like(p.type))[0] if ts is None else ts
         sinks = [operands[1], *moved] if moved and moved[0] is not None else []
         return emit(SoftmaxJvp(bool(sinks)), p, lse, ts, *sinks)
+
+
+def softmax(
+    s: torch.Tensor, sinks: torch.Tensor | None = None, *, hides: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """p and lse, as of `Softmax`. hides: a row may see nothing."""
+    wide = s if sinks is None else beside(s, sinks)
+    if is_empty(wide.shape[-1]):
+        return s, s.new_full(s.shape[:3], -INF)
+    if not hides:
+        return torch.softmax(wide, -1)[..., : s.shape[-1]], torch.logsumexp(wide, -1)
+    blind = wide.amax(-1, keepdim=True) == -INF
+    seen = wide.masked_fill(blind, 0.0)
+    p = torch.softmax(seen, -1)[..., : s.shape[-1]].masked_fill(blind, 0.0)
+    return p, torch.logsumexp(seen, -1).masked_fill(blind.squeeze(-1), -INF)
+
+
+def is_empty(size: int) -> bool:
+    """True for 0. A size that is a symbol of traced code counts as another number."""
+    return type(size) is int and size == 0
 
 
 def beside(s: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -290,7 +302,7 @@ class Dropout(Linear):
         return self
 
     def run(self, p: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor]:
-        at = every_place(p, {})
+        at = Place.whole(p, {})
         keeps = dropout_keeps(at, self.rate, int(seed), int(offset), self.origin)
         return (p * keeps / (1 - self.rate),)
 
@@ -356,9 +368,11 @@ class Weigh(Op):
 
 
 def weigh(
-    p: torch.Tensor, v: torch.Tensor, unseen: torch.Tensor, scale: float = 1.0
+    p: torch.Tensor, v: torch.Tensor, unseen: torch.Tensor | None, scale: float = 1.0
 ) -> torch.Tensor:
-    """scale * p v, without the rows of v that are unseen [B,H,M,N] by every query."""
-    hidden = unseen.all(2)[..., None]
-    rows = per_head(v.to(p.dtype), p.shape[1]).masked_fill(hidden, 0.0)
-    return (scale * (p @ rows)).to(v.dtype)
+    """scale * p v, without the rows of v that are unseen [B|1,H|1,M|1,N] by every query."""
+    rows = per_head(v.to(p.dtype), p.shape[1])
+    if unseen is not None:
+        rows = rows.masked_fill(unseen.all(2)[..., None], 0.0)
+    o = p @ rows
+    return (o if scale == 1.0 else scale * o).to(v.dtype)

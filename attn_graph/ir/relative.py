@@ -89,7 +89,8 @@ class RelativeBias(Modifier):
         if self.places:
             n = at.load("places", at.i, at.j)
         else:
-            apart = at.j - at.i if at.ranges is None else diagonals(at.ranges, at.j.device)
+            block = at.ranges if at.has_numbers else None
+            apart = at.j - at.i if block is None else diagonals(block, at.j.device)
             n = apart + (self.entries // 2 + self.start[1] - self.start[0]) - self.moved(at)
         return minimum(maximum(n, 0), self.entries - 1)
 
@@ -104,10 +105,10 @@ class RelativeBias(Modifier):
         return keys - queries
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
-        if at.ranges is not None and not s.numel():
+        if at.has_numbers and not s.numel():
             return s
         bias = at.load("table", at.h, self.column(at))
-        if self.places or at.ranges is None or bias.shape[-1:].numel() == 1:  # one for all places
+        if self.places or not at.has_numbers or bias.shape[-1:].numel() == 1:  # one for all places
             return s.add_(bias)
         lines = bias[:, :, 0].expand(-1, s.shape[1], -1)
         for h in range(s.shape[1]):  # the last query has the first keys of its head's line
@@ -115,7 +116,7 @@ class RelativeBias(Modifier):
         return s
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
-        if not self.places and at.ranges is not None:
+        if not self.places and at.has_numbers:
             if not ds.numel():
                 return
             apart = self.ragged or len(ds) == 1

@@ -115,7 +115,10 @@ class Band(Mask):
         return Window(None if low is None else -low, high)
 
     def keep(self, at: Place) -> Term:
-        gap = at.j - at.i - at.shift(self.ragged)
+        return self.holds(at.j - at.i - at.shift(self.ragged))
+
+    def holds(self, gap: Term) -> Term:
+        """low <= gap <= high."""
         if self.low is None:
             return gap == gap if self.high is None else gap <= self.high
         return gap >= self.low if self.high is None else (gap >= self.low) & (gap <= self.high)
@@ -150,7 +153,10 @@ class Diagonal(Mask):
         return self.band(0, ragged) if by_lengths else self.band(moved, ())
 
     def keep(self, at: Place) -> Term:
-        return self.resolved(at.M, at.N, ragged_in(at.data)).keep(at)
+        """As `resolved`, but of sizes that may be symbols, which no band can hold."""
+        ragged = ragged_in(at.data) if self.align == "bottom_right" else ()
+        moved = at.shift(ragged) if ragged else diagonal_offset(self.align, at.M, at.N, self)
+        return self.band(0, ()).holds(at.j - at.i - moved)
 
     def strip(self, at: Place) -> Strip | None:
         return self.resolved(at.M, at.N, ragged_in(at.data)).strip(at)

@@ -11,6 +11,7 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.machine.ambient import is_traced
 
 Term = Any  # an operand of Python's operators: an integer, a tensor, or a symbol of generated code
 
@@ -261,6 +262,20 @@ class Place:
         )
         return cls(b, h, i, j, block.H, block.M, block.N, block.data or {}, ranges)
 
+    @classmethod
+    def whole(cls, s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
+        """All places of scores s [B,H,M,N], whose sizes may be symbols of traced code."""
+        axes = (torch.arange(n, device=s.device) for n in s.shape)
+        b, h, i, j = (x.reshape([-1] + [1] * (3 - axis)) for axis, x in enumerate(axes))
+        ranges: Any = tuple([range(n) if type(n) is int else slice(0, n) for n in s.shape])
+        _, H, M, N = s.shape
+        return cls(b, h, i, j, H, M, N, data, ranges)
+
+    @property
+    def has_numbers(self) -> bool:
+        """True for the places of a block whose sizes are numbers."""
+        return self.ranges is not None and all(type(r) is range for r in self.ranges)
+
     def load(self, name: str, *index: Term) -> Term:
         """The element of a tensor at `index`: some of b, h, i, j, or terms computed from them.
 
@@ -305,6 +320,9 @@ class Place:
 
     def among(self, values: Sequence[float], index: Term) -> Term:
         """values[index] in float32; the index is an integer, a tensor or a symbol."""
+        if isinstance(index, torch.Tensor) and is_traced():  # by operations, which a trace records
+            each = [torch.full((1,), x, device=index.device) for x in values]
+            return torch.cat(each)[index]
         if isinstance(index, torch.Tensor):
             return torch.tensor(values, dtype=torch.float32, device=index.device)[index]
         return values[index] if isinstance(index, int) else index.among(values)

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from attn_graph.nn import decomposition as decomposition  # registers it with PyTorch
 from attn_graph.nn import functional, ops
 from attn_graph.nn.varlen import varlen_attn, varlen_attn_out
 

@@ -21,10 +21,11 @@ from attn_graph import masks
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.relative import RelativeBias
 from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.ir.views import Leading
+from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 from attn_graph.testing.mask_formula import Data, Places, evaluate_mask
 
@@ -217,7 +218,7 @@ class OwnStep(torch.autograd.Function):
     ) -> Tensor:
         ctx.op, ctx.names = op, names
         ctx.save_for_backward(s, *tensors)
-        return op.change(s.clone(), every_place(s, dict(zip(names, tensors, strict=True)))).to(s)
+        return op.change(s.clone(), Place.whole(s, dict(zip(names, tensors, strict=True)))).to(s)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # Any: PyTorch's; None or gradients
@@ -238,7 +239,7 @@ def differentiate(
         x = s.detach().clone().requires_grad_()
         read = {name: t.detach().clone(memory_format=DENSE) for name, t in data.items()}
         leaves = {n: t.requires_grad_() for n, t in read.items() if t.is_floating_point()}
-        changed = op.change(x.clone(), every_place(x, read))
+        changed = op.change(x.clone(), Place.whole(x, read))
         wanted = [x, *leaves.values()]
         grads = torch.autograd.grad(
             [changed + 0 * x], wanted, [ds], allow_unused=True, materialize_grads=True

@@ -13,10 +13,11 @@ from attrs import frozen
 from torch.func import jvp
 
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.modifiers import Modifier, SoftCap, every_place
+from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.ir.reference import round_twice
 from attn_graph.ir.scaling import saturate, stands_in, weights_dtype
 from attn_graph.ir.tracing import trace_along_data
+from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 from attn_graph.testing.formula import (
     STEPS,
@@ -241,7 +242,7 @@ def operand_terms(
             return torch.autograd.grad(changed.expand(ds.shape), leaf, ds)[0].abs()
     units = torch.eye(x.numel(), dtype=ds.dtype).reshape(x.numel(), *x.shape)
     slopes = (
-        trace_along_data(lambda s, t: op.change(s, every_place(s, t)), before, data, {name: unit})
+        trace_along_data(lambda s, t: op.change(s, Place.whole(s, t)), before, data, {name: unit})
         for unit in units
     )
     return ds.new_tensor([(ds * each.abs()).sum() for each in slopes]).reshape(x.shape)

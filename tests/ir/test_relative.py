@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.boxes import move_modifier
-from attn_graph.ir.modifiers import every_place
+from attn_graph.masks.places import Place
 from attn_graph.masks.moving import Box, cut_data
 from attn_graph.testing.mask_check import ranges
 from attn_graph.testing.strategies import (
@@ -43,9 +43,9 @@ def test_a_part_of_all_places_reads_what_the_whole_reads(shape: Shape, data: st.
     moved = move_modifier(op, box)
     cut = cut_data({name: x.axes for name, x in moved.needs.items()}, box, read)
     here = s[tuple(slice(x.start, x.stop) for x in parts)]
-    whole = op.change(s.clone(), every_place(s, read))
+    whole = op.change(s.clone(), Place.whole(s, read))
     due = whole[tuple(slice(x.start, x.stop) for x in parts)]
-    assert moved.change(here.clone(), every_place(here, cut)).equal(due)
+    assert moved.change(here.clone(), Place.whole(here, cut)).equal(due)
 
 
 def test_a_table_that_has_no_meaning_is_refused() -> None:
