@@ -22,9 +22,9 @@ from attn_graph.ir.attention import Attention, Operands
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier, SoftCap
 from attn_graph.ir.packed import and_parts
-from attn_graph.masks import And, Band, Causal, KeyLengths, Mask, Window, join_masks
+from attn_graph.masks import And, Band, Causal, KeyLengths, Mask, Window, join_masks, needs_of
 from attn_graph.masks.places import Place
-from attn_graph.nn.decomposition import decompose, read_graph
+from attn_graph.nn.decomposition import absent_keys, decompose, read_graph
 from attn_graph.nn.ops import OP
 from attn_graph.spec import INF, to_integer
 
@@ -80,6 +80,8 @@ def problems(graph: Graph, tensors: Tensors) -> Iterator[str]:
         yield "the call returns statistics, which Attention does not have"
     if node.sinks:
         yield "Attention has no sinks"
+    if "kv_lengths" in needs_of(node.mask) and KeyLengths() not in and_parts(node.mask):
+        yield "Attention sees keys past the lengths, which the mask does not hide from all queries"
     if not node.scale > 0:
         yield f"Attention takes the square root of the scale, {node.scale}"
     if q.dtype not in DTYPES:
@@ -131,8 +133,8 @@ class Node:
         parts = and_parts(self.op.mask)
         lengths = self.take_lengths(parts)
         left = [part for part in parts if not self.take_band(part, lengths is not None)]
-        if "kv_lengths" in self.given.mask:  # rows past these may hold NaN, which it would spread
-            absent = ~KeyLengths().keep(self.places)
+        absent = None if self.op.mask is None else absent_keys(self.op.mask, self.places)
+        if absent is not None:  # these rows may hold NaN, which it would spread
             k, v = (x.masked_fill(absent.mT, 0.0) for x in (k, v))
         more = (self.tensor(left), None, None, lengths)
         last = max((n for n, x in enumerate(more, 1) if x is not None), default=0)

@@ -238,7 +238,7 @@ def softmax(
         return s, s.new_full(s.shape[:3], -INF)
     if not hides:
         return torch.softmax(wide, -1)[..., : s.shape[-1]], torch.logsumexp(wide, -1)
-    blind = wide.amax(-1, keepdim=True) == -INF
+    blind = (wide == -INF).all(-1, keepdim=True)  # OpenVINO's maximum is never below -3.4e38
     seen = wide.masked_fill(blind, 0.0)
     p = torch.softmax(seen, -1)[..., : s.shape[-1]].masked_fill(blind, 0.0)
     return p, torch.logsumexp(seen, -1).masked_fill(blind.squeeze(-1), -INF)

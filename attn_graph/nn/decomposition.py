@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
-import torch
 from attrs import define
 from torch import Tensor
 from torch import _decomp as tables
@@ -23,7 +22,7 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.passes import fuse
 from attn_graph.ir.vjp import residuals
 from attn_graph.machine.ambient import neutral_state, plain_ops_on
-from attn_graph.masks import KeyLengths
+from attn_graph.masks import And, KeyLengths, Mask, flatten_join
 from attn_graph.masks.places import Place
 from attn_graph.nn.calls import make_graph
 from attn_graph.nn.ops import OP, example_spec, fake_attention
@@ -103,16 +102,23 @@ def run_lean(op: Op, operands: Tensors) -> tuple[Tensor, ...]:
     return op.unfold(Steps().run, operands) if isinstance(op, Attention) else op.run(*operands)
 
 
+def absent_keys(mask: Mask, at: Place) -> Tensor | None:
+    """The keys past the lengths, [B,1,1,N], if a mask hides them from all queries by KeyLengths."""
+    return ~KeyLengths().keep(at) if KeyLengths() in flatten_join(And, mask) else None
+
+
 @final
 @define(eq=False)
 class Steps:
     """The steps of one attention in order, with what is known of the scores so far.
 
-    hides: a score may be -inf. absent: keys past the lengths, [B,1,1,N], if there are any.
+    hides: a score may be -inf. absent: keys past the lengths, [B,1,1,N], if all queries end there.
+    sorts: only the weights tell which keys are absent.
     """
 
     hides: bool = False
     absent: Tensor | None = None
+    sorts: bool = False
 
     def run(self, op: Op, *operands: Any) -> tuple[Tensor, ...]:  # Any: tensors
         match op:
@@ -120,14 +126,14 @@ class Steps:
                 before, self.hides = self.hides, self.hides or op.hides
                 if not (before and (op.hides or not op.additive)):  # -inf stays by itself
                     return (op.changed(operands[0], operands[1:]),)
-            case ops.Mask():
+            case ops.Mask(mask):
                 self.hides = True
                 given = dict(zip(op.roles, operands, strict=True))
-                if "kv_lengths" in given:
-                    self.absent = ~KeyLengths().keep(Place.whole(given.pop("s"), given))
+                self.absent = absent_keys(mask, Place.whole(given.pop("s"), given))
+                self.sorts = self.absent is None and "kv_lengths" in given
             case ops.Softmax():
                 return ops.softmax(*operands, hides=self.hides)
-            case ops.Weigh():
+            case ops.Weigh() if not self.sorts:
                 p, v = operands
                 return (ops.weigh(p, v, self.absent, op.scale),)
         return op.run(*operands)
