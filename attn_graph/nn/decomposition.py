@@ -19,6 +19,8 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.packed import Packed
+from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import fuse
 from attn_graph.ir.vjp import residuals
 from attn_graph.machine.ambient import neutral_state, plain_ops_on
@@ -65,26 +67,23 @@ def read_graph(tensors: Tensors, text: str) -> Graph:
         graph = fuse(make_graph(specs, content.restore()))
     else:
         graph = restore_graph(text)[1]
-    if problems := [*leaving_problems(graph, tensors)]:
+    if problems := [*leaving_problems(graph)]:
         raise GraphError(*problems)
     return graph
 
 
-def leaving_problems(graph: Graph, tensors: Tensors) -> Iterator[str]:
+def leaving_problems(graph: Graph) -> Iterator[str]:
     """Why a graph has no formula in PyTorch's own operations."""
     if any(eqn.op.attention and eqn.op.attention.dropout for eqn in graph.eqns):
         yield (
             f"attention with dropout {SHOULD}: its draws are this library's; "
             "call model.eval() before the export"
         )
-    if any(eqn.op.moves_rows or eqn.op.packed for eqn in graph.eqns):
-        symbols = [n for t in tensors for n in t.shape if not isinstance(n, int)]
-        if symbols:
-            yield (
-                f"attention of packed rows or pages {SHOULD} with sizes that are symbols, "
-                f"{', '.join(map(str, symbols))}; export it with sizes that are numbers, or pad "
-                "its rows and pass kv_lengths="
-            )
+    if any(eqn.op.moves_rows or isinstance(eqn.op, Packed | Unpage) for eqn in graph.eqns):
+        yield (
+            f"attention of packed rows, pages or quantised tensors {SHOULD}: its sequences are "
+            "read on the host; pad the rows, and pass kv_lengths="
+        )
 
 
 def compute(graph: Graph, tensors: list[Tensor], saves: bool) -> list[Tensor]:
@@ -139,7 +138,7 @@ class Steps:
         return op.run(*operands)
 
 
-# torch.onnx.export decomposes by PyTorch's own table. Fake tensors with symbols for sizes would too,
+# torch.onnx.export reads PyTorch's own table. Fake tensors with symbols for sizes would too,
 # in place of the operator's results for them, unless these are among PyTorch's.
 if hasattr(tables, "meta_table"):
     tables.meta_table[OP] = fake_attention

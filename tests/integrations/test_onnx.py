@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +12,19 @@ from torch import Tensor
 
 import attn_graph as ag
 from attn_graph.errors import GraphError
-from tests.support.leaving import CASES, LARGER, TRACED, Call, Case
+from tests.support.leaving import (
+    CASES,
+    LARGER,
+    TRACED,
+    Call,
+    Case,
+    run_by_name,
+    run_onnxruntime,
+    to_onnx,
+)
 
 WHY = "needs onnx, onnxruntime and onnxscript"
-onnxruntime = pytest.importorskip("onnxruntime", reason=WHY)
+pytest.importorskip("onnxruntime", reason=WHY)
 pytest.importorskip("onnxscript", reason=WHY)
 reference = pytest.importorskip("onnx.reference", reason=WHY)
 
@@ -30,35 +39,9 @@ pytestmark = [  # of others' own
 Model = Any  # of onnx
 
 
-def to_onnx(program: Any, opset: int, **options: Any) -> Model:  # Any: a program or a module
-    exported = torch.onnx.export(
-        program, dynamo=True, verbose=False, opset_version=opset, **options
-    )
-    assert exported is not None
-    return exported.model_proto
-
-
-def run_onnxruntime(model: Model, tensors: Sequence[Tensor]) -> list[Tensor]:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return run(lambda feeds: session.run(None, feeds), model, tensors)
-
-
 def run_reference(model: Model, tensors: Sequence[Tensor]) -> list[Tensor]:
     evaluator = reference.ReferenceEvaluator(model)
-    return run(lambda feeds: evaluator.run(None, feeds), model, tensors)
-
-
-def run(
-    call: Callable[[dict[str, Any]], list[Any]], model: Model, tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    names = [i.name for i in model.graph.input]
-    feeds = {name: t.numpy() for name, t in zip(names, tensors, strict=True)}
-    return [torch.tensor(x) for x in call(feeds)]
+    return run_by_name(lambda feeds: evaluator.run(None, feeds), model, tensors)
 
 
 RUNTIMES = {"onnxruntime": run_onnxruntime, "the reference": run_reference}

@@ -111,6 +111,42 @@ def operators(program: ExportedProgram) -> set[Any]:  # Any: operators of PyTorc
     return {op for op in calls if isinstance(op, torch._ops.OpOverload)}
 
 
+# In ONNX. Any: its models, which have no types
+
+
+def to_onnx(
+    program: Any, opset: int, **options: Any
+) -> Any:  # a model of onnx  # Any: a program or a module
+    exported = torch.onnx.export(
+        program, dynamo=True, verbose=False, opset_version=opset, **options
+    )
+    assert exported is not None
+    return exported.model_proto
+
+
+def run_onnxruntime(model: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return run_by_name(lambda feeds: session.run(None, feeds), model, tensors)
+
+
+def run_by_name(
+    call: Callable[[dict[str, Any]], list[Any]], model: Any, tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    names = [i.name for i in model.graph.input]
+    feeds = {name: t.numpy() for name, t in zip(names, tensors, strict=True)}
+    return [torch.tensor(x) for x in call(feeds)]
+
+
+# Tensors of the cases
+
+
 def lengths(**of: float) -> Callable[[Sizes], dict[str, Tensor]]:
     """Lengths of the traced entries in shares of M and N, again and again."""
 
