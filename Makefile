@@ -36,7 +36,7 @@ CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo check test slow all deep virtual peers-virtual mutants tritons kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo check test slow all deep virtual peers-virtual mutants tritons exits kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -110,6 +110,14 @@ $(TRITONS:%=.tritons/%/tested): .tritons/%/tested: .tritons/%/installed
 	PYTHONPATH=.tritons/$* TRITON_INTERPRET=1 $(PYTEST) $(AGAIN)
 	PYTHONPATH=.tritons/$* $(PYTEST) $(EXECUTED)
 
+# Whole models in OpenVINO, 180 MB, laid over .venv.
+exits: .exits/installed
+	PYTHONPATH=.exits $(BIN)/pytest -n $(JOBS) -m "not gpu" tests/integrations/test_whole_models_leave.py
+
+.exits/installed: venv
+	$(PIP) --no-deps --target $(@D) openvino openvino-telemetry
+	touch $@
+
 kernel-report: venv
 	$(BIN)/python -m docs.generate.kernels
 
@@ -155,5 +163,5 @@ gpu:
 	$(PYTHON) -m benchmarks.gpu $(WHEELS:%=--wheels %) $(OUT:%=--out %) $(ITEMS)
 
 clean:
-	rm -rf build dist site *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns .gpu
+	rm -rf build dist site *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns .exits .gpu
 	find . -path ./.venv -prune -o -name __pycache__ -exec rm -rf {} +

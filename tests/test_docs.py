@@ -25,6 +25,7 @@ RUN = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8
 NEEDS = {  # beside what the library needs
     "docs/first-five-minutes.md": ("transformers",),
     "docs/guides/hugging-face.md": ("transformers", "cudnn"),
+    "docs/guides/other-runtimes.md": ("onnxscript",),
     "docs/guides/read-an-explanation.md": ("cudnn",),
 }
 AGAIN = "run `.venv/bin/python -m docs.generate`, and read the diff"

@@ -19,7 +19,6 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.packed import Packed
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import fuse
 from attn_graph.ir.vjp import residuals
@@ -79,11 +78,17 @@ def leaving_problems(graph: Graph) -> Iterator[str]:
             f"attention with dropout {SHOULD}: its draws are this library's; "
             "call model.eval() before the export"
         )
-    if any(eqn.op.moves_rows or isinstance(eqn.op, Packed | Unpage) for eqn in graph.eqns):
+    if any(map(reads_sequences, (eqn.op for eqn in graph.eqns))):
         yield (
-            f"attention of packed rows, pages or quantised tensors {SHOULD}: its sequences are "
-            "read on the host; pad the rows, and pass kv_lengths="
+            f"attention of packed rows or pages {SHOULD}: its sequences are read on the host; "
+            "pad the rows, and pass kv_lengths="
         )
+
+
+def reads_sequences(op: Op) -> bool:
+    packed = op.packed
+    within = packed is not None and bool(packed.sides or packed.paged)
+    return within or op.moves_rows or isinstance(op, Unpage)
 
 
 def compute(graph: Graph, tensors: list[Tensor], saves: bool) -> list[Tensor]:

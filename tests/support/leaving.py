@@ -98,7 +98,7 @@ class Call(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:  # Any: o, or a tuple
         q, k, v, *more = tensors
-        named = dict(zip(self.names, more, strict=True))
+        named: dict[str, Any] = dict(zip(self.names, more, strict=True))  # Any: as above
         return attention(q, k, v, **self.options, **named)
 
 
