@@ -61,6 +61,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str | None]]:
 
 
 @pytest.mark.usefixtures("few_examples")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's own export
 @pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_every_block_runs_and_prints_what_the_page_says(page: Path) -> None:
     require_library(name_of(page))

@@ -92,7 +92,7 @@ def problems(graph: Graph, tensors: Tensors) -> Iterator[str]:
         yield f"Attention takes a bias in the dtype of q, {q.dtype}"
 
 
-def tempered(bias: Tensor) -> Tensor:
+def raise_lowest(bias: Tensor) -> Tensor:
     """A bias with halves of the lowest numbers, which have the same effect.
 
     onnxruntime hides a key where the bias is the lowest number; here it hides at -inf alone.
@@ -199,7 +199,7 @@ class Node:
         """The parts of the mask and the bias as one tensor, full in M and N as onnxruntime asks."""
         q, k = self.given.q, self.given.k
         biases = [x for data in self.given.modifiers for x in data.values()]
-        made = tempered(biases[0]) if biases else None
+        made = raise_lowest(biases[0]) if biases else None
         if parts:
             keep = join_masks(And, parts).keep(self.places)
             made = keep if made is None else torch.where(keep, made, made.new_full((), -INF))

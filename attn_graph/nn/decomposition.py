@@ -103,7 +103,7 @@ def compute(graph: Graph, tensors: list[Tensor], saves: bool) -> list[Tensor]:
 
 def run_lean(op: Op, operands: Tensors) -> tuple[Tensor, ...]:
     """The results of an op; of an attention by its steps, without what has no effect there."""
-    return op.unfold(Steps().run, operands) if isinstance(op, Attention) else op.run(*operands)
+    return op.unfold(Walk().run, operands) if isinstance(op, Attention) else op.run(*operands)
 
 
 def absent_keys(mask: Mask, at: Place) -> Tensor | None:
@@ -113,7 +113,7 @@ def absent_keys(mask: Mask, at: Place) -> Tensor | None:
 
 @final
 @define(eq=False)
-class Steps:
+class Walk:
     """The steps of one attention in order, with what is known of the scores so far.
 
     hides: a score may be -inf. absent: keys past the lengths, [B,1,1,N], if all queries end there.
