@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from attn_graph.errors import GraphError
 from attn_graph.integrations.conditions import Condition, UnreadableMaskError, is_readable_now
 from attn_graph.integrations.mask_functions import Frame, MaskFunction, read_mask_function
-from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.ambient import is_traced, neutral_state
 from attn_graph.machine.cache import remember
 from attn_graph.masks import Mask
 from attn_graph.nn.calls import SEGMENTS
+from attn_graph.nn.ops import example_of
 
 Tensors = dict[str, Tensor]
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class MaskDescription(Tensor):
     tensors: Tensors
     arguments: Mapping[str, Any]  # Any: those of transformers
     keys: int | None
+    sized: bool  # its own sizes are right; else those of the tensor are
 
     @classmethod
     def of(
@@ -51,8 +54,13 @@ class MaskDescription(Tensor):
         """A mask's description, in memory one NaN. device: that of `arguments` if None."""
         B, M, N = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
         device = arguments["device"] if device is None else device
-        unread = torch.full((), torch.nan, dtype=arguments["dtype"], device=device)
-        made = unread.expand(B, 1, M, N).as_subclass(MaskDescription)
+        compiles = torch.compiler.is_dynamo_compiling()
+        fake = is_traced() and not compiles  # by torch.export, whose tensors have no subclass
+        with neutral_state() if fake else nullcontext():
+            sizes = [example_of(n) or 1 for n in (B, M, N)] if fake else [B, M, N]
+            unread = torch.full((), torch.nan, dtype=arguments["dtype"], device=device)
+            made = unread.expand(sizes[0], 1, *sizes[1:]).as_subclass(MaskDescription)
+        made.sized = not fake
         made.mask, made.tensors, made.arguments, made.keys = mask, tensors, arguments, keys
         return made
 
@@ -91,7 +99,7 @@ class MaskDescription(Tensor):
         kwargs: Mapping[str, Any] | None = None,  # Any: the same
     ) -> Any:  # Any: the same
         kwargs = kwargs or {}
-        if func in LOOKS:
+        if func in LOOKS and (func not in SIZES or args[0].sized):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if (func in WRITES and isinstance(args[0], cls)) or isinstance(kwargs.get("out"), cls):
@@ -107,6 +115,7 @@ LOOKS = {  # that need no element
     *(getattr(Tensor, x).__get__ for x in ("shape", "dtype", "device", "ndim", "requires_grad")),
     *(Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.__len__),
 }
+SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.__len__}  # type: ignore[attr-defined]  # of torch
 WRITES = {Tensor.__setitem__}  # with all that PyTorch names so
 WRITES |= {getattr(Tensor, x) for x in dir(Tensor) if x[0] != "_" and x.endswith("_")}
 
