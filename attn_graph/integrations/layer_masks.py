@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class MaskDescription(Tensor):
     tensors: Tensors
     arguments: Mapping[str, Any]  # Any: those of transformers
     keys: int | None
-    sized: bool  # its own sizes are right; else those of the tensor are
+    sized = True  # its own sizes are right; else those of the tensor are
 
     @classmethod
     def of(
@@ -54,13 +53,12 @@ class MaskDescription(Tensor):
         """A mask's description, in memory one NaN. device: that of `arguments` if None."""
         B, M, N = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
         device = arguments["device"] if device is None else device
-        compiles = torch.compiler.is_dynamo_compiling()
-        fake = is_traced() and not compiles  # by torch.export, whose tensors have no subclass
-        with neutral_state() if fake else nullcontext():
-            sizes = [example_of(n) or 1 for n in (B, M, N)] if fake else [B, M, N]
-            unread = torch.full((), torch.nan, dtype=arguments["dtype"], device=device)
-            made = unread.expand(sizes[0], 1, *sizes[1:]).as_subclass(MaskDescription)
-        made.sized = not fake
+        dtype = arguments["dtype"]
+        if torch.compiler.is_dynamo_compiling() or not is_traced():
+            unread = torch.full((), torch.nan, dtype=dtype, device=device)
+            made = unread.expand(B, 1, M, N).as_subclass(MaskDescription)
+        else:  # by torch.export, whose tensors have no subclass
+            made = describe_example((B, 1, M, N), dtype, device)
         made.mask, made.tensors, made.arguments, made.keys = mask, tensors, arguments, keys
         return made
 
@@ -109,6 +107,17 @@ class MaskDescription(Tensor):
             )
         dense = tree_map_only(cls, dense_mask, (tuple(args), kwargs))
         return func(*dense[0], **dense[1])
+
+
+@neutral_state()
+def describe_example(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | int
+) -> MaskDescription:
+    """A description outside of a trace, of examples of its sizes."""
+    unread = torch.full((), torch.nan, dtype=dtype, device=device)
+    made = unread.expand([example_of(n) or 1 for n in shape]).as_subclass(MaskDescription)
+    made.sized = False
+    return made
 
 
 LOOKS = {  # that need no element
