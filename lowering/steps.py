@@ -152,7 +152,8 @@ def lease_rooms(
                 return call(device, *operands, rooms=rooms)
         room = workspace.take(device) if has_buffers else None
         recorded = torch.is_grad_enabled()
-        _set_grad_enabled(False)  # as `torch.no_grad()`, which is six calls more
+        if recorded:
+            _set_grad_enabled(False)  # as `torch.no_grad()`, which is six calls more
         try:
             views = room[0].views(scratch) if room else {}
             return work(operands, views if rooms is None else {**views, **rooms})
@@ -160,6 +161,7 @@ def lease_rooms(
             if room:
                 arena, idle = room
                 idle.append(arena)
-            _set_grad_enabled(recorded)
+            if recorded:
+                _set_grad_enabled(True)
 
     return call

@@ -57,6 +57,7 @@ NAMELESS: Named = {}
 Kept = tuple[Mask | None, Named]  # a mask by position, and one by tensors
 ROLES = ("query", "key", "value")
 FITTED = ("keep", "bias")  # tensors that broadcast to the scores
+LED = ("q", "k", "v", *FITTED)  # tensors with leading axes that broadcast
 DROPOUT = GRAPH_OPTIONS.index("dropout")
 
 
@@ -230,6 +231,8 @@ def attend_like_torch(
         if getattr(query, "is_nested", False):
             require_pytorchs(query, key, named, enable_gqa)
             o = attend_jagged(query, key, value, named, options)
+        elif named or getattr(query, "ndim", 4) < 4:
+            o = attend_led(enable_gqa, query, key, value, named, options)
         else:
             anew = attend_grouped if enable_gqa else attend_plain
             o = attend_as(query, key, value, named, options, anew)
@@ -287,6 +290,30 @@ def read_options(
     if isinstance(number, bool):
         raise TensorError(f"attention: scale has to be a number, got {number}")
     return named, (mask, number, None, None, False, rate, False, None, False, (), *choice)
+
+
+def attend_led(
+    grouped: bool, q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
+) -> Outputs:
+    """Attention on PyTorch's tensors with leading axes of one element, up to four: these broadcast
+    alike, and calls with four axes are remembered. Errors name the shapes of the caller."""
+    anew, least = (attend_grouped, 3) if grouped else (attend_plain, 2)
+    tensors = {"q": q, "k": k, "v": v, **named}
+    ranks = {name: getattr(x, "ndim", 4) for name, x in tensors.items() if name in LED}
+    if max(ranks["q"], ranks["k"], ranks["v"]) > 4:
+        return attend_as(q, k, v, named, options, anew)
+    for name, rank in ranks.items():
+        if (2 if name in FITTED else least) <= rank < 4:
+            tensors[name] = tensors[name][(None,) * (4 - rank)]
+    four = tensors.pop("q"), tensors.pop("k"), tensors.pop("v")
+    try:
+        o = attend_as(*four, tensors, options, anew)
+    except TensorError:
+        bring_to_four(grouped, q, k, v, named)
+        raise
+    assert isinstance(o, Tensor)  # without statistics
+    rank = max(ranks["q"], ranks["k"], ranks["v"])
+    return o if rank == 4 else o.squeeze((*range(4 - rank),))
 
 
 def attend_shaped(
@@ -416,7 +443,7 @@ def fit_mask(mask: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         )
     if len(shape) > 4 and mask.ndim > 3:
         return mask.expand(*shape[:-3], *mask.shape[-3:]).flatten(0, -4)
-    return mask[(None,) * (4 - mask.ndim)]
+    return mask if mask.ndim == 4 else mask[(None,) * (4 - mask.ndim)]
 
 
 def pad_empty(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -56,6 +56,7 @@ FEW_QUERIES = 64  # k and v are read once or twice for them
 MOST_PACKED = 2**23  # bytes of k and v packed at a time for FEW_QUERIES
 LEAST_KEYS = FEW_QUERIES  # packed at a time
 MOST_HELD = 2**17  # elements of addends held by a plan: 512 KiB of float32
+MOST_BOOLEANS = 2**20  # of a mask that one addend hides by: 4 MiB of float32
 POINTS_A_CALL = 2**12  # places a call may evaluate a mask at to list layers: some 5 ms
 JOINED = 2**21  # numbers added at a time to neighbours with the same keys, 8 MiB of float32
 
@@ -199,13 +200,13 @@ class FusedTiles:
     @cached_property
     def only(self) -> Part | None:
         """The keys of the kernel's only call, if it reads all operands in place and adds nothing to
-        scores. If they are "mixed", booleans of each batch entry hide some of them."""
+        scores. If they are "mixed", one tensor of booleans hides some of them."""
         p, static = self.problem, self.static
         packs = any(self.packs(name, spec) for name, spec in self.operands().items())
         if packs or static is None or not (self.is_whole(static) and self.is_direct):
             return None
         (part,) = static[0].parts
-        suits = part.kind != "mixed" or hides_whole_keys(p)
+        suits = part.kind != "mixed" or hides_by_booleans(p)
         return part if suits and not p.node.modifiers else None
 
     @property
@@ -468,12 +469,12 @@ def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
     return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
 
 
-def hides_whole_keys(problem: Problem) -> bool:
-    """True if a forward has a boolean mask of the keys of each batch entry, and no other."""
+def hides_by_booleans(problem: Problem) -> bool:
+    """True if a forward has one tensor of booleans as its mask, small enough as an addend."""
     p, mask = problem, problem.node.mask
     if p.grad is not None or not isinstance(mask, Keep):
         return False
-    return p.by_role.mask[mask.name].shape[1:] == (1, 1, p.N)
+    return prod(p.by_role.mask[mask.name].shape) <= MOST_BOOLEANS
 
 
 def whole_tile(problem: Problem, kind: Literal["full", "mixed"]) -> Tile:

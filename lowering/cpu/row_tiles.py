@@ -398,8 +398,8 @@ class RowTiles(TileGrid):
         if self.flat:
             grads = [x.new_empty(x.shape) for x in tensors]
             hiding = None if self.kept else self.mask and self.mask.read(own)
-            blind = self.blind and self.mask is not None and self.mask.blinds(own)
-            core = Core(self.steps, scratch, hiding.blind if hiding else blind, self.divides(saved))
+            blind = hiding.blind if hiding else bool(self.mask and self.mask.blinds(own))
+            core = Core(self.steps, scratch, blind, self.divides(saved))
             for views in self.cut((*tensors, do, saved.contiguous(), *grads)):
                 core.pull(hiding and hiding.hide, *views)
             return dict(enumerate(grads))

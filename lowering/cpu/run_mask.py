@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import repeat
 from typing import final
 
@@ -20,6 +20,7 @@ from attn_graph.lowering.cpu.row_core import Change
 from attn_graph.lowering.folding import tells_rows_apart
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced, neutral_state
+from attn_graph.masks import Keep
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Place
 from attn_graph.spec import TensorSpec
@@ -102,6 +103,25 @@ class RunMask:
         few = not mask.needs or count_caps(p) * p.dtype.itemsize <= MOST_HELD_CAPS
         return cls(tiles, batch, p.has_blind_rows, few and reads_numbers(p))
 
+    # What calls ask of the problem, answered once
+
+    @cached_property
+    def caps(self) -> bool:
+        return caps_entries(self.tiles.problem)
+
+    @cached_property
+    def cuts(self) -> bool:
+        return cuts_entries(self.tiles.problem)
+
+    @cached_property
+    def few(self) -> bool:
+        return has_few_scores(self.tiles.problem)
+
+    @cached_property
+    def lone(self) -> bool:
+        """True if a tensor of the call is the mask."""
+        return isinstance(self.tiles.problem.node.mask, Keep)
+
     def read(self, operands: Sequence[torch.Tensor]) -> Hiding:
         """The hiding of a call. operands: the attention's own."""
         plain, data = self.is_plain(operands[0]), operands[3:]
@@ -109,7 +129,7 @@ class RunMask:
             return recent_hiding(self, tuple([(*x.tolist(),) for x in data]))
         keep = self.keep_of(operands)
         if plain and not is_traced():
-            return self.hiding(keep, self.hides_rows(keep), cuts_entries(self.tiles.problem))
+            return self.hiding(keep, self.hides_rows(keep), self.cuts)
         return self.hiding(keep, self.blind)
 
     def blinds(self, operands: Sequence[torch.Tensor]) -> bool:
@@ -129,6 +149,8 @@ class RunMask:
         return self.blind and not bool(keep.view(torch.uint8).amax(-1).all())
 
     def keep_of(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.lone:
+            return operands[3]
         return self.keep(self.tiles.places(self.by_name(operands[3:]), operands[0]))
 
     def by_name(self, data: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -145,9 +167,9 @@ class RunMask:
         """Hides the places not kept. cuts: True if runs read their own keys alone."""
         p, caps = self.tiles.problem, caps_of(keep, self.tiles.problem.dtype)
         keys = tuple(find_hulls(p, keep, self.batch)) if cuts and self.batch else ()
-        if caps_entries(p) and (self.batch or not has_few_scores(p)):
+        if self.caps and (self.batch or not self.few):
             return Hiding(caps, (-1, p.H, p.M, p.N), blind, keys)
-        if has_few_scores(p):
+        if self.few:
             caps = caps.expand(p.B, p.H, p.M, p.N).reshape(p.B * p.G, -1, p.N).contiguous()
             return Hiding(caps, None, blind)
         shape = None if p.H == p.G else (-1, p.M, p.N)
