@@ -25,7 +25,7 @@ from attn_graph.lowering.cpu.schedule import (
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced, neutral_state
 from attn_graph.machine.workspace import Buffer
-from attn_graph.masks import Mask
+from attn_graph.masks import Mask, needs_of
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place, join_intervals
 from attn_graph.spec import TensorSpec
@@ -110,12 +110,14 @@ def shape_grid(b: int, g: int, r: int, m: int) -> tuple[int, int, int, int]:
 @frozen
 class TileGrid:
     """The tiles' sizes: each has n = batch * groups key/value heads, and `rows` queries of their
-    query heads. reach: the most keys of a tile."""
+    query heads. whole_rows: True if each tile reads all keys even if data may hide some. reach: the
+    most keys of a tile."""
 
     problem: Problem
     rows: int
     batch: int
     groups: int
+    whole_rows: bool
 
     @cached_property
     def r(self) -> int:
@@ -124,11 +126,11 @@ class TileGrid:
     @cached_property
     def listed(self) -> tuple[ProductSlot, ...] | None:
         """The tiles, if no data decides them and they are few; else each call lists them."""
-        p = self.problem
+        p, by_data = self.problem, bool(needs_of(self.problem.node.mask))
         count = count_slots(p, self.rows, self.batch, self.groups)
-        if count > MOST_READY or (p.node.mask is not None and p.node.mask.needs):
+        if count > MOST_READY or (by_data and not self.whole_rows):
             return None
-        return tuple(self.slots({}))
+        return tuple(self.slots(None if by_data else {}))
 
     @cached_property
     def reach(self) -> int:
@@ -136,7 +138,7 @@ class TileGrid:
             return find_reach(self.problem, self.rows)
         return max(slot.keys for slot in self.listed)
 
-    def slots(self, data: Mapping[str, torch.Tensor]) -> Iterator[ProductSlot]:
+    def slots(self, data: Mapping[str, torch.Tensor] | None) -> Iterator[ProductSlot]:
         return list_slots(self.problem, self.rows, self.batch, self.groups, data)
 
     def tiles(self, data: Mapping[str, torch.Tensor]) -> Iterable[ProductSlot]:
@@ -245,7 +247,7 @@ def choose_sizes(problem: Problem, factors: torch.dtype) -> tuple[int, int, int]
     scores = DROPOUT_SCORES if p.node.dropout else SCORES
     most = find_unmasked_rows(p) if p.node.mask is None else MOST_ROWS
     rows = min(p.M, most, max(LEAST_ROWS, scores // (p.N * r)))
-    return rows, *choose_heads(p, factors, rows, scores)
+    return rows, *choose_heads(p, factors, rows, scores, by_data=bool(needs_of(p.node.mask)))
 
 
 def choose_entries(problem: Problem) -> tuple[int, int, int]:
@@ -261,7 +263,7 @@ def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
     scores = count_row_scores(p)
     most = WHOLE_ROWS if p.node.mask is None else WHOLE_MASKED_ROWS
     rows = min(p.M, most, max(-(-LEAST_ROWS // r), scores // (p.N * r)))
-    return rows, *choose_heads(p, None, rows, scores)
+    return rows, *choose_heads(p, None, rows, scores, by_data=bool(needs_of(p.node.mask)))
 
 
 def choose_kept_sizes(problem: Problem, drops: bool) -> tuple[int, int, int]:
@@ -271,10 +273,16 @@ def choose_kept_sizes(problem: Problem, drops: bool) -> tuple[int, int, int]:
         return problem.M, problem.B, problem.G
     p, scores = problem, DROPOUT_SCORES if drops else count_row_scores(problem)
     if p.grad is not None and p.dtype == p.wide:
-        half = p.M, *choose_heads(p, None, p.M, scores // 2)
+        half = p.M, *choose_heads(p, None, p.M, scores // 2, by_data=reads_picked(p))
         if count_slots(p, *half) <= MOST_READY:
             return half
-    return p.M, *choose_heads(p, None, p.M, scores)
+    return p.M, *choose_heads(p, None, p.M, scores, by_data=reads_picked(p))
+
+
+def reads_picked(problem: Problem) -> bool:
+    """True if tiles with kept weights read just the keys that data leave: without a bias. With one
+    a tile reads all keys."""
+    return bool(needs_of(problem.node.mask)) and not problem.node.is_biased
 
 
 def count_slots(problem: Problem, rows: int, batch: int, groups: int) -> int:
@@ -293,18 +301,17 @@ def has_few_scores(problem: Problem) -> bool:
 
 
 def choose_heads(
-    problem: Problem, factors: torch.dtype | None, rows: int, scores: int
+    problem: Problem, factors: torch.dtype | None, rows: int, scores: int, *, by_data: bool
 ) -> tuple[int, int]:
     """Batch entries and key/value heads of a tile. factors: the dtype of the products; None if
     tiles are copied unless products take them in place: batch entries need not be one axis with
-    heads then."""
-    p, mask = problem, problem.node.mask
+    heads then. by_data: True if data pick the keys of each batch entry."""
+    p = problem
     one = find_reach(p, rows) * rows * p.H // p.G  # scores of a key/value head
     groups = share_evenly(p.G, max(1, scores // one))
     merges = groups == p.G and (
         factors is None or all(merges_batch(s) or packs(s, factors) for s in p.specs[1:3])
     )
-    by_data = mask is not None and bool(mask.needs)
     batch = share_evenly(p.B, max(1, scores // (one * groups))) if merges and not by_data else 1
     return batch, groups
 
@@ -329,9 +336,9 @@ def list_chunks(problem: Problem, batch: int, groups: int) -> Iterator[Chunk]:
 
 
 def list_slots(
-    problem: Problem, rows: int, batch: int, groups: int, data: Mapping[str, torch.Tensor]
+    problem: Problem, rows: int, batch: int, groups: int, data: Mapping[str, torch.Tensor] | None
 ) -> Iterator[ProductSlot]:
-    """All tiles of these sizes, given the mask's tensors."""
+    """All tiles of these sizes, given the mask's tensors; None: they have all keys."""
     for chunk in list_chunks(problem, batch, groups):
         for start in range(0, problem.M, rows):
             queries = range(start, min(start + rows, problem.M))
@@ -339,12 +346,14 @@ def list_slots(
 
 
 def make_slot(
-    problem: Problem, chunk: Chunk, rows: range, data: Mapping[str, torch.Tensor]
+    problem: Problem, chunk: Chunk, rows: range, data: Mapping[str, torch.Tensor] | None
 ) -> ProductSlot:
     p, r = problem, problem.H // problem.G
     b, g = chunk.batch, chunk.groups
     heads = range(g.start * r, g.stop * r)
-    parts = parts_of(p.node.mask, Block(b, heads, rows, p.H, p.M, p.N, data), LEAST_FULL)
+    parts: tuple[Part, ...] = (Part(0, p.N, "mixed"),)
+    if data is not None:
+        parts = parts_of(p.node.mask, Block(b, heads, rows, p.H, p.M, p.N, data), LEAST_FULL)
     return ProductSlot(
         Tile(b, rows, parts),
         heads,

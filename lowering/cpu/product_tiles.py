@@ -54,7 +54,7 @@ class ProductTiles(TileGrid):
     def plan(cls, problem: Problem, factors: torch.dtype) -> ProductTiles:
         """The tiles of a problem, of sizes chosen for it alone."""
         sizes = choose_sizes(problem, factors)
-        return cls(problem, *sizes, factors, problem.has_blind_rows, problem.node.restores)
+        return cls(problem, *sizes, False, factors, problem.has_blind_rows, problem.node.restores)
 
     @classmethod
     def push(cls, jvp: AttentionJvp, specs: Sequence[TensorSpec]) -> ProductTiles:
@@ -62,7 +62,7 @@ class ProductTiles(TileGrid):
         own, moved = jvp.split(specs)
         p = Problem.of(jvp.of, own)
         sizes = choose_sizes(p, p.wide)
-        return cls(p, *sizes, p.wide, p.has_blind_rows, p.node.restores, jvp, moved)
+        return cls(p, *sizes, False, p.wide, p.has_blind_rows, p.node.restores, jvp, moved)
 
     @property
     def op(self) -> Attention | AttentionGrad | AttentionJvp:

@@ -69,7 +69,7 @@ class RowTiles(TileGrid):
             sizes = choose_entries(problem)
         else:
             sizes = choose_row_sizes(problem)
-        return cls(problem, *sizes, problem.has_blind_rows)
+        return cls(problem, *sizes, False, problem.has_blind_rows)
 
     @classmethod
     def keep(cls, problem: Problem, rate: float = 0.0) -> Self:
@@ -79,7 +79,7 @@ class RowTiles(TileGrid):
             if runs_by_entries(problem)
             else choose_kept_sizes(problem, rate > 0 and problem.grad is None)
         )
-        return cls(problem, *sizes, problem.has_blind_rows, True, rate)
+        return cls(problem, *sizes, problem.node.is_biased, problem.has_blind_rows, True, rate)
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:

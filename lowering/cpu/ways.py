@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import SAVED
-from attn_graph.lowering.cpu.fused_tiles import FusedTiles
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles, hides_by_booleans
 from attn_graph.lowering.cpu.product_slots import has_few_scores, lies_flat
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_core import sums_rows
@@ -150,13 +150,17 @@ def sdpa_seconds(case: CpuCase) -> float:
 
 def kernel_pass(case: CpuCase) -> float:
     p, rates, mask = case.problem, case.rates, case.problem.node.mask
-    reads = count_numbers(p) / rates.kernel_reads
+    packs = p.dtype == torch.bfloat16 and p.grad is None
+    reads = count_numbers(p) / (rates.kernel_packs if packs else rates.kernel_reads)
     once = p.B * p.H * p.M * rates.kernel_row
     touches = 1 if p.grad is None else 2  # gradients of k and v too
     computes = prod(p.sizes) * score_seconds(p, rates) + touches * p.H // p.G * reads
     if mask is None or not mask.needs:
         return once + share_seen(p) * computes
-    whole = rates.look + rates.hides * prod(p.sizes) + computes
+    whole = rates.hides * prod(p.sizes) + computes
+    if hides_by_booleans(p) and not looks_pay(p, rates):
+        return once + whole
+    whole += rates.look
     if any(isinstance(leaf, Keep) for leaf in leaves(mask)) or not looks_pay(p, rates):
         return once + whole
     return once + count_looks(p) * rates.look + computes / 2
@@ -207,8 +211,8 @@ def hide_seconds(case: CpuCase, *, by_tile: bool = False) -> float:
     if not mask.needs:
         return count_edges(p) * rates.hides_by_tile * case.factors.itemsize / p.wide.itemsize
     if by_tile or not (has_few_scores(p) or (p.grad is None and caps_entries(p))):
-        return places * rates.hides_by_tile + p.B * rates.look
-    return places * rates.hides + (0.0 if reads_numbers(p) else rates.look)
+        return places * rates.hides_by_tile + p.B * rates.reads_mask
+    return places * rates.hides + (0.0 if reads_numbers(p) else rates.reads_mask)
 
 
 def pulls(problem: Problem) -> float:
