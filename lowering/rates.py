@@ -67,13 +67,11 @@ class CpuRates:
     kernel_row: float
     product_call: float
     look: float
-    reads_mask: float
     f32: float
     half: float
     softmax: float
     kernel_softmax: float
     kernel_reads: float
-    kernel_packs: float
     product_reads: float
     copies: float
     hides: float

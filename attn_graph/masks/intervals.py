@@ -186,9 +186,12 @@ class Bounded:
             if isinstance(at, Range) and isinstance(at.least, torch.Tensor) and at.least.ndim:
                 if by_key is not None or not torch.equal(at.least, at.most):
                     raise Untraceable("a tensor is read at another place for each query and key")
-                by_key, part = axis, part.index_select(axis, at.least)
-            else:
-                part = part.narrow(axis, first, last + 1 - first)
+                by_key = axis
+                each = torch.arange(first, last + 1, device="cpu")
+                if not torch.equal(at.least, each):  # to copy them takes most of a look
+                    part = part.index_select(axis, at.least)
+                    continue
+            part = part.narrow(axis, first, last + 1 - first)
         flags = part.dtype == torch.bool
         part = part.view(torch.uint8) if flags else part  # its extremes take a twentieth of `any`
         others = [axis for axis in range(part.ndim) if axis != by_key]

@@ -31,6 +31,8 @@ AttentionTiles = FusedTiles | RowTiles | ProductTiles
 HALF_KEYS = 2**14  # of more even equal weights are below float16's least normal, and lose digits
 PULL = 5 / 2  # products of a backward for each of a forward, where it makes weights again
 KEPT = 4 / 2  # and where it reads them, with a softmax for each of a forward
+PACKED = 4.5  # times as long as reading a key, where the kernel packs bfloat16 for its products
+READ_MASK = 5  # product calls: the operations that make caps of data, and the look at all of a row
 COPIED = 2  # how many times faster a way must be to hold float32 copies of all operands
 
 
@@ -150,8 +152,8 @@ def sdpa_seconds(case: CpuCase) -> float:
 
 def kernel_pass(case: CpuCase) -> float:
     p, rates, mask = case.problem, case.rates, case.problem.node.mask
-    packs = p.dtype == torch.bfloat16 and p.grad is None
-    reads = count_numbers(p) / (rates.kernel_packs if packs else rates.kernel_reads)
+    packs = rates.native_half and p.dtype == torch.bfloat16 and p.grad is None
+    reads = (PACKED if packs else 1) * count_numbers(p) / rates.kernel_reads
     once = p.B * p.H * p.M * rates.kernel_row
     touches = 1 if p.grad is None else 2  # gradients of k and v too
     computes = prod(p.sizes) * score_seconds(p, rates) + touches * p.H // p.G * reads
@@ -211,8 +213,8 @@ def hide_seconds(case: CpuCase, *, by_tile: bool = False) -> float:
     if not mask.needs:
         return count_edges(p) * rates.hides_by_tile * case.factors.itemsize / p.wide.itemsize
     if by_tile or not (has_few_scores(p) or (p.grad is None and caps_entries(p))):
-        return places * rates.hides_by_tile + p.B * rates.reads_mask
-    return places * rates.hides + (0.0 if reads_numbers(p) else rates.reads_mask)
+        return places * rates.hides_by_tile + p.B * READ_MASK * rates.product_call
+    return places * rates.hides + (0.0 if reads_numbers(p) else READ_MASK * rates.product_call)
 
 
 def pulls(problem: Problem) -> float:
