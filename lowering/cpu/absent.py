@@ -22,7 +22,7 @@ from attn_graph.machine.sizes import format_bytes
 from attn_graph.spec import TensorSpec
 
 BOUNDARY = 64  # bytes: PyTorch's alignment of memory
-LEAST_ENTRY = 2**15  # numbers: of fewer, reading some takes as long as reading all
+LEAST_ENTRY = 2**16  # numbers: to read fewer takes less time than another sum
 Tensors = Sequence[torch.Tensor]
 Rooms = Mapping[str, torch.Tensor]
 Work = Callable[[Tensors, Rooms], Tensors]
@@ -144,10 +144,11 @@ def sides_of(op: Fused) -> tuple[str, ...]:
 
 
 def ends_finite(x: torch.Tensor, counts: Sequence[int]) -> bool:
-    """True if all rows of x [B,.,L,.] past their entry's length are finite. Small entries are read
-    at once, from the shortest length on."""
-    if x[:1].numel() < LEAST_ENTRY:
-        return is_finite(x[:, :, max(0, min(counts)) :])
+    """True if all rows of x [B,.,L,.] past their entry's length are finite. Few numbers of each
+    entry are read at once, from the shortest length on."""
+    past = x[:, :, max(0, min(counts)) :]
+    if past[:1].numel() < LEAST_ENTRY:
+        return is_finite(past)
     return all(is_finite(each[:, max(0, n) :]) for each, n in zip(x, counts, strict=True))
 
 
