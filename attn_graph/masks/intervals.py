@@ -187,7 +187,7 @@ class Bounded:
                 if by_key is not None or not torch.equal(at.least, at.most):
                     raise Untraceable("a tensor is read at another place for each query and key")
                 by_key = axis
-                each = torch.arange(first, last + 1, device="cpu")
+                each = torch.arange(first, last + 1, dtype=at.least.dtype, device="cpu")
                 if not torch.equal(at.least, each):  # to copy them takes most of a look
                     part = part.index_select(axis, at.least)
                     continue

@@ -227,11 +227,12 @@ def attend_like_torch(
     named, options = read_options(kept, dropout_p, scale, choice)
     if options[DROPOUT]:
         named = {**named, **draw_seed(query.device)}
+    mask = named.get("keep", named.get("bias", query))
     try:
         if getattr(query, "is_nested", False):
             require_pytorchs(query, key, named, enable_gqa)
             o = attend_jagged(query, key, value, named, options)
-        elif named or getattr(query, "ndim", 4) < 4:
+        elif getattr(query, "ndim", 4) < 4 or getattr(mask, "ndim", 4) < 4:
             o = attend_led(enable_gqa, query, key, value, named, options)
         else:
             anew = attend_grouped if enable_gqa else attend_plain
@@ -299,21 +300,20 @@ def attend_led(
     alike, and calls with four axes are remembered. Errors name the shapes of the caller."""
     anew, least = (attend_grouped, 3) if grouped else (attend_plain, 2)
     tensors = {"q": q, "k": k, "v": v, **named}
-    ranks = {name: getattr(x, "ndim", 4) for name, x in tensors.items() if name in LED}
-    if max(ranks["q"], ranks["k"], ranks["v"]) > 4:
+    most = max(getattr(q, "ndim", 4), getattr(k, "ndim", 4), getattr(v, "ndim", 4))
+    if most > 4:
         return attend_as(q, k, v, named, options, anew)
-    for name, rank in ranks.items():
-        if (2 if name in FITTED else least) <= rank < 4:
-            tensors[name] = tensors[name][(None,) * (4 - rank)]
-    four = tensors.pop("q"), tensors.pop("k"), tensors.pop("v")
+    for name, x in tensors.items():
+        if name in LED and (2 if name in FITTED else least) <= getattr(x, "ndim", 4) < 4:
+            tensors[name] = x[(None,) * (4 - x.ndim)]
+    q4, k4, v4 = tensors.pop("q"), tensors.pop("k"), tensors.pop("v")
     try:
-        o = attend_as(*four, tensors, options, anew)
+        o = attend_as(q4, k4, v4, tensors, options, anew)
     except TensorError:
         bring_to_four(grouped, q, k, v, named)
         raise
     assert isinstance(o, Tensor)  # without statistics
-    rank = max(ranks["q"], ranks["k"], ranks["v"])
-    return o if rank == 4 else o.squeeze((*range(4 - rank),))
+    return o if most == 4 else o.squeeze((*range(4 - most),))
 
 
 def attend_shaped(

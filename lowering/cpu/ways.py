@@ -160,11 +160,10 @@ def kernel_pass(case: CpuCase) -> float:
     if mask is None or not mask.needs:
         return once + share_seen(p) * computes
     whole = rates.hides * prod(p.sizes) + computes
-    if hides_by_booleans(p) and not looks_pay(p, rates):
-        return once + whole
-    whole += rates.look
-    if any(isinstance(leaf, Keep) for leaf in leaves(mask)) or not looks_pay(p, rates):
-        return once + whole
+    if not looks_pay(p, rates):  # then all keys are read
+        return once + whole + (0.0 if hides_by_booleans(p) else READ_MASK * rates.product_call)
+    if any(isinstance(leaf, Keep) for leaf in leaves(mask)):
+        return once + rates.look + whole
     return once + count_looks(p) * rates.look + computes / 2
 
 

@@ -413,8 +413,8 @@ def test_a_tile_has_the_kept_keys_of_a_block_in_one_part(heads: int) -> None:
 
 def test_nan_in_keys_stays_in_the_blocks_that_keep_them() -> None:
     x = ag.TensorSpec((1, 4, 1024, 64), torch.float32)
-    table = ag.TensorSpec((1, 4, 16, 16), torch.bool)
-    graph = ag.attention(x, x, x, mask=ag.KeepBlocks(64, 64), keep_blocks=table)
+    blocks = ag.TensorSpec((1, 4, 16, 16), torch.bool)
+    graph = ag.attention(x, x, x, mask=ag.KeepBlocks(64, 64), keep_blocks=blocks)
     plan, (q, k, v, table) = ag.compile(graph, target=CPU), tensors_for(graph, 1)
     table[..., 5] = torch.rand(1, 4, 16, generator=torch.Generator().manual_seed(0)) < 0.5
     table[..., 6] = True

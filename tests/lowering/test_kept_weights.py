@@ -94,7 +94,8 @@ def test_few_scores_with_dropout_keep_weights(monkeypatch: pytest.MonkeyPatch) -
 
 @st.composite
 def biased_graphs(draw: st.DrawFn) -> ag.Graph:
-    """Attention of scores that a bias is added to, most of sizes that keep weights."""
+    """Attention of scores that a bias is added to, most of sizes that keep weights. Data may hide
+    some of them."""
     B, G, r, D, E = (draw(st.integers(1, most)) for most in (3, 3, 2, 24, 24))
     M, N = draw(st.integers(16, 60)), draw(st.integers(1, 2 * (D + E)))
     dtype, layout = draw(st.sampled_from((torch.float32, torch.float64))), draw(LAYOUTS)
@@ -107,7 +108,12 @@ def biased_graphs(draw: st.DrawFn) -> ag.Graph:
     mask = draw(st.sampled_from((None, ag.Window(9), ag.Prefix(5) | ag.Window(3, 3))))
     rate = draw(st.sampled_from((0.0, 0.4)))
     aligned = None if mask is None else mask.aligned("top_left")
-    return ag.attention(q, k, v, bias=bias, mask=aligned, dropout=rate)
+    flags = draw(st.tuples(*(st.sampled_from((1, n)) for n in (B, G * r, M, N))))
+    data: dict[str, Any] = draw(st.sampled_from((
+        {}, {"kv_lengths": ag.TensorSpec((B,), torch.int64)},
+        {"keep": ag.TensorSpec(flags, torch.bool)},
+    )))  # fmt: skip
+    return ag.attention(q, k, v, bias=bias, mask=aligned, dropout=rate, **data)
 
 
 @given(graph=biased_graphs(), seed=seeds, hidden=st.sampled_from((0.0, 0.3, 1.0)))
@@ -116,8 +122,9 @@ def test_a_bias_keeps_weights_also_where_it_hides_all_keys_of_some_rows(
 ) -> None:
     """hidden: which share of the bias is -inf. do is NaN in rows that see nothing."""
     plan, tensors = ag.compile(graph), [*tensors_for(graph, seed)]
-    draw, bias = torch.Generator().manual_seed(seed), tensors[3]
-    tensors[3] = bias.masked_fill(torch.rand(bias.shape, generator=draw) < hidden, -torch.inf)
+    at = next(n for n, x in enumerate(graph.inputs) if x.name == "bias")
+    draw, bias = torch.Generator().manual_seed(seed), tensors[at]
+    tensors[at] = bias.masked_fill(torch.rand(bias.shape, generator=draw) < hidden, -torch.inf)
     if keeps(plan):
         check_gradients(plan, graph, tensors, seed)
 

@@ -13,12 +13,14 @@ import attn_graph as ag
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
-from attn_graph.nn.functional import attention
+from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from attn_graph.testing.tensors import tensors_for
 
 EXPLAINED = 5_600  # calls, for causal attention on an H200, both passes
 FIXED = 40  # calls, for a graph of no more parts than TILES
 DECODING = {"plain": 21, "capped": 50, "sinks": 49}  # calls, for one key more than before
+MASKED, BIASED = 40, 30  # calls, with a mask tensor
+TRAINED, BIASED_TRAINED, PROMPT = 120, 300, 60
 TILES = 2
 PER_PART = 12  # a mask of two leaves and a join, or a modifier, asked at each call
 WINDOW = ag.Causal() & ag.Window(255)
@@ -121,3 +123,81 @@ def test_a_token_more_takes_few_calls(kind: str) -> None:
     for N in (66, 67):
         decode(N)
     assert count_calls(lambda: decode(68)) <= DECODING[kind]
+
+
+def masks_of(dtype: torch.dtype, M: int, N: int) -> dict[str, torch.Tensor]:
+    """Masks for scores [2,4,M,N] of a few shapes, as PyTorch takes them."""
+    flags = torch.rand(2, 1, M, N, generator=torch.Generator().manual_seed(0)) < 0.7
+    flags[..., 0] = True
+    bias = torch.randn(1, 4, M, N, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return {
+        "booleans [B,1,M,N]": flags,
+        "booleans [B,1,1,N]": flags[:, :, :1].contiguous(),
+        "booleans [1,M,N]": flags[0],
+        "booleans [M,N]": flags[0, 0],
+        "bias [1,H,M,N]": bias,
+        "bias [M,N]": bias[0, 0],
+    }
+
+
+@pytest.mark.parametrize("kind", masks_of(torch.float32, 1, 1))
+@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_repeated_call_with_a_mask_tensor_is_remembered(
+    kind: str, axes: int, dtype: torch.dtype
+) -> None:
+    """Whatever the axes of the mask and of the others."""
+    mask = masks_of(dtype, 33, 33)[kind]
+    q, k, v = (torch.randn(2, 4, 33, 32, dtype=dtype) for _ in range(3))
+    if axes == 3:
+        q, k, v, mask = (x[-1] if x.ndim == 4 else x for x in (q, k, v, mask))
+    most = MASKED if "booleans" in kind else BIASED
+
+    def attend() -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    with torch.no_grad():
+        attend()
+        assert count_calls(attend) <= most
+
+
+@pytest.mark.parametrize("kind", ["booleans [B,1,M,N]", "booleans [B,1,1,N]", "booleans [M,N]"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_with_a_mask_tensor_asks_little_again(kind: str, dtype: torch.dtype) -> None:
+    mask = masks_of(dtype, 33, 33)[kind]
+    q, k, v = (torch.randn(2, 4, 33, 32, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def train() -> None:
+        o = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        o.backward(torch.ones_like(o))
+
+    train()
+    assert count_calls(train) <= TRAINED
+
+
+def test_a_biased_backward_under_lengths_runs_few_tiles() -> None:
+    """As T5's encoder trains: all queries and keys of many heads are one tile."""
+    q, k, v = (torch.randn(8, 4, 64, 32, requires_grad=True) for _ in range(3))
+    bias, lengths = torch.randn(1, 4, 64, 64, requires_grad=True), torch.arange(57, 65)
+
+    def train() -> None:
+        o = attention(q, k, v, bias=bias, mask=ag.KeyLengths(), kv_lengths=lengths)
+        assert isinstance(o, torch.Tensor)  # without statistics
+        o.backward(torch.ones_like(o))
+
+    train()
+    assert count_calls(train) <= BIASED_TRAINED
+
+
+def test_a_prompt_padded_on_the_left_is_one_tile() -> None:
+    """With few scores, to find each block's keys takes longer than what they save."""
+    q = torch.randn(4, 8, 200, 64)
+    k, v = torch.randn(2, 4, 2, 200, 64)
+    keep = torch.arange(200) >= torch.tensor([0, 20, 50, 100])[:, None, None, None]
+
+    def prompt() -> object:
+        return attention(q, k, v, mask=ag.Causal(), keep=keep)
+
+    with torch.no_grad():
+        prompt()
+        assert count_calls(prompt) <= PROMPT
