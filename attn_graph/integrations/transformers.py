@@ -11,38 +11,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from attn_graph.compiler import explain
 from attn_graph.errors import GraphError
 from attn_graph.integrations.conditions import Kind, pair_kinds
 from attn_graph.integrations.layer_masks import MaskDescription, Tensors, decode_mask, say_once
+from attn_graph.integrations.whole_model import (
+    NAME,
+    ModelExplanation,
+    explain_layers,
+    explain_model,
+    note_call,
+)
 from attn_graph.ir.arguments import order_inputs
-from attn_graph.ir.graph import Graph
-from attn_graph.machine.target import Target
 from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
 from attn_graph.nn.calls import (
     SEGMENTS,
     Options,
     attend_as,
     draw_seed,
-    make_graph,
-    named_options,
 )
 from attn_graph.nn.functional import read_mask
 from attn_graph.nn.packed_sizes import round_size
-from attn_graph.planner.explanation import Explanation
-from attn_graph.spec import TensorSpec
 
-NAME = "attn_graph"
 BATCHES = "attn_graph_flash"  # transformers batches requests by names of this kind, or SDPA
 LAST = Causal("bottom_right")
 WEIGHTS = (
@@ -58,9 +55,6 @@ OF_A_BATCH = frozenset(  # tensors of a step, which the cache or the model reads
     {"read_index", "write_index", "cu_seq_lens_k", "block_table"}
     | {"logits_indices", "logits_processor_args"}
 )
-LayerGraphs = dict[torch.nn.Module, tuple[Graph, torch.device]]
-layer_graphs: ContextVar[LayerGraphs | None]  # while layers are explained
-layer_graphs = ContextVar("layer_graphs", default=None)
 
 
 def attend_layer(
@@ -108,7 +102,7 @@ def attend_layer(
     if s_aux is not None:
         tensors["sinks"] = s_aux
     options = (mask, scaling, None, softcap, False, dropout, sinks is not None, None, False, ())
-    note_graph(module, {"q": query, "k": key, "v": value, **tensors}, options)
+    note_call(module, {"q": query, "k": key, "v": value, **tensors}, options)
     # `attention` reads three times as many arguments at each call
     named = order_inputs(tensors) if tensors else {}
     if dropout:
@@ -132,13 +126,6 @@ def read_layer_mask(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, given = read_mask(attention_mask, causal and M > 1 and attention_mask is None)
     return mask, {**given}, None
-
-
-def note_graph(module: torch.nn.Module, tensors: Tensors, options: Options) -> None:
-    """Keep the graph of a layer, while layers are explained."""
-    if not is_dynamo_compiling() and (graphs := layer_graphs.get()) is not None:
-        specs = {name: TensorSpec.like(x) for name, x in tensors.items()}
-        graphs[module] = make_graph(specs, named_options(options)), tensors["q"].device
 
 
 def refuse_tensors(others: Mapping[str, object]) -> None:
@@ -293,46 +280,6 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
-
-
-def explain_layers(
-    model: torch.nn.Module,
-    /,
-    target: Target | str | None = None,
-    **inputs: Any,  # Any: what the model takes
-) -> dict[str, Explanation]:
-    """The explanation of each layer's attention, by the layer's name: see `attn_graph.explain`.
-
-    The model is called with `inputs` once, without gradients, on its device. target: another
-    machine to explain for; the model's by default. Layers without attention of ours are left out.
-    Raises GraphError if none is left.
-    """
-    token = layer_graphs.set({})
-    try:
-        with torch.no_grad():
-            model(**inputs)
-        graphs = layer_graphs.get() or {}
-    finally:
-        layer_graphs.reset(token)
-    if not graphs:
-        raise GraphError(no_layers(model))
-    explanations = {}
-    for name, module in model.named_modules():
-        if module in graphs:
-            graph, device = graphs[module]
-            explanations[name] = explain(graph, target=target or Target.here(device))
-    return explanations
-
-
-def no_layers(model: torch.nn.Module) -> str:
-    """The error for a model without layers to explain, with its fix."""
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return (
-        f"explain_layers: no layer of {type(model).__name__} calls {NAME}; its attention is "
-        f"{implementation!r}. Call model.set_attn_implementation({NAME!r}) first. Where that is "
-        "refused, the model has no attention interface; if it calls PyTorch's "
-        "scaled_dot_product_attention, call it in a block of attn_graph.replace_sdpa(report=True)"
-    )
 
 
 def refuse_own_attention(model: type[PreTrainedModel]) -> None:

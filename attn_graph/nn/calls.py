@@ -341,6 +341,6 @@ def cast_inputs(
 def cast_input(x: Tensor) -> Tensor:
     """A tensor in the dtype of autocast, if it is on for its device; float64 stays."""
     kind = x.device.type
-    if x.dtype not in CAST or not torch.is_autocast_enabled(kind):
+    if x.dtype not in CAST or x.is_meta or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))

@@ -1,0 +1,621 @@
+"""A model before it runs: the attention of its layers, and its memory, from its config alone."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from inspect import signature
+from json import loads
+from pathlib import Path
+from typing import Any, Literal, final, get_args
+
+import torch
+import transformers
+from attrs import asdict, evolve, field, frozen
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attn_graph.compiler import explain
+from attn_graph.errors import GraphError, show
+from attn_graph.ir.graph import Graph
+from attn_graph.machine.sizes import Memory, format_bytes, parse_bytes
+from attn_graph.machine.target import Target
+from attn_graph.nn.calls import Options, make_graph, named_options
+from attn_graph.planner.choose import rank_all
+from attn_graph.planner.cost import format_scaled
+from attn_graph.planner.explanation import Explanation, attention_masks
+from attn_graph.spec import NAMES, TensorSpec
+
+NAME = "attn_graph"
+Phase = Literal["decode", "prefill", "train"]
+Config = transformers.PreTrainedConfig
+MOST_ANSWERS = 40  # of one search; a size that grows evenly takes four
+MOST_SIZE = 2**24  # of a batch, and of a context without a limit in its config
+RESERVE = "1GiB"
+
+
+@final
+@frozen
+class LayerCall:
+    """A call of a layer's attention. storages: the memory of its keys and values, as long as it
+    lives."""
+
+    module: torch.nn.Module
+    graph: Graph
+    device: torch.device
+    storages: tuple[weakref.ref[torch.UntypedStorage], ...]
+
+
+layer_calls: ContextVar[list[LayerCall] | None]  # while layers are explained
+layer_calls = ContextVar("layer_calls", default=None)
+
+
+def note_call(module: torch.nn.Module, tensors: Mapping[str, Tensor], options: Options) -> None:
+    """Keep the graph of a layer, while layers are explained."""
+    if is_dynamo_compiling() or (calls := layer_calls.get()) is None:
+        return
+    specs = {name: TensorSpec.like(x) for name, x in tensors.items()}
+    storages = tuple(weakref.ref(tensors[name].untyped_storage()) for name in "kv")
+    graph = make_graph(specs, named_options(options))
+    calls.append(LayerCall(module, graph, tensors["q"].device, storages))
+
+
+@contextmanager
+def noting_calls() -> Iterator[list[LayerCall]]:
+    """A block that keeps the calls of its layers."""
+    calls: list[LayerCall] = []
+    token = layer_calls.set(calls)
+    try:
+        yield calls
+    finally:
+        layer_calls.reset(token)
+
+
+def explain_layers(
+    model: torch.nn.Module,
+    /,
+    target: Target | str | None = None,
+    **inputs: Any,  # Any: what the model takes
+) -> dict[str, Explanation]:
+    """The explanation of each layer's attention, by the layer's name: see `attn_graph.explain`.
+
+    The model is called with `inputs` once, without gradients, on its device. target: another
+    machine to explain for; the model's by default. Layers without attention of ours are left out.
+    Raises GraphError if none is left.
+    """
+    with torch.no_grad(), noting_calls() as calls:
+        model(**inputs)
+    if not calls:
+        raise GraphError(no_layers(model))
+    last = {call.module: call for call in calls}
+    return {
+        name: explain(last[module].graph, target=target or Target.here(last[module].device))
+        for name, module in model.named_modules()
+        if module in last
+    }
+
+
+def no_layers(model: torch.nn.Module) -> str:
+    """The error for a model without layers to explain, with its fix."""
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return (
+        f"explain_layers: no layer of {type(model).__name__} calls {NAME}; its attention is "
+        f"{implementation!r}. Call model.set_attn_implementation({NAME!r}) first. Where that is "
+        "refused, the model has no attention interface; if it calls PyTorch's "
+        "scaled_dot_product_attention, call it in a block of attn_graph.replace_sdpa(report=True)"
+    )
+
+
+@final
+@frozen
+class LayerKind:
+    """Layers with equal attention.
+
+    seconds: the predicted time of all of them, of both passes in training; None if no rate of the
+    backend is known. cache: bytes of all their keys and values that stay in the model's cache.
+    """
+
+    layers: tuple[str, ...]
+    explanation: Explanation
+    seconds: float | None
+    cache: int
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that a layer's attention needs while it runs. Layers share them."""
+        return workspace_of(self.explanation.memory)
+
+    @property
+    def saved(self) -> int:
+        """Bytes that the attention of all these layers keeps from forward to backward."""
+        memory = self.explanation.memory
+        return len(self.layers) * memory.saved if memory and self.explanation.backward else 0
+
+    def lines(self) -> Iterator[str]:
+        """The layers, their backend and their figures."""
+        backward = self.explanation.backward
+        passes = {"": self.explanation} | ({"backward: ": backward} if backward else {})
+        yield f"{name_layers(self.layers)}: {describe_graph(self.explanation.graph)}"
+        for name, side in passes.items():
+            yield f"  {name}{side.backend or 'no backend'}: {side.cause or side.verdict}"
+        time = "unknown" if self.seconds is None else format_scaled(self.seconds, "s")
+        figures = {"cache": self.cache, "saved for backward": self.saved}
+        texts = [f"{name} {format_bytes(count)}" for name, count in figures.items() if count]
+        shared = "not all known" if is_untold(self) else format_bytes(self.workspace)
+        yield f"  {', '.join([f'time {time}', *texts, f'workspace {shared}'])}"
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Plain numbers, texts, lists and dicts."""
+        figures = {x: getattr(self, x) for x in ("seconds", "cache", "saved", "workspace")}
+        return {"layers": [*self.layers], **figures, "explanation": self.explanation.to_dict()}
+
+
+def workspace_of(memory: Memory | None) -> int:
+    """The most bytes that either pass needs while it runs."""
+    if memory is None:
+        return 0
+    forward = memory.workspace_forward + memory.temporary_forward
+    return max(forward, memory.workspace_backward + memory.temporary_backward)
+
+
+def is_untold(kind: LayerKind) -> bool:
+    """True if some workspace is known only once its plan is built."""
+    memory = kind.explanation.memory
+    return memory is not None and bool(memory.untold)
+
+
+def name_layers(names: Sequence[str]) -> str:
+    """Names of layers as one: "32 x model.layers.*.self_attn"."""
+    patterns = dict.fromkeys(re.sub(r"\d+", "*", name) for name in names)
+    return f"{len(names)} x {', '.join(patterns)}"
+
+
+def describe_graph(graph: Graph) -> str:
+    """The operands and the mask of an attention."""
+    shapes = ", ".join(f"{x.name} {x.spec}" for x in graph.inputs)
+    (mask,) = attention_masks(graph) or [None]
+    return f"{shapes}, {mask.written() if mask is not None else 'no mask'}"
+
+
+@final
+@frozen
+class ModelExplanation:
+    """A model's attention and memory in one phase on a target, before it exists.
+
+    weights: bytes of parameters and buffers. cache: of keys and values after the call. saved: of
+    all tensors kept from forward to backward, by the whole model. optimizer: of AdamW's state.
+    tensors: the most bytes of all other tensors at one time, cache, saved and gradients among them.
+    reserve: bytes left for CUDA itself and gaps between allocations. most_batch, most_context: the
+    largest that fit, with the other as it is; None if not searched. notes: what to know of these
+    figures.
+    """
+
+    model: str
+    target: Target
+    phase: Phase
+    batch: int
+    context: int
+    weights: int
+    cache: int
+    saved: int
+    optimizer: int
+    tensors: int
+    reserve: int
+    kinds: tuple[LayerKind, ...]
+    most_batch: int | None = None
+    most_context: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the workspace that all layers share."""
+        return max(kind.workspace for kind in self.kinds)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in use at one time."""
+        return self.weights + self.optimizer + self.tensors + self.workspace
+
+    @property
+    def room(self) -> int | None:
+        """Bytes of the target's memory without the reserve; None if they are not known."""
+        return None if self.target.memory is None else self.target.memory - self.reserve
+
+    @property
+    def fits(self) -> bool | None:
+        """True if the peak is in the target's memory; None if that is not known."""
+        return None if self.room is None else self.peak <= self.room
+
+    @property
+    def seconds(self) -> float | None:
+        """The predicted time of all layers' attention; None if one is not known."""
+        times = [kind.seconds for kind in self.kinds]
+        return None if None in times else sum(x for x in times if x is not None)
+
+    def __str__(self) -> str:
+        sizes = f"batch {self.batch}, context {self.context}"
+        first = f"{self.model} on {self.target}, {self.phase}, {sizes}: {self.verdict}"
+        kinds = (line for kind in self.kinds for line in kind.lines())
+        notes = (f"  - {note}" for note in self.notes)
+        return "\n".join([first, *notes, *self.figures(), *kinds])
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, with both numbers."""
+        need = f"{'at least ' if any(map(is_untold, self.kinds)) else ''}{format_bytes(self.peak)}"
+        if self.room is None:
+            return f"needs {need}; the memory of {self.target.name} is not known"
+        verb = "fits" if self.fits else "does not fit"
+        return f"{verb}, needs {need} of {format_bytes(self.room)}"
+
+    def figures(self) -> Iterator[str]:
+        """The kinds of memory, the largest sizes that fit, and the time of attention."""
+        yield f"weights {format_bytes(self.weights)}"
+        if self.optimizer:
+            yield f"state of AdamW {format_bytes(self.optimizer)}"
+        parts = {"cache": self.cache, "saved for backward": self.saved}
+        texts = [f"{name} {format_bytes(count)}" for name, count in parts.items() if count]
+        among = f", among them {', '.join(texts)}" if texts else ""
+        yield f"other tensors {format_bytes(self.tensors)}{among}"
+        yield f"workspace of attention {format_bytes(self.workspace)}, reserve {format_bytes(self.reserve)}"
+        if self.most_batch is not None:
+            yield f"largest batch {self.most_batch}, largest context {self.most_context}"
+        if self.seconds is not None:
+            yield f"attention takes {format_scaled(self.seconds, 's')} in all layers"
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Plain numbers, texts, lists and dicts."""
+        derived = {x: getattr(self, x) for x in ("workspace", "peak", "room", "fits", "seconds")}
+        given = asdict(self, recurse=False) | {"target": str(self.target), "notes": [*self.notes]}
+        return given | derived | {"kinds": [kind.to_dict() for kind in self.kinds]}
+
+
+class Rehearsal(TorchDispatchMode):
+    """Counts bytes of tensors on the meta device, by their storages, while they live.
+
+    now, most: of all but `apart`. If a model reads whether all or any elements of a tensor have a
+    property, all have and none has: no padding, one document a row, no overflow. Any other number
+    that a model reads raises GraphError, since there is none.
+    """
+
+    def __init__(self, apart: Iterable[Tensor], held: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known = {x.untyped_storage()._cdata for x in apart}
+        self.answers: dict[int, bool] = {}
+        self.count(held)
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of new tensors until they are freed."""
+        for x in tensors:
+            storage = x.untyped_storage()
+            if x.is_meta and storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.release, storage._cdata, storage.nbytes())
+
+    def release(self, key: int, count: int) -> None:
+        """Count a storage no longer."""
+        self.known.discard(key)
+        self.now -= count
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # Any: PyTorch's operators, and what they take and give
+        types: Sequence[type],
+        args: Sequence[Any] = (),  # Any: the same
+        kwargs: Mapping[str, Any] | None = None,  # Any: the same
+    ) -> Any:  # Any: the same
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return self.answer(args[0])
+        result = func(*args, **(kwargs or {}))
+        self.count(x for x in tree_leaves(result) if isinstance(x, Tensor))
+        if func.overloadpacket in (torch.ops.aten.all, torch.ops.aten.any):
+            holds = func.overloadpacket is torch.ops.aten.all
+            self.answers[result.untyped_storage()._cdata] = holds
+        return result
+
+    def answer(self, tensor: Tensor) -> bool:
+        """The answer of all or any. Raises GraphError for other numbers."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self.answers:
+            raise GraphError(
+                "explain_model: the model reads a number off a tensor, to decide what to compute, "
+                "and without data there is none; load it and call explain_layers"
+            )
+        return self.answers.pop(key)
+
+
+@final
+@frozen
+class Trial:
+    """A run of the model at one size. cached: the storages of the cache after it."""
+
+    calls: tuple[LayerCall, ...]
+    cached: Mapping[int, torch.UntypedStorage]
+    tensors: int
+    saved: int
+
+
+@final
+@frozen(eq=False)
+class Paper:
+    """A model without memory, on the meta device, and a target to explain it for."""
+
+    model: transformers.PreTrainedModel
+    target: Target
+    phase: Phase
+    reserve: int
+
+    @cached_property
+    def names(self) -> dict[torch.nn.Module, str]:
+        """The names of its modules."""
+        return {module: name for name, module in self.model.named_modules()}
+
+    @cached_property
+    def weights(self) -> list[Tensor]:
+        """Parameters and buffers, each once."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @cached_property
+    def optimizer(self) -> torch.optim.AdamW | None:
+        """AdamW after its first step, in training."""
+        if self.phase != "train":
+            return None
+        weights = [x for x in self.model.parameters() if x.requires_grad]
+        optimizer = torch.optim.AdamW(weights, foreach=True)  # as on GPUs
+        for x in weights:
+            x.grad = torch.empty_like(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    @property
+    def states(self) -> list[Tensor]:
+        """The optimizer's state on the device."""
+        kept = tree_leaves([*self.optimizer.state.values()]) if self.optimizer else []
+        return [x for x in kept if isinstance(x, Tensor) and x.is_meta]
+
+    def explain(self, batch: int, context: int) -> ModelExplanation:
+        """The explanation at one size."""
+        trial = self.rehearse(batch, context)
+        return ModelExplanation(
+            type(self.model).__name__, self.target, self.phase, batch, context,
+            weights=sum(x.nbytes for x in self.weights), cache=sum(x.nbytes() for x in trial.cached.values()),
+            saved=trial.saved, optimizer=sum(x.nbytes for x in self.states),
+            tensors=trial.tensors, reserve=self.reserve, kinds=tuple(self.kinds(trial)),
+        )  # fmt: skip
+
+    def kinds(self, trial: Trial) -> Iterator[LayerKind]:
+        """The kinds of layers, in the order of their first calls."""
+        groups: dict[Graph, list[LayerCall]] = {}
+        for call in trial.calls:
+            groups.setdefault(call.graph, []).append(call)
+        for graph, calls in groups.items():
+            wants = None if self.phase == "train" else ()
+            explanation = explain(graph, target=self.target, gradients=wants)
+            read = {x._cdata for call in calls for ref in call.storages if (x := ref()) is not None}
+            cache = sum(x.nbytes() for key, x in trial.cached.items() if key in read)
+            names = tuple(self.names[call.module] for call in calls)
+            yield LayerKind(names, explanation, predict(explanation, len(calls)), cache)
+
+    def rehearse(self, batch: int, context: int) -> Trial:
+        """Run the phase once, without data."""
+        self.model.train(self.phase == "train")
+        run = self.train if self.phase == "train" else self.infer
+        return run(batch, context)
+
+    def train(self, batch: int, context: int) -> Trial:
+        """A step of training: forward, backward, and the optimizer's."""
+        assert self.optimizer is not None
+        given = self.tokens(batch, context)
+        labels = {"labels": token_ids(batch, context)}
+        whole = Rehearsal((*self.weights, *self.states), (*given.values(), *labels.values()))
+        with whole, noting_calls() as calls:
+            loss = self.model(**given, **labels, **self.only("use_cache", False)).loss
+            saved = whole.now
+            loss.backward()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Trial(tuple(calls), {}, whole.most, saved)
+
+    def infer(self, batch: int, context: int) -> Trial:
+        """The prompt of `context` tokens, or the step of the last of them."""
+        before, given = None, self.tokens(batch, context)
+        if self.phase == "decode":
+            before = self.remember(batch, context - 1)
+            given = self.tokens(batch, 1)
+            if self.model.config.is_encoder_decoder:
+                del given["input_ids"]
+                given["encoder_outputs"] = (before.encoder_last_hidden_state,)
+            given["past_key_values"] = before.past_key_values
+        held = [*tree_leaves([*given.values()]), *cache_tensors(given.get("past_key_values"))]
+        whole = Rehearsal(self.weights, (x for x in held if isinstance(x, Tensor)))
+        del before, held
+        with whole, torch.no_grad(), noting_calls() as calls:
+            out = self.model(**given, **self.choices)
+        kept = [x.untyped_storage() for x in cache_tensors(out.get("past_key_values"))]
+        return Trial(tuple(calls), {x._cdata: x for x in kept}, whole.most, 0)
+
+    def remember(self, batch: int, context: int) -> Any:  # Any: a model's output
+        """The output of a model for a prompt, with its cache. Raises GraphError without one."""
+        if context < 1:
+            raise GraphError(
+                "explain_model: context 1 has no keys before the step; a step of decode needs 2"
+            )
+        with Rehearsal(self.weights, ()), torch.no_grad():
+            out = self.model(**self.tokens(batch, context), **self.choices)
+        if out.get("past_key_values") is None:
+            raise GraphError(
+                f"explain_model: {type(self.model).__name__} keeps no cache of keys, so it has no "
+                "phase 'decode'; say phase='prefill'"
+            )
+        return out
+
+    @cached_property
+    def choices(self) -> dict[str, Any]:  # Any: what models take
+        """A cache, and the logits of the last token, as `generate` calls a model."""
+        return self.only("use_cache", True) | self.only("logits_to_keep", 1)
+
+    def only(self, name: str, value: object) -> dict[str, Any]:  # Any: what models take
+        """An option, if the model's call has it."""
+        return {name: value} if name in signature(type(self.model).forward).parameters else {}
+
+    def tokens(self, batch: int, count: int) -> dict[str, Any]:  # Any: what models take
+        """The inputs of a model that reads tokens."""
+        names = ["input_ids"]
+        names += ["decoder_input_ids"] if self.model.config.is_encoder_decoder else []
+        return {name: token_ids(batch, count) for name in names}
+
+
+def token_ids(batch: int, count: int) -> Tensor:
+    return torch.zeros(batch, count, dtype=torch.long, device="meta")
+
+
+def cache_tensors(cache: Any) -> list[Tensor]:  # Any: a cache of transformers, or None
+    """The tensors of a cache, each layer's, of both parts of an encoder's and decoder's."""
+    parts = [getattr(cache, x, None) for x in ("self_attention_cache", "cross_attention_cache")]
+    caches = [x for x in parts if x is not None] or [cache]
+    layers = [layer for each in caches for layer in getattr(each, "layers", ())]
+    leaves = tree_leaves([[*vars(layer).values()] for layer in layers])
+    return [x for x in leaves if isinstance(x, Tensor) and x.is_meta]
+
+
+def predict(explanation: Explanation, count: int) -> float | None:
+    """The seconds of this many layers, by the prices of their backends; None if not known."""
+    passes = [explanation, *filter(None, [explanation.backward])]
+    times = [dict(rank_all(x.graph, x.target)).get(x.backend or "") for x in passes]
+    return None if None in times else count * sum(x for x in times if x is not None)
+
+
+def explain_model(
+    config: Config | Mapping[str, Any] | str | Path,  # Any: JSON
+    *,
+    target: Target | str | None = None,
+    phase: Phase = "prefill",
+    batch: int = 1,
+    context: int | None = None,
+    dtype: torch.dtype | None = None,
+    reserve: int | str = RESERVE,
+    search: bool = True,
+) -> ModelExplanation:
+    """The attention and the memory of a model of transformers, from its config alone.
+
+    config: transformers' own, a dict of its JSON, or the path of the file. target: as in
+    `attn_graph.explain`. phase: "prefill" reads a prompt of `context` tokens; "decode" is the step
+    of the last one, with the others in the model's own cache; "train" is forward, backward and a
+    step of AdamW. context: also the tokens of a decoder beside an encoder; by default the config's
+    most. dtype: of the weights, by default the config's. reserve: bytes of the target's memory that
+    are not the model's. search: also look for the largest batch and context that fit.
+
+    The model is made on the meta device and run there, so that every byte is one that its own code
+    asks for; nothing is allocated. Raises GraphError for models that do not read tokens or have no
+    attention interface, for code that reads numbers off tensors, and for wrong options.
+    """
+    read = read_config(config)
+    place = target if isinstance(target, Target) else Target.of(target) if target else Target.here()
+    paper = Paper(make_model(read, dtype), place, check_phase(phase), parse_bytes(reserve))
+    limit = getattr(read.get_text_config(decoder=True), "max_position_embeddings", None)
+    context = check_size("context", context or limit or 1)
+    answer = paper.explain(check_size("batch", batch), context)
+    answer = evolve(answer, notes=tuple(notes_of(read, answer, limit)))
+    if not search or answer.room is None:
+        return answer
+    most = max(limit or MOST_SIZE, context)
+    return evolve(
+        answer,
+        most_batch=largest(lambda x: paper.explain(x, context).peak, answer.room, batch, MOST_SIZE),
+        most_context=largest(
+            lambda x: paper.explain(batch, x).peak, answer.room, context, most, 1 + (phase == "decode")
+        ),
+    )
+
+
+def read_config(config: Any) -> Config:  # Any: checked here
+    """A config of transformers. Raises GraphError for what is none, and for unknown types."""
+    if isinstance(config, Config):
+        return config
+    try:
+        fields = loads(Path(config).read_text("utf-8")) if isinstance(config, str | Path) else config
+        return transformers.AutoConfig.for_model(**fields)
+    except (OSError, TypeError, ValueError) as error:
+        raise GraphError(f"explain_model: config {show(config)} can't be read: {error}") from error
+
+
+def make_model(config: Config, dtype: torch.dtype | None) -> transformers.PreTrainedModel:
+    """The model of a config on the meta device. Raises GraphError for one that reads no tokens."""
+    name = (config.architectures or [""])[0]
+    kind = getattr(transformers, name, None)
+    make = transformers.AutoModelForCausalLM.from_config if kind is None else kind._from_config
+    with torch.device("meta"):
+        model: transformers.PreTrainedModel = make(
+            config, attn_implementation=NAME, dtype=dtype or config.dtype or torch.float32
+        )
+    if model.main_input_name != "input_ids":
+        raise GraphError(
+            f"explain_model: {type(model).__name__} reads {model.main_input_name}, and only models "
+            "that read input_ids are explained from a config; load it and call explain_layers"
+        )
+    return model
+
+
+def check_phase(phase: Phase) -> Phase:
+    """A phase. Raises GraphError for an unknown one."""
+    if phase not in get_args(Phase):
+        known = ", ".join(get_args(Phase))
+        raise GraphError(f"explain_model: phase {show(phase)} is none of {known}")
+    return phase
+
+
+def check_size(name: str, size: object) -> int:
+    """A number from 1 on. Raises GraphError otherwise."""
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_SIZE:
+        raise GraphError(
+            f"explain_model: {name} {show(size)} is not an integer from 1 to {MOST_SIZE}"
+        )
+    return size
+
+
+def notes_of(config: Config, answer: ModelExplanation, limit: int | None) -> Iterator[str]:
+    """What to know of the figures."""
+    if limit is not None and answer.context > limit:
+        yield f"context {answer.context} is above the config's max_position_embeddings, {limit}"
+    if getattr(config, "quantization_config", None) is not None:
+        yield (
+            "quantization_config is not read: weights count in the config's dtype, without "
+            "quantisation"
+        )
+    if any(map(is_untold, answer.kinds)):
+        yield "some workspace of cuDNN is known only once its plan is built, and counts 0 here"
+
+
+def largest(
+    count: Callable[[int], int], room: int, start: int, most: int, least: int = 1
+) -> int:
+    """The largest number up to `most` whose bytes are in the room; 0 if `least` needs more.
+
+    The next one to try lies on the line through the last two, every fourth in the middle.
+    """
+    low, high, x = least - 1, most + 1, start
+    tried: list[tuple[int, int]] = []
+    for turn in range(MOST_ANSWERS):
+        tried.append((x, count(x)))
+        low, high = (x, high) if tried[-1][1] <= room else (low, x)
+        if high - low <= 1:
+            break
+        guess = (low + high) // 2 if turn % 4 == 3 else cross(tried, room, most)
+        x = min(max(guess, low + 1), high - 1)
+    return low if low >= least else 0
+
+
+def cross(tried: Sequence[tuple[int, int]], room: int, most: int) -> int:
+    """Where the line through the last two of (number, bytes) reaches the room."""
+    (x, size), (y, other) = tried[-1], tried[-2] if len(tried) > 1 else (0, 0)
+    return most if size == other else int(x + (room - size) * (x - y) / (size - other))
