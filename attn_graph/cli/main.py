@@ -13,6 +13,7 @@ from attn_graph.cli.bench import bench
 from attn_graph.cli.cache import cache
 from attn_graph.cli.doctor import doctor
 from attn_graph.cli.explain import explain_command
+from attn_graph.cli.fit import fit
 from attn_graph.cli.mask import mask
 from attn_graph.cli.output import INTERRUPTED, UNREAD, epilog
 
@@ -22,7 +23,7 @@ Answers come as text, in colours on a terminal, or as --json.
 """
 
 
-COMMANDS = (doctor, explain_command, mask, bench, cache)
+COMMANDS = (doctor, explain_command, fit, mask, bench, cache)
 
 
 @final

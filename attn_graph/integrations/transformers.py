@@ -24,16 +24,12 @@ from attn_graph.integrations.conditions import Kind, pair_kinds
 from attn_graph.integrations.layer_masks import MaskDescription, Tensors, decode_mask, say_once
 from attn_graph.integrations.whole_model import (
     NAME,
-    ModelExplanation,
-    explain_layers,
-    explain_model,
     note_call,
 )
 from attn_graph.ir.arguments import order_inputs
 from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
 from attn_graph.nn.calls import (
     SEGMENTS,
-    Options,
     attend_as,
     draw_seed,
 )

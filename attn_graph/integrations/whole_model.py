@@ -15,7 +15,7 @@ from typing import Any, Literal, final, get_args
 
 import torch
 import transformers
-from attrs import asdict, evolve, field, frozen
+from attrs import asdict, evolve, frozen
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,9 @@ from attn_graph.errors import GraphError, show
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.sizes import Memory, format_bytes, parse_bytes
 from attn_graph.machine.target import Target
+from attn_graph.mesh.layout import Mesh
+from attn_graph.mesh.results import Outlook
+from attn_graph.mesh.sharding import shard
 from attn_graph.nn.calls import Options, make_graph, named_options
 from attn_graph.planner.choose import rank_all
 from attn_graph.planner.cost import format_scaled
@@ -34,10 +37,14 @@ from attn_graph.spec import NAMES, TensorSpec
 
 NAME = "attn_graph"
 Phase = Literal["decode", "prefill", "train"]
+Division = Literal["heads", "context"]
 Config = transformers.PreTrainedConfig
 MOST_ANSWERS = 40  # of one search; a size that grows evenly takes four
 MOST_SIZE = 2**24  # of a batch, and of a context without a limit in its config
 RESERVE = "1GiB"
+# The axis of a weight that transformers' styles of tensor parallelism divide. Weights whose results
+# are gathered stay whole here, and so count too much.
+AXES = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "embedding_rowwise": -2}
 
 
 @final
@@ -118,24 +125,30 @@ class LayerKind:
     """Layers with equal attention.
 
     seconds: the predicted time of all of them, of both passes in training; None if no rate of the
-    backend is known. cache: bytes of all their keys and values that stay in the model's cache.
+    backend is known. cache: bytes of all that they keep in the model's cache. outlook: messages and
+    work of each GPU, for a context divided over several.
     """
 
     layers: tuple[str, ...]
     explanation: Explanation
     seconds: float | None
     cache: int
+    outlook: Outlook | None = None
 
     @property
     def workspace(self) -> int:
-        """Bytes that a layer's attention needs while it runs. Layers share them."""
-        return workspace_of(self.explanation.memory)
+        """Bytes that a layer's attention needs while it runs, messages among them. Layers share
+        them."""
+        buffers = max(rank.buffers for rank in self.outlook.ranks) if self.outlook else 0
+        return workspace_of(self.explanation.memory) + buffers
 
     @property
     def saved(self) -> int:
-        """Bytes that the attention of all these layers keeps from forward to backward."""
+        """Bytes that the attention of all these layers keeps from forward to backward, on a GPU."""
         memory = self.explanation.memory
-        return len(self.layers) * memory.saved if memory and self.explanation.backward else 0
+        parts = len(self.outlook.ranks) if self.outlook else 1
+        whole = len(self.layers) * memory.saved if memory and self.explanation.backward else 0
+        return -(-whole // parts)
 
     def lines(self) -> Iterator[str]:
         """The layers, their backend and their figures."""
@@ -149,6 +162,9 @@ class LayerKind:
         texts = [f"{name} {format_bytes(count)}" for name, count in figures.items() if count]
         shared = "not all known" if is_untold(self) else format_bytes(self.workspace)
         yield f"  {', '.join([f'time {time}', *texts, f'workspace {shared}'])}"
+        if self.outlook:
+            sent = max(rank.sent.forward + rank.sent.backward for rank in self.outlook.ranks)
+            yield f"  method {self.outlook.method}: a GPU sends {format_bytes(sent)} a layer"
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
         """Plain numbers, texts, lists and dicts."""
@@ -178,7 +194,7 @@ def name_layers(names: Sequence[str]) -> str:
 
 def describe_graph(graph: Graph) -> str:
     """The operands and the mask of an attention."""
-    shapes = ", ".join(f"{x.name} {x.spec}" for x in graph.inputs)
+    shapes = ", ".join(f"{x.name} {NAMES[x.spec.dtype]}{[*x.spec.shape]}" for x in graph.inputs)
     (mask,) = attention_masks(graph) or [None]
     return f"{shapes}, {mask.written() if mask is not None else 'no mask'}"
 
@@ -188,9 +204,10 @@ def describe_graph(graph: Graph) -> str:
 class ModelExplanation:
     """A model's attention and memory in one phase on a target, before it exists.
 
-    weights: bytes of parameters and buffers. cache: of keys and values after the call. saved: of
-    all tensors kept from forward to backward, by the whole model. optimizer: of AdamW's state.
-    tensors: the most bytes of all other tensors at one time, cache, saved and gradients among them.
+    Bytes are of one GPU. weights: of parameters and buffers. cache: of the memory that the model's
+    cache holds after the call. saved: of all tensors kept from forward to backward, by the whole
+    model. optimizer: of AdamW's state. tensors: the most bytes of all other tensors at one time,
+    cache, saved and gradients among them. gpus, divide: how many GPUs share the model, and by what.
     reserve: bytes left for CUDA itself and gaps between allocations. most_batch, most_context: the
     largest that fit, with the other as it is; None if not searched. notes: what to know of these
     figures.
@@ -208,6 +225,9 @@ class ModelExplanation:
     tensors: int
     reserve: int
     kinds: tuple[LayerKind, ...]
+    gpus: int = 1
+    divide: Division = "heads"
+    limit: int | None = None  # of the context, by the config
     most_batch: int | None = None
     most_context: int | None = None
     notes: tuple[str, ...] = ()
@@ -240,7 +260,9 @@ class ModelExplanation:
 
     def __str__(self) -> str:
         sizes = f"batch {self.batch}, context {self.context}"
-        first = f"{self.model} on {self.target}, {self.phase}, {sizes}: {self.verdict}"
+        many = f"{self.gpus} x " if self.gpus > 1 else ""
+        place = f"{many}{self.target}{f' by {self.divide}' if many else ''}"
+        first = f"{self.model} on {place}, {self.phase}, {sizes}: {self.verdict}"
         kinds = (line for kind in self.kinds for line in kind.lines())
         notes = (f"  - {note}" for note in self.notes)
         return "\n".join([first, *notes, *self.figures(), *kinds])
@@ -263,9 +285,11 @@ class ModelExplanation:
         texts = [f"{name} {format_bytes(count)}" for name, count in parts.items() if count]
         among = f", among them {', '.join(texts)}" if texts else ""
         yield f"other tensors {format_bytes(self.tensors)}{among}"
-        yield f"workspace of attention {format_bytes(self.workspace)}, reserve {format_bytes(self.reserve)}"
+        workspace, reserve = format_bytes(self.workspace), format_bytes(self.reserve)
+        yield f"workspace of attention {workspace}, reserve {reserve}"
         if self.most_batch is not None:
-            yield f"largest batch {self.most_batch}, largest context {self.most_context}"
+            most = ", the config's most" if self.most_context == self.limit else ""
+            yield f"largest batch {self.most_batch}, largest context {self.most_context}{most}"
         if self.seconds is not None:
             yield f"attention takes {format_scaled(self.seconds, 's')} in all layers"
 
@@ -333,15 +357,36 @@ class Rehearsal(TorchDispatchMode):
         return self.answers.pop(key)
 
 
+Layers = tuple[tuple[tuple[Tensor, ...], ...], ...]
+
+
 @final
-@frozen
+@frozen(eq=False)
 class Trial:
-    """A run of the model at one size. cached: the storages of the cache after it."""
+    """A run of the model at one size. cache: the layers' tensors after it, of each of its parts.
+
+    tensors: the most bytes at one time. saved: between forward and backward.
+    """
 
     calls: tuple[LayerCall, ...]
-    cached: Mapping[int, torch.UntypedStorage]
     tensors: int
-    saved: int
+    saved: int = 0
+    cache: Layers = ()
+
+    @property
+    def bytes_cached(self) -> int:
+        """Bytes of the memory that the cache holds."""
+        return sum_storages(x for part in self.cache for layer in part for x in layer)
+
+    def tensors_of(self, call: LayerCall) -> Iterator[Tensor]:
+        """The tensors of a call's layer in the cache. An encoder's and decoder's has two parts: the
+        layer reads one of them in place."""
+        index = getattr(call.module, "layer_idx", None)
+        own = [part[index] for part in self.cache if index is not None and index < len(part)]
+        read = {x._cdata for ref in call.storages if (x := ref()) is not None}
+        for layer in own:
+            if len(own) == 1 or any(x.untyped_storage()._cdata in read for x in layer):
+                yield from layer
 
 
 @final
@@ -353,6 +398,9 @@ class Paper:
     target: Target
     phase: Phase
     reserve: int
+    gpus: int
+    divide: Division
+    link: str | float | None
 
     @cached_property
     def names(self) -> dict[torch.nn.Module, str]:
@@ -384,27 +432,41 @@ class Paper:
         return [x for x in kept if isinstance(x, Tensor) and x.is_meta]
 
     def explain(self, batch: int, context: int) -> ModelExplanation:
-        """The explanation at one size."""
-        trial = self.rehearse(batch, context)
+        """The explanation at one size. A divided context is run whole too, for its layers."""
+        shares = self.gpus > 1 and self.divide == "context"
+        trial = self.rehearse(batch, -(-context // self.gpus) if shares else context)
+        whole = self.rehearse(batch, context) if shares else trial
         return ModelExplanation(
             type(self.model).__name__, self.target, self.phase, batch, context,
-            weights=sum(x.nbytes for x in self.weights), cache=sum(x.nbytes() for x in trial.cached.values()),
-            saved=trial.saved, optimizer=sum(x.nbytes for x in self.states),
-            tensors=trial.tensors, reserve=self.reserve, kinds=tuple(self.kinds(trial)),
+            weights=sum_storages(self.weights), cache=trial.bytes_cached, saved=trial.saved,
+            optimizer=sum_storages(self.states), tensors=trial.tensors, reserve=self.reserve,
+            kinds=tuple(self.kinds(whole, trial, shares)), gpus=self.gpus, divide=self.divide,
+            notes=tuple(notes_of_cache(trial)),
         )  # fmt: skip
 
-    def kinds(self, trial: Trial) -> Iterator[LayerKind]:
-        """The kinds of layers, in the order of their first calls."""
-        groups: dict[Graph, list[LayerCall]] = {}
-        for call in trial.calls:
-            groups.setdefault(call.graph, []).append(call)
-        for graph, calls in groups.items():
+    def kinds(self, whole: Trial, trial: Trial, shares: bool) -> Iterator[LayerKind]:
+        """The kinds of layers, in the order of their first calls. trial: for what one GPU keeps."""
+        groups: dict[Graph, list[tuple[LayerCall, LayerCall]]] = {}
+        for calls in zip(whole.calls, trial.calls, strict=True):
+            groups.setdefault(calls[0].graph, []).append(calls)
+        for graph, both in groups.items():
             wants = None if self.phase == "train" else ()
             explanation = explain(graph, target=self.target, gradients=wants)
-            read = {x._cdata for call in calls for ref in call.storages if (x := ref()) is not None}
-            cache = sum(x.nbytes() for key, x in trial.cached.items() if key in read)
-            names = tuple(self.names[call.module] for call in calls)
-            yield LayerKind(names, explanation, predict(explanation, len(calls)), cache)
+            outlook = self.divide_context(graph) if shares else None
+            seconds = outlook.seconds if outlook else predict(explanation)
+            yield LayerKind(
+                tuple(self.names[call.module] for call, _ in both),
+                explanation,
+                None if seconds is None else len(both) * seconds,
+                sum_storages(x for _, call in both for x in trial.tensors_of(call)),
+                outlook,
+            )
+
+    def divide_context(self, graph: Graph) -> Outlook:
+        """The work and messages of an attention whose sequence is divided evenly."""
+        return explain(
+            shard(graph, Mesh(self.gpus), "balanced"), target=self.target, link=self.link
+        )
 
     def rehearse(self, batch: int, context: int) -> Trial:
         """Run the phase once, without data."""
@@ -424,7 +486,7 @@ class Paper:
             loss.backward()
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return Trial(tuple(calls), {}, whole.most, saved)
+        return Trial(tuple(calls), whole.most, saved)
 
     def infer(self, batch: int, context: int) -> Trial:
         """The prompt of `context` tokens, or the step of the last of them."""
@@ -436,13 +498,13 @@ class Paper:
                 del given["input_ids"]
                 given["encoder_outputs"] = (before.encoder_last_hidden_state,)
             given["past_key_values"] = before.past_key_values
-        held = [*tree_leaves([*given.values()]), *cache_tensors(given.get("past_key_values"))]
+        held = tree_leaves([[*given.values()], cache_layers(given.get("past_key_values"))])
         whole = Rehearsal(self.weights, (x for x in held if isinstance(x, Tensor)))
         del before, held
         with whole, torch.no_grad(), noting_calls() as calls:
             out = self.model(**given, **self.choices)
-        kept = [x.untyped_storage() for x in cache_tensors(out.get("past_key_values"))]
-        return Trial(tuple(calls), {x._cdata: x for x in kept}, whole.most, 0)
+        layers = cache_layers(out.get("past_key_values"))
+        return Trial(tuple(calls), whole.most, cache=layers)
 
     def remember(self, batch: int, context: int) -> Any:  # Any: a model's output
         """The output of a model for a prompt, with its cache. Raises GraphError without one."""
@@ -479,20 +541,84 @@ def token_ids(batch: int, count: int) -> Tensor:
     return torch.zeros(batch, count, dtype=torch.long, device="meta")
 
 
-def cache_tensors(cache: Any) -> list[Tensor]:  # Any: a cache of transformers, or None
-    """The tensors of a cache, each layer's, of both parts of an encoder's and decoder's."""
+def sum_storages(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind tensors, each once."""
+    return sum({x._cdata: x.nbytes() for x in map(Tensor.untyped_storage, tensors)}.values())
+
+
+def cache_layers(cache: Any) -> Layers:  # Any: a cache of transformers, or None
+    """The tensors of each layer in a cache, of an encoder's and decoder's in both parts."""
     parts = [getattr(cache, x, None) for x in ("self_attention_cache", "cross_attention_cache")]
     caches = [x for x in parts if x is not None] or [cache]
-    layers = [layer for each in caches for layer in getattr(each, "layers", ())]
-    leaves = tree_leaves([[*vars(layer).values()] for layer in layers])
-    return [x for x in leaves if isinstance(x, Tensor) and x.is_meta]
+    return tuple(
+        tuple(
+            tuple(x for x in tree_leaves([*vars(layer).values()]) if isinstance(x, Tensor))
+            for layer in getattr(each, "layers", ())
+        )
+        for each in caches
+    )
 
 
-def predict(explanation: Explanation, count: int) -> float | None:
-    """The seconds of this many layers, by the prices of their backends; None if not known."""
+def notes_of_cache(trial: Trial) -> Iterator[str]:
+    """What to know of a cache whose tensors are parts of larger ones."""
+    sliced = sum(x.nbytes for part in trial.cache for layer in part for x in layer)
+    if sliced < trial.bytes_cached:
+        yield (
+            f"the cache needs {format_bytes(sliced)}, and holds the memory of the whole prompt, "
+            f"{format_bytes(trial.bytes_cached)}, until the next step: its tensors are slices"
+        )
+
+
+def predict(explanation: Explanation) -> float | None:
+    """The seconds of a layer, by the prices of its backends; None if not known."""
     passes = [explanation, *filter(None, [explanation.backward])]
     times = [dict(rank_all(x.graph, x.target)).get(x.backend or "") for x in passes]
-    return None if None in times else count * sum(x for x in times if x is not None)
+    return None if None in times else sum(x for x in times if x is not None)
+
+
+def divide_weights(model: transformers.PreTrainedModel, gpus: int) -> None:
+    """Leave one GPU's part of the weights, by transformers' plan for tensor parallelism.
+
+    Raises GraphError for a model whose plan does not divide the heads, and for sizes that the
+    number of GPUs does not divide.
+    """
+    plan = getattr(model, "tp_plan", None) or {}
+    if not any(name.endswith("q_proj") for name in plan):
+        raise GraphError(
+            f"explain_model: {type(model).__name__} has no plan of transformers' that divides its "
+            "heads over GPUs; say divide='context', or gpus=1"
+        )
+    tied = {*(getattr(model, "_tied_weights_keys", None) or {})} if ties(model) else set()
+    for name, style in plan.items():
+        axis = AXES.get(style)
+        if axis is None or any(key.startswith(name) for key in tied) or (tied and "embed" in name):
+            continue
+        for path, weight in [*model.named_parameters()]:
+            if matches(name, path) and weight.ndim >= -axis:
+                divide_weight(model, path, weight, axis if weight.ndim > 1 else -1, gpus)
+
+
+def ties(model: transformers.PreTrainedModel) -> bool:
+    """True if a model's logits come from its embedding's weights."""
+    return bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
+
+
+def matches(name: str, path: str) -> bool:
+    """True for a parameter, or one of a module, with this name; * is a number."""
+    pattern = re.escape(name).replace(r"\*", r"\d+")
+    return re.fullmatch(rf"{pattern}(\.weight|\.bias)?", path) is not None
+
+
+def divide_weight(model: torch.nn.Module, path: str, weight: Tensor, axis: int, gpus: int) -> None:
+    """Replace a parameter by one GPU's part along an axis."""
+    size = weight.shape[axis]
+    if size % gpus:
+        raise GraphError(
+            f"explain_model: gpus {gpus} does not divide {path} {[*weight.shape]} along axis {axis}"
+        )
+    part = torch.empty_like(weight.narrow(axis, 0, size // gpus))
+    home, _, name = path.rpartition(".")
+    setattr(model.get_submodule(home), name, torch.nn.Parameter(part))
 
 
 def explain_model(
@@ -503,6 +629,9 @@ def explain_model(
     batch: int = 1,
     context: int | None = None,
     dtype: torch.dtype | None = None,
+    gpus: int = 1,
+    divide: Division = "heads",
+    link: str | float | None = None,
     reserve: int | str = RESERVE,
     search: bool = True,
 ) -> ModelExplanation:
@@ -515,27 +644,46 @@ def explain_model(
     most. dtype: of the weights, by default the config's. reserve: bytes of the target's memory that
     are not the model's. search: also look for the largest batch and context that fit.
 
+    gpus: how many share the model. divide: "heads" divides weights and heads by transformers' plan
+    for tensor parallelism; "context" divides each sequence, with all weights on every GPU, as
+    `attn_graph.shard` does, and link is their connection, as in `attn_graph.explain`.
+
     The model is made on the meta device and run there, so that every byte is one that its own code
     asks for; nothing is allocated. Raises GraphError for models that do not read tokens or have no
     attention interface, for code that reads numbers off tensors, and for wrong options.
     """
-    read = read_config(config)
-    place = target if isinstance(target, Target) else Target.of(target) if target else Target.here()
-    paper = Paper(make_model(read, dtype), place, check_phase(phase), parse_bytes(reserve))
+    check_choice("phase", phase, get_args(Phase))
+    check_choice("divide", divide, get_args(Division))
+    read, room = read_config(config), parse_bytes(reserve)
     limit = getattr(read.get_text_config(decoder=True), "max_position_embeddings", None)
     context = check_size("context", context or limit or 1)
-    answer = paper.explain(check_size("batch", batch), context)
-    answer = evolve(answer, notes=tuple(notes_of(read, answer, limit)))
-    if not search or answer.room is None:
-        return answer
-    most = max(limit or MOST_SIZE, context)
-    return evolve(
-        answer,
-        most_batch=largest(lambda x: paper.explain(x, context).peak, answer.room, batch, MOST_SIZE),
-        most_context=largest(
-            lambda x: paper.explain(batch, x).peak, answer.room, context, most, 1 + (phase == "decode")
-        ),
-    )
+    model = make_model(read, dtype)
+    check_size("batch", batch)
+    if check_size("gpus", gpus) > 1 and divide == "heads":
+        divide_weights(model, gpus)
+    if gpus > 1 and divide == "context" and phase == "decode":
+        raise GraphError(
+            "explain_model: a step of decode has one query, so divide 'context' does not divide "
+            "it; say divide='heads'"
+        )
+    place = target if isinstance(target, Target) else Target.of(target) if target else Target.here()
+    paper = Paper(model, place, phase, room, gpus, divide, link)
+    answer = paper.explain(batch, context)
+    notes = (*notes_of(read, answer, limit), *answer.notes)
+    answer = evolve(answer, limit=limit, notes=notes)
+    return search_sizes(paper, answer) if search and answer.room is not None else answer
+
+
+def search_sizes(paper: Paper, answer: ModelExplanation) -> ModelExplanation:
+    """The answer with the largest batch and context that fit."""
+    assert answer.room is not None
+    batch, context, room = answer.batch, answer.context, answer.room
+    if answer.weights + answer.optimizer > room:
+        return evolve(answer, most_batch=0, most_context=0)
+    longest, least = max(answer.limit or MOST_SIZE, context), 1 + (answer.phase == "decode")
+    batches = largest(lambda x: paper.explain(x, context).peak, room, batch, MOST_SIZE)
+    contexts = largest(lambda x: paper.explain(batch, x).peak, room, context, longest, least)
+    return evolve(answer, most_batch=batches, most_context=contexts)
 
 
 def read_config(config: Any) -> Config:  # Any: checked here
@@ -543,7 +691,9 @@ def read_config(config: Any) -> Config:  # Any: checked here
     if isinstance(config, Config):
         return config
     try:
-        fields = loads(Path(config).read_text("utf-8")) if isinstance(config, str | Path) else config
+        fields = (
+            loads(Path(config).read_text("utf-8")) if isinstance(config, str | Path) else config
+        )
         return transformers.AutoConfig.for_model(**fields)
     except (OSError, TypeError, ValueError) as error:
         raise GraphError(f"explain_model: config {show(config)} can't be read: {error}") from error
@@ -566,12 +716,10 @@ def make_model(config: Config, dtype: torch.dtype | None) -> transformers.PreTra
     return model
 
 
-def check_phase(phase: Phase) -> Phase:
-    """A phase. Raises GraphError for an unknown one."""
-    if phase not in get_args(Phase):
-        known = ", ".join(get_args(Phase))
-        raise GraphError(f"explain_model: phase {show(phase)} is none of {known}")
-    return phase
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise GraphError for an unknown value."""
+    if value not in known:
+        raise GraphError(f"explain_model: {name} {show(value)} is none of {', '.join(known)}")
 
 
 def check_size(name: str, size: object) -> int:
@@ -596,9 +744,7 @@ def notes_of(config: Config, answer: ModelExplanation, limit: int | None) -> Ite
         yield "some workspace of cuDNN is known only once its plan is built, and counts 0 here"
 
 
-def largest(
-    count: Callable[[int], int], room: int, start: int, most: int, least: int = 1
-) -> int:
+def largest(count: Callable[[int], int], room: int, start: int, most: int, least: int = 1) -> int:
     """The largest number up to `most` whose bytes are in the room; 0 if `least` needs more.
 
     The next one to try lies on the line through the last two, every fourth in the middle.
