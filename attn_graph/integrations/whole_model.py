@@ -328,6 +328,7 @@ class Rehearsal(TorchDispatchMode):
     def release(self, key: int, count: int) -> None:
         """Count a storage no longer."""
         self.known.discard(key)
+        self.answers.pop(key, None)
         self.now -= count
 
     def __torch_dispatch__(
@@ -588,6 +589,13 @@ def divide_weights(model: transformers.PreTrainedModel, gpus: int) -> None:
             f"explain_model: {type(model).__name__} has no plan of transformers' that divides its "
             "heads over GPUs; say divide='context', or gpus=1"
         )
+    text = model.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % gpus:
+        raise GraphError(
+            f"explain_model: gpus {gpus} does not divide the {heads} key/value heads of "
+            f"{type(model).__name__}; say divide='context', or another number"
+        )
     tied = {*(getattr(model, "_tied_weights_keys", None) or {})} if ties(model) else set()
     for name, style in plan.items():
         axis = AXES.get(style)
@@ -668,7 +676,15 @@ def explain_model(
         )
     place = target if isinstance(target, Target) else Target.of(target) if target else Target.here()
     paper = Paper(model, place, phase, room, gpus, divide, link)
-    answer = paper.explain(batch, context)
+    try:
+        answer = paper.explain(batch, context)
+    except RuntimeError as error:
+        if limit is None or context <= limit:
+            raise
+        raise GraphError(
+            f"explain_model: {type(model).__name__} can't run with context {context}; its config's "
+            f"max_position_embeddings is {limit}"
+        ) from error
     notes = (*notes_of(read, answer, limit), *answer.notes)
     answer = evolve(answer, limit=limit, notes=notes)
     return search_sizes(paper, answer) if search and answer.room is not None else answer
@@ -696,7 +712,8 @@ def read_config(config: Any) -> Config:  # Any: checked here
         )
         return transformers.AutoConfig.for_model(**fields)
     except (OSError, TypeError, ValueError) as error:
-        raise GraphError(f"explain_model: config {show(config)} can't be read: {error}") from error
+        what = config if isinstance(config, str | Path) else show(config)
+        raise GraphError(f"explain_model: config {what} can't be read: {error}") from error
 
 
 def make_model(config: Config, dtype: torch.dtype | None) -> transformers.PreTrainedModel:
