@@ -24,6 +24,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
 NEEDS = {  # beside what the library needs
     "docs/first-five-minutes.md": ("transformers",),
+    "docs/command-line.md": ("transformers",),
+    "docs/guides/fit-a-model.md": ("transformers",),
     "docs/guides/hugging-face.md": ("transformers", "cudnn"),
     "docs/guides/other-runtimes.md": ("onnxscript",),
     "docs/guides/read-an-explanation.md": ("cudnn",),

@@ -22,9 +22,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attn_graph.errors import GraphError
 from attn_graph.integrations.conditions import Kind, pair_kinds
 from attn_graph.integrations.layer_masks import MaskDescription, Tensors, decode_mask, say_once
-from attn_graph.integrations.whole_model import NAME, note_call
+from attn_graph.integrations.whole_model import NAME as NAME
 from attn_graph.integrations.whole_model import explain_layers as explain_layers
 from attn_graph.integrations.whole_model import explain_model as explain_model
+from attn_graph.integrations.whole_model import note_call
 from attn_graph.ir.arguments import order_inputs
 from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
 from attn_graph.nn.calls import (

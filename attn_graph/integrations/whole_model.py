@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attn_graph.compiler import explain
 from attn_graph.errors import GraphError, show
@@ -38,7 +39,6 @@ from attn_graph.spec import NAMES, TensorSpec
 NAME = "attn_graph"
 Phase = Literal["decode", "prefill", "train"]
 Division = Literal["heads", "context"]
-Config = transformers.PreTrainedConfig
 MOST_ANSWERS = 40  # of one search; a size that grows evenly takes four
 MOST_SIZE = 2**24  # of a batch, and of a context without a limit in its config
 RESERVE = "1GiB"
@@ -395,7 +395,7 @@ class Trial:
 class Paper:
     """A model without memory, on the meta device, and a target to explain it for."""
 
-    model: transformers.PreTrainedModel
+    model: PreTrainedModel
     target: Target
     phase: Phase
     reserve: int
@@ -577,7 +577,7 @@ def predict(explanation: Explanation) -> float | None:
     return None if None in times else sum(x for x in times if x is not None)
 
 
-def divide_weights(model: transformers.PreTrainedModel, gpus: int) -> None:
+def divide_weights(model: PreTrainedModel, gpus: int) -> None:
     """Leave one GPU's part of the weights, by transformers' plan for tensor parallelism.
 
     Raises GraphError for a model whose plan does not divide the heads, and for sizes that the
@@ -606,7 +606,7 @@ def divide_weights(model: transformers.PreTrainedModel, gpus: int) -> None:
                 divide_weight(model, path, weight, axis if weight.ndim > 1 else -1, gpus)
 
 
-def ties(model: transformers.PreTrainedModel) -> bool:
+def ties(model: PreTrainedModel) -> bool:
     """True if a model's logits come from its embedding's weights."""
     return bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
 
@@ -630,7 +630,7 @@ def divide_weight(model: torch.nn.Module, path: str, weight: Tensor, axis: int, 
 
 
 def explain_model(
-    config: Config | Mapping[str, Any] | str | Path,  # Any: JSON
+    config: PreTrainedConfig | Mapping[str, Any] | str | Path,  # Any: JSON
     *,
     target: Target | str | None = None,
     phase: Phase = "prefill",
@@ -702,27 +702,28 @@ def search_sizes(paper: Paper, answer: ModelExplanation) -> ModelExplanation:
     return evolve(answer, most_batch=batches, most_context=contexts)
 
 
-def read_config(config: Any) -> Config:  # Any: checked here
+def read_config(config: Any) -> PreTrainedConfig:  # Any: checked here
     """A config of transformers. Raises GraphError for what is none, and for unknown types."""
-    if isinstance(config, Config):
+    if isinstance(config, PreTrainedConfig):
         return config
     try:
         fields = (
             loads(Path(config).read_text("utf-8")) if isinstance(config, str | Path) else config
         )
-        return transformers.AutoConfig.for_model(**fields)
+        made: PreTrainedConfig = transformers.AutoConfig.for_model(**fields)
     except (OSError, TypeError, ValueError) as error:
         what = config if isinstance(config, str | Path) else show(config)
         raise GraphError(f"explain_model: config {what} can't be read: {error}") from error
+    return made
 
 
-def make_model(config: Config, dtype: torch.dtype | None) -> transformers.PreTrainedModel:
+def make_model(config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
     """The model of a config on the meta device. Raises GraphError for one that reads no tokens."""
     name = (config.architectures or [""])[0]
     kind = getattr(transformers, name, None)
     make = transformers.AutoModelForCausalLM.from_config if kind is None else kind._from_config
     with torch.device("meta"):
-        model: transformers.PreTrainedModel = make(
+        model: PreTrainedModel = make(
             config, attn_implementation=NAME, dtype=dtype or config.dtype or torch.float32
         )
     if model.main_input_name != "input_ids":
@@ -748,7 +749,9 @@ def check_size(name: str, size: object) -> int:
     return size
 
 
-def notes_of(config: Config, answer: ModelExplanation, limit: int | None) -> Iterator[str]:
+def notes_of(
+    config: PreTrainedConfig, answer: ModelExplanation, limit: int | None
+) -> Iterator[str]:
     """What to know of the figures."""
     if limit is not None and answer.context > limit:
         yield f"context {answer.context} is above the config's max_position_embeddings, {limit}"

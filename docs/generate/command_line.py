@@ -89,6 +89,11 @@ PARTS: dict[str, Callable[[], str]] = {
         "attn-graph explain --q 2,32,8192,128 --k 2,8,8192,128 --dtype bf16 --causal "
         "--window 4095 --target h200",
     ),
+    "fit": partial(
+        console,
+        "attn-graph fit examples/configs/llama-3-8b.json --target h200 --batch 8 --context 8192 "
+        "--phase decode",
+    ),
     "mask": partial(
         console,
         'attn-graph mask 2048 2048 "Causal() & (Window(512) | Prefix(128))" --block 128x64',

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from attn_graph.integrations import whole_model
 from attn_graph.integrations.transformers import explain_model
-from attn_graph.integrations.whole_model import Rehearsal, largest
+from attn_graph.integrations.whole_model import Phase, Rehearsal, largest
 from attn_graph.machine.target import Target
 from tests.support.command_line import run
 from tests.support.equipped import equip
@@ -71,40 +71,40 @@ def storages(tensors: list[Any]) -> int:  # Any: tensors among others
 def step_with(model: Any, batch: int, context: int) -> Any:  # Any: of transformers
     """The cache after a prompt and a token, on the meta device, by attention of PyTorch's own."""
     ids = torch.zeros(batch, context, dtype=torch.long, device="meta")
+    again: dict[str, Any]  # Any: what models take
     if model.config.is_encoder_decoder:
         first = model(input_ids=ids[:, 1:], decoder_input_ids=ids[:, 1:])
-        again = {"encoder_outputs": (first.encoder_last_hidden_state,)}
-        again["decoder_input_ids"] = ids[:, :1]
+        again = {"decoder_input_ids": ids[:, :1]}
+        again["encoder_outputs"] = (first.encoder_last_hidden_state,)
     else:
-        first, again = model(input_ids=ids[:, 1:]), {"input_ids": ids[:, :1]}
+        first = model(input_ids=ids[:, 1:])
+        again = {"input_ids": ids[:, :1]}
     return model(**again, past_key_values=first.past_key_values).past_key_values
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_weights_and_cache_are_the_models_own(name: str) -> None:
-    """Made here without this library, with eager attention; windows are shorter than the context."""
+    """Made here without this library, with eager attention; the context is beyond some windows."""
     config = hf.AutoConfig.for_model(**json.loads(path_of(name).read_text()))
     kind = getattr(hf, config.architectures[0])
     with torch.device("meta"):
         model = kind._from_config(config, attn_implementation="eager", dtype=config.dtype).eval()
     parameters = sum(x.numel() for x in model.parameters())
     assert parameters == pytest.approx(PUBLISHED[name] * 1e6, rel=0.005)  # as far as cards round
+    phase: Phase = "prefill" if name == "bert-base" else "decode"
+    context = None if phase == "prefill" else 700
     found = explain_model(
-        path_of(name), target="h200", batch=3, context=700,
-        phase="prefill" if name == "bert-base" else "decode", search=False,
-    ) if name != "bert-base" else explain_model(path_of(name), target="h200", search=False)  # fmt: skip
+        path_of(name), target="h200", phase=phase, batch=3, context=context, search=False
+    )
     assert found.weights == model.get_memory_footprint()
-    if name == "bert-base":
-        assert found.cache == 0
-        return
-    with torch.no_grad(), Rehearsal((), ()):
-        cache = step_with(model, 3, 700)
-    parts = [getattr(cache, x, None) for x in ("self_attention_cache", "cross_attention_cache")]
-    layers = [
-        layer for each in filter(None, [*parts] if any(parts) else [cache]) for layer in each.layers
-    ]
-    assert found.cache == storages([[*vars(layer).values()] for layer in layers]) > 0
     assert sum(kind.cache for kind in found.kinds) == found.cache
+    if phase == "decode":
+        with torch.no_grad(), Rehearsal((), ()):
+            cache = step_with(model, 3, 700)
+        parts = [getattr(cache, f"{x}_attention_cache", None) for x in ("self", "cross")]
+        caches = [x for x in parts if x is not None] or [cache]
+        layers = [layer for each in caches for layer in each.layers]
+        assert found.cache == storages([[*vars(layer).values()] for layer in layers])
 
 
 def test_a_window_keeps_only_its_keys_after_a_step() -> None:
@@ -113,7 +113,8 @@ def test_a_window_keeps_only_its_keys_after_a_step() -> None:
     )
     near, far = found.kinds
     assert (len(near.layers), len(far.layers)) == (22, 4)
-    assert near.cache == 22 * 2 * 512 * 256 * 2  # layers, keys and values, keys, size, bytes
+    each = 2 * 512 * 256 * 2 + 8  # keys and values, keys, size, bytes; and a count of tokens
+    assert near.cache == 22 * each
     assert far.cache == 4 * 2 * 4096 * 256 * 2
     assert not found.notes
 
@@ -126,6 +127,7 @@ def test_slices_of_a_prompt_are_told() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_largest_sizes_fit_and_larger_ones_do_not() -> None:
     def at(batch: int, context: int) -> bool | None:
         return explain_model(
@@ -263,7 +265,9 @@ def test_a_rehearsal_counts_tensors_while_they_live() -> None:
 def test_attention_on_the_meta_device_is_traced_without_autocast() -> None:
     q = torch.empty(1, 2, 4, 8, device="meta", dtype=torch.bfloat16)
     with Rehearsal((), ()):
-        assert ag.nn.functional.attention(q, q, q).shape == q.shape
+        o = ag.nn.functional.attention(q, q, q)
+        assert isinstance(o, torch.Tensor)
+        assert o.shape == q.shape
 
 
 def test_the_command_says_what_the_library_says() -> None:
