@@ -59,14 +59,20 @@ STYLES = {
 @click.option("--no-search", is_flag=True, help="Without the largest batch and context that fit.")
 @as_json
 @as_usage_errors
-def fit(config: Path, dtype: str | None, no_search: bool, plain: bool, **options: Any) -> None:
+def fit(
+    config: Path,
+    dtype: str | None,
+    no_search: bool,
+    plain: bool,
+    **options: Any,  # Any: what click makes of each flag
+) -> None:
     """Show whether a model of transformers fits a GPU's memory, from its config alone: weights,
     cache, the tensors of a call; the backend, time and memory of each kind of layer's attention;
     and the largest batch and context that fit.
 
     Nothing is downloaded, allocated or run. Bytes are of one GPU. Exits with 1 if it does not fit.
     Needs transformers (pip install 'attn-graph[transformers]').
-    """  # options: those of `explain_model` by the same names, Any: what click makes of them
+    """
     try:
         from attn_graph.integrations.transformers import explain_model
     except ModuleNotFoundError as error:

@@ -269,7 +269,7 @@ class ModelExplanation:
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, with both numbers."""
+        """The answer, with both numbers."""
         need = f"{'at least ' if any(map(is_untold, self.kinds)) else ''}{format_bytes(self.peak)}"
         if self.room is None:
             return f"needs {need}; the memory of {self.target.name} is not known"
@@ -309,7 +309,7 @@ class Rehearsal(TorchDispatchMode):
     """
 
     def __init__(self, apart: Iterable[Tensor], held: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.now = self.most = 0
         self.known = {x.untyped_storage()._cdata for x in apart}
         self.answers: dict[int, bool] = {}
@@ -363,7 +363,7 @@ Layers = tuple[tuple[tuple[Tensor, ...], ...], ...]
 
 @final
 @frozen(eq=False)
-class Trial:
+class TrialRun:
     """A run of the model at one size. cache: the layers' tensors after it, of each of its parts.
 
     tensors: the most bytes at one time. saved: between forward and backward.
@@ -445,7 +445,7 @@ class Paper:
             notes=tuple(notes_of_cache(trial)),
         )  # fmt: skip
 
-    def kinds(self, whole: Trial, trial: Trial, shares: bool) -> Iterator[LayerKind]:
+    def kinds(self, whole: TrialRun, trial: TrialRun, shares: bool) -> Iterator[LayerKind]:
         """The kinds of layers, in the order of their first calls. trial: for what one GPU keeps."""
         groups: dict[Graph, list[tuple[LayerCall, LayerCall]]] = {}
         for calls in zip(whole.calls, trial.calls, strict=True):
@@ -469,13 +469,13 @@ class Paper:
             shard(graph, Mesh(self.gpus), "balanced"), target=self.target, link=self.link
         )
 
-    def rehearse(self, batch: int, context: int) -> Trial:
+    def rehearse(self, batch: int, context: int) -> TrialRun:
         """Run the phase once, without data."""
         self.model.train(self.phase == "train")
         run = self.train if self.phase == "train" else self.infer
         return run(batch, context)
 
-    def train(self, batch: int, context: int) -> Trial:
+    def train(self, batch: int, context: int) -> TrialRun:
         """A step of training: forward, backward, and the optimizer's."""
         assert self.optimizer is not None
         given = self.tokens(batch, context)
@@ -487,9 +487,9 @@ class Paper:
             loss.backward()
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return Trial(tuple(calls), whole.most, saved)
+        return TrialRun(tuple(calls), whole.most, saved)
 
-    def infer(self, batch: int, context: int) -> Trial:
+    def infer(self, batch: int, context: int) -> TrialRun:
         """The prompt of `context` tokens, or the step of the last of them."""
         before, given = None, self.tokens(batch, context)
         if self.phase == "decode":
@@ -505,7 +505,7 @@ class Paper:
         with whole, torch.no_grad(), noting_calls() as calls:
             out = self.model(**given, **self.choices)
         layers = cache_layers(out.get("past_key_values"))
-        return Trial(tuple(calls), whole.most, cache=layers)
+        return TrialRun(tuple(calls), whole.most, cache=layers)
 
     def remember(self, batch: int, context: int) -> Any:  # Any: a model's output
         """The output of a model for a prompt, with its cache. Raises GraphError without one."""
@@ -560,7 +560,7 @@ def cache_layers(cache: Any) -> Layers:  # Any: a cache of transformers, or None
     )
 
 
-def notes_of_cache(trial: Trial) -> Iterator[str]:
+def notes_of_cache(trial: TrialRun) -> Iterator[str]:
     """What to know of a cache whose tensors are parts of larger ones."""
     sliced = sum(x.nbytes for part in trial.cache for layer in part for x in layer)
     if sliced < trial.bytes_cached:
@@ -660,8 +660,8 @@ def explain_model(
     asks for; nothing is allocated. Raises GraphError for models that do not read tokens or have no
     attention interface, for code that reads numbers off tensors, and for wrong options.
     """
-    check_choice("phase", phase, get_args(Phase))
-    check_choice("divide", divide, get_args(Division))
+    check_option("phase", phase, get_args(Phase))
+    check_option("divide", divide, get_args(Division))
     read, room = read_config(config), parse_bytes(reserve)
     limit = getattr(read.get_text_config(decoder=True), "max_position_embeddings", None)
     context = check_size("context", context or limit or 1)
@@ -697,8 +697,8 @@ def search_sizes(paper: Paper, answer: ModelExplanation) -> ModelExplanation:
     if answer.weights + answer.optimizer > room:
         return evolve(answer, most_batch=0, most_context=0)
     longest, least = max(answer.limit or MOST_SIZE, context), 1 + (answer.phase == "decode")
-    batches = largest(lambda x: paper.explain(x, context).peak, room, batch, MOST_SIZE)
-    contexts = largest(lambda x: paper.explain(batch, x).peak, room, context, longest, least)
+    batches = largest_fit(lambda x: paper.explain(x, context).peak, room, batch, MOST_SIZE)
+    contexts = largest_fit(lambda x: paper.explain(batch, x).peak, room, context, longest, least)
     return evolve(answer, most_batch=batches, most_context=contexts)
 
 
@@ -734,7 +734,7 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTraine
     return model
 
 
-def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+def check_option(name: str, value: object, known: Sequence[str]) -> None:
     """Raise GraphError for an unknown value."""
     if value not in known:
         raise GraphError(f"explain_model: {name} {show(value)} is none of {', '.join(known)}")
@@ -764,7 +764,9 @@ def notes_of(
         yield "some workspace of cuDNN is known only once its plan is built, and counts 0 here"
 
 
-def largest(count: Callable[[int], int], room: int, start: int, most: int, least: int = 1) -> int:
+def largest_fit(
+    count: Callable[[int], int], room: int, start: int, most: int, least: int = 1
+) -> int:
     """The largest number up to `most` whose bytes are in the room; 0 if `least` needs more.
 
     The next one to try lies on the line through the last two, every fourth in the middle.

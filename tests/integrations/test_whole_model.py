@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from attn_graph.integrations import whole_model
 from attn_graph.integrations.transformers import explain_model
-from attn_graph.integrations.whole_model import Phase, Rehearsal, largest
+from attn_graph.integrations.whole_model import Phase, Rehearsal, largest_fit
 from attn_graph.machine.target import Target
 from tests.support.command_line import run
 from tests.support.equipped import equip
@@ -149,7 +149,7 @@ def test_the_largest_sizes_fit_and_larger_ones_do_not() -> None:
 @given(st.integers(1, 100), st.integers(0, 1000), st.integers(1, 10**6), st.integers(1, 10**6))
 def test_a_search_finds_the_largest_that_fits(slope: int, base: int, start: int, room: int) -> None:
     most = 10**6
-    found = largest(lambda x: base + slope * x, room, start, most)
+    found = largest_fit(lambda x: base + slope * x, room, start, most)
     assert found == max(0, min(most, (room - base) // slope))
 
 
@@ -160,7 +160,7 @@ def test_a_search_takes_few_answers_where_bytes_grow_by_squares(start: int, room
         return x * x
 
     tried: list[int] = []
-    found = largest(count, room, start, 2**20)
+    found = largest_fit(count, room, start, 2**20)
     assert found**2 <= room < (found + 1) ** 2
     assert len(tried) <= whole_model.MOST_ANSWERS
 
