@@ -442,7 +442,7 @@ class Paper:
             weights=sum_storages(self.weights), cache=trial.bytes_cached, saved=trial.saved,
             optimizer=sum_storages(self.states), tensors=trial.tensors, reserve=self.reserve,
             kinds=tuple(self.kinds(whole, trial, shares)), gpus=self.gpus, divide=self.divide,
-            notes=tuple(notes_of_cache(trial)),
+            notes=tuple(notes_of_cache(trial)) if self.phase == "prefill" else (),
         )  # fmt: skip
 
     def kinds(self, whole: TrialRun, trial: TrialRun, shares: bool) -> Iterator[LayerKind]:
@@ -596,19 +596,13 @@ def divide_weights(model: PreTrainedModel, gpus: int) -> None:
             f"explain_model: gpus {gpus} does not divide the {heads} key/value heads of "
             f"{type(model).__name__}; say divide='context', or another number"
         )
-    tied = {*(getattr(model, "_tied_weights_keys", None) or {})} if ties(model) else set()
     for name, style in plan.items():
         axis = AXES.get(style)
-        if axis is None or any(key.startswith(name) for key in tied) or (tied and "embed" in name):
-            continue
+        if axis is None or (style == "embedding_rowwise" and text.tie_word_embeddings):
+            continue  # the logits read the whole embedding
         for path, weight in [*model.named_parameters()]:
             if matches(name, path) and weight.ndim >= -axis:
                 divide_weight(model, path, weight, axis if weight.ndim > 1 else -1, gpus)
-
-
-def ties(model: PreTrainedModel) -> bool:
-    """True if a model's logits come from its embedding's weights."""
-    return bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
 
 
 def matches(name: str, path: str) -> bool:
