@@ -19,7 +19,7 @@ import transformers as hf
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 
-from attn_graph.integrations import layer_masks
+from attn_graph.integrations import layer_masks, whole_model
 from attn_graph.integrations import transformers as integration
 from attn_graph.nn.calls import attend_as
 from tests.conftest import PROFILE
@@ -295,7 +295,7 @@ def test_a_model_without_layers_of_ours_is_not_explained() -> None:
 def test_layers_are_explained_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for the GPU that the machine may have besides."""
     targets: list[ag.Target] = []
-    monkeypatch.setattr(integration, "explain", lambda graph, target: targets.append(target))
+    monkeypatch.setattr(whole_model, "explain", lambda graph, target: targets.append(target))
     integration.explain_layers(model_of("Llama", "attn_graph"), None, **draw_inputs("Llama")[0])
     assert targets == [ag.Target.of("cpu")] * LAYERS
 
