@@ -14,8 +14,9 @@ from attn_graph.machine.target import Target
 from attn_graph.spec import HALF, NAMES
 
 FILLS = 2  # programs of four warps that a multiprocessor runs at once
+LEAST_TILE = 16  # rows of a matrix product
 Shares = tuple[tuple[int, float], ...]  # (head size, share of the peak)
-Splits = Literal["always", "one_query", "few_rows", "never"]
+When = Literal["always", "one_query", "few_rows", "never"]
 
 
 @final
@@ -27,35 +28,36 @@ class Rate:
     sm: tuple[int, ...]
     forward: Shares
     backward: Shares
-    splits: Splits
+    splits: When
+    packs: When
+    tile: int = LEAST_TILE
+    one: int | None = None
     fills: int = FILLS
+    rereads: bool = False
 
-    def share(self, width: int, *, backward: bool) -> float:
-        """The share of the peak at a head size."""
+    def share(self, width: int, *, backward: bool) -> float | None:
+        """The share of the peak at a head size; None without kernels of this pass."""
         shares = self.backward if backward else self.forward
-        return next((share for size, share in shares if size >= width), shares[-1][1])
+        least = [share for size, share in shares if size >= width] or [x for _, x in shares[-1:]]
+        return least[0] if least else None
 
 
 @cache
 def rates() -> dict[tuple[str, int], Rate]:
     """All rates, by backend and compute capability."""
+    shares = ("forward", "backward")
     rows = [
-        Rate(
-            tuple(fields["backends"]),
-            tuple(fields["sm"]),
-            read_shares(fields["forward"]),
-            read_shares(fields["backward"]),
-            fields["splits"],
-            fields.get("fills", FILLS),
-        )
+        Rate(**{name: read_field(x, tables=name in shares) for name, x in fields.items()})
         for fields in read_rates()["rate"]
     ]
     return {(name, sm): rate for rate in rows for name in rate.backends for sm in rate.sm}
 
 
-def read_shares(table: dict[str, float]) -> Shares:
-    """A table of the file, the least head size first."""
-    return tuple(sorted((int(size), share) for size, share in table.items()))
+def read_field(value: Any, *, tables: bool) -> Any:  # Any: TOML
+    """A field of a rate: lists are tuples, and tables of shares begin with the least head size."""
+    if tables:
+        return tuple(sorted((int(size), share) for size, share in value.items()))
+    return tuple(value) if isinstance(value, list) else value
 
 
 @final
@@ -100,12 +102,11 @@ def peak_of(
 ) -> float | None:
     """Flop/s of a backend's kernels at best in half precision, at a head size.
 
-    None without a known rate of this backend, of this dtype, or of the GPU itself.
+    None without a known rate of this backend and pass, of this dtype, or of the GPU itself.
     """
     rate, peak = rates().get((name, target.sm)), target.peak(NAMES[dtype])
-    if rate is None or peak is None or dtype not in HALF:
-        return None
-    return peak * rate.share(width, backward=backward)
+    share = None if rate is None else rate.share(width, backward=backward)
+    return None if share is None or peak is None or dtype not in HALF else peak * share
 
 
 def least_seconds(

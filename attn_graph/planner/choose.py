@@ -51,7 +51,6 @@ BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     torch_math.BACKEND,
 )
 
-CUDNN_BEFORE_TRITON = range(90, 110)  # compute capabilities, without a predicted time
 PREDICTED = "predicted to be the fastest"
 FIRST_ABLE = "first in the order of preference that supports the graph"
 KEPT = "the only backend that keeps weights from pass to pass"
@@ -205,15 +204,12 @@ def preference(request: Request) -> tuple[Sequence[Backend], str]:
 
 
 def by_prediction(request: Request) -> tuple[Sequence[Backend], str]:
-    """Backends with a predicted time first, the fastest ahead; without any, the usual order."""
-    by_name = {backend.name: backend for backend in BACKENDS}
-    ranked = rank_all(request.graph, request.target)
-    if ahead := [by_name.pop(name) for name, _ in ranked]:
-        return (*ahead, *by_name.values()), PREDICTED
-    if request.target.sm in CUDNN_BEFORE_TRITON:
-        return BACKENDS, "first in the order of preference"
-    rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
-    return (triton_flash.BACKEND, *rest), "preferred to cuDNN on this kind of GPU"
+    """Backends with a predicted time, the fastest first, then Triton and all others: only its
+    kernels are priced for no GPU and supported on every one."""
+    names = [name for name, _ in rank_all(request.graph, request.target)]
+    by_name = {backend.name: backend for backend in (triton_flash.BACKEND, *BACKENDS)}
+    cause = PREDICTED if names else "first in the order of preference"
+    return [by_name[name] for name in dict.fromkeys((*names, *by_name))], cause
 
 
 @remember  # a choice asks twice

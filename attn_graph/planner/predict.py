@@ -3,28 +3,34 @@
 The time is the longer of two: the products at a share of the GPU's peak (lowering/rates.toml, with
 its sources), and one read of every operand. Both grow if there are fewer programs than
 multiprocessors. A program has up to 128 rows: queries forward, keys backward. Launches common to
-all are left out. Equal times are ordered by the bytes that programs move between the
-multiprocessors and memory, or its cache.
+all are left out, copies ahead of a kernel are not. Equal times are ordered by the bytes that
+programs move between the multiprocessors and memory, or its cache.
+
+Lengths of sequences are data. Packed tensors are priced as the fewest sequences with all their
+rows, each as long as allowed, and pages as if every sequence had all of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 from attrs import frozen
 
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import LEAVES, and_parts
-from attn_graph.lowering.problem import Problem, sole
-from attn_graph.lowering.rates import Rate, least_seconds, peak_of, rates
+from attn_graph.lowering.libraries import fa4_masks
+from attn_graph.lowering.libraries.cudnn_case import Case
+from attn_graph.lowering.libraries.cudnn_versions import ASSUMED
+from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying.sequences import read_problem
+from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, rates, read_rates
 from attn_graph.lowering.triton.divisions import LEAST, choose_parts, is_decoding
 from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
-from attn_graph.masks.tiles import most_pairs
-from attn_graph.planner.cost import distinct_elements, summed_widths
+from attn_graph.planner.cost import Share, distinct_elements, shares_of
 
-LEAST_ROWS, MOST_ROWS = 16, 128  # of one program
+MOST_ROWS = 128  # of one program
 
 
 @final
@@ -38,10 +44,91 @@ class Forecast:
     traffic: int
 
 
+@final
+@frozen
+class Programs:
+    """The work of one attention, or its gradient, divided among programs of equal size.
+
+    problem: padded. entries: the fewest sequences with all rows. tile: the fewest rows that a
+    program multiplies. heads: how many have their queries in one program. splits: True if programs
+    may share the keys of a head.
+    """
+
+    problem: Problem
+    entries: int
+    tile: int
+    heads: int
+    splits: bool
+
+    @classmethod
+    def of(cls, layout: Layout, rate: Rate) -> Programs:
+        p, packed = layout.problem, "rows" in layout.sides
+        holds, splits = (happens(when, p, packed) for when in (rate.packs, rate.splits))
+        tile = MOST_ROWS if packed else rate.tile  # as for long sequences
+        if p.M == 1 and not packed and rate.one is not None:
+            tile = rate.one
+        return cls(p, layout.fewest, tile, p.H // p.G if holds else 1, splits)
+
+    @property
+    def rows(self) -> int:
+        """Rows divided among the programs of some heads: queries, of a gradient keys."""
+        return self.problem.N if self.problem.grad else self.problem.M * self.heads
+
+    @property
+    def columns(self) -> int:
+        """Rows walked by each program."""
+        return self.problem.M if self.problem.grad else self.problem.N
+
+    @property
+    def count(self) -> int:
+        """The number of programs, before any share keys."""
+        return self.entries * self.problem.H // self.heads * programs_of(self.rows)
+
+    @property
+    def padding(self) -> float:
+        """How many times more products programs compute, with their empty rows."""
+        size = min(MOST_ROWS, max(self.tile, 1 << (self.rows - 1).bit_length()))
+        return -(-self.rows // size) * size / self.rows
+
+    def parts(self, places: int) -> int:
+        """The number of programs per head's keys; 1 if all multiprocessors are busy without it."""
+        tiles = -(-self.problem.N // LEAST)
+        return choose_parts(self.count, places, tiles) if self.splits else 1
+
+    def fullness(self, processors: int) -> tuple[float, float]:
+        """The fractions of multiprocessors that compute, over time, and that read at all."""
+        programs = self.count
+        if self.splits and programs < processors:
+            programs = min(programs * programs_of(self.columns), processors)
+        waves = -(-programs // processors)
+        return programs / (waves * processors), min(1.0, programs / processors)
+
+    def traffic(self, parts: int) -> int:
+        """Bytes of keys and values read, and of the parts."""
+        p = self.problem
+        read = self.count * p.N * (p.D + p.E) * p.dtype.itemsize
+        joined = 8 * self.entries * p.H * parts * p.M * (p.E + 2) if parts > 1 else 0
+        return 0 if p.grad else read + joined
+
+
+def happens(when: When, problem: Problem, packed: bool) -> bool:
+    """True if a rate's rule applies: to forwards, and to packed queries only if it always does."""
+    if problem.grad is not None:
+        return False
+    few = {"one_query": problem.M == 1, "few_rows": is_decoding(problem)}
+    return when == "always" or (not packed and few.get(when, False))
+
+
+def programs_of(rows: int) -> int:
+    """The number of programs for the rows of a head."""
+    return -(-rows // MOST_ROWS)
+
+
 def forecast(graph: Graph, target: Target, name: str) -> Forecast | None:
     """A backend's forecast on a GPU.
 
-    None if a rate is not known: the backend's there, in this dtype, or the GPU's own.
+    None if a rate is not known: the backend's there, in this dtype, or the GPU's own; and for
+    graphs beyond one attention or its gradient.
     """
     rate, processors, bandwidth = (
         rates().get((name, target.sm)),
@@ -50,84 +137,71 @@ def forecast(graph: Graph, target: Target, name: str) -> Forecast | None:
     )
     if rate is None or processors is None or bandwidth is None:
         return None
-    p = sole(graph)
-    if p is None or p.is_empty:
+    layout = Layout.of(graph)
+    if layout is None or layout.problem.is_empty:
         return None
-    backward, width = p.grad is not None, max(p.D, p.E)
-    peak = peak_of(target, name, p.dtype, width, backward=backward)
+    p = layout.problem
+    peak = peak_of(target, name, p.dtype, max(p.D, p.E), backward=p.grad is not None)
     if peak is None:
         return None
-    heads, splits = heads_as_rows(rate, p), rate.splits != "never" and not backward
-    parts = predict_parts(rate, p, processors)
-    filled, busy = fullness(p, processors, splits)
-    flops, moved = least_work(graph)
+    programs, work = Programs.of(layout, rate), least_work(graph)
+    parts = programs.parts(rate.fills * processors)
+    filled, busy = programs.fullness(processors)
+    moved = work.bytes + (values_within_keys(layout) if rate.rereads else 0)
     seconds = least_seconds(
-        flops * row_padding(p, heads), peak * filled, moved, bandwidth * busy, int(parts > 1)
+        work.flops * programs.padding, peak * filled, moved, bandwidth * busy, int(parts > 1)
     )
-    read = p.B * p.H // heads * programs_of(p.M * heads) * p.N * (p.D + p.E) * p.dtype.itemsize
-    joined = 8 * p.B * p.H * parts * p.M * (p.E + 2) if parts > 1 else 0
-    return Forecast(seconds + copied_bytes(p, name) / bandwidth, 0 if backward else read + joined)
-
-
-def heads_as_rows(rate: Rate, problem: Problem) -> int:
-    """The number of heads held as rows of one program, which reads their common keys once."""
-    once = problem.M == 1 if rate.splits == "one_query" else rate.splits == "few_rows"
-    return problem.H // problem.G if once and is_decoding(problem) else 1
-
-
-def predict_parts(rate: Rate, problem: Problem, processors: int) -> int:
-    """The number of programs per head's keys; 1 if all multiprocessors are busy without it."""
-    p, heads = problem, heads_as_rows(rate, problem)
-    if rate.splits == "never" or p.grad is not None:
-        return 1
-    programs = p.B * p.H // heads * programs_of(p.M * heads)
-    return choose_parts(programs, rate.fills * processors, -(-p.N // LEAST))
-
-
-def copied_bytes(problem: Problem, name: str) -> int:
-    """Bytes that copies read and write before the kernel runs: cuDNN's of k and v with lengths."""
-    copies = name == "cudnn" and LEAVES["keys"] in and_parts(problem.node.mask)
-    return 2 * sum(x.type.bytes for x in problem.specs[1:3]) if copies else 0
-
-
-def fullness(problem: Problem, processors: int, splits: bool) -> tuple[float, float]:
-    """The fractions of multiprocessors that compute, over time, and that read at all."""
-    rows, columns = rows_and_columns(problem)
-    programs = problem.B * problem.H * programs_of(rows)
-    if splits and programs < processors:
-        programs = min(programs * programs_of(columns), processors)
-    waves = -(-programs // processors)
-    return programs / (waves * processors), min(1.0, programs / processors)
-
-
-def rows_and_columns(problem: Problem) -> tuple[int, int]:
-    """The lengths divided among programs and walked by each: M and N, backward N and M."""
-    return (problem.M, problem.N) if problem.grad is None else (problem.N, problem.M)
-
-
-def programs_of(rows: int) -> int:
-    """The number of programs for the rows of a head."""
-    return -(-rows // MOST_ROWS)
-
-
-def row_padding(problem: Problem, heads: int) -> float:
-    """How many times more products programs compute, with their empty rows; `heads` of them are in
-    a program's rows."""
-    rows = rows_and_columns(problem)[0] * heads
-    size = min(MOST_ROWS, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
-    return -(-rows // size) * size / rows
+    copies = copied_bytes(layout, graph, target, name)
+    seconds += sum(copy_seconds(size, bandwidth) for size in copies)
+    return Forecast(seconds, programs.traffic(parts))
 
 
 @remember  # each backend's forecast asks
-def least_work(graph: Graph) -> tuple[float, int]:
+def least_work(graph: Graph) -> Share:
     """Flops of the products that the mask leaves, and bytes of each operand and result, once."""
-    p = sole(graph)
-    assert p is not None  # `forecast` asked for one
-    pairs = most_pairs(p.node.mask, (p.B, p.H, p.G, p.M, p.N))
-    once = p.specs[:2] + p.specs[2 + p.node.v_in_k :]
-    read = sum(distinct_elements(x) * x.dtype.itemsize for x in once)
-    written = sum(type_.bytes for type_ in graph.output_types)
-    return 2.0 * pairs * summed_widths(graph.eqns[0].op, p.D, p.E), read + written
+    *_, last = shares_of(graph, {})
+    return last
+
+
+def values_within_keys(layout: Layout) -> int:
+    """Bytes of values that are a part of each key."""
+    p, keys = layout.problem, layout.specs[1]
+    return distinct_elements(keys) // p.D * p.E * keys.dtype.itemsize if p.node.v_in_k else 0
+
+
+def copy_seconds(size: int, bandwidth: float) -> float:
+    """Seconds of a copy of so many bytes, which are read and written."""
+    launch: float = read_rates()["launch"]
+    return launch + 2 * size / bandwidth
+
+
+def copied_bytes(layout: Layout, graph: Graph, target: Target, name: str) -> list[int]:
+    """The bytes of each operand that a call copies before its kernel runs."""
+    copies = COPIES.get(name)
+    names = () if copies is None else copies(graph, target)
+    specs = layout.large()
+    return [specs[x].type.bytes for x in names]
+
+
+def cudnn_copies(graph: Graph, target: Target) -> tuple[str, ...]:
+    """The names of cuDNN's copies."""
+    read = read_problem(graph)
+    if read is None:
+        return ()
+    problem, sequences = read
+    return Case(problem, target.sm, *ASSUMED, sequences=sequences).copies
+
+
+def fa4_copies(graph: Graph, _: Target) -> tuple[str, ...]:
+    """The names of FlashAttention 4's copies."""
+    read = read_problem(graph)
+    return () if read is None else fa4_masks.copies(*read)
+
+
+COPIES: Mapping[str, Callable[[Graph, Target], tuple[str, ...]]] = {
+    "cudnn": cudnn_copies,
+    "fa4": fa4_copies,
+}
 
 
 def rank(graph: Graph, target: Target, names: Sequence[str]) -> dict[str, float]:

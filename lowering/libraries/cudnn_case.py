@@ -73,6 +73,11 @@ class Case:
         grad = self.problem.grad
         return grad is not None and grad.with_do and self.problem.has_blind_rows
 
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The operands copied by a call, do among them."""
+        return (*self.cleaned, *["do"] * self.clears)
+
     @cached_property
     def pass_(self) -> Pass:
         return "forward" if self.problem.grad is None else "backward"

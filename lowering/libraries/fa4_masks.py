@@ -98,6 +98,13 @@ def copied_names(problem: Problem, sequences: PaddedSequences = DENSE) -> tuple[
     return tuple(name for name in "qkv" if name in cleaned or name in off)
 
 
+def copies(problem: Problem, sequences: PaddedSequences = DENSE) -> tuple[str, ...]:
+    """The operands copied by a call, do among them if rows may see no key."""
+    grad = problem.grad
+    clears = grad is not None and grad.with_do and problem.has_blind_rows
+    return (*copied_names(problem, sequences), *["do"] * clears)
+
+
 def new_like(spec: TensorSpec) -> TensorSpec:
     """How the gradient of an operand lies: dense, in its memory order."""
     return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, memory_order(spec)))

@@ -145,6 +145,12 @@ class Layout:
         specs = (TensorSpec(shape, x.dtype) for shape, x in pairs)
         return evolve(p, specs=(*specs, *p.specs[3:])) if self.sides else p
 
+    @property
+    def fewest(self) -> int:
+        """The fewest sequences with all rows; B without packed tensors."""
+        types = [x.type for x in (*self.specs, *self.tables)]
+        return self.op.fewest(types) if self.op else self.problem.B
+
     # Operands and results
 
     def large(self) -> dict[str, TensorSpec]:
