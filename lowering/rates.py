@@ -24,6 +24,7 @@ When = Literal["always", "one_query", "few_rows", "never"]
 class Rate:
     """An entry of rates.toml: some backends on some GPUs. The top of the file has the fields."""
 
+    source: str
     backends: tuple[str, ...]
     sm: tuple[int, ...]
     forward: Shares
