@@ -35,6 +35,7 @@ LIBRARIES = (  # of every target, whatever this machine has
 PAGE = Path(__file__).parents[1] / "docs" / "reports" / "choices.md"
 BF16, INT = torch.bfloat16, torch.int32
 CAUSAL = ag.Causal()
+Specs = tuple[ag.TensorSpec, ag.TensorSpec, ag.TensorSpec]
 ENOUGH = 0.85  # of the graphs that FlashAttention 4 supports
 DATACENTER = ("h200", "b200")  # for which it is made
 PAGE_TEXT = """\
@@ -56,12 +57,12 @@ The graphs of this page that it supports, and how many of them it runs.
 
 {shares}
 
-Where that is below {enough:.0f} %, another backend is predicted to be faster. Our calls of it divide
-no keys among programs, so steps of decoding leave multiprocessors idle, and under lengths it needs
-a copy of v: both are in its price. On sm_100 cuDNN is ahead of it by a few percent in NVIDIA's runs
-of both, with 8 query heads to a key head; with one each its authors have 1209 TFLOP/s causal and
-1360 full for its gradients (2280). "0 %" are equal prices: then the backend whose programs move
-fewer bytes goes first.
+Where that is below {enough:.0f} %, another backend is predicted to be faster. Our calls of it
+divide no keys among programs, so steps of decoding leave multiprocessors idle, and under lengths it
+needs a copy of v: both are in its price. On sm_100 cuDNN is ahead of it by a few percent in
+NVIDIA's runs of both, with 8 query heads to a key head; with one each its authors have 1209 TFLOP/s
+causal and 1360 full for its gradients (2280). "0 %" are equal prices: then the backend whose
+programs move fewer bytes goes first.
 
 {ahead}
 
@@ -92,8 +93,12 @@ class Model:
     def mask(self) -> ag.Mask:
         return CAUSAL if self.window is None else ag.Window(self.window - 1)
 
+    def lay(self, make: Callable[[int, int], ag.TensorSpec]) -> Specs:
+        """q, k and v. make: a spec of so many heads of a size."""
+        return make(self.H, self.D), make(self.G, self.D), make(self.G, self.E or self.D)
+
     def options(self) -> dict[str, Any]:  # Any: options of ag.attention
-        """`more`, with tensors of a spec's axis "H"."""
+        """`more`, with a tensor [H] for "H"."""
         return {
             n: spec(self.H, dtype=torch.float32) if x == "H" else x for n, x in self.more.items()
         }
@@ -134,32 +139,23 @@ DECODERS: dict[str, Model] = {
 
 def within(model: Model, B: int, S: int) -> ag.Graph:
     """A sequence and itself: training, or a prompt."""
-    E = model.E or model.D
-    q, k, v = (
-        spec(B, h, S, size) for h, size in ((model.H, model.D), (model.G, model.D), (model.G, E))
-    )
+    q, k, v = model.lay(lambda heads, size: spec(B, heads, S, size))
     return ag.attention(q, k, v, mask=model.mask, **model.options())
 
 
 def packed(model: Model, T: int, longest: int) -> ag.Graph:
     """Documents one after another."""
-    E = model.E or model.D
-    q, k, v = (
-        spec(T, h, size) for h, size in ((model.H, model.D), (model.G, model.D), (model.G, E))
-    )
-    starts = spec(T // 1024 + 1, dtype=INT)
-    most = {"q_starts": starts, "max_lengths": (longest, longest)}
-    return ag.attention(q, k, v, mask=model.mask, **most, **model.options())
+    q, k, v = model.lay(lambda heads, size: spec(T, heads, size))
+    own: dict[str, Any] = {"q_starts": spec(T // 1024 + 1, dtype=INT)}
+    own["max_lengths"] = longest, longest
+    return ag.attention(q, k, v, mask=model.mask, **own, **model.options())
 
 
 def step(model: Model, B: int, N: int, M: int = 1) -> ag.Graph:
     """New tokens of each sequence, and a cache."""
-    E = model.E or model.D
-    q, k, v = spec(B, model.H, M, model.D), spec(B, model.G, N, model.D), spec(B, model.G, N, E)
-    lengths = {"kv_lengths": spec(B, dtype=INT)}
-    return ag.attention(
-        q, k, v, mask=model.mask, align="bottom_right", **lengths, **model.options()
-    )
+    q, (_, k, v) = spec(B, model.H, M, model.D), model.lay(lambda heads, d: spec(B, heads, N, d))
+    own: dict[str, Any] = {"kv_lengths": spec(B, dtype=INT)}
+    return ag.attention(q, k, v, mask=model.mask, align="bottom_right", **own, **model.options())
 
 
 def paged(
@@ -167,8 +163,8 @@ def paged(
 ) -> ag.Graph:
     """A cache in pages of 16, all of them in use. rows: of packed queries, in all and of a sequence
     at most; None: one query a sequence, not packed. finite: no row of the pools holds NaN."""
-    E, pages = model.E or model.D, N // 16
-    k, v = (spec(B * pages, 16, model.G, size) for size in (model.D, E))
+    pages = N // 16
+    _, k, v = model.lay(lambda heads, size: spec(B * pages, 16, heads, size))
     own: dict[str, Any] = {"pages": spec(B, pages, dtype=INT), "kv_lengths": spec(B, dtype=INT)}
     own["finite_pages"] = finite
     q = spec(B, model.H, 1, model.D)
@@ -195,12 +191,11 @@ PHASES: dict[str, Callable[[Model], ag.Graph]] = {
 
 def latent(B: int, N: int, pages: bool) -> ag.Graph:
     """A step of absorbed latent attention: all heads read one cache of 512 and 64."""
-    q, lengths = spec(B, 128, 1, 576), {"kv_lengths": spec(B, dtype=INT)}
-    if pages:
-        count = N // 64
-        table = spec(B, count, dtype=INT)
-        return ag.attention(q, spec(B * count, 64, 1, 576), 512, pages=table, **lengths)
-    return ag.attention(q, spec(B, 1, N, 576), 512, **lengths)
+    q, lengths, count = spec(B, 128, 1, 576), spec(B, dtype=INT), N // 64
+    if not pages:
+        return ag.attention(q, spec(B, 1, N, 576), 512, kv_lengths=lengths)
+    pool, table = spec(B * count, 64, 1, 576), spec(B, count, dtype=INT)
+    return ag.attention(q, pool, 512, pages=table, kv_lengths=lengths)
 
 
 def across(B: int, H: int, M: int, N: int, D: int, **more: Any) -> ag.Graph:  # Any: options
@@ -337,7 +332,7 @@ def cases_of_fa4(made: Mapping[Row, Chosen], gpu: str, pass_: str) -> Cases:
 
 def shares_of_fa4(made: Mapping[Row, Chosen]) -> str:
     """The share of graphs that FlashAttention 4 runs among those that it supports."""
-    lines = []
+    lines: list[tuple[object, ...]] = []
     for gpu in DATACENTER:
         for pass_ in ("forward", "backward"):
             cases = cases_of_fa4(made, gpu, pass_)
@@ -349,7 +344,7 @@ def shares_of_fa4(made: Mapping[Row, Chosen]) -> str:
 def ahead_of_fa4(made: Mapping[Row, Chosen]) -> str:
     """The graphs that FlashAttention 4 supports and another runs, by phase, where it runs fewer
     than ENOUGH of them."""
-    lines = []
+    lines: list[tuple[object, ...]] = []
     for gpu in DATACENTER:
         for pass_ in ("forward", "backward"):
             cases = cases_of_fa4(made, gpu, pass_)
@@ -374,7 +369,7 @@ def group_cases(gpu: str, cases: Cases) -> Iterator[tuple[str, ...]]:
 def sources() -> str:
     """What the names of sources mean, and the source of each rate."""
     names = "\n".join(f"- {name}: {text}." for name, text in read_rates()["sources"].items())
-    lines = [
+    lines: list[tuple[object, ...]] = [
         (", ".join(x.backends), ", ".join(map(str, x.sm)), x.source)
         for x in dict.fromkeys(rates().values())
     ]
@@ -395,7 +390,8 @@ def count_phases(gpu: str) -> str:
 def write_page() -> str:
     """The page."""
     made = {row: choose_all(row.graph) for row in rows()}
-    choices = table(("graph", *GPUS), [cells(row.name, x) for row, x in made.items()])
+    lines: list[tuple[object, ...]] = [cells(row.name, x) for row, x in made.items()]
+    choices = table(("graph", *GPUS), lines)
     libraries = ", ".join(" ".join(x) for x in LIBRARIES)
     return PAGE_TEXT.format(
         count=len(made), libraries=libraries, shares=shares_of_fa4(made), enough=100 * ENOUGH,
