@@ -25,6 +25,7 @@ from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.lying.sequences import read_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, rates, read_rates
+from attn_graph.lowering.triton.decode import WORTH
 from attn_graph.lowering.triton.divisions import LEAST, choose_parts, is_decoding
 from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
@@ -115,8 +116,14 @@ def happens(when: When, problem: Problem, packed: bool) -> bool:
     """True if a rate's rule applies: to forwards, and to packed queries only if it always does."""
     if problem.grad is not None:
         return False
-    few = {"one_query": problem.M == 1, "few_rows": is_decoding(problem)}
+    few = {"one_query": problem.M == 1, "few_rows": packs_rows(problem)}
     return when == "always" or (not packed and few.get(when, False))
+
+
+def packs_rows(problem: Problem) -> bool:
+    """True if Triton's programs have the rows of all heads that share keys."""
+    rows = problem.M * (problem.H // problem.G)
+    return is_decoding(problem) and WORTH * rows <= problem.N
 
 
 def programs_of(rows: int) -> int:
