@@ -16,7 +16,7 @@ IN_SMALL = {unit.lower(): count for unit, count in UNITS.items()}
 
 
 @final
-@frozen
+@frozen(repr=False)
 class Memory:
     """Bytes on top of the inputs.
 
@@ -49,6 +49,10 @@ class Memory:
         forward = max(self.outputs, self.saved) + self.workspace_forward + self.temporary_forward
         backward = self.saved + self.gradients + self.workspace_backward + self.temporary_backward
         return max(forward, backward if self.gradients else 0)
+
+    def __repr__(self) -> str:
+        """The text."""
+        return str(self)
 
     def __str__(self) -> str:
         workspace = self.workspace_text("forward", self.workspace_forward)

@@ -92,7 +92,7 @@ class Work:
 
 
 @final
-@frozen
+@frozen(repr=False)
 class Cost:
     """The cost of a plan, over all batch entries and heads.
 
@@ -109,6 +109,10 @@ class Cost:
     forward: Work
     backward: Work | None
     estimated: bool = False
+
+    def __repr__(self) -> str:
+        """The text."""
+        return str(self)
 
     def __str__(self) -> str:
         text = f"forward {self.forward}"

@@ -58,13 +58,19 @@ class Refusal:
 
     @property
     def way_out(self) -> str:
-        """The smallest change in words; "" without one."""
-        return format_fix(self.smallest.remedies, ", ", "; ") if self.smallest else ""
+        """The smallest change in words; "" without one. Only one that keeps the result is a fix."""
+        if self.smallest is None:
+            return ""
+        same, other = split_remedies(self.smallest.remedies)
+        if not other:
+            return f"fix: {', '.join(same)}"
+        also = f", if you also {', '.join(same)}" if same else ""
+        return f"would run {' and '.join(other)}, {OTHER}{also}"
 
     @property
     def fixes(self) -> tuple[str, ...]:
         """For each reason, the single changes that lift it, in words; "" without any."""
-        return tuple(format_fix(remedies, " or ", " or ") for remedies in self.lifts)
+        return tuple(map(format_lifts, self.lifts))
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
         """Texts, lists and dicts; `lifts_changing_result` has some of `lifts`, those apart."""
@@ -73,31 +79,34 @@ class Refusal:
             "reasons": [*map(str, self.reasons)],
             "keys": [reason.key for reason in self.reasons],
             "lifts": [[*map(str, remedies)] for remedies in self.lifts],
-            "lifts_changing_result": [split_remedies(remedies)[1] for remedies in self.lifts],
+            "lifts_changing_result": [
+                [each.text for each in remedies if each.changes_result] for remedies in self.lifts
+            ],
             "smallest": [*self.smallest.texts] if self.smallest else None,
             "smallest_changes_result": self.smallest.changes_result if self.smallest else None,
         }
 
 
 def split_remedies(remedies: Sequence[Remedy]) -> tuple[list[str], list[str]]:
-    """In words: changes that keep the result, and changes that do not."""
+    """In words: changes that keep the result, and what a run with the other changes would be."""
     same = [remedy.text for remedy in remedies if not remedy.changes_result]
-    return same, [remedy.text for remedy in remedies if remedy.changes_result]
+    return same, [remedy.instead for remedy in remedies if remedy.changes_result]
 
 
-def format_fix(remedies: Sequence[Remedy], joint: str, between: str) -> str:
-    """Changes in words, those that change the result after the others; "" without any."""
-    same, other = map(joint.join, split_remedies(remedies))
-    return between.join(filter(None, (same, other and f"{other}, {OTHER}")))
+def format_lifts(remedies: Sequence[Remedy]) -> str:
+    """Changes that lift one reason, in words, those that change the result after the others."""
+    same, other = map(" or ".join, split_remedies(remedies))
+    texts = (same and f"fix: {same}", other and f"not a limit {other}, {OTHER}")
+    return "; ".join(filter(None, texts))
 
 
 def add_fix(reason: Reason, fix: str) -> Reason | str:
-    """A reason, and a fix if there is one."""
-    return f"{reason} (fix: {fix})" if fix else reason
+    """A reason, and the way out if there is one."""
+    return f"{reason} ({fix})" if fix else reason
 
 
 @final
-@frozen
+@frozen(repr=False)
 class Explanation:
     """The backend of a graph on a target, the reasons, the others' refusals, and the cost.
 
@@ -125,6 +134,10 @@ class Explanation:
     def __str__(self) -> str:
         verdict, *others = self.lines()
         return "\n".join([verdict, *self.figures(), *others, str(self.graph)])
+
+    def __repr__(self) -> str:
+        """The first line of the text."""
+        return self.verdict
 
     def lines(self) -> Iterator[str]:
         """The chosen backend, its notes, the others that support the graph, and the refusals."""

@@ -96,13 +96,18 @@ def simplify_once(graph: Graph) -> Graph:
 class Remedy:
     """A change that lifts a reason, in words.
 
-    changes_result: True if the changed graph lacks a step or reads rounded inputs. All other
-    changes keep the numbers: another layout, head sizes padded with zeros, repeated heads, a wider
-    option, or one gradient less.
+    instead: what the run would be, "without the mask", if the changed graph lacks a step or reads
+    rounded inputs. All other changes keep the numbers: another layout, head sizes padded with
+    zeros, repeated heads, a wider option, or one gradient less.
     """
 
     text: str
-    changes_result: bool = False
+    instead: str = ""
+
+    @property
+    def changes_result(self) -> bool:
+        """True if the result is another one after the change."""
+        return bool(self.instead)
 
     def __str__(self) -> str:
         return self.text
@@ -339,7 +344,7 @@ def option_edits(question: Question) -> Iterator[Edit]:
         if getattr(options, name) != wider:
             yield Edit("option", Remedy(text), partial(question.with_option, **{name: wider}))
     if options.precision != "fp8" and weights_dtype(question.graph, "fp8"):
-        remedy = Remedy('set precision="fp8"', changes_result=True)
+        remedy = Remedy('set precision="fp8"', instead='with precision="fp8"')
         yield Edit("option", remedy, partial(question.with_option, precision="fp8"))
 
 
@@ -366,9 +371,11 @@ def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Respec]:
         if any(spec.dtype != dtype for spec in own.values()):
             (before,) = {spec.dtype for spec in own.values()}
             loses = torch.promote_types(before, dtype) != dtype  # some of the numbers
+            every = join_words([*own])
+            instead = f"with {every} in {NAMES[dtype]}" if loses else ""
             yield (
                 "cast",
-                Remedy(f"cast {join_words([*own])} to {NAMES[dtype]}", loses),
+                Remedy(f"cast {every} to {NAMES[dtype]}", instead),
                 {name: TensorSpec(spec.shape, dtype, spec.strides) for name, spec in own.items()},
             )
 
@@ -455,15 +462,18 @@ def step_edits(question: Question) -> Iterator[Edit]:
         if kind is ops.Mask and {Unpack, Unpage} & kinds.keys():
             continue  # it sets the ends of sequences
         if kind in (ops.Dropout, ops.Mask) or issubclass(kind, Modifier):
-            text = f"drop {WORDS.get(kind, kind.__name__)}"
-            yield Edit("step", Remedy(text, True), partial(question.rebuilt, {}, kind))
+            edit = partial(question.rebuilt, {}, kind)
+            yield Edit("step", drop_step(WORDS.get(kind, kind.__name__)), edit)
     if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
-        remedy = Remedy("drop the sinks", True)
-        yield Edit("step", remedy, partial(question.rebuilt, {}, ops.Softmax))
+        yield Edit("step", drop_step("the sinks"), partial(question.rebuilt, {}, ops.Softmax))
     for name, kind in ops.STATISTICS.items():
         if kind in kinds:
-            remedy = Remedy(f"drop {name} from stats", True)
+            remedy = Remedy(f"drop {name} from stats", f"without {name} in stats")
             yield Edit("step", remedy, partial(without_outputs, question, kind))
+
+
+def drop_step(step: str) -> Remedy:
+    return Remedy(f"drop {step}", f"without {step}")
 
 
 def without_outputs(question: Question, kind: type) -> Question | None:

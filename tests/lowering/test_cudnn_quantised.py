@@ -150,7 +150,7 @@ def test_weights_are_rounded_only_where_the_call_permits_it() -> None:
     found = ag.explain(declare(), target="b200")
     assert found.backend == "triton"
     said = 'rounds weights beside quantised tensors to 8 bits, and precision is "ieee"'
-    assert f'{said} (fix: set precision="fp8", which changes the result)' in str(found)
+    assert f'{said} (would run with precision="fp8", which changes the result)' in str(found)
     permitted = ag.explain(declare(), target="b200", precision="fp8")
     assert permitted.backend == "cudnn"
     assert "weights are rounded to f8e4m3" in str(permitted)

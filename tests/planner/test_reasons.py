@@ -17,7 +17,7 @@ from attn_graph.extend import Place
 from attn_graph.ir.ops import Dropout
 from attn_graph.lowering.request import Options, Request
 from attn_graph.planner.choose import BACKENDS
-from attn_graph.planner.explanation import Refusal, format_fix
+from attn_graph.planner.explanation import Refusal, format_lifts
 from attn_graph.planner.remedies import Question, Remedy
 from attn_graph.testing.strategies import graphs, shapes
 from tests.planner.test_explain import TARGETS
@@ -137,11 +137,11 @@ def test_remedies_that_do_not_change_the_result_leave_every_step_and_every_numbe
 
 
 def test_remedies_that_change_the_result_stand_apart() -> None:
-    same, other = Remedy("make k dense"), Remedy("drop the mask", changes_result=True)
-    assert format_fix((same,), " or ", " or ") == "make k dense"
-    assert format_fix((other,), " or ", " or ") == "drop the mask, which changes the result"
-    both = "make k dense or drop the mask, which changes the result"
-    assert format_fix((other, same), " or ", " or ") == both
+    same, other = Remedy("make k dense"), Remedy("drop the mask", instead="without the mask")
+    assert format_lifts((same,)) == "fix: make k dense"
+    assert format_lifts((other,)) == "not a limit without the mask, which changes the result"
+    both = "fix: make k dense; not a limit without the mask, which changes the result"
+    assert format_lifts((other, same)) == both
 
 
 def test_two_changes_that_keep_the_result_come_before_one_that_does_not() -> None:
@@ -153,13 +153,13 @@ def test_two_changes_that_keep_the_result_come_before_one_that_does_not() -> Non
     )
     (refusal,) = ag.explain(graph, target="cpu", backends=(backend,), gradients=()).refusals
     assert refusal.lifts == (
-        (Remedy("make q dense"), Remedy("drop the mask", changes_result=True)),
+        (Remedy("make q dense"), Remedy("drop the mask", instead="without the mask")),
         (
             Remedy("repeat k and v for all 8 heads"),
-            Remedy("drop the mask", changes_result=True),
+            Remedy("drop the mask", instead="without the mask"),
         ),
     )
-    assert refusal.way_out == "make q dense, repeat k and v for all 8 heads"
+    assert refusal.way_out == "fix: make q dense, repeat k and v for all 8 heads"
 
 
 def refuses_masks_over_odd_tensors(
@@ -176,15 +176,16 @@ def test_the_way_out_says_when_the_result_would_be_another() -> None:
     graph = ag.attention(X, X, X, dropout=0.1)
     (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",), gradients=()).refusals
     assert any(isinstance(eqn.op, Dropout) for eqn in graph.eqns)
-    assert refusal.way_out == "drop dropout, which changes the result"
-    assert str(refusal).endswith(" (fix: drop dropout, which changes the result)")
+    assert refusal.way_out == "would run without dropout, which changes the result"
+    assert str(refusal).endswith(" (would run without dropout, which changes the result)")
     few = ag.TensorSpec((2, 2, 512, 64), HALF)
     grouped = ag.attention(X, few, few, mask=ag.Prefix(3))
     (other,) = ag.explain(
         grouped, target=TARGETS[2], backends=("torch_cudnn",), gradients=()
     ).refusals
     assert other.way_out == (
-        "repeat k and v for all 8 heads; drop the mask, which changes the result"
+        "would run without the mask, which changes the result, "
+        "if you also repeat k and v for all 8 heads"
     )
     assert str(Refusal("own", (ag.extend.Reason.of("never runs"),))) == "own can't: never runs"
 
