@@ -14,7 +14,7 @@ from tests.support.gpus import box, placed
 
 NAMES = (
     *("a100", "h100", "h200", "b200", "b300", "l40s", "rtx4090"),
-    *("rtx5090", "rtxpro6000", "l4", "a10g", "h20", "gh200", "gb10"),
+    *("rtx5090", "rtxpro6000", "l4", "a10g", "h20", "gh200", "gb200", "gb300", "gb10"),
 )
 
 
