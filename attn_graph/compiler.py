@@ -42,6 +42,7 @@ from attn_graph.planner.arguments import (
 )
 from attn_graph.planner.choose import resolve_backends
 from attn_graph.planner.sized import many_sizes
+from attn_graph.spec.words import binds
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,6 +94,7 @@ def compile(
     """The plan of a divided graph for this process, as one rank."""
 
 
+@binds(lambda *_, **__: tensors_code("compile"))
 @shows(DEFAULTS)
 def compile(
     graph: Graph | Compilable[PlanT, Any],  # Any: as above
@@ -160,6 +162,14 @@ def compile(
     return plan
 
 
+def tensors_code(function: str) -> str:
+    """What to write in place of a call with tensors, or specs, where a graph is wanted."""
+    return (
+        f"write {function}(attention(q, k, v)), of specs, or "
+        "attn_graph.nn.functional.attention(q, k, v), of tensors"
+    )
+
+
 def steer(
     function: Callable[..., object], options: Mapping[str, object]
 ) -> dict[str, Any]:  # Any: as CompileOptions has them
@@ -201,6 +211,7 @@ def explain(
     """The work of a divided graph's ranks."""
 
 
+@binds(lambda *_, **__: tensors_code("explain"))
 @shows(EXPLAINED)
 def explain(
     graph: Graph | Compilable[Any, ExplanationT],  # Any: as above

@@ -204,7 +204,8 @@ class Shown(Repr):
         """A value within `level` others."""
         if isinstance(x, torch.Tensor):
             return f"<tensor of {x.dtype} {list(x.shape)}>"
-        return super().repr1(x, level)
+        text = super().repr1(x, level)
+        return text if "\n" not in text else f"<{type(x).__name__}>"
 
 
 shown = Shown()

@@ -40,27 +40,27 @@ def call(
 BAD: dict[str, Bad] = {
     "batches differ": (
         call(k=spec(3, 2, 6, 8)),
-        [["f16[2, 4, 6, 8]", "f16[3, 2, 6, 8]", "batch", "2 and 3"]],
+        [["k has batch size 3 (axis 0), and q has 2"]],
     ),
     "the batch of v differs": (
         call(v=spec(3, 2, 6, 8)),
-        [["f32[2, 4, 6, 6]", "f16[3, 2, 6, 8]", "q has 2 batch entries and v has 3"]],
+        [["v has batch size 3 (axis 0), and q has 2"]],
     ),
     "head sizes differ": (
         call(k=spec(2, 2, 6, 7)),
-        [["f16[2, 4, 6, 8]", "f16[2, 2, 6, 7]", "head size", "8 and 7"]],
+        [["k has head size 7 (axis 3), and q has 8"]],
     ),
     "keys and values differ in number": (
         call(v=spec(2, 2, 5, 8)),
-        [["f32[2, 4, 6, 6]", "f16[2, 2, 5, 8]", "k has 6 keys and v has 5"]],
+        [["v has 5 keys (axis 2), and k has 6"]],
     ),
     "heads are not a multiple": (
         call(k=spec(2, 3, 6, 8), v=spec(2, 3, 6, 8)),
-        [["scores", "4 heads", "3 heads"], ["weigh", "4 heads", "3 heads"]],
+        [["k and v have 3 heads (axis 1), not a divisor of q's 4"]],
     ),
     "there are no heads to read": (
         call(k=spec(2, 0, 6, 8)),
-        [["scores", "4 heads", "0 heads"]],
+        [["k has 0 heads (axis 1)", "q's 4"]],
     ),
     "the head size is 0": (
         call(spec(2, 4, 6, 0), spec(2, 2, 6, 0), spec(2, 2, 6, 0)),
@@ -68,15 +68,15 @@ BAD: dict[str, Bad] = {
     ),
     "q and k differ in dtype": (
         call(k=spec(2, 2, 6, 8, dtype=F32)),
-        [["q f16[2, 4, 6, 8] and k f32[2, 2, 6, 8]", "dtype"]],
+        [["k is torch.float32, and q is torch.float16; write k.half()"]],
     ),
     "q and v differ in dtype": (
         call(v=spec(2, 2, 6, 8, dtype=F32)),
-        [["q f16[2, 4, 6, 8]", "v f32[2, 2, 6, 8]", "dtype"]],
+        [["v is torch.float32, and q is torch.float16; write v.half()"]],
     ),
     "v is of another precision than the weights": (
         call(v=spec(2, 2, 6, 8, dtype=F64)),
-        [["q f16[2, 4, 6, 8]", "v f64[2, 2, 6, 8]"], ["weigh", "p f32", "v f64", "torch.float64"]],
+        [["v is torch.float64, and q is torch.float16; write v.half()"]],
     ),
     "a tensor instead of a spec": (
         lambda: ag.attention(Q, K, K, bias=torch.zeros(1, 1, 6, 6)),  # type: ignore[arg-type]  # is wrong
@@ -85,9 +85,12 @@ BAD: dict[str, Bad] = {
     "a switch instead of a spec": (call(keep=True), [["'keep'", "bool", "TensorSpec"]]),
     "integers": (
         call(*[spec(2, 2, 6, 8, dtype=I64)] * 3),
-        [["scores", "i64", "torch.float16"], ["weigh", "i64", "torch.float16"]],
+        [["q, k and v are torch.int64", "torch.float16", "write q.float(), k.float(), v.float()"]],
     ),
-    "too few axes": (call(spec(2, 4, 6)), [["scores: q f16[2, 4, 6]", "3 axes", "4"]]),
+    "too few axes": (
+        call(spec(2, 4, 6)),
+        [["q f16[2, 4, 6] has 3 axes and needs 4", "write q[None]"]],
+    ),
     "an alignment is not said": (
         call(spec(2, 4, 5, 8), mask=ag.Causal()),
         [["Causal()", "5 queries", "6 keys", '"top_left"', '"bottom_right"']],
@@ -121,56 +124,62 @@ BAD: dict[str, Bad] = {
     "the rate is not a number": (call(dropout=NAN), [["rate nan", "[0, 1)"]]),
     "the bias does not broadcast": (
         call(bias=spec(2, 3, 6, 6)),
-        [["bias", "f16[2, 3, 6, 6]", "[2, 4, 6, 6]"]],
+        [["bias has 3 heads (axis 1), and q has 4; pass as many, or 1"]],
     ),
     "the bias has too few axes": (
         call(bias=spec(6, 6)),
-        [["bias", "f16[6, 6]", "2 axes", "4", "write bias[None, None]"]],
+        [["bias has 2 axes, [6, 6], and needs 4", "write bias[None, None]"]],
     ),
     "the flags have too few axes": (
         call(keep=spec(4, 6, 6, dtype=torch.bool)),
-        [["keep", "bool[4, 6, 6]", "3 axes", "4", "write keep[None]"]],
+        [["keep has 3 axes, [4, 6, 6], and needs 4", "write keep[None]"]],
     ),
     "the bias is of another dtype": (
         call(bias=spec(1, 1, 6, 6, dtype=torch.bfloat16)),
-        [["bias", "bf16[1, 1, 6, 6]", "torch.float16", "torch.float32"]],
+        [["bias is torch.bfloat16", "torch.float16", "torch.float32", "bias.float()"]],
     ),
     "the bias is boolean": (
         call(bias=spec(1, 1, 6, 6, dtype=torch.bool)),
-        [["bias", "bool[1, 1, 6, 6]", "torch.float32"]],
+        [["bias is torch.bool", "torch.float32", "keep="]],
     ),
-    "slopes for other heads": (call(alibi=spec(3, dtype=F32)), [["alibi f32[3]", "[4]"]]),
+    "slopes for other heads": (
+        call(alibi=spec(3, dtype=F32)),
+        [["alibi has 3 heads (axis 0), and q has 4"]],
+    ),
     "slopes of another dtype": (
         call(alibi=spec(4, dtype=BF16)),
-        [["alibi bf16[4]", "torch.float16", "torch.float32"]],
+        [["alibi is torch.bfloat16", "torch.float16", "torch.float32"]],
     ),
-    "sinks for other heads": (call(sinks=spec(3, dtype=F32)), [["sinks", "f32[3]", "[4]"]]),
+    "sinks for other heads": (
+        call(sinks=spec(3, dtype=F32)),
+        [["sinks has 3 heads (axis 0), and q has 4"]],
+    ),
     "sinks of another dtype": (
         call(sinks=spec(4, dtype=F64)),
-        [["sinks f64[4]", "torch.float16", "torch.float32"]],
+        [["sinks is torch.float64", "torch.float16", "torch.float32"]],
     ),
     "sinks that are integers": (
-        call(sinks=spec(4, dtype=I64)), [["sinks", "i64[4]", "torch.bfloat16"]],
+        call(sinks=spec(4, dtype=I64)), [["sinks is torch.int64", "sinks.float()"]],
     ),
     "lengths for another batch": (
         call(kv_lengths=spec(3, dtype=I64)),
-        [["kv_lengths", "i64[3]", "[2]"]],
+        [["kv_lengths has batch size 3 (axis 0), and q has 2"]],
     ),
     "lengths that are not integers": (
         call(q_lengths=spec(2, dtype=F32)),
-        [["q_lengths", "f32[2]", "torch.int32", "torch.int64"]],
+        [["q_lengths is torch.float32", "q_lengths.int()", "torch.int32", "torch.int64"]],
     ),
     "lengths of two axes": (
         call(kv_lengths=spec(2, 1, dtype=I64)),
-        [["kv_lengths", "i64[2, 1]", "2 axes", "1"]],
+        [["kv_lengths has 2 axes, [2, 1], and needs 1", "kv_lengths.flatten()"]],
     ),
     "segments of each other's sizes": (
         call(spec(2, 4, 5, 8), segments=(spec(2, 6, dtype=I64), spec(2, 5, dtype=I64))),
-        [["q_segments", "i64[2, 6]", "[2, 5]"], ["kv_segments", "i64[2, 5]", "[2, 6]"]],
+        [["q_segments has 6 queries (axis 1)"], ["kv_segments has 5 keys (axis 1)"]],
     ),
     "flags that are numbers": (
         call(keep=spec(1, 1, 6, 6)),
-        [["keep", "f16[1, 1, 6, 6]", "torch.bool"]],
+        [["keep is torch.float16", "bias=", "torch.bool"]],
     ),
     "data that a mask needs is missing": (
         call(mask=ag.Keep("local")),
@@ -178,11 +187,11 @@ BAD: dict[str, Bad] = {
     ),
     "data that nothing reads": (
         call(mask=ag.Keep("local"), locale=spec(1, 1, 6, 6, dtype=torch.bool)),
-        [["local", "needed and not given"], ["locale; did you mean local?"]],
+        [["locale; did you mean local?"]],
     ),
     "two inputs of one name": (
         call(mask=ag.Keep("v"), sinks=spec(4, dtype=F32)),
-        [["v", "f16[2, 2, 6, 8]", "[2, 4, 6, 6]"], ["v", "torch.bool"]],
+        [["v has 2 heads (axis 1), and q has 4", "8 keys"], ["v is torch.float16", "torch.bool"]],
     ),
     "two problems of two steps": (
         call(scale=NAN, soft_cap=-1, sinks=spec(4, dtype=I64), bias=spec(1, 1, 1, 5), dropout=2.0),
@@ -194,9 +203,8 @@ BAD: dict[str, Bad] = {
             kv_lengths=spec(5, 5, dtype=I64), alibi=spec(2, dtype=F32), nonsense=Q,
         ),
         [
-            ["batch"], ["head size", "8 and 7"], ["4 heads", "3 heads"], ["alibi f32[2]"],
-            ["alibi", "align="], ["kv_lengths", "2 axes"], ["Causal()"],
-            ["nonsense"], ["k has 7 keys and v has 9"],
+            ["k has batch size 3"], ["k has head size 7"], ["k has 3 heads", "q's 4"],
+            ["alibi has 2 heads"], ["kv_lengths has 2 axes"], ["nonsense"], ["v has 9 keys"],
         ],
     ),
 }  # fmt: skip

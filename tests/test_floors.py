@@ -48,7 +48,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.machine.*", "attn_graph.kernels.*"),
     ("attn_graph.spec",),
     ("attn_graph.spec.dims",),
-    ("attn_graph.spec.nested",),
+    ("attn_graph.spec.nested", "attn_graph.spec.words"),
     ("attn_graph.printing.*", "attn_graph.errors"),
 )
 MODULES = source_files("*.py")

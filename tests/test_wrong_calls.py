@@ -16,8 +16,12 @@ from torch.masked import masked_tensor
 import attn_graph as ag
 from attn_graph.extend import Place, Store
 from attn_graph.ir.arguments import EXTRA
-from attn_graph.ir.elsewhere import SAID
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
+from attn_graph.planner.arguments import DEFAULTS
+from attn_graph.spec.words import COMPILED, LIBRARIES, SAID, nearest, use
+from attn_graph.spec.words import OPTIONS as OPTION_WORDS
+from tests.support.sources import ROOT
+from tests.support.wrong_calls import WRONG as GATHERED
 
 SPEC = ag.TensorSpec((2, 4, 8, 16), torch.float32)
 POOL = ag.TensorSpec((5, 4, 8, 16), torch.float32)
@@ -212,7 +216,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "three axes": (
         lambda: attention(Q[0], Q[0], Q[0]),
-        "has 3 axes and needs 4; write q[None], or give q_starts= if it is packed [T,H,D]",
+        "have 3 axes and need 4; write q[None], k[None], v[None], or give q_starts= if they are",
     ),
     "two axes": (lambda: attention(Q, Q[0, 0], Q), "write k[None, None]"),
     "one query": (
@@ -283,13 +287,81 @@ def test_a_wrong_call_is_told_how_to_write_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAID)
 def test_an_argument_of_other_libraries_is_said_by_ours(name: str) -> None:
-    own = signature(ag.attention).parameters.keys()
+    own = {*signature(ag.attention).parameters, *signature(attention).parameters}
     assert name not in own
-    said = re.findall(r"\b([a-z_]+)=", SAID[name]) + re.findall(r"\bk and v\b", SAID[name])
-    assert said
-    assert {*said} <= {*own, *EXTRA, "k and v"}
-    with pytest.raises(ag.GraphError, match=f"no argument {name}; use "):
-        describe(**{name: 1})
+    assert {*re.findall(r"\b([a-z_]+)=", SAID[name])} <= {*own, *EXTRA, *DEFAULTS}
+    text = re.escape(f"attention() has no argument {name}; {use(SAID[name])}")
+    for call in (describe, attend):
+        with pytest.raises(ag.GraphError, match=text):
+            call(**{name: 1})
+
+
+def test_words_of_several_libraries_mean_one_thing() -> None:
+    for table in LIBRARIES.values():
+        for name in table:
+            roots = {use(other[name])[:12] for other in LIBRARIES.values() if name in other}
+            assert len(roots) == 1, name
+
+
+def test_options_of_compile_are_known_wherever_they_are_written() -> None:
+    assert {*COMPILED} == DEFAULTS.keys()
+    for name in (*COMPILED, *OPTION_WORDS):
+        with pytest.raises(ag.GraphError, match=r"attn_graph\.compile|; leave it out"):
+            describe(**{name: 1})
+
+
+def test_the_guide_for_users_of_other_libraries_has_their_words() -> None:
+    text = (ROOT / "docs/guides/coming-from.md").read_text(encoding="utf-8")
+    for library, table in LIBRARIES.items():
+        assert f"| {library} |" in text
+        for name in table:
+            assert f"`{name}`" in text
+    rows = re.findall(r"^\| (`[a-z_]+(?:`, `[a-z_]+)*`) \|", text, re.MULTILINE)
+    known = {*SAID, *signature(ag.attention).parameters, *FOREIGN}
+    for name in (name for row in rows for name in re.findall(r"`(\w+)`", row)):
+        assert name in known, f"{name} of the guide is not among the words of messages"
+
+
+FOREIGN = {  # of functions other than attention, and functions themselves
+    *("device", "separate_full_blocks", "compute_dq_write_order", "dq_kv_order", "varlen_attn_out"),
+    *("and_masks", "or_masks", "noop_mask", "softmax_lse", "head_dim", "page_size"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max_c", "ranks", "values", "graphs", "full", "head", "prefix", "cached", "outs", "scaling_"],
+)
+def test_a_name_that_is_near_none_gets_no_other_suggested(name: str) -> None:
+    near = nearest(name, signature(ag.attention).parameters)
+    assert not near or sum(a != b for a, b in zip(name, near, strict=False)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [("kv_length", "kv_lengths"), ("softmax_scal", "scale="), ("is_casual", "mask=Causal()")],
+)
+def test_a_slip_in_a_word_of_another_library_means_that_word(slip: str, meant: str) -> None:
+    with pytest.raises(ag.GraphError, match=re.escape(meant)):
+        attend(**{slip: ROWS})
+
+
+PLACE = re.compile(r" \(at [^)]*:\d+\)")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_wrong_calls_are_told_their_edit_in_one_sentence(golden: Callable[[object], None]) -> None:
+    told = []
+    for name, (call, edit) in GATHERED.items():
+        with pytest.raises((ag.GraphError, ag.PlanMismatchError)) as caught:
+            call()
+        text = PLACE.sub("", str(caught.value))
+        assert edit in text, name
+        one = isinstance(caught.value, ag.GraphError)
+        assert not one or len(caught.value.problems) == 1, f"{name}: {text}"  # type: ignore[attr-defined]
+        told.append(f"[{name}] {text}")
+    assert len(told) >= 150
+    golden("\n".join(told) + "\n")
 
 
 @pytest.mark.parametrize("name", ["H100", "h100", "B200", "CPU"])

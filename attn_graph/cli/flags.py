@@ -23,14 +23,16 @@ OTHER_NAMES = {"bfloat16": "bf16"} | {
     f"{word}{bits}": f"f{bits}" for word in ("float", "fp") for bits in (16, 32, 64)
 }
 
+SIZES = "a list of sizes such as 2,8,1024,64"
+WINDOW = "LEFT or LEFT,RIGHT, such as 255 or 255,0"
 MOST = 2**40  # of one size: no machine has room for more
 LONGEST = 40  # digits of a number that an error repeats
 
 
-def parse_sizes(text: str) -> Sizes:
-    """The sizes of "2,8,1024,64" or "128x128". Raises BadParameter."""
+def parse_sizes(text: str, form: str = SIZES) -> Sizes:
+    """The sizes of "2,8,1024,64" or "128x128". form: for the message. Raises BadParameter."""
     if not re.fullmatch(r"\s*\d+(\s*[,x]\s*\d+)*\s*", text):
-        raise click.BadParameter(f"{text!r} is not a list of sizes such as 2,8,1024,64")
+        raise click.BadParameter(f"{text!r} is not {form}")
     figures = [figures.lstrip("0") or "0" for figures in re.findall(r"\d+", text)]
     longest = max(figures, key=len)
     if len(longest) > len(str(MOST)) or max(map(int, figures)) > MOST:
@@ -39,11 +41,11 @@ def parse_sizes(text: str) -> Sizes:
     return tuple(map(int, figures))
 
 
-def reads_sizes(meaning: str, *counts: int) -> Read:
+def reads_sizes(meaning: str, *counts: int, form: str = SIZES) -> Read:
     """A click callback for the sizes of `meaning`, as many as one of `counts`."""
 
     def read(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
-        numbers = None if value is None else parse_sizes(value)
+        numbers = None if value is None else parse_sizes(value, form)
         if numbers is not None and len(numbers) not in counts:
             due = " or ".join(map(str, counts))
             raise click.BadParameter(f"{value} has {len(numbers)} sizes, and {meaning} has {due}")
@@ -78,7 +80,7 @@ AXES = reads_sizes("[batch, heads, positions, head size]", 4)
 MASK = (
     click.option("--causal", is_flag=True, help="Keys up to the query's own place."),
     click.option(
-        "--window", metavar="LEFT[,RIGHT]", callback=reads_sizes("a window", 1, 2),
+        "--window", metavar="LEFT[,RIGHT]", callback=reads_sizes("a window", 1, 2, form=WINDOW),
         help="Sliding window: LEFT keys before and RIGHT after the query (default 0).",
     ),
     click.option(

@@ -16,6 +16,7 @@ from attn_graph.cli.explain import explain_command
 from attn_graph.cli.fit import fit
 from attn_graph.cli.mask import mask
 from attn_graph.cli.output import INTERRUPTED, UNREAD, epilog
+from attn_graph.spec.words import nearest
 
 HELP = """What will attention do on a machine, why, and at what cost?
 
@@ -23,6 +24,24 @@ Answers come as text, in colours on a terminal, or as --json.
 """
 
 
+TEXT = "describe it by FILE, the text of a graph as print(graph) writes it"
+FLAGS = {  # of other libraries, and of graphs that no flag describes
+    **dict.fromkeys(("packed", "varlen", "q_starts", "cu_seqlens", "cu_seqlens_q"), TEXT),
+    **dict.fromkeys(("pages", "paged", "page_size", "block_table", "kv_starts"), TEXT),
+    **dict.fromkeys(("quantised", "quantized", "fp8", "k_scale", "v_scale", "blocks"), TEXT),
+    "is_causal": "write --causal",
+    "sliding_window": "write --window LEFT[,RIGHT]",
+    "window_size": "write --window LEFT[,RIGHT]",
+    "softcap": "write --soft-cap",
+    "softmax_scale": "write --scale",
+    "dropout_p": "write --dropout",
+    "attn_bias": "write --bias B,H,M,N",
+    "return_lse": "write --stats",
+    "gpu": "write --target NAME",
+    "device": "write --target NAME",
+    "shape": "write --q B,H,M,D",
+    "backend": "write --backends NAME",
+}
 COMMANDS = (doctor, explain_command, fit, mask, bench, cache)
 
 
@@ -55,13 +74,32 @@ def main() -> None:
     sys.exit(exit_code())
 
 
+def show_error(error: click.ClickException) -> int:
+    """Print an error, and return its exit code."""
+    error.show()
+    return error.exit_code
+
+
+def stranger_flag(error: click.NoSuchOption) -> str:
+    """The message for a flag that a command lacks: the flag meant, or another library's word."""
+    params = error.ctx.command.params if error.ctx else ()
+    flags = [flag for param in params for flag in param.opts if flag.startswith("--")]
+    name = error.option_name.removeprefix("--").replace("-", "_")
+    begin = f"no such option: {error.option_name}"
+    if way_out := FLAGS.get(name):
+        return f"{begin}; {way_out}"
+    near = nearest(error.option_name, flags, {})
+    return f"{begin}; did you mean {near}?" if near else begin
+
+
 def exit_code() -> int:
     """Run the command, report errors as click does, and return the code to exit with."""
     try:
         return int(commands.main(prog_name="attn-graph", standalone_mode=False) or 0)
+    except click.NoSuchOption as error:
+        return show_error(click.UsageError(stranger_flag(error), ctx=error.ctx))
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        return show_error(error)
     except click.Abort:
         click.echo("interrupted", err=True)
         return INTERRUPTED

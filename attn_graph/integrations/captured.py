@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
@@ -43,6 +44,12 @@ class Captured:
         if not isinstance(element, Element):
             raise Unread("it indexes something that is not a captured tensor")
         place: Element = element
+        reads = [
+            {*re.findall(r"\w+", index.text)} & {"i", "j"}
+            for index in indices
+            if isinstance(index, Index)
+        ]
+        distances = [*filter(None, reads)] == [{"i", "j"}]
         for index in indices:
             text = "an element" if isinstance(index, Element) else str(index)
             text = simplify_text(index.text) if isinstance(index, Index) else text
@@ -50,7 +57,8 @@ class Captured:
             if further is None:
                 raise Unread(
                     f"it reads a tensor at {text}, which is not b, h, q_idx or kv_idx, one of "
-                    "these plus a number, an element of integers, or a block of the last two"
+                    "these plus a number, an element of integers, or a block of the last two",
+                    distance=distances,
                 )
             place = further
         return place

@@ -8,6 +8,7 @@ Unreadable parts are made dense only with `dense=True`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from operator import attrgetter
 from typing import Any, final
 
@@ -15,7 +16,7 @@ import torch
 from attrs import define, field
 from torch import fx
 from torch.fx.proxy import TraceError
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from attn_graph.errors import GraphError, show
 from attn_graph.integrations.affine import MIRRORED
@@ -80,6 +81,11 @@ ALIASES = {  # the names of torch's functions and of tensors' methods, less thei
 KEYWORDS = {"clamp": ("min", "max"), "to": ("dtype", "device")}  # after the first operand
 SUMS = ("add", "sub")
 JOINS = ("and", "or", "xor", "invert", "output")
+A_FORMULA = 'compare positions instead, as Formula("i - j < 8") does'
+A_TABLE = (
+    "a table of distances is RelativeBias(2 * R + 1), with table=x [H, 2 R + 1], entry n for "
+    "kv_idx - q_idx = n - R"
+)
 WAY_OUT = "say dense=True and sizes=(B, H, M, N), which makes a tensor of that part"
 
 
@@ -100,12 +106,14 @@ def from_flex(
     the obstacle.
     """
     reader = Reader(Captured(check_sizes(sizes, dense)), dense)
+    require_mod(mask_mod, "mask_mod(b, h, q_idx, kv_idx)")
     mask_mod = with_tables(mask_mod)
     try:
         result = reader.walk(lambda b, h, i, j: mask_mod(b, h, i, j), [*map(Index.axis, AXES)])
     except Unread as error:
         if not dense:
-            raise GraphError(f"from_flex: the mod is not read, since {error}; {WAY_OUT}") from error
+            way_out = f"{A_FORMULA}, or {WAY_OUT}" if error.distance else WAY_OUT
+            raise GraphError(f"from_flex: the mod is not read, since {error}; {way_out}") from error
         result = reader.keep(reader.evaluate(mask_mod), error)
     mask = require_boolean(result)
     return mask, {name: reader.captured.tensors[name] for name in mask.needs}
@@ -128,17 +136,37 @@ def from_flex_score(
     """
     reader = Reader(Captured(check_sizes(sizes, dense)), dense)
     names = [Score(), *map(Index.axis, AXES)]
+    require_mod(score_mod, "score_mod(score, b, h, q_idx, kv_idx)")
     score_mod = with_tables(score_mod)
     try:
         result = reader.walk(lambda s, b, h, i, j: score_mod(s, b, h, i, j), names)
         steps = require_scores(result).finished().steps
     except Unread as error:
+        way_out = f"{WAY_OUT}, if it is added; any other step is a modifier of your own"
         raise GraphError(
-            f"from_flex_score: the mod is not read, since {error}; {WAY_OUT}, if it is added; "
-            "any other step is a modifier of your own"
+            f"from_flex_score: the mod is not read, since {error}; "
+            f"{A_TABLE if error.distance else way_out}"
         ) from error
     needs = (name for step in steps for name in step.needs)
     return steps, {name: reader.captured.tensors[name] for name in needs}
+
+
+def require_mod(mod: object, form: str) -> None:
+    """Raise GraphError for a BlockMask, and unless a mod takes the arguments of `form`."""
+    if isinstance(mod, BlockMask):
+        raise GraphError(
+            "from_flex: a BlockMask holds its mod; write from_flex(block_mask.mask_mod)"
+        )
+    if not callable(mod):
+        raise GraphError(f"from_flex: {show(mod)} is not a function; write def {form}")
+    try:
+        signature(mod).bind(*range(form.count(",") + 1))
+    except TypeError as error:
+        raise GraphError(
+            f"from_flex: the mod takes other arguments, {error}; write {form}"
+        ) from error
+    except ValueError:  # a function in C, whose signature is not known
+        return
 
 
 def check_sizes(sizes: Sizes | None, dense: bool) -> dict[str, int]:

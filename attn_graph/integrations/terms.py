@@ -52,7 +52,14 @@ CLOSE = 1e-12  # relative: 1 / cap times cap, in float64
 
 
 class Unread(Exception):
-    """Part of a mod has no translation; the text is a clause with the part and the reason."""
+    """Part of a mod has no translation; the text is a clause with the part and the reason.
+
+    distance: True if it reads a tensor at a distance of query and key.
+    """
+
+    def __init__(self, text: str, *, distance: bool = False) -> None:
+        self.distance = distance
+        super().__init__(text)
 
 
 @final

@@ -8,14 +8,12 @@ from inspect import signature
 from operator import and_
 from typing import TypeVar
 
-import torch
-
 from attn_graph import masks
-from attn_graph.errors import ArgumentError, GraphError, show
+from attn_graph.errors import ArgumentError, GraphError, problems_of, show
 from attn_graph.ir import ops
-from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.ir.scaling import KEY_SCALES, O_SCALE, PAIRS, SCALES
-from attn_graph.spec import FLOATS, QUANTISED, TensorSpec, ValueType
+from attn_graph.spec import QUANTISED, TensorSpec, ValueType
 
 EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
     *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
@@ -77,8 +75,9 @@ def statistic_names(stats: object) -> tuple[str, ...]:
     if isinstance(stats, bool):
         return ("lse",) * stats
     if isinstance(stats, str) or not isinstance(stats, Iterable):
+        name = stats if stats in ops.ROW_RESULTS else "lse"
         raise GraphError(
-            f"attention: stats {show(stats)} is not a sequence of names; write ('lse',)"
+            f'attention: stats {show(stats)} is not a sequence of names; write stats=("{name}",)'
         )
     names = tuple(stats)
     if unknown := [name for name in names if name not in ops.ROW_RESULTS]:
@@ -88,6 +87,19 @@ def statistic_names(stats: object) -> tuple[str, ...]:
     if len({*names}) < len(names):
         raise GraphError(f"attention: stats {names} name one statistic twice")
     return names
+
+
+def option_problems(
+    mask: object, align: masks.Align | None, scale: float | None, soft_cap: float | None
+) -> Iterator[str]:
+    """Options that make no sense by themselves."""
+    if mask is not None:
+        yield from problems_of(lambda: masks.require_mask(None, None, mask))  # type: ignore[arg-type]  # it may be anything
+    yield from problems_of(lambda: masks.Causal(align))
+    if scale is not None:
+        yield from problems_of(lambda: ops.Scores(scale))
+    if soft_cap is not None:
+        yield from problems_of(lambda: SoftCap(soft_cap))
 
 
 def two_segments(segments: object, kind: type[T]) -> tuple[T, T]:
@@ -124,12 +136,6 @@ def require_parameters(fn: Callable[..., object], names: Iterable[str]) -> None:
         return
 
 
-def require_scales(specs: Mapping[str, TensorSpec]) -> None:
-    """Raise GraphError for scales that are missing, or too many. specs: of all inputs, by name."""
-    if problems := [*scale_problems(specs)]:
-        raise GraphError(*problems)
-
-
 def scale_problems(x: Mapping[str, TensorSpec]) -> Iterator[str]:
     """Quantised tensors without scales, and scales of q, k or v without those of k and v."""
     given = [name for name in SCALES if name in x]
@@ -143,22 +149,18 @@ def scale_problems(x: Mapping[str, TensorSpec]) -> Iterator[str]:
             f"attention: {given[0]} is given, and {missing[0]} is not; k and v are quantised "
             "together, alone or with q"
         )
-    for name, scale in PAIRS:
-        if name in x and x[name].dtype in QUANTISED and scale not in {*given, *missing}:
-            yield f"attention: {name} {x[name]} is quantised; pass {scale}= in torch.float32"
+    quantised = [pair for pair in PAIRS if pair[0] in x and x[pair[0]].dtype in QUANTISED]
+    if lacking := [pair for pair in quantised if pair[1] not in {*given, *missing}]:
+        names, scales = (" and ".join(each) for each in zip(*lacking, strict=True))
+        code = scales.replace("scale", "scale=")
+        verb = "is" if len(lacking) == 1 else "are"
+        yield f"attention: {names} {verb} quantised; pass {code} in torch.float32"
 
 
-def dtype_problems(q: ValueType, v: ValueType, **more: TensorSpec | None) -> Iterator[str]:
-    if v.dtype != q.dtype and v.dtype not in QUANTISED:
-        yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
-    for name, x in more.items():
-        if x is not None and x.dtype in FLOATS and x.dtype not in (q.dtype, torch.float32):
-            also = "" if q.dtype == torch.float32 else f", or {torch.float32}"
-            yield f"attention: {name} {x} must have q's dtype, {q.dtype}{also}"
-
-
-def pool_problems(q: TensorSpec, k: TensorSpec, pages: TensorSpec | None) -> Iterator[str]:
-    if pages is None or len(k.shape) != 4 or len(q.shape) not in (3, 4):
+def pool_problems(x: Mapping[str, ValueType]) -> Iterator[str]:
+    """A pool whose heads and rows are probably swapped. x: the types of all inputs."""
+    q, k = x["q"], x["k"]
+    if "pages" not in x or len(k.shape) != 4 or len(q.shape) not in (3, 4):
         return
     heads, rows, own = q.shape[1], k.shape[1], k.shape[2]
     if (

@@ -13,7 +13,6 @@ from attrs import define, field, frozen
 from attn_graph import masks
 from attn_graph.errors import (
     GraphError,
-    problems_of,
     read_renamed,
     refuse_truth,
     show,
@@ -22,21 +21,25 @@ from attn_graph.errors import (
 from attn_graph.ir import ops
 from attn_graph.ir.arguments import (
     EXTRA,
-    dtype_problems,
-    pool_problems,
+    option_problems,
     read_by,
     require_modifiers,
     require_parameters,
-    require_scales,
+    scale_problems,
     statistic_names,
     take_masks,
     two_segments,
     whole_mask,
 )
-from attn_graph.ir.elsewhere import unknown_argument
 from attn_graph.ir.graph import Eqn, Graph, Input, Op
+from attn_graph.ir.inputs import find_needs, input_problems
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.ir.packed_inputs import Sequences, alignment_problems, find_packed_sides
+from attn_graph.ir.packed_inputs import (
+    Sequences,
+    alignment_problems,
+    find_packed_sides,
+    two_sizes,
+)
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.ranks import count_read, rank_problems
 from attn_graph.ir.scaling import O_SCALE, PAIRS, Dequantise, Quantise
@@ -44,6 +47,7 @@ from attn_graph.ir.views import Leading
 from attn_graph.masks import Align
 from attn_graph.spec import TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
+from attn_graph.spec.words import unknown_argument
 
 T = TypeVar("T")
 
@@ -207,10 +211,11 @@ class Builder:
             self.problem(f"two inputs are named {name!r}; names are how a plan is called")
         if not is_plain_name(name):
             self.problem(f"input {name!r} is not a Python name; a plan takes it as a keyword")
-        own = {x.name: x for dim in spec.dims for x in dim.symbols}
-        for other in (x for i in self.inputs for dim in i.spec.dims for x in dim.symbols):
-            if own.get(other.name, other) != other:
-                self.problem(f"input {name!r} has {own[other.name]}, and another input {other}")
+        known = dict.fromkeys(x for i in self.inputs for d in i.spec.dims for x in d.symbols)
+        for own in dict.fromkeys(x for dim in spec.dims for x in dim.symbols):
+            others = [x for x in known if x.name == own.name and x != own]
+            if others and own not in known:
+                self.problem(f"input {name!r} has {own}, and another input {others[0]}; give one")
 
     def emit(self, op: Op, *operands: Value) -> tuple[Value, ...]:
         """Add an equation; return its results. Raises GraphError if they can't have types."""
@@ -395,23 +400,25 @@ def attention(
     specs = {"q": q, "k": k} | ({} if isinstance(v, int) else {"v": v})
     more = dict(zip((*EXTRA, O_SCALE), given, strict=True)) | data
     specs |= {name: spec for name, spec in more.items() if spec is not None}
-    x = {name: b.input(name, spec) for name, spec in specs.items()}
-    x["v"] = x["k"].then(Leading(v)) if isinstance(v, int) else x["v"]
-    b.problem(*pool_problems(q, k, pages))
-    require_scales(specs)
-    narrow, x["q"] = x["q"], x["q"].dequantise(x["q_scale"], x["q"]) if "q_scale" in x else x["q"]
-    b.problem(*dtype_problems(x["q"].type, x["v"].type, bias=bias, alibi=slopes, sinks=sinks))
-    if wrong := problems_of(lambda: masks.Causal(align)):
-        b.problem(*wrong)
-        align = "top_left"
+    x = declare_inputs(b, specs)
+    longest = b.attempt(lambda: two_sizes(max_lengths)) or (None, None)
+    types = {name: spec.type for name, spec in specs.items()}
+    needs = find_needs(mask, steps, 1 if slopes is None else len(slopes.shape))
+    b.problem(*scale_problems(specs), *input_problems(types, needs, longest))
+    b.problem(*option_problems(mask, align, scale, soft_cap))
     names = b.attempt(lambda: statistic_names(stats)) or ()
-    rows, keys = b.attempt(lambda: find_packed_sides(x, max_lengths, finite_pages)) or (None, None)
+    b.check()  # equations are built of inputs and options that make sense
+    x["v"] = x["k"].then(Leading(v)) if isinstance(v, int) else x["v"]
+    narrow, x["q"] = x["q"], x["q"].dequantise(x["q_scale"], x["q"]) if "q_scale" in x else x["q"]
+    rows, keys = b.attempt(lambda: find_packed_sides(x, *longest, finite_pages)) or (None, None)
+    b.check()
     ends = {"q_lengths": rows and rows.lengths, "kv_lengths": keys and keys.lengths}
     x |= {name: lengths for name, lengths in ends.items() if lengths is not None}
     whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))
     slanted = None if alibi is None or alibi is False else align or ""
     steps = tuple(step.aligned(align, masks.ragged_in(x)) for step in steps)
     b.problem(*alignment_problems(whole, slanted, steps, rows, keys))
+    b.check()
     own = {n: x[n].dequantise(x[s], x["q"]) if s in x else x[n] for n, s in PAIRS[1:]}
     unpacked = {name: keys.unpack(own[name]) if keys else own[name] for name in own}
     s = scores(rows.unpack(x["q"]) if rows else x["q"], unpacked["k"], scale=scale)
@@ -426,6 +433,15 @@ def attention(
     stats_of = (lse if name == "lse" else s.then(ops.STATISTICS[name]()) for name in names)
     results = p.weigh(unpacked["v"]), *stats_of
     return declare_outputs(b.build(*store_results(results, rows, x, narrow)), outputs)
+
+
+def declare_inputs(b: Builder, specs: Mapping[str, TensorSpec]) -> dict[str, Value]:
+    """The inputs by name. Raises GraphError for those that are none, such as Dims of two sizes."""
+    before = len(b.problems)
+    x = {name: b.input(name, spec) for name, spec in specs.items()}
+    if len(b.problems) > before:
+        b.check()
+    return x
 
 
 def store_results(
@@ -471,10 +487,16 @@ def change_scores(
 
 
 def unknown_arguments(
-    names: Iterable[str], mask: object, modifiers: Iterable[Modifier | masks.Mask] = ()
+    names: Iterable[str],
+    mask: object,
+    modifiers: Iterable[Modifier | masks.Mask] = (),
+    options: Iterable[str] = (),
 ) -> list[str]:
-    """Messages for names that neither an attention nor its mask nor its modifiers read."""
+    """Messages for names that neither an attention nor its mask nor its modifiers read.
+
+    options: those of `compile` that the function has too.
+    """
     known = {*EXTRA, *read_by(mask, modifiers)}
     unknown = sorted({*names} - known)
-    own = known | signature(attention).parameters.keys() if unknown else known
+    own = {*known, *signature(attention).parameters, *options} if unknown else known
     return [unknown_argument(name, sorted(own)) for name in unknown]

@@ -17,12 +17,16 @@ WAYS_OUT = {  # by field or option: for a tensor under differentiation
 }
 
 
+ARGUMENTS = {"cap": "soft_cap", "rate": "dropout"}  # of attention, by field
+
+
 def require_constant(name: str, value: object) -> None:
     """Raise GraphError for a tensor under differentiation: its gradient would be lost."""
     if is_differentiated(value):
+        own = ARGUMENTS.get(name, name)
         raise GraphError(
-            f"{name} is a tensor under differentiation, but numbers of a graph have no gradient; "
-            f"{WAYS_OUT[name]}, or pass float({name}) if none is wanted"
+            f"{own} is a tensor under differentiation, but numbers of a graph have no gradient; "
+            f"{WAYS_OUT[name]}, or pass float({own}) if none is wanted"
         )
 
 
@@ -30,7 +34,9 @@ def require_positive(_: object, attribute: Attribute[float], value: float) -> No
     """A validator. Raises GraphError unless it is a positive, finite number."""
     require_constant(attribute.name, value)
     if not (isinstance(value, float) and 0 < value < INF):
-        raise GraphError(f"{attribute.name} {show(value)} must be a positive, finite number")
+        name = ARGUMENTS.get(attribute.name, attribute.name)
+        off = f"; write {name}=None for none" if isinstance(value, float) and value == 0 else ""
+        raise GraphError(f"{name} {show(value)} must be a positive, finite number{off}")
 
 
 def require_finite(_: object, attribute: Attribute[float], value: float) -> None:

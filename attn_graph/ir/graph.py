@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, starmap
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, ClassVar, Never, NoReturn, TypeVar, final
 
 import torch
 from attrs import frozen
 
-from attn_graph.errors import Declared, GraphError, asks_for_attrs
+from attn_graph.errors import ArgumentError, Declared, GraphError, asks_for_attrs, show
 from attn_graph.printing.text import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 from attn_graph.spec.dims import Dim, NamedSize
@@ -192,9 +192,10 @@ def gives(*names: str) -> Callable[[type[T]], type[T]]:
 def check_graph(graph: object, name: str) -> None:
     """Raise GraphError for anything but a Graph. name: the function for the message."""
     if not isinstance(graph, Graph):
-        raise GraphError(
-            f"{name}: expected a Graph, got {type(graph).__name__}; see attention and graph"
-        )
+        way_out = "write attn_graph.attention(q, k, v), of specs"
+        if isinstance(graph, torch.Tensor):
+            way_out += ", or attn_graph.nn.functional.attention(q, k, v), of tensors"
+        raise GraphError(f"{name}: expected a Graph, got {show(graph)}; {way_out}")
 
 
 def op_name(op: type[Op]) -> str:
@@ -247,6 +248,10 @@ class Graph:
             raise GraphError(
                 f"graph: {len(self.layouts)} layouts of {len(self.outputs)} outputs; see lay_out"
             )
+
+    def __call__(self, *_: Never, **__: Never) -> NoReturn:
+        """Raises ArgumentError: a graph runs nothing."""
+        raise ArgumentError("a graph describes attention; write compile(graph)(q, k, v) to run it")
 
     @cached_property
     def types(self) -> tuple[ValueType, ...]:

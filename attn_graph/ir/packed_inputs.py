@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 from attrs import frozen
@@ -14,6 +14,7 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packing import Lengths, Pack, Unpack, to_most
 from attn_graph.ir.paging import Unpage
 from attn_graph.masks.joins import leaves
+from attn_graph.spec import ValueType
 from attn_graph.spec.dims import are_numbers
 
 Value = Any  # a value of the graph's builder
@@ -53,12 +54,13 @@ class Pages:
 
 
 def find_packed_sides(
-    x: dict[str, Value], most: object, finite: object
+    x: dict[str, Value], M: int | None, N: int | None, finite: object
 ) -> tuple[Sequences | None, Sequences | Pages | None]:
-    """The packing of q, and of k and v; None if not packed. Raises GraphError."""
-    if problems := [*packed_problems(x), *finite_problems(x, finite)]:
+    """The packing of q, and of k and v; None if not packed. M, N: from `two_sizes`. Raises
+    GraphError for either on a side that is not packed, and for `finite` without pages.
+    """
+    if problems := [*finite_problems(x, finite)]:
         raise GraphError(*problems)
-    M, N = two_sizes(most)
     rows: Sequences | None = None
     keys: Sequences | Pages | None = None
     if "q_starts" in x:
@@ -88,32 +90,33 @@ def size_of(x: Value) -> int:
     return x.type.shape[0] if x.type.shape else 0
 
 
-def packed_problems(x: dict[str, Value]) -> Iterator[str]:
-    ranks = {name: len(x[name].type.shape) for name in "qkv"}
+def packed_problems(x: Mapping[str, ValueType]) -> Iterator[str]:
+    """Why q, k and v are not packed as starts and pages say. x: the types of all inputs."""
+    if not {"q_starts", "kv_starts", "pages"} & x.keys():
+        return
+    whole = {"v": x["k"], **x}  # v may be a number
+    ranks = {name: len(whole[name].shape) for name in "qkv"}
     if "q_starts" in x and ranks["q"] != 3:
-        yield f"attention: q {x['q'].type} has {ranks['q']} axes; with q_starts it is [T,H,D]"
+        yield f"attention: q {x['q']} has {ranks['q']} axes; with q_starts it is [T,H,D]"
     if "kv_starts" in x and ranks["k"] != 3:
-        yield f"attention: k {x['k'].type} has {ranks['k']} axes; with kv_starts it is [T,G,D]"
+        yield f"attention: k {x['k']} has {ranks['k']} axes; with kv_starts it is [T,G,D]"
     if {"pages", "kv_starts"} <= x.keys():
         yield "attention: kv_starts and pages are both given; keys are packed or in pages, not both"
     if "pages" in x and not ranks["k"] == ranks["v"] == 4:
         yield (
-            f"attention: k {x['k'].type} and v {x['v'].type} have {ranks['k']} and {ranks['v']} "
+            f"attention: k {x['k']} and v {whole['v']} have {ranks['k']} and {ranks['v']} "
             "axes; with pages they are pools [n,P,G,D]"
         )
-    elif "pages" in x and x["k"].type.shape[:2] != x["v"].type.shape[:2]:
-        yield f"attention: k {x['k'].type} and v {x['v'].type} are not of the same pages [n,P]"
+    elif "pages" in x and x["k"].shape[:2] != whole["v"].shape[:2]:
+        yield f"attention: k {x['k']} and v {whole['v']} are not of the same pages [n,P]"
     if {"q_starts", "kv_starts"} & x.keys() and ranks["k"] != ranks["v"]:
-        yield f"attention: k {x['k'].type} and v {x['v'].type} are not packed alike"
+        yield f"attention: k {x['k']} and v {whole['v']} are not packed alike"
     if (
         "kv_starts" not in x
         and ranks["q"] == ranks["k"] == 3
-        and size_of(x["q"]) != size_of(x["k"])
+        and x["q"].shape[0] != x["k"].shape[0]
     ):
-        yield (
-            f"attention: q {x['q'].type} and k {x['k'].type} are packed differently; "
-            "pass kv_starts= too"
-        )
+        yield (f"attention: q {x['q']} and k {x['k']} are packed differently; pass kv_starts= too")
 
 
 def finite_problems(x: dict[str, Value], finite: object) -> Iterator[str]:
@@ -130,7 +133,8 @@ def two_sizes(most: object) -> tuple[int | None, int | None]:
             return None, None
         case (M, N) if are_numbers(*(n for n in (M, N) if isinstance(n, int))):
             return to_most(M), to_most(N)
-    raise GraphError(f"attention: max_lengths {show(most)} is not a pair of sizes (M, N)")
+    pair = f"({most}, {most})" if isinstance(most, int) else "(M, N), two numbers or None"
+    raise GraphError(f"attention: max_lengths {show(most)} is not a pair; write max_lengths={pair}")
 
 
 def alignment_problems(

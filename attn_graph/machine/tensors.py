@@ -10,9 +10,12 @@ import torch
 
 from attn_graph.errors import DECLARED, PlanMismatchError, PlanTargetError, show
 from attn_graph.machine.target import Target
-from attn_graph.spec import NAMES, TensorSpec, layout_problem
+from attn_graph.spec import LAYOUTS, NAMES, TensorSpec, cast_code, layout_problem
+from attn_graph.spec.words import SAID, use
 
+ROOM = "out "  # before the name of a result, for a tensor of `out`
 SEEDS = ("seed", "offset")  # inputs that dropout= adds
+ROLES = ("query", "key", "value")  # PyTorch's names of q, k and v
 DTENSORS = "torch.distributed.tensor"  # slow to import: whoever has a DTensor has imported it
 
 
@@ -72,7 +75,50 @@ def require_as_declared(
         places = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
         differences = [f"expected tensors on one device, got {places}"]
     if differences:
-        raise PlanMismatchError(*differences)
+        raise PlanMismatchError(*differences, way_out=way_out_of(tensors, specs))
+
+
+def way_out_of(tensors: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> str:
+    """What to write for tensors other than their specs, by the cause of the difference."""
+    given = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor) and not t.is_nested}
+    if any(t.is_meta for t in given.values()):
+        return (
+            "tensors on meta hold no numbers: call attn_graph.nn.functional.attention, which "
+            "gives results on meta"
+        )
+    rooms = {name: t for name, t in given.items() if name.startswith(ROOM)}
+    if rooms and (way_out := way_out_of_rooms(rooms, specs)):
+        return way_out
+    casts = [cast_code(n, specs[n].dtype) for n, t in given.items() if t.dtype != specs[n].dtype]
+    if not casts or any(t.shape != specs[n].shape for n, t in given.items()):
+        return DECLARED
+    if any(torch.is_autocast_enabled(t.device.type) for t in given.values()):
+        return (
+            f"plans do not cast under torch.autocast: write {', '.join(casts)}, or call "
+            "attn_graph.nn.functional.attention, which casts"
+        )
+    return f"write {', '.join(casts)}, or compile a graph for these: TensorSpec.like(tensor)"
+
+
+def way_out_of_rooms(rooms: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> str:
+    """What to write for tensors of `out` other than the results; "" if they are as those are."""
+    odd = [n for n, t in rooms.items() if (t.shape, t.dtype) != (specs[n].shape, specs[n].dtype)]
+    if odd:
+        made = (f"torch.empty({specs[n].shape}, dtype={specs[n].dtype})" for n in odd)
+        return f"pass {', '.join(made)}"
+    lying = {n: t for n, t in rooms.items() if TensorSpec.like(t) != specs[n]}
+    codes = [f'"{n.removeprefix(ROOM)}": {layout_code(t)}' for n, t in lying.items()]
+    told = f"declare how results lie, outputs={{{', '.join(codes)}}} in attention(q, k, v, ...)"
+    return f"{told}, or pass others" if codes else ""
+
+
+def layout_code(tensor: torch.Tensor) -> str:
+    """The layout of a result that lies like a tensor, as `outputs=` takes it."""
+    spec = TensorSpec.like(tensor)
+    for name in LAYOUTS if tensor.ndim == 4 else ():
+        if TensorSpec(spec.shape, spec.dtype, layout=name) == spec:
+            return f'"{name}"'
+    return "TensorSpec.like(out)"
 
 
 def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
@@ -121,6 +167,9 @@ def arrange(
     both = {**given, **named}
     differences = [f"{n}: given twice, by position and by name" for n in named if n in given]
     strangers = [n for n in named if n not in specs]
+    if strangers and {*strangers} <= {*ROLES}:
+        text = f"{', '.join(strangers)}: not inputs; the inputs are {known}"
+        raise PlanMismatchError(text, way_out="write plan(q, k, v)")
     differences += [f"{n}: is not an input; the inputs are {known}" for n in strangers]
     missing = [(name, spec) for name, spec in specs.items() if name not in both]
     differences += [f"{name}: expected {spec}, got nothing" for name, spec in missing]
@@ -130,6 +179,9 @@ def arrange(
         seeds = [f"{name}=torch.tensor({n})" for n, (name, _) in enumerate(missing)]
         only = len(seeds) == len(differences) and {*dict(missing)} <= {*SEEDS}
         way_out = f"dropout= adds seed and offset: pass {', '.join(seeds)}" if only else DECLARED
+        if strangers and len(strangers) == len(differences):
+            edit = use(SAID[strangers[0]]) if strangers[0] in SAID else f"{strangers[0]}="
+            way_out = f"the graph declares its inputs: in attention(q, k, v, ...), {edit}"
         raise PlanMismatchError(*differences, way_out=way_out)
     return tuple(both[name] for name in specs)
 

@@ -10,7 +10,6 @@ of tiles.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
 from typing import Literal, NoReturn, final
 
 import torch
@@ -18,11 +17,11 @@ from attrs import Factory, field, frozen
 
 from attn_graph.errors import Declared, GraphError, asks_for_attrs, refuse_truth, show
 from attn_graph.masks.intervals import bound_keys
+from attn_graph.masks.misfits import LETTERS, OWNERS, cast_problem, count_axes, rank_problem
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.printing.text import show_call
 from attn_graph.spec import INTEGERS, ValueType
 
-LETTERS = {"b": "B", "h": "H", "i": "M", "j": "N"}  # of axes, and the names of their sizes
 BLOCKS = {"x": "i", "y": "j"}  # the letters of axes of blocks, and of the positions in them
 MOST_LEAVES = 2**12  # of one mask, each as often as it stands there: planning reads them all
 DEEPEST = 128  # joins within joins: each takes up to four of the thousand calls that Python nests
@@ -93,45 +92,33 @@ class Data:
     ) -> Iterator[str]:
         """Why a tensor of this type does not fit. sizes: of the axes, by letter of "bhij"."""
         full = self.shape(sizes)
-        rank, needed = len(type_.shape), len(full)
-        if rank != needed:
-            ways = list_readings(name, type_.shape, sizes) if self.broadcasts else ""
-            yield f"{who}: {name} {type_} has {rank} axes and needs {needed}{ways}"
-        elif not all(
-            n == m or (self.broadcasts and n == 1) for n, m in zip(type_.shape, full, strict=True)
-        ):
-            yield f"{who}: {name} {type_} does not fit {self.axes} = {list(full)}"
-        if type_.dtype not in self.dtypes:
-            yield f"{who}: {name} {type_} must be of {' or '.join(map(str, self.dtypes))}"
+        if len(type_.shape) != len(full):
+            own = name, type_.shape, self.axes
+            yield f"{who}: {name} {rank_problem(*own, full, sizes, self.broadcasts)}"
+        elif problem := self.size_problem(name, type_.shape, sizes):
+            yield f"{who}: {name} {problem}"
+        if problem := cast_problem(name, type_.dtype, self.dtypes):
+            yield f"{who}: {name} {problem}"
 
+    def size_problem(self, name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
+        """Which axes of a tensor have another size, in words; "" if all fit."""
+        parts = [
+            f"{count_axes(x, n)} (axis {axis}), and {self.due(x, m, sizes)}"
+            for axis, (x, n, m) in enumerate(zip(self.axes, shape, self.shape(sizes), strict=True))
+            if n != m and not (self.broadcasts and n == 1)
+        ]
+        more = "; pass as many, or 1" if self.broadcasts else ""
+        return f"has {', '.join(parts)}{more}" if parts else ""
 
-def list_readings(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
-    """The ways to index a tensor of fewer axes to all four of "bhij", one for each meaning.
-
-    sizes: of the axes, by letter. The last axis is read as keys if any such meaning fits.
-    """
-    count = range(len(shape))
-    every = combinations(LETTERS, len(shape))
-    fitting = [x for x in every if all(shape[n] in (1, sizes[x[n]]) for n in count)]
-    meanings = [x for x in fitting if x[-1:] == ("j",)] or [x for x in fitting if x]
-    apart = {frozenset(x[n] for n in count if shape[n] != 1): x for x in meanings}
-    ways = [
-        f"{name}{index_axes(x)} if it is {name_axes(x, shape)}" for x in reversed(apart.values())
-    ]
-    return f"; write {' or '.join(ways)}" if ways else ""
-
-
-def index_axes(axes: Sequence[str]) -> str:
-    """The index that inserts the missing axes of "bhij": "[:, None]"."""
-    index = [":" if x in axes else "None" for x in LETTERS]
-    kept = max(n for n, x in enumerate(index) if x == "None") + 1
-    return f"[{', '.join(index[:kept])}]"
-
-
-def name_axes(axes: Sequence[str], shape: Sequence[int]) -> str:
-    """A shape by the names of its sizes, 1 for an axis that broadcasts: "[B,N]"."""
-    names = ("1" if n == 1 else LETTERS[x] for x, n in zip(axes, shape, strict=True))
-    return f"[{','.join(names)}]"
+    def due(self, letter: str, size: int, sizes: Mapping[str, int]) -> str:
+        """The size that an axis needs, in words, and the tensor that it comes from."""
+        if letter in BLOCKS:
+            positions = count_axes(BLOCKS[letter], self.positions(letter, sizes))
+            block = self.block["xy".index(letter)]
+            return f"{positions} in blocks of {block} are {size}"
+        if letter == "n":
+            return f"it needs {size}"
+        return f"{OWNERS[letter]} has {size}"
 
 
 @asks_for_attrs
@@ -226,6 +213,8 @@ def require_mask(_: object, __: object, value: Mask) -> None:
         way_out = "write a mask such as Causal() or Causal() & Window(64)"
         if isinstance(value, type) and issubclass(value, Mask):
             way_out = f"write {value.__name__}(...), an instance"
+        elif hasattr(value, "mask_mod"):
+            way_out = "write mask, tensors = ag.from_flex(block_mask.mask_mod)"
         elif callable(value):
             way_out = "a function is read by mask, tensors = ag.from_flex(function)"
         elif hasattr(value, "dtype"):

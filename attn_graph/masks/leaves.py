@@ -14,6 +14,7 @@ from attn_graph.masks.joins import Align, Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.spec import MOST_INT64, as_integer, to_integer
 from attn_graph.spec.dims import are_numbers
+from attn_graph.spec.words import check_constructor
 
 LENGTHS = ("kv_lengths", "q_lengths")  # the names of the lengths of sequences
 
@@ -299,6 +300,7 @@ class Keep(Mask):
 
 
 @final
+@check_constructor(lambda _, size=128, *more, **named: f"write KeepBlocks({size}, {size})")
 @frozen
 class KeepBlocks(Mask):
     """A boolean table decides for blocks of `rows` queries and `keys` keys: True may attend.

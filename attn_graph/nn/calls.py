@@ -17,14 +17,15 @@ from torch._C import (
 from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
-from attn_graph import compiler
+from attn_graph import compiler, masks
 from attn_graph.compiler import avoided, preferred
-from attn_graph.errors import GraphError, TensorError, show
+from attn_graph.errors import GraphError, TensorDtypeError, TensorError, show
 from attn_graph.ir import builder
 from attn_graph.ir.arguments import require_modifiers, take_masks
 from attn_graph.ir.builder import unknown_arguments
-from attn_graph.ir.checks import require_constant
+from attn_graph.ir.checks import ARGUMENTS, require_constant
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.inputs import find_needs, unread_dtypes
 from attn_graph.ir.scaling import SCALES
 from attn_graph.machine.ambient import is_traced, require_untraced
 from attn_graph.machine.flop_counters import teach_counters
@@ -38,7 +39,7 @@ from attn_graph.nn.tracing import fix
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key, cache
 from attn_graph.planner.arguments import CHOICE
-from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
+from attn_graph.spec import FLOATS, NAMES, TensorSpec, layout_problem, to_number
 
 # The options of a call, in this order: those of a graph, then those of `compile`.
 GRAPH_OPTIONS = (
@@ -68,7 +69,7 @@ def attend_anew(
     if options[MODIFIERS] != ():
         options = gather_masks(options)
     if not is_dynamo_compiling() and (
-        unknown := unknown_arguments(named, options[0], options[MODIFIERS])
+        unknown := unknown_arguments(named, options[0], options[MODIFIERS], CHOICE)
     ):
         raise GraphError(*unknown)
     if not all(isinstance(t, Tensor) for t in tensors.values()):
@@ -166,7 +167,7 @@ def read_number(name: str, number: object) -> float:
     require_constant(name, number)
     value = to_number(number)
     if not isinstance(value, float):
-        raise GraphError(f"{name} {show(number)} must be a number")
+        raise GraphError(f"{ARGUMENTS.get(name, name)} {show(number)} must be a number")
     return value
 
 
@@ -243,7 +244,7 @@ def attend_into(
         plan = cache.recall(key, given)
     if plan is None:
         options = gather_masks(options)
-        if unknown := unknown_arguments(named, options[0], options[MODIFIERS]):
+        if unknown := unknown_arguments(named, options[0], options[MODIFIERS], CHOICE):
             raise GraphError(*unknown)
         plan = new_plan(q, k, v, named, options)
         cache.remember(key, given, plan)
@@ -282,6 +283,10 @@ def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) ->
     """The plan for tensors of this kind. Raises GraphError and NoBackendError."""
     tensors = {"q": q, "k": k, "v": v, **named}
     given = named_options(options)
+    dtypes = {name: t.dtype for name, t in tensors.items()}
+    if any(dtype not in NAMES for dtype in dtypes.values()):
+        needs = find_needs(given["mask"], given["modifiers"])
+        raise TensorDtypeError(*unread_dtypes(dtypes, needs))
     specs = {name: TensorSpec.like(t) for name, t in tensors.items()}
     graph = make_graph(specs, given, caches=q.device.type == "cpu")  # cuDNN plans for one size
     # Calls pass tensors by position. A plan that is only explained has its seeds by itself.
@@ -294,25 +299,33 @@ def make_graph(
     specs: Mapping[str, TensorSpec],
     options: Mapping[str, Any],  # Any: the values of OPTIONS
     caches: bool = False,
+    names: bool = True,
 ) -> Graph:
-    """The graph of a call. specs: of all its tensors. options: by name. caches: see `name_sizes`.
+    """The graph of a call. specs: of all its tensors. options: by name. caches: see `name_sizes`,
+    which names the sizes if `names`.
 
     Raises GraphError.
     """
     free = SEED if options["dropout"] else ()  # the graph has these by itself
     given: dict[str, Any] = {name: options[name] for name in GRAPH_OPTIONS}
-    given |= {name: spec for name, spec in name_sizes(specs, caches).items() if name not in free}
+    named = name_sizes(specs, caches) if names else specs
+    given |= {name: spec for name, spec in named.items() if name not in free}
     if given.keys() >= {*SEGMENTS}:
         given["segments"] = tuple(given.pop(name) for name in SEGMENTS)
     try:
         return builder.attention(**given)
     except GraphError:
-        if caches:
-            make_graph(specs, options)  # raises by numbers, without names unknown to the caller
+        if named is not specs:  # by numbers, without names unknown to the caller
+            make_graph(specs, options, names=False)
         raise
 
 
 def require_tensors(tensors: Named) -> None:
+    if isinstance(v := tensors.get("v"), int):
+        raise TensorError(
+            f"attention: v is {v}, not a tensor; write k[..., :{v}], or declare a graph, "
+            f"ag.attention(q, k, {v}), of which a kernel reads k once"
+        )
     problems = [(name, tensor_problem(t)) for name, t in tensors.items()]
     if texts := [f"attention: {name} {problem}" for name, problem in problems if problem]:
         raise TensorError(*texts)
@@ -320,7 +333,20 @@ def require_tensors(tensors: Named) -> None:
 
 def tensor_problem(t: object) -> str:
     """Why attention can't read this; "" for a strided tensor."""
-    return layout_problem(t) if isinstance(t, Tensor) else f"is a {type(t).__name__}, not a tensor"
+    return layout_problem(t) if isinstance(t, Tensor) else not_a_tensor(t)
+
+
+def not_a_tensor(x: object) -> str:
+    """That a value is not a tensor, and what to pass in its place."""
+    way_out = ""
+    if isinstance(x, int | float | list | tuple):
+        way_out = f"; write torch.tensor({show(x)})"
+    elif isinstance(x, masks.Mask):
+        way_out = (
+            "; write is_causal=True, or attn_graph.nn.functional.attention(q, k, v, mask=...) for "
+            "masks of this library"
+        )
+    return f"is {show(x)}, not a tensor{way_out}"
 
 
 def draw_seed(device: torch.device) -> dict[str, Tensor]:

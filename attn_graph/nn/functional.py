@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import (
+    ArgumentError,
     GraphError,
     PlanMismatchError,
     TensorDtypeError,
@@ -28,7 +29,7 @@ from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Fallback
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Causal, Mask, Prefix
-from attn_graph.masks.joins import LETTERS, list_readings
+from attn_graph.masks.misfits import LETTERS, list_readings
 from attn_graph.nn.calls import (
     GRAPH_OPTIONS,
     SEED,
@@ -41,6 +42,7 @@ from attn_graph.nn.calls import (
     cast_inputs,
     draw_seed,
     new_plan,
+    not_a_tensor,
     read_number,
     require_tensors,
 )
@@ -102,8 +104,9 @@ def attention(
 ) -> Outputs:
     """q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], and the statistics of `stats`.
 
-    Options are those of `attn_graph.attention`, with tensors in place of specs, and those of
-    `attn_graph.compile` that choose the backend. `prefer`, `avoid` and PyTorch's switches apply as
+    Options are those of `attn_graph.attention`, with tensors in place of specs, but `outputs` and
+    `o_scale`; v is a tensor, such as k[..., :512]. And those of `attn_graph.compile` that choose
+    the backend. `prefer`, `avoid` and PyTorch's switches apply as
     there. Plans are remembered by shape, dtype, strides and options: a repeated call costs a few
     microseconds more than `plan(q, k, v)`.
 
@@ -271,7 +274,7 @@ def read_mask(attn_mask: Tensor | None, is_causal: bool) -> Kept:
     if attn_mask is None:
         return mask, NAMELESS
     if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attention: attn_mask is a {type(attn_mask).__name__}, not a tensor")
+        raise ArgumentError(f"attention: attn_mask {not_a_tensor(attn_mask)}")
     return mask, {"keep" if attn_mask.dtype == torch.bool else "bias": attn_mask}
 
 
@@ -366,7 +369,7 @@ def require_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
     least = 3 if grouped else 2
     for name, t in zip(ROLES, (q, k, v), strict=True):
         if not isinstance(t, Tensor):
-            raise TypeError(f"attention: {name} is a {type(t).__name__}, not a tensor")
+            raise ArgumentError(f"attention: {name} {not_a_tensor(t)}")
         if problem := layout_problem(t):
             raise TensorError(f"attention: {name} {problem}")
         if t.ndim < least:

@@ -17,6 +17,7 @@ from attn_graph.nn.multihead import multi_head_attention
 from attn_graph.planner.arguments import CHOICE, ChoiceOptions, complete, shows
 from attn_graph.printing.text import show_value
 from attn_graph.spec import layout_problem
+from attn_graph.spec.words import binds
 
 PADDED = (
     "is nested; pass torch.nested.to_padded_tensor(x, 0.0), and key_padding_mask, True past the "
@@ -79,6 +80,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     seeds from the default generator. In eval mode without gradient PyTorch's Transformer layers
     fuse a whole layer and bypass the module; `attn_graph.replace_sdpa` covers those.
     """
+
+    __init__ = binds(
+        lambda *_, **__: "its arguments are PyTorch's; pass attn_mask= and is_causal= to the call"
+    )(torch.nn.MultiheadAttention.__init__)
 
     def forward(
         self,

@@ -16,6 +16,7 @@ from attn_graph.machine.ambient import has_tangent, require_untraced
 from attn_graph.machine.likeness import NESTED, look_at
 from attn_graph.machine.overlap import may_overlap, overlaps_itself
 from attn_graph.machine.tensors import (
+    ROOM,
     as_it_lies,
     is_distributed,
     read_array,
@@ -131,7 +132,7 @@ def room_specs(plan: Plan, rooms: Tensors, tensors: Tensors) -> dict[str, Tensor
     """The specs of the results, by the names of their tensors in messages. Gradients may lie in any
     way."""
     graph, sizes = plan.graph, plan.sizes_of(tensors)
-    names = (f"out {name}" for name in output_names(graph))
+    names = (f"{ROOM}{name}" for name in output_names(graph))
     due = [spec.bind(sizes) for spec in output_specs(graph)]
     if graph.is_gradient:
         due = [as_it_lies(*pair) for pair in zip(due, rooms, strict=True)]

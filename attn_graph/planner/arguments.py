@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, get_args
@@ -21,6 +20,7 @@ from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
 from attn_graph.planner.choose import resolve_backends
+from attn_graph.spec import words
 
 # Modules for planning on GPUs, beyond those imported with the library; these import the rest.
 FOR_GPUS = (
@@ -40,8 +40,6 @@ Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Switch = Literal[True, False]
-SEVERAL = ("backends", "avoid", "gradients")  # options that are sequences of names
-MEANT = {"device": "target", "fallback": "on_fallback", "autotune": "tune"}  # other names
 
 
 class ChoiceOptions(TypedDict, total=False):
@@ -136,12 +134,8 @@ def unknown_option(
 ) -> ArgumentError:
     """The error for options that a function lacks. given: their values by name."""
     (name, value), *_ = given.items()
-    near = MEANT.get(name) or next(
-        iter(get_close_matches(name, signature(function).parameters)), ""
-    )
-    said = f"{near}={show((value,) if near in SEVERAL and isinstance(value, str) else value)}"
-    way_out = f"; did you mean {said}?" if near else ""
-    return ArgumentError(f"{function.__name__}() has no argument {name}{way_out}")
+    own = signature(function).parameters
+    return ArgumentError(words.option_message(function.__name__, own, name, value))
 
 
 def require_absent(name: str, value: object, kind: str) -> None:

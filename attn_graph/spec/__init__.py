@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import permutations
 from math import prod
@@ -16,6 +16,7 @@ from torch.masked import MaskedTensor
 
 from attn_graph.errors import ArgumentError, GraphError, show
 from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, is_flag, to_index
+from attn_graph.spec.words import binds
 
 DTYPES = {
     "f16": torch.float16,
@@ -30,6 +31,15 @@ DTYPES = {
     "i8": torch.int8,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CASTS = {  # the methods of tensors
+    torch.bool: "bool",
+    torch.int32: "int",
+    torch.int64: "long",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float",
+    torch.float64: "double",
+}
 INF = float("inf")
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32, torch.float64)
@@ -148,6 +158,7 @@ class TensorSpec:
     dtype: torch.dtype = field()
     strides: tuple[int, ...] = field()
 
+    @binds(lambda _, *given, **named: spec_code(given, named))
     def __init__(
         self,
         shape: Sequence[int],
@@ -174,7 +185,10 @@ class TensorSpec:
     def like(cls, tensor: torch.Tensor) -> TensorSpec:
         """The spec of a tensor. Raises GraphError for anything else."""
         if not isinstance(tensor, torch.Tensor):
-            raise GraphError(f"spec: {show(tensor)} is not a tensor")
+            raise GraphError(
+                f"spec: {show(tensor)} is not a tensor; write TensorSpec((2, 8, 512, 64), "
+                "torch.float16) without one"
+            )
         if problem := layout_problem(tensor):
             raise GraphError(f"spec: the tensor {problem}")
         return cls(tensor.shape, tensor.dtype, tensor.stride())
@@ -220,6 +234,18 @@ class TensorSpec:
     def __repr__(self) -> str:
         tail = "" if self.is_dense else f", strides={self.strides}"
         return f"TensorSpec({self.shape}, {self.dtype}{tail})"
+
+
+def spec_code(given: Sequence[object], named: Mapping[str, object]) -> str:
+    """What to write in place of a call of TensorSpec with other arguments."""
+    if given and isinstance(given[0], torch.Tensor):
+        return "write TensorSpec.like(tensor)"
+    if "device" in named:
+        return 'a spec has no device: write compile(graph, target="h200")'
+    if "stride" in named:
+        return "write strides="
+    shape = tuple(given[0]) if given and isinstance(given[0], Sequence) else (2, 8, 512, 64)
+    return f"write TensorSpec({show(shape)}, torch.float16)"
 
 
 def layout_problem(tensor: torch.Tensor) -> str:
@@ -285,8 +311,17 @@ def dtype_problem(dtype: object) -> str:
     name = str(dtype if isinstance(dtype, str) else own).removeprefix("torch.")
     meant = DTYPES.get(name, getattr(torch, name, None))
     if isinstance(dtype, torch.dtype) or meant not in NAMES:
-        return f"is not one of {', '.join(map(str, NAMES))}"
+        edit = "; write tensor.bool() for a mask, tensor.int() for lengths, tables and segments"
+        real = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+        known = f"is not one of {', '.join(map(str, NAMES))}"
+        return known if real or not isinstance(dtype, torch.dtype) else known + edit
     return f"is {'a text' if isinstance(dtype, str) else 'not of PyTorch'}; write {meant}"
+
+
+def cast_code(name: str, dtype: torch.dtype) -> str:
+    """The code of a tensor by this name in another dtype."""
+    short = CASTS.get(dtype)
+    return f"{name}.{short}()" if short else f"{name}.to({dtype})"
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from attrs import frozen
 
 from attn_graph.errors import GraphError, show
 from attn_graph.spec.nested import nested_values, replace_nested
+from attn_graph.spec.words import binds
 
 Sizes = Mapping[str, int]  # values of Dims, by name
 
@@ -123,6 +124,12 @@ Factors = tuple[NamedSize | Quotient, ...]
 Terms = tuple[tuple[Factors, int], ...]  # products, each with its number
 
 
+def dim_code(name: object = "N", most: object = 4096, **named: object) -> str:
+    """What to write in place of a Dim that lacks its largest size, or has it by another name."""
+    largest = named.get("max", named.get("maximum", most))
+    return f'write Dim("{name}", most={show(largest)})'
+
+
 @final
 class Dim(int):
     """A named size in the shape of a TensorSpec: B, M, N, T or the number of pages.
@@ -141,6 +148,7 @@ class Dim(int):
 
     terms: Terms
 
+    @binds(lambda _, *given, **named: dim_code(*given, **named))
     def __new__(cls, name: str, most: int | None = None, *, classes: Iterable[int] = ()) -> Dim:
         given = tuple(classes) if isinstance(classes, Iterable) else (classes,)
         known = (None if isinstance(n, bool) else to_index(n) for n in given)
@@ -154,6 +162,8 @@ class Dim(int):
                 f"dim {name}: classes {sizes} are ascending sizes of at least 1, in place of most"
             )
         most = sizes[-1] if sizes else most
+        if most is None:
+            raise GraphError(f"dim {name}: its largest size is missing; {dim_code(name)}")
         if type(most) is not int or most < 1:
             raise GraphError(f"dim {name}: most {show(most)} is not a whole number of at least 1")
         return make_dim((((NamedSize(name, most, sizes),), 1),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.generate import assets, command_line, hugging_face, readme, speed, support
+from docs.generate import assets, command_line, hugging_face, readme, speed, support, words
 from docs.generate.pages import ROOT, Parts, fill
 
 PAGES: dict[str, Parts] = {
@@ -12,6 +12,7 @@ PAGES: dict[str, Parts] = {
         "explain": readme.explain_example,
         "support": support.compact,
     },
+    "docs/guides/coming-from.md": {"words": words.words},
     "docs/guides/hugging-face.md": {"models": hugging_face.models},
     "docs/support.md": {"support": support.numbered_table},
     "docs/speed.md": {

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.cli.main import commands, main
+from attn_graph.cli.main import commands, main, stranger_flag
 from tests.support.command_line import run
 from tests.support.sources import ROOT
 
@@ -34,6 +34,23 @@ def test_every_help_has_an_example_that_is_a_command(name: str) -> None:
     result = run(*name.split(), "--help")
     assert result.exit_code == 0
     assert f"Example:\n    attn-graph{name}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--caual", "did you mean --causal?"),
+        ("--packed", "describe it by FILE"),
+        ("--pages", "describe it by FILE"),
+        ("--softmax-scale", "write --scale"),
+        ("--zebra", "no such option: --zebra"),
+        ("--values", "no such option: --values"),
+    ],
+)
+def test_a_wrong_flag_is_told_the_near_one_or_none(flag: str, told: str) -> None:
+    context = click.Context(commands.commands["explain"])
+    text = stranger_flag(click.NoSuchOption(flag, ctx=context))
+    assert text.partition("; ")[2 if ";" in text else 0].startswith(told)
 
 
 def test_the_entry_point_is_what_the_module_runs() -> None:
@@ -140,7 +157,7 @@ WRONG = {
     "explain": "say a graph: --q and further flags, or FILE",
     "explain --q 1,2": "1,2 has 2 sizes, and [batch, heads, positions, head size] has 4",
     "explain --q 1,a,2,3": "'1,a,2,3' is not a list of sizes",
-    "explain --q 1,3,8,8 --k 1,2,8,8": "3 heads of q f32[1, 3, 8, 8] are not a multiple of 2 heads",
+    "explain --q 1,3,8,8 --k 1,2,8,8": "k and v have 2 heads (axis 1), not a divisor of",
     "explain --q 1,2,8,8 --k 1,2,9,8 --causal": 'pass align="top_left"',
     "explain --q 1,2,8,8 --target tpu": "target 'tpu' is not known",
     "explain --q 1,2,8,8 --backends nobody": "no backend is named 'nobody'",

@@ -111,7 +111,7 @@ def test_dims_print_as_python(size: int, text: str) -> None:
     ("make", "problem"),
     [
         (lambda: ag.Dim("no name", most=3), "'no name' is not a name"),
-        (lambda: ag.Dim("B"), "most None is not a whole number"),
+        (lambda: ag.Dim("B"), "its largest size is missing; write Dim"),
         (lambda: ag.Dim("B", most=0), "most 0 is not a whole number"),
         (lambda: ag.Dim("B", classes=(4, 2)), "are ascending sizes"),
         (lambda: ag.Dim("B", most=4, classes=(2, 4)), "in place of most"),

@@ -1,0 +1,324 @@
+"""Wrong calls as newcomers write them: each with the edit that its message has to name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+import attn_graph as ag
+from attn_graph import nn
+from attn_graph.nn.functional import attention, scaled_dot_product_attention
+
+Call = Callable[[], object]
+Wrong = dict[str, tuple[Call, str]]  # by what is wrong: the call, and the edit
+
+Q, K = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 10, 16)
+TWO = torch.randn(2, 2, 8, 16)  # of two heads
+PACKED, STARTS = torch.randn(7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
+POOL, TABLE = torch.randn(6, 4, 4, 16), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+LENGTHS = torch.tensor([5, 8], dtype=torch.int32)
+BYTES, SCALE = torch.zeros(2, 4, 8, 16, dtype=torch.int8), torch.ones(1, 1, 1, 1)
+SPEC = ag.TensorSpec((2, 4, 8, 16), torch.float32)
+SLOPES = torch.rand(4)
+RELATIVE, FLAGS = torch.randn(16, 4), torch.ones(16).bool()
+any_spec: Any = ag.TensorSpec  # Any: wrong on purpose, as all of these
+any_dim: Any = ag.Dim
+any_blocks: Any = ag.KeepBlocks
+any_compile: Any = ag.compile
+any_explain: Any = ag.explain
+any_graph: Any = ag.attention(SPEC, SPEC, SPEC)
+any_attention: Any = attention
+any_sdpa: Any = scaled_dot_product_attention
+any_flex: Any = ag.from_flex
+any_scores: Any = ag.from_flex_score
+
+
+def attend(q: Tensor = Q, k: Tensor = Q, v: Tensor = Q, /, **options: Any) -> Call:
+    return lambda: any_attention(q, k, v, **options)
+
+
+def describe(**options: Any) -> Call:
+    return lambda: ag.attention(SPEC, SPEC, SPEC, **options)
+
+
+def compiled(**options: Any) -> Call:
+    return lambda: any_compile(any_graph, **options)
+
+
+def plan_of(*tensors: Tensor, **named: Any) -> Call:
+    return lambda: ag.compile(any_graph)(*tensors, **named)
+
+
+def packed(**options: Any) -> Call:
+    return lambda: any_attention(PACKED, PACKED, PACKED, **{"q_starts": STARTS} | options)
+
+
+def paged(pool: Tensor = POOL, **options: Any) -> Call:
+    given = {"pages": TABLE, "kv_lengths": LENGTHS} | options
+    return lambda: any_attention(Q, pool, pool, **given)
+
+
+def quantised(k: Tensor = BYTES, v: Tensor = BYTES, **options: Any) -> Call:
+    return lambda: any_attention(Q, k, v, **options)
+
+
+def under_autocast() -> object:
+    half = ag.TensorSpec((2, 4, 8, 16), torch.bfloat16)
+    plan = ag.compile(ag.attention(half, half, half))
+    with torch.autocast("cpu", torch.bfloat16):
+        return plan(Q, Q, Q)
+
+
+def block_mask() -> Any:  # Any: PyTorch's
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
+
+
+def two_sizes_of_a_dim() -> object:
+    short, long = (ag.TensorSpec((2, 4, ag.Dim("N", most=n), 16), torch.float32) for n in (4, 8))
+    return ag.attention(short, long, long)
+
+
+WORDS: Wrong = {  # of other libraries, and words near none of ours
+    f"word {word}": (attend(**{word: value}), edit)
+    for word, value, edit in [
+        ("is_causal", True, "use mask=Causal()"),
+        ("causal", True, "use mask=Causal()"),
+        ("attn_mask", Q, "use keep="),
+        ("dropout_p", 0.1, "use dropout="),
+        ("enable_gqa", True, "k and v with fewer heads"),
+        ("query", Q, "pass q, k and v first"),
+        ("key", Q, "pass q, k and v first"),
+        ("value", Q, "pass q, k and v first"),
+        ("block_mask", None, "block_mask.mask_mod"),
+        ("mask_mod", None, "from_flex"),
+        ("score_mod", None, "from_flex_score"),
+        ("return_lse", True, "stats="),
+        ("return_aux", None, 'stats=("lse", "max")'),
+        ("kernel_options", {}, "tune=True"),
+        ("softcap", 30.0, "use soft_cap="),
+        ("softmax_scale", 1.0, "use scale="),
+        ("window_size", (3, 0), "mask=Window(left, right)"),
+        ("alibi_slopes", SLOPES, "use alibi="),
+        ("return_attn_probs", True, "stats="),
+        ("rng_state", None, "seed="),
+        ("num_splits", 1, "batch_invariant=True"),
+        ("cu_seqlens_q", STARTS, "use q_starts="),
+        ("cu_seqlens_k", STARTS, "use kv_starts="),
+        ("max_seqlen_q", 8, "use max_lengths="),
+        ("max_seqlen_k", 8, "use max_lengths="),
+        ("max_q", 8, "use max_lengths="),
+        ("max_k", 8, "use max_lengths="),
+        ("seqused_k", LENGTHS, "use kv_lengths="),
+        ("seqused_q", LENGTHS, "use q_lengths="),
+        ("cache_seqlens", LENGTHS, "use kv_lengths="),
+        ("cache_batch_idx", LENGTHS, "k.index_select"),
+        ("cache_leftpad", LENGTHS, "keep="),
+        ("rotary_cos", Q, "rotate q and k before"),
+        ("rotary_sin", Q, "rotate q and k before"),
+        ("kv_cache", Q, "pass the cache as k and v"),
+        ("block_table", TABLE, "use pages="),
+        ("page_table", TABLE, "use pages="),
+        ("attn_bias", Q, "use bias="),
+        ("p", 0.1, "use dropout="),
+        ("op", None, "use backends="),
+        ("output_dtype", torch.float32, "convert o"),
+        ("local_window_size", 3, 'mask=Window(left, right, "top_left")'),
+        ("query_seq_lengths", LENGTHS, "use q_lengths="),
+        ("key_value_seq_lengths", LENGTHS, "use kv_lengths="),
+        ("return_residual", True, "stats="),
+        ("implementation", "cudnn", "use backends="),
+        ("kv_indptr", STARTS, "pages="),
+        ("kv_indices", STARTS, "pages="),
+        ("kv_last_page_len", STARTS, "kv_lengths="),
+        ("qo_indptr", STARTS, "use q_starts="),
+        ("paged_kv_cache", Q, "pages="),
+        ("logits_soft_cap", 30.0, "use soft_cap="),
+        ("sm_scale", 1.0, "use scale="),
+        ("attn_scale", 1.0, "use scale="),
+        ("use_causal_mask", True, "use mask=Causal()"),
+        ("diagonal_band_right_bound", 0, "mask=Window(left, right)"),
+        ("seq_len_kv", LENGTHS, "use kv_lengths="),
+        ("generate_stats", True, "stats="),
+        ("attn_mask_type", "causal", "use mask=Causal()"),
+        ("core_attention_bias", Q, "use bias="),
+        ("num_gqa_groups", 2, "k and v with fewer heads"),
+        ("attention_mask", Q, "use keep="),
+        ("sliding_window", 8, "mask=Window(left, right)"),
+        ("position_bias", Q, "use bias="),
+        ("output_attentions", True, "stats="),
+        ("past_key_values", Q, "pass the cache as k and v"),
+        ("head_mask", Q, "multiply o"),
+        ("key_padding_mask", Q, "use kv_lengths="),
+        ("need_weights", True, "stats="),
+        ("lengths", LENGTHS, "use kv_lengths="),
+        ("seq_lens", LENGTHS, "use kv_lengths="),
+        ("prefix_length", 2, "mask=Causal() | Prefix(length)"),
+        ("s_aux", SLOPES, "use sinks="),
+        ("tune", True, "attn_graph.compile"),
+        ("target", "h200", "attn_graph.compile"),
+        ("device", "cuda", "attn_graph.compile"),
+        ("workspace", None, "attn_graph.compile"),
+        ("store", False, "attn_graph.compile"),
+        ("backend", "math", "use backends="),
+        ("fullgraph", True, "has no argument fullgraph"),
+        ("zebra", 1, "has no argument zebra"),
+    ]
+}  # fmt: skip
+OPTIONS: Wrong = {
+    "compile mode": (compiled(mode="max-autotune"), "tune=True"),
+    "compile dynamic": (compiled(dynamic=True), "Dim"),
+    "compile fullgraph": (compiled(fullgraph=True), "leave it out"),
+    "compile backend": (compiled(backend="math"), "backends=('math',)"),
+    "compile device": (compiled(device="cpu"), "target='cpu'"),
+    "compile causal": (compiled(is_causal=True), "use mask=Causal()"),
+    "explain mode": (lambda: any_explain(any_graph, mode="max"), "tune=True"),
+    "spec device": (lambda: any_spec((2, 4, 8, 16), torch.float32, device="cuda"), "target="),
+    "spec of a tensor": (lambda: any_spec(Q), "TensorSpec.like(tensor)"),
+    "spec without dtype": (lambda: any_spec((2, 4, 8, 16)), "TensorSpec((2, 4, 8, 16), torch."),
+    "spec stride": (
+        lambda: any_spec((2, 4, 8, 16), torch.float32, stride=(512, 128, 16, 1)), "strides=",
+    ),
+    "spec of like": (lambda: ag.TensorSpec.like(any_spec), "TensorSpec((2, 8, 512, 64)"),
+    "graph called": (lambda: any_graph(Q, Q, Q), "compile(graph)(q, k, v)"),
+    "compile of tensors": (lambda: any_compile(Q, Q, Q), "compile(attention(q, k, v))"),
+    "compile of a tensor": (lambda: any_compile(Q), "attn_graph.nn.functional.attention"),
+    "Dim without most": (lambda: any_dim("N"), 'Dim("N", most='),
+    "Dim max": (lambda: any_dim("N", max=3), 'Dim("N", most=3)'),
+    "Dim min": (lambda: any_dim("N", min=3, most=8), "most="),
+    "KeepBlocks of one number": (lambda: any_blocks(16), "KeepBlocks(16, 16)"),
+    "multihead mask": (lambda: multihead(mask=ag.Causal()), "mask"),
+    "sdpa of a mask": (lambda: any_sdpa(Q, Q, Q, attn_mask=ag.Causal()), "is_causal=True"),
+    "sdpa of a list": (lambda: any_sdpa(Q, Q, Q, attn_mask=[[True]]), "torch.tensor"),
+    "plan by query": (plan_of(query=Q, key=Q, value=Q), "plan(q, k, v)"),
+    "plan is_causal": (plan_of(Q, Q, Q, is_causal=torch.tensor(True)), "mask=Causal()"),
+    "plan mask": (plan_of(Q, Q, Q, mask=None), "mask="),
+    "plan under autocast": (under_autocast, "autocast"),
+    "plan on meta": (plan_of(*(Q.to("meta"),) * 3), "meta"),
+    "stats of a text": (attend(stats="max"), 'stats=("max",)'),
+    "stats of another": (attend(stats=("sum",)), "lse, max"),
+    "soft_cap of 0": (attend(soft_cap=0.0), "soft_cap=None"),
+    "soft_cap negative": (attend(soft_cap=-3.0), "soft_cap"),
+    "soft_cap flag": (attend(soft_cap=True), "soft_cap"),
+    "dropout of 1": (attend(dropout=1.0), "dropout"),
+    "scale of text": (attend(scale="1"), "scale"),
+    "lengths list": (attend(kv_lengths=[5, 8]), "torch.tensor("),
+    "lengths number": (attend(kv_lengths=5), "torch.tensor("),
+    "bias list": (attend(bias=[0.0]), "torch.tensor("),
+    "block mask of Flex": (lambda: any_flex(block_mask()), "block_mask.mask_mod"),
+    "mask of a block mask": (
+        lambda: any_attention(Q, Q, Q, mask=block_mask()), "block_mask.mask_mod",
+    ),
+    "mod of two": (lambda: any_flex(lambda i, j: i >= j), "mask_mod(b, h, q_idx, kv_idx)"),
+    "score mod of four": (
+        lambda: any_scores(lambda s, b, i, j: s), "score_mod(score, b, h, q_idx, kv_idx)",
+    ),
+    "relative table": (
+        lambda: any_scores(lambda s, b, h, i, j: s + RELATIVE[i - j + 8, h]), "RelativeBias",
+    ),
+    "relative mask": (
+        lambda: any_flex(lambda b, h, i, j: FLAGS[i - j + 8]), "Formula",
+    ),
+    "outputs of the function": (
+        attend(outputs={"o": "bshd"}), "ag.attention(q, k, v, outputs=...)",
+    ),
+    "o_scale of the function": (attend(o_scale=SCALE), "ag.attention(q, k, v, o_scale=...)"),
+    "v of a number": (lambda: any_attention(Q, Q, 8), "k[..., :8]"),
+    "out transposed": (
+        lambda: any_attention(Q, Q, Q, out=torch.empty(2, 8, 4, 16).transpose(1, 2)),
+        'outputs={"o": "bshd"}',
+    ),
+    "out of another shape": (attend(out=torch.empty(2, 4, 8, 8)), "[2, 4, 8, 16]"),
+}  # fmt: skip
+
+
+def multihead(**options: Any) -> object:
+    any_module: Any = nn.MultiheadAttention
+    return any_module(64, 4, **options)
+
+
+SHAPES: Wrong = {
+    "Dims of two sizes": (two_sizes_of_a_dim, 'Dim("N", most=8)'),
+    "heads": (attend(Q, TWO[:, :1].expand(2, 3, 8, 16), Q[:, :3]), "not a divisor of q's 4 heads"),
+    "batch": (attend(Q, Q[:1], Q[:1]), "k and v have batch size 1 (axis 0)"),
+    "keys": (attend(Q, K, Q), "v has 8 keys (axis 2)"),
+    "head size": (attend(Q, Q[..., :8], Q), "k has head size 8 (axis 3)"),
+    "keep keys": (attend(keep=torch.ones(2, 4, 8, 9).bool()), "keep has 9 keys (axis 3)"),
+    "keep queries": (attend(keep=torch.ones(2, 1, 3, 8).bool()), "keep has 3 queries (axis 2)"),
+    "bias heads": (attend(bias=torch.zeros(1, 3, 8, 8)), "bias has 3 heads (axis 1)"),
+    "bias batch": (attend(bias=torch.zeros(3, 4, 8, 8)), "bias has batch size 3 (axis 0)"),
+    "keep two axes": (attend(keep=torch.ones(8, 8).bool()), "keep[None, None]"),
+    "keep padding": (attend(keep=torch.ones(2, 8).bool()), "keep[:, None, None]"),
+    "bias three axes": (attend(bias=torch.zeros(4, 8, 8)), "bias[None]"),
+    "lengths two axes": (attend(kv_lengths=LENGTHS[:, None]), "kv_lengths.flatten()"),
+    "lengths none": (attend(kv_lengths=LENGTHS[0]), "kv_lengths"),
+    "lengths of three": (attend(kv_lengths=torch.ones(3).int()), "kv_lengths has batch size 3"),
+    "segments one axis": (attend(segments=(torch.zeros(8).int(),) * 2), "q_segments.expand(2, -1)"),
+    "segments alone": (attend(segments=torch.zeros(2, 8).int()), "segments=(x, x)"),
+    "segments short": (attend(segments=(torch.zeros(2, 7).int(),) * 2), "has 7 queries (axis 1)"),
+    "alibi four axes": (attend(alibi=SLOPES[None, :, None, None]), "alibi.flatten()"),
+    "alibi heads": (attend(alibi=torch.rand(3)), "alibi has 3 heads (axis 0)"),
+    "sinks four axes": (attend(sinks=SLOPES[None, :, None, None]), "sinks.flatten()"),
+    "sinks heads": (attend(sinks=torch.rand(3)), "sinks has 3 heads (axis 0)"),
+    "keep_blocks two axes": (
+        attend(mask=ag.KeepBlocks(4, 4), keep_blocks=torch.ones(2, 2).bool()),
+        "keep_blocks[None, None]",
+    ),
+    "keep_blocks blocks": (
+        attend(mask=ag.KeepBlocks(4, 4), keep_blocks=torch.ones(2, 4, 2, 3).bool()),
+        "keep_blocks has 3 blocks of keys (axis 3)",
+    ),
+    "one axis less": (attend(Q[0], Q[0], Q[0]), "q[None]"),
+    "packed causal": (
+        lambda: any_attention(
+            PACKED, PACKED, PACKED, q_starts=STARTS, kv_starts=STARTS, mask=ag.Causal()
+        ),
+        'align="bottom_right"',
+    ),
+    "packed M": (packed(max_lengths=2), "max_lengths=(2, 2)"),
+    "packed M of tensors": (packed(max_lengths=LENGTHS), "max_lengths=(M, N)"),
+    "packed starts 2": (packed(q_starts=STARTS[None]), "q_starts.flatten()"),
+    "starts of four axes": (attend(q_starts=STARTS), "q"),
+    "pages float": (paged(pages=TABLE.float()), "pages.int()"),
+    "pages one axis": (paged(pages=TABLE[0]), "pages.expand(2, -1)"),
+    "pages batch": (paged(pages=TABLE[:1], kv_lengths=None), "pages has batch size 1"),
+    "pages and batches": (paged(pages=TABLE[:1]), "pages has batch size 1"),
+    "pool transposed": (paged(torch.randn(6, 4, 3, 16)), "k.transpose(1, 2)"),
+    "scale missing": (quantised(), "k_scale="),
+    "scale of one": (quantised(k_scale=SCALE), "v_scale"),
+    "scales of numbers": (
+        quantised(k_scale=SCALE[0, 0, 0], v_scale=SCALE[0, 0, 0]), "k_scale[None, None, None]",
+    ),
+    "scales for floats": (attend(k_scale=SCALE, v_scale=SCALE), "k_scale"),
+    "scales half": (quantised(k_scale=SCALE.half(), v_scale=SCALE.half()), "k_scale.float()"),
+}  # fmt: skip
+DTYPES: Wrong = {
+    "keep of floats": (attend(keep=torch.zeros(2, 4, 8, 8)), "bias="),
+    "keep of integers": (attend(keep=torch.ones(2, 4, 8, 8).long()), "keep.bool()"),
+    "keep of bytes": (attend(keep=torch.ones(2, 4, 8, 8).byte()), "keep.bool()"),
+    "bias of booleans": (attend(bias=torch.ones(2, 4, 8, 8).bool()), "keep="),
+    "bias of integers": (attend(bias=torch.ones(2, 4, 8, 8).int()), "bias.float()"),
+    "bias of half": (attend(bias=torch.ones(2, 4, 8, 8).half()), "bias.float()"),
+    "keep_blocks of integers": (
+        attend(mask=ag.KeepBlocks(4, 4), keep_blocks=torch.ones(2, 4, 2, 2).int()),
+        "keep_blocks.bool()",
+    ),
+    "lengths short": (attend(kv_lengths=LENGTHS.short()), "kv_lengths.int()"),
+    "lengths of floats": (attend(kv_lengths=LENGTHS.float()), "kv_lengths.int()"),
+    "segments of floats": (attend(segments=(torch.zeros(2, 8),) * 2), "q_segments.int()"),
+    "starts of floats": (packed(q_starts=STARTS.float()), "q_starts.int()"),
+    "q complex": (attend(Q.to(torch.complex64), Q, Q), "q is torch.complex64"),
+    "q of integers": (attend(Q.int(), Q.int(), Q.int()), "q.float()"),
+    "v of half": (attend(Q, Q, Q.half()), "v.float()"),
+    "k of half": (attend(Q, Q.half(), Q), "k.float()"),
+    "alibi of booleans": (attend(alibi=SLOPES > 0.5), "alibi.float()"),
+    "sinks of integers": (attend(sinks=SLOPES.int()), "sinks.float()"),
+    "seed of int32": (attend(dropout=0.5, seed=LENGTHS[0], offset=LENGTHS[0]), "seed.long()"),
+    "plan of half": (plan_of(Q.half(), Q.half(), Q.half()), "q.float()"),
+    "plan of bytes": (plan_of(Q.byte(), Q, Q), "q"),
+    "spec of bytes": (lambda: ag.TensorSpec((2, 8), torch.uint8), "torch.uint8"),
+}
+WRONG: Wrong = WORDS | OPTIONS | SHAPES | DTYPES
