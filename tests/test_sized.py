@@ -353,7 +353,7 @@ def test_a_dim_with_classes_takes_these_sizes_alone() -> None:
                     *(spec(9, 4, 16),) * 3, q_starts=spec(3, dtype=I32), max_lengths=(M, M)
                 )
             ),
-            r"max_lengths \(M, M\) is not a pair of sizes",
+            r"max_lengths \(M, M\) is not a pair",
         ),
         (lambda: ag.compile(dense(M, M), tune=True), "tune=True measures one size"),
         (lambda: ag.vmap(dense(M, M), size=2), "vmap: sizes B, M have names"),

@@ -199,7 +199,7 @@ def scale_fault(name: str, scale: tuple[int, ...], of: tuple[int, ...]) -> str:
         return ""
     few = ", ".join(["None"] * (len(of) - len(scale)))
     return (
-        f"has shape {[*scale]}, and fits its tensor {[*of]} as {[*of[:-1], 1]}, each axis full or 1"
+        f"has shape {[*scale]}, and a tensor {[*of]} needs {[*of[:-1], 1]}, each axis full or 1"
         + (f"; write {name}[{few}]" if few else "")
     )
 

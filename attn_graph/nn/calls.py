@@ -53,6 +53,7 @@ SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself
 SEGMENTS = ("q_segments", "kv_segments")  # inputs that a graph takes as a pair
 NUMBERS = ("scale", "soft_cap", "dropout")  # options that are floats
 CAST = frozenset(FLOATS) - {torch.float64}  # dtypes changed by autocast
+MOST_SHOWN = 24  # letters of a list that a message repeats
 MOST_SEED = 2**62  # bound of the numbers drawn for SEED
 
 Outputs = Tensor | tuple[Tensor, ...]
@@ -339,14 +340,16 @@ def tensor_problem(t: object) -> str:
 def not_a_tensor(x: object) -> str:
     """That a value is not a tensor, and what to pass in its place."""
     way_out = ""
+    kind = type(x).__name__
     if isinstance(x, int | float | list | tuple):
-        way_out = f"; write torch.tensor({show(x)})"
+        text = show(x)
+        way_out = f"; write torch.tensor({text if len(text) < MOST_SHOWN else '...'})"
     elif isinstance(x, masks.Mask):
         way_out = (
             "; write is_causal=True, or attn_graph.nn.functional.attention(q, k, v, mask=...) for "
             "masks of this library"
         )
-    return f"is {show(x)}, not a tensor{way_out}"
+    return f"is {'an' if kind[0] in 'aeiou' else 'a'} {kind}, not a tensor{way_out}"
 
 
 def draw_seed(device: torch.device) -> dict[str, Tensor]:

@@ -406,7 +406,7 @@ def test_memory_does_not_grow_with_the_padding() -> None:
 BAD: dict[str, tuple[Callable[[], object], str]] = {
     "no starts": (
         lambda: ag.attention(*[SPEC((5, 2, 4), torch.float32)] * 3),
-        "3 axes and needs 4",
+        "have 3 axes and need 4",
     ),
     "starts of a dense q": (
         lambda: ag.attention(*[SPEC((1, 2, 5, 4), torch.float32)] * 3, q_starts=SPEC((2,), I32)),
@@ -418,7 +418,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "torch.int32",
     ),
-    "an alignment is missing": (lambda: make_small(mask=ag.Causal()), "need an alignment"),
+    "an alignment is missing": (lambda: make_small(mask=ag.Causal()), "needs an alignment"),
     "no pair": (lambda: make_small(max_lengths=7), "max_lengths 7 is not a pair"),
     "a size below 0": (
         lambda: make_small(max_lengths=(-1, None)),

@@ -215,15 +215,18 @@ def test_scales_and_quantised_tensors_have_no_derivative() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "k i8[1, 2, 5, 4] is quantised; pass k_scale= in torch.float32"),
+        ({}, "k and v are quantised; pass k_scale= and v_scale= in torch.float32"),
         ({"q_scale": (1, 1, 1, 1)}, "q_scale is given, and k_scale is not; k and v are quantised"),
         (
             dict.fromkeys(("q_scale", "k_scale", "v_scale"), (1, 1, 1, 1)),
-            "dequantise: bf16[1, 2, 3, 4] is in torch.bfloat16, and scales are for tensors in",
+            "q_scale is for a tensor in 8 bits, and its own is torch.bfloat16; leave it out",
         ),
         ({"o_scale": (1, 1, 1, 1)}, "o_scale is given, and q_scale is not; o is quantised like q"),
         ({"k_scale": (1, 1, 1, 1)}, "k_scale is given, and v_scale is not; k and v are quantised"),
-        (dict.fromkeys(("k_scale", "v_scale"), (2,)), "must have the axes of i8[1, 2, 5, 4]"),
+        (
+            dict.fromkeys(("k_scale", "v_scale"), (2,)),
+            "have shape [2], and a tensor [1, 2, 5, 4] needs",
+        ),
     ],
 )
 def test_wrong_scales_are_refused_in_words(options: dict[str, Any], message: str) -> None:

@@ -244,12 +244,15 @@ def test_a_view_that_holds_numbers_negated_is_resolved() -> None:
 
 WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "no tensor": (lambda q, k, v: o_of(q.tolist(), k, v), "q is a list, not a tensor"),
-    "dtypes": (lambda q, k, v: o_of(q.double(), k, v), "disagree in dtype"),
+    "dtypes": (
+        lambda q, k, v: o_of(q.double(), k, v),
+        "k and v are torch.float32, and q",
+    ),
     "bias's dtype": (
         lambda q, k, v: o_of(q, k, v, bias=q.new_zeros((1, 1, 1, 1)).half()),
-        r"must have q's dtype, torch.float32 \(",
+        r"bias is torch.float16, and needs torch.float32; write bias.float\(\)",
     ),
-    "shapes": (lambda q, k, v: o_of(q, k[..., 1:], v), "disagree"),
+    "shapes": (lambda q, k, v: o_of(q, k[..., 1:], v), "k has head size 7 .axis 3., and q has 8"),
     "data": (
         lambda q, k, v: o_of(q, k, v, other=q),
         "no argument other, and the mask reads no tensor",

@@ -313,7 +313,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "sequences": ((Q, Q, Q, C, C[:2], 4, 4), {}, r"of 2 sequences, and cu_seq_k is \[2\]"),
     "used": ((Q, Q, Q, C, C, 4, 4), {"seqused_k": C}, r"seqused_k is \[3\]; it has to be \[B\]"),
     "kind": ((Q, Q, Q, C.float(), C, 4, 4), {}, "cu_seq_q is torch.float32; it has to be"),
-    "dtypes": ((Q, Q, Q.double(), C, C, 4, 4), {}, "disagree in dtype"),
+    "dtypes": ((Q, Q, Q.double(), C, C, 4, 4), {}, "v is torch.float64, and q is torch.float32"),
     "where keys begin": ((Q, Q, Q, C, None, 4, 4), {}, "cu_seq_k is None"),
     "how many": ((Q, POOL, POOL, C, None, 4, 4), {"block_table": TABLE}, "needs seqused_k"),
     "window": ((Q, Q, Q, C, C, 4, 4), {"window_size": (-2, 0)}, r"window_size \(-2, 0\)"),
