@@ -9,7 +9,6 @@ dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the strides' b
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 
@@ -45,7 +44,6 @@ with paused_collector():
     from attn_graph.ir.jvp import jvp
     from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
     from attn_graph.ir.parse import parse
-    from attn_graph.ir.reference import evaluate
     from attn_graph.ir.relative import RelativeBias
     from attn_graph.ir.vjp import lay_out, vjp
     from attn_graph.machine.target import Target
@@ -64,6 +62,7 @@ with paused_collector():
         Window,
     )
     from attn_graph.plan import Plan
+    from attn_graph.rings import find, load
     from attn_graph.spec import TensorSpec
     from attn_graph.spec.dims import Dim, doubling
 
@@ -74,6 +73,7 @@ if TYPE_CHECKING:
     from attn_graph.integrations.onnx import decompositions
     from attn_graph.integrations.xformers import from_xformers
     from attn_graph.ir.addends import Addend, Factor
+    from attn_graph.ir.reference import evaluate
     from attn_graph.ir.vmap import vmap
     from attn_graph.masks.formulas import Formula
     from attn_graph.masks.tables import select_blocks
@@ -144,36 +144,22 @@ __all__ = [
     "vjp",
     "vmap",
 ]
-PARTS = ("extend", "testing", "types")  # imported at first use
-LATER = {  # imported at first use, by home module
-    "Addend": "ir.addends",
-    "Factor": "ir.addends",
-    "Formula": "masks.formulas",
-    "Mesh": "mesh.layout",
-    "select_blocks": "masks.tables",
-    "decompositions": "integrations.onnx",
-    "from_flex": "integrations.flex",
-    "from_flex_score": "integrations.flex",
-    "from_xformers": "integrations.xformers",
-    "replace_sdpa": "nn.replace",
-    "shard": "mesh.sharding",
-    "tiles": "masks.tiles",
-    "vmap": "ir.vmap",
-}
+PARTS = ("extend", "testing", "types")  # imported at first use, as many names of __all__ are
 
 
 def __getattr__(name: str) -> object:
-    """A public name of LATER, or a module of PARTS. Raises AttributeError for any other.
+    """A public name that waits for its first use, or a module of PARTS.
 
-    The error tells the new place of names in `extend` and `types`.
+    Raises AttributeError for any other, with the new place of names in `extend` and `types`, and
+    ModuleNotFoundError for a name of a ring that is not in this build.
     """
     if name in PARTS:
-        return import_module(f"{__name__}.{name}")
-    if name in LATER:
-        return getattr(import_module(f"{__name__}.{LATER[name]}"), name)
+        return load(name)
+    if name in __all__:
+        return find(name)
     text = f"{__name__} has no attribute {name!r}"
     for part in () if name.startswith("_") else ("extend", "types"):
-        if name in import_module(f"{__name__}.{part}").__all__:
+        if name in load(part).__all__:
             text += f"; it is {__name__}.{part}.{name}"
     raise AttributeError(text)
 

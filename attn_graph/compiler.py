@@ -10,18 +10,16 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 
 from attn_graph.errors import read_renamed
-from attn_graph.ir.binding import complete_sizes, replace_sizes
+from attn_graph.ir.binding import complete_sizes, many_sizes, replace_sizes
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Fallback, Options, Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import CacheInfo
-from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import Precision, as_switches, raw_switches, read_switches
 from attn_graph.plan import Plan
-from attn_graph.plan.building import plan_graph
 from attn_graph.plan.cache import cache
 from attn_graph.planner.arguments import (
     DEFAULTS,
@@ -40,8 +38,7 @@ from attn_graph.planner.arguments import (
     shows,
     unknown_option,
 )
-from attn_graph.planner.choose import resolve_backends
-from attn_graph.planner.sized import many_sizes
+from attn_graph.rings import find
 from attn_graph.spec.words import binds
 
 if TYPE_CHECKING:
@@ -154,11 +151,17 @@ def compile(
         )
         among = given["backends"]
         if among is not None:
-            resolve_backends(among)
+            find("resolve_backends")(among)
         if isinstance(graph, Compilable):
             return graph.compile(Request(graph.graph, target, settings, among), group)
-        plan = plan_graph(Request(graph, target, settings, among))
+        plan = build_plan(Request(graph, target, settings, among))
         cache.calls.put(key, plan)
+    return plan
+
+
+def build_plan(request: Request) -> Plan:
+    """The plan of a graph as written, by the planner, which is imported for the first."""
+    plan: Plan = find("plan_graph")(request)
     return plan
 
 
@@ -251,13 +254,12 @@ def explain(
     given = steer(explain, options)
     place, among = resolve_target(given["target"]), given["backends"]
     if among is not None:
-        resolve_backends(among)
+        find("resolve_backends")(among)
     limits = constraints(place, read_switches(), given)
     settings = Options(store=resolve_store(given["store"]), resized=many_sizes(graph), **limits)
     exact = replace_sizes(graph, complete_sizes(graph, "explain", sizes))
     with neutral_state(), place.current():
-        planner = load_modules("attn_graph.planner.explain")
-        explanation: Explanation = planner.explain_graph(
+        explanation: Explanation = find("explain_graph")(
             Request(exact, place, settings, among), gradients, named=bool(graph.symbols)
         )
     return explanation
@@ -267,7 +269,7 @@ def explain(
 def prefer(*backends: str | Backend) -> Iterator[None]:
     """Within this block, in this context alone, `compile` uses these backends, in this order.
     Raises GraphError for an unknown name."""
-    resolve_backends(backends)
+    find("resolve_backends")(backends)
     token = preferred.set(backends)
     try:
         yield

@@ -143,3 +143,8 @@ def dim_problems(graph: Graph) -> Iterator[str]:
 def read_off(n: int) -> tuple[NamedSize, ...]:
     """The symbol that a size determines: n is a multiple of it plus a number."""
     return n.line[:1] if isinstance(n, Dim) and n.line is not None else ()
+
+
+def many_sizes(graph: Graph) -> bool:
+    """True if a plan of the graph meets too many sizes to build each."""
+    return any(not symbol.classes for symbol in graph.symbols)

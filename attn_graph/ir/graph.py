@@ -13,6 +13,7 @@ from attrs import frozen
 
 from attn_graph.errors import ArgumentError, Declared, GraphError, asks_for_attrs, show
 from attn_graph.printing.text import show_call, show_fields
+from attn_graph.rings import find
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 from attn_graph.spec.dims import Dim, NamedSize
 
@@ -365,10 +366,10 @@ class Graph:
     def _repr_html_(self) -> str:
         """For notebooks: the text, and the tiles of each mask before any data."""
         from attn_graph.ir.binding import largest, replace_sizes
-        from attn_graph.ir.pictures import picture_masks
         from attn_graph.printing import html
 
-        return html.page(html.code(self), *picture_masks(replace_sizes(self, largest(self))))
+        pictures = find("picture_masks")(replace_sizes(self, largest(self)))
+        return html.page(html.code(self), *pictures)
 
 
 def show_graph(graph: Graph) -> str:

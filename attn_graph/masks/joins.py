@@ -20,6 +20,7 @@ from attn_graph.masks.intervals import bound_keys
 from attn_graph.masks.misfits import LETTERS, OWNERS, cast_problem, count_axes, rank_problem
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.printing.text import show_call
+from attn_graph.rings import find
 from attn_graph.spec import INTEGERS, ValueType
 
 BLOCKS = {"x": "i", "y": "j"}  # the letters of axes of blocks, and of the positions in them
@@ -174,17 +175,15 @@ class Mask(Declared):
 
     def picture(self, M: int, N: int, /, **data: torch.Tensor) -> str:
         """The kept places of M x N as text. data: the tensors that the mask reads."""
-        from attn_graph.masks.pictures import picture  # which imports this module
-
-        return picture(self, M, N, data=data)
+        drawn: str = find("picture")(self, M, N, data=data)
+        return drawn
 
     def _repr_html_(self) -> str:
         """The mask and a picture of its tiles, for notebooks."""
-        from attn_graph.masks.pictures import picture_html, telling_size
         from attn_graph.printing import html
 
-        size = telling_size(self)
-        return html.page(html.code(self), picture_html(self, size, size))
+        size = find("telling_size")(self)
+        return html.page(html.code(self), find("picture_html")(self, size, size))
 
     def __and__(self, other: Mask) -> Mask:
         return join_masks(And, (self, other))

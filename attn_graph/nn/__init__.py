@@ -1,11 +1,11 @@
 """Attention for PyTorch's users: calls on tensors, without specs and plans."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attn_graph.nn import decomposition as decomposition  # registers it with PyTorch
 from attn_graph.nn import functional, ops
 from attn_graph.nn.varlen import varlen_attn, varlen_attn_out
+from attn_graph.rings import find
 
 if TYPE_CHECKING:
     from attn_graph.nn.modules import Attention, MultiheadAttention
@@ -18,4 +18,4 @@ def __getattr__(name: str) -> object:
     """Import one of MODULES. Raises AttributeError for any other name."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.modules"), name)
+    return find(name)

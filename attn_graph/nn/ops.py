@@ -43,10 +43,10 @@ from attn_graph.nn.results import is_plan, require_count, restore_graph, results
 from attn_graph.nn.symbols import strides_like
 from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
-from attn_graph.plan.building import plan_simplified
 from attn_graph.plan.cache import Key, cache
 from attn_graph.planner.content import CallContent, PlanContent, read_content
 from attn_graph.planner.content import introduce as introduce
+from attn_graph.rings import find
 from attn_graph.spec import (
     TensorSpec,
     ValueType,
@@ -93,7 +93,7 @@ def plan_anew(tensors: Tensors, text: str) -> Plan:
         here = Target.here(tensors[0].device) if tensors else Target.here()
         require_target(content, here)
         graph, choice, among = content.restore()
-        plan = plan_simplified(Request(graph, here, choice, among))
+        plan = find("plan_simplified")(Request(graph, here, choice, among))
     return plan
 
 

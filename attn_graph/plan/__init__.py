@@ -45,13 +45,14 @@ from attn_graph.machine.tensors import (
     require_device,
 )
 from attn_graph.planner.content import write_plan
-from attn_graph.planner.sized import Sized
+from attn_graph.rings import find
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported at first use: calls need none of them
     from attn_graph.ir.reference import Verification
     from attn_graph.planner.cost import Cost
     from attn_graph.planner.explanation import Explanation
+    from attn_graph.planner.sized import Sized
 
 Tensors = tuple[torch.Tensor, ...]
 Out = torch.Tensor | Sequence[torch.Tensor]
@@ -418,7 +419,7 @@ class Plan:
         If lse is an output, the step uses the other outputs alone: `explain` also reports the needs
         of a gradient through lse. sizes: as in `at`.
         """
-        from attn_graph.plan.explained import step_memory
+        from attn_graph.plan.memory import step_memory
 
         return step_memory(self.at(**sizes))
 
@@ -474,18 +475,16 @@ class Plan:
         show their machine code. `attn_graph.explain` builds nothing, and names the changes that
         lift each refusal. sizes: as in `at`.
         """
-        from attn_graph.plan.explained import explain_plan
-
-        return explain_plan(self, sizes)
+        explanation: Explanation = find("explain_plan")(self, sizes)
+        return explanation
 
     def __repr__(self) -> str:
         return f"Plan({self.backend} on {self.target})\n{self.graph}"
 
     def _repr_html_(self) -> str:
         """For notebooks: the backend, the other backends, and the graph. It compiles nothing."""
-        from attn_graph.plan.explained import show_plan
-
-        return show_plan(self)
+        page: str = find("show_plan")(self)
+        return page
 
 
 def content_of(plan: Plan) -> str:

@@ -23,15 +23,14 @@ from attn_graph.ir.vjp import (
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
-from attn_graph.machine.imports import load_modules
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import cache
 from attn_graph.plan.pull import generalise, generalise_given
 from attn_graph.planner.choose import choose, choose_and_lower
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.sized import Sized, lower_graph
-from attn_graph.planner.tuning import choose_fastest
 from attn_graph.planner.views import core_of
+from attn_graph.rings import HOMES, find, load_present
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -50,10 +49,12 @@ def plan_graph(request: Request) -> Plan:
 
 
 def find_fixes(request: Request, refusals: Refusals) -> tuple[Refusal, ...]:
-    """The refusals of a graph's forward, with their fixes."""
-    search = load_modules("attn_graph.planner.explain").explain_refusals
-    fixes: tuple[Refusal, ...] = search(request, refusals)
-    return fixes
+    """The refusals of a graph's forward, with their fixes; none without the ring that finds them."""
+    return tuple(
+        fix
+        for module in load_present(HOMES["explain_refusals"])
+        for fix in module.explain_refusals(request, refusals)
+    )
 
 
 def plan_simplified(request: Request) -> Plan:
@@ -76,7 +77,7 @@ def build(request: Request) -> Plan:
         sized = Sized.of(request)
         choice, executable = sized.most.choice, sized.executable
     else:
-        by = choose_fastest if tune else choose_and_lower
+        by = find("choose_fastest") if tune else choose_and_lower
         choice, executable = lower_graph(request, by)
     notes = [*executable.notes, *request.notes()]
     if not graph.is_gradient:

@@ -13,15 +13,15 @@ from attn_graph.ir.binding import complete_sizes
 from attn_graph.ir.single_steps import write_steps
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 from attn_graph.lowering.backend import out_notes
+from attn_graph.plan.memory import sum_needs
 from attn_graph.planner.explain import Read, explain_each, read_gradient
-from attn_graph.planner.explanation import Explanation, mask_tiles, sum_memory
+from attn_graph.planner.explanation import Explanation, mask_tiles
 from attn_graph.planner.recorded import recording_note
 from attn_graph.planner.remedies import Question
 from attn_graph.printing import html
 
 if TYPE_CHECKING:
     from attn_graph.lowering.request import Request
-    from attn_graph.machine.sizes import Memory
     from attn_graph.plan import Plan
 
 
@@ -88,21 +88,6 @@ def explain_side(
         tuple(dict.fromkeys((*made.notes, *made.launches(), *inspected))),
         plan.also,
     )
-
-
-def step_memory(plan: Plan) -> Memory:
-    """`Plan.memory` for sizes as numbers."""
-    return sum_needs(plan, plan.training_vjp if plan.graph.has_gradient else None)
-
-
-def sum_needs(plan: Plan, gradient: Plan | None) -> Memory:
-    """The memory of a plan's pass and of the gradient."""
-    ahead = plan.executable.foreseen
-    if gradient is None:
-        return sum_memory(plan.graph, ahead)
-    behind, recorded = gradient.executable.foreseen, plan.recorded
-    ahead = ahead if recorded is plan else ahead.or_more(recorded.executable.foreseen)
-    return sum_memory(recorded.graph, ahead, gradient.graph, behind)
 
 
 def show_plan(plan: Plan) -> str:

@@ -13,28 +13,27 @@ import torch
 from attn_graph.errors import ArgumentError, GraphError, show
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Fallback
-from attn_graph.machine.imports import load_modules
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
-from attn_graph.planner.choose import resolve_backends
+from attn_graph.rings import find, load_present
 from attn_graph.spec import words
 
-# Modules for planning on GPUs, beyond those imported with the library; these import the rest.
+# Modules for planning on GPUs, beyond those of every first plan; these import the rest.
 FOR_GPUS = (
-    "attn_graph.lowering.libraries.cudnn_limits",
-    "attn_graph.lowering.libraries.cudnn_versions",
-    "attn_graph.lowering.cudnn.memory",
-    "attn_graph.lowering.cudnn.sequences",
-    "attn_graph.lowering.cudnn.plan",
-    "attn_graph.lowering.libraries.fa4_limits",
-    "attn_graph.lowering.fa4.lists",
-    "attn_graph.lowering.fa4.offline",
-    "attn_graph.lowering.fa4.run",
-    "attn_graph.lowering.triton.offline",
-    "attn_graph.planner.device_test",
+    "lowering.libraries.cudnn_limits",
+    "lowering.libraries.cudnn_versions",
+    "lowering.cudnn.memory",
+    "lowering.cudnn.sequences",
+    "lowering.cudnn.plan",
+    "lowering.libraries.fa4_limits",
+    "lowering.fa4.lists",
+    "lowering.fa4.offline",
+    "lowering.fa4.run",
+    "lowering.triton.offline",
+    "planner.device_test",
 )
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
@@ -175,7 +174,7 @@ def resolve_target(target: Target | str | None) -> Target:
             way_out = f'; write target="{target.type}", or Target.here("{target}") for this machine'
         raise GraphError(f"target {show(target)} is not a Target, nor the name of one{way_out}")
     if target.kind != "cpu" or target.interprets:
-        load_modules(*FOR_GPUS)
+        load_present(*FOR_GPUS)
     return target
 
 
@@ -202,4 +201,4 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 def backend_names(backends: Sequence[str | Backend]) -> tuple[str, ...]:
     """The names of backends, each once and sorted. Raises GraphError for an unknown one."""
-    return tuple(sorted({backend.name for backend in resolve_backends(backends)}))
+    return tuple(sorted({backend.name for backend in find("resolve_backends")(backends)}))

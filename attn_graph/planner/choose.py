@@ -21,46 +21,32 @@ from attn_graph.errors import (
 )
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import keeps_weights
-from attn_graph.lowering.backend import Backend, Executable, RefusedError
-from attn_graph.lowering.cpu import math as torch_math
-from attn_graph.lowering.cpu import sdpa as torch_sdpa
-from attn_graph.lowering.cudnn import backend as cudnn_backend
-from attn_graph.lowering.fa4 import backend as fa4
+from attn_graph.lowering.backend import Backend, Executable, RefusedError, no_device_test
 from attn_graph.lowering.request import Named, Options, Request
-from attn_graph.lowering.torch_cuda import dense as torch_cuda
-from attn_graph.lowering.torch_cuda import packed as torch_packed
-from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.planner.cost import format_scaled
 from attn_graph.planner.predict import rank
-from attn_graph.planner.self_check import known_reasons, lower_checked
+from attn_graph.rings import BACKENDS as HOMES
+from attn_graph.rings import find, load, present_backends
 
 T = TypeVar("T")
 Refusals = tuple[tuple[str, tuple[Reason, ...]], ...]  # every reason against, by backend
 
-BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
-    cudnn_backend.BACKEND,
-    triton_flash.BACKEND,
-    fa4.BACKEND,
-    torch_sdpa.BACKEND,
-    torch_packed.BACKEND,
-    torch_cuda.EFFICIENT,
-    torch_cuda.CUDNN,
-    torch_math.BACKEND,
-)
+BACKENDS: tuple[Backend, ...] = tuple(present_backends())
+MATH, TRITON = "math", "triton"
 
 PREDICTED = "predicted to be the fastest"
 FIRST_ABLE = "first in the order of preference that supports the graph"
 KEPT = "the only backend that keeps weights from pass to pass"
 
 # The backends on GPUs behind each name of sdpa_kernel.
-BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
-    "cudnn": (cudnn_backend.BACKEND, torch_cuda.CUDNN),
-    "flash": (torch_packed.BACKEND,),
-    "efficient": (torch_cuda.EFFICIENT,),
-    "math": (torch_math.BACKEND,),
+BY_KERNEL: Mapping[KernelName, tuple[str, ...]] = {
+    "cudnn": ("cudnn", "torch_cudnn"),
+    "flash": ("torch_flash",),
+    "efficient": ("torch_efficient",),
+    "math": (MATH,),
 }
 
 
@@ -77,14 +63,14 @@ class Choice:
     @property
     def is_fallback(self) -> bool:
         """True if `math` was chosen because all the others refused, and there was at least one."""
-        return self.backend is torch_math.BACKEND and bool(self.refusals) and not self.also
+        return self.backend.name == MATH and bool(self.refusals) and not self.also
 
 
 def choose_and_lower(
     request: Request,
 ) -> tuple[Choice, Executable]:
     """The choice, and the lowered graph. Raises NoBackendError as `choose` does."""
-    return first_that_succeeds(request, lambda b: lower_checked(b, request))
+    return first_that_succeeds(request, lambda b: lower_backend(b, request))
 
 
 def first_that_succeeds(
@@ -103,6 +89,29 @@ def first_that_succeeds(
             return choice, attempt(choice.backend)
         except RefusedError as error:
             late[choice.backend.name] = error.reasons
+
+
+def lower_backend(backend: Backend, request: Request) -> Executable:
+    """The lowered graph; of a backend with a self-check, after it on the device, if that is here.
+
+    Raises RefusedError if the check fails.
+    """
+    lower = find("lower_checked") if is_checked(backend) else Backend.lowered
+    executable: Executable = lower(backend, request)
+    return executable
+
+
+def known_reasons(backend: Backend, request: Request) -> tuple[Reason, ...]:
+    """Every reason against a graph; without any, a known failure of its check on this device."""
+    against = backend.reasons(request)
+    if not against and is_checked(backend) and request.target.device is not None:
+        against = find("failed_checks")(backend, request)
+    return against
+
+
+def is_checked(backend: Backend) -> bool:
+    """True if some of the backend's kernels are tried on their device before their first use."""
+    return backend.device_test is not no_device_test
 
 
 def choose(
@@ -183,21 +192,14 @@ def preference(request: Request) -> tuple[Sequence[Backend], str]:
     """All backends in the order for this graph and target, and the basis of the order."""
     graph, target, options = request.graph, request.target, request.options
     if options.batch_invariant:
-        rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
-        return (
-            triton_flash.BACKEND,
-            *rest,
-        ), "batch_invariant=True, and its bits do not depend on the batch"
+        return put_first(TRITON), "batch_invariant=True, and its bits do not depend on the batch"
     if target.interprets:  # for tests: Triton comes last, and others as they do anyway
         backends, cause = preference(evolve(request, target=evolve(target, interprets=False)))
-        rest = [b for b in backends if b is not triton_flash.BACKEND]
-        return (*rest, triton_flash.BACKEND), cause
+        return sorted(backends, key=lambda b: b.name == TRITON), cause
     if order := options.switches.order(target.kind, target.sm):
         return by_priority(order), "first in the order set by sdpa_kernel"
-    if target.kind == "cpu" and (size := torch_math.where_faster(graph, target)) is not None:
-        rest = [b for b in BACKENDS if b is not torch_math.BACKEND]
-        cause = f"faster for {size} on this kind of CPU"
-        return (torch_math.BACKEND, *rest), cause
+    if target.kind == "cpu" and (size := find("where_faster")(graph, target)) is not None:
+        return put_first(MATH), f"faster for {size} on this kind of CPU"
     if target.kind == "cuda":
         return by_prediction(request)
     return BACKENDS, "first in the order of preference"
@@ -207,9 +209,14 @@ def by_prediction(request: Request) -> tuple[Sequence[Backend], str]:
     """Backends with a predicted time, the fastest first, then Triton and all others: only its
     kernels are priced for no GPU and supported on every one."""
     names = [name for name, _ in rank_all(request.graph, request.target)]
-    by_name = {backend.name: backend for backend in (triton_flash.BACKEND, *BACKENDS)}
+    by_name = {backend.name: backend for backend in put_first(TRITON)}
     cause = PREDICTED if names else "first in the order of preference"
-    return [by_name[name] for name in dict.fromkeys((*names, *by_name))], cause
+    return [by_name[x] for x in dict.fromkeys((*names, *by_name)) if x in by_name], cause
+
+
+def put_first(name: str) -> Sequence[Backend]:
+    """All backends in the usual order, but this one ahead."""
+    return sorted(BACKENDS, key=lambda b: b.name != name)
 
 
 @remember  # a choice asks twice
@@ -223,7 +230,8 @@ def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:
 
     Backends outside PyTorch come after them, but before `math` if `math` is last.
     """
-    ranked = [backend for kernel in order for backend in BY_KERNEL[kernel]]
+    by_name = {backend.name: backend for backend in BACKENDS}
+    ranked = [by_name[n] for kernel in order for n in BY_KERNEL[kernel] if n in by_name]
     behind = len(ranked) - (order[-1] == "math")
     others = [backend for backend in BACKENDS if backend not in ranked]
     return (*ranked[:behind], *others, *ranked[behind:])
@@ -245,6 +253,8 @@ def resolve_backends(backends: Sequence[str | Named]) -> tuple[Backend, ...]:
         )
     known = {b.name: b for b in BACKENDS}
     if unknown := [b for b in given if isinstance(b, str) and b not in known]:
+        for name in HOMES.keys() & {*unknown}:
+            load(HOMES[name][0], f"the backend {name}")  # which says that its ring is missing
         raise GraphError(
             f"no backend is named {', '.join(map(repr, unknown))}; there are {', '.join(known)}"
         )

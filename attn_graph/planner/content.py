@@ -29,8 +29,8 @@ from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
 from attn_graph.masks import Mask
 from attn_graph.planner.arguments import Switch, one_of
-from attn_graph.planner.choose import BACKENDS
 from attn_graph.printing.text import show_call
+from attn_graph.rings import find
 
 PACKAGE = __name__.partition(".")[0]
 WORKSPACE = "workspace"
@@ -301,7 +301,7 @@ def own_parts(value: object) -> Iterator[Any]:  # Any: classes and backends
         for part in value:
             yield from own_parts(part)
     elif isinstance(value, Backend):
-        if value not in BACKENDS:
+        if value not in find("BACKENDS"):
             yield value
     elif isinstance(value, Mask | Op):
         if type(value).__module__.partition(".")[0] != PACKAGE:

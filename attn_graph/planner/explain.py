@@ -8,7 +8,7 @@ from functools import partial
 from attrs import evolve
 
 from attn_graph.errors import NoBackendError, Reason
-from attn_graph.ir.binding import complete_sizes, replace_sizes
+from attn_graph.ir.binding import complete_sizes, many_sizes, replace_sizes
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs, training_gradient
 from attn_graph.lowering.backend import Backend, Foreseen, out_notes
@@ -17,16 +17,18 @@ from attn_graph.planner.choose import (
     BACKENDS,
     Refusals,
     first_that_succeeds,
+    is_checked,
+    known_reasons,
     permitted_backends,
     resolve_backends,
 )
 from attn_graph.planner.cost import cost
-from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
+from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles
+from attn_graph.planner.memory import sum_memory
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph, recording_note
 from attn_graph.planner.remedies import Question, Search
-from attn_graph.planner.self_check import check_notes, known_reasons
-from attn_graph.planner.sized import many_sizes
 from attn_graph.planner.views import peel
+from attn_graph.rings import find
 
 Read = Callable[[Question], Graph]  # the graph of one pass
 
@@ -108,13 +110,18 @@ def explain_pass(question: Question, read: Read) -> tuple[Explanation, Foreseen 
     foreseen = foreseen if peeled is None else peeled.foresee(foreseen)
     more = (
         *foreseen.notes,
-        *check_notes(by_name[choice.backend.name], core),
+        *known_checks(by_name[choice.backend.name], core),
         *request.notes(),
         *uncertain_workspace(foreseen, request.options, choice.also),
     )
     name, cause = choice.backend.name, choice.cause
     refusals = explain_each(choice.refusals, question, read)
     return Explanation(graph, target, name, cause, refusals, more, choice.also), foreseen
+
+
+def known_checks(backend: Backend, request: Request) -> Sequence[str]:
+    """The notes of a backend's self-check, if it has one."""
+    return tuple(find("check_notes")(backend, request)) if is_checked(backend) else ()
 
 
 def explain_refusals(

@@ -9,9 +9,6 @@ from attrs import asdict, evolve, field, frozen
 
 from attn_graph.errors import Reason, refusal_lines
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.layouts import result_spec
-from attn_graph.ir.vjp import residuals
-from attn_graph.lowering.backend import Foreseen
 from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
@@ -233,36 +230,3 @@ def mask_tiles(graph: Graph) -> Iterator[Tiles]:
 def count_tiles_once(mask: Mask | None, M: int, N: int, B: int, H: int) -> Tiles:
     """The tiles of a mask before any data, cached for all targets."""
     return tiles(mask, M, N, B=B, H=H)
-
-
-def sum_memory(
-    graph: Graph, ahead: Foreseen, gradient: Graph | None = None, behind: Foreseen | None = None
-) -> Memory:
-    """The memory of a graph, by its passes' needs; a backward without a backend needs none."""
-    both = {"forward": ahead} | ({"backward": behind} if behind else {})
-    return Memory(
-        outputs=sum(value_bytes(graph, i) for i in graph.outputs),
-        saved=sum(value_bytes(graph, i) for i in saved_values(graph)),
-        workspace_forward=ahead.workspace or 0,
-        workspace_backward=(behind.workspace or 0) if behind else 0,
-        temporary_forward=ahead.temporary,
-        temporary_backward=behind.temporary if behind else 0,
-        gradients=sum(value_bytes(gradient, i) for i in gradient.outputs)
-        if gradient and behind
-        else 0,
-        untold=tuple(name for name, x in both.items() if x.workspace is None),
-    )
-
-
-def value_bytes(graph: Graph, i: int) -> int:
-    """The memory of a value, with the gaps of a declared layout."""
-    return result_spec(graph, i).bytes if graph.layouts else graph.types[i].bytes
-
-
-def saved_values(graph: Graph) -> set[int]:
-    """The attentions' results that stay alive between forward and backward.
-
-    The backward reads them, or the graph returns them.
-    """
-    fused = {i for eqn, outs in graph.numbered if eqn.op.forward for i in outs}
-    return {*residuals(graph), *(fused & {*graph.outputs})}

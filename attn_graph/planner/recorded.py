@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
-from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.sizes import format_bytes
+from attn_graph.planner.choose import MATH, resolve_backends
+from attn_graph.rings import find
 
-RUNS_KEPT = (torch_math.BACKEND.name,)  # the backends of graphs that keep weights
+RUNS_KEPT = (MATH,)  # the backends of graphs that keep weights
 
 
 def recorded_graph(request: Request, chosen: str) -> Graph | None:
@@ -20,12 +21,13 @@ def recorded_graph(request: Request, chosen: str) -> Graph | None:
     """
     graph, target, options = request.graph, request.target, request.options
     limited = options.max_workspace is not None or options.deterministic or options.tune
-    named = request.among is not None and chosen != torch_math.BACKEND.name
+    named = request.among is not None and chosen != MATH
     if limited or named or graph.symbols or target.kind != "cpu":  # tiles are of sizes as numbers
         return None
     with neutral_state():
-        kept = torch_math.record_weights(graph, target)
-        return None if kept and torch_math.BACKEND.reasons(request.with_graph(kept)) else kept
+        kept: Graph | None = find("record_weights")(graph, target)
+        (math,) = resolve_backends(RUNS_KEPT)
+        return None if kept and math.reasons(request.with_graph(kept)) else kept
 
 
 def recording_note(kept: Graph) -> str:

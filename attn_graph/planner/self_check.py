@@ -20,13 +20,7 @@ from warnings import warn_explicit
 from attrs import asdict, evolve, frozen
 
 from attn_graph.errors import Reason, SelfCheckWarning, user_frame
-from attn_graph.lowering.backend import (
-    Backend,
-    DeviceTest,
-    Executable,
-    RefusedError,
-    no_device_test,
-)
+from attn_graph.lowering.backend import Backend, DeviceTest, Executable, RefusedError
 from attn_graph.lowering.request import Request
 from attn_graph.machine.cache import Cache
 from attn_graph.machine.store import Store, Unfit, read_json, read_positive
@@ -138,12 +132,8 @@ def find_check(backend: Backend, request: Request) -> SelfCheck | None:
     return None if test is None else SelfCheck(backend.name, test, request.target, store)
 
 
-def known_reasons(backend: Backend, request: Request) -> tuple[Reason, ...]:
-    """Every reason against a graph; without any, a known failure of its check on this device."""
-    if against := backend.reasons(request):
-        return against
-    if backend.device_test is no_device_test or request.target.device is None:
-        return ()
+def failed_checks(backend: Backend, request: Request) -> tuple[Reason, ...]:
+    """The reason against a backend whose check on this device is known to have failed."""
     check = find_check(backend, request)
     proof = check.recall() if check else None
     return tuple(check.reasons(proof)) if check and proof else ()

@@ -15,7 +15,7 @@ import torch
 from attrs import Factory, evolve, field, frozen
 
 from attn_graph.errors import NoBackendError
-from attn_graph.ir.binding import bind_graph, largest, require_readable
+from attn_graph.ir.binding import bind_graph, largest, many_sizes, require_readable
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import Backend, Executable, Tensors, places_to_lay
 from attn_graph.lowering.request import Request
@@ -123,11 +123,6 @@ class Sized:
         ordered = evolve(self.quiet, among=self.ordered(bound.choice.backend))
         with neutral_state():
             return choose(ordered.with_graph(core_of(bound.graph)))
-
-
-def many_sizes(graph: Graph) -> bool:
-    """True if a plan of the graph meets too many sizes to build each."""
-    return any(not symbol.classes for symbol in graph.symbols)
 
 
 def lower_bound(request: Request, sizes: Sizes) -> Bound:

@@ -19,8 +19,9 @@ from attn_graph.kernels.tilings import (
     split_tiling,
 )
 from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.parts import choose_parts, is_decoding
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.divisions import choose_parts, is_decoding, least_part
+from attn_graph.lowering.triton.divisions import least_part
 from attn_graph.lowering.triton.programs import places_of, reads_v_in_k, table_width
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target

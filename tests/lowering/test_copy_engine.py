@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.layouts import result_spec
+from attn_graph.lowering import parts
 from attn_graph.lowering.codegen.launches import Descriptor
-from attn_graph.lowering.triton import divisions
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.testing.strategies import seeds
@@ -94,7 +94,7 @@ def test_by_the_copy_engine_and_by_pointers_the_bits_are_the_same(
     specs = [TensorSpec(x, dtype, dense_strides(x, order)) for x in shapes]
     forward, backward = ag.vjp(ag.attention(*specs, mask=mask))
     with pytest.MonkeyPatch.context() as patch:  # parts of keys, which few queries have, have none
-        patch.setattr(divisions, "MOST_QUERIES", 0)
+        patch.setattr(parts, "MOST_QUERIES", 0)
         planned = [Flash.plan(problem_of(graph), CPU) for graph in (forward, backward)]
     tiled = {x.kernel: sorted(x.descriptors) for flash in planned for x in flash.launches}
     for short in ("delta", "sum_parts", "merge_parts"):

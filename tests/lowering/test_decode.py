@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.kernels.tilings import MERGE
 from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.parts import LEAST, MOST_QUERIES, MOST_ROWS
 from attn_graph.lowering.rates import FILLS
 from attn_graph.lowering.triton.decode import FIXED_KEYS, divide_keys
-from attn_graph.lowering.triton.divisions import LEAST, MOST_QUERIES, MOST_ROWS
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.testing.agreement import check_outputs, run_plan
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options

@@ -22,10 +22,11 @@ from attn_graph.lowering.codegen.launches import Launch, load_kernel
 from attn_graph.lowering.codegen.machine_code import compile_for
 from attn_graph.lowering.codegen.tile_lists import classify_blocks
 from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.parts import choose_parts
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton.backend import launch_notes, plan_flash
-from attn_graph.lowering.triton.divisions import Division, choose_parts
+from attn_graph.lowering.triton.divisions import Division
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.machine.gpus import devices
 from attn_graph.testing import rule
