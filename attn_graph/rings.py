@@ -20,7 +20,7 @@ RINGS: Mapping[str, tuple[str, ...]] = {  # modules and packages, below `attn_gr
     "fa4": ("lowering.fa4",),
     "torch_cuda": ("lowering.torch_cuda",),
     "layers": ("nn.modules", "nn.multihead", "nn.recognition", "nn.replace", "nn.report"),
-    "vmap": ("ir.vmap",),
+    "vmap": ("ir.vmap", "nn.batching"),
     "mesh": ("mesh",),
     "integrations": ("integrations",),
     "testing": ("testing",),
@@ -74,17 +74,18 @@ HOMES = {  # by name
     **dict.fromkeys(("where_faster", "record_weights"), "lowering.cpu.math"),
     # for the core, of the core: planning, which nothing needs before the first plan
     **dict.fromkeys(("plan_graph", "plan_simplified"), "plan.building"),
+    **dict.fromkeys(("write_gradient", "write_tangents"), "nn.derivatives"),
     **dict.fromkeys(("BACKENDS", "resolve_backends"), "planner.choose"),
 }
 
 
 def find(name: str) -> Any:  # Any: whatever has the name
-    """What HOMES calls by this name. Raises ModuleNotFoundError if its ring is not in this build."""
+    """What HOMES calls by this name. Raises ModuleNotFoundError if the build lacks its ring."""
     return getattr(load(HOMES[name], name), name)
 
 
 def load(module: str, name: str = "") -> ModuleType:
-    """A module below `attn_graph`, imported unless it is. name: what is wanted of it, for the error.
+    """A module below `attn_graph`, imported at first use. name: what needs it, for the error.
 
     Raises ModuleNotFoundError, which names the ring, if it or a module that it imports is missing.
     """

@@ -1,4 +1,4 @@
-"""How many programs share the work of one, if they are too few to fill a GPU: a rule for any kernel."""
+"""How many programs share the work of one if they are too few to fill a GPU."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -12,13 +12,16 @@ from attrs.converters import optional
 from attn_graph.errors import GraphError
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, Names, SoftCap, known_lengths
 from attn_graph.masks import (
+    LEAVES,
     Align,
     Data,
+    Mask,
     as_names,
     diagonal_offset,
     require_alignment,
     require_lengths,
 )
+from attn_graph.masks.joins import leaves
 from attn_graph.masks.leaves import as_pair, to_length
 from attn_graph.masks.moving import WHOLE
 from attn_graph.masks.places import Place, Term, maximum, minimum
@@ -147,3 +150,12 @@ def sum_diagonals(x: torch.Tensor) -> torch.Tensor:
 
 
 MODIFIERS = (SoftCap, Bias, Alibi, RelativeBias)
+
+
+def counting_parts(
+    mask: Mask | None, modifiers: Iterable[Modifier] = ()
+) -> tuple[Mask | Modifier, ...]:
+    """The parts that may count batch entries or heads, so differ if these have other numbers."""
+    own = [m for m in modifiers if type(m) not in MODIFIERS]
+    every = () if mask is None else leaves(mask)
+    return (*own, *(leaf for leaf in every if type(leaf) not in LEAVES))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import final
 
 from attrs import evolve, frozen
@@ -13,16 +13,14 @@ from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
-from attn_graph.ir.modifiers import Alibi, Modifier
+from attn_graph.ir.modifiers import Alibi
 from attn_graph.ir.packed import with_operands
 from attn_graph.ir.passes import canonicalise, fuse
-from attn_graph.ir.relative import MODIFIERS
+from attn_graph.ir.relative import counting_parts
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
 from attn_graph.ir.vjp import require_no_layouts, value_names
-from attn_graph.masks import LEAVES, Mask
-from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec, as_integer, dense_strides, to_integer
 from attn_graph.spec.dims import to_index
 
@@ -186,15 +184,6 @@ def node_problems(node: Attention) -> Iterator[str]:
             f"vmap: {type(part).__name__} is your own, and may count batch entries or heads; "
             "declare the graph with the larger batch"
         )
-
-
-def counting_parts(
-    mask: Mask | None, modifiers: Iterable[Modifier] = ()
-) -> tuple[Mask | Modifier, ...]:
-    """The parts that may count batch entries or heads, so differ if these have other numbers."""
-    own = [m for m in modifiers if type(m) not in MODIFIERS]
-    every = () if mask is None else leaves(mask)
-    return (*own, *(leaf for leaf in every if type(leaf) not in LEAVES))
 
 
 def letters_of(graph: Graph) -> dict[int, str]:

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from attn_graph.ir.vmap import counting_parts
+from attn_graph.ir.relative import counting_parts
 from attn_graph.machine.cache import remember
 from attn_graph.nn.packed_sizes import PACKING
 from attn_graph.planner.content import CallContent, Content

@@ -34,9 +34,7 @@ from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.likeness import NESTED, OWN_CLASSES
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import switches_that_count
-from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
-from attn_graph.nn.derivatives import write_gradient, write_tangents
 from attn_graph.nn.layouts import refuse_layouts
 from attn_graph.nn.packed_sizes import serves_sizes
 from attn_graph.nn.results import is_plan, require_count, restore_graph, results_of
@@ -46,7 +44,7 @@ from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key, cache
 from attn_graph.planner.content import CallContent, PlanContent, read_content
 from attn_graph.planner.content import introduce as introduce
-from attn_graph.rings import find
+from attn_graph.rings import find, load
 from attn_graph.spec import (
     TensorSpec,
     ValueType,
@@ -302,7 +300,7 @@ class OpBackwardCall(_SingleLevelFunction):
         tensors, (text, needs, given) = ctx.saved_tensors, ctx.call
         inputs = tensors[: len(needs)]
         plan = plan_anew(inputs, text).bound_to(inputs)
-        own = write_gradient(plan, tensors, needs, given)
+        own = find("write_gradient")(plan, tensors, needs, given)
         fixed = restore_graph(own)[1].carried
         wants = [need and n not in fixed for n, need in enumerate(ctx.needs_input_grad[3:])]
         used = [g for g in grads if g is not None]
@@ -321,7 +319,7 @@ def push_op(tensors: Tensors, text: str, saves: bool) -> list[Tensor]:
     plan = plan_anew(primals, text).bound_to(primals)
     moved = select_moving(plan.graph.carried, tangents)
     results = results_of(text)
-    every = OP([*primals, *moved.values()], write_tangents(plan, moved, saves))
+    every = OP([*primals, *moved.values()], find("write_tangents")(plan, moved, saves))
     count = len(result_layouts(plan.graph)) if saves else results.count
     each = iter(every[count:])
     return [
@@ -362,7 +360,7 @@ def record_backward(
     if has_tangent(tensors):
         inputs = tensors[: len(needs)]
         plan = plan_anew(inputs, text).bound_to(inputs)
-        return push_op(tensors, write_gradient(plan, tensors, needs, given), False)
+        return push_op(tensors, find("write_gradient")(plan, tensors, needs, given), False)
     if records(tensors):
         with enable_single_level_autograd_function():
             return [*OpBackwardCall.apply(text, needs, given, *tensors)]  # type: ignore[attr-defined]  # as above
@@ -382,8 +380,7 @@ def batch_attention(
     text: str,
     saves: bool = False,
 ) -> tuple[list[Tensor], list[int]]:
-    mapped = Mapped(info.batch_size, tensors, dims[0], names_of_call(text))
-    return map_call(OP, read_content(text), mapped, (), text, saves)
+    return batch_op(OP, info.batch_size, dims[0], tensors, (), text, saves)
 
 
 def batch_backward(
@@ -394,8 +391,25 @@ def batch_backward(
     needs: Sequence[bool],
     given: Sequence[bool],
 ) -> tuple[list[Tensor], list[int]]:
-    mapped = Mapped(info.batch_size, tensors, dims[0], names_of_call(text))
-    return map_call(OP_BACKWARD, read_content(text), mapped, needs, text, needs, given)
+    return batch_op(OP_BACKWARD, info.batch_size, dims[0], tensors, needs, text, needs, given)
+
+
+def batch_op(
+    op: Callable[..., list[Tensor]],
+    size: int,
+    dims: Sequence[int | None],
+    tensors: Tensors,
+    needs: Sequence[bool],
+    text: str,
+    *more: object,
+) -> tuple[list[Tensor], list[int]]:
+    """An operator's results under vmap, and the mapped axis of each. more: its other arguments."""
+    batching = load("nn.batching")
+    mapped = batching.Mapped(size, tensors, dims, names_of_call(text))
+    mapped_call: tuple[list[Tensor], list[int]] = batching.map_call(
+        op, read_content(text), mapped, needs, text, *more
+    )
+    return mapped_call
 
 
 def map_older(name: str, tensors: Tensors, *more: Any) -> list[Tensor | None]:  # Any: of the op

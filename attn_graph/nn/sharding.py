@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attn_graph.errors import TensorError
-from attn_graph.ir.vmap import counting_parts
+from attn_graph.ir.relative import counting_parts
 from attn_graph.machine.tensors import is_distributed
 from attn_graph.masks import Mask, needs_of
 

@@ -49,7 +49,7 @@ def plan_graph(request: Request) -> Plan:
 
 
 def find_fixes(request: Request, refusals: Refusals) -> tuple[Refusal, ...]:
-    """The refusals of a graph's forward, with their fixes; none without the ring that finds them."""
+    """The refusals of a graph's forward, with their fixes, if their ring is there."""
     return tuple(
         fix
         for module in load_present(HOMES["explain_refusals"])
