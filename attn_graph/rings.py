@@ -64,6 +64,9 @@ HOMES = {  # by name
     "evaluate": "ir.reference",
     "select_blocks": "masks.tables",
     **dict.fromkeys(("Tiles", "tiles"), "masks.tiles"),
+    # for rings, of others
+    "COMPILERS": "lowering.cudnn.offline",
+    "virtual_gpu": "testing.gpu",
     # for the core, of rings
     **dict.fromkeys(("explain_graph", "explain_refusals"), "planner.explain"),
     **dict.fromkeys(("explain_plan", "show_plan"), "plan.explained"),

@@ -9,8 +9,8 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.parse import parse
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
+from attn_graph.rings import find
 from attn_graph.testing.agreement import check_gradients, check_outputs, search
-from attn_graph.testing.gpu import virtual_gpu
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
 
@@ -47,7 +47,7 @@ def check_graphs(
 
     def check_there(graph: Graph, seed: int) -> None:
         assert gpu is not None
-        with virtual_gpu(gpu) as device:
+        with find("virtual_gpu")(gpu) as device:
             check_plan(graph, seed, "triton", device.target)
 
     search(check_here, graph=graphs, seed=seeds)
