@@ -65,7 +65,6 @@ HOMES = {  # by name
     "select_blocks": "masks.tables",
     **dict.fromkeys(("Tiles", "tiles"), "masks.tiles"),
     # for rings, of others
-    "COMPILERS": "lowering.cudnn.offline",
     "virtual_gpu": "testing.gpu",
     # for the core, of rings
     **dict.fromkeys(("explain_graph", "explain_refusals"), "planner.explain"),

@@ -21,9 +21,9 @@ from attn_graph.cli.output import (
     show_json,
     show_text,
 )
+from attn_graph.lowering.cudnn.offline import COMPILERS
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import CUDNN, PACKAGES, SYSTEM_CUDNN
-from attn_graph.rings import find
 
 A_GPU = "a GPU"  # any of the table's, where they are alike
 
@@ -160,7 +160,7 @@ def plan_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     elif machine.compiler:
         yield what, f"by a stand-in for the driver, compiled by {machine.compiler}"
     else:
-        yield what, f"need a C compiler: {', '.join(find('COMPILERS'))}"
+        yield what, f"need a C compiler: {', '.join(COMPILERS)}"
     yield (
         "kept on disk",
         f"{files_text(store.files)}, {format_bytes(store.bytes)}, in {store.folder}",
