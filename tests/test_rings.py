@@ -118,7 +118,7 @@ for name in ours:
     assert not attempt(lambda: rings.find(name)), name
     for face in (ag, ag.nn, ag.types):
         if name in face.__all__:
-            assert not attempt(lambda: getattr(face), name), name
+            assert not attempt(lambda: getattr(face, name)), name
 x = ag.TensorSpec((1, 1, 4, 8), ag.nn.functional.torch.float32)
 graph = ag.attention(x, x, x)
 for name, (home, _) in rings.BACKENDS.items():
