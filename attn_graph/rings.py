@@ -65,7 +65,7 @@ HOMES = {  # by name
     "select_blocks": "masks.tables",
     **dict.fromkeys(("Tiles", "tiles"), "masks.tiles"),
     # for rings, of others
-    "virtual_gpu": "testing.gpu",
+    "virtual_gpu": "testing.gpu.device",
     # for the core, of rings
     **dict.fromkeys(("explain_graph", "explain_refusals"), "planner.explain"),
     **dict.fromkeys(("explain_plan", "show_plan"), "plan.explained"),
