@@ -11,7 +11,6 @@ from operator import index
 from typing import Any, SupportsIndex, final
 from unicodedata import normalize
 
-import numpy as np
 import torch
 from attrs import frozen
 
@@ -24,11 +23,11 @@ Sizes = Mapping[str, int]  # values of Dims, by name
 
 def is_flag(value: object) -> bool:
     """True for a boolean of Python, NumPy or PyTorch. It equals 1 or 0 and is not a number."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype == torch.bool
-    return isinstance(value, bool | np.bool_) or (
-        isinstance(value, np.ndarray) and value.dtype == np.bool_
-    )
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        return False  # numbers that traced code may hold, of which no attribute may be asked
+    return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def to_index(value: object) -> int | None:
