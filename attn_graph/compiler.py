@@ -61,11 +61,7 @@ class Compilable(ABC, Generic[PlanT, ExplanationT]):
     """A value made of several graphs, accepted by `compile` and `explain`."""
 
     __slots__ = ()
-
-    @property
-    @abstractmethod
-    def graph(self) -> Graph:
-        """The graph that it divides."""
+    graph: Graph  # that it divides
 
     @abstractmethod
     def compile(self, request: Request, group: ProcessGroup | None) -> PlanT:

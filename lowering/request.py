@@ -91,6 +91,7 @@ class Named(Protocol):
     @property
     def name(self) -> str:
         """What options and explanations call it."""
+        raise NotImplementedError
 
 
 @final

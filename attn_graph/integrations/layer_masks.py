@@ -52,7 +52,7 @@ class MaskDescription(Tensor):
     ) -> MaskDescription:
         """A mask's description, in memory one NaN. device: that of `arguments` if None."""
         B, M, N = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
-        device = arguments["device"] if device is None else device
+        device = torch.device(arguments["device"] if device is None else device)
         dtype = arguments["dtype"]
         if torch.compiler.is_dynamo_compiling() or not is_traced():
             unread = torch.full((), torch.nan, dtype=dtype, device=device)

@@ -308,7 +308,7 @@ def check_ours_too(
     return name
 
 
-PreTrainedModel.get_correct_attn_implementation = check_ours_too
+setattr(PreTrainedModel, "get_correct_attn_implementation", check_ours_too)  # noqa: B010  # by another's type
 AttentionInterface.register(NAME, attend_layer)
 AttentionMaskInterface.register(NAME, decode_mask)
 AttentionInterface.register(BATCHES, attend_batch)

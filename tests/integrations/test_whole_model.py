@@ -86,6 +86,7 @@ def step_with(model: Any, batch: int, context: int) -> Any:  # Any: of transform
 def test_bytes_of_weights_and_cache_are_the_models_own(name: str) -> None:
     """Made here without this library, with eager attention; the context is beyond some windows."""
     config = hf.AutoConfig.for_model(**json.loads(path_of(name).read_text()))
+    assert config.architectures
     kind = getattr(hf, config.architectures[0])
     with torch.device("meta"):
         model = kind._from_config(config, attn_implementation="eager", dtype=config.dtype).eval()

@@ -65,7 +65,7 @@ def test_a_packed_sequence_reads_a_table_as_it_does_alone(
     q, k = (torch.randn(batch.total(side), 2, 4, generator=random) for side in (0, 1))
     table, M, N = torch.randn(2, 7, generator=random), *batch.most
     starts, counts = [*map(batch.starts, (0, 1))], [*map(batch.lengths, (0, 1))]
-    where = dict(zip(("q_starts", "kv_starts"), starts, strict=True))
+    where: dict[str, Any] = dict(zip(("q_starts", "kv_starts"), starts, strict=True))
     where |= dict(zip(("q_lengths", "kv_lengths"), counts, strict=True)) if batch.gaps else {}
     said, free = ag.RelativeBias(7, align), ag.RelativeBias(7)
     first, *others = (

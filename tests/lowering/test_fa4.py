@@ -328,8 +328,9 @@ def test_code_reads_no_place_past_the_last_query_or_key() -> None:
 def test_code_reads_no_place_outside_of_a_tensor(data: st.DataObject) -> None:
     """Nor a place computed from one past M or N, as of a block or of a table of distances."""
     shape = drawn.Shape(2, 4, 4, 9, 9, 8, 8)
-    options = data.draw(drawn.mask_options(shape)) | data.draw(drawn.score_options(shape, BF16))
-    graph = ag.attention(*[spec(2, 4, 9, 8)] * 3, **options | {"dropout": 0.0})
+    options: dict[str, Any] = data.draw(drawn.mask_options(shape))
+    options |= data.draw(drawn.score_options(shape, BF16)) | {"dropout": 0.0}
+    graph = ag.attention(*[spec(2, 4, 9, 8)] * 3, **options)
     texts = Fa4Call.of(problem_of(simplify(graph)), 100).code.texts
     for text in texts.values():
         for places in re.findall(r"= read_\w+\(data\[\d+\], (.*)\)$", text, re.MULTILINE):

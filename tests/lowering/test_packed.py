@@ -79,7 +79,8 @@ def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> 
     D, E = draw(st.sampled_from([4, 8, 3])), draw(st.sampled_from([4, 8, 3]))
     shape = Shape(len(batch.rows), G * r, G, *batch.most, D, E)
     align = draw(st.sampled_from(["top_left", "bottom_right"]))
-    options = draw(mask_options(shape)) | draw(score_options(shape, kind)) | {"align": align}
+    options: dict[str, Any] = draw(mask_options(shape)) | draw(score_options(shape, kind))
+    options["align"] = align
     given_stats = draw(st.sampled_from([False, True, ("lse", "max")])) if stats is None else stats
     options |= {"stats": given_stats}
     options = {n: x for n, x in options.items() if n not in m.LENGTHS}

@@ -12,6 +12,7 @@ import torch
 from attrs import frozen
 from hypothesis import assume, given
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 
@@ -153,7 +154,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append(text)
         return decomposition.decompose(tensors, text, saves)
 
-    monkeypatch.setitem(torch._decomp.decomposition_table, OP, count)
+    monkeypatch.setitem(decomposition_table, OP, count)
     return calls
 
 

@@ -127,7 +127,8 @@ def test_a_plan_explains_its_refusals_with_every_fix() -> None:
 
 
 def test_segments_may_be_packed_and_pools_have_their_heads_in_the_third_axis() -> None:
-    segments = (ag.TensorSpec((2, 512), torch.int32),) * 2
+    each = ag.TensorSpec((2, 512), torch.int32)
+    segments = each, each
     graph = ag.attention(X, X, X, mask=ag.Causal(), segments=segments, stats=True)
     for name in ("cudnn", "torch_flash"):
         found = ag.explain(graph, target=TARGETS[2], backends=(name,), gradients=())

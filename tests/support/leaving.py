@@ -137,7 +137,7 @@ def run_onnxruntime(model: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def run_by_name(
-    call: Callable[[dict[str, Any]], list[Any]], model: Any, tensors: Sequence[Tensor]
+    call: Callable[[dict[str, Any]], Sequence[Any]], model: Any, tensors: Sequence[Tensor]
 ) -> list[Tensor]:
     names = [i.name for i in model.graph.input]
     feeds = {name: t.numpy() for name, t in zip(names, tensors, strict=True)}

@@ -24,7 +24,7 @@ from attrs import asdict, frozen
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attn_graph.errors import GraphError
 from attn_graph.integrations import transformers as integration
@@ -456,7 +456,7 @@ def count(verdicts: Sequence[Verdict]) -> Counter[str]:
 def main(results: str, *kinds: str) -> None:
     path = Path(results)
     done = {each.kind for each in read(path)}
-    for kind in [x for x in kinds or CONFIG_MAPPING_NAMES if x not in done]:
+    for kind in [x for x in kinds or CONFIG_MAPPING if x not in done]:
         process = multiprocessing.get_context("fork").Process(target=check_alone, args=(kind, path))
         process.start()
         process.join()

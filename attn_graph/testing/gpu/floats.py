@@ -67,7 +67,7 @@ for name, function in APPROXIMATED.items():
     )
 values(("f32 <- f32", ""), {"sqrt.rn.f32": np.sqrt, "sqrt.rn.ftz.f32": with_flushing(np.sqrt)})
 values(("f32 <- f32", ""), {"ex2.approx.f32": np.exp2, "abs.ftz.f32": with_flushing(np.abs)})
-values(("f32 <- f32", ""), {"neg.ftz.f32": with_flushing(operator.neg)})
+values(("f32 <- f32", ""), {"neg.ftz.f32": with_flushing(np.negative)})
 values(
     ("f32 <- f32 f32", ""),
     {
@@ -182,7 +182,7 @@ TWO: dict[str, Function] = {
     "min.NaN": with_nan(smallest),
     "max.NaN": with_nan(largest),
 }
-ONE: dict[str, Function] = {"abs": np.abs, "neg": operator.neg}
+ONE: dict[str, Function] = {"abs": np.abs, "neg": np.negative}
 for kind in NARROW:
     for count, table in ((3, {"fma.rn": fuse}), (2, TWO), (1, ONE)):
         for name, function in table.items():
