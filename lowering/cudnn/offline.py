@@ -73,7 +73,8 @@ def ask_cudnn(
         failure, _ = run_apart(program, seconds=PATIENCE * (1 + len(calls)))
         reports = [json.loads(line) for line in read_lines(Path(folder, "answers.jsonl"))]
         if failure or len(reports) != 1 + len(calls):
-            raise RefusedError(dead_planner(failure or "ended without an answer"))
+            at = f", at call {len(reports)} of {len(calls)}" if len(calls) > 1 else ""
+            raise RefusedError(dead_planner((failure or "ended without an answer") + at))
         plans = [read_contents(Path(folder, f"{n}.plan")) for n in range(len(calls))]
     return parse_versions(reports[0]), [
         Answer(*each) for each in zip(reports[1:], plans, strict=True)

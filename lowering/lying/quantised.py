@@ -9,10 +9,10 @@ from __future__ import annotations
 from attrs import evolve
 
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.layouts import value_spec
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.scaling import O_SCALE, SCALES, Dequantise, Quantise
 from attn_graph.lowering.problem import Problem
-from attn_graph.spec import dense_strides
 
 
 def quantised_places(graph: Graph) -> dict[str, int]:
@@ -35,14 +35,13 @@ def quantised_places(graph: Graph) -> dict[str, int]:
 
 
 def quantised_problem(graph: Graph) -> Problem | None:
-    """The problem on the 8 bits of q, k and v, and perhaps of o; None without `quantised_places`. o
-    is in C order, as dequantised q is."""
+    """The problem on 8 bits of q, k and v, and perhaps of o; None without `quantised_places`."""
     specs = {name: graph.inputs[n].spec for name, n in quantised_places(graph).items()}
     if not specs:
         return None
-    main = graph.eqns[1]
+    main, outs = graph.numbered[1]
     node = main.op.attention
-    lies = (("o", dense_strides(main.outs[0].shape)),)
+    lies = (("o", value_spec(graph, outs.start).strides),)
     problem = Problem.of(node, [specs[name] for name in node.roles], lies)
     scales = (specs[name] for name in (*SCALES, O_SCALE) if name in specs)
     return evolve(problem, scales=tuple(scales))

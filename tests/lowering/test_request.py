@@ -136,7 +136,12 @@ def test_every_function_of_a_backend_takes_a_request() -> None:
     """A new field of Backend has to say whether users' old functions serve it."""
     converted = {x.name for x in attrs.fields(Backend) if x.converter is not None}
     assert converted == {*FIELDS}
-    assert {x.name for x in attrs.fields(Backend)} - converted == {"name", "one_size", "lays"}
+    assert {x.name for x in attrs.fields(Backend)} - converted == {
+        "name",
+        "one_size",
+        "lays",
+        "real",
+    }
 
 
 def test_backends_of_equal_old_functions_are_equal() -> None:

@@ -11,6 +11,7 @@ from typing import Literal, final
 from attrs import frozen
 
 from attn_graph.errors import Reason
+from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn.graph import CudnnCall, describe_call
 from attn_graph.lowering.cudnn.memory import workspace
 from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, describe_target
@@ -121,7 +122,7 @@ def answered(given: Sequence[Question], build: bool, python: str) -> list[Answer
     device = describe_target(Target.of(GPUS[sm]))
     try:
         return ask_cudnn(plain, device, sm, build=build, python=python)[1]
-    except RuntimeError as error:
+    except RefusedError as error:
         raise RuntimeError(f"{error}\n{culprit(str(error), given)}") from error
 
 
