@@ -59,15 +59,22 @@ def kinds(model: Model) -> list[str]:
     return [node.op_type for node in model.graph.node]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_call_is_what_it_was_in_each_opset(case: Case) -> None:
-    exported = case.export(dynamic=case.dynamic)
-    for opset in OPSETS:
-        program = exported.run_decompositions(ag.decompositions(onnx=opset))
-        model = to_onnx(program, opset)
-        said = case.opset is not None and opset >= case.opset
-        assert kinds(model).count("Attention") == said, (opset, kinds(model))
-        check(case, model, f"opset {opset}")
+IN_TURN = [  # each case in one opset; in the others `make deep` has it
+    pytest.param(
+        case, opset, id=f"{case}-{opset}", marks=() if n % len(OPSETS) == turn else pytest.mark.deep
+    )
+    for n, case in enumerate(CASES)
+    for turn, opset in enumerate(OPSETS)
+]
+
+
+@pytest.mark.parametrize(("case", "opset"), IN_TURN)
+def test_a_call_is_what_it_was_in_each_opset(case: Case, opset: int) -> None:
+    program = case.export(dynamic=case.dynamic).run_decompositions(ag.decompositions(onnx=opset))
+    model = to_onnx(program, opset)
+    said = case.opset is not None and opset >= case.opset
+    assert kinds(model).count("Attention") == said, kinds(model)
+    check(case, model, f"opset {opset}")
 
 
 @pytest.mark.parametrize("name", ["join", "key lengths and causal", "statistics", "alibi"])

@@ -117,7 +117,13 @@ def ways(use: Use) -> Iterator[tuple[str, Any, int]]:  # Any: a model of onnx
     yield "opset 24", to_onnx(program, 24), FAMILIES[use.family].make().config.num_hidden_layers
 
 
-@pytest.mark.parametrize("use", USES, ids=str)
+SOME = [  # `make deep` has the others
+    pytest.param(use, id=str(use), marks=() if n in (1, 3, 4) else pytest.mark.deep)
+    for n, use in enumerate(USES)
+]
+
+
+@pytest.mark.parametrize("use", SOME)
 def test_a_model_in_onnx_is_what_it_was(use: Use) -> None:
     pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     pytest.importorskip("onnxscript", reason="needs onnxscript")
