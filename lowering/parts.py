@@ -10,6 +10,7 @@ MOST_PARTS = 128
 LEAST = 256  # positions of a part: fewer take as long to join as to walk
 MOST_QUERIES = 64  # of one tile of few queries,
 MOST_ROWS = 256  # and queries of heads on common keys: some tiles, reading them from L2
+WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
 
 
 def choose_parts(programs: int, places: int, tiles: int) -> int:

@@ -71,7 +71,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
-    """A test fails that makes its process larger than `make test` may be."""
+    """A test fails that takes more memory than two at once may."""
     from tests.support.memory import memory_problem, peak_memory
 
     before = peak_memory()

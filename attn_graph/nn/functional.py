@@ -240,7 +240,7 @@ def attend_like_torch(
         else:
             anew = attend_grouped if enable_gqa else attend_plain
             o = attend_as(query, key, value, named, options, anew)
-    except TensorError:
+    except (ArgumentError, TensorError):
         raise
     except (GraphError, PlanMismatchError) as error:
         raise as_tensor_error(error) from error

@@ -23,10 +23,9 @@ from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.libraries.cudnn_versions import ASSUMED
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.lying.sequences import read_problem
-from attn_graph.lowering.parts import LEAST, choose_parts, is_decoding
+from attn_graph.lowering.parts import LEAST, WORTH, choose_parts, is_decoding
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, rates, read_rates
-from attn_graph.lowering.triton.decode import WORTH
 from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.planner.cost import Share, distinct_elements, shares_of

@@ -19,7 +19,7 @@ from attn_graph.kernels.tilings import (
     split_tiling,
 )
 from attn_graph.lowering.lying.layout import Layout
-from attn_graph.lowering.parts import choose_parts, is_decoding
+from attn_graph.lowering.parts import WORTH, choose_parts, is_decoding
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.divisions import least_part
 from attn_graph.lowering.triton.programs import places_of, reads_v_in_k, table_width
@@ -28,7 +28,6 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Buffer
 
 FIXED_KEYS = 512  # of a part, if its bits may not depend on the batch
-WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
 PARTS, PARTS_LSE = "parts", "parts.lse"  # buffers: sums of all parts, and their lse
 
 

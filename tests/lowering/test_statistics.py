@@ -69,8 +69,8 @@ def test_true_is_lse_and_false_is_none() -> None:
 @pytest.mark.parametrize(
     ("stats", "problem"),
     [
-        ("lse", "stats 'lse' is not a sequence of names; write ('lse',)"),
-        (1, "stats 1 is not a sequence of names; write ('lse',)"),
+        ("lse", "stats 'lse' is not a sequence of names; write stats=(\"lse\",)"),
+        (1, 'stats 1 is not a sequence of names; write stats=("lse",)'),
         (("lse", "mean"), "stats 'mean' is none of lse, max"),
         (("max", "max"), "stats ('max', 'max') name one statistic twice"),
     ],

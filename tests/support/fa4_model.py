@@ -55,6 +55,7 @@ NAMES: dict[str, Any] = {
     "as_long": lambda x: x.long(),
     "floor_div": lambda a, b: a // b,
     "inside": lambda x, count: torch.minimum(x, count - 1).clamp(min=0),
+    "between": lambda x, count: x.clamp(0, count - 1),
     "read_int": lambda t, *at: elements(t, at),
     "read_float": lambda t, *at: elements(t, at).double(),
     "read_bool": lambda t, *at: elements(t, at) != 0,

@@ -1,10 +1,10 @@
-"""The most memory that a worker of `make test` may take."""
+"""How much memory a test may take."""
 
 from __future__ import annotations
 
 import sys
 
-MOST = 5 * 2**29  # bytes of a process, or of a child of its: two workers stay below 6 GiB in all
+MOST = 3 * 2**29  # bytes a test may add to its process, or to a child: two at once stay below 6 GiB
 
 
 def peak_memory() -> int:
@@ -18,6 +18,6 @@ def peak_memory() -> int:
 
 def memory_problem(before: int, after: int) -> str:
     """Why a test takes too much memory, by the peaks before and after it; "" if it does not."""
-    if after <= max(before, MOST):
+    if after - before <= MOST:
         return ""
-    return f"the test's process has held {after} bytes, {before} before it; the most is {MOST}"
+    return f"the test added {after - before} bytes to the {before} of its process; most is {MOST}"
