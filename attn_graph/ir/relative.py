@@ -156,6 +156,6 @@ def counting_parts(
     mask: Mask | None, modifiers: Iterable[Modifier] = ()
 ) -> tuple[Mask | Modifier, ...]:
     """The parts that may count batch entries or heads, so differ if these have other numbers."""
-    own = [m for m in modifiers if type(m) not in MODIFIERS]
+    own = [m for m in modifiers if not isinstance(m, MODIFIERS)]
     every = () if mask is None else leaves(mask)
-    return (*own, *(leaf for leaf in every if type(leaf) not in LEAVES))
+    return (*own, *[leaf for leaf in every if not isinstance(leaf, LEAVES)])

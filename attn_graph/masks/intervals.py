@@ -203,7 +203,7 @@ def end_points(at: Operand) -> tuple[int, int]:
     """The first and the last index of entries, of ranges, one or many, or of a number."""
     if isinstance(at, Entries):
         return at.cells.start, at.cells.stop - 1
-    least, most = torch.as_tensor(lower_end(at)), torch.as_tensor(upper_end(at))
+    least, most = (torch.as_tensor(x, device="cpu") for x in (lower_end(at), upper_end(at)))
     return int(least.amin()), int(most.amax())
 
 
@@ -236,7 +236,8 @@ def bound_keys(mask: Any, block: Block) -> tuple[Keys, Keys]:  # Any: a Mask, wh
     except Untraceable:
         return block.none, block.all
     ends = (
-        torch.as_tensor(x).expand(-(-block.N // run)) for x in (lower_end(kept), upper_end(kept))
+        torch.as_tensor(x, device="cpu").expand(-(-block.N // run))
+        for x in (lower_end(kept), upper_end(kept))
     )
     runs = (Keys.where(x).intervals for x in ends)
     every, some = (Keys(tuple([(a * run, b * run) for a, b in each])) & block.all for each in runs)

@@ -403,5 +403,6 @@ def test_pages_skip_on_no_h200() -> None:
             assert not set(OURS) & refusals(graph).keys()
     for name, dtype in CROWDS.items():
         graph = crowd_on("cpu", "triton", name).graph
-        assert ("cudnn" in refusals(graph)) == (dtype == F32)
+        reasons = [x for x in refusals(graph).get("cudnn", []) if "lacks finite_pages" not in x]
+        assert bool(reasons) == (dtype == F32)
         assert "cudnn" in refusals(ag.vjp(graph)[1])
