@@ -144,7 +144,7 @@ def forecast(graph: Graph, target: Target, name: str) -> Forecast | None:
     if rate is None or processors is None or bandwidth is None:
         return None
     layout = Layout.of(graph)
-    if layout is None or layout.problem.is_empty:
+    if layout is None or layout.problem.is_empty or 0 in (layout.T, layout.T_keys):
         return None
     p = layout.problem
     peak = peak_of(target, name, p.dtype, max(p.D, p.E), backward=p.grad is not None)
