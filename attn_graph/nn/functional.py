@@ -307,7 +307,8 @@ def attend_led(
     if most > 4:
         return attend_as(q, k, v, named, options, anew)
     for name, x in tensors.items():
-        if name in LED and (2 if name in FITTED else least) <= getattr(x, "ndim", 4) < 4:
+        lies = getattr(x, "layout", None) == torch.strided  # others are refused below
+        if name in LED and lies and (2 if name in FITTED else least) <= x.ndim < 4:
             tensors[name] = x[(None,) * (4 - x.ndim)]
     q4, k4, v4 = tensors.pop("q"), tensors.pop("k"), tensors.pop("v")
     try:
