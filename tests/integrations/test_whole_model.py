@@ -117,7 +117,7 @@ def test_a_window_keeps_only_its_keys_after_a_step() -> None:
     each = 2 * 512 * 256 * 2 + 8  # keys and values, keys, size, bytes; and a count of tokens
     assert near.cache == 22 * each
     assert far.cache == 4 * 2 * 4096 * 256 * 2
-    assert not found.notes
+    assert not [x for x in found.notes if "cuDNN" not in x]  # its workspace may be unknown
 
 
 def test_slices_of_a_prompt_are_told() -> None:
