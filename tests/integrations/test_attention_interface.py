@@ -237,7 +237,8 @@ def test_a_model_whose_source_cannot_be_read_is_not_refused(
     config = hf.BertConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
     )
-    Own._from_config(config, attn_implementation="attn_graph")
+    model = Own._from_config(config, attn_implementation="attn_graph")
+    assert model.config._attn_implementation == "attn_graph"
 
 
 @traces

@@ -130,6 +130,7 @@ def test_a_table_of_blocks_is_not_read_past_its_end(sm: int) -> None:
     )  # fmt: skip
     with gpu(sm) as device:
         run(device, graph)
+        assert device.programs
 
 
 REFUSED_LAUNCH = """
