@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,16 @@ DEEP = "[" * 10**5 + "]" * 10**5
 FAR = "9" * 5000
 
 
+@pytest.fixture
+def usual_depth() -> Iterator[None]:
+    """Python's own limit of calls, which other libraries raise for their process."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("usual_depth")
 def test_texts_nested_deeper_than_python_calls_are_refused_in_words() -> None:
     for nested in ("~" * 600, "(" * 90 + "~" * 600):
         text = str(ag.attention(X, X, X, mask=ag.Causal())).replace("mask=", f"mask={nested}")

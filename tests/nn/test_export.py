@@ -120,8 +120,11 @@ def test_another_process_runs_what_was_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_process_runs_an_aot_inductor_package(tmp_path: Path) -> None:
+def test_another_process_runs_an_aot_inductor_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It computes as exported, for other lengths too, and has no gradient, as all packages."""
+    monkeypatch.setenv("CI", "1")  # then Inductor is stricter about operators
     file, tensors = str(tmp_path / "model.pt2"), inputs(21)
     torch._inductor.aoti_compile_and_package(exported(Call()), package_path=file)
     due = Call()(*tensors)
