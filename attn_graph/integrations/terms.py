@@ -7,6 +7,9 @@ text, for a `Formula`. Booleans are masks from the start.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import reduce
+from itertools import takewhile
 from typing import Any, final
 
 import torch
@@ -25,7 +28,7 @@ from attn_graph.integrations.affine import (
 )
 from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.modifiers import Modifier, SoftCap
-from attn_graph.masks import And, Causal, Mask, Or, Prefix, Window
+from attn_graph.masks import And, Causal, Mask, Not, Or, Prefix, Window
 from attn_graph.masks.formulas import AXES, METHODS, Elements, Formula, simplify_text
 from attn_graph.masks.joins import BLOCKS
 from attn_graph.spec import INF, INTEGERS
@@ -163,11 +166,9 @@ def combine_affine(a: Index, b: Index, times: int) -> Affine | None:
 
 
 def extreme_index(name: str, x: Index | int, y: Index | int) -> Index:
-    """The "max" or "min" of two, as half of their sum plus or minus their distance."""
+    """The "max" or "min" of two."""
     a, b = Index.of(x), Index.of(y)
-    sign = "+" if name == "max" else "-"
-    text = f"(({a.text} + {b.text} {sign} abs({a.text} - {b.text})) // 2)"
-    return Index(text, unite(a.elements, b.elements), ends=(name, a, b))
+    return Index(f"{name}({a.text}, {b.text})", unite(a.elements, b.elements), ends=(name, a, b))
 
 
 def unite(a: Elements, b: Elements) -> Elements:
@@ -298,6 +299,9 @@ def combine_reals(name: str, x: Real | Index | float, y: Real | Index | float) -
     return plain
 
 
+ZERO, ONE = Real.of(0), Real.of(1)
+
+
 @final
 @frozen(eq=False)
 class Penalty:
@@ -382,17 +386,88 @@ def describe_term(term: Term) -> str:
 
 
 def read_choice(mask: Mask, x: Term, y: Term) -> Score | Penalty:
-    """x where a mask is true, else y, of which one is -inf. Raises Unread for others."""
+    """x where a mask is true, else y: both scores, or one -inf. Raises Unread for others."""
     if is_infinite(x):
         mask, x, y = negate(mask), y, x
     if is_infinite(y) and isinstance(x, Score):
         return x.then(mask)
     if is_infinite(y) and is_number(x):
         return Penalty(mask, x)
+    if isinstance(x, Score) and isinstance(y, Score):
+        return choose_scores(mask, x, y)
     score, number = (x, y) if isinstance(x, Score) else (y, x)
     if isinstance(score, Score) and is_number(number):
         raise Unread(f"it puts {describe_term(number)} in place of some scores; {HIDE}")
     raise Unread(f"it computes where() of {describe_term(x)}, {describe_term(y)}")
+
+
+def choose_scores(mask: Mask, x: Score, y: Score) -> Score:
+    """x where a mask is true, else y: what both begin with, then one product and one sum.
+
+    Raises Unread for other steps, and for masks of whole tensors.
+    """
+    c = indicator(mask)
+    a, b = x.finished().steps, y.finished().steps
+    shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))])
+    (a_factor, a_term), (b_factor, b_term) = (linear(steps[shared:]) for steps in (a, b))
+    score = Score(a[:shared])
+    factor, term = mix(c, a_factor, b_factor), mix(c, a_term, b_term)
+    if a_factor.text != b_factor.text:
+        score = score.times(factor)
+    elif a_factor is not ONE:
+        score = score.times(a_factor)
+    return score if term is ZERO else score.plus(term)
+
+
+def linear(steps: Sequence[Modifier | Mask]) -> tuple[Real, Real]:
+    """Steps as a factor and a term: scores * factor + term. Raises Unread for others."""
+    factor, term = ONE, ZERO
+    for step in steps:
+        if not isinstance(step, Factor | Addend):
+            raise Unread(f"it has {step} at some places only")
+        own = Real(f"({step.text})", step.elements, integers=step.integers)
+        if isinstance(step, Addend):
+            term = total(term, own)
+        else:
+            factor, term = product(factor, own), product(term, own)
+    return factor, term
+
+
+def product(x: Real, y: Real) -> Real:
+    if ZERO in (x, y):
+        return ZERO
+    return y if x is ONE else x if y is ONE else combine_reals("mul", x, y)
+
+
+def total(x: Real, y: Real) -> Real:
+    return y if x is ZERO else x if y is ZERO else combine_reals("add", x, y)
+
+
+def mix(c: Real, x: Real, y: Real) -> Real:
+    """x where c is 1, y where it is 0."""
+    return total(product(x, c), product(y, combine_reals("sub", ONE, c)))
+
+
+def indicator(mask: Mask) -> Real:
+    """1 where a mask is true, and 0 elsewhere. Raises Unread for a mask of whole tensors."""
+    match mask:
+        case Formula(text, elements):
+            return Real(f"real({text})", integers=elements)
+        case Causal(align="top_left"):
+            return Real("real(j <= i)")
+        case Prefix(int() as keys):
+            return Real(f"real(j < {keys})")
+        case Window(left, right, "top_left"):
+            ends = (left, "j - i >= {}", -1), (right, "j - i <= {}", 1)
+            texts = [text.format(sign * n) for n, text, sign in ends if n is not None]
+            return reduce(product, [Real(f"real({text})") for text in texts], ONE)
+        case Not(inner):
+            return combine_reals("sub", ONE, indicator(inner))
+        case And(a, b):
+            return product(indicator(a), indicator(b))
+        case Or(a, b):
+            return mix(indicator(a), ONE, indicator(b))
+    raise Unread(f"it takes other scores where {mask} is true")
 
 
 def is_infinite(x: Term) -> bool:

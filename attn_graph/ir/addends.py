@@ -18,6 +18,7 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.masks import Data
 from attn_graph.masks.formulas import (
     AXES,
+    FUNCTIONS,
     METHODS,
     Apply,
     Elements,
@@ -185,7 +186,7 @@ def degree(node: ast.expr, name: str) -> float:
 
 def functions_for(dtype: torch.dtype) -> dict[str, Apply]:
     return {
-        "abs": abs,
+        **FUNCTIONS,
         "real": lambda x: float(x) if isinstance(x, int | float) else x.to(dtype),
         **{name: partial(call_method, name) for name in METHODS},
     }

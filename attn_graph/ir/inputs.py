@@ -180,8 +180,9 @@ def size_faults(x: Types, needs: Needs, most: tuple[int | None, int | None]) -> 
             yield from join_faults([(name, misfit(0, "b", own, B) + more)])
     if x.get("q_segments") == x.get("kv_segments") and sizes.get("i") == sizes.get("j"):
         fits = [name for name in fits if name != "kv_segments"]  # one tensor for both
+    loose = [axis for axis, free in zip("ij", lack_bounds(x, most), strict=True) if free]
     yield from join_faults(
-        (name, needs[name].size_problem(name, x[name].shape, sizes))
+        (name, needs[name].size_problem(name, x[name].shape, sizes, loose))
         for name in fits
         if name not in (*STARTS, "pages", *SCALES)
         and sizes.keys() >= {*needs[name].axes} - {*"xyn"}
@@ -191,6 +192,13 @@ def size_faults(x: Types, needs: Needs, most: tuple[int | None, int | None]) -> 
         for name, scale in PAIRS
         if scale in x and name in x
     )
+
+
+def lack_bounds(x: Types, most: tuple[int | None, int | None]) -> tuple[bool, bool]:
+    """If queries, if keys are packed rows of sequences whose most rows nobody gave."""
+    packed = "q_starts" in x
+    own = packed and "pages" not in x and len(x["k"].shape) == 3
+    return packed and most[0] is None, own and most[1] is None
 
 
 def scale_fault(name: str, scale: tuple[int, ...], of: tuple[int, ...]) -> str:

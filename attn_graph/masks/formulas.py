@@ -18,7 +18,7 @@ from attn_graph.errors import GraphError, show
 from attn_graph.machine.cache import remember
 from attn_graph.masks.intervals import Range
 from attn_graph.masks.joins import Data, Mask
-from attn_graph.masks.places import Place, Term
+from attn_graph.masks.places import Place, Term, maximum, minimum
 from attn_graph.spec import MOST_INT64
 
 AXES = "bhij"
@@ -44,7 +44,9 @@ COMPARISONS: dict[type[ast.AST], Apply] = {
 }
 METHODS = ("cos", "exp", "exp2", "log", "log2", "rsqrt", "sigmoid", "sin", "sqrt", "tanh")
 FLEX_NAMES = {"q_idx": "i", "kv_idx": "j"}  # FlexAttention's names, and ours
-RESERVED = (*AXES, "abs", "real", *METHODS)
+FUNCTIONS: Mapping[str, Apply] = {"abs": abs, "max": maximum, "min": minimum}
+PAIRS = ("max", "min")  # functions of two
+RESERVED = (*AXES, *FUNCTIONS, "real", *METHODS)
 
 
 def as_elements(values: Any) -> Elements:  # Any: pairs
@@ -108,8 +110,10 @@ def evaluate_formula(node: ast.expr, names: Mapping[str, Term]) -> Term:
             return OPERATORS[type(op)](evaluate_formula(a, names))
         case ast.Compare(a, [op], [b]) if type(op) in COMPARISONS:
             return COMPARISONS[type(op)](*(evaluate_formula(x, names) for x in (a, b)))
-        case ast.Call(ast.Name(id=name), [a], []) if name in names:
-            return names[name](evaluate_formula(a, names))
+        case ast.Call(ast.Name(id=name), [*args], []) if name in names and len(args) == 1 + (
+            name in PAIRS
+        ):
+            return names[name](*(evaluate_formula(x, names) for x in args))
     known, text = ", ".join(sorted(names)), ast.unparse(node)
     hint = f"; write {FLEX_NAMES[text]}" if text in FLEX_NAMES else ""
     raise GraphError(f"formula: {text} is not read{hint}; it may name {known}")
@@ -173,7 +177,7 @@ def range_problems(text: str, elements: Elements, sizes: tuple[int, int, int, in
             *((name, (-(2**31), 2**31)) for name, _ in elements),
         )
     }
-    names = {**known, "abs": abs}
+    names = {**known, **FUNCTIONS}
     for part in ast.walk(read_formula(text)):
         if isinstance(part, ast.BinOp) and has_integers_alone(part, names):
             made = evaluate_formula(part, names)
@@ -190,10 +194,10 @@ def has_integers_alone(node: ast.expr, names: Collection[str]) -> bool:
 
 
 def place_names(at: Place, elements: Elements) -> dict[str, Term]:
-    """The names of a formula: b, h, i, j, abs, and the elements of its tensors."""
+    """The names of a formula: b, h, i, j, functions, and the elements of its tensors."""
     axes = dict(zip(AXES, at.axes, strict=True))
     loads = {name: whole(at.load(name, *(axes[x] for x in own))) for name, own in elements}
-    return {**axes, "abs": abs, **loads}
+    return {**axes, **FUNCTIONS, **loads}
 
 
 def whole(x: Term) -> Term:
@@ -206,9 +210,10 @@ def whole(x: Term) -> Term:
 class Formula(Mask):
     """A comparison of integers made of b, h, i, j: `Formula("i // 64 == j // 64")`.
 
-    The text has + - * // %, abs() and one comparison. elements: the name and axes of each integer
-    tensor in the text; it means the tensor's element at the place. For documents: `Formula("page_i
-    <= page_j", (("page_i", "i"), ("page_j", "j")))`. Raises GraphError for other text.
+    The text has + - * // %, abs(), max() and min() of two, and one comparison. elements: the name
+    and axes of each integer tensor in the text; it means the tensor's element at the place. For
+    documents: `Formula("page_i <= page_j", (("page_i", "i"), ("page_j", "j")))`. Raises GraphError
+    for other text.
     """
 
     text: str = field(validator=require_text)
@@ -222,7 +227,7 @@ class Formula(Mask):
         if not isinstance(node, ast.Compare) or has_floats(node):
             raise GraphError(f"formula: {self.text!r} is not a comparison of integers")
         check_constants(node)
-        evaluate_formula(node, {**dict.fromkeys((*AXES, *dict(self.elements)), 1), "abs": abs})
+        evaluate_formula(node, {**dict.fromkeys((*AXES, *dict(self.elements)), 1), **FUNCTIONS})
 
     @property
     def needs(self) -> dict[str, Data]:

@@ -76,6 +76,12 @@ class Range:
 
     __abs__ = abs
 
+    def maximum(self, x: Operand) -> Range:
+        return Range(maximum(self.least, lower_end(x)), maximum(self.most, upper_end(x)))
+
+    def minimum(self, x: Operand) -> Range:
+        return Range(minimum(self.least, lower_end(x)), minimum(self.most, upper_end(x)))
+
     def __lt__(self, x: Operand) -> Range:
         return Range(self.most < lower_end(x), self.least < upper_end(x))
 

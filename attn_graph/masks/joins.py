@@ -9,7 +9,7 @@ of tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NoReturn, final
 
 import torch
@@ -101,14 +101,27 @@ class Data:
         if problem := cast_problem(name, type_.dtype, self.dtypes):
             yield f"{who}: {name} {problem}"
 
-    def size_problem(self, name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
-        """Which axes of a tensor have another size, in words; "" if all fit."""
+    def size_problem(
+        self,
+        name: str,
+        shape: Sequence[int],
+        sizes: Mapping[str, int],
+        loose: Collection[str] = (),
+    ) -> str:
+        """Which axes of a tensor have another size, in words; "" if all fit.
+
+        loose: of "ij", the axes of packed sequences that `max_lengths` may bound.
+        """
         parts = [
             f"{count_axes(x, n)} (axis {axis}), and {self.due(x, m, sizes)}"
             for axis, (x, n, m) in enumerate(zip(self.axes, shape, self.shape(sizes), strict=True))
             if n != m and not (self.broadcasts and n == 1)
         ]
-        more = "; pass as many, or 1" if self.broadcasts else ""
+        ways = ["as many", "1"] if self.broadcasts else []
+        if own := {x: n for x, n in zip(self.axes, shape, strict=True) if x in loose}:
+            longest = ", ".join(str(own.get(x)) for x in "ij")
+            ways.append(f"max_lengths=({longest}) if no sequence is longer")
+        more = f"; pass {', or '.join(ways)}" if ways else ""
         return f"has {', '.join(parts)}{more}" if parts else ""
 
     def due(self, letter: str, size: int, sizes: Mapping[str, int]) -> str:

@@ -34,15 +34,23 @@ def trace_definition(definition: Callable[..., Any], *given: Any) -> Any:  # Any
 
 
 def maximum(a: Term, b: Term) -> Term:
-    if isinstance(a, int):
-        return max(a, b) if isinstance(b, int) else maximum(b, a)
+    a, b = lead(a, b)
+    if isinstance(a, int | float):
+        return max(a, b)
     return a.clamp(min=b) if isinstance(a, torch.Tensor) else a.maximum(b)
 
 
 def minimum(a: Term, b: Term) -> Term:
-    if isinstance(a, int):
-        return min(a, b) if isinstance(b, int) else minimum(b, a)
+    a, b = lead(a, b)
+    if isinstance(a, int | float):
+        return min(a, b)
     return a.clamp(max=b) if isinstance(a, torch.Tensor) else a.minimum(b)
+
+
+def lead(a: Term, b: Term) -> tuple[Term, Term]:
+    """Both, the one first that computes with the other: ranges and symbols, tensors, numbers."""
+    ranks = [isinstance(x, torch.Tensor) + 2 * isinstance(x, int | float) for x in (a, b)]
+    return (a, b) if ranks[0] <= ranks[1] else (b, a)
 
 
 @final

@@ -279,8 +279,12 @@ STEPS = {  # a mod, and the modifiers that it is read as
     "s + torch.where(q >= k, 0.0, -inf)": "Causal(align='top_left')",
     "torch.where((q >= k) & (pages[b, q] == pages[b, k]), s * 2, torch.tensor(-inf)) + q": "Factor("
     "text='2.0') (Causal(align='top_left') & SameSegment()) Addend(text='real(i)')",
+    "torch.where((q // 2 + k // 2) % 2 == 0, s, s * 0.5)": "Factor("
+    "text='real((i // 2 + j // 2) % 2 == 0) + 0.5 * (1.0 - real((i // 2 + j // 2) % 2 == 0))')",
+    "torch.where(q >= k, s * 2 + h, s * 2)": "Factor(text='2.0') "
+    "Addend(text='real(h) * real(j <= i)')",
     "s + fade[k // 2]": "Bias()",
-    "s + torch.clamp(q - k, max=2)": "Addend(text='real((i - j + 2 - abs(i - j - 2)) // 2)')",
+    "s + torch.clamp(q - k, max=2)": "Addend(text='real(min(i - j, 2))')",
 }
 
 
@@ -339,6 +343,7 @@ step_texts: SearchStrategy[str] = st.deferred(
         st.builds("({} / {})".format, step_texts, st.sampled_from([4, "(1 + slopes[h])"])),
         st.builds("(torch.tanh({} / 2) * {})".format, step_texts, st.sampled_from([2, -3])),
         st.builds("torch.where({}, {}, -inf)".format, booleans, step_texts),
+        st.builds("torch.where({}, {}, {})".format, booleans, step_texts, step_texts),
         st.builds("{}.masked_fill({}, -inf)".format, step_texts, booleans),
         st.builds("{}.to({}.dtype)".format, step_texts, step_texts),
     )
@@ -347,20 +352,23 @@ step_texts: SearchStrategy[str] = st.deferred(
 
 @given(step_texts)
 def test_steps_change_scores_as_the_mod_does(text: str) -> None:
-    """But for scores that are hidden and then shown again, which is refused."""
+    """But for scores that are hidden and then shown again, and for others at some places by a whole
+    tensor or by what is no product or sum: these are refused."""
     event = ""
     try:
         check_steps(text)
     except GraphError as error:
         event = str(error)
-    assert re.search("^$|after it hides some by -inf|computes sub\\(\\) of the scores, -inf", event)
+    refused = "after it hides some by -inf|at some places only|takes other scores where"
+    assert re.search(f"^$|{refused}|computes sub\\(\\) of the scores, -inf", event)
 
 
 REFUSED = {
     "torch.where(q >= k, s, torch.finfo(torch.float32).min)": "puts -3.4",
     "torch.where(q >= k, s, -1e9)": "puts -1000000000.0 in place of some scores; a finite",
     "torch.where(q < k, torch.finfo(s.dtype).min, s)": "write -float('inf'), which is a mask",
-    "torch.where(q >= k, s, s * 2)": "computes where() of the scores, the scores",
+    "torch.where(q >= k, s, torch.tanh(s))": "has SoftCap(cap=1.0) at some places only",
+    "torch.where(chosen[q, k], s, s * 2)": "takes other scores where Keep() is true",
     "torch.tanh(torch.where(q >= k, s, -inf))": "computes tanh() of the scores after it hides some",
     "torch.where(q >= k, s, -inf) * -2": "multiplies the scores by -2 after it hides some by -inf",
     "s * torch.nn.Parameter(slopes)[h]": "real(tensor_h), of a tensor with a gradient, which no "

@@ -39,6 +39,7 @@ SIZES = {"b": 2, "h": 3, "i": S, "j": S}
 MASKS = [
     Formula("i // 3 >= j // 3"),
     Formula("abs(2 * i - j) % 4 <= h"),
+    Formula("max(i - 20, min(j, 2 * i)) % 7 <= max(h + 1, i - j)"),
     Formula("pages_i == pages_j + b", (("pages_i", "bi"), ("pages_j", "bj"))),
 ]
 MODIFIERS = [
@@ -46,7 +47,9 @@ MODIFIERS = [
     Addend("real(u) * real(w) + real(n)", (("u", "i"), ("w", "j")), (("n", "hj"),)),
     Addend("exp2(-(real(h + 1) * 8.0 / 4.0)) * real(j - i)"),
     Addend("-tanh(real(abs(i - j) % 3))"),
+    Addend("max(real(i - j) / 64.0, -0.25) * min(real(slope), 0.5)", (), (("slope", "h"),)),
     Factor("-0.5"),
+    Factor("0.5 + real(min(max(i - j, j - i), 3) == 3) * 0.5"),
     Factor("real(n - i) / 64.0", integers=(("n", "hj"),)),
 ]
 compiled = pytest.mark.skipif(CPU.interprets, reason="draws sizes of 0, which triton refuses")

@@ -39,6 +39,7 @@ def ranges(draw: st.DrawFn, size: int) -> range:
 FORMULAS = (
     ag.Formula("i // 3 == j // 3"),
     ag.Formula("abs(i - j) * 2 <= h + b + 3"),
+    ag.Formula("max(i, 5) - min(j, 2 + h) <= 3"),
     ag.Formula("page_i <= page_j", (("page_i", "bi"), ("page_j", "j"))),
 )
 

@@ -279,6 +279,10 @@ SHAPES: Wrong = {
         'align="bottom_right"',
     ),
     "packed M": (packed(max_lengths=2), "max_lengths=(2, 2)"),
+    "packed bias": (packed(bias=torch.zeros(2, 2, 2, 2)), "max_lengths=(2, 2)"),
+    "packed segments": (
+        packed(segments=(torch.zeros(2, 2, dtype=torch.long),) * 2), "max_lengths=(2, None)"
+    ),
     "packed M of tensors": (packed(max_lengths=LENGTHS), "max_lengths=(M, N)"),
     "packed starts 2": (packed(q_starts=STARTS[None]), "q_starts.flatten()"),
     "starts of four axes": (attend(q_starts=STARTS), "q"),
