@@ -40,7 +40,7 @@ from attn_graph.lowering.triton.launch_list import (
     LaunchList,
     add_weight_sums,
 )
-from attn_graph.lowering.triton.programs import processors_of, takes_tf32
+from attn_graph.lowering.triton.programs import collect_tiling, processors_of, takes_tf32
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs, trace
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -366,7 +366,11 @@ class FlashBuilder(LaunchList):
 
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums still to add up."""
-        tile = self.tiling("query_gradient")
+        tile = (
+            collect_tiling(self.layout.flat, self.target, self.variant)
+            if self.push is None
+            else self.tiling("query_gradient")
+        )
         texts = {"COLLECT": collected.source}
         whole = {*"ij"} <= {*collected.axes}
         (self.collect_places if whole else self.collect_lines)(n, collected, tile, texts)

@@ -29,6 +29,7 @@ from attn_graph.masks.tiles import tiles
 from attn_graph.spec import TensorSpec
 
 ROWS = 64  # of the least tile at full speed of matrix units
+MOST_IN_FLIGHT = 2  # tiles, in kernels with as much shared memory in use besides
 WAVES = 8  # programs of a multiprocessor: with as many, long ones first, loads even out
 INTERPRETED = 4, 2**13  # multiprocessors and bytes of cache of Triton's interpreter
 
@@ -50,7 +51,21 @@ def choose_tiling(
         short, speed = narrow
         walked, fewer = (walked_places(p, tile) for tile in (usual, short))
         usual = short if fewer < speed * walked else usual
+    if any("n" in data.axes for m in p.node.modifiers for data in m.needs.values()):
+        usual = fewer_in_flight(
+            usual
+        )  # a table's entries at the places of a tile are in flight too
     return usual if variant is None else VARIANTS[variant](usual)
+
+
+def collect_tiling(problem: Problem, target: Target, variant: str | None = None) -> Tiling:
+    """The tile of a modifier's own gradient: dq's without the copy engine, which these kernels do
+    not have, and two in flight, since they hold two tiles of scores."""
+    return fewer_in_flight(choose_tiling(problem, target, "query_gradient", variant, dense=False))
+
+
+def fewer_in_flight(tile: Tiling) -> Tiling:
+    return VARIANTS["a stage less"](tile) if tile.stages > MOST_IN_FLIGHT else tile
 
 
 def choose_push_tiling(

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from attrs import astuple, evolve
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
@@ -33,7 +34,7 @@ from docs.generate.predict import PROCESSORS
 from tests.support.kernels import compiled
 from tests.support.sources import ROOT, load_file
 
-CPU = ag.Target.of("cpu")
+CPU, F32 = ag.Target.of("cpu"), torch.float32
 
 
 def report() -> Any:  # Any: a module
@@ -358,6 +359,58 @@ def test_rows_are_summed_again_without_spilling(sm: int) -> None:
     (machine,) = REPORT.compile_launches(evolve(flash, launches=(launch,)))
     assert not machine.spilled
     assert machine.shared <= shared_memory(sm)
+
+
+X, TABLE_SPEC = ag.TensorSpec((2, 4, 256, 128), torch.bfloat16), ag.TensorSpec((4, 129), F32)
+CHANGES: dict[str, dict[str, Any]] = {  # what takes shared memory beside q, k and v
+    "slopes": {"mask": ag.Causal(), "alibi": ag.TensorSpec((4,), F32)},
+    "table": {"modifiers": (ag.RelativeBias(129),), "table": TABLE_SPEC},
+    "table, soft cap": {"modifiers": (ag.RelativeBias(129),), "table": TABLE_SPEC, "soft_cap": 9.0},
+    "bias": {"bias": ag.TensorSpec((2, 4, 256, 256), F32)},
+    "keep": {"keep": ag.TensorSpec((2, 4, 256, 256), torch.bool)},
+    "blocks": {
+        "mask": ag.KeepBlocks(64, 64),
+        "keep_blocks": ag.TensorSpec((2, 4, 4, 4), torch.bool),
+    },
+    "segments": {"segments": (ag.TensorSpec((2, 256), torch.int32),) * 2},
+    "dropout": {"dropout": 0.1},
+    "sinks": {"mask": ag.Window(99, 0), "sinks": ag.TensorSpec((4,), F32)},
+    "lengths": {"kv_lengths": ag.TensorSpec((2,), torch.int32)},
+}
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["slopes", "table", "table, soft cap"])
+@pytest.mark.parametrize("sm", [90, 100])
+def test_gradients_of_trained_modifiers_fit_the_shared_memory(sm: int, name: str) -> None:
+    check_fit(sm, X, name, 1)
+
+
+@compiled
+@pytest.mark.slow
+@given(
+    sm=st.sampled_from((80, 89, 90, 100, 120)),
+    size=st.sampled_from((16, 32, 64, 96, 128, 192, 256)),
+    dtype=st.sampled_from((torch.bfloat16, torch.bfloat16, F32)),
+    name=st.sampled_from(list(CHANGES)),
+    pass_=st.integers(0, 1),
+)
+@settings(max_examples=settings().max_examples // 5)  # of seconds each
+def test_kernels_that_are_drawn_fit_the_shared_memory(
+    sm: int, size: int, dtype: torch.dtype, name: str, pass_: int
+) -> None:
+    check_fit(sm, ag.TensorSpec((2, 4, 256, size), dtype), name, pass_)
+
+
+def check_fit(sm: int, x: ag.TensorSpec, name: str, pass_: int) -> None:
+    """Assert that every kernel of a forward, or of a gradient, may be launched."""
+    k = ag.TensorSpec((2, 2, *x.shape[2:]), x.dtype)
+    problem = sole(simplify(ag.vjp(ag.attention(x, k, k, **CHANGES[name]))[pass_]))
+    flash = REPORT.Flash.plan(problem, target_of(sm))
+    machines = zip(flash.launches, REPORT.compile_launches(flash), strict=True)
+    over = {launch.kernel: own.shared for launch, own in machines if own.shared > shared_memory(sm)}
+    assert not over
 
 
 # Packed tensors, keys in pages, and few queries
