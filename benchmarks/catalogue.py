@@ -159,15 +159,20 @@ def step(model: Model, B: int, N: int, M: int = 1) -> ag.Graph:
 
 
 def paged(
-    model: Model, B: int, N: int, rows: tuple[int, int] | None = None, finite: bool = False
+    model: Model,
+    B: int,
+    N: int,
+    rows: tuple[int, int] | None = None,
+    finite: bool = False,
+    queries: int = 1,
 ) -> ag.Graph:
     """A cache in pages of 16, all of them in use. rows: of packed queries, in all and of a sequence
-    at most; None: one query a sequence, not packed. finite: no row of the pools holds NaN."""
+    at most; None: so many queries a sequence, not packed. finite: no row of the pools holds NaN."""
     pages = N // 16
     _, k, v = model.lay(lambda heads, size: spec(B * pages, 16, heads, size))
     own: dict[str, Any] = {"pages": spec(B, pages, dtype=INT), "kv_lengths": spec(B, dtype=INT)}
     own["finite_pages"] = finite
-    q = spec(B, model.H, 1, model.D)
+    q = spec(B, model.H, queries, model.D)
     if rows is not None:
         q, most = spec(rows[0], model.H, model.D), (rows[1], None)
         own |= {"q_starts": spec(B + 1, dtype=INT), "max_lengths": most}
@@ -185,6 +190,7 @@ PHASES: dict[str, Callable[[Model], ag.Graph]] = {
     "step, pages, 64 x 8192": partial(paged, B=64, N=8192),
     "step, finite pages, 64 x 8192": partial(paged, B=64, N=8192, finite=True),
     "step, pages, packed, 256 x 2048": partial(paged, B=256, N=2048, rows=(256, 1)),
+    "4 tokens, pages, packed, 64 x 8192": partial(paged, B=64, N=8192, rows=(256, 4)),
     "prompts, pages, packed, 8 x 4096": partial(paged, B=8, N=4096, rows=(8192, 2048)),
 }
 

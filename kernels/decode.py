@@ -2,7 +2,7 @@
 
 Each reads a part of the keys once for all query heads sharing them. The results of the parts are
 merged by their lse, in a fixed order, equal to the order of a longer cache. So are the parts of
-long blocks from kernels/forward.py.
+long blocks from kernels/forward.py. Queries may be packed, with few of them in each sequence.
 """
 
 import triton
@@ -26,14 +26,22 @@ from attn_graph.kernels.common import (
 )
 from attn_graph.kernels.forward import attend, store_part, store_statistic
 from attn_graph.kernels.pieces import pieces_at
-from attn_graph.kernels.sequences import head_at, length_of, pages_of, scale_heads
+from attn_graph.kernels.sequences import (
+    head_at,
+    length_of,
+    line_at,
+    pages_of,
+    rows_of_entry,
+    scale_heads,
+)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def split_forward(
-    q_ptr, k_ptr, v_ptr, parts_ptr, parts_lse_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr,
-    data, numbers, kv_steps, q_strides, k_strides, v_strides, scales, scale_strides, pages_stride,
-    B, H, G, GROUP, SPLITS, EACH, M, N, T_KEYS, POOL, scale,
+    q_ptr, k_ptr, v_ptr, parts_ptr, parts_lse_ptr, q_starts_ptr, q_lengths_ptr,
+    kv_starts_ptr, kv_lengths_ptr, pages_ptr, data, numbers, q_steps, kv_steps,
+    q_strides, k_strides, v_strides, scales, scale_strides, pages_stride,
+    B, H, G, GROUP, SPLITS, EACH, M, N, T, T_KEYS, POOL, scale,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -47,16 +55,29 @@ def split_forward(
     Rows are the M queries of the first of the GROUP heads that share k and v, then of the next;
     M <= BLOCK_M. SPLITS parts have EACH tiles of keys at least. parts [B,H*SPLITS,M,E] float32 and
     parts_lse [B,H*SPLITS,M,2], see `store_part`; a row that sees nothing of a part has no part.
+
+    With q_starts_ptr q is packed, and so are parts [H*SPLITS,T,E] and parts_lse [H*SPLITS,T,2]. M
+    is the most of a sequence then; blocks beyond its own rows are empty.
     """
     N = even_length(N, EVEN)
     blocks = tl.cdiv(GROUP * M, BLOCK_M)
     pid = tl.program_id(0)
     block, part, head = pid % blocks, pid // blocks % SPLITS, pid // blocks // SPLITS
     g, b = head % G, head // G
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    first, M, extent = rows_of_entry(q_starts_ptr, q_lengths_ptr, q_steps, b, T, M)
+    if q_starts_ptr is not None:
+        stop = tl.where(b == B - 1, T, first + extent)
+        for n in range(g * GROUP, tl.where(block == 0, (g + 1) * GROUP, 0)):
+            line_ptr = parts_lse_ptr + 2 * line_of(0, n * SPLITS + part, H * SPLITS, T)
+            store_absent(line_ptr, 0, tl.where(b == 0, first, 0), BLOCK_M)
+            store_absent(line_ptr, first + M, stop, BLOCK_M)
+    row, each = block * BLOCK_M + tl.arange(0, BLOCK_M), M
+    if q_starts_ptr is not None:
+        each = tl.maximum(M, 1)
     there = row < GROUP * M
-    h, i = (g * GROUP + tl.minimum(row // M, GROUP - 1))[:, None], (row % M)[:, None]
-    at = head_ptr(q_ptr, q_strides, b, 0) + h.to(tl.int64) * q_strides[1] + i * q_strides[2]
+    h, i = (g * GROUP + tl.minimum(row // each, GROUP - 1))[:, None], (row % each)[:, None]
+    at = head_at(q_ptr, q_strides, b, 0, q_starts_ptr, first, 0)
+    at += h.to(tl.int64) * q_strides[1] + i * q_strides[2]
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)
     rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     read = there[:, None] & (i < rows)
@@ -73,8 +94,11 @@ def split_forward(
     total = tl.zeros([BLOCK_M, 1], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
+    own = M
+    if q_starts_ptr is not None:
+        own = tl.where(block * BLOCK_M < GROUP * M, M, 0)
     bounds = part_of_tiles(
-        part, SPLITS, EACH, b, M, N, data, numbers, KEEP, STRIP, SEEN, BLOCK_M, BLOCK_N
+        part, SPLITS, EACH, b, own, N, data, numbers, KEEP, STRIP, SEEN, BLOCK_M, BLOCK_N
     )
     tiles = count_tiles(None, bounds, False)
     for MIXED in tl.static_range(2):  # full tiles, then mixed ones
@@ -91,11 +115,21 @@ def split_forward(
     total = tl.sum(total, 1)
     blind = total == 0
     total = tl.where(blind, 1.0, total)
-    line = line_of(b, h * SPLITS + part, H * SPLITS, M) + i
+    line = line_at(q_starts_ptr, b, h * SPLITS + part, H * SPLITS, first, M, T) + i
     store_part(parts_lse_ptr, line, m[:, None], total[:, None], blind[:, None], there[:, None])
     out = tl.arange(0, WIDTH_E)[None, :]
     saw = (there & (blind == 0))[:, None] & (out < E)
     tl.store(parts_ptr + line * E + out, acc * (1 / total)[:, None], mask=saw)
+
+
+@triton.jit
+def store_absent(line_ptr, begin, end, ROWS: tl.constexpr):
+    """Store for the rows of no sequence from `begin` to `end`, in the line of a part, -inf as the
+    maximum and as the sum's logarithm, which is finite of each row that there is."""
+    for n in range(begin, end, ROWS):
+        row = n + tl.arange(0, ROWS)
+        tl.store(line_ptr + 2 * row, float("-inf"), mask=row < end)
+        tl.store(line_ptr + 2 * row + 1, float("-inf"), mask=row < end)
 
 
 @triton.jit
@@ -163,8 +197,10 @@ def merge_parts(
         part = tl.where(kept, part * weight[:, None], 0.0)
         acc += tl.sum(tl.reshape(part, (ROWS, AT_ONCE, WIDTH_E)), 1)
         total += tl.sum(tl.reshape(weight, (ROWS, AT_ONCE)), 1)
-    if sinks_ptr is not None:
-        total += raise_to(sink - safe, FOLD)
+    if sinks_ptr is not None:  # but to the rows of no sequence
+        row = first + tl.arange(0, ROWS)
+        _, size, _ = load_part(parts_lse_ptr, 0, PARTS, line, row, M)
+        total += tl.where(size == float("-inf"), 0.0, raise_to(sink - safe, FOLD))
     blind = total == 0
     total = tl.where(blind, 1.0, total)
     o_head = head_ptr(o_ptr, o_strides, b, h)
@@ -178,7 +214,7 @@ def merge_parts(
 def load_part(ptr, n, PARTS, line, i, M):
     """What `store_part` stored of rows i in parts n, and where each lies; -inf and 0 past the last
     row and the last part."""
-    at = line * PARTS + n.to(tl.int64) * M + i
+    at = line * PARTS + tl.cast(n, tl.int64) * M + i
     inside = (n < PARTS) & (i < M)
     most = tl.load(ptr + 2 * at, mask=inside, other=float("-inf"))
     return most, tl.load(ptr + 2 * at + 1, mask=inside, other=0.0), at

@@ -113,6 +113,20 @@ def sequence_at(starts_ptr, lengths_ptr, steps, b, T, MOST):
 
 
 @triton.jit
+def rows_of_entry(starts_ptr, lengths_ptr, steps, b, T, M):
+    """The first row of batch entry b, how many it has, and these and the unused ones after them.
+
+    starts_ptr: of packed rows; None: each entry has M.
+    """
+    first, count, extent = 0, M, M
+    if starts_ptr is not None:
+        first = clamp(tl.load(starts_ptr + b * steps[0]), T)
+        extent = tl.maximum(clamp(tl.load(starts_ptr + (b + 1) * steps[0]), T) - first, 0)
+        count = clamp(tl.load(lengths_ptr + b * steps[1]), tl.minimum(extent, M))
+    return first, count, extent
+
+
+@triton.jit
 def clamp(x, most):
     """x between 0 and most, in 32 bits."""
     return tl.minimum(tl.maximum(x, 0), most).to(tl.int32)

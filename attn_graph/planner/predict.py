@@ -64,7 +64,8 @@ class Programs:
     def of(cls, layout: Layout, rate: Rate) -> Programs:
         p, packed = layout.problem, "rows" in layout.sides
         holds, splits = (happens(when, p, packed) for when in (rate.packs, rate.splits))
-        tile = MOST_ROWS if packed else rate.tile  # as for long sequences
+        few = holds and rate.packs == "few_rows"
+        tile = MOST_ROWS if packed and not few else rate.tile  # as for long sequences
         if p.M == 1 and not packed and rate.one is not None:
             tile = rate.one
         return cls(p, layout.fewest, tile, p.H // p.G if holds else 1, splits)
@@ -112,11 +113,11 @@ class Programs:
 
 
 def happens(when: When, problem: Problem, packed: bool) -> bool:
-    """True if a rate's rule applies: to forwards, and to packed queries only if it always does."""
+    """True if a rate's rule applies: to forwards, and kernels for one query to padded ones."""
     if problem.grad is not None:
         return False
-    few = {"one_query": problem.M == 1, "few_rows": packs_rows(problem)}
-    return when == "always" or (not packed and few.get(when, False))
+    few = {"one_query": problem.M == 1 and not packed, "few_rows": packs_rows(problem)}
+    return when == "always" or few.get(when, False)
 
 
 def packs_rows(problem: Problem) -> bool:

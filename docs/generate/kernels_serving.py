@@ -50,10 +50,10 @@ be. What adds up gradients of pages is not in it.
 {rows}
 
 One query against a cache of 32768 keys, with lengths: `split_forward`, in which programs share the
-keys of a head and each key is read once, and `merge_parts`, which joins its parts. The time is that
-of the busiest multiprocessor by the same model, or of reading the cache at the GPU's bandwidth,
-whichever is longer, and of merging; GB/s are bytes of keys and values in that time. What launching
-takes is not in it.
+keys of a head and each key is read once, and `merge_parts`, which joins its parts. "packed, pages
+of 16": the query is one row of a packed tensor. The time is that of the busiest multiprocessor by
+the same model, or of reading the cache at the GPU's bandwidth, whichever is longer, and of merging;
+GB/s are bytes of keys and values in that time. What launching takes is not in it.
 
 | {few_columns} |
 |{few_dashes}|
@@ -272,8 +272,8 @@ def serving_cases() -> tuple[list[ServingCase], list[ServingCase]]:
         for sm, size, place, pass_ in product(SMS, SIZES, places, PASSES)
     ]
     few = [
-        ServingCase(sm, bytes_, size, SPLIT, False, page, 1)
-        for sm, bytes_, size, page in product(SMS, (2, 4), SIZES, (0, PAGE_ROWS))
+        ServingCase(sm, bytes_, size, SPLIT, *place, 1)
+        for sm, bytes_, size, place in product(SMS, (2, 4), SIZES, ((False, 0), *places[1:]))
     ]
     return many, few
 

@@ -41,9 +41,9 @@ class KeyDivision:
     parts: int
     each: int
 
-    def scratch(self, problem: Problem) -> int:
+    def scratch(self, layout: Layout) -> int:
         """Bytes of the sums of all parts, and of their lse."""
-        parts = parts_buffers(Layout.dense(problem), self.parts)
+        parts = parts_buffers(layout, self.parts)
         return sum(buffer.bytes for buffer in parts.values())
 
 
@@ -55,7 +55,7 @@ def divide_keys(
     most: bytes for the parts. invariant: True if nothing may depend on the batch.
     """
     p = layout.problem
-    if layout.T is not None or not is_decoding(p):
+    if not is_decoding(p):
         return None
     rows = p.M * (p.H // p.G)
     tile = choose_split_tiling(p, target, rows, variant)
@@ -66,13 +66,16 @@ def divide_keys(
         each = 2 if target.interprets else FIXED_KEYS // tile.block_n
         return KeyDivision(tile, rows, -(-tiles // each), each)
     each = -(-least_part(target, tile.block_n) // tile.block_n)
-    programs = p.B * p.G * -(-rows // tile.block_m)
+    blocks = p.B * -(-rows // tile.block_m)
+    if layout.T is not None:  # sequences may be shorter than the longest
+        blocks = min(blocks, p.B + layout.T * rows // (p.M * tile.block_m))
+    programs = blocks * p.G
     parts = choose_parts(programs, places_of(target, tile) or 1, -(-tiles // each))
     division = KeyDivision(tile, rows, parts, each)
     worth = division.parts > 1 or WORTH * rows <= p.N
-    while most is not None and division.parts > 1 and division.scratch(p) > most:
+    while most is not None and division.parts > 1 and division.scratch(layout) > most:
         division = evolve(division, parts=division.parts // 2)
-    fits = most is None or division.scratch(p) <= most
+    fits = most is None or division.scratch(layout) <= most
     return division if worth and fits else None
 
 
@@ -95,15 +98,16 @@ def parts_buffers(layout: Layout, parts: int) -> dict[str, Buffer]:
     return {name: Buffer(shape, torch.float32) for name, shape in shapes.items()}
 
 
-def describe_division(problem: Problem, target: Target, division: KeyDivision) -> str:
+def describe_division(layout: Layout, target: Target, division: KeyDivision) -> str:
     """How the keys are divided, for `explain`, and how long moving everything takes at least."""
-    p, tile = problem, division.tile
+    p, tile, flat = layout.problem, division.tile, layout.flat
     keys = max(division.each * tile.block_n, -(-p.N // division.parts))
     shared = f"{p.H // p.G} heads that share keys are rows of one tile; " if p.H > p.G else ""
-    scratch, itemsize = division.scratch(p), p.dtype.itemsize
+    scratch, itemsize = division.scratch(layout), p.dtype.itemsize
     _, k, v, *_ = (x.dtype.itemsize for x in p.specs)
     key = k * p.D + (0 if reads_v_in_k(p) else v * p.E)
-    moved = p.B * p.G * p.N * key + itemsize * p.B * p.H * p.M * (p.D + p.E) + 2 * scratch
+    keys_read = p.G * (p.B * p.N if layout.T_keys is None else layout.T_keys) * key
+    moved = keys_read + itemsize * flat.B * p.H * flat.M * (p.D + p.E) + 2 * scratch
     bandwidth = target.bandwidth
     time = "" if bandwidth is None else f", {moved / bandwidth * 1e3:.2g} ms at its bandwidth"
     count = (

@@ -195,7 +195,7 @@ class FlashBuilder(LaunchList):
         fixed = {"SPLITS": division.parts, "EACH": division.each}
         self.launch("split_forward", lines, tile, PARTS_OF_O, fixed)
         self.merge(division.parts, MERGE)
-        self.notes.append(describe_division(p, self.target, division))
+        self.notes.append(describe_division(self.layout, self.target, division))
 
     def merge(self, parts: int, tile: Tiling, **fixed: object) -> None:
         """Add the launch to join the parts of o. tile: rows of a program, and parts at a time."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,11 +17,14 @@ from attn_graph.lowering.parts import LEAST, MOST_QUERIES, MOST_ROWS
 from attn_graph.lowering.rates import FILLS
 from attn_graph.lowering.triton.decode import FIXED_KEYS, divide_keys
 from attn_graph.lowering.triton.plan import Flash
+from attn_graph.masks import LENGTHS
 from attn_graph.testing.agreement import check_outputs, run_plan
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options
 from attn_graph.testing.tensors import tensors_for
+from tests.lowering import test_packed, test_paged
 from tests.support.equipped import equip
 from tests.support.kernels import interpreted, problem_of
+from tests.support.sequences import Batch
 
 CPU = ag.Target.of("cpu")
 SPEC = ag.TensorSpec
@@ -161,6 +165,54 @@ def test_the_parts_are_the_whole(step: tuple[ag.Graph, int]) -> None:
     plan = ag.compile(graph, backends=("triton",), batch_invariant=True)
     assert "partial sums" in str(plan.explain())
     check_outputs(plan, graph, tensors_for(graph, seed))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Batch, int]:
+    """Sequences of 0 to 16 rows, most of them of one, and the query heads of a group: up to 64 rows
+    of a tile of 16 or more."""
+    most = draw(st.sampled_from([1, 1, 2, 5, 16]))
+    rows = draw(st.lists(st.one_of(st.just(1), st.integers(0, most)), min_size=1, max_size=4))
+    keys = tuple(draw(st.sampled_from([0, 1, 31, 64, 98, 130, 200])) for _ in rows)
+    unused = tuple(draw(st.tuples(st.integers(0, 40), st.integers(0, 2))) for _ in rows)
+    batch = Batch((*rows[1:], max(1, rows[0])), (*keys[1:], max(1, keys[0])), unused, True)
+    return evolve(batch, gaps=draw(st.booleans())), draw(st.sampled_from([1, 3, 4, 8]))
+
+
+@st.composite
+def packed_steps(draw: st.DrawFn, in_pages: bool) -> test_packed.Case | test_paged.Case:
+    """Few packed queries against packed keys or pages, with any mask and modifier."""
+    (batch, r), seed = draw(batches()), draw(st.integers(0, 99))
+    G, dtype = draw(st.sampled_from([1, 2])), draw(dtypes.filter(lambda x: x.itemsize < 8))
+    D, E = draw(st.sampled_from([16, 8])), draw(st.sampled_from([16, 5]))
+    page = draw(st.sampled_from([1, 3, 16, 64])) if in_pages else 1
+    shape = Shape(len(batch.rows), G * r, G, batch.most[0], -(-batch.most[1] // page) * page, D, E)
+    options: dict[str, Any] = draw(mask_options(shape)) | draw(score_options(shape, dtype))
+    options |= {"align": draw(st.sampled_from(["top_left", "bottom_right"])), "stats": True}
+    left_out = ("dropout", "seed", "offset", *LENGTHS)
+    options = {n: x for n, x in options.items() if n not in left_out}
+    if in_pages:
+        layout = test_paged.Layout(page, draw(st.booleans()), ended=True, packed=True)
+        return test_paged.make_case(batch, layout, shape, dtype, options, seed)
+    dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
+    return test_packed.make_case(batch, shape, dtype, dims, options, seed)
+
+
+@interpreted
+@given(case=st.booleans().flatmap(packed_steps), invariant=st.booleans())
+@settings(max_examples=3 * settings().max_examples // 5)  # each is interpreted
+def test_packed_rows_are_divided_as_padded_ones(
+    case: test_packed.Case | test_paged.Case, invariant: bool
+) -> None:
+    """And rows of no sequence are 0, and -inf in lse, also beside sinks."""
+    graph = case.packed if isinstance(case, test_packed.Case) else case.graph
+    plan = ag.compile(graph, backends=("triton",), batch_invariant=invariant)
+    assert not invariant or "partial sums" in str(plan.explain())
+    ag.default_workspace().release()  # scratch is new, and so nothing is written there
+    if isinstance(case, test_packed.Case):
+        test_packed.check_case(plan, case)
+    else:
+        test_paged.check_case(case, plan)
 
 
 def cache(capacity: int, lengths: list[int], H: int = 4, M: int = 1) -> tuple[ag.Graph, Any]:

@@ -15,11 +15,13 @@ import attn_graph as ag
 from attn_graph.ir.vjp import training_gradient
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.rates import rates, read_rates
+from attn_graph.lowering.triton.plan import Flash
 from attn_graph.machine.gpus import devices
 from attn_graph.masks.tiles import count_pairs, most_pairs
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.predict import Programs, forecast, rank
 from attn_graph.planner.views import core_of
+from benchmarks import catalogue
 from tests.support.equipped import equip
 
 HALF = torch.bfloat16
@@ -290,3 +292,27 @@ def test_wide_heads_are_slower_by_triton_than_by_fa4() -> None:
     graph = forward(ag.attention(x, k, k, mask=ag.Causal(), soft_cap=50.0))
     prices = rank(graph, ag.Target.of("h200"), ["triton", "fa4"])
     assert 2 * prices["fa4"] < prices["triton"]
+
+
+@pytest.mark.parametrize("target", catalogue.GPUS)
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_few_packed_queries_of_a_sequence_take_as_long_as_padded_ones(
+    target: str, rows: int
+) -> None:
+    """Of each model of the catalogue, over the same pages, by launches of as many programs too."""
+    place, B, N = ag.Target.of(target), 64, 8192
+    for model in catalogue.DECODERS.values():
+        packed = forward(catalogue.paged(model, B, N, (B * rows, rows)))
+        padded = forward(catalogue.paged(model, B, N, queries=rows))
+        (x, launched), (due, usual) = (price(graph, place) for graph in (packed, padded))
+        assert x <= 1.15 * due
+        assert launched == usual
+
+
+def price(graph: ag.Graph, place: ag.Target) -> tuple[float, list[tuple[str, int]]]:
+    """The predicted seconds of Triton, and its launches by kernel and number of programs."""
+    made, layout = forecast(graph, place, "triton"), Layout.of(graph)
+    assert made is not None
+    assert layout is not None
+    launches = Flash.plan(layout, place).launches
+    return made.seconds, [(x.kernel, x.grid) for x in launches]

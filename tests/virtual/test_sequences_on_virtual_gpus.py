@@ -16,9 +16,12 @@ from tests.lowering.test_tangents import check_gradient_tangents, check_tangents
 from tests.support.virtual_cases import CASES, SHOWN, by_turns, check_shown, machine
 
 SIZES = Sizes((70, 1, 0), (71, 9, 40), ((3, 35), (0, 2), (0, 0)), (2, 1), 64)
+STEPS = Sizes((1, 0, 5, 1), (300, 9, 131, 40), ((3, 2), (0, 2), (40, 0), (0, 0)), (8, 2), 64)
+STEPPED = ("causal", "sinks, gaps", "soft cap, alibi", "listed", "packed chunks", "a row a page")
 PUSHED = ("causal, groups", "window", "soft cap", "alibi", "bf16", "f32", "segments")
 TWICE = ("causal, groups", "soft cap", "f32", "segments", "dropout", "bias", "slopes")
 QUICK = {(80, "packed, gaps"), (90, "pages, packed chunks"), (90, "tangents, window")}
+QUICK |= {(sm, "steps, packed chunks") for sm in (80, 90, 100)}
 
 
 def plan_on(device: VirtualGpu, graph: ag.Graph) -> ag.Plan:
@@ -41,6 +44,17 @@ def run_paged(device: VirtualGpu, name: str) -> None:
     test_paged.check_gradients(case, plan, 7, "cpu")
 
 
+def run_steps(device: VirtualGpu, name: str) -> None:
+    """Few packed queries of each sequence: programs share the keys of a head."""
+    if name in PAGED:
+        paged = paged_case(name, STEPS)
+        test_paged.check_case(paged, plan_on(device, paged.graph), "cpu")
+    else:
+        packed = packed_case(name, STEPS, stats=True)
+        test_packed.check_case(plan_on(device, packed.packed), packed, "cpu")
+    assert {"split_forward", "merge_parts"} <= {*device.kernels}
+
+
 def run_tangents(device: VirtualGpu, name: str) -> None:
     check_tangents(partial(plan_on, device), CASES[name](), ("q", "k", "v"), 3)
 
@@ -54,6 +68,7 @@ def run_gradient_tangents(device: VirtualGpu, name: str) -> None:
 BODIES = {
     **{f"packed, {name}": (run_packed, name) for name in PACKED},
     **{f"pages, {name}": (run_paged, name) for name in PAGED},
+    **{f"steps, {name}": (run_steps, name) for name in (*PACKED, *PAGED) if name in STEPPED},
     **{f"tangents, {name}": (run_tangents, name) for name in PUSHED},
     **{f"tangents of gradients, {name}": (run_gradient_tangents, name) for name in TWICE},
 }
