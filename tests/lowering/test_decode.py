@@ -215,6 +215,17 @@ def test_packed_rows_are_divided_as_padded_ones(
         test_paged.check_case(case, plan)
 
 
+@interpreted
+def test_rows_of_no_sequence_have_no_sink_and_no_scratch() -> None:
+    """Between sequences, and after the last."""
+    batch = Batch((1, 0, 3), (150, 9, 40), ((2, 1), (0, 0), (35, 2)), True)
+    options = {"mask": ag.Causal("bottom_right"), "sinks": SPEC((4,), torch.float32)}
+    case = test_packed.sequences(batch, options, torch.float32)
+    plan = ag.compile(case.packed, backends=("triton",), batch_invariant=True)
+    ag.default_workspace().release()
+    test_packed.check_case(plan, case)
+
+
 def cache(capacity: int, lengths: list[int], H: int = 4, M: int = 1) -> tuple[ag.Graph, Any]:
     """Queries against a cache, with NaN past each length."""
     random = torch.Generator().manual_seed(5)

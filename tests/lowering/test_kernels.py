@@ -172,14 +172,15 @@ def test_the_table_has_every_row() -> None:
 
 
 def test_a_step_of_decoding_is_predicted_to_take_little_more_than_reading_its_keys() -> None:
-    """H200, bf16, 32 heads to 8, 32768 keys, D = 128; on all GPUs at 0.8 of the bandwidth, and in
-    float32, whose products have no matrix units, at half of it."""
+    """H200, bf16, 32 heads to 8, 32768 keys, D = 128; on all GPUs at 0.55 of the bandwidth, since
+    parts need to fill only 0.85 of one, and in float32, whose products have no matrix units, at
+    0.45 of it."""
     rows = {(int(r[0]), r[1], int(r[2]), r[4]): r for r in rows_of(1) if r[3] == SPLIT}
     assert all(float(rows[90, "bf16", 128, cache][-1]) <= 0.05 for cache in CACHES)
     for (sm, dtype, _, _), row in rows.items():
         bandwidth = ag.Target.of(TARGETS[sm]).bandwidth
         assert bandwidth is not None
-        assert float(row[-2]) * 1e9 >= (0.6 if dtype == "bf16" else 0.45) * bandwidth
+        assert float(row[-2]) * 1e9 >= (0.55 if dtype == "bf16" else 0.45) * bandwidth
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ I32 = torch.int32
 HALF = (torch.float32, torch.float16, torch.bfloat16)
 FEW = 1 if settings().max_examples < 100 else settings().max_examples // 10  # each is interpreted
 LONG = Batch((40, 1), (70, 9), ((35, 40), (0, 2)), True)
+STEPS = Batch((3, 1), (70, 9), ((35, 40), (0, 2)), True)  # few queries, whose keys are divided
 WINDOW = ag.Window(9, 0, "bottom_right")
 CAUSAL = {"mask": ag.Causal("bottom_right")}
 interpreted = pytest.mark.skipif(
@@ -158,6 +159,7 @@ def test_paged_is_dense_bit_by_bit() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("batch", [LONG, STEPS], ids=["long", "steps"])
 @pytest.mark.parametrize(
     ("starts", "lengths"),
     [
@@ -167,11 +169,11 @@ def test_paged_is_dense_bit_by_bit() -> None:
     ],
 )
 def test_nothing_is_read_or_written_outside_whatever_the_starts_are(
-    starts: list[int], lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    starts: list[int], lengths: list[int], batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results are undefined then, and finite: NaN surrounds every tensor. Around results there is
     a number, which stays."""
-    case = test_packed.sequences(LONG, CAUSAL, torch.float32, anyhow=False)
+    case = test_packed.sequences(batch, CAUSAL, torch.float32, anyhow=False)
     tensors = {n: x.nan_to_num() for n, x in case.tensors.items()}
     for name in ("q_starts", "kv_starts"):
         tensors[name] = torch.tensor(starts, dtype=I32)
