@@ -198,11 +198,7 @@ def query_gradient(
         )  # fmt: skip
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
-    k_scale, v_scale = (
-        (None, None)
-        if scales is None
-        else scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
-    )
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     dq = zero_pieces(BLOCK_M, WIDTH_D)
 
     list_ptr = list_of(lists_ptr, lists_strides, b, h, place, q_starts_ptr, first, M)
@@ -291,7 +287,7 @@ def add_query_gradient(
     k = scale_pieces(
         k, k_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE
     )
-    tds = round_to(tds, k_head.dtype.element_ty if k_scale is None else k[0].dtype, UPCAST)
+    tds = round_to(tds, k_head.dtype.element_ty if len(k_scale) == 0 else k[0].dtype, UPCAST)
     dq = add_pieces(dq, tds, k, PRECISION)
     if tk is not None:
         dq = add_pieces(dq, round_to(ds, k_head.dtype.element_ty, UPCAST), (tk,), PRECISION)

@@ -66,9 +66,7 @@ def contribution(
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if do is not None:
         dp = tl.dot(do, tl.trans(v.to(do.dtype)), input_precision=PRECISION)
-    k_scale, v_scale = (
-        (None, None) if scales is None else scale_heads(scales, scale_strides, b, g, None, 0, 0)
-    )
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, g, None, 0, 0)
     s = scale_columns(s, k_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
     dp = scale_columns(dp, v_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
     z = None

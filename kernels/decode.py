@@ -24,9 +24,10 @@ from attn_graph.kernels.common import (
     store_rows,
     tile_at,
 )
-from attn_graph.kernels.forward import attend, store_part, store_statistic
+from attn_graph.kernels.forward import attend, divide_sums, store_part, store_statistic
 from attn_graph.kernels.pieces import pieces_at
 from attn_graph.kernels.sequences import (
+    common_scales,
     head_at,
     length_of,
     line_at,
@@ -45,7 +46,7 @@ def split_forward(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, V_IN_K: tl.constexpr,
+    PAGE: tl.constexpr, COMMON: tl.constexpr, V_IN_K: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
     CHANGE: tl.constexpr,
     FOLD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -85,10 +86,9 @@ def split_forward(
     pages, keys = pages_of(b, M, N, keys, pages_stride, kv_steps[2], data, numbers, SEEN)
     k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, PAGE)
-    k_scale, v_scale = (
-        (None, None)
-        if scales is None
-        else scale_heads(scales, scale_strides, b, g, kv_starts_ptr, key, PAGE)
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, g, kv_starts_ptr, key, PAGE)
+    q, k_scale, v_scale, o_scale = common_scales(
+        q, k_scale, v_scale, COMMON, q_ptr.dtype.element_ty
     )
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, 1], tl.float32)
@@ -119,7 +119,8 @@ def split_forward(
     store_part(parts_lse_ptr, line, m[:, None], total[:, None], blind[:, None], there[:, None])
     out = tl.arange(0, WIDTH_E)[None, :]
     saw = (there & (blind == 0))[:, None] & (out < E)
-    tl.store(parts_ptr + line * E + out, acc * (1 / total)[:, None], mask=saw)
+    acc = divide_sums(acc, total, blind, o_scale, COMMON)
+    tl.store(parts_ptr + line * E + out, acc, mask=saw)
 
 
 @triton.jit

@@ -35,6 +35,8 @@ from attn_graph.kernels.common import (
 from attn_graph.kernels.pieces import key_pieces, multiply_pieces, query_pieces
 from attn_graph.kernels.scores import moving_rows, push_dot, push_scores
 from attn_graph.kernels.sequences import (
+    LARGEST,
+    common_scales,
     head_at,
     key_rows,
     length_of,
@@ -63,7 +65,7 @@ def forward(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     BATCH: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, PARTED: tl.constexpr,
-    V_IN_K: tl.constexpr,
+    COMMON: tl.constexpr, V_IN_K: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
     CHANGE: tl.constexpr,
     PUSH: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
@@ -82,7 +84,7 @@ def forward(
     With q_starts_ptr q is packed, T rows of each head, and so are o and the statistics [H,T]; with
     kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. With pages_ptr
     k and v are POOL pages of PAGE rows; see kernels/sequences.py. scales: of quantised k and v, a
-    number a row, or None.
+    number a row, or None. COMMON: see `common_scales`.
 
     With tlse_ptr also to, which lies as o does, and tlse [B,H,M] as lse, from the tangents tq, tk,
     tv and tsinks, any of which may be absent; nothing is packed, in pages, quantised or PARTED.
@@ -105,10 +107,9 @@ def forward(
     )
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
-    k_scale, v_scale = (
-        (None, None)
-        if scales is None
-        else scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
+    q, k_scale, v_scale, o_scale = common_scales(
+        q, k_scale, v_scale, COMMON, q_ptr.dtype.element_ty
     )
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
@@ -152,7 +153,7 @@ def forward(
     blind = total == 0  # rows that saw nothing
     total = tl.where(blind, 1.0, total)
     lse = tl.where(blind, float("-inf"), natural(m, FOLD) + tl.log2(total) * LN2)
-    acc = acc * (keep_scale / total)[:, None]  # one division for each row; 1 / total: no dropout
+    acc = divide_sums(acc, total, blind, keep_scale * o_scale, COMMON)
     lse = within_sequence(lse, q_starts_ptr, first, M, float("-inf"), BLOCK_M)
     acc = within_sequence(acc, q_starts_ptr, first, M, 0.0, BLOCK_M)
     o_head = head_at(o_ptr, o_strides, b, head, q_starts_ptr, row, 0)
@@ -168,6 +169,16 @@ def forward(
         store_part(lse_ptr, rows, m, total, blind, tl.arange(0, BLOCK_M) < extent - first)
     elif lse_ptr is not None:
         store_statistic(lse_ptr + line, lse, first, extent, BLOCK_M)
+
+
+@triton.jit
+def divide_sums(acc, total, blind, factor, COMMON: tl.constexpr):
+    """acc times factor over total, by one division for each row. COMMON: a scale of v is in the
+    factor, and a row that saw nothing stays 0 whatever it is."""
+    share = factor / total
+    if COMMON:
+        share = tl.where(blind, 0.0, share)
+    return acc * share[:, None]
 
 
 @triton.jit
@@ -249,7 +260,12 @@ def attend(
     v = scale_rows(
         v, v_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE
     )
-    p = round_to(p, v_head.dtype.element_ty if v_scale is None else v.dtype, UPCAST)
+    if v_head.dtype.element_ty.primitive_bitwidth > 8:
+        p = round_to(p, v_head.dtype.element_ty, UPCAST)
+    else:
+        if len(v_scale) == 0 and v.dtype == tl.float16:
+            p = p * LARGEST
+        p = p.to(v.dtype)
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
     if along is not None:
         pts = round_to(pts, v_head.dtype.element_ty, UPCAST)

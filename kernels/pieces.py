@@ -8,7 +8,7 @@ what follows an early return, so each function has one return.
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.common import store_rows
+from attn_graph.kernels.common import numbers_in, store_rows
 from attn_graph.kernels.sequences import key_rows, scale_rows, within_sequence
 
 HELD: tl.constexpr = tl.constexpr(512)
@@ -97,9 +97,9 @@ def zero_pieces(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def multiply_pieces(x, y, PRECISION: tl.constexpr):
     """x y^T, in x's dtype."""
-    s = tl.dot(x[0], tl.trans(y[0].to(x[0].dtype)), input_precision=PRECISION)
+    s = tl.dot(x[0], tl.trans(numbers_in(y[0], x[0].dtype)), input_precision=PRECISION)
     if len(x) > 1:
-        s = tl.dot(x[1], tl.trans(y[1].to(x[1].dtype)), s, input_precision=PRECISION)
+        s = tl.dot(x[1], tl.trans(numbers_in(y[1], x[1].dtype)), s, input_precision=PRECISION)
     return s
 
 

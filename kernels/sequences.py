@@ -14,10 +14,13 @@ from attn_graph.kernels.common import (
     line_of,
     list_at,
     listed_block,
+    numbers_in,
     place_program,
     tile_of,
 )
 
+# Times weights in float16 of values with one scale: those that are too small for it weigh nothing.
+LARGEST: tl.constexpr = tl.constexpr(2.0**15)
 # Sequences whose starts a program reads at a time; with more of them it walks on.
 AT_ONCE: tl.constexpr = tl.constexpr(4096)
 
@@ -242,11 +245,49 @@ def key_rows(
 
 @triton.jit
 def scale_heads(scales, strides, b, g, starts_ptr, first, PAGE: tl.constexpr):
-    """For k and for v, where the scales of a head lie, and their strides."""
+    """For k and for v, where the scales of a head lie, and their strides; () without scales."""
     return (
-        (head_at(scales[0], strides[0], b, g, starts_ptr, first, PAGE), strides[0]),
-        (head_at(scales[1], strides[1], b, g, starts_ptr, first, PAGE), strides[1]),
+        ((), ())
+        if scales is None
+        else (
+            (head_at(scales[0], strides[0], b, g, starts_ptr, first, PAGE), strides[0]),
+            (head_at(scales[1], strides[1], b, g, starts_ptr, first, PAGE), strides[1]),
+        )
     )
+
+
+@triton.jit
+def common_scales(q, k_scale, v_scale, COMMON: tl.constexpr, DTYPE: tl.constexpr):
+    """q in pieces, scales for k and v, and one that o is to be multiplied by. COMMON: the keys of a
+    head have one scale of k, by which scores are multiplied, and one of v, which o takes.
+
+    q of bfloat16, its DTYPE, is in float16 then: 8 bits become float16 by far fewer instructions.
+    Powers of two bring the largest of each row to 1 to 2, and go to the scores.
+    """
+    o_scale = 1.0
+    if COMMON:
+        k_size, o_scale = tl.load(k_scale[0]), tl.load(v_scale[0])
+        v_scale = ()
+        if tl.bfloat16 == DTYPE:
+            most = tl.max(tl.abs(q[0].to(tl.float32)), 1)
+            if len(q) > 1:
+                most = tl.maximum(most, tl.max(tl.abs(q[1].to(tl.float32)), 1))
+            power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            power = tl.minimum(tl.maximum(power, 2.0**-126), 2.0**126)[:, None]
+            q = (in_half(q[0], power),) if len(q) == 1 else (
+                in_half(q[0], power), in_half(q[1], power),
+            )  # fmt: skip
+            k_size = k_size * power
+        if q[0].dtype == tl.float16:
+            o_scale /= LARGEST
+        k_scale = (k_size,)
+    return q, k_scale, v_scale, o_scale
+
+
+@triton.jit
+def in_half(x, power):
+    """Rows x over powers of two of them, in float16."""
+    return (x.to(tl.float32) * (1 / power)).to(tl.float16)
 
 
 @triton.jit
@@ -254,8 +295,9 @@ def scale_columns(
     x, scale, pages_ptr, line, b, g, first, count, POOL,
     ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """x [.,ROWS], a product with quantised rows, times their scales; as is without these."""
-    return x if scale is None else x * tl.trans(
+    """x [.,ROWS], a product with quantised rows, times their scales; as is without these. One scale
+    alone is of all rows, see `common_scales`."""
+    return x if len(scale) == 0 else x * scale[0] if len(scale) == 1 else x * tl.trans(
         key_rows(
             None, scale[0], scale[1], pages_ptr, line, b, g, first, count, POOL,
             1, ROWS, 1, WHOLE, PAGE, False,
@@ -268,8 +310,8 @@ def scale_rows(
     x, scale, like, pages_ptr, line, b, g, first, count, POOL,
     ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Quantised rows x [ROWS,.] times their scales, in the dtype of `like`; x without these."""
-    return x if scale is None else (
+    """Rows x [ROWS,.] in the dtype of `like`, quantised ones times their scales, if these are."""
+    return numbers_in(x, like.dtype) if len(scale) == 0 else (
         x.to(tl.float32)
         * key_rows(
             None, scale[0], scale[1], pages_ptr, line, b, g, first, count, POOL,

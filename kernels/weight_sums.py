@@ -95,11 +95,7 @@ def sum_weights(
         )
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
-    k_scale, v_scale = (
-        (None, None)
-        if scales is None
-        else scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
-    )
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     m = tl.where(far, float("-inf"), lse)  # of others weights are those of the kernels, bit for bit
     total = tl.zeros([BLOCK_M], tl.float32)
     weighed = tl.zeros([BLOCK_M, 1], tl.float32)

@@ -99,7 +99,8 @@ class LaunchList:
         """Sizes, strides and constants of the problem, by parameter."""
         p, rate, layout = self.problem, self.problem.node.dropout, self.layout
         sinks, tsinks = p.by_role.sinks, self.push.by_role.sinks if self.push else None
-        scales = zip(layout.scales, layout.tables, strict=False)
+        pairs = zip(layout.scales, layout.tables, strict=False)
+        scales = tuple(layout.strides(*x) for x in pairs)  # by entry or page, head, row and element
         facts = {
             "numbers": self.code.numbers or None,
             "GROUP": p.H // p.G,
@@ -125,7 +126,8 @@ class LaunchList:
             "PRECISION": self.precision,
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "tsinks_stride": tsinks.strides[0] if tsinks else None,
-            "scale_strides": tuple(layout.strides(*x) for x in scales) or None,
+            "scale_strides": scales or None,
+            "COMMON": not any(x[2] or (layout.pages and x[0]) for x in scales) and bool(scales),
             "o_strides": layout.strides("o", layout.o()),
         }
         large = layout.large() | (self.push.large if self.push else {})

@@ -31,6 +31,7 @@ from attn_graph.lowering.problem import sole
 from docs.generate import kernels_serving as serving
 from docs.generate.kernel_rows import PASSES, SPLIT, TARGETS, target_of
 from docs.generate.predict import PROCESSORS
+from docs.generate.sass import read_body, read_instructions
 from tests.support.kernels import compiled
 from tests.support.sources import ROOT, load_file
 
@@ -467,3 +468,32 @@ def test_kernels_that_serve_spill_nothing(
     for each in merge:
         assert each.registers <= (56 if LATER or size == 256 else 48)
         assert not each.spilled
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sm", "kind", "most"),
+    [
+        (80, torch.float8_e5m2, 35),
+        (80, torch.int8, 44),
+        (90, torch.float8_e4m3fn, 34),
+        (90, torch.int8, 44),
+        (100, torch.float8_e4m3fn, 33),
+    ],
+)
+def test_eight_bits_with_one_scale_take_few_instructions_a_key(
+    sm: int, kind: torch.dtype, most: int
+) -> None:
+    """Of a multiprocessor, for 16 rows; bfloat16 takes 17. None converts a number by itself: such
+    instructions take four times as long."""
+    q, k = ag.TensorSpec((1, 32, 1, 128), torch.bfloat16), ag.TensorSpec((1, 8, 32768, 128), kind)
+    scale = ag.TensorSpec((1, 8, 1, 1), torch.float32)
+    graph = ag.attention(q, k, k, k_scale=scale, v_scale=scale)
+    layout = Layout.of(simplify(graph))
+    assert layout is not None
+    split, _ = REPORT.compile_launches(REPORT.Flash.plan(layout, target_of(sm)))
+    issued = read_body(split.sass).full.issued * split.warps / 64  # keys of a tile
+    assert issued <= most
+    code, _ = read_instructions(split.sass)
+    assert not [name for name, _ in code if name.startswith(("F2F.", "I2F.F16", "I2F.BF16"))]

@@ -12,25 +12,31 @@ from attn_graph.testing.tensors import tensors_for
 from tests.support.quantised import quantise_graph
 from tests.support.virtual_cases import machine
 
+EACH, ONE = 0, 15  # seeds of `quantise_graph`: scales of each key, or one for the tensor
+
 
 @pytest.mark.parametrize(
-    ("sm", "kind", "dtype", "rows"),
+    ("sm", "kind", "dtype", "rows", "scales"),
     [
-        (90, torch.float8_e5m2, torch.float16, 1),
-        (80, torch.int8, torch.bfloat16, 1),
-        (100, torch.float8_e5m2, torch.bfloat16, 70),
-        pytest.param(120, torch.int8, torch.bfloat16, 70, marks=pytest.mark.slow),
-        pytest.param(80, torch.int8, torch.float16, 70, marks=pytest.mark.slow),
-        pytest.param(80, torch.float8_e5m2, torch.bfloat16, 1, marks=pytest.mark.slow),
-        pytest.param(90, torch.float8_e4m3fn, torch.bfloat16, 70, marks=pytest.mark.slow),
+        (90, torch.float8_e5m2, torch.float16, 1, EACH),
+        (80, torch.int8, torch.bfloat16, 1, EACH),
+        (80, torch.int8, torch.bfloat16, 1, ONE),
+        (90, torch.float8_e4m3fn, torch.bfloat16, 1, ONE),
+        (100, torch.float8_e5m2, torch.bfloat16, 1, ONE),
+        (100, torch.float8_e5m2, torch.bfloat16, 70, EACH),
+        pytest.param(90, torch.int8, torch.float16, 70, ONE, marks=pytest.mark.slow),
+        pytest.param(120, torch.int8, torch.bfloat16, 70, EACH, marks=pytest.mark.slow),
+        pytest.param(80, torch.int8, torch.float16, 70, EACH, marks=pytest.mark.slow),
+        pytest.param(80, torch.float8_e5m2, torch.bfloat16, 1, EACH, marks=pytest.mark.slow),
+        pytest.param(90, torch.float8_e4m3fn, torch.bfloat16, 70, EACH, marks=pytest.mark.slow),
     ],
 )
 def test_a_kernel_reads_quantised_keys(
-    sm: int, kind: torch.dtype, dtype: torch.dtype, rows: int
+    sm: int, kind: torch.dtype, dtype: torch.dtype, rows: int, scales: int
 ) -> None:
     q, k = (ag.TensorSpec(x, dtype) for x in ((2, 4, rows, 64), (2, 2, 150, 64)))
     lengths = ag.TensorSpec((2,), torch.int32)
-    graph = quantise_graph(ag.attention(q, k, k, kv_lengths=lengths, stats=True), kind, 0)
+    graph = quantise_graph(ag.attention(q, k, k, kv_lengths=lengths, stats=True), kind, scales)
     with virtual_gpu(machine(sm)) as device:
         ag.default_workspace().release()
         plan = ag.compile(graph, target=device.target, backends=("triton",))
