@@ -29,12 +29,12 @@ def packed_sides(graph: Graph) -> dict[str, tuple[int, ...]]:
     return {side: where[side] for side in op.sides}
 
 
-def sequence_rows(starts: torch.Tensor, lengths: torch.Tensor | None, T: int) -> torch.Tensor:
-    """Marks each of T packed rows that belongs to a sequence: [T] of bool. lengths: None without
+def rows_outside(starts: torch.Tensor, lengths: torch.Tensor | None, T: int) -> torch.Tensor:
+    """Marks each of T packed rows that belongs to no sequence: [T] of bool. lengths: None without
     gaps."""
     row = torch.arange(T, dtype=starts.dtype, device=starts.device)
     if lengths is None:
-        return (row >= starts[0]) & (row < starts[-1])
+        return (row < starts[0]) | (row >= starts[-1])
     last = torch.searchsorted(starts.contiguous(), row, right=True) - 1
     entry = last.clamp(0, len(lengths) - 1)
-    return (row >= starts[entry]) & (row < starts[entry] + lengths[entry])
+    return (row < starts[entry]) | (row >= starts[entry] + lengths[entry])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, final
@@ -222,7 +222,10 @@ class Run:
 
     def write_tables(self, x: Named, room: Views) -> None:
         """Write offsets in elements, and the table of pages."""
-        wide = {name: x[name].long() for name in STARTS.values() if name in x}
+        starts = {name: x[name] for name in STARTS.values() if name in x}
+        each = {id(t): t for t in starts.values()}  # both sides may have one tensor
+        longs = {key: t.long() for key, t in each.items()}
+        wide = {name: longs[id(t)] for name, t in starts.items()}
         for slot in self.call.inputs:
             if slot.step:
                 torch.mul(wide[slot.source], slot.step, out=room[slot.argument])
@@ -242,9 +245,9 @@ class Run:
     def clean(self, x: Named) -> Named:
         """The operands, with copies of those that cuDNN multiplies by 0: in rows outside sequences,
         and do, with lse = +inf, in rows without keys, as exp(s - lse) is 0 then."""
-        given = dict(x)
+        given, absent = dict(x), self.absent(self.case.cleaned.values(), x)
         for name, side in self.case.cleaned.items():
-            given[name] = zero_rows(self.copy(name, x[name]), self.absent(side, x))
+            given[name] = zero_rows(self.copy(name, x[name]), absent[side])
         if self.case.clears:
             lse = x["lse"].T if "rows" in self.totals else x["lse"]
             blind = lse == -INF
@@ -257,8 +260,8 @@ class Run:
         slot = next(slot for slot in self.call.inputs if slot.source == name)
         return torch.empty_strided(*self.layout(slot), dtype=x.dtype, device=x.device).copy_(x)
 
-    def absent(self, side: str, x: Named) -> torch.Tensor:
-        return self.case.sequences.absent(side, self.case.problem.N, x)
+    def absent(self, sides: Iterable[str], x: Named) -> dict[str, torch.Tensor]:
+        return self.case.sequences.absent(sides, self.case.problem, x)
 
     def argument(self, slot: Slot, known: Named) -> torch.Tensor:
         """The tensor for a slot, known by argument or by source."""
@@ -311,7 +314,7 @@ class Run:
         """lse [T,H] of rows without keys: -inf, or in a sequence without keys the sinks."""
         if "sinks" not in x or self.case.sequences.alike:
             return room.fill_(-INF)
-        return room.copy_(x["sinks"]).masked_fill_(self.absent("rows", x)[..., 0], -INF)
+        return room.copy_(x["sinks"]).masked_fill_(self.absent(("rows",), x)["rows"][..., 0], -INF)
 
     @cached_property
     def pairs_sides(self) -> bool:

@@ -178,7 +178,7 @@ class Fa4Run:
     ) -> dict[str, torch.Tensor]:
         """o, and lse if it is asked for."""
         own, call = self.operands(tensors), self.call
-        named = self.clean(own)
+        named = self.clean(own, self.absent(own))
         if texts := find_misplaced(named.items()):
             raise PlanMismatchError(*texts)
         names = ("o", "lse") if with_lse else ("o",)
@@ -215,8 +215,9 @@ class Fa4Run:
         every, count = self.operands(tensors), len(grad.ranks)
         read = grad.split(every[:count])
         own = [on_boundary(x) if n < 3 else x for n, x in enumerate(read.own)] + every[count:]
-        lse, dlse, named = read.lse.contiguous(), read.dlse, self.clean(own)
-        do = self.cotangent(read.do, read.o, read.lse, self.absent("rows", own))
+        lse, dlse, absent = read.lse.contiguous(), read.dlse, self.absent(own)
+        named = self.clean(own, absent)
+        do = self.cotangent(read.do, read.o, read.lse, absent.get("rows"))
         named |= {"out": on_boundary(read.o), "dout": do, "lse": lse}
         if dlse is not None:
             blind = clear_blind_rows(dlse, read.lse) if self.is_blind else dlse
@@ -232,25 +233,28 @@ class Fa4Run:
         picked = [x for x, w in zip(results, flags, strict=True) if w]
         return select_outputs(self.graph, picked), ()
 
-    def absent(self, side: str, own: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """True for rows or keys past their length, [B,1,.,1], or outside all sequences, [T,1,1];
-        None without lengths."""
-        p, name, sequences = self.call.problem, LENGTHS[side], self.call.sequences
-        if name not in self.call.limited:
-            return None
+    def absent(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By side, True for rows or keys past their length, [B,1,.,1], or outside all sequences,
+        [T,1,1]; of sides with lengths that are cleared in copies."""
+        call, p = self.call, self.call.problem
+        cleared = [SIDES[name] for name in self.cleaned]
+        cleared += ["rows"] * (p.grad is not None and self.is_blind)
+        sides = [side for side in cleared if LENGTHS[side] in call.limited]
         known = {STARTS[packed]: x for packed, x in self.starts(own).items()}
-        known[name] = p.node.split(own).mask[name]
-        return sequences.absent(side, p.M if side == "rows" else p.N, known)
+        mask = p.node.split(own).mask
+        known |= {LENGTHS[side]: mask[LENGTHS[side]] for side in sides}
+        return call.sequences.absent(sides, p, known)
 
-    def clean(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """q, k and v, some copied for the kernels."""
+    def clean(
+        self, own: Sequence[torch.Tensor], absent: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """q, k and v, some copied for the kernels, with 0 in absent rows."""
         named = {"q": own[0], "k": own[1], "v": own[2]}
         for name, spec in self.copied.items():
             copy = new_tensor(spec, own[0].device)
-            absent = self.absent(SIDES[name], own) if name in self.cleaned else None
             named[name] = copy.copy_(named[name])
-            if absent is not None:
-                copy.masked_fill_(absent, 0.0)
+            if name in self.cleaned and SIDES[name] in absent:
+                copy.masked_fill_(absent[SIDES[name]], 0.0)
         return named
 
     def cotangent(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import final
 
@@ -13,7 +13,7 @@ from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, PLACES, STARTS, Packed
 from attn_graph.ir.packing import Lengths, row_count
-from attn_graph.lowering.lengths import gapless_sides, sequence_rows, shares_lengths
+from attn_graph.lowering.lengths import gapless_sides, rows_outside, shares_lengths
 from attn_graph.lowering.lying.quantised import quantised_problem
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
 from attn_graph.spec import TensorSpec, dense_strides
@@ -65,14 +65,28 @@ class PaddedSequences:
         """Rows of a page of k and v; 0 without pages."""
         return next((x.shape[1] for x in self.pools.values()), 0)
 
-    def absent(self, side: str, most: int, x: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """True for rows of a side outside sequences, [T,1,1], or past lengths, [B,1,most,1].
+    def absent(
+        self, sides: Iterable[str], p: Problem, x: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """By side, True for rows outside sequences, [T,1,1], or past lengths, [B,1,M or N,1]; one
+        tensor for both sides if they have the same starts and lengths.
 
         x: starts and lengths, by name.
         """
+        made: dict[tuple[int, ...], torch.Tensor] = {}
+        names = {}
+        for side in sides:
+            most = self.totals.get(side, p.M if side == "rows" else p.N)
+            names[side] = most, *(id(x.get(name[side])) for name in (STARTS, LENGTHS))
+            if names[side] not in made:
+                made[names[side]] = self.absent_rows(side, most, x)
+        return {side: made[name] for side, name in names.items()}
+
+    def absent_rows(self, side: str, most: int, x: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`absent` of one side, of `most` rows."""
         lengths = None if side in self.gapless else x[LENGTHS[side]]
         if side in self.totals:
-            return ~sequence_rows(x[STARTS[side]], lengths, self.totals[side])[:, None, None]
+            return rows_outside(x[STARTS[side]], lengths, most)[:, None, None]
         assert lengths is not None  # only packed sides are gapless
         place = torch.arange(most, device=lengths.device)
         return (place >= lengths[:, None])[:, None, :, None]

@@ -19,7 +19,7 @@ from attn_graph.ir.packed import LEAVES, STARTS, and_parts
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable
-from attn_graph.lowering.lengths import gapless_sides, sequence_rows, shares_lengths
+from attn_graph.lowering.lengths import gapless_sides, rows_outside, shares_lengths
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import Problem, on_boundary, read_operands, select_outputs
 from attn_graph.lowering.reasons import (
@@ -172,7 +172,7 @@ class PackedFlashCall:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, 0 in rows outside sequences, and lse, -inf there and in rows without keys."""
         o, lse = fused_cuda.packed_forward(q, k, v, sequences, self.layout.problem.node.scale)
-        nobody = ~sequence_rows(sequences.starts[0], None, len(q))
+        nobody = rows_outside(sequences.starts[0], None, len(q))
         lse.masked_fill_(nobody | (lse == INF), -INF)
         return o.masked_fill_(nobody[:, None, None], 0.0), lse
 
@@ -183,9 +183,12 @@ class PackedFlashCall:
         """dq, dk and dv, 0 in rows of no sequence. lse: as `attend` gives it."""
         scale, unseen = self.layout.problem.node.scale, lse.masked_fill(lse == -INF, INF)
         made = fused_cuda.packed_backward(do, q, k, v, o, unseen, sequences, scale)
-        for side, x in zip((0, 1, 1), made, strict=True):
-            inside = sequence_rows(sequences.starts[side], None, len(x))
-            x.masked_fill_(~inside[:, None, None], 0.0)
+        rows, keys = sequences.starts
+        pairs = [*zip((rows, keys, keys), map(len, made), strict=True)]
+        each = {(id(starts), T): (starts, T) for starts, T in pairs}  # both may be one tensor
+        nobody = {name: rows_outside(x, None, T) for name, (x, T) in each.items()}
+        for x, (starts, T) in zip(made, pairs, strict=True):
+            x.masked_fill_(nobody[id(starts), T][:, None, None], 0.0)
         return made
 
     def backward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
