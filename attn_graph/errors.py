@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, final
 from warnings import warn_explicit
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 T = TypeVar("T")
 HOMES = tuple(
@@ -28,13 +28,15 @@ class Reason:
 
     key: the name of the limit. Each sentence of a backend has its own key, unchanged when sizes,
     specs, masks and versions change. limit: the backend's support, in words. actual: the graph's or
-    target's property, in words. sentence: the form that joins the two.
+    target's property, in words. sentence: the form that joins the two. late: True if it shows only
+    when a graph is lowered.
     """
 
     key: str
     limit: str
     actual: str = ""
     sentence: str = "{limit}, and {actual}"
+    late: bool = field(default=False, eq=False, repr=False, kw_only=True)
 
     @classmethod
     def of(cls, reason: Reason | str) -> Reason:

@@ -2,7 +2,8 @@
 
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import Backend, DeviceTest, Executable, RefusedError
-from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.torch_switches import Switches

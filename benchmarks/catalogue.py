@@ -312,7 +312,9 @@ def choose_on(gpu: str, graph: ag.Graph) -> Choice:
     target = target_of(gpu)
     made = choose(Request(graph, target, Options()))
     able = {made.backend.name, *made.also}
-    return Choice(made.backend.name, {n: x for n, x in rank_all(graph, target) if n in able})
+    return Choice(
+        made.backend.name, {n: x for n, x in rank_all(graph, target).items() if n in able}
+    )
 
 
 Chosen = Mapping[str, Choice]  # by GPU

@@ -18,8 +18,8 @@ import attn_graph as ag
 from attn_graph.extend import Options
 from attn_graph.lowering.cpu.math import own_products, ready_alone
 from attn_graph.lowering.cpu.ways import WAYS, CpuCase, cheapest_way
+from attn_graph.lowering.facts import sole
 from attn_graph.lowering.folding import fold_problem, shape_each
-from attn_graph.lowering.problem import problems_in
 from benchmarks.cpu_jobs import F16, GROUPS, Job, make_graph, make_operands
 from benchmarks.timing import microseconds_in_turn, save
 
@@ -36,7 +36,8 @@ def make_case(job: Job) -> tuple[CpuCase, Sequence[torch.Tensor]]:
         (o, *_), saved = plan.run(*tensors)
         tensors = [*tensors, *saved, torch.randn_like(o)]
         plan = plan.vjp
-    (problem,) = problems_in(plan.graph)
+    problem = sole(plan.graph)
+    assert problem is not None  # a job is one attention
     operands = [tensors[n] for n in plan.graph.eqns[0].args]
     folded = fold_problem(problem)  # as plans do
     if folded is not None:

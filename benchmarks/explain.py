@@ -11,20 +11,16 @@ from typing import Any
 import torch
 
 import attn_graph as ag
-from attn_graph.ir import vjp
-from attn_graph.planner import choose, cost, explanation, remedies
+from attn_graph.lowering import facts
+from attn_graph.planner import cost
 from benchmarks.timing import save, seconds
 
 MODELS = Path(__file__).parents[1] / "examples" / "models.py"
 GOAL = 100.0  # milliseconds
 ROUNDS = 3  # the least of them counts, since others share the machine
 CACHES: tuple[Any, ...] = (  # lru caches that an explanation fills for the next one
-    remedies.simplify_once,
-    vjp.training_gradient,
-    cost.distinct_elements,
-    choose.rank_all,
+    facts.facts_of,
     cost.count_pairs_once,
-    explanation.count_tiles_once,
 )
 
 

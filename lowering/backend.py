@@ -38,7 +38,7 @@ class RefusedError(Exception):
     @property
     def reasons(self) -> tuple[Reason, ...]:
         """Its arguments as values."""
-        return tuple(map(Reason.of, self.args))
+        return tuple(evolve(Reason.of(x), late=True) for x in self.args)
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.args))

@@ -19,9 +19,9 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.backend import Backend, Executable, Run, Tensors, Write
-from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.facts import Facts, facts_of
+from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.request import Request
-from attn_graph.machine.cache import remember
 from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, Prefix
 from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec, normalise_strides
@@ -106,17 +106,17 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
     """
 
     def why_not(request: Request) -> Iterator[Reason | str]:
-        folding = fold_heads(request.graph) if request.target.kind == kind else None
+        folding = request.facts.once(fold_heads) if request.target.kind == kind else None
         yield from backend.why_not(request.with_graph(folding.graph if folding else request.graph))
 
     def lower(request: Request) -> Executable:
-        folding = fold_heads(request.graph) if request.target.kind == kind else None
+        folding = request.facts.once(fold_heads) if request.target.kind == kind else None
         if folding is None:
             return backend.lower(request)
         return unfold(backend.lower(request.with_graph(folding.graph)), folding)
 
     def lower_any(request: Request) -> Executable | None:
-        folding = fold_heads(request.graph) if request.target.kind == kind else None
+        folding = request.facts.once(fold_heads) if request.target.kind == kind else None
         if folding is None:
             return backend.lower_any(request)
         folded = backend.lower_any(request.with_graph(folding.graph))
@@ -127,12 +127,12 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
 
 def folds_one_row(graph: Graph) -> bool:
     """True if heads are folded for one query, while the number of queries is a Dim."""
-    problem = sole(graph)
+    problem = facts_of(graph).problem
     if problem is None or not isinstance(problem.M, Dim):
         return False
     sizes = {symbol.name: symbol.most for symbol in graph.symbols}
     ones = {symbol.name: 1 for symbol in problem.M.symbols}
-    return fold_heads(bind_graph(graph, sizes | ones)) is not None
+    return fold_heads(facts_of(bind_graph(graph, sizes | ones))) is not None
 
 
 def unfold(executable: Executable, folding: Folding) -> Executable:
@@ -148,11 +148,10 @@ def unfold(executable: Executable, folding: Folding) -> Executable:
     )
 
 
-@remember  # backends ask for it, and again when one lowers the graph
-def fold_heads(graph: Graph) -> Folding | None:
+def fold_heads(facts: Facts) -> Folding | None:
     """A graph of one attention, or one gradient, with heads folded, or None."""
-    problem = sole(graph)
-    folded = None if problem is None or shares_rows(graph) else fold_problem(problem)
+    graph, problem = facts.graph, facts.problem
+    folded = None if problem is None or shares_rows(graph, problem) else fold_problem(problem)
     if folded is None:
         return None
     (eqn,) = graph.eqns
@@ -168,10 +167,9 @@ def fold_heads(graph: Graph) -> Folding | None:
     return Folding(after, inputs, outputs, saved, rooms)
 
 
-def shares_rows(graph: Graph) -> bool:
+def shares_rows(graph: Graph, problem: Problem) -> bool:
     """True if the one equation reads a value as queries and also as keys or as data."""
-    (eqn,), problem = graph.eqns, sole(graph)
-    assert problem is not None
+    (eqn,) = graph.eqns
     own = len(problem.node.ranks)
     return not {eqn.args[0], *eqn.args[own:]}.isdisjoint(eqn.args[1:own])
 

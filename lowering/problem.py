@@ -10,11 +10,10 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
-from attn_graph.ir.graph import Eqn, Graph, Op, check_graph
+from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.layouts import value_spec
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.scaling import Dequantise, stands_in
-from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.places import Block, Place, Strip
 from attn_graph.spec import (
@@ -256,15 +255,6 @@ def has_problem(op: Op) -> TypeGuard[Attention | AttentionGrad]:
     return False
 
 
-def problems_in(graph: Graph) -> list[Problem]:
-    """Every attention and attention gradient of a graph."""
-    return [
-        Problem.of(eqn.op, operand_specs(graph, eqn), declared_strides(graph, eqn, outs))
-        for eqn, outs in graph.numbered
-        if has_problem(eqn.op)
-    ]
-
-
 def declared_strides(graph: Graph, eqn: Eqn, outs: range) -> Lies:
     """The declared strides of an equation's results, by name."""
     pairs = zip(graph.outputs, graph.layouts, strict=False)  # mostly there are no layouts
@@ -275,7 +265,7 @@ def declared_strides(graph: Graph, eqn: Eqn, outs: range) -> Lies:
 def places_of_rows(graph: Graph) -> Iterator[int]:
     """The places of o and of the gradients of q, k and v, for kernels that store contiguous rows at
     multiples of 16 bytes, of one attention that is not packed."""
-    if sole(graph) is None:
+    if not (graph.layouts and is_single(graph)):
         return
     for n, (name, x) in enumerate(zip(graph.result_names, graph.declared_outputs, strict=True)):
         if name in ROWS and x is not None and x.unit_last and not is_misaligned(x):
@@ -287,17 +277,17 @@ def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
     return [value_spec(graph, i) for i in eqn.args]
 
 
-def sole(graph: Graph) -> Problem | None:
-    """The problem of a graph that is one attention, or one attention's gradient; None of others."""
-    check_graph(graph, "sole")
-    return sole_problem(graph)
+def is_single(graph: Graph) -> bool:
+    """True for one attention, or one gradient, and nothing else."""
+    return len(graph.eqns) == 1 and has_problem(graph.eqns[0].op)
 
 
-@remember  # every backend asks for it, and again when it lowers the graph
-def sole_problem(graph: Graph) -> Problem | None:
-    """`sole` of a checked graph."""
-    problems = problems_in(graph)
-    return problems[0] if len(problems) == len(graph.eqns) == 1 else None
+def find_problem(graph: Graph) -> Problem | None:
+    """The problem of a single attention, or of its gradient; None of other graphs."""
+    if not is_single(graph):
+        return None
+    ((eqn, outs),) = graph.numbered
+    return Problem.of(eqn.op, operand_specs(graph, eqn), declared_strides(graph, eqn, outs))
 
 
 def read_specs(problem: Problem) -> list[TensorSpec]:

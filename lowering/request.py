@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol, final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 import torch
 from attrs import evolve, field, frozen
@@ -15,6 +16,9 @@ from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import LIBRARIES, KernelName, Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
+
+if TYPE_CHECKING:
+    from attn_graph.lowering.facts import Facts
 
 Fallback = Literal["ignore", "warn", "raise"]
 Among = tuple["str | Named", ...] | None
@@ -108,6 +112,13 @@ class Request:
     target: Target
     options: Options
     among: Among = None
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The graph as backends see it."""
+        from attn_graph.lowering.facts import facts_of  # waits for the first plan
+
+        return facts_of(self.graph)
 
     def with_graph(self, graph: Graph) -> Request:
         """The same request for another graph."""

@@ -573,7 +573,7 @@ def notes_of_cache(trial: TrialRun) -> Iterator[str]:
 def predict(explanation: Explanation) -> float | None:
     """The seconds of a layer, by the prices of its backends; None if not known."""
     passes = [explanation, *filter(None, [explanation.backward])]
-    times = [dict(rank_all(x.graph, x.target)).get(x.backend or "") for x in passes]
+    times = [rank_all(x.graph, x.target).get(x.backend or "") for x in passes]
     return None if None in times else sum(x for x in times if x is not None)
 
 

@@ -16,7 +16,6 @@ from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.scaling import Quantise
 from attn_graph.ir.sums import Add, Zeros
-from attn_graph.machine.cache import remember
 from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_like
 from attn_graph.spec.dims import NamedSize
@@ -148,7 +147,6 @@ def main_outputs(graph: Graph) -> tuple[int, ...]:
     return tuple(i for i in usual if i not in stats) or usual
 
 
-@remember
 def training_gradient(
     graph: Graph, wants: tuple[str, ...] | None = None, *, through_lse: bool = False
 ) -> Graph:

@@ -22,8 +22,8 @@ from attn_graph.errors import (
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.backend import Backend, Executable, RefusedError, no_device_test
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.request import Named, Options, Request
-from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.planner.cost import format_scaled
@@ -142,7 +142,7 @@ def choose(
         names = {b.name for b in able}
         figures = [
             f"{n} {format_rough(x)}"
-            for n, x in rank_all(request.graph, request.target)
+            for n, x in rank_all(request.graph, request.target).items()
             if n in names
         ]
         cause = f"{cause}, at best: {', '.join(figures)}" if len(figures) > 1 else FIRST_ABLE
@@ -208,7 +208,7 @@ def preference(request: Request) -> tuple[Sequence[Backend], str]:
 def by_prediction(request: Request) -> tuple[Sequence[Backend], str]:
     """Backends with a predicted time, the fastest first, then Triton and all others: only its
     kernels are priced for no GPU and supported on every one."""
-    names = [name for name, _ in rank_all(request.graph, request.target)]
+    names = [*rank_all(request.graph, request.target)]
     by_name = {backend.name: backend for backend in put_first(TRITON)}
     cause = PREDICTED if names else "first in the order of preference"
     return [by_name[x] for x in dict.fromkeys((*names, *by_name)) if x in by_name], cause
@@ -219,10 +219,9 @@ def put_first(name: str) -> Sequence[Backend]:
     return sorted(BACKENDS, key=lambda b: b.name != name)
 
 
-@remember  # a choice asks twice
-def rank_all(graph: Graph, target: Target) -> tuple[tuple[str, float], ...]:
+def rank_all(graph: Graph, target: Target) -> Mapping[str, float]:
     """Predicted seconds of our backends, the fastest first."""
-    return tuple(rank(graph, target, [b.name for b in BACKENDS]).items())
+    return facts_of(graph).once(rank, target, tuple(b.name for b in BACKENDS))
 
 
 def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:

@@ -30,7 +30,7 @@ from attn_graph.ir.gradient_ops import WeighT
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionJvp
-from attn_graph.ir.vjp import training_gradient
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.problem import operand_specs
 from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import format_bytes
@@ -168,11 +168,7 @@ def cost(
     inputs to differentiate by, by default all floating ones. precision: of float32 products, as in
     `compile`. Raises GraphError for unknown tensors, and for tensors that do not fit.
     """
-    backward = (
-        training_gradient(graph, wants, through_lse=False)
-        if graph.has_gradient and wants != ()
-        else None
-    )
+    backward = facts_of(graph).gradient(wants) if graph.has_gradient and wants != () else None
     peeled, backward = peel(graph), None if backward is None else core_of(backward)
     if peeled is not None:
         graph, tensors = peeled.core, peeled.view(tensors or {})

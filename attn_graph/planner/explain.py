@@ -10,8 +10,9 @@ from attrs import evolve
 from attn_graph.errors import NoBackendError, Reason
 from attn_graph.ir.binding import complete_sizes, many_sizes, replace_sizes
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.vjp import main_outputs, training_gradient
+from attn_graph.ir.vjp import main_outputs
 from attn_graph.lowering.backend import Backend, Foreseen, out_notes
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.request import Options, Request
 from attn_graph.planner.choose import (
     BACKENDS,
@@ -84,7 +85,7 @@ def find_recorded(question: Question, forward: Explanation) -> Graph | None:
 
 def read_gradient(recorded: Graph, question: Question) -> Graph:
     """`Question.backward` of the recorded graph."""
-    return training_gradient(recorded, question.wants, through_lse=question.through_lse)
+    return facts_of(recorded).gradient(question.wants, through_lse=question.through_lse)
 
 
 def gradients(question: Question) -> Iterator[Question]:
@@ -98,9 +99,10 @@ def gradients(question: Question) -> Iterator[Question]:
 
 def explain_pass(question: Question, read: Read) -> tuple[Explanation, Foreseen | None]:
     """The backend of one pass, and its needs; None if all backends refuse."""
-    request = question.request.with_graph(read(question))
-    core, by_name = question.core(read), by_names(request)
-    peeled, graph, target = peel(request.graph), request.graph, request.target
+    graph, target = read(question), question.request.target
+    peeled = peel(graph)
+    request = question.request.with_graph(graph)
+    core = request if peeled is None else request.with_graph(peeled.core)
     try:
         choice, foreseen = first_that_succeeds(core, lambda backend: backend.foreseen(core))
     except NoBackendError as error:
@@ -110,7 +112,7 @@ def explain_pass(question: Question, read: Read) -> tuple[Explanation, Foreseen 
     foreseen = foreseen if peeled is None else peeled.foresee(foreseen)
     more = (
         *foreseen.notes,
-        *known_checks(by_name[choice.backend.name], core),
+        *known_checks(choice.backend, core),
         *request.notes(),
         *uncertain_workspace(foreseen, request.options, choice.also),
     )

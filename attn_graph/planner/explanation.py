@@ -9,7 +9,6 @@ from attrs import asdict, evolve, field, frozen
 
 from attn_graph.errors import Reason, refusal_lines
 from attn_graph.ir.graph import Graph
-from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
@@ -223,10 +222,4 @@ def mask_tiles(graph: Graph) -> Iterator[Tiles]:
         node = None if eqn.op.packed else eqn.op.forward
         if node:
             (B, H, M), N = graph.types[eqn.args[0]].shape[:3], graph.types[eqn.args[1]].shape[2]
-            yield count_tiles_once(node.mask, M, N, B, H)
-
-
-@remember
-def count_tiles_once(mask: Mask | None, M: int, N: int, B: int, H: int) -> Tiles:
-    """The tiles of a mask before any data, cached for all targets."""
-    return tiles(mask, M, N, B=B, H=H)
+            yield tiles(node.mask, M, N, B=B, H=H)

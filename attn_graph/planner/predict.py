@@ -12,12 +12,12 @@ rows, each as long as allowed, and pages as if every sequence had all of its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from attrs import frozen
 
-from attn_graph.ir.graph import Graph
+from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries import fa4_masks
 from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.libraries.cudnn_versions import ASSUMED
@@ -26,7 +26,6 @@ from attn_graph.lowering.lying.sequences import read_problem
 from attn_graph.lowering.parts import LEAST, WORTH, choose_parts, is_decoding
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, rates, read_rates
-from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 from attn_graph.planner.cost import Share, distinct_elements, shares_of
 
@@ -131,7 +130,7 @@ def programs_of(rows: int) -> int:
     return -(-rows // MOST_ROWS)
 
 
-def forecast(graph: Graph, target: Target, name: str) -> Forecast | None:
+def forecast(facts: Facts, target: Target, name: str) -> Forecast | None:
     """A backend's forecast on a GPU.
 
     None if a rate is not known: the backend's there, in this dtype, or the GPU's own; and for
@@ -144,29 +143,28 @@ def forecast(graph: Graph, target: Target, name: str) -> Forecast | None:
     )
     if rate is None or processors is None or bandwidth is None:
         return None
-    layout = Layout.of(graph)
+    layout = facts.once(Layout.of)
     if layout is None or layout.problem.is_empty or 0 in (layout.T, layout.T_keys):
         return None
     p = layout.problem
     peak = peak_of(target, name, p.dtype, max(p.D, p.E), backward=p.grad is not None)
     if peak is None:
         return None
-    programs, work = Programs.of(layout, rate), least_work(graph)
+    programs, work = Programs.of(layout, rate), facts.once(least_work)
     parts = programs.parts(rate.fills * processors)
     filled, busy = programs.fullness(processors)
     moved = work.bytes + (values_within_keys(layout) if rate.rereads else 0)
     seconds = least_seconds(
         work.flops * programs.padding, peak * filled, moved, bandwidth * busy, int(parts > 1)
     )
-    copies = copied_bytes(layout, graph, target, name)
+    copies = copied_bytes(facts, layout, target, name)
     seconds += sum(copy_seconds(size, bandwidth) for size in copies)
     return Forecast(seconds, programs.traffic(parts))
 
 
-@remember  # each backend's forecast asks
-def least_work(graph: Graph) -> Share:
+def least_work(facts: Facts) -> Share:
     """Flops of the products that the mask leaves, and bytes of each operand and result, once."""
-    *_, last = shares_of(graph, {})
+    *_, last = shares_of(facts.graph, {})
     return last
 
 
@@ -182,40 +180,25 @@ def copy_seconds(size: int, bandwidth: float) -> float:
     return launch + 2 * size / bandwidth
 
 
-def copied_bytes(layout: Layout, graph: Graph, target: Target, name: str) -> list[int]:
+def copied_bytes(facts: Facts, layout: Layout, target: Target, name: str) -> list[int]:
     """The bytes of each operand that a call copies before its kernel runs."""
-    copies = COPIES.get(name)
-    names = () if copies is None else copies(graph, target)
+    read = facts.once(read_problem) if name in ("cudnn", "fa4") else None
+    if read is None:
+        return []
+    problem, sequences = read
+    if name == "fa4":
+        names = fa4_masks.copies(problem, sequences)
+    else:
+        names = Case(problem, target.sm, *ASSUMED, sequences=sequences).copies
     specs = layout.large()
     return [specs[x].type.bytes for x in names]
 
 
-def cudnn_copies(graph: Graph, target: Target) -> tuple[str, ...]:
-    """The names of cuDNN's copies."""
-    read = read_problem(graph)
-    if read is None:
-        return ()
-    problem, sequences = read
-    return Case(problem, target.sm, *ASSUMED, sequences=sequences).copies
-
-
-def fa4_copies(graph: Graph, _: Target) -> tuple[str, ...]:
-    """The names of FlashAttention 4's copies."""
-    read = read_problem(graph)
-    return () if read is None else fa4_masks.copies(*read)
-
-
-COPIES: Mapping[str, Callable[[Graph, Target], tuple[str, ...]]] = {
-    "cudnn": cudnn_copies,
-    "fa4": fa4_copies,
-}
-
-
-def rank(graph: Graph, target: Target, names: Sequence[str]) -> dict[str, float]:
+def rank(facts: Facts, target: Target, names: Sequence[str]) -> dict[str, float]:
     """Forecast seconds by backend, the fastest first; backends without a forecast are left out.
 
     Ties are ordered by the bytes that programs move, then by the order of `names`.
     """
-    made = {name: x for name in names if (x := forecast(graph, target, name)) is not None}
+    made = {name: x for name in names if (x := forecast(facts, target, name)) is not None}
     order = sorted(made, key=lambda name: (made[name].seconds, made[name].traffic))
     return {name: made[name].seconds for name in order}

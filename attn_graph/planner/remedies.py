@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -21,11 +21,11 @@ from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.scaling import stands_in, weights_dtype
-from attn_graph.ir.vjp import training_gradient, wanted_inputs
+from attn_graph.ir.vjp import wanted_inputs
+from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.reasons import lacks_machine
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
-from attn_graph.machine.cache import remember
 from attn_graph.masks import And, SameSegment, join_masks, needs_of
 from attn_graph.planner.views import core_of
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
@@ -44,6 +44,7 @@ class Question:
     request: Request
     wants: tuple[str, ...]
     through_lse: bool = False
+    offered: dict[str, tuple[Edit, ...]] = field(factory=dict, init=False, eq=False, repr=False)
 
     @classmethod
     def of(cls, request: Request, wants: Sequence[str] | None = None) -> Question:
@@ -56,22 +57,33 @@ class Question:
         """The graph as written."""
         return self.request.graph
 
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """How the inputs lie, by name."""
+        return {i.name: i.spec for i in self.graph.inputs}
+
     def core(self, read: Callable[[Question], Graph]) -> Request:
         """The request for the graph of one pass, as backends see it."""
         return self.request.with_graph(core_of(read(self)))
 
     def forward(self) -> Graph:
         """The simplified graph."""
-        return simplify_once(self.graph)
+        return self.request.facts.once(simplified)
 
     def backward(self) -> Graph:
         """The gradient's graph; its cotangents lie as the outputs do."""
-        return training_gradient(self.forward(), self.wants, through_lse=self.through_lse)
+        return facts_of(self.forward()).gradient(self.wants, through_lse=self.through_lse)
 
-    @cached_property
+    @property
     def edits(self) -> tuple[Edit, ...]:
         """Every single change, gentlest first."""
-        return tuple(list_edits(self))
+        return self.offer(EDITS)
+
+    def offer(self, kinds: Container[str]) -> tuple[Edit, ...]:
+        """The single changes of some kinds, gentlest first; each is made once."""
+        for kind in (x for x in EDITS if x in kinds and x not in self.offered):
+            self.offered[kind] = tuple([Edit(kind, *each) for each in EDITS[kind](self)])
+        return tuple([edit for kind in EDITS if kind in kinds for edit in self.offered[kind]])
 
     def with_option(self, **changed: Any) -> Question:  # Any: fields of Options
         return evolve(self, request=self.request.with_options(**changed))
@@ -86,9 +98,8 @@ class Question:
         return evolve(self, request=self.request.with_graph(graph), wants=left)
 
 
-@remember
-def simplify_once(graph: Graph) -> Graph:
-    return simplify(graph)
+def simplified(facts: Facts) -> Graph:
+    return simplify(facts.graph)
 
 
 @final
@@ -142,7 +153,7 @@ class Change:
 @final
 @frozen
 class Edit:
-    """A change to try. kind: one of KINDS. make: the question after it; None: not a graph then."""
+    """A change to try. kind: one of EDITS. make: the question after it; None: not a graph then."""
 
     kind: str
     remedy: Remedy
@@ -155,58 +166,58 @@ class Edit:
 
 
 Tried = tuple[Edit, Question, Sequence[Reason]]  # a change, the question then, the reasons left
+Made = tuple[Remedy, Callable[[], Question | None]]  # a change, and the question after it
 Asks = Callable[[Question], Sequence[Reason]]  # every reason against
 Remedies = tuple[tuple[tuple[Remedy, ...], ...], Change | None]  # by reason; and for all of them
 
 # The kinds of changes that may lift a reason, by the first word of its key; any for other keys.
-KINDS = ("lies", "gradient", "option", "cast", "head", "group", "finite", "pack", "step")
 LIFTED_BY: dict[str, tuple[str, ...]] = {
     "aligned_rows": ("lies", "head"),
     "architecture": (),
     "architecture_range": (),
     "avoided": ("option",),
     "batch_invariant": ("option",),
-    "bias_beside_mask": ("step", "pack"),
-    "bias_dtype": ("cast", "step"),
-    "bias_keys": ("step",),
-    "causal_alone": ("step", "pack"),
+    "bias_beside_mask": ("mask", "modifier", "pack"),
+    "bias_dtype": ("cast", "modifier"),
+    "bias_keys": ("modifier",),
+    "causal_alone": ("mask", "pack"),
     "deterministic": ("option",),
-    "dropout": ("step",),
+    "dropout": ("dropout",),
     "dtype": ("cast",),
-    "gradient": ("gradient", "step"),
+    "gradient": ("gradient", "modifier", "sinks"),
     "grouped_heads": ("group",),
     "head_equal": ("head",),
     "head_multiple": ("head", "cast"),
     "head_pair": ("head",),
     "head_widest": (),
     "lse_gradient": ("gradient",),
-    "mask": ("step", "pack"),
-    "mask_leaves": ("step", "pack"),
-    "misaligned": ("lies", "head", "cast", "step"),
-    "modifier": ("step",),
-    "no_dropout": ("step",),
-    "no_sinks": ("step",),
+    "mask": ("mask", "pack", "sinks"),
+    "mask_leaves": ("mask", "pack"),
+    "misaligned": ("lies", "head", "cast", "modifier"),
+    "modifier": ("modifier",),
+    "no_dropout": ("dropout",),
+    "no_sinks": ("sinks",),
     "one_size": (),
     "packed": (),
     "pages": (),
-    "pages_absent": ("finite", "step"),
-    "pages_hidden": ("finite", "step"),
+    "pages_absent": ("finite", "mask"),
+    "pages_hidden": ("finite", "mask"),
     "rows": ("lies", "head"),
     "scale": (),
-    "sinks": ("step",),
-    "soft_cap": ("step",),
-    "statistics": ("step",),
-    "stride": ("lies", "head", "group", "step"),
+    "sinks": ("sinks",),
+    "soft_cap": ("modifier",),
+    "statistics": ("statistics",),
+    "stride": ("lies", "head", "group", "modifier"),
     "switched_off": (),
     "tf32": ("option", "cast"),
-    "unit_last": ("lies", "head", "group", "step"),
-    "window": ("step",),
+    "unit_last": ("lies", "head", "group", "modifier"),
+    "window": ("mask",),
 }
 
 
 def may_lift(kind: str, reason: Reason) -> bool:
     """True if changes of a kind may lift a reason."""
-    return kind in LIFTED_BY.get(reason.key.partition(".")[0], KINDS)
+    return kind in LIFTED_BY.get(reason.key.partition(".")[0], EDITS)
 
 
 @final
@@ -230,10 +241,10 @@ def find_remedies(question: Question, reasons: Sequence[Reason], asks: Asks) -> 
     A reason is lifted if no reason with its key is left. Nothing lifts a lack of the machine, nor
     what shows only when the graph is lowered.
     """
-    if all(map(lacks_machine, reasons)) or not {*reasons} <= {*asks(question)}:
+    if all(map(lacks_machine, reasons)) or any(reason.late for reason in reasons):
         return ((),) * len(reasons), None
-    offered = [e for e in question.edits if any(may_lift(e.kind, reason) for reason in reasons)]
-    tried = [(edit, edit.after, asks(edit.after)) for edit in offered if edit.after]
+    kinds = [kind for kind in EDITS if any(may_lift(kind, reason) for reason in reasons)]
+    tried = [(edit, edit.after, asks(edit.after)) for edit in question.offer(kinds) if edit.after]
     lifts = tuple(remedies_of(reason, tried, keys(reasons)) for reason in reasons)
     return lifts, smallest_change(question, lifts, tried, asks) if all(lifts) else None
 
@@ -284,9 +295,6 @@ def change_together(
         yield Change(ordered, then)
 
 
-# The changes, gentlest first: layouts, gradients, options, dtypes, sizes, and last the graph's
-# steps.
-
 WIDER: dict[
     str, object
 ] = {  # options that refuse more than necessary, with values that refuse less
@@ -297,30 +305,28 @@ WIDER: dict[
 WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "the mask"}
 
 
-def list_edits(question: Question) -> Iterator[Edit]:
-    """Every change worth trying."""
-    specs = {i.name: i.spec for i in question.graph.inputs}
-    for name, spec in specs.items():
+def layout_edits(question: Question) -> Iterator[Made]:
+    """Dense inputs."""
+    for name, spec in question.specs.items():
         if len(spec.shape) > 1 and (dense := resize(spec, spec.shape)) != spec:
-            remedy = Remedy(f"make {name} dense")
-            yield Edit("lies", remedy, partial(question.rebuilt, {name: dense}))
+            yield Remedy(f"make {name} dense"), partial(question.rebuilt, {name: dense})
+
+
+def gradient_edits(question: Question) -> Iterator[Made]:
+    """Fewer gradients."""
     if question.through_lse:
-        remedy = Remedy("do not differentiate lse")
-        yield Edit("gradient", remedy, partial(evolve, question, through_lse=False))
+        yield Remedy("do not differentiate lse"), partial(evolve, question, through_lse=False)
     for name in question.wants:
         if name not in ("q", "k", "v"):
             left = tuple(x for x in question.wants if x != name)
-            remedy = Remedy(f"do not differentiate {name}")
-            yield Edit("gradient", remedy, partial(evolve, question, wants=left))
-    yield from option_edits(question)
-    paged = any(isinstance(eqn.op, Unpage) for eqn in question.graph.eqns)
-    for kind, remedy, changed in (*dtype_edits(specs), *size_edits(specs, paged)):
-        yield Edit(kind, remedy, partial(question.rebuilt, changed))
+            yield Remedy(f"do not differentiate {name}"), partial(evolve, question, wants=left)
+
+
+def finite_edits(question: Question) -> Iterator[Made]:
+    """Pools declared finite."""
     if any(isinstance(eqn.op, Unpage) and not eqn.op.finite for eqn in question.graph.eqns):
         remedy = Remedy("pass finite_pages=True if no row of the pools holds NaN or Inf")
-        yield Edit("finite", remedy, partial(declare_finite, question))
-    yield from pack_edits(question)
-    yield from step_edits(question)
+        yield remedy, partial(declare_finite, question)
 
 
 def declare_finite(question: Question) -> Question:
@@ -334,7 +340,7 @@ def declare_finite(question: Question) -> Question:
     return evolve(question, request=changed)
 
 
-def option_edits(question: Question) -> Iterator[Edit]:
+def option_edits(question: Question) -> Iterator[Made]:
     """Looser options, and products of 8 bits."""
     options = question.request.options
     loose = [(f"set {n}={wider}", n, wider) for n, wider in WIDER.items()]
@@ -342,10 +348,10 @@ def option_edits(question: Question) -> Iterator[Edit]:
     loose += [("avoid no backend", "avoid", ())]
     for text, name, wider in loose:
         if getattr(options, name) != wider:
-            yield Edit("option", Remedy(text), partial(question.with_option, **{name: wider}))
+            yield Remedy(text), partial(question.with_option, **{name: wider})
     if options.precision != "fp8" and weights_dtype(question.graph, "fp8"):
         remedy = Remedy('set precision="fp8"', instead='with precision="fp8"')
-        yield Edit("option", remedy, partial(question.with_option, precision="fp8"))
+        yield remedy, partial(question.with_option, precision="fp8")
 
 
 def resize(spec: TensorSpec, shape: Sequence[int]) -> TensorSpec:
@@ -355,11 +361,9 @@ def resize(spec: TensorSpec, shape: Sequence[int]) -> TensorSpec:
     return TensorSpec(shape, spec.dtype, dense_strides(shape, order))
 
 
-Respec = tuple[str, Remedy, dict[str, TensorSpec]]  # a kind, a change, and the specs after it
-
-
-def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Respec]:
+def dtype_edits(question: Question) -> Iterator[Made]:
     """q, k, v and tensors like them in another dtype; a bias in q's or float32; float32 sinks."""
+    specs = question.specs
     given = specs["q"].dtype if "q" in specs else next(iter(specs.values())).dtype
     main = stands_in(given)
     alike = [name for name, x in specs.items() if x.dtype == main and len(x.shape) == 4]
@@ -373,11 +377,9 @@ def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Respec]:
             loses = torch.promote_types(before, dtype) != dtype  # some of the numbers
             every = join_words([*own])
             instead = f"with {every} in {NAMES[dtype]}" if loses else ""
-            yield (
-                "cast",
-                Remedy(f"cast {every} to {NAMES[dtype]}", instead),
-                {name: TensorSpec(spec.shape, dtype, spec.strides) for name, spec in own.items()},
-            )
+            cast = {n: TensorSpec(x.shape, dtype, x.strides) for n, x in own.items()}
+            remedy = Remedy(f"cast {every} to {NAMES[dtype]}", instead)
+            yield remedy, partial(question.rebuilt, cast)
 
 
 def join_words(names: Sequence[str]) -> str:
@@ -385,20 +387,25 @@ def join_words(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def size_edits(specs: Mapping[str, TensorSpec], paged: bool) -> Iterator[Respec]:
-    """Heads repeated; head sizes padded with zeros to multiples of STEP, each or both alike.
-
-    paged: True if k and v are pools, whose heads are their third axis.
-    """
+def group_edits(question: Question) -> Iterator[Made]:
+    """Heads of k and v repeated; in pools they are the third axis."""
+    specs = question.specs
     if not {"q", "k", "v"} <= specs.keys():
         return
-    H, D, E = specs["q"].shape[1], specs["q"].shape[-1], specs["v"].shape[-1]
-    heads = 2 if paged else 1
+    paged = any(isinstance(eqn.op, Unpage) for eqn in question.graph.eqns)
+    H, heads = specs["q"].shape[1], 2 if paged else 1
     if specs["k"].shape[heads] != H:
-        text = f"repeat k and v for all {H} heads"
         ends = {name: (specs[name].shape[:heads], specs[name].shape[heads + 1 :]) for name in "kv"}
         wide = {name: resize(specs[name], (*a, H, *b)) for name, (a, b) in ends.items()}
-        yield "group", Remedy(text), wide
+        yield Remedy(f"repeat k and v for all {H} heads"), partial(question.rebuilt, wide)
+
+
+def head_edits(question: Question) -> Iterator[Made]:
+    """Head sizes padded with zeros to multiples of STEP, each or both alike."""
+    specs = question.specs
+    if not {"q", "k", "v"} <= specs.keys():
+        return
+    D, E = specs["q"].shape[-1], specs["v"].shape[-1]
     both = round_up(max(D, E))
     for d, e in dict.fromkeys(((round_up(D), round_up(E)), (both, both))):
         if (d, e) != (D, E):
@@ -406,19 +413,19 @@ def size_edits(specs: Mapping[str, TensorSpec], paged: bool) -> Iterator[Respec]
             text = f"pad head sizes with zeros to D = {d}, E = {e}{more}"
             sizes = {"q": d, "k": d, "v": e}.items()
             wide = {n: resize(specs[n], (*specs[n].shape[:-1], x)) for n, x in sizes}
-            yield "head", Remedy(text), wide
+            yield Remedy(text), partial(question.rebuilt, wide)
 
 
 def round_up(size: int) -> int:
     return -(-size // STEP) * STEP
 
 
-def pack_edits(question: Question) -> Iterator[Edit]:
+def pack_edits(question: Question) -> Iterator[Made]:
     """Segments of a dense batch as packed sequences: each has to lie in one run of rows."""
     found = [eqn.op.mask for eqn in question.graph.eqns if isinstance(eqn.op, ops.Mask)]
     if len(found) == 1 and SameSegment() in and_parts(found[0]):
         text = "pack the segments with q_starts=, if each lies in one run of rows"
-        yield Edit("pack", Remedy(text), partial(pack_segments, question))
+        yield Remedy(text), partial(pack_segments, question)
 
 
 def pack_segments(question: Question) -> Question | None:
@@ -454,22 +461,29 @@ def pack_segments(question: Question) -> Question | None:
     return evolve(question, request=question.request.with_graph(graph), wants=wants)
 
 
-def step_edits(question: Question) -> Iterator[Edit]:
-    """Modifiers, masks, dropout, sinks and statistics dropped."""
-    graph = question.graph
-    kinds = dict.fromkeys(type(eqn.op) for eqn in graph.eqns)
-    for kind in kinds:
-        if kind is ops.Mask and {Unpack, Unpage} & kinds.keys():
-            continue  # it sets the ends of sequences
-        if kind in (ops.Dropout, ops.Mask) or issubclass(kind, Modifier):
-            edit = partial(question.rebuilt, {}, kind)
-            yield Edit("step", drop_step(WORDS.get(kind, kind.__name__)), edit)
-    if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
-        yield Edit("step", drop_step("the sinks"), partial(question.rebuilt, {}, ops.Softmax))
+def step_edits(family: type, question: Question) -> Iterator[Made]:
+    """Steps of a family of ops dropped, by class."""
+    kinds = dict.fromkeys(type(eqn.op) for eqn in question.graph.eqns)
+    if family is ops.Mask and {Unpack, Unpage} & kinds.keys():
+        return  # it sets the ends of sequences
+    for kind in (x for x in kinds if issubclass(x, family)):
+        step = drop_step(WORDS.get(kind, kind.__name__))
+        yield step, partial(question.rebuilt, {}, kind)
+
+
+def sink_edits(question: Question) -> Iterator[Made]:
+    """Sinks dropped."""
+    if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in question.graph.eqns):
+        yield drop_step("the sinks"), partial(question.rebuilt, {}, ops.Softmax)
+
+
+def statistic_edits(question: Question) -> Iterator[Made]:
+    """Statistics dropped."""
+    kinds = {type(eqn.op) for eqn in question.graph.eqns}
     for name, kind in ops.STATISTICS.items():
         if kind in kinds:
             remedy = Remedy(f"drop {name} from stats", f"without {name} in stats")
-            yield Edit("step", remedy, partial(without_outputs, question, kind))
+            yield remedy, partial(without_outputs, question, kind)
 
 
 def drop_step(step: str) -> Remedy:
@@ -513,3 +527,21 @@ def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | No
     pairs = zip(graph.outputs, graph.layouts, strict=False)
     layouts = tuple(x if values[i].type.shape == graph.types[i].shape else None for i, x in pairs)
     return b.graph(*(values[i] for i in graph.outputs), layouts=layouts if any(layouts) else ())
+
+
+# The changes by kind, gentlest first: those of steps change the result.
+EDITS: dict[str, Callable[[Question], Iterator[Made]]] = {
+    "lies": layout_edits,
+    "gradient": gradient_edits,
+    "option": option_edits,
+    "cast": dtype_edits,
+    "group": group_edits,
+    "head": head_edits,
+    "finite": finite_edits,
+    "pack": pack_edits,
+    "modifier": partial(step_edits, Modifier),
+    "mask": partial(step_edits, ops.Mask),
+    "dropout": partial(step_edits, ops.Dropout),
+    "sinks": sink_edits,
+    "statistics": statistic_edits,
+}

@@ -23,8 +23,8 @@ from attn_graph.lowering.backend import (
     add_copies,
     lay_out_results,
 )
+from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.machine.ambient import plain_ops_on
-from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import format_bytes
 
 Run = Callable[..., tuple[Tensors, Tensors]]
@@ -167,11 +167,15 @@ def core_of(graph: Graph) -> Graph:
     return graph if peeled is None else peeled.core
 
 
-@remember  # each question about a graph asks
 def peel(graph: Graph) -> Peeled | None:
     """A graph in parts; None without views, or if attentions read views of results."""
     if not any(isinstance(eqn.op, VIEW_OPS) for eqn in graph.eqns):
         return None
+    return facts_of(graph).once(peel_views)
+
+
+def peel_views(facts: Facts) -> Peeled | None:
+    graph = facts.graph
     parts = split_equations(graph)
     ahead, core, behind = (tuple(x) for x in parts)
     if any(eqn.op.attention for eqn, _ in behind) or not core:

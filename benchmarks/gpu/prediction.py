@@ -5,6 +5,7 @@ from __future__ import annotations
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import training_gradient
+from attn_graph.lowering.facts import facts_of
 from attn_graph.planner.cost import Work, cost
 from attn_graph.planner.predict import forecast
 from benchmarks.gpu.cases import Pass
@@ -25,6 +26,6 @@ def predict_milliseconds(graph: ag.Graph, target: ag.Target, pass_: Pass, by: st
     """By the rate of a way's kernels, or else by the target's peaks; None: neither is known."""
     simple = simplify(graph)
     of_pass = simple if pass_ == "forward" else training_gradient(simple)
-    made = forecast(of_pass, target, KERNELS.get(by, by.rpartition(" ")[2]))
+    made = forecast(facts_of(of_pass), target, KERNELS.get(by, by.rpartition(" ")[2]))
     seconds = made.seconds if made else count_work(graph, target, pass_).seconds
     return None if seconds is None else 1e3 * seconds

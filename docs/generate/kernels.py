@@ -17,6 +17,7 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, Tiling
 from attn_graph.lowering.codegen.machine_code import MachineCode
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS, PASS_OF
 from attn_graph.lowering.triton.offline import compile_launches
@@ -167,7 +168,7 @@ class Case:
         if self.pass_ in PUSHES:
             given = ["o", "lse", "do"] if graph is backward else []
             graph = ag.jvp(graph, ["q", "k", "v", *given])
-        return split_graph(graph)[-1].work
+        return split_graph(facts_of(graph))[-1].work
 
     def problem(self) -> Problem:
         """The attention or its gradient, whichever the pass is of."""

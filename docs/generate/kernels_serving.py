@@ -12,8 +12,9 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.codegen.machine_code import MachineCode
+from attn_graph.lowering.facts import facts_of, sole
 from attn_graph.lowering.lying.layout import Layout
-from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.lowering.triton.offline import compile_launches
 from attn_graph.lowering.triton.plan import Flash
@@ -132,7 +133,7 @@ class ServingCase:
         """All launches of the attention, or of its gradient, whichever the kernel is of."""
         forward, backward = ag.vjp(self.graph(), ["q", "k", "v"])
         gradient = self.pass_ in PASSES[1:]
-        layout = Layout.of(simplify(backward if gradient else forward))
+        layout = facts_of(simplify(backward if gradient else forward)).once(Layout.of)
         assert layout is not None
         return Flash.plan(layout, target_of(self.sm))
 

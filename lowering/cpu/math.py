@@ -8,7 +8,7 @@ scores exists; any other equation runs by its own definition.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase, cheapest_way, keeps, sdpa_seconds
+from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
 from attn_graph.lowering.problem import (
     Problem,
@@ -45,7 +46,6 @@ from attn_graph.lowering.problem import (
     operand_specs,
     relaid_bytes,
     relaid_note,
-    sole,
 )
 from attn_graph.lowering.reasons import BY_THREADS
 from attn_graph.lowering.request import Options, Request, switch_name
@@ -83,13 +83,12 @@ def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
 
 def plan_tiles(request: Request) -> tuple[AttentionTiles | None, ...]:
     fused = request.target.kind == "cpu" and request.options.switches.flash
-    return tile_equations(request.graph, fused, own_products(request.target))
+    return request.facts.once(tile_equations, fused, own_products(request.target))
 
 
-@lru_cache(64)  # `why_not` asks for it, and `lower` again
-def tile_equations(graph: Graph, fused: bool, own: Dtypes) -> tuple[AttentionTiles | None, ...]:
+def tile_equations(facts: Facts, fused: bool, own: Dtypes) -> tuple[AttentionTiles | None, ...]:
     """fused: True if PyTorch's fused CPU kernel may run. own: the CPU's native product dtypes."""
-    return tuple([tile_equation(graph, eqn, fused, own) for eqn in graph.eqns])
+    return tuple([tile_equation(facts.graph, eqn, fused, own) for eqn in facts.graph.eqns])
 
 
 def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> AttentionTiles | None:
@@ -156,7 +155,7 @@ def record_weights(graph: Graph, target: Target) -> Graph | None:
 
 
 def gains_by_weights(graph: Graph, own: Dtypes) -> bool:
-    problem = sole(graph)
+    problem = facts_of(graph).problem
     if problem is None or problem.grad is not None:
         return False
     alone, rate = without_dropout(problem), problem.node.dropout
@@ -165,7 +164,7 @@ def gains_by_weights(graph: Graph, own: Dtypes) -> bool:
 
 def where_faster(graph: Graph, target: Target) -> str | None:
     """The dtype and pass, if math is faster than one call of PyTorch's kernel; else None."""
-    problem = sole(graph)
+    problem = facts_of(graph).problem
     if problem is None or problem.is_empty:
         return None
     statistics = gives_statistics(graph, graph.eqns[0])
@@ -251,7 +250,8 @@ def sized_step(request: Request, eqn: Eqn, op: Attention | AttentionGrad) -> Ste
     specs = operand_specs(graph, eqn)
     if Problem.of(op, specs).is_empty:
         return None
-    folds = target.kind == "cpu" and sole(graph) is not None and not shares_rows(graph)
+    alone = request.facts.problem if target.kind == "cpu" else None
+    folds = alone is not None and not shares_rows(graph, alone)
     fused = target.kind == "cpu" and options.switches.flash
     tile = partial(tile_problem, gives_statistics(graph, eqn), fused, own_products(target))
 

@@ -28,7 +28,6 @@ from attn_graph.lowering.problem import (
     relaid_bytes,
     relaid_note,
     select_outputs,
-    sole,
 )
 from attn_graph.lowering.reasons import (
     BY_THREADS,
@@ -52,7 +51,7 @@ def why_not(request: Request) -> Iterator[Reason]:
     yield from request.options.switched_off("flash")
     yield from request.options.varying(BY_THREADS)
     yield from request.rounded()
-    problem = sole(request.graph)
+    problem = request.facts.problem
     if problem is None:
         yield other_equations(request.graph)
         return
@@ -89,7 +88,7 @@ def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
 
 
 def lower(request: Request) -> Executable:
-    problem = sole(request.graph)
+    problem = request.facts.problem
     assert problem is not None  # why_not said so
     if problem.grad is None:
         return lower_forward(problem, request.graph)
@@ -102,7 +101,7 @@ def lower_whole(request: Request) -> Executable | None:
     """One call in any sizes, read off its tensors. None if o changes its memory order, if one query
     would be read otherwise than several, or if the kernel refuses the largest or the smallest
     sizes."""
-    problem = sole(request.graph)
+    problem = request.facts.problem
     smallest = bind_graph(request.graph, {symbol.name: 1 for symbol in request.graph.symbols})
     if problem is None or reorders(problem) or folds_one_row(request.graph):
         return None

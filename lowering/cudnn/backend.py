@@ -93,7 +93,7 @@ def read_case(request: Request) -> Case | None:
     from attn_graph.lowering.libraries.cudnn_versions import ASSUMED, versions
     from attn_graph.lowering.lying.sequences import read_problem
 
-    read = read_problem(request.graph)
+    read = request.facts.once(read_problem)
     if read is None:
         return None
     problem, sequences = read

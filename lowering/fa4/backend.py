@@ -15,12 +15,12 @@ from attrs import evolve
 
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Foreseen, RefusedError
-from attn_graph.lowering.problem import Problem, places_of_rows
+from attn_graph.lowering.facts import Facts
+from attn_graph.lowering.problem import places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
 from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
-from attn_graph.machine.cache import remember
 from attn_graph.machine.target import Target
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.fa4.call import Fa4Call
     from attn_graph.lowering.fa4.offline import CompiledKernel
     from attn_graph.lowering.fa4.run import Fa4Run
-    from attn_graph.lowering.lying.sequences import PaddedSequences
 
 HOME = "attn_graph.lowering.fa4.backend:BACKEND"
 PACKAGE = "flash-attn-4"
@@ -45,7 +44,7 @@ def why_not(request: Request) -> Iterator[Reason]:
         return
     from attn_graph.lowering.lying.sequences import read_problem
 
-    read = read_problem(request.graph)
+    read = request.facts.once(read_problem)
     against = [*package_reasons(request.target)]
     if read is None:
         yield from (*against, other_equations(request.graph, packs=True))
@@ -92,25 +91,23 @@ def trace_reasons(request: Request) -> Iterator[Reason]:
 
 def describe_fa4(request: Request) -> Fa4Call:
     """The call for a graph within the limits."""
-    from attn_graph.lowering.lying.sequences import read_problem
-
-    read = read_problem(request.graph)
-    assert read is not None  # why_not said so
     options, listed = request.options, request.options.variant == LISTED
-    return make_fa4_call(
-        *read, request.target, options.deterministic, options.max_workspace, listed
-    )
+    limits = options.deterministic, options.max_workspace
+    return request.facts.once(make_fa4_call, request.target, *limits, listed)
 
 
-@remember
 def make_fa4_call(
-    problem: Problem, sequences: PaddedSequences, target: Target, deterministic: bool,
-    most: int | None, listed: bool,
-) -> Fa4Call:  # fmt: skip
+    facts: Facts, target: Target, deterministic: bool, most: int | None, listed: bool
+) -> Fa4Call:
     """most: bytes of workspace; None: no limit. listed: True to have each call list tiles, even if
     that can't save time."""
     from attn_graph.lowering.fa4.call import Fa4Call
     from attn_graph.lowering.fa4.lists import MadeLists, may_repay
+    from attn_graph.lowering.lying.sequences import read_problem
+
+    read = facts.once(read_problem)
+    assert read is not None  # why_not said so
+    problem, sequences = read
 
     def admits(lists: MadeLists) -> bool:
         fits = most is None or lists.scratch.bytes <= most

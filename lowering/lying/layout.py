@@ -15,10 +15,10 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import Reason
-from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS, Packed
 from attn_graph.ir.packing import row_count
 from attn_graph.ir.scaling import KEY_SCALES
+from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.problem import (
     PREPARING,
     Lies,
@@ -26,7 +26,6 @@ from attn_graph.lowering.problem import (
     declared_strides,
     has_problem,
     operand_specs,
-    sole,
 )
 from attn_graph.spec import MOST_INT32, TensorSpec
 
@@ -58,9 +57,9 @@ class Layout:
     tables: tuple[TensorSpec, ...] = ()
 
     @classmethod
-    def of(cls, graph: Graph) -> Layout | None:
+    def of(cls, facts: Facts) -> Layout | None:
         """Of a graph of one attention, or one gradient, packed or not; None of others."""
-        problem = sole(graph)
+        graph, problem = facts.graph, facts.problem
         if problem is not None:
             return cls.dense(problem)
         if not graph.eqns or any(not isinstance(eqn.op, PREPARING) for eqn in graph.eqns[:-1]):

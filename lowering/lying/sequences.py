@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import final
 
 import torch
@@ -13,9 +13,10 @@ from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, PLACES, STARTS, Packed
 from attn_graph.ir.packing import Lengths, row_count
+from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.lengths import gapless_sides, rows_outside, shares_lengths
 from attn_graph.lowering.lying.quantised import quantised_problem
-from attn_graph.lowering.problem import Problem, has_problem, operand_specs, sole
+from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.spec import TensorSpec, dense_strides
 
 SIDES = {  # of operands and results
@@ -95,11 +96,11 @@ class PaddedSequences:
 DENSE = PaddedSequences()
 
 
-@lru_cache(64)  # asked for when planning and when lowering
-def read_problem(graph: Graph) -> tuple[Problem, PaddedSequences] | None:
+def read_problem(facts: Facts) -> tuple[Problem, PaddedSequences] | None:
     """The problem of a graph of one attention, or of its gradient, padded if the tensors are packed
     or in pages, and the layout of these; None for other graphs."""
-    if (problem := sole(graph) or quantised_problem(graph)) is not None:
+    graph = facts.graph
+    if (problem := facts.problem or quantised_problem(graph)) is not None:
         return problem, DENSE
     if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
         return None

@@ -36,7 +36,6 @@ from attn_graph.lowering.problem import (
     relaid_bytes,
     relaid_note,
     select_outputs,
-    sole,
     tidy_strides,
 )
 from attn_graph.lowering.reasons import (
@@ -100,7 +99,7 @@ class Variant:
             yield no_gpu(request.target)
             return
         yield from place_reasons(self, request)
-        problem = sole(request.graph)
+        problem = request.facts.problem
         if problem is None:
             yield other_equations(request.graph)
             return
@@ -112,7 +111,7 @@ class Variant:
 
     def lower(self, request: Request) -> Executable:
         """One call of the kernel, or of its backward."""
-        problem = sole(request.graph)
+        problem = request.facts.problem
         assert problem is not None  # why_not said so
         call = TorchKernelCall(self, problem, request.graph)
         if problem.grad is None:

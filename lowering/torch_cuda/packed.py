@@ -19,6 +19,7 @@ from attn_graph.ir.packed import LEAVES, STARTS, and_parts
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable
+from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.lengths import gapless_sides, rows_outside, shares_lengths
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import Problem, on_boundary, read_operands, select_outputs
@@ -54,7 +55,7 @@ Reasons = Iterator[Reason]
 
 
 def why_not(request: Request) -> Reasons:
-    layout = flash_layout(request.graph)
+    layout = flash_layout(request.facts)
     if layout is None:
         yield from FLASH_KERNEL.why_not(request)
     elif request.target.kind != "cuda":
@@ -65,7 +66,7 @@ def why_not(request: Request) -> Reasons:
 
 def lower(request: Request) -> Executable:
     """One call of the kernel, or of its backward."""
-    layout = flash_layout(request.graph)
+    layout = flash_layout(request.facts)
     if layout is None:
         return FLASH_KERNEL.lower(request)
     call = PackedFlashCall(layout, request.graph)
@@ -74,9 +75,9 @@ def lower(request: Request) -> Executable:
     return Executable(call.backward, 0, call.kept_backward(), tuple(call.notes()))
 
 
-def flash_layout(graph: Graph) -> Layout | None:
+def flash_layout(facts: Facts) -> Layout | None:
     """How the operands lie of a graph on packed tensors; None of any other, and of pages."""
-    layout = Layout.of(graph)
+    layout = facts.once(Layout.of)
     if layout is None or layout.scales or layout.pages is not None:
         return None
     return layout if layout.sides else None

@@ -15,6 +15,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.lowering.backend import Backend, Executable
+from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.finishing import cut_last, finish
 from attn_graph.lowering.lying.layout import Layout, order_bytes
 from attn_graph.lowering.problem import ROWS, Problem, returns_lse
@@ -33,8 +34,7 @@ from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
-from attn_graph.lowering.triton.work import Push, Single, Work, split_graph, trace, work_of
-from attn_graph.machine.cache import remember
+from attn_graph.lowering.triton.work import Push, Single, Work, split_graph
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import MOST_INT32, TensorSpec
@@ -57,19 +57,25 @@ def why_not(request: Request) -> Iterator[Reason]:
     if request.target.kind == "cpu" and not request.target.interprets:
         yield evolve(no_gpu(request.target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
-    graph = cut_last(request.graph) or request.graph
-    parts = [part.work for part in split_graph(graph)]
+    inner = inner_facts(request)
+    parts = inner.once(split_graph)
     against = [*target_reasons(request.target)]
     if not parts:
-        against.append(other_equations(graph, pushes=True, packs=True))
-    for work in parts:
+        against.append(other_equations(inner.graph, pushes=True, packs=True))
+    for work in (part.work for part in parts):
         against += [*attention_reasons(work.problem, work.layout.totals), *work.reasons()]
         against += large_tiles(work.problem, request.target)
         against += conversion_reasons(work.problem, request.target)
     yield from dict.fromkeys(against)
     if not against:
-        planned = (plan_reasons(work, request) for work in parts)
+        planned = (plan_reasons(part, request) for part in parts)
         yield from dict.fromkeys(chain.from_iterable(planned))
+
+
+def inner_facts(request: Request) -> Facts:
+    """The graph without the last step, if that quantises o."""
+    inner = cut_last(request.graph)
+    return request.facts if inner is None else facts_of(inner)
 
 
 def target_reasons(target: Target) -> Iterator[Reason]:
@@ -115,16 +121,17 @@ def large_tiles(problem: Problem, target: Target) -> Iterator[Reason]:
         yield Reason("wide_gradient", limit, f"the GPU has {most}")
 
 
-def plan_reasons(work: Work, request: Request) -> Iterator[Reason]:
+def plan_reasons(part: Single, request: Request) -> Iterator[Reason]:
     """Reasons found only with traced masks and modifiers, or with planned launches."""
     from attn_graph.masks.places import Untraceable
 
+    work = part.work
     try:
-        trace_once(work)
+        code = part.code
     except Untraceable as error:
         yield untraceable(error)
         return
-    if against := table_reason(work):
+    if against := table_reason(work.problem, code):
         yield against
         return
     moved = work.large if isinstance(work, Push) else {}
@@ -134,20 +141,19 @@ def plan_reasons(work: Work, request: Request) -> Iterator[Reason]:
             limit = f"counts within a tile up to {MOST_INT32} elements"
             yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
     if request.options.max_workspace is not None or may_overflow(work):
-        flash = plan_flash(work, request)
+        flash = plan_flash(part, request)
         yield from launch_reasons(flash)
         yield from request.options.over_workspace(flash.scratch.bytes)
 
 
-def table_reason(work: Work) -> Reason | None:
+def table_reason(p: Problem, code: DeviceCode) -> Reason | None:
     """Against a mask with too many tiles for planning to list, and which no kernel can list."""
     from attn_graph.kernels.tilings import LEAST, Tiling
     from attn_graph.lowering.codegen.tile_lists import MOST_TABLE, ListCode
     from attn_graph.masks.places import Untraceable
 
-    p = work.problem
     tiles = -(-p.M // LEAST) * -(-p.N // LEAST)
-    if tiles <= MOST_TABLE or p.node.mask is None or trace_once(work).strip:
+    if tiles <= MOST_TABLE or p.node.mask is None or code.strip:
         return None
     try:
         ListCode.trace(p, Tiling(LEAST, LEAST, 4, 1))
@@ -184,40 +190,36 @@ def launch_reasons(flash: Flash) -> Iterator[Reason]:
         yield Reason("listed_tiles", limit, f"{tiles} are needed")
 
 
-def plan_flash(work: Work, request: Request) -> Flash:
+def plan_flash(part: Single, request: Request) -> Flash:
     """The plan for `why_not` and `lower` alike."""
     options = request.options
-    most, invariant = options.max_workspace, options.batch_invariant
-    return plan_once(work, request.target, options.precision, options.variant, most, invariant)
+    limits = options.max_workspace, options.batch_invariant
+    chosen = request.target, options.precision, options.variant, *limits
+    return facts_of(part.graph).once(plan_single, *chosen)
 
 
-@remember
-def plan_once(
-    work: Work, target: Target, precision: Precision, variant: str | None, most: int | None,
+def plan_single(
+    facts: Facts, target: Target, precision: Precision, variant: str | None, most: int | None,
     invariant: bool,
 ) -> Flash:  # fmt: skip
+    """The plan of a graph of one equation."""
     from attn_graph.lowering.triton.plan import Flash
 
-    return Flash.plan(work, target, precision, variant, most, invariant, trace_once(work))
-
-
-@remember
-def trace_once(work: Work) -> DeviceCode:
-    """The traced mask and modifiers. Raises Untraceable."""
-    return trace(work)
+    (part,) = facts.once(split_graph)
+    return Flash.plan(part.work, target, precision, variant, most, invariant, part.code)
 
 
 def lower(request: Request) -> Executable:
     """The launches of each equation, in their order, and a pass of its own to quantise o."""
-    inner = cut_last(request.graph) or request.graph
-    parts = split_graph(inner)
+    facts = inner_facts(request)
+    inner, parts = facts.graph, facts.once(split_graph)
     each = [lower_part(part, request) for part in parts]
     lowered = each[0] if len(parts) == 1 else join_parts(inner, parts, each)
-    return lowered if inner is request.graph else finish(lowered, request.graph, inner)
+    return lowered if facts is request.facts else finish(lowered, request.graph, inner)
 
 
 def lower_part(part: Single, request: Request) -> Executable:
-    flash = plan_flash(part.work, request)
+    flash = plan_flash(part, request)
     call = TritonCall(flash, part.graph, request.options)
     run, second = call.run, flash.push is not None and flash.problem.grad is not None
     infer = run if part.graph.is_gradient or returns_lse(part.graph) else call.inference
@@ -341,8 +343,8 @@ def variants(request: Request) -> tuple[str, ...]:
 def lays(graph: Graph) -> Iterator[int]:
     """The places of o and of the gradients of q, k and v: kernels store their rows in any strides
     within a tile's addresses."""
-    layout = work_of(graph)
-    if not isinstance(layout, Layout):
+    layout = facts_of(graph).once(Layout.of)
+    if layout is None:
         return
     each = zip(graph.result_names, graph.declared_outputs, strict=True)
     for n, (name, spec) in enumerate(each):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 from attrs import evolve, frozen
@@ -12,10 +13,10 @@ from attn_graph.ir.attention import Operands
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, unused_names
 from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.tangents import AttentionJvp
+from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.lowering.reasons import wide_heads
-from attn_graph.machine.cache import remember
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
@@ -98,9 +99,9 @@ def is_tangent(op: Op) -> bool:
     return op.jvp is not None and not op.packed
 
 
-def work_of(graph: Graph) -> Work | None:
+def work_of(facts: Facts) -> Work | None:
     """A graph of one attention or derivative as work; None without kernels for it."""
-    return Layout.of(graph) or Push.of(graph)
+    return facts.once(Layout.of) or Push.of(facts.graph)
 
 
 @final
@@ -112,17 +113,22 @@ class Single:
     graph: Graph
     work: Work
 
+    @cached_property
+    def code(self) -> DeviceCode:
+        """The traced mask and modifiers. Raises Untraceable."""
+        return trace(self.work)
 
-@remember  # `why_not` asks for it, and `lower` again
-def split_graph(graph: Graph) -> tuple[Single, ...]:
+
+def split_graph(facts: Facts) -> tuple[Single, ...]:
     """The equations of a graph of attentions and their derivatives, each by itself.
 
     None without kernels for one of them. None without a tangent too, since several attentions are
     several graphs, and if one equation reads a gradient of another.
     """
+    graph = facts.graph
     gradients = {i for eqn, outs in graph.numbered if eqn.op.grad for i in outs}
     read = {i for eqn in graph.eqns for i in eqn.args}
-    if work := work_of(graph):
+    if work := work_of(facts):
         return (Single(tuple(range(len(graph.inputs))), graph, work),)
     moves = any(is_tangent(eqn.op) for eqn in graph.eqns)
     known = all(is_tangent(eqn.op) or has_problem(eqn.op) for eqn in graph.eqns)
@@ -140,7 +146,7 @@ def cut_equation(graph: Graph, eqn: Eqn) -> Single:
     inputs = tuple(map(Input, unused_names(names, ()), specs))
     own = evolve(eqn, args=tuple(args.index(i) for i in eqn.args))
     alone = Graph(inputs, (own,), tuple(range(len(args), len(args) + len(eqn.outs))))
-    work = work_of(alone)
+    work = work_of(facts_of(alone))
     assert work is not None  # of kinds let through by `split_graph`
     return Single(args, alone, work)
 

@@ -16,6 +16,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.libraries.fa4_limits import LIMITS, Fa4Case
 from attn_graph.lowering.lying.sequences import read_problem
 from attn_graph.lowering.request import Options, Request
@@ -56,7 +57,7 @@ def draw_case(draw: random.Random, sm: int) -> Fa4Case:
         given = main_outputs(graph) if draw.random() < 0.7 else graph.differentiable_outputs
         inputs = [n for n, x in enumerate(graph.inputs) if x.spec.dtype.is_floating_point]
         graph = simplify(backward(graph, inputs, cotangent_specs(graph, given)))
-    read = read_problem(graph)
+    read = facts_of(graph).once(read_problem)
     assert read is not None
     return Fa4Case(read[0], sm, draw.random() < 0.2, read[1])
 

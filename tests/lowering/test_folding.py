@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import training_gradient
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.folding import fold_heads
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.tensors import tensors_for
@@ -52,7 +53,7 @@ def make_graph(
 
 def folded(graph: ag.Graph) -> tuple[int, ...] | None:
     """The shape of q as the lowerings of CPUs get it; None as it is."""
-    folding = fold_heads(simplify(graph))
+    folding = fold_heads(facts_of(simplify(graph)))
     return None if folding is None else folding.graph.inputs[0].spec.shape
 
 
@@ -79,7 +80,7 @@ def test_results_and_gradients_are_those_of_the_formula(
 def test_rows_that_nothing_tells_apart_are_of_one_head(name: str) -> None:
     graph = make_graph(**FOLDED[name])
     assert folded(graph) == (2, 2, 9, 8)
-    gradient = fold_heads(training_gradient(simplify(graph)))
+    gradient = fold_heads(facts_of(training_gradient(simplify(graph))))
     assert gradient is not None
     shapes = {i.name: i.spec.shape for i in gradient.graph.inputs}
     assert shapes["do"] == shapes["o"] == (2, 2, 9, 8)

@@ -26,8 +26,8 @@ from attn_graph.kernels.tilings import (
     split_tiling,
     table_arch,
 )
+from attn_graph.lowering.facts import facts_of, sole
 from attn_graph.lowering.lying.layout import Layout
-from attn_graph.lowering.problem import sole
 from docs.generate import kernels_serving as serving
 from docs.generate.kernel_rows import PASSES, SPLIT, TARGETS, target_of
 from docs.generate.predict import PROCESSORS
@@ -435,7 +435,7 @@ def serving_code(sm: int, size: int, page: int | None, M: int | None) -> Any:  #
         lengths = ag.TensorSpec((B,), torch.int32)
         mask = ag.Causal("bottom_right") if M > 1 else None
         graph = ag.attention(q, k, k, kv_lengths=lengths, mask=mask, **table)
-    layout = Layout.of(simplify(graph))
+    layout = facts_of(simplify(graph)).once(Layout.of)
     assert layout is not None
     return REPORT.compile_launches(REPORT.Flash.plan(layout, target))
 

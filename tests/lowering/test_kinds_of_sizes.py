@@ -14,6 +14,7 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.codegen.launches import Launch, load_kernel
 from attn_graph.lowering.codegen.symbols import SPECIAL
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.work import work_of
 from attn_graph.spec import TensorSpec
@@ -122,7 +123,7 @@ def kind_of(x: object, plain: bool) -> object:
 def test_no_size_is_compiled_for(name: str) -> None:
     """40 sizes are few kernels: of whole tiles or halves, keys in multiples of 16 or not, ..."""
     for graph in passes(name):
-        work = work_of(graph)
+        work = work_of(facts_of(graph))
         plans = [Flash.plan(bind(work, x), H200) for x in draw_sizes(name, graph, 40)]
         kernels = Counter(key[0] for key in {variant(x) for flash in plans for x in flash.launches})
         assert max(kernels.values()) <= MOST_KERNELS, kernels

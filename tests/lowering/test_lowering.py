@@ -16,7 +16,7 @@ import attn_graph as ag
 from attn_graph.ir.modifiers import Bias
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import move_tile
-from attn_graph.lowering.problem import problems_in
+from attn_graph.lowering.facts import sole
 from attn_graph.lowering.rates import cpu_rates
 from attn_graph.masks import needs_of
 from attn_graph.testing import formula, rule
@@ -408,7 +408,8 @@ def test_a_nan_stays_in_the_tiles_that_read_it(seed: int, dtype: torch.dtype) ->
     clean = run_plan(plan, (q, k, v))
     k[..., 200, :], v[..., 200, :] = float("nan"), float("nan")
     dirty = run_plan(plan, (q, k, v))
-    (problem,) = problems_in(plan.graph)
+    problem = sole(plan.graph)
+    assert problem is not None
     reading = torch.zeros(256, dtype=torch.bool)
     for tile in FusedTiles.plan(problem, cpu_rates(False)).static or ():
         for n in range(tile.repeat):

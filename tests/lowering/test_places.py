@@ -12,7 +12,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import FULL
 from attn_graph.lowering.codegen.launches import Launch
 from attn_graph.lowering.codegen.machine_code import MachineCode, inspect_launch
-from attn_graph.lowering.problem import sole
+from attn_graph.lowering.facts import sole
 from attn_graph.lowering.request import Options
 from attn_graph.lowering.triton.launch_list import BY_KEYS, PASS_OF
 from attn_graph.lowering.triton.offline import mock_tensors

@@ -21,13 +21,13 @@ from attn_graph.kernels.tilings import Pass, Tiling
 from attn_graph.lowering.codegen.launches import Launch, load_kernel
 from attn_graph.lowering.codegen.machine_code import compile_for
 from attn_graph.lowering.codegen.tile_lists import classify_blocks
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.parts import choose_parts
-from attn_graph.lowering.problem import sole
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton.backend import launch_notes, plan_flash
 from attn_graph.lowering.triton.divisions import Division
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
+from attn_graph.lowering.triton.work import split_graph
 from attn_graph.machine.gpus import devices
 from attn_graph.testing import rule
 from attn_graph.testing.agreement import run_gradients
@@ -41,11 +41,9 @@ BELOW = ag.Causal("bottom_right")
 
 def flashes(graph: ag.Graph, target: ag.Target, options: Options | None = None) -> list[Flash]:
     """The plans of both passes."""
-    problems = [sole(simplify(x)) for x in ag.vjp(graph, ["q", "k", "v"])]
-    lying = [Layout.dense(p) for p in problems if p is not None]
-    return [
-        plan_flash(each, Request(simplify(graph), target, options or Options())) for each in lying
-    ]
+    parts = [facts_of(simplify(x)).once(split_graph) for x in ag.vjp(graph, ["q", "k", "v"])]
+    request = Request(simplify(graph), target, options or Options())
+    return [plan_flash(part, request) for each in parts for part in each]
 
 
 def attention(

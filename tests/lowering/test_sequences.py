@@ -15,6 +15,7 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels import sequences
 from attn_graph.lowering.codegen.launches import Launch
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.planner.tuning import elements_spanned
@@ -40,7 +41,7 @@ interpreted = pytest.mark.skipif(
 
 def gradient_is_taken(graph: ag.Graph) -> bool:
     """Whether Triton takes the gradient: not that of what a modifier reads."""
-    layout = Layout.of(simplify(ag.vjp(graph)[1]))
+    layout = facts_of(simplify(ag.vjp(graph)[1])).once(Layout.of)
     return layout is not None and not [*layout.reasons()]
 
 
@@ -232,7 +233,7 @@ def haloed(spec: ag.TensorSpec, rooms: Rooms) -> torch.Tensor:
 
 
 def flash_of(graph: ag.Graph) -> Flash:
-    layout = Layout.of(simplify(graph))
+    layout = facts_of(simplify(graph)).once(Layout.of)
     assert layout is not None
     return Flash.plan(layout, ag.Target.of("h200"))
 

@@ -10,6 +10,7 @@ import attn_graph as ag
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.pictures import masks_of
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying.sequences import read_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.small_graphs import shrink
@@ -21,7 +22,7 @@ sizes = st.integers(1, 300)
 
 def problem_of(graph: ag.Graph) -> Problem:
     """The attention that a graph is, padded where it is on packed tensors."""
-    read = read_problem(graph)
+    read = facts_of(graph).once(read_problem)
     if read is None or read[0].node.dropout or 0 in (read[0].B, read[0].H, read[0].M, read[0].N):
         reject()  # as backends do
     return read[0]

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.work import split_graph
 from attn_graph.testing.agreement import run_plan
@@ -148,7 +149,7 @@ def launched(dtype: torch.dtype = BF16, **options: Any) -> list[Any]:
     """The launches that sum rows again, of a gradient for an H200."""
     x = SPEC((2, 8, 512, 64), dtype)
     _, backward = ag.vjp(ag.attention(x, x, x, **options))
-    flash = Flash.plan(split_graph(backward)[-1].work, ag.Target.of("h200"))
+    flash = Flash.plan(split_graph(facts_of(backward))[-1].work, ag.Target.of("h200"))
     return [launch for launch in flash.launches if launch.kernel == "sum_weights"]
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.vjp import training_gradient
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.rates import rates, read_rates
 from attn_graph.lowering.triton.plan import Flash
@@ -44,7 +45,7 @@ def forward(graph: ag.Graph) -> ag.Graph:
 
 def seconds(graph: ag.Graph, target: str, name: str) -> float:
     """What is predicted for the forward of a graph."""
-    made = forecast(forward(graph), ag.Target.of(target), name)
+    made = forecast(facts_of(forward(graph)), ag.Target.of(target), name)
     assert made is not None
     return made.seconds
 
@@ -110,11 +111,11 @@ def test_cudnn_comes_first_where_it_moves_as_many_bytes_for_the_same_price(targe
 @pytest.mark.parametrize(("G", "M"), [(8, 1), (32, 1), (8, 4)])
 def test_equal_predictions_are_ordered_by_what_programs_move(target: str, G: int, M: int) -> None:
     graph, place = forward(declare((1, 32, M, 128), (1, G, 8192, 128))), ag.Target.of(target)
-    times = [*rank(graph, place, [b.name for b in BACKENDS]).items()]
+    times = [*rank(facts_of(graph), place, [b.name for b in BACKENDS]).items()]
     ties = [(a, b) for (a, x), (b, y) in pairwise(times) if x == y]
     assert ties
     for pair in ties:
-        first, second = (forecast(graph, place, name) for name in pair)
+        first, second = (forecast(facts_of(graph), place, name) for name in pair)
         assert first is not None
         assert second is not None
         assert first.traffic <= second.traffic
@@ -122,7 +123,7 @@ def test_equal_predictions_are_ordered_by_what_programs_move(target: str, G: int
 
 def test_cudnn_has_about_as_many_parts_on_an_a100_as_in_its_plan() -> None:
     """266,368 bytes of workspace for 32 heads of 128 are 16 parts of each, with two statistics."""
-    layout = Layout.of(forward(declare((1, 32, 1, 128), (1, 32, 8192, 128))))
+    layout = facts_of(forward(declare((1, 32, 1, 128), (1, 32, 8192, 128)))).once(Layout.of)
     assert layout is not None
     assert 266_368 // (4 * 32 * (128 + 2)) == 16
     rate = rates()["cudnn", 80]
@@ -141,7 +142,7 @@ def test_fewer_pairs_take_less_time_and_no_pair_is_left_out() -> None:
 def test_the_order_is_that_of_the_predictions_and_the_cause_says_them() -> None:
     said = ag.explain(declare(LONG, mask=ag.Causal()), target="h200")
     names = [b.name for b in BACKENDS]
-    times = rank(said.graph, ag.Target.of("h200"), names)
+    times = rank(facts_of(said.graph), ag.Target.of("h200"), names)
     assert [*times.values()] == sorted(times.values())
     able = [name for name in times if name == said.backend or name in said.also]
     assert [said.backend, *said.also][: len(able)] == able
@@ -158,7 +159,7 @@ def test_nothing_is_predicted_without_a_rate(change: dict[str, Any]) -> None:
     dtype = change.get("dtype", HALF)
     target = evolve(target, **{k: x for k, x in change.items() if k != "dtype"})
     graph = forward(declare((1, 2, 256, 64), dtype=dtype))
-    assert rank(graph, target, [b.name for b in BACKENDS]) == {}
+    assert rank(facts_of(graph), target, [b.name for b in BACKENDS]) == {}
     assert "predicted" not in ag.explain(declare((1, 2, 256, 64), dtype=dtype), target=target).cause
 
 
@@ -221,7 +222,7 @@ def test_full_packed_sequences_have_the_price_of_a_padded_batch_and_of_their_cop
     assert bandwidth is not None
     copied = [B * M * 128 * 2 * (H if name in ("q", "do") else G) for name in COPIED[backward]]
     for name in ("triton", "torch_flash", "cudnn", "fa4"):
-        padded, own = (forecast(x, target, name) for x in (dense, packed))
+        padded, own = (forecast(facts_of(x), target, name) for x in (dense, packed))
         if padded is None:
             assert own is None
             continue
@@ -254,7 +255,7 @@ def test_every_packed_or_paged_graph_has_a_price_by_every_rate(
     graph = forward(ag.attention(q, pool, pool, pages=table, kv_lengths=lengths, **more))
     target = ag.Target.of(gpu)
     priced = {b for b, sm in rates() if sm == target.sm}
-    made = {name: forecast(graph, target, name) for name in priced}
+    made = {name: forecast(facts_of(graph), target, name) for name in priced}
     assert all(x is not None and x.seconds > 0 for x in made.values())
 
 
@@ -263,7 +264,9 @@ def test_values_within_keys_are_read_once_by_triton_and_twice_by_cudnn() -> None
     within = core_of(forward(ag.attention(q, k, 256)))
     bandwidth = ag.Target.of("b200").bandwidth
     assert bandwidth is not None
-    both = {name: forecast(within, ag.Target.of("b200"), name) for name in ("triton", "cudnn")}
+    both = {
+        name: forecast(facts_of(within), ag.Target.of("b200"), name) for name in ("triton", "cudnn")
+    }
     assert both["triton"] is not None
     assert both["cudnn"] is not None
     again = k.type.bytes / bandwidth
@@ -277,7 +280,7 @@ def test_lengths_cost_fa4_a_copy_of_v_and_of_all_operands_going_back() -> None:
     assert target.bandwidth is not None
     for backward, names in ((False, "v"), (True, "kv")):
         bare, ended = (
-            forecast(pass_of(x, backward), target, "fa4")
+            forecast(facts_of(pass_of(x, backward)), target, "fa4")
             for x in (ag.attention(q, k, k), ag.attention(q, k, k, kv_lengths=lengths))
         )
         assert bare is not None
@@ -290,7 +293,7 @@ def test_wide_heads_are_slower_by_triton_than_by_fa4() -> None:
     """Gemma 2's heads of 256 with a soft cap; a tie would go to Triton."""
     x, k = ag.TensorSpec((1, 16, 8192, 256), HALF), ag.TensorSpec((1, 8, 8192, 256), HALF)
     graph = forward(ag.attention(x, k, k, mask=ag.Causal(), soft_cap=50.0))
-    prices = rank(graph, ag.Target.of("h200"), ["triton", "fa4"])
+    prices = rank(facts_of(graph), ag.Target.of("h200"), ["triton", "fa4"])
     assert 2 * prices["fa4"] < prices["triton"]
 
 

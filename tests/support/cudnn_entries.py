@@ -14,6 +14,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, wanted_inputs
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying.sequences import PaddedSequences, read_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import NAMES, TensorSpec
@@ -187,7 +188,9 @@ class Entry:
         if self.do_layout:
             cotangents[0] = laid(cotangents[0].shape, self.dtype, self.do_layout)  # type: ignore[arg-type]  # four axes
         inputs = wanted_inputs(graph, self.wants and self.present(self.wants, graph))
-        forward, back = (read_problem(x) for x in (graph, backward(graph, inputs, cotangents)))
+        forward, back = (
+            facts_of(x).once(read_problem) for x in (graph, backward(graph, inputs, cotangents))
+        )
         assert forward is not None
         assert back is not None
         return forward, back

@@ -6,7 +6,8 @@ import pytest
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import Problem
 
 CPU = ag.Target.of("cpu")
 interpreted = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from attn_graph.lowering.cpu import (
     schedule,
     ways,
 )
-from attn_graph.lowering.cpu.math import tile_equations
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.rates import CpuRates
 
 SMALL_LIMITS: dict[ModuleType, dict[str, int]] = {
@@ -35,7 +35,7 @@ SMALL_LIMITS: dict[ModuleType, dict[str, int]] = {
 def forget_plans() -> None:
     """Graphs that come again are planned again, by the limits of then."""
     ag.clear_cache()
-    tile_equations.cache_clear()
+    facts_of.cache_clear()
     row_sums.list_rows.cache_clear()
 
 

@@ -18,8 +18,9 @@ from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.lowering.fa4 import dialect
-from attn_graph.lowering.fa4.backend import PACKAGE, make_fa4_call
+from attn_graph.lowering.fa4.backend import PACKAGE
 from attn_graph.lowering.fa4.call import Fa4Call
+from attn_graph.lowering.facts import facts_of
 from attn_graph.testing.gpu import Fault, VirtualGpu, virtual_gpu
 from attn_graph.testing.gpu.dsl import find_package
 from tests.support import fa4_cases, virtual_cases
@@ -118,7 +119,7 @@ def test_mask_functions_are_asked_for_places_past_the_last_query_on_sm_90(
     with gpu(90) as device, pytest.raises(Fault):
         run(device, graph)
     ag.clear_cache()
-    make_fa4_call.cache_clear()
+    facts_of.cache_clear()
 
 
 @pytest.mark.parametrize("sm", [pytest.param(90, marks=pytest.mark.slow), 100])
