@@ -319,21 +319,19 @@ class Backend:
 
     def reasons(self, request: Request) -> tuple[Reason, ...]:
         """Every reason against a graph, from the options too. Without one, it takes the graph."""
-        options = request.options
-        against = self.why_not(request.with_graph(self.seen(request.graph)))
-        own = *options.avoided(self.name), *self.fixed(options), *self.absent(request.target)
-        return (*own, *map(Reason.of, against))
-
-    def absent(self, target: Target) -> Iterator[Reason]:
-        """The reason against an emulated GPU, for a backend that needs a real one."""
-        if self.real and target.is_emulated:
-            yield Reason("emulated", "runs on a real GPU", f"{target} is emulated by the CPU")
-
-    def fixed(self, options: Options) -> Iterator[Reason]:
-        """The reason against sizes by name, for a backend with plans of one size."""
+        options, target = request.options, request.target
+        own: list[Reason] = []
+        if self.name in options.avoid:
+            actual = "avoid names it, at the call or around it"
+            own.append(Reason("avoided", "is not to run", actual, "{limit}: {actual}"))
         if self.one_size and options.resized:
             actual = "Dims without classes stand for any"
-            yield Reason("one_size", "plans for one size", actual)
+            own.append(Reason("one_size", "plans for one size", actual))
+        if self.real and target.is_emulated:
+            actual = f"{target} is emulated by the CPU"
+            own.append(Reason("emulated", "runs on a real GPU", actual))
+        seen = request.with_graph(self.seen(request.graph)) if request.graph.layouts else request
+        return (*own, *map(Reason.of, self.why_not(seen)))
 
     def foreseen(self, request: Request) -> Foreseen:
         """The needs of a graph it takes."""

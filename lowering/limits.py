@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, Literal, TypeVar, final
+from collections.abc import Callable
+from types import GeneratorType
+from typing import Generic, Literal, TypeVar, final
 
 from attrs import field, frozen
 
@@ -14,7 +15,9 @@ Pass = Literal["forward", "backward"]
 Version = tuple[int, int, int]
 Place = tuple[Pass, int, Version]  # a compute capability, and the library's version
 Says = Literal["no", "yes", "unasked"]
-Violations = tuple[Any, ...]  # named in the sentence; one sentence for each
+Violations = (
+    object  # several in a tuple or a generator, a sentence for each; or one; or a false one
+)
 
 BOTH: tuple[Pass, ...] = ("forward", "backward")
 BACKWARD: tuple[Pass, ...] = ("backward",)
@@ -30,17 +33,17 @@ WIDTHS = "q has D = {c.problem.D}, v has E = {c.problem.E}"
 class Limit(Generic[C]):
     """A limit, with a sentence that follows the backend's name and "can't: ".
 
-    violations: the parts of a case beyond the limit; empty if there are none. A Reason stands for
-    itself. In a pair of an operand's name and its spec, the name distinguishes the keys of the
-    sentences. sentence: a format of `it`, one violation, and `c`, the case: the limit, ", and ",
-    and the graph's own value. The limit holds for these passes, and these compute capabilities and
-    versions, upper ends excluded. says: the library's own answer to a refused case: "no"; "yes",
-    but it computes wrongly or without a guarantee; or "unasked", since it has no words for the
-    case, refuses only while it compiles, or crashes.
+    violations: the parts of a case beyond the limit, in a tuple or a generator; or a single part,
+    false if there is none. A Reason stands for itself. In a pair of an operand's name and its spec,
+    the name distinguishes the keys of the sentences. sentence: a format of `it`, one violation, and
+    `c`, the case: the limit, ", and ", and the graph's own value. The limit holds for these passes,
+    and these compute capabilities and versions, upper ends excluded. says: the library's own answer
+    to a refused case: "no"; "yes", but it computes wrongly or without a guarantee; or "unasked",
+    since it has no words for the case, refuses only while it compiles, or crashes.
     """
 
     name: str
-    violations: Callable[[C], Iterable[Any]]  # Any: fills the sentence
+    violations: Callable[[C], Violations]
     sentence: str
     source: str
     passes: tuple[Pass, ...] = BOTH
@@ -57,15 +60,15 @@ class Limit(Generic[C]):
             and self.versions[0] <= version < self.versions[1]
         )
 
-    def reasons(self, case: C) -> Iterator[Reason]:
-        """Of a case at a place where the limit holds."""
-        for it in self.violations(case):
-            yield it if isinstance(it, Reason) else self.reason(it, case)
+    def reasons(self, beyond: Violations, case: C) -> list[Reason]:
+        """The reasons against a case, for what `violations` gave."""
+        several = beyond if isinstance(beyond, (tuple, GeneratorType)) else (beyond,) * bool(beyond)
+        return [it if isinstance(it, Reason) else self.reason(it, case) for it in several]
 
     def reason(self, it: object, case: C) -> Reason:
         limit, _, actual = self.sentence.rpartition(", and ")
         key = f"{self.name}.{it[0]}" if isinstance(it, tuple) else self.name
-        return Reason(key, *(part.format(it=it, c=case) for part in (limit, actual)))
+        return Reason(key, *[part.format(it=it, c=case) for part in (limit, actual)])
 
 
 @final
@@ -82,7 +85,10 @@ class Limits(Generic[C]):
             self.known[place] = tuple([limit for limit in self.rows if limit.holds(place)])
         return self.known[place]
 
-
-def once(condition: object) -> Violations:
-    """One violation if the condition is true; the sentence names the condition itself."""
-    return (condition,) if condition else ()
+    def reasons(self, case: C, place: Place) -> tuple[Reason, ...]:
+        """Every reason against a case at a place."""
+        against: list[Reason] = []
+        for limit in self.at(place):
+            if beyond := limit.violations(case):
+                against += limit.reasons(beyond, case)
+        return tuple(against)

@@ -67,12 +67,6 @@ class Options:
                 "{actual}, {limit}",
             )
 
-    def avoided(self, name: str) -> Iterator[Reason]:
-        """The reason against a backend named in `avoid`."""
-        if name in self.avoid:
-            actual = "avoid names it, at the call or around it"
-            yield Reason("avoided", "is not to run", actual, "{limit}: {actual}")
-
     def varying(self, limit: str) -> Iterator[Reason]:
         """The reason against a backend whose bits of one batch entry depend on the others."""
         if self.batch_invariant:

@@ -128,10 +128,11 @@ def check_gradient(graph: Graph) -> None:
 
 def check_cotangents(graph: Graph, cotangents: Sequence[TensorSpec | None]) -> None:
     """Raise GraphError for a cotangent of an output without a gradient."""
-    names, known = value_names(graph), graph.differentiable_outputs
+    known = graph.differentiable_outputs
     given = [i for i, x in zip(graph.outputs, cotangents, strict=True) if x is not None]
-    if refused := [names[i] for i in given if i not in known]:
-        raise GraphError(*map(ops.no_gradient, refused))
+    if refused := [i for i in given if i not in known]:
+        names = value_names(graph)
+        raise GraphError(*[ops.no_gradient(names[i]) for i in refused])
 
 
 def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ release it: an import of the module there waits for ever. So a fork waits for im
 from __future__ import annotations
 
 import os
-from importlib import import_module
+import sys
 from threading import RLock
 from types import ModuleType
 
@@ -17,7 +17,9 @@ GATE = RLock()  # held by imports and by forks
 def load_modules(*names: str) -> ModuleType:
     """Import modules by name; returns the last. A fork in another thread waits for the end."""
     with GATE:
-        return [import_module(name) for name in names][-1]
+        for name in names:
+            __import__(name)  # C code alone if it is there already
+        return sys.modules[names[-1]]
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

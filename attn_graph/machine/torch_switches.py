@@ -85,12 +85,14 @@ class Switches(NamedTuple):
 
         Empty for PyTorch's own order, and on CPUs, because PyTorch has none there.
         """
-        numbers = (n for n in self.priority if n < len(KERNELS))
-        kernels: list[KernelName] = [KERNELS[n] for n in numbers if getattr(self, KERNELS[n])]
-        ranked = tuple(kernels)
+        if kind == "cpu":
+            return ()
+        on = [name for name in KERNELS if getattr(self, name)]
+        known = [KERNELS[n] for n in self.priority if n < len(KERNELS)]
+        ranked = tuple([name for name in known if name in on])
         usual = (USUAL, CUDNN_FIRST) if sm in PUTS_CUDNN_FIRST else (USUAL,)
-        own = (tuple(k for k in each if k in ranked) for each in usual)
-        return () if kind == "cpu" or ranked in own else ranked
+        own = [tuple([name for name in each if name in ranked]) for each in usual]
+        return () if ranked in own else ranked
 
     def changed(self) -> Iterator[tuple[str, object]]:
         """Each switch that differs from PyTorch's default, with its value.

@@ -103,7 +103,7 @@ class Band(Mask):
 
     @property
     def needs(self) -> dict[str, Data]:
-        return {name: Data("b") for name in self.ragged}
+        return dict.fromkeys(self.ragged, Data("b")) if self.ragged else {}
 
     def written(self) -> Mask:
         low, high = self.low, self.high

@@ -35,6 +35,7 @@ T = TypeVar("T")
 Refusals = tuple[tuple[str, tuple[Reason, ...]], ...]  # every reason against, by backend
 
 BACKENDS: tuple[Backend, ...] = tuple(present_backends())
+BACKEND_NAMES = tuple([backend.name for backend in BACKENDS])
 MATH, TRITON = "math", "triton"
 
 PREDICTED = "predicted to be the fastest"
@@ -129,7 +130,7 @@ def choose(
     ordered, cause = (among, "first in backends=") if among is not None else preference(request)
     reasons = [(b, late.get(b.name) or known_reasons(b, request)) for b in ordered]
     able = [b for b, against in reasons if not against]
-    refusals = tuple((b.name, against) for b, against in reasons if against)
+    refusals = tuple([(b.name, against) for b, against in reasons if against])
     if not able:
         raise NoBackendError(request.graph, refusals, refused_title(request))
     first = able[0]
@@ -148,7 +149,7 @@ def choose(
         cause = f"{cause}, at best: {', '.join(figures)}" if len(figures) > 1 else FIRST_ABLE
     elif first is not ordered[0]:
         cause = FIRST_ABLE
-    choice = Choice(first, cause, refusals, tuple(b.name for b in able[1:]))
+    choice = Choice(first, cause, refusals, tuple([b.name for b in able[1:]]))
     if choice.is_fallback:
         report_fallback(request.graph, request.options, refusals)
     return choice
@@ -216,12 +217,12 @@ def by_prediction(request: Request) -> tuple[Sequence[Backend], str]:
 
 def put_first(name: str) -> Sequence[Backend]:
     """All backends in the usual order, but this one ahead."""
-    return sorted(BACKENDS, key=lambda b: b.name != name)
+    return [b for b in BACKENDS if b.name == name] + [b for b in BACKENDS if b.name != name]
 
 
 def rank_all(graph: Graph, target: Target) -> Mapping[str, float]:
     """Predicted seconds of our backends, the fastest first."""
-    return facts_of(graph).once(rank, target, tuple(b.name for b in BACKENDS))
+    return facts_of(graph).once(rank, target, BACKEND_NAMES)
 
 
 def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:

@@ -30,7 +30,7 @@ from attn_graph.ir.gradient_ops import WeighT
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionJvp
-from attn_graph.lowering.facts import facts_of
+from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.problem import operand_specs
 from attn_graph.machine.cache import remember
 from attn_graph.machine.sizes import format_bytes
@@ -173,7 +173,7 @@ def cost(
     if peeled is not None:
         graph, tensors = peeled.core, peeled.view(tensors or {})
     given = select_tensors(graph, tensors or {})
-    forward = tuple(shares_of(graph, given))
+    forward = count_shares(graph, given)
     return Cost(
         sum(share.pairs for share in forward),
         sum(share.places for share in forward),
@@ -181,7 +181,7 @@ def cost(
         sum_work(forward, graph, target, precision),
         None
         if backward is None
-        else sum_work(tuple(shares_of(backward, given)), backward, target, precision),
+        else sum_work(count_shares(backward, given), backward, target, precision),
         any(share.estimated for share in forward),
     )
 
@@ -244,6 +244,16 @@ def sum_work(parts: Sequence[Share], graph: Graph, target: Target, precision: st
         None if peak is None else flops / peak,
         None if target.bandwidth is None else moved / target.bandwidth,
     )
+
+
+def known_shares(facts: Facts) -> tuple[Share, ...]:
+    """Flops of the products that masks leave, and bytes of each operand and result once: of each
+    equation, before any data."""
+    return tuple(shares_of(facts.graph, {}))
+
+
+def count_shares(graph: Graph, given: Tensors) -> tuple[Share, ...]:
+    return tuple(shares_of(graph, given)) if given else facts_of(graph).once(known_shares)
 
 
 def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:

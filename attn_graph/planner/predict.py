@@ -13,21 +13,21 @@ rows, each as long as allowed, and pages as if every sequence had all of its own
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import final
 
 from attrs import frozen
 
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries import fa4_masks
-from attn_graph.lowering.libraries.cudnn_case import Case
-from attn_graph.lowering.libraries.cudnn_versions import ASSUMED
+from attn_graph.lowering.libraries.cudnn_case import case_of
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.lying.sequences import read_problem
 from attn_graph.lowering.parts import LEAST, WORTH, choose_parts, is_decoding
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, rates, read_rates
 from attn_graph.machine.target import Target
-from attn_graph.planner.cost import Share, distinct_elements, shares_of
+from attn_graph.planner.cost import distinct_elements, known_shares
 
 MOST_ROWS = 128  # of one program
 
@@ -62,14 +62,14 @@ class Programs:
     @classmethod
     def of(cls, layout: Layout, rate: Rate) -> Programs:
         p, packed = layout.problem, "rows" in layout.sides
-        holds, splits = (happens(when, p, packed) for when in (rate.packs, rate.splits))
+        holds, splits = happens(rate.packs, p, packed), happens(rate.splits, p, packed)
         few = holds and rate.packs == "few_rows"
         tile = MOST_ROWS if packed and not few else rate.tile  # as for long sequences
         if p.M == 1 and not packed and rate.one is not None:
             tile = rate.one
         return cls(p, layout.fewest, tile, p.H // p.G if holds else 1, splits)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows divided among the programs of some heads: queries, of a gradient keys."""
         return self.problem.N if self.problem.grad else self.problem.M * self.heads
@@ -79,7 +79,7 @@ class Programs:
         """Rows walked by each program."""
         return self.problem.M if self.problem.grad else self.problem.N
 
-    @property
+    @cached_property
     def count(self) -> int:
         """The number of programs, before any share keys."""
         return self.entries * self.problem.H // self.heads * programs_of(self.rows)
@@ -115,8 +115,14 @@ def happens(when: When, problem: Problem, packed: bool) -> bool:
     """True if a rate's rule applies: to forwards, and kernels for one query to padded ones."""
     if problem.grad is not None:
         return False
-    few = {"one_query": problem.M == 1 and not packed, "few_rows": packs_rows(problem)}
-    return when == "always" or few.get(when, False)
+    match when:
+        case "always":
+            return True
+        case "one_query":
+            return problem.M == 1 and not packed
+        case "few_rows":
+            return packs_rows(problem)
+    return False
 
 
 def packs_rows(problem: Problem) -> bool:
@@ -150,7 +156,7 @@ def forecast(facts: Facts, target: Target, name: str) -> Forecast | None:
     peak = peak_of(target, name, p.dtype, max(p.D, p.E), backward=p.grad is not None)
     if peak is None:
         return None
-    programs, work = Programs.of(layout, rate), facts.once(least_work)
+    programs, work = Programs.of(layout, rate), facts.once(known_shares)[-1]
     parts = programs.parts(rate.fills * processors)
     filled, busy = programs.fullness(processors)
     moved = work.bytes + (values_within_keys(layout) if rate.rereads else 0)
@@ -160,12 +166,6 @@ def forecast(facts: Facts, target: Target, name: str) -> Forecast | None:
     copies = copied_bytes(facts, layout, target, name)
     seconds += sum(copy_seconds(size, bandwidth) for size in copies)
     return Forecast(seconds, programs.traffic(parts))
-
-
-def least_work(facts: Facts) -> Share:
-    """Flops of the products that the mask leaves, and bytes of each operand and result, once."""
-    *_, last = shares_of(facts.graph, {})
-    return last
 
 
 def values_within_keys(layout: Layout) -> int:
@@ -182,14 +182,11 @@ def copy_seconds(size: int, bandwidth: float) -> float:
 
 def copied_bytes(facts: Facts, layout: Layout, target: Target, name: str) -> list[int]:
     """The bytes of each operand that a call copies before its kernel runs."""
-    read = facts.once(read_problem) if name in ("cudnn", "fa4") else None
-    if read is None:
-        return []
-    problem, sequences = read
-    if name == "fa4":
-        names = fa4_masks.copies(problem, sequences)
-    else:
-        names = Case(problem, target.sm, *ASSUMED, sequences=sequences).copies
+    names: tuple[str, ...] = ()
+    if name == "fa4" and (read := facts.once(read_problem)):
+        names = fa4_masks.copies(*read)
+    if name == "cudnn" and (case := facts.once(case_of, target, False)):
+        names = case.copies
     specs = layout.large()
     return [specs[x].type.bytes for x in names]
 

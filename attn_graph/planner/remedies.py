@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -215,9 +215,9 @@ LIFTED_BY: dict[str, tuple[str, ...]] = {
 }
 
 
-def may_lift(kind: str, reason: Reason) -> bool:
-    """True if changes of a kind may lift a reason."""
-    return kind in LIFTED_BY.get(reason.key.partition(".")[0], EDITS)
+def kinds_for(reason: Reason) -> Collection[str]:
+    """The kinds of changes that may lift a reason."""
+    return LIFTED_BY.get(reason.key.partition(".")[0], EDITS)
 
 
 @final
@@ -243,22 +243,18 @@ def find_remedies(question: Question, reasons: Sequence[Reason], asks: Asks) -> 
     """
     if all(map(lacks_machine, reasons)) or any(reason.late for reason in reasons):
         return ((),) * len(reasons), None
-    kinds = [kind for kind in EDITS if any(may_lift(kind, reason) for reason in reasons)]
+    kinds = {kind for reason in reasons for kind in kinds_for(reason)}
     tried = [(edit, edit.after, asks(edit.after)) for edit in question.offer(kinds) if edit.after]
-    lifts = tuple(remedies_of(reason, tried, keys(reasons)) for reason in reasons)
+    before = {reason.key for reason in reasons}
+    lifts = tuple([remedies_of(reason, tried, before) for reason in reasons])
     return lifts, smallest_change(question, lifts, tried, asks) if all(lifts) else None
 
 
-def keys(reasons: Sequence[Reason]) -> frozenset[str]:
-    return frozenset(reason.key for reason in reasons)
-
-
-def remedies_of(
-    reason: Reason, tried: Sequence[Tried], before: frozenset[str]
-) -> tuple[Remedy, ...]:
+def remedies_of(reason: Reason, tried: Sequence[Tried], before: Set[str]) -> tuple[Remedy, ...]:
     """The changes that lift a reason; only those without new reasons, if there are any."""
-    able = ((edit, keys(left)) for edit, _, left in tried if may_lift(edit.kind, reason))
-    gone = [(edit.remedy, left) for edit, left in able if reason.key not in left]
+    kinds = kinds_for(reason)
+    able = [(edit.remedy, {x.key for x in left}) for edit, _, left in tried if edit.kind in kinds]
+    gone = [(remedy, left) for remedy, left in able if reason.key not in left]
     return tuple([remedy for remedy, left in gone if left <= before] or [x for x, _ in gone])
 
 
@@ -271,14 +267,15 @@ def smallest_change(
     """
     changes = [Change((edit.remedy,), then) for edit, then, left in tried if not left]
     if all(change.changes_result for change in changes):
-        changes += change_together(question, lifts, asks)
+        edits = choose_edits(lifts, [edit for edit, *_ in tried])
+        then = make_together(question, edits)
+        if then is not None and len(edits) > 1 and not asks(then):
+            changes.append(Change(tuple([edit.remedy for edit in edits]), then))
     return min(changes, key=lambda change: change.changes_result, default=None)
 
 
-def change_together(
-    question: Question, lifts: Sequence[Sequence[Remedy]], asks: Asks
-) -> Iterator[Change]:
-    """The gentlest change for each reason, made one after another, if together they lift all.
+def choose_edits(lifts: Sequence[Sequence[Remedy]], tried: Sequence[Edit]) -> list[Edit]:
+    """The gentlest change for each reason.
 
     Reasons with the fewest changes choose first. A change already chosen serves later reasons too.
     """
@@ -286,13 +283,16 @@ def change_together(
     for each in sorted(lifts, key=len):
         if chosen.isdisjoint(each):
             chosen.add(min(each, key=lambda remedy: remedy.changes_result))
-    ordered = tuple(edit.remedy for edit in question.edits if edit.remedy in chosen)
+    return [edit for edit in tried if edit.remedy in chosen]
+
+
+def make_together(question: Question, edits: Sequence[Edit]) -> Question | None:
+    """The question after changes made one after another; None if one can't be made then."""
     then: Question | None = question
-    for remedy in ordered:
-        edit = then and next((each for each in then.edits if each.remedy == remedy), None)
-        then = edit and edit.after
-    if then is not None and len(chosen) > 1 and not asks(then):
-        yield Change(ordered, then)
+    for edit in edits if len(edits) > 1 else ():
+        alike = then.offer((edit.kind,)) if then else ()
+        then = next((each.after for each in alike if each.remedy == edit.remedy), None)
+    return then
 
 
 WIDER: dict[

@@ -366,9 +366,10 @@ def order_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
     Axes of size 1 stay in place. A tensor that broadcasts or is empty is in logical order.
     """
-    axes = range(len(shape))
-    long = [a for a in axes if shape[a] != 1]
-    if 0 in shape or 0 in [strides[a] for a in long]:
+    axes, inward = range(len(shape)), [-s for s in strides]
+    long = axes if 1 not in shape else [a for a in axes if shape[a] != 1]
+    if 0 in shape or (0 in strides and 0 in [strides[a] for a in long]):
         return tuple(axes)
-    ranked = iter(sorted(long, key=[-s for s in strides].__getitem__))
-    return tuple([next(ranked) if a in long else a for a in axes])
+    ranked = sorted(long, key=inward.__getitem__)
+    places = iter(ranked)
+    return tuple(ranked if long is axes else [next(places) if a in long else a for a in axes])

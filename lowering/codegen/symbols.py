@@ -132,11 +132,13 @@ class Code:
             return own.half[name]
         return own.forms[name] if name in own.forms else own.functions[name]
 
-    def add_line(self, text: str, kind: Kind, reads: Iterable[object]) -> Symbol:
+    def add_line(
+        self, text: str, kind: Kind, reads: Iterable[object], reach: int = MOST_INT32
+    ) -> Symbol:
         """Assign an expression to a name. Returns its symbol. reads: its operands."""
         name = self.lines.setdefault(text, f"x{len(self.lines)}")
-        axes = frozenset(axis for x in reads if isinstance(x, Symbol) for axis in x.axes)
-        return Symbol(self, name, kind, axes)
+        axes = frozenset[str]().union(*[x.axes for x in reads if isinstance(x, Symbol)])
+        return Symbol(self, name, kind, axes, reach)
 
     def argument(self, name: str, kind: Kind = "int", axes: str = "") -> Symbol:
         """A parameter of the function as a symbol; without axes its name is its axis."""
@@ -209,13 +211,11 @@ class Symbol:
             wide = self.code.form("long")
             own = wide.format(own)
             text = wide.format(text) if isinstance(x, Symbol) else text
-        symbol = self.code.add_line(form.format(own, text), kind or wider, (self, x))
-        return evolve(symbol, reach=reach)
+        return self.code.add_line(form.format(own, text), kind or wider, (self, x), reach)
 
     def unary(self, form: str, kind: Kind | None = None) -> Symbol:
         """The value of `form` with this symbol as {0}."""
-        symbol = self.code.add_line(form.format(self.text), kind or self.kind, (self,))
-        return evolve(symbol, reach=self.reach)
+        return self.code.add_line(form.format(self.text), kind or self.kind, (self,), self.reach)
 
     def named(self, name: str, kind: Kind | None = None) -> Symbol:
         """The value of a form of the dialect."""
@@ -496,4 +496,4 @@ class Array:
             return self.code.add_line(f"{load} != 0", "bool", index)
         if self.dtype.is_floating_point:
             return self.code.add_line(f"{load}.to(tl.float32)", "float", index)
-        return evolve(self.code.add_line(load, "int", index), reach=self.reach)
+        return self.code.add_line(load, "int", index, self.reach)

@@ -89,17 +89,9 @@ def case_reasons(case: Case, options: Options) -> Iterator[Reason]:
 def read_case(request: Request) -> Case | None:
     """The attention of a graph, or its gradient, with the library versions and the GPU; None for
     other graphs."""
-    from attn_graph.lowering.libraries.cudnn_case import Case
-    from attn_graph.lowering.libraries.cudnn_versions import ASSUMED, versions
-    from attn_graph.lowering.lying.sequences import read_problem
+    from attn_graph.lowering.libraries.cudnn_case import case_of
 
-    read = request.facts.once(read_problem)
-    if read is None:
-        return None
-    problem, sequences = read
-    backend, frontend = versions(request.target)
-    pair = backend or ASSUMED[0], frontend or ASSUMED[1]
-    return Case(problem, request.target.sm, *pair, request.options.deterministic, sequences)
+    return request.facts.once(case_of, request.target, request.options.deterministic)
 
 
 def lower(request: Request) -> Executable:

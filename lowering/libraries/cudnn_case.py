@@ -8,10 +8,13 @@ from typing import final
 from attrs import frozen
 
 from attn_graph.ir.paging import hides_keys
+from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.cudnn_masks import CudnnBand, CudnnMask, translate_mask
+from attn_graph.lowering.libraries.cudnn_versions import ASSUMED, versions
 from attn_graph.lowering.limits import Pass, Place, Version
-from attn_graph.lowering.lying.sequences import COPIED, DENSE, SIDES, PaddedSequences
+from attn_graph.lowering.lying.sequences import COPIED, DENSE, SIDES, PaddedSequences, read_problem
 from attn_graph.lowering.problem import Problem
+from attn_graph.machine.target import Target
 from attn_graph.spec import TensorSpec
 
 
@@ -155,6 +158,17 @@ class Case:
     def count(self, kind: type) -> int:
         """The number of modifiers of a class."""
         return sum(isinstance(m, kind) for m in self.problem.node.modifiers)
+
+
+def case_of(facts: Facts, target: Target, deterministic: bool) -> Case | None:
+    """The case of a graph of one attention, or of its gradient; None of other graphs."""
+    read = facts.once(read_problem)
+    if read is None:
+        return None
+    problem, sequences = read
+    backend, frontend = versions(target)
+    pair = backend or ASSUMED[0], frontend or ASSUMED[1]
+    return Case(problem, target.sm, *pair, deterministic, sequences)
 
 
 def needs_padding_mask(case: Case) -> bool:

@@ -46,7 +46,6 @@ from attn_graph.lowering.limits import (
     WIDTHS,
     Limit,
     Limits,
-    once,
 )
 from attn_graph.lowering.reasons import (
     no_elements,
@@ -61,7 +60,7 @@ from attn_graph.spec import HALF
 @lru_cache(256)  # PyTorch's own call of cuDNN has these limits too
 def reasons(case: Case) -> tuple[Reason, ...]:
     """Every reason against a case; without one, cuDNN plans it and computes it right."""
-    return tuple([why for limit in LIMITS.at(case.place) for why in limit.reasons(case)])
+    return LIMITS.reasons(case, case.place)
 
 
 LONGER = "M = {c.problem.M}, N = {c.problem.N}"
@@ -82,7 +81,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "frontend",
-        lambda c: once(c.frontend < (1, 28, 0) and c.front),
+        lambda c: c.frontend < (1, 28, 0) and c.front,
         "needs nvidia-cudnn-frontend 1.28, the first that loads plans without running them, and "
         "has {it}",
         "cudnn-frontend 1.28.0, graph_interface.h: deserialize by device properties; cudnn.Handle",
@@ -119,8 +118,8 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "soft_caps",
-        lambda c: once(c.count(SoftCap) > 1 and c.count(SoftCap)),
-        "caps scores once, and the graph has {it} soft caps",
+        lambda c: c.count(SoftCap) > 1 and c.count(SoftCap),
+        "caps scores and the graph has {it} soft caps",
         MEANING,
         says="unasked",
     ),
@@ -139,7 +138,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "soft_cap",
-        lambda c: once(c.count(SoftCap)),
+        lambda c: c.count(SoftCap),
         "goes back through a soft cap on sm_90 to sm_109, and the target has sm_{c.sm}",
         MEASURED,
         BACKWARD,
@@ -147,14 +146,14 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "soft_cap_bias_gradient",
-        lambda c: once(c.count(SoftCap) and c.wants("bias")),
+        lambda c: c.count(SoftCap) and c.wants("bias"),
         "gives no gradient of a bias beside a soft cap, and it is wanted",
         MEASURED,
         BACKWARD,
     ),
     Limit(
         "soft_cap_way_round",
-        lambda c: once(c.count(SoftCap) and needs_padding_mask(c)),
+        lambda c: c.count(SoftCap) and needs_padding_mask(c),
         "goes back through such lengths right only under a padding mask, which excludes a soft "
         "cap, and " + LONGER,
         "the errors that `needs_padding_mask` of lowering/libraries/cudnn_case.py avoids",
@@ -163,8 +162,8 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "alibis",
-        lambda c: once(c.count(Alibi) > 1 and c.count(Alibi)),
-        "adds ALiBi once, and the graph has it {it} times",
+        lambda c: c.count(Alibi) > 1 and c.count(Alibi),
+        "adds ALiBi and the graph has it {it} times",
         MEANING,
         says="unasked",
     ),
@@ -183,7 +182,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "dropout",
-        lambda c: once(c.problem.node.dropout),
+        lambda c: c.problem.node.dropout,
         "draws dropout from a generator of its own, and the graph's, of rate {it}, is Philox "
         "4x32-10 by place",
         MEANING,
@@ -200,28 +199,28 @@ ROWS: tuple[Limit[Case], ...] = (
     Limit("mask", lambda c: mask_problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
     Limit(
         "query_lengths",
-        lambda c: once("q_lengths" in c.mask.lengths and "rows" not in c.packed and name_mask(c)),
+        lambda c: "q_lengths" in c.mask.lengths and "rows" not in c.packed and name_mask(c),
         "leaves rows beyond q_lengths undefined, which must be 0 here, and the mask is {it}",
         "cudnn-frontend 1.23.0, test_mhas.py: o is not compared there",
         says="yes",
     ),
     Limit(
         "ended_broadcast",
-        lambda c: once("keys" not in c.packed and "k" in c.cleaned and name_broadcast(c)),
+        lambda c: "keys" not in c.packed and "k" in c.cleaned and name_broadcast(c),
         "reads copies of k and v that are 0 past kv_lengths, laid out alike, and {it}",
         "what lies past a length may be NaN, and no page of cuDNN's says that it is not read",
         says="unasked",
     ),
     Limit(
         "scale",
-        lambda c: once(c.problem.low_scale),
+        lambda c: c.problem.low_scale,
         "is not known to be right with a scale of 0 or below, and it is {it}",
         "kernels may take maxima before they scale, as FlashAttention's do",
         says="yes",
     ),
     Limit(
         "band_right",
-        lambda c: once((c.diagonal.right or 0) < 0 and name_mask(c)),
+        lambda c: (c.diagonal.right or 0) < 0 and name_mask(c),
         "supports bands that reach the diagonal from the left, and the mask is {it}",
         HEADERS,
     ),
@@ -242,7 +241,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "lse_gradient",
-        lambda c: once(c.problem.grad is not None and c.problem.grad.with_dlse),
+        lambda c: c.problem.grad is not None and c.problem.grad.with_dlse,
         "has no gradient through lse, and the graph has",
         "the arguments of sdpa_backward",
         BACKWARD,
@@ -250,7 +249,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "no_cotangent",
-        lambda c: once(c.problem.grad is not None and not c.problem.grad.with_do),
+        lambda c: c.problem.grad is not None and not c.problem.grad.with_do,
         "goes back from o, and the gradient of lse alone is wanted",
         "the arguments of sdpa_backward",
         BACKWARD,
@@ -265,7 +264,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "head_forward",
-        lambda c: once(c.problem.D > 576 or c.problem.E > 512),
+        lambda c: c.problem.D > 576 or c.problem.E > 512,
         "supports head sizes up to D = 576 and E = 512, and " + WIDTHS,
         "MLA's sizes; the support matrix of cuDNN 9.20 ends at 256, and self-checks decide beyond",
         FORWARD,
@@ -273,7 +272,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "head_hopper",
-        lambda c: once(c.larger > 256),
+        lambda c: c.larger > 256,
         "goes back through head sizes up to 256, and " + WIDTHS,
         BACKWARD_HEADER,
         BACKWARD,
@@ -281,7 +280,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "head_blackwell",
-        lambda c: once(c.too_wide_for_blackwell),
+        lambda c: c.too_wide_for_blackwell,
         "goes back through head sizes up to 128, of D = 192 with E = 128, or from cuDNN 9.23 of "
         "256, and " + WIDTHS,
         BACKWARD_HEADER,
@@ -290,7 +289,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "head",
-        lambda c: once(c.larger > 128),
+        lambda c: c.larger > 128,
         "goes back through head sizes up to 128 on sm_{c.sm}, and " + WIDTHS,
         BACKWARD_HEADER,
         BACKWARD,
@@ -298,7 +297,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "head_9_11",
-        lambda c: once(
+        lambda c: (
             128 < c.problem.D <= 192
             and 64 < c.problem.E <= 128
             and c.problem.E != 128
@@ -333,7 +332,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "bias_rows",
-        lambda c: once(c.bias is not None and not c.bias.unit_last and c.bias),
+        lambda c: c.bias is not None and not c.bias.unit_last and c.bias,
         "adds a bias with contiguous keys, and it is {it}",
         "planned without a device: 9.20 crashes for sm_100, 9.27 refuses it for sm_90",
         says="unasked",
@@ -358,7 +357,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "bias_gradient_192",
-        lambda c: once(c.wants("bias") and c.problem.D == 192),
+        lambda c: c.wants("bias") and c.problem.D == 192,
         "gives no gradient of a bias at D = 192 on Blackwell, and " + WIDTHS,
         MEASURED,
         BACKWARD,
@@ -374,36 +373,32 @@ ROWS: tuple[Limit[Case], ...] = (
     # Combinations
     Limit(
         "one_by_one",
-        lambda c: once(c.problem.M == c.problem.N == 1),
+        lambda c: c.problem.M == c.problem.N == 1,
         "can't go back through one query and one key, and " + LONGER,
         BACKWARD_HEADER,
         BACKWARD,
     ),
     Limit(
         "right_corner",
-        lambda c: once(c.at_right and not c.mask.lengths and c.problem.M > c.problem.N),
+        lambda c: c.at_right and not c.mask.lengths and c.problem.M > c.problem.N,
         "masks from the bottom right where M <= N or lengths are given, and " + LONGER,
         HEADERS,
     ),
     Limit(
         "window_longer",
-        lambda c: once(
-            c.diagonal.left is not None and not c.mask.lengths and c.problem.M > c.problem.N
-        ),
+        lambda c: c.diagonal.left is not None and not c.mask.lengths and c.problem.M > c.problem.N,
         "bounds a window on the left where M <= N or lengths are given, and " + LONGER,
         HEADERS,
     ),
     Limit(
         "right_corner_additions",
-        lambda c: once(c.at_right and (c.count(Bias) or c.count(Alibi)) and name_mask(c)),
+        lambda c: c.at_right and (c.count(Bias) or c.count(Alibi)) and name_mask(c),
         "adds no bias under a mask from the bottom right, and the mask is {it}",
         HEADERS,
     ),
     Limit(
         "window_9_14_0",
-        lambda c: once(
-            c.diagonal.left is not None and c.diagonal.right is None and c.problem.N > 1024
-        ),
+        lambda c: c.diagonal.left is not None and c.diagonal.right is None and c.problem.N > 1024,
         "is wrong in cuDNN 9.14.0 for windows without an end on the right over more than 1024 "
         "keys, and N = {c.problem.N}",
         HEADERS,
@@ -411,21 +406,21 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "sinks_version",
-        lambda c: once(c.problem.node.sinks),
+        lambda c: c.problem.node.sinks,
         "has sinks from cuDNN 9.13, and this is {c.cudnn}",
         BACKWARD_HEADER,
         versions=(FIRST, (9, 13, 0)),
     ),
     Limit(
         "sinks_decode",
-        lambda c: once(c.problem.node.sinks and c.problem.M == 1),
+        lambda c: c.problem.node.sinks and c.problem.M == 1,
         "supports sinks with two queries or more, and M = 1",
         FORWARD_HEADER,
         FORWARD,
     ),
     Limit(
         "sinks_in_order",
-        lambda c: once(c.deterministic and c.wants("sinks")),
+        lambda c: c.deterministic and c.wants("sinks"),
         "promises no order for the gradient of sinks, and deterministic=True asks for one",
         "cudnn-frontend 1.23.0, test_mhas_v2.py: repeated runs are compared but for dSink",
         BACKWARD,
@@ -433,7 +428,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "deterministic_blackwell",
-        lambda c: once(c.deterministic),
+        lambda c: c.deterministic,
         "is deterministic on Blackwell from cuDNN 9.18, and this is {c.cudnn}",
         BACKWARD_HEADER,
         BACKWARD,
@@ -442,7 +437,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "deterministic_bias",
-        lambda c: once(c.deterministic and c.bias),
+        lambda c: c.deterministic and c.bias,
         "is deterministic on Blackwell with a bias from cuDNN 9.24, and the bias is {it}",
         "planned without a device: its kernel does not compile in 9.19 and 9.20",
         BACKWARD,
@@ -452,7 +447,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "deterministic_additions",
-        lambda c: once(c.sums_in_order and (c.wants("bias") or c.count(Alibi))),
+        lambda c: c.sums_in_order and (c.wants("bias") or c.count(Alibi)),
         "is deterministic on Blackwell, as it always is at D = E = 256, without ALiBi and without "
         "the gradient of a bias, and the graph has one",
         BACKWARD_HEADER,

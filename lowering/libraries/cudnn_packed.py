@@ -16,7 +16,7 @@ from attn_graph.lowering.libraries.cudnn_violations import (
     crossed_heads,
     far_keys,
 )
-from attn_graph.lowering.limits import AMPERE, BACKWARD, FIRST, FORWARD, Limit, once
+from attn_graph.lowering.limits import AMPERE, BACKWARD, FIRST, FORWARD, Limit
 
 OFF_90_TO_119 = (AMPERE, range(120, 1000))
 
@@ -38,13 +38,13 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "page_size",
-        lambda c: once(c.sequences.page & (c.sequences.page - 1) and c.sequences.page),
+        lambda c: c.sequences.page & (c.sequences.page - 1) and c.sequences.page,
         "reads pages of a power of two of rows, and they have {it}",
         FORWARD_HEADER,
     ),
     Limit(
         "pages_absent",
-        lambda c: once(c.multiplies_absent),
+        lambda c: c.multiplies_absent,
         "multiplies rows of a page that no query sees by 0, where NaN would stay NaN, and the "
         "graph lacks finite_pages=True",
         "what no document excludes: NVIDIA/cudnn-frontend#624 says so of packed rows",
@@ -53,7 +53,7 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "pages_backward",
-        lambda c: once(c.is_paged),
+        lambda c: c.is_paged,
         "has no gradient over pages, and k and v lie in pages",
         "the arguments of sdpa_backward",
         BACKWARD,
@@ -61,13 +61,13 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "pages_soft_cap",
-        lambda c: once(c.is_paged and c.problem.node.mask is None and c.count(SoftCap)),
+        lambda c: c.is_paged and c.problem.node.mask is None and c.count(SoftCap),
         "caps scores without lengths, which it needs over pages, and k and v lie in pages",
         f"{HEADERS}: score_mod excludes them",
     ),
     Limit(
         "packed_version",
-        lambda c: once(c.packed),
+        lambda c: bool(c.packed),
         "reads packed tensors on sm_80 to sm_89 from cuDNN 9.18.1, and this is {c.cudnn}",
         FORWARD_HEADER,
         sm=(AMPERE,),
@@ -75,7 +75,7 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "packed_statistics",
-        lambda c: once("rows" in c.packed),
+        lambda c: "rows" in c.packed,
         "goes back through packed queries on sm_90 to sm_119, since elsewhere it reads lse of "
         "padded ones, and the target has sm_{c.sm}",
         BACKWARD_HEADER,
@@ -84,7 +84,7 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "packed_in_order",
-        lambda c: once(c.deterministic and c.packed),
+        lambda c: c.deterministic and bool(c.packed),
         "is deterministic with packed tensors on sm_90 to sm_119, and the target has sm_{c.sm}",
         BACKWARD_HEADER,
         BACKWARD,
@@ -92,7 +92,7 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "packed_bias_gradient",
-        lambda c: once(c.packed and c.wants("bias")),
+        lambda c: c.packed and c.wants("bias"),
         "gives the gradient of a bias beside packed tensors on sm_90 to sm_99, and the target "
         "has sm_{c.sm}",
         f"{BACKWARD_HEADER}; below sm_90 {MEASURED}",
@@ -101,7 +101,7 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "packed_sinks",
-        lambda c: once(c.packed and c.problem.node.sinks),
+        lambda c: c.packed and c.problem.node.sinks,
         "goes back through sinks beside packed tensors from cuDNN 9.26, and this is {c.cudnn}",
         "cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h",
         BACKWARD,

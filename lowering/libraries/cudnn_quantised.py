@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.libraries.cudnn_violations import FORWARD_HEADER, MEASURED
-from attn_graph.lowering.limits import BLACKWELL, FIRST, HOPPER, WIDTHS, Limit, once
+from attn_graph.lowering.limits import BLACKWELL, FIRST, HOPPER, WIDTHS, Limit
 from attn_graph.spec import NAMES, ValueType
 
 
@@ -32,14 +32,14 @@ def is_latent(c: Case) -> bool:
 QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
     Limit(
         "quantised_architecture",
-        lambda c: once(c.problem.scales and not 90 <= c.sm < 110),
+        lambda c: c.problem.scales and not 90 <= c.sm < 110,
         "multiplies 8 bits on sm_90 to sm_109, and the target has sm_{c.sm}",
         FORWARD_HEADER,
         says="unasked",
     ),
     Limit(
         "quantised_output",
-        lambda c: once(c.problem.scales and not c.problem.narrow_o),
+        lambda c: c.problem.scales and not c.problem.narrow_o,
         "gives o of quantised tensors in bf16 on sm_100 to sm_109, with o_scale in 8 bits on "
         "sm_90 too, and the target has sm_{c.sm}",
         FORWARD_HEADER,
@@ -48,7 +48,7 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "quantised_version",
-        lambda c: once(c.problem.scales),
+        lambda c: bool(c.problem.scales),
         "gives o of quantised tensors in bf16 from cuDNN 9.13, and this is {c.cudnn}",
         FORWARD_HEADER,
         versions=(FIRST, (9, 13, 0)),
@@ -70,7 +70,7 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "quantised_heads",
-        lambda c: once(c.problem.scales and c.larger > 128 and not is_latent(c)),
+        lambda c: c.problem.scales and c.larger > 128 and not is_latent(c),
         "multiplies 8 bits in head sizes up to 128, or of D = 192 with E = 128 from cuDNN 9.19, "
         "and " + WIDTHS,
         FORWARD_HEADER,
@@ -79,7 +79,7 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "quantised_query",
-        lambda c: once(c.problem.scales and c.problem.M == 1),
+        lambda c: c.problem.scales and c.problem.M == 1,
         "multiplies 8 bits of one query from sm_100 on, and the target has sm_{c.sm}",
         MEASURED,
         sm=(HOPPER,),
@@ -87,7 +87,7 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "quantised_corner",
-        lambda c: once(c.problem.scales and c.diagonal.align == "bottom_right"),
+        lambda c: c.problem.scales and c.diagonal.align == "bottom_right",
         "masks scores of 8 bits from the bottom right from sm_100 on, and the target has sm_{c.sm}",
         FORWARD_HEADER,
         sm=(HOPPER,),
@@ -95,7 +95,7 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "quantised_sinks",
-        lambda c: once(c.problem.scales and c.problem.node.sinks),
+        lambda c: c.problem.scales and c.problem.node.sinks,
         "has sinks beside quantised tensors from sm_100 on, and the target has sm_{c.sm}",
         f"{MEASURED}: its kernel does not compile",
         sm=(HOPPER,),

@@ -8,7 +8,7 @@ import torch
 
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.libraries.cudnn_case import Case
-from attn_graph.lowering.limits import AMPERE, Violations, once
+from attn_graph.lowering.limits import AMPERE, Violations
 from attn_graph.lowering.problem import is_broadcast, is_misaligned
 from attn_graph.lowering.reasons import without_rule
 from attn_graph.spec import NAMES, TensorSpec
@@ -54,19 +54,19 @@ def foreign_alibi(c: Case) -> Violations:
     all_alibi = [m for m in c.problem.node.modifiers if isinstance(m, Alibi)]
     slopes = ["slopes of its own" for m in all_alibi if not m.default]
     aligned = [f'align="{m.align}"' for m in all_alibi if m.align != "top_left"]
-    return once(" and ".join(dict.fromkeys([*slopes, *aligned])))
+    return " and ".join(dict.fromkeys([*slopes, *aligned]))
 
 
 def alibi_unmasked(c: Case) -> Violations:
     """The mask, if ALiBi has any but a causal one at the top left."""
     causal = c.diagonal.right == 0 and c.diagonal.align == "top_left"
-    return once(c.count(Alibi) and not causal and str(c.problem.node.mask))
+    return c.count(Alibi) and not causal and str(c.problem.node.mask)
 
 
 def left_of_diagonal(c: Case) -> Violations:
     """The mask, if its left bound excludes the query's own place."""
     left = c.diagonal.left
-    return once(left is not None and left < 1 and str(c.problem.node.mask))
+    return left is not None and left < 1 and str(c.problem.node.mask)
 
 
 def split_rows(c: Case) -> Violations:
@@ -110,10 +110,10 @@ def bias_column(c: Case) -> Violations:
 def late_soft_cap(c: Case) -> Violations:
     """A soft cap after another modifier."""
     first = c.problem.node.modifiers[:1]
-    return once(c.count(SoftCap) and not any(isinstance(m, SoftCap) for m in first))
+    return c.count(SoftCap) and not any(isinstance(m, SoftCap) for m in first)
 
 
 def masked_soft_cap(c: Case) -> Violations:
     """The mask, if there is a soft cap with a mask or with ALiBi, as ALiBi needs a mask."""
     mask = name_mask(c)
-    return once(c.count(SoftCap) and (mask or c.count(Alibi)) and (mask or "None"))
+    return c.count(SoftCap) and (mask or c.count(Alibi)) and (mask or "None")

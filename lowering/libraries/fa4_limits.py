@@ -31,7 +31,6 @@ from attn_graph.lowering.limits import (
     Limit,
     Limits,
     Place,
-    once,
 )
 from attn_graph.lowering.lying.sequences import DENSE, PaddedSequences
 from attn_graph.lowering.problem import ALIGNED, Problem, is_misaligned
@@ -98,9 +97,8 @@ class Fa4Case:
         return self.sequences.page
 
 
-def limit_reasons(case: Fa4Case) -> Iterator[Reason]:
-    for limit in LIMITS.at(case.place):
-        yield from limit.reasons(case)
+def limit_reasons(case: Fa4Case) -> tuple[Reason, ...]:
+    return LIMITS.reasons(case, case.place)
 
 
 def other_strides(case: Fa4Case) -> Iterator[Reason]:
@@ -162,7 +160,7 @@ def of_wide(what: str, has: Callable[[Fa4Case], object], key: str) -> Limit[Fa4C
     """A limit of the kernel of `is_wide`."""
     return Limit(
         f"wide_gradient.{key}",
-        lambda c: once(is_wide(c) and has(c)),
+        lambda c: is_wide(c) and has(c),
         f"has no gradient of D = 256 with {what} on sm_{{c.sm}}, and the graph does",
         f"{INTERFACE}, _flash_attn_bwd: use_dedicated_hd256_kernel",
         BACKWARD,
@@ -210,7 +208,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "head_pair",
-        lambda c: once(has_other_heads(c)),
+        lambda c: has_other_heads(c),
         "supports head sizes up to 128, D = 192 with E = 128, and D = E = 256 on sm_{c.sm}, and "
         + WIDTHS,
         f"{INTERFACE}, _validate_head_dims",
@@ -226,7 +224,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "grouped_heads",
-        lambda c: once(c.problem.G < c.problem.H and c.problem.D != c.problem.E),
+        lambda c: c.problem.G < c.problem.H and c.problem.D != c.problem.E,
         "has gradients of grouped heads where D = E on sm_{c.sm}, and " + WIDTHS,
         "flash_bwd_sm90.py: GQA backward requires head_dim == head_dim_v",
         BACKWARD,
@@ -234,7 +232,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "value_size",
-        lambda c: once(splits_values(c)),
+        lambda c: splits_values(c),
         "has gradients where the head size of v fills rows of shared memory on sm_{c.sm}, and "
         + WIDTHS,
         "flash_bwd_sm90.py, flash_bwd_sm100.py: layouts by head_dim, as compiled",
@@ -244,7 +242,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "mask",
-        lambda c: once(not c.is_native and str(c.problem.node.mask)),
+        lambda c: not c.is_native and str(c.problem.node.mask),
         "is given a band that holds the diagonal of the bottom right corner, and no other mask, on "
         "sm_{c.sm}, and {it}",
         UNTRIED,
@@ -253,7 +251,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "modifiers",
-        lambda c: once(", ".join(type(m).__name__ for m in c.problem.node.modifiers)),
+        lambda c: ", ".join(type(m).__name__ for m in c.problem.node.modifiers),
         "changes no scores on sm_{c.sm}, and {it}",
         f"{INTERFACE}: Custom user-provided score_mod; not supported on SM 12.0",
         sm=SMALL,
@@ -261,7 +259,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "sinks",
-        lambda c: once(c.problem.node.sinks),
+        lambda c: c.problem.node.sinks,
         "has no sinks on sm_{c.sm}, and the graph does",
         "flash_fwd.py: Learnable sink is not supported in this kernel",
         sm=SMALL,
@@ -269,7 +267,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "deterministic",
-        lambda c: once(c.deterministic),
+        lambda c: c.deterministic,
         "adds up gradients in any order on sm_{c.sm}, and deterministic=True",
         f"{INTERFACE}: deterministic backward not supported on SM 12.0",
         BACKWARD,
@@ -281,21 +279,21 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     of_wide("a mask that is not causal, bottom right,", beyond_causal, "mask"),
     Limit(
         "dropout",
-        lambda c: once(c.problem.node.dropout),
+        lambda c: c.problem.node.dropout,
         "has no dropout, and the graph drops {it}",
         ARGUMENTS,
         says="unasked",
     ),
     Limit(
         "scale",
-        lambda c: once(c.problem.low_scale),
+        lambda c: c.problem.low_scale,
         "takes maxima before it scales: needs a scale above 0, and it is {it}",
         "softmax.py: the maximum is taken of unscaled scores",
         says="unasked",
     ),
     Limit(
         "lengths",
-        lambda c: once(", ".join(end_names(c.problem))),
+        lambda c: ", ".join(end_names(c.problem)),
         "is given no lengths on sm_{c.sm}, and {it}",
         UNTRIED,
         sm=SMALL,
@@ -303,14 +301,14 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "pages",
-        lambda c: once(c.is_paged),
+        lambda c: c.is_paged,
         f"reads no pages on sm_{{c.sm}}, and {PAGES}",
         f"{INTERFACE}: paged KV not supported on SM 8.0, SM 12.0",
         sm=SMALL,
     ),
     Limit(
         "pages_gradient",
-        lambda c: once(c.is_paged),
+        lambda c: c.is_paged,
         f"has no gradient over pages, and {PAGES}",
         ARGUMENTS,
         BACKWARD,
@@ -318,7 +316,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "page_size",
-        lambda c: once(has_whole_pages(c) and not c.sequences.finite and c.page),
+        lambda c: has_whole_pages(c) and not c.sequences.finite and c.page,
         "multiplies rows past a length by 0, where NaN would stay NaN, if pages have as many rows "
         "as a tile of keys: they have {it}, and the graph lacks finite_pages=True",
         f"{INTERFACE}: paged_kv_tma; paged_kv.py leaves these rows out",
@@ -327,7 +325,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "pages_hidden",
-        lambda c: once(hides_page_rows(c) and str(c.problem.node.mask)),
+        lambda c: hides_page_rows(c) and str(c.problem.node.mask),
         "multiplies rows of a page that the mask hides from all queries by 0, where NaN would stay "
         "NaN: the mask is {it}, and the graph lacks finite_pages=True",
         f"{INTERFACE}: paged_kv.py leaves out rows past a length alone",
@@ -344,14 +342,14 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "sinks_stride",
-        lambda c: once(c.sinks and not c.sinks.unit_last and c.sinks),
+        lambda c: c.sinks and not c.sinks.unit_last and c.sinks,
         "reads sinks with stride 1, and it is {it}",
         f"{INTERFACE}: maybe_contiguous(learnable_sink)",
         says="unasked",
     ),
     Limit(
         "sinks_dtype",
-        lambda c: once(c.sinks and c.sinks.dtype not in (*HALF, torch.float32) and c.sinks),
+        lambda c: c.sinks and c.sinks.dtype not in (*HALF, torch.float32) and c.sinks,
         "reads sinks in float16, bfloat16 and float32, and it is {it}",
         f"{INTERFACE}: learnable_sink must be float16, bfloat16, or float32",
     ),

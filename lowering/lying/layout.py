@@ -93,7 +93,7 @@ class Layout:
         """Itself, as forward mode has one."""
         return self
 
-    @property
+    @cached_property
     def sides(self) -> tuple[str, ...]:
         """The packed sides, of "rows" and "keys"."""
         return self.op.sides if self.op else ()
@@ -109,7 +109,7 @@ class Layout:
         """The names of the scales, if k and v are quantised."""
         return KEY_SCALES if self.op is not None and self.op.scaled else ()
 
-    @property
+    @cached_property
     def pages(self) -> TensorSpec | None:
         """The table of pages, if k and v lie in them."""
         return self.tables[-1] if self.op and self.op.paged else None
@@ -120,12 +120,12 @@ class Layout:
         pairs = ("rows", self.T), ("keys", self.T_keys)
         return {side: n for side, n in pairs if n is not None}
 
-    @property
+    @cached_property
     def T(self) -> int | None:
         """Rows of q, if it is packed."""
         return row_count(self.specs[0].shape) if "rows" in self.sides else None
 
-    @property
+    @cached_property
     def T_keys(self) -> int | None:
         """Rows of k, if it is packed."""
         return row_count(self.specs[1].shape) if "keys" in self.sides else None

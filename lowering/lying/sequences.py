@@ -51,12 +51,12 @@ class PaddedSequences:
         both = {"rows": self.rows, "keys": self.keys}
         return {side: T for side, T in both.items() if T is not None}
 
-    @property
+    @cached_property
     def packed(self) -> dict[str, TensorSpec]:
         """The packed ones of q, k and v read in place, by name."""
         return {name: x for name, x in self.specs if len(x.shape) == 3}
 
-    @property
+    @cached_property
     def pools(self) -> dict[str, TensorSpec]:
         """k and v in pages, by name."""
         return {name: x for name, x in self.specs if len(x.shape) == 4}

@@ -125,7 +125,7 @@ def plan_reasons(part: Single, request: Request) -> Iterator[Reason]:
     """Reasons found only with traced masks and modifiers, or with planned launches."""
     from attn_graph.masks.places import Untraceable
 
-    work = part.work
+    work, layout = part.work, part.work.layout
     try:
         code = part.code
     except Untraceable as error:
@@ -135,8 +135,8 @@ def plan_reasons(part: Single, request: Request) -> Iterator[Reason]:
         yield against
         return
     moved = work.large if isinstance(work, Push) else {}
-    for name, spec in (work.layout.large() | moved).items():
-        far = tile_reach(work.layout, name, spec)
+    for name, spec in (layout.large() | moved).items():
+        far = tile_reach(layout, name, spec)
         if far > MOST_INT32:
             limit = f"counts within a tile up to {MOST_INT32} elements"
             yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")

@@ -74,7 +74,8 @@ def names(
 ) -> list[str]:
     """The limits that refuse a problem."""
     case = Case(given, sm, backend, frontend, deterministic, sequences)
-    return [limit.name for limit in LIMITS.at(case.place) if [*limit.reasons(case)]]
+    pairs = [(limit, limit.violations(case)) for limit in LIMITS.at(case.place)]
+    return [limit.name for limit, beyond in pairs if limit.reasons(beyond, case)]
 
 
 def bias(*shape: int, dtype: torch.dtype = HALF, strides: Any = None) -> dict[str, Any]:
@@ -311,7 +312,7 @@ def test_plain_attention_is_taken_in_both_passes_everywhere() -> None:
 def sentences(given: Problem, asked: dict[str, Any]) -> list[str]:
     where = {"sm": 90, "backend": KNOWN[0], "frontend": KNOWN[1], **asked}
     case = Case(given, **where)
-    return [str(reason) for limit in LIMITS.at(case.place) for reason in limit.reasons(case)]
+    return [*map(str, LIMITS.reasons(case, case.place))]
 
 
 def keeps(stated: CudnnBand, i: int, j: int, shift: int) -> bool:

@@ -75,7 +75,9 @@ def test_the_table_says_what_the_package_says(sm: int, tmp_path: Path) -> None:
     cases = [draw_case(draw, sm) for _ in range(160)]
     asked, against = [], []
     for case in cases:
-        rules = [limit for limit in LIMITS.at(case.place) if [*limit.reasons(case)]]
+        rules = [
+            limit for limit in LIMITS.at(case.place) if limit.reasons(limit.violations(case), case)
+        ]
         if not any(rule.says == "unasked" for rule in rules):
             asked.append(case)
             against.append([rule.name for rule in rules])

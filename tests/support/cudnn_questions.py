@@ -39,7 +39,9 @@ class Question:
     def against(self) -> tuple[tuple[Limit[Case], Reason], ...]:
         """Which rules refuse it, with their reasons."""
         return tuple(
-            (rule, why) for rule in LIMITS.at(self.case.place) for why in rule.reasons(self.case)
+            (rule, why)
+            for rule in LIMITS.at(self.case.place)
+            for why in rule.reasons(rule.violations(self.case), self.case)
         )
 
     @property
