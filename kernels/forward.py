@@ -139,8 +139,7 @@ def forward(
 
     total = tl.sum(total, 1)
     if max_ptr is not None:
-        # A maximum drops NaN, and the sum keeps it.
-        lost = (total != total) & (m != float("inf"))
+        lost = (total != total) & (m != float("inf"))  # a maximum drops NaN, the sum keeps it
         most = tl.where(lost, total, natural(m, FOLD))
         most = within_sequence(most, q_starts_ptr, first, M, float("-inf"), BLOCK_M)
         store_statistic(max_ptr + line, most, first, extent, BLOCK_M)

@@ -34,7 +34,7 @@ class Facts:
 
     def gradient(self, wants: tuple[str, ...] | None, *, through_lse: bool = False) -> Graph:
         """The graph of a training step's gradient."""
-        return self.once(derived, wants, through_lse)
+        return self.once(derive_gradient, wants, through_lse)
 
     def once(
         self, question: Callable[Concatenate[Facts, P], T], *more: P.args, **named: P.kwargs
@@ -47,7 +47,7 @@ class Facts:
         return answer
 
 
-def derived(facts: Facts, wants: tuple[str, ...] | None, through_lse: bool) -> Graph:
+def derive_gradient(facts: Facts, wants: tuple[str, ...] | None, through_lse: bool) -> Graph:
     return training_gradient(facts.graph, wants, through_lse=through_lse)
 
 

@@ -60,7 +60,7 @@ def write_attention(opset: int, tensors: Tensors, text: str, saves: bool = False
         graph = read_graph(tensors, text)
         problem = next(problems(graph, tensors), None)
         if problem is None:
-            node: Any = graph.eqns[0].op  # Any: an Attention, as there is no problem
+            node: Any = graph.eqns[0].op  # Any: an Attention, without problems
             operands = [tensors[i] for i in graph.eqns[0].args]
             return [Node(min(opset, WITH_WINDOWS), node, operands).write()]
         logger.info("plain operators in place of ONNX's Attention: %s", problem)

@@ -32,7 +32,7 @@ from attn_graph.ir.arguments import (
     whole_mask,
 )
 from attn_graph.ir.graph import Eqn, Graph, Input, Op
-from attn_graph.ir.inputs import find_needs, input_problems
+from attn_graph.ir.inputs import count_read, find_needs, input_problems, rank_problems
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed_inputs import (
     Sequences,
@@ -41,7 +41,6 @@ from attn_graph.ir.packed_inputs import (
     two_sizes,
 )
 from attn_graph.ir.paging import Unpage
-from attn_graph.ir.ranks import count_read, rank_problems
 from attn_graph.ir.scaling import O_SCALE, PAIRS, Dequantise, Quantise
 from attn_graph.ir.views import Leading
 from attn_graph.masks import Align

@@ -3,8 +3,10 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch._C import (
@@ -20,10 +22,17 @@ from torch._guards import detect_fake_mode
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from attn_graph.errors import GraphError
 
+COUNTER = "torch.utils.flop_counter"  # imports Triton: read only after others imported it
+Formula = Callable[..., int]  # of an operator's arguments
+
+flop_formulas: dict[Any, Formula] = {}  # by operator; Any: PyTorch's packets of overloads
 without_autocast = _DisableAutocast  # in this context operations keep the dtypes of tensors
 
 
@@ -106,3 +115,14 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
     return forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(t).tangent is not None for t in tensors
     )
+
+
+def teach_counters() -> None:
+    """Give the flops of our operators to PyTorch's registry, and to counters that are open."""
+    module = sys.modules.get(COUNTER)
+    if module is None:
+        return
+    module.flop_registry.update(flop_formulas)
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, module._FlopCounterMode):
+            mode.counter.flop_registry.update(flop_formulas)  # pyright: ignore[reportAttributeAccessIssue]  # of a class looked up at run time

@@ -19,7 +19,7 @@ SEQUENCES: tuple[Placement, ...] = (
     "zigzag",
     "balanced",
 )  # placements that divide queries and keys
-EVEN = 1.02  # the slowest rank over the mean: a layout of fewer chunks wins if it is no worse
+EVEN = 1.02  # the slowest rank over the mean: a layout of fewer chunks wins up to it
 DEALT = (2, 4, 8)  # chunks that a rank has where the mask leaves queries uneven work
 
 Ranges = tuple[range, ...]

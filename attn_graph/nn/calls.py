@@ -27,8 +27,7 @@ from attn_graph.ir.checks import ARGUMENTS, require_constant
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.inputs import find_needs, unread_dtypes
 from attn_graph.ir.scaling import SCALES
-from attn_graph.machine.ambient import is_traced, require_untraced
-from attn_graph.machine.flop_counters import teach_counters
+from attn_graph.machine.ambient import is_traced, require_untraced, teach_counters
 from attn_graph.machine.likeness import NESTED
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import is_distributed, is_watched, read_array

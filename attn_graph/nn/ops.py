@@ -28,10 +28,9 @@ from attn_graph.ir.layouts import output_specs, result_spec
 from attn_graph.ir.scaling import stands_in
 from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.request import Request
-from attn_graph.machine.ambient import has_tangent, is_traced
+from attn_graph.machine.ambient import flop_formulas, has_tangent, is_traced
 from attn_graph.machine.autograd import run_each, select_moving, split_tangents
 from attn_graph.machine.cache import remember
-from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.likeness import NESTED, OWN_CLASSES
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import switches_that_count
@@ -505,8 +504,8 @@ define_op(
     fake_backward,
     batch_backward,
 )
-formulas[torch.ops.attn_graph.attention] = forward_flops
-formulas[torch.ops.attn_graph.attention_backward] = backward_flops
+flop_formulas[torch.ops.attn_graph.attention] = forward_flops
+flop_formulas[torch.ops.attn_graph.attention_backward] = backward_flops
 OP = torch.ops.attn_graph.attention.default
 OP_BACKWARD = torch.ops.attn_graph.attention_backward.default
 register_masks()

@@ -21,7 +21,7 @@ from attn_graph.ir.jvp import jvp, push_graph
 from attn_graph.ir.vjp import cotangent_specs, main_outputs
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.request import Request
-from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
+from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles, teach_counters
 from attn_graph.machine.autograd import (
     has_batch,
     push_each,
@@ -31,7 +31,6 @@ from attn_graph.machine.autograd import (
     split_tangents,
 )
 from attn_graph.machine.fitting import Fit
-from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import NESTED, Check, Look, likeness, look_at, never
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target

@@ -193,7 +193,7 @@ def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
         names = ", ".join(sorted(read)) or "no input"
         raise GraphError(f"cost: no mask reads {', '.join(unknown)}; the masks read {names}")
     if others := [n for n, x in tensors.items() if not isinstance(x, torch.Tensor)]:
-        raise GraphError(f"cost: {others[0]} is a {type(tensors[others[0]]).__name__}, no tensor")
+        raise GraphError(f"cost: {others[0]} is a {type(tensors[others[0]]).__name__}, not a tensor")
     return tensors
 
 

@@ -68,7 +68,7 @@ class Question:
 
     def forward(self) -> Graph:
         """The simplified graph."""
-        return self.request.facts.once(simplified)
+        return self.request.facts.once(simplify_graph)
 
     def backward(self) -> Graph:
         """The gradient's graph; its cotangents lie as the outputs do."""
@@ -98,7 +98,7 @@ class Question:
         return evolve(self, request=self.request.with_graph(graph), wants=left)
 
 
-def simplified(facts: Facts) -> Graph:
+def simplify_graph(facts: Facts) -> Graph:
     return simplify(facts.graph)
 
 

@@ -104,7 +104,7 @@ def sequence_reasons(layout: Layout, graph: Graph) -> Reasons:
     """Reasons against a layout of sequences."""
     for side, name in STARTS.items():
         if side not in layout.sides:
-            yield Reason("both_packed", "needs q, k and v packed", f"there is no {name}")
+            yield Reason("both_packed", "needs q, k and v packed", f"{name} is not given")
     for side in layout.sides:
         if side not in gapless_sides(graph):
             limit = "has no gaps between sequences: starts say their lengths"
