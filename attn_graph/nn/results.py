@@ -59,7 +59,6 @@ def results_of(text: str) -> Results:
     return Results.of_graph(restore_graph(text)[1])
 
 
-@remember
 def names_of_inputs(text: str) -> tuple[str, ...]:
     content = read_content(text)
     if isinstance(content, CallContent):

@@ -193,7 +193,8 @@ def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
         names = ", ".join(sorted(read)) or "no input"
         raise GraphError(f"cost: no mask reads {', '.join(unknown)}; the masks read {names}")
     if others := [n for n, x in tensors.items() if not isinstance(x, torch.Tensor)]:
-        raise GraphError(f"cost: {others[0]} is a {type(tensors[others[0]]).__name__}, not a tensor")
+        kind = type(tensors[others[0]]).__name__
+        raise GraphError(f"cost: {others[0]} is a {kind}, not a tensor")
     return tensors
 
 
@@ -281,14 +282,13 @@ def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
             return 0
 
 
-@remember
 def distinct_elements(spec: TensorSpec) -> int:
     """The number of memory elements read by a spec: an axis of stride 0 has one."""
     if 0 in spec.shape:
         return 0
     pairs = [*zip(spec.shape, spec.strides, strict=True)]
-    reach = 1 + sum((n - 1) * stride for n, stride in pairs)  # less if axes overlap
-    return min(reach, prod(n for n, stride in pairs if stride))
+    reach = 1 + sum([(n - 1) * stride for n, stride in pairs])  # less if axes overlap
+    return min(reach, prod([n for n, stride in pairs if stride]))
 
 
 def attention_share(

@@ -191,7 +191,6 @@ def describe_check(rest: str) -> str:
     return f"{key['backend']}, {key['variant']}, on {key['target']}"
 
 
-@cache
 def driver_version() -> str:
     """The version text of NVIDIA's driver; "" without one."""
     return DRIVER.read_text().partition("\n")[0] if DRIVER.exists() else ""

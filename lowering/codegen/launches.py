@@ -51,7 +51,6 @@ def parameters(kernel: str) -> tuple[str, ...]:
     return tuple(x.arg for x in found.args.args)
 
 
-@cache
 def out_of_resources_error() -> Any:  # Any: a class of Triton's
     """Triton's error for tiles too large for a GPU."""
     return load_modules("triton.runtime.errors").OutOfResources
@@ -69,7 +68,6 @@ def is_interpreting() -> bool:
     return not isinstance(forward, jit.JITFunction)
 
 
-@cache
 def check_interpreter(expected: bool) -> None:
     """Raises RuntimeError if kernels would not run as they were planned, interpreted or compiled.
 

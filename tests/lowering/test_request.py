@@ -14,9 +14,10 @@ from attrs import evolve
 from hypothesis import given
 
 import attn_graph as ag
-from attn_graph.extend import Backend, Executable, Options, Reason, Request
+from attn_graph.extend import Backend, Executable, Options, Reason, RefusedError, Request
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu.math import BACKEND as MATH
+from attn_graph.lowering.facts import Facts
 from attn_graph.planner.choose import choose, permitted_backends
 from attn_graph.planner.sized import Sized
 from attn_graph.testing.strategies import graphs
@@ -171,3 +172,28 @@ def test_an_old_backend_runs() -> None:
     tensors = torch.randn(3, *X.shape).unbind()
     assert plan.verify(*tensors)
     assert ag.explain(plan.graph, backends=(old,), gradients=()).backend == "old"
+
+
+@given(graph=graphs())
+def test_equal_graphs_share_what_is_known_of_them(graph: ag.Graph) -> None:
+    """Whatever the options: a question is answered once, and no answer is part of a value."""
+    first, second = (Request(simplify(graph), CPU, Options(x)) for x in (False, True))
+    assert first.facts is second.facts
+    seen: list[ag.Graph] = []
+
+    def count(facts: Facts, more: int) -> int:
+        seen.append(facts.graph)
+        return len(facts.graph.eqns) + more
+
+    counts = [x.facts.once(count, more) for x in (first, second) for more in (0, 1)]
+    assert counts == [len(first.graph.eqns) + more for _ in range(2) for more in (0, 1)]
+    assert seen == [first.graph] * 2
+    again = pickle.loads(pickle.dumps(first))
+    assert again.graph == first.graph
+    assert not again.facts.answers.keys() - first.facts.answers.keys()
+
+
+def test_a_reason_that_shows_in_lowering_says_so() -> None:
+    late, early = RefusedError("needs luck").reasons[0], Reason.of("needs luck")
+    assert late == early
+    assert (late.late, early.late) == (True, False)

@@ -21,7 +21,7 @@ from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explain import explain_graph
 from attn_graph.planner.explanation import Explanation
 from attn_graph.planner.recorded import RUNS_KEPT
-from attn_graph.planner.remedies import Question, Remedy
+from attn_graph.planner.remedies import Question, Remedy, kinds_for
 from attn_graph.testing.strategies import graphs, shapes
 from tests.support.cudnn_graphs import cudnn_graphs
 from tests.support.equipped import equip
@@ -114,6 +114,22 @@ def test_a_graph_written_in_single_steps_is_the_same_graph(target: Target, graph
     ]
     assert fixes[0] == fixes[1]
     assert str(known) == str(alike)
+
+
+STEPS = ("modifier", "mask", "dropout", "sinks", "statistics")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@given(graph=st.one_of(graphs(shapes(most=40, heads=8)), cudnn_graphs()))
+def test_a_reason_names_every_step_that_lifts_it(target: Target, graph: ag.Graph) -> None:
+    """So no other step is tried for it."""
+    for _, side in sides(explain_graph(Request(graph, target, Options()))):
+        for search in (each.search for each in side.refusals if each.search):
+            for edit in search.question.offer(STEPS):
+                left = {x.key for x in search.asks(edit.after)} if edit.after else None
+                gone = [x for x in search.reasons if left is not None and x.key not in left]
+                assert all(edit.kind in kinds_for(reason) for reason in gone), (edit, gone)
 
 
 def test_a_plan_explains_its_refusals_with_every_fix() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache
 from math import prod
 from random import Random
 from typing import Any, NoReturn, Protocol, Self, TypeVar, final
@@ -334,7 +333,6 @@ class Program:
                 code.functions[block](self, self.registers, Threads(threads.span, at == block))
 
 
-@cache
 def sources(code: Translation) -> dict[int, str]:
     return {step.line: step.source for block in code.kernel.blocks for step in block}
 
