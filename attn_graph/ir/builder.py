@@ -206,10 +206,12 @@ class Builder:
             self.check()
         if self.eqns:
             self.problem(f"input {name!r} comes after the first equation; declare inputs first")
-        if any(name == known.name for known in self.inputs):
+        if name in [known.name for known in self.inputs]:
             self.problem(f"two inputs are named {name!r}; names are how a plan is called")
         if not is_plain_name(name):
             self.problem(f"input {name!r} is not a Python name; a plan takes it as a keyword")
+        if not spec.dims:
+            return
         known = dict.fromkeys(x for i in self.inputs for d in i.spec.dims for x in d.symbols)
         for own in dict.fromkeys(x for dim in spec.dims for x in dim.symbols):
             others = [x for x in known if x.name == own.name and x != own]

@@ -26,13 +26,21 @@ STARTS = ("q_starts", "kv_starts")
 Fault = tuple[tuple[str, ...], str]  # the tensors with one fault, and its message
 
 
+# What a tensor after q, k and v has to be, whatever the mask.
+NEEDS: Needs = {
+    "sinks": masks.Data("h", FLOATS),
+    **Bias().needs,
+    "alibi": masks.Data("h", FLOATS),
+    **dict.fromkeys(STARTS, masks.Data("n", INTEGERS)),
+    "pages": masks.Data("bn", INTEGERS),
+    **dict.fromkeys(SCALES, masks.Data("", (torch.float32,))),
+}
+SLOPES = masks.Data("bh", FLOATS)  # one for each batch entry and head
+
+
 def find_needs(mask: object, steps: Iterable[Modifier | masks.Mask], slopes: int = 1) -> Needs:
     """What each tensor after q, k and v has to be. slopes: the axes of `alibi`."""
-    needs: Needs = {"sinks": masks.Data("h", FLOATS), **Bias().needs}
-    needs["alibi"] = masks.Data("bh" if slopes == 2 else "h", FLOATS)
-    needs |= dict.fromkeys(STARTS, masks.Data("n", INTEGERS))
-    needs["pages"] = masks.Data("bn", INTEGERS)
-    needs |= dict.fromkeys(SCALES, masks.Data("", (torch.float32,)))
+    needs = NEEDS | ({"alibi": SLOPES} if slopes == 2 else {})
     for part in (*JOINED, *steps, mask):
         needs |= part.needs if isinstance(part, masks.Mask | Modifier) else {}
     return {name: data for name, data in needs.items() if name not in ("q", "k", "v")}

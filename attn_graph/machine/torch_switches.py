@@ -87,9 +87,8 @@ class Switches(NamedTuple):
         """
         if kind == "cpu":
             return ()
-        on = [name for name in KERNELS if getattr(self, name)]
-        known = [KERNELS[n] for n in self.priority if n < len(KERNELS)]
-        ranked = tuple([name for name in known if name in on])
+        known: list[KernelName] = [KERNELS[n] for n in self.priority if n < len(KERNELS)]
+        ranked: tuple[KernelName, ...] = tuple([x for x in known if getattr(self, x)])
         usual = (USUAL, CUDNN_FIRST) if sm in PUTS_CUDNN_FIRST else (USUAL,)
         own = [tuple([name for name in each if name in ranked]) for each in usual]
         return () if ranked in own else ranked

@@ -14,10 +14,10 @@ from attn_graph.ir.single_steps import write_steps
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 from attn_graph.lowering.backend import out_notes
 from attn_graph.plan.memory import sum_needs
-from attn_graph.planner.explain import Read, explain_each, read_gradient
+from attn_graph.planner.explain import explain_each, read_gradient
 from attn_graph.planner.explanation import Explanation, mask_tiles
 from attn_graph.planner.recorded import recording_note
-from attn_graph.planner.remedies import Question
+from attn_graph.planner.remedies import Question, Read
 from attn_graph.printing import html
 
 if TYPE_CHECKING:

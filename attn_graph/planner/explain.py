@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from attrs import evolve
 
-from attn_graph.errors import NoBackendError, Reason
+from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import complete_sizes, many_sizes, replace_sizes
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs
-from attn_graph.lowering.backend import Backend, Foreseen, out_notes
+from attn_graph.lowering.backend import Foreseen, out_notes
 from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.request import Options, Request
 from attn_graph.planner.choose import (
@@ -19,7 +19,6 @@ from attn_graph.planner.choose import (
     Refusals,
     first_that_succeeds,
     is_checked,
-    known_reasons,
     permitted_backends,
     resolve_backends,
 )
@@ -27,11 +26,9 @@ from attn_graph.planner.cost import cost
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles
 from attn_graph.planner.memory import sum_memory
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph, recording_note
-from attn_graph.planner.remedies import Question, Search
+from attn_graph.planner.remedies import Question, Read, Search
 from attn_graph.planner.views import peel
 from attn_graph.rings import find
-
-Read = Callable[[Question], Graph]  # the graph of one pass
 
 
 def explain_graph(
@@ -112,18 +109,13 @@ def explain_pass(question: Question, read: Read) -> tuple[Explanation, Foreseen 
     foreseen = foreseen if peeled is None else peeled.foresee(foreseen)
     more = (
         *foreseen.notes,
-        *known_checks(choice.backend, core),
+        *(find("check_notes")(choice.backend, core) if is_checked(choice.backend) else ()),
         *request.notes(),
         *uncertain_workspace(foreseen, request.options, choice.also),
     )
     name, cause = choice.backend.name, choice.cause
     refusals = explain_each(choice.refusals, question, read)
     return Explanation(graph, target, name, cause, refusals, more, choice.also), foreseen
-
-
-def known_checks(backend: Backend, request: Request) -> Sequence[str]:
-    """The notes of a backend's self-check, if it has one."""
-    return tuple(find("check_notes")(backend, request)) if is_checked(backend) else ()
 
 
 def explain_refusals(
@@ -137,10 +129,6 @@ def explain_refusals(
     return explain_each(refusals, Question.of(quiet.with_graph(exact), ()), Question.forward)
 
 
-def by_names(request: Request) -> dict[str, Backend]:
-    return {backend.name: backend for backend in permitted_backends(request) or BACKENDS}
-
-
 def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:
     """A note if max_workspace limits a workspace known only once the plan is built."""
     if foreseen.workspace is None and options.max_workspace is not None:
@@ -151,10 +139,7 @@ def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str
 def explain_each(against: Refusals, question: Question, read: Read) -> tuple[Refusal, ...]:
     """The reasons of each backend against one pass; the changes that lift them are searched when
     they are read."""
-    by_name = by_names(question.request)
-    asks = {name: partial(reasons_against, by_name[name], read) for name, _ in against}
-    return tuple(Refusal(name, why, Search(question, why, asks[name])) for name, why in against)
-
-
-def reasons_against(backend: Backend, read: Read, question: Question) -> tuple[Reason, ...]:
-    return known_reasons(backend, question.core(read))
+    by_name = {b.name: b for b in permitted_backends(question.request) or BACKENDS}
+    return tuple(
+        [Refusal(name, why, Search(question, why, by_name[name], read)) for name, why in against]
+    )

@@ -159,25 +159,16 @@ def forecast(facts: Facts, target: Target, name: str) -> Forecast | None:
     programs, work = Programs.of(layout, rate), facts.once(known_shares)[-1]
     parts = programs.parts(rate.fills * processors)
     filled, busy = programs.fullness(processors)
-    moved = work.bytes + (values_within_keys(layout) if rate.rereads else 0)
+    moved = work.bytes
+    if rate.rereads and p.node.v_in_k:  # values that are a part of each key are read again
+        keys = layout.specs[1]
+        moved += distinct_elements(keys) // p.D * p.E * keys.dtype.itemsize
     seconds = least_seconds(
         work.flops * programs.padding, peak * filled, moved, bandwidth * busy, int(parts > 1)
     )
-    copies = copied_bytes(facts, layout, target, name)
-    seconds += sum(copy_seconds(size, bandwidth) for size in copies)
+    for size in copied_bytes(facts, layout, target, name):  # read and written
+        seconds += read_rates()["launch"] + 2 * size / bandwidth
     return Forecast(seconds, programs.traffic(parts))
-
-
-def values_within_keys(layout: Layout) -> int:
-    """Bytes of values that are a part of each key."""
-    p, keys = layout.problem, layout.specs[1]
-    return distinct_elements(keys) // p.D * p.E * keys.dtype.itemsize if p.node.v_in_k else 0
-
-
-def copy_seconds(size: int, bandwidth: float) -> float:
-    """Seconds of a copy of so many bytes, which are read and written."""
-    launch: float = read_rates()["launch"]
-    return launch + 2 * size / bandwidth
 
 
 def copied_bytes(facts: Facts, layout: Layout, target: Target, name: str) -> list[int]:

@@ -22,11 +22,13 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.scaling import stands_in, weights_dtype
 from attn_graph.ir.vjp import wanted_inputs
+from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.reasons import lacks_machine
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.masks import And, SameSegment, join_masks, needs_of
+from attn_graph.planner.choose import known_reasons
 from attn_graph.planner.views import core_of
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
@@ -62,7 +64,7 @@ class Question:
         """How the inputs lie, by name."""
         return {i.name: i.spec for i in self.graph.inputs}
 
-    def core(self, read: Callable[[Question], Graph]) -> Request:
+    def core(self, read: Read) -> Request:
         """The request for the graph of one pass, as backends see it."""
         return self.request.with_graph(core_of(read(self)))
 
@@ -165,6 +167,7 @@ class Edit:
         return self.make()
 
 
+Read = Callable[[Question], Graph]  # the graph of one pass
 Tried = tuple[Edit, Question, Sequence[Reason]]  # a change, the question then, the reasons left
 Made = tuple[Remedy, Callable[[], Question | None]]  # a change, and the question after it
 Asks = Callable[[Question], Sequence[Reason]]  # every reason against
@@ -227,7 +230,12 @@ class Search:
 
     question: Question
     reasons: tuple[Reason, ...]
-    asks: Asks
+    backend: Backend
+    read: Read
+
+    def asks(self, question: Question) -> tuple[Reason, ...]:
+        """Every reason of the backend after a change."""
+        return known_reasons(self.backend, question.core(self.read))
 
     @cached_property
     def remedies(self) -> Remedies:
