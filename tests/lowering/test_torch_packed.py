@@ -172,7 +172,7 @@ REFUSED: tuple[tuple[ag.Graph, str], ...] = (
         ag.attention(
             SPEC((64, 4, 64), BF16), *[SPEC((4, 2, 16, 64), BF16)] * 2, q_starts=SPEC((5,), I32)
         ),
-        "needs q, k and v packed, and there is no kv_starts",
+        "needs q, k and v packed, and kv_starts is not given",
     ),
     (
         ag.attention(
