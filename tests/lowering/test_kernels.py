@@ -490,7 +490,7 @@ def test_eight_bits_with_one_scale_take_few_instructions_a_key(
     q, k = ag.TensorSpec((1, 32, 1, 128), torch.bfloat16), ag.TensorSpec((1, 8, 32768, 128), kind)
     scale = ag.TensorSpec((1, 8, 1, 1), torch.float32)
     graph = ag.attention(q, k, k, k_scale=scale, v_scale=scale)
-    layout = Layout.of(simplify(graph))
+    layout = Layout.of(facts_of(simplify(graph)))
     assert layout is not None
     split, _ = REPORT.compile_launches(REPORT.Flash.plan(layout, target_of(sm)))
     issued = read_body(split.sass).full.issued * split.warps / 64  # keys of a tile

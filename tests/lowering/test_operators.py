@@ -17,6 +17,7 @@ from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND as FA4
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.torch_cuda.packed import PackedFlashCall
@@ -70,7 +71,7 @@ def run_fa4(graph: Graph) -> Any:  # Any: a function of tensors
 
 
 def run_flash(graph: Graph) -> Any:  # Any: a function of tensors
-    layout = Layout.of(graph)
+    layout = Layout.of(facts_of(graph))
     assert layout is not None
     call = PackedFlashCall(layout, graph)
     return call.backward if graph.is_gradient else call.forward

@@ -314,7 +314,7 @@ def test_few_packed_queries_of_a_sequence_take_as_long_as_padded_ones(
 
 def price(graph: ag.Graph, place: ag.Target) -> tuple[float, list[tuple[str, int]]]:
     """The predicted seconds of Triton, and its launches by kernel and number of programs."""
-    made, layout = forecast(graph, place, "triton"), Layout.of(graph)
+    made, layout = forecast(facts_of(graph), place, "triton"), Layout.of(facts_of(graph))
     assert made is not None
     assert layout is not None
     launches = Flash.plan(layout, place).launches
