@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, TypeVar, final
 
@@ -76,8 +76,9 @@ class Executable:
     infer: as `run`, for calls without a gradient afterwards. It saves nothing, and is `run` by
     default. write: as `infer`, with the caller's tensors for the outputs first. It returns the
     outputs, each in its tensor or, if kernels cannot write there, in memory of its own. None: they
-    never can. writes_anywhere: True if they can in tensors of any strides. copies_out: True if they
-    can in none. prepare: builds in advance for the first calls.
+    never can. fix: reads inputs given in advance, by number, and gives `write` for calls with them;
+    None: it reads nothing in advance. writes_anywhere: True if they can in tensors of any strides.
+    copies_out: True if they can in none. prepare: builds in advance for the first calls.
 
     workspace: bytes leased while either runs. temporary: bytes that kernels allocate, estimated
     from above. notes: lines for `explain`. These are called only on request: `launches` gives more
@@ -97,6 +98,7 @@ class Executable:
     launches: Callable[[], tuple[str, ...]] = field(default=tuple, kw_only=True)
     in_c_order: bool = field(default=False, kw_only=True)
     write: Write | None = field(default=None, kw_only=True)
+    fix: Callable[[Mapping[int, torch.Tensor]], Write] | None = field(default=None, kw_only=True)
     writes_anywhere: bool = field(default=False, kw_only=True)
     copies_out: bool = field(
         default=Factory(lambda executable: executable.write is None, takes_self=True), kw_only=True
@@ -172,7 +174,7 @@ def lay_out_results(executable: Executable, graph: Graph, seen: Graph) -> Execut
     if not places and not orders:
         return executable
     each = LaidOut(output_specs(graph), places, orders, executable)
-    made = evolve(executable, run=each.run, infer=each.infer, write=each.write)
+    made = evolve(executable, run=each.run, infer=each.infer, write=each.write, fix=None)
     return add_copies(made, graph, seen, recorded=executable.writes_anywhere)
 
 

@@ -35,6 +35,7 @@ def finish(lowered: Executable, graph: Graph, inner: Graph) -> Executable:
         run=partial(run_last, lowered.run, graph, inner),
         infer=partial(run_last, lowered.infer, graph, inner),
         write=None,
+        fix=None,
         writes_anywhere=False,
         copies_out=True,
         temporary=lowered.temporary + 3 * o.bytes * 4 // o.dtype.itemsize,

@@ -142,6 +142,7 @@ def unfold(executable: Executable, folding: Folding) -> Executable:
         run=partial(folding.run, executable.run),
         infer=partial(folding.infer, executable.infer),
         write=executable.write and partial(folding.write, executable.write),
+        fix=None,
         writes_anywhere=False,
         temporary=max(executable.temporary, copied),
         notes=(*executable.notes, folding.note),

@@ -24,13 +24,22 @@ from attn_graph.machine.workspace import Scratch, Views, Workspace
 Tensors = Sequence[torch.Tensor]
 # Of the device of a call, and of operands on it. Some can write their results into `rooms`.
 Work = Callable[..., Tensors]
+Fixed = tuple[
+    Work, Work
+]  # work that knows some operands in advance; for all results, for the first
+
+
+NONE: Mapping[int, Work] = {}
+Fix = Callable[[Sequence[torch.Tensor | None]], Fixed | None]
 
 
 @final
 @frozen
 class Step:
     """One equation, ready to run, and its memory in bytes. infer: as `call`, for the first result
-    alone. writes: True if both can write into the caller's tensors."""
+    alone. writes: True if both can write into the caller's tensors. fix: reads operands that are
+    known before the others, None for each of these, and gives the work of calls that have them;
+    None if it reads nothing."""
 
     call: Work
     workspace: int = 0
@@ -39,6 +48,7 @@ class Step:
     infer: Work | None = None
     in_c_order: bool = False
     writes: bool = False
+    fix: Fix | None = None
 
 
 @final
@@ -94,18 +104,43 @@ class Steps:
             return self.only(tensors[0].device, *tensors)[:1], ()
         return self.write((), *tensors), ()
 
-    def write(self, outs: Tensors, *tensors: torch.Tensor) -> Tensors:
-        """The outputs, in the caller's tensors where an equation can write there; () for none."""
+    def write(
+        self, outs: Tensors, *tensors: torch.Tensor, fixed: Mapping[int, Work] = NONE
+    ) -> Tensors:
+        """The outputs, in the caller's tensors where an equation can write there; () for none.
+
+        fixed: the work of some equations, by their number, as `fix` gives it.
+        """
         values, at = dict(enumerate(tensors)), len(tensors)
         device = tensors[0].device if tensors else self.place
         for n, (args, call) in enumerate(self.calls):
-            work = self.leaner.get(n, call)
+            work = fixed.get(n) or self.leaner.get(n, call)
             if outs and n in self.rooms:
                 rooms = {name: outs[place] for name, place in self.rooms[n].items()}
                 work = partial(work, rooms=rooms)
             values.update(enumerate(work(device, *[values[i] for i in args]), at))
             at += len(self.graph.eqns[n].outs)
         return hand_out(values, self.graph.outputs, self.stats if not outs else frozenset())
+
+    def fix(
+        self, fixes: Mapping[int, Fix], given: Mapping[int, torch.Tensor]
+    ) -> Callable[..., Tensors]:
+        """`write` for calls with inputs that are given in advance, by number. fixes: by number of
+        the equation."""
+        values, at = dict(given), len(self.graph.inputs)
+        known = dict[int, Work]()
+        device = next((x.device for x in given.values()), self.place)
+        for n, (args, call) in enumerate(self.calls):
+            operands = [values.get(i) for i in args]
+            if n in fixes:
+                if (pair := fixes[n](operands)) is not None:
+                    known[n] = pair[n in self.leaner]
+            elif all(i in values for i in args):
+                made = call(device, *operands)
+                known[n] = partial(hand_back, made)
+                values.update(enumerate(made, at))
+            at += len(self.graph.eqns[n].outs)
+        return partial(self.write, fixed=known)
 
     @property
     def writes_all(self) -> bool:
@@ -120,6 +155,11 @@ class Steps:
         saved = () if self.graph.gradient_problems else self.saved
         kept = {*range(len(self.graph.inputs)), *self.graph.outputs, *saved}
         return sum(t.bytes for i, t in enumerate(self.graph.types) if i not in kept)
+
+
+def hand_back(made: Tensors, device: torch.device, *operands: torch.Tensor) -> Tensors:
+    """The work of an equation whose results are known."""
+    return made
 
 
 def name_rooms(graph: Graph, n: int) -> dict[str, int]:

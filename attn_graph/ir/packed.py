@@ -24,14 +24,12 @@ from attn_graph.ir.packing import (
 from attn_graph.ir.paging import (
     SumPages,
     Unpage,
-    bound_seen_keys,
     seen_by_entry,
     table_problems,
 )
 from attn_graph.ir.scaling import KEY_SCALES, Dequantise
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.masks import And, KeyLengths, Mask, QueryLengths, flatten_join
-from attn_graph.masks.places import Place
 from attn_graph.spec import ValueType
 
 T = TypeVar("T")
@@ -60,25 +58,6 @@ def with_operands(
 
 def and_parts(mask: Mask | None) -> list[Mask]:
     return [] if mask is None else flatten_join(And, mask)
-
-
-@final
-@frozen
-class Alone:
-    """Lengths [1], as masks read them, of a number."""
-
-    count: int
-    shape = (1,)
-
-    def __getitem__(self, _: object) -> int:
-        return self.count
-
-
-def keys_in_bands(mask: Mask | None, rows: int, keys: int, q_length: int, kv_length: int) -> range:
-    """`bound_seen_keys` of one entry of these lengths. rows, keys: the sizes without lengths."""
-    data = {LENGTHS["rows"]: Alone(q_length), LENGTHS["keys"]: Alone(kv_length)}
-    first, stop = bound_seen_keys(mask, Place(0, 0, 0, 0, 1, rows, keys, data))
-    return range(first, max(first, min(stop, kv_length)))
 
 
 def without_hidden(table: torch.Tensor, page: int, seen: Sequence[range]) -> torch.Tensor:

@@ -17,9 +17,13 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """
     if not (a.numel() and b.numel()):
         return False
-    start, other, one, two = a.data_ptr(), b.data_ptr(), long_axes(a), long_axes(b)
-    if start + byte_reach(one, a) <= other or other + byte_reach(two, b) <= start:
+    start, other = a.data_ptr(), b.data_ptr()
+    if start < other:
+        if start + byte_extent(a) <= other:
+            return False
+    elif other + byte_extent(b) <= start:
         return False
+    one, two = long_axes(a), long_axes(b)
     return not any(
         parts_differ(start, one, other, two, (a, b), step) for _, step in (*one, *two) if step
     )
@@ -41,8 +45,16 @@ def long_axes(x: torch.Tensor) -> list[tuple[int, int]]:
     return [(n, step * x.itemsize) for n, step in pairs if n > 1]
 
 
-def byte_reach(axes: Axes, x: torch.Tensor) -> int:
+def byte_extent(x: torch.Tensor) -> int:
     """Bytes from the first element to the end of the last."""
+    last = 0  # by a loop: a call with results given has a few tensors, and a sum would be calls
+    for n, step in zip(x.shape, x.stride(), strict=True):
+        last += (n - 1) * step
+    return (last + 1) * x.itemsize
+
+
+def byte_reach(axes: Axes, x: torch.Tensor) -> int:
+    """`byte_extent` along some axes alone."""
     return sum((n - 1) * step for n, step in axes) + x.itemsize
 
 

@@ -220,7 +220,9 @@ def read_at(x: Term, index: tuple[Term, ...]) -> Term:
     varied = [axis for axes in long for axis in axes]
     if not tensors or varied != sorted({*varied}):
         return x[index]
-    shape = torch.broadcast_shapes(*(n.shape for n in tensors))
+    shape = tensors[0].shape  # of one index; PyTorch joins shapes by seventy calls
+    if len(tensors) > 1:
+        shape = torch.broadcast_shapes(*(n.shape for n in tensors))
     for axis, n in enumerate(index):
         x = (
             x.index_select(axis, n.flatten())

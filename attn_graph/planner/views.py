@@ -112,6 +112,7 @@ class Peeled:
             run=partial(self.run, executable.run),
             infer=partial(self.run, executable.infer),
             write=partial(self.write, write) if write and self.writes else None,
+            fix=None,
             writes_anywhere=self.writes and executable.writes_anywhere,
             copies_out=executable.copies_out or not self.writes,
             temporary=executable.temporary + self.temporary,

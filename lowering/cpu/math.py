@@ -47,6 +47,7 @@ from attn_graph.lowering.problem import (
     relaid_bytes,
     relaid_note,
 )
+from attn_graph.lowering.rates import cpu_rates
 from attn_graph.lowering.reasons import BY_THREADS
 from attn_graph.lowering.request import Options, Request, switch_name
 from attn_graph.lowering.steps import Step, Steps, Work, lease_rooms
@@ -82,8 +83,12 @@ def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
 
 
 def plan_tiles(request: Request) -> tuple[AttentionTiles | None, ...]:
-    fused = request.target.kind == "cpu" and request.options.switches.flash
-    return request.facts.once(tile_equations, fused, own_products(request.target))
+    return request.facts.once(tile_equations, may_fuse(request), own_products(request.target))
+
+
+def may_fuse(request: Request) -> bool:
+    """True if PyTorch's fused CPU kernel may run."""
+    return request.target.kind == "cpu" and request.options.switches.flash
 
 
 def tile_equations(facts: Facts, fused: bool, own: Dtypes) -> tuple[AttentionTiles | None, ...]:
@@ -241,7 +246,9 @@ def any_step(request: Request, eqn: Eqn) -> Step | None:
 def packed_run(request: Request, eqn: Eqn) -> PackedRun:
     lower = partial(lower_sequence, request)
     specs = tuple(operand_specs(request.graph, eqn))
-    return PackedRun(eqn, specs, lower, gives_statistics(request.graph, eqn))
+    own = own_products(request.target)
+    rates = cpu_rates(torch.bfloat16 in own) if may_fuse(request) else None
+    return PackedRun(eqn, specs, lower, gives_statistics(request.graph, eqn), rates)
 
 
 def sized_step(request: Request, eqn: Eqn, op: Attention | AttentionGrad) -> Step | None:
@@ -252,8 +259,8 @@ def sized_step(request: Request, eqn: Eqn, op: Attention | AttentionGrad) -> Ste
         return None
     alone = request.facts.problem if target.kind == "cpu" else None
     folds = alone is not None and not shares_rows(graph, alone)
-    fused = target.kind == "cpu" and options.switches.flash
-    tile = partial(tile_problem, gives_statistics(graph, eqn), fused, own_products(target))
+    own = own_products(target)
+    tile = partial(tile_problem, gives_statistics(graph, eqn), may_fuse(request), own)
 
     def lower(problem: Problem) -> Lowered:
         tiles = tile(problem)
@@ -278,9 +285,12 @@ def run_steps(request: Request, steps: Sequence[Step]) -> Executable:
     run: Run = plan.run
     infer: Run = plan.infer if leaner else plan.run
     write: Write | None = plan.write if plan.writes_all else None
+    fixes = {n: step.fix for n, step in enumerate(steps) if step.fix is not None}
+    fix: Callable[..., Write] | None = partial(plan.fix, fixes) if write and fixes else None
     if request.is_exact:
         run, infer = (partial(run_exact, f, kind) for f in (run, infer))
         write = write and partial(run_exact, write, kind)
+        fix = fix and partial(fix_exact, fix, kind)
     return Executable(
         run,
         max((step.workspace for step in steps), default=0),
@@ -289,6 +299,7 @@ def run_steps(request: Request, steps: Sequence[Step]) -> Executable:
         infer=infer,
         in_c_order=all(step.in_c_order for step in steps),
         write=write,
+        fix=fix,
         writes_anywhere=write is not None,
     )
 
@@ -302,6 +313,11 @@ def run_exact(run: Callable[..., T], kind: str, *tensors: Any) -> T:  # Any: roo
             "set it back, or compile again"
         )
     return run(*tensors)
+
+
+def fix_exact(fix: Callable[..., Write], kind: str, given: Mapping[int, torch.Tensor]) -> Write:
+    """`Executable.fix` of a plan for exact products."""
+    return partial(run_exact, fix(given), kind)
 
 
 def step_of(request: Request, eqn: Eqn, tiles: AttentionTiles | None) -> Step:

@@ -22,14 +22,21 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.fused import Role
 from attn_graph.ir.graph import Eqn, Op
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.ir.packed import LENGTHS, Packed, keys_in_bands, with_operands
+from attn_graph.ir.packed import LENGTHS, Packed, with_operands
 from attn_graph.ir.packing import list_sequences, require_fitting, row_count
 from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.fused_calls import sink_gradient_of, wanted_sinks
+from attn_graph.lowering.cpu.page_entries import (
+    PageEntries,
+    PageWay,
+    cut_runs,
+    refuse_entries,
+)
 from attn_graph.lowering.cpu.sequences import (
     KeyPart,
     Lower,
+    Places,
     Sizes,
     Span,
     Tensors,
@@ -50,29 +57,56 @@ from attn_graph.lowering.cpu.sequences import (
     replace_lengths,
 )
 from attn_graph.lowering.problem import has_problem
+from attn_graph.lowering.rates import CpuRates
 from attn_graph.lowering.rooms import room_name
-from attn_graph.lowering.steps import Step, lease_rooms
+from attn_graph.lowering.steps import Fixed, Step, lease_rooms
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
 from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
 from attn_graph.masks.moving import Box
-from attn_graph.spec import INF, TensorSpec, accumulator, dense_strides, memory_order
+from attn_graph.spec import (
+    INF,
+    MOST_INT32,
+    TensorSpec,
+    accumulator,
+    dense_strides,
+    memory_order,
+)
 from attn_graph.spec.dims import are_numbers
 
 Rooms = Mapping[int, torch.Tensor]  # for gathered operands, by number
+UNKNOWN = (MOST_INT32, MOST_INT32)  # extents of tensors that come later
 MOST_PARTS = 2**10  # executables kept by a plan: for each pair of lengths, one for a block of keys
+
+
+@final
+@frozen(eq=False)
+class Reading:
+    """What a call reads on the host. groups: the sequences that run on pages; others: the numbers
+    of those that run by themselves."""
+
+    places: Places
+    groups: Sequence[PageEntries]
+    others: Sequence[int]
+
+    def fits(self, extents: Sequence[int]) -> bool:
+        """True if tensors have all rows and pages that it names. extents: as PackedRun has them."""
+        (rows, keys), least = extents, self.places.least
+        return rows >= least[0] and keys >= least[1]
 
 
 @final
 @frozen(eq=False)
 class PackedRun:
     """Runs an equation on packed tensors. specs: of its operands. lower: of graphs of sequences.
-    gives: True if statistics are returned or read, by more than the derivatives."""
+    gives: True if statistics are returned or read, by more than the derivatives. rates: of the CPU,
+    where PyTorch's fused kernel may run; else None."""
 
     eqn: Eqn
     specs: tuple[TensorSpec, ...]
     lower: Lower
     gives: bool
+    rates: CpuRates | None = None
     part_of: Callable[[Sizes, int, int], tuple[KeyPart, Executable]] = field(  # see `make_part`
         init=False,
         default=Factory(lambda run: lru_cache(MOST_PARTS)(run.make_part), takes_self=True),
@@ -113,24 +147,38 @@ class PackedRun:
         """See `ending_sides`."""
         return ending_sides(self.op)
 
-    def spans(self, operands: Sequence[torch.Tensor]) -> list[Span]:
+    def place(self, operands: Tensors, extents: Sequence[int]) -> Places:
         """Raises PlanMismatchError for wrong starts, lengths and pages."""
         (where, read), entries = self.sources, self.op.entries(operands)
-        ends = []
-        for (side, most), x in zip(self.most.items(), operands, strict=False):
+        ends = list[list[tuple[int, int]]]()
+        for (side, most), extent in zip(self.most.items(), extents, strict=True):
             name = LENGTHS[side]
             if side in self.sides:
                 who, (starts, lengths) = name.split("_")[0], (operands[n] for n in where[side])
-                ends.append(list_sequences(starts, lengths, row_count(x.shape), most, who))
+                ends.append(list_sequences(starts, lengths, extent, most, who))
             else:
                 counts = operands[read[name]].tolist() if name in read else [most] * entries
                 if name not in map(LENGTHS.get, where):  # of pages: checked with the table
                     require_fitting(name, counts, most)
                 ends.append([(0, n) for n in counts])
-        spans = [self.span(b, *each) for b, each in enumerate(zip(*ends, strict=True))]
-        if self.op.paged:
-            return self.with_pages(spans, operands[1], *(operands[n] for n in where["keys"]))
-        return spans
+        rows, keys = ends
+        if not self.op.paged:
+            return Places(rows, keys)
+        seen = self.op.seen(dict(enumerate(operands)), [*self.most.values()])
+        table, *ended = (operands[n] for n in where["keys"])
+        used = checked_table((extents[1], self.page), table, seen, *ended)
+        return Places(rows, keys, seen, used.long())
+
+    def extents(self, operands: Tensors) -> tuple[int, int]:
+        """How many rows q has, and how many k, or how many pages. They matter for packed tensors
+        and pools."""
+        q, k = operands[0].shape, operands[1].shape
+        return row_count(q), k[0] if self.op.paged else row_count(k)
+
+    @cached_property
+    def page(self) -> int:
+        """Rows of a page."""
+        return self.specs[1].shape[1] if self.op.paged else 1
 
     @cached_property
     def sources(self) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
@@ -138,30 +186,69 @@ class PackedRun:
         _, where = self.op.split(range(len(self.specs)))
         return where, self.node.slots.mask
 
-    def with_pages(
-        self, spans: list[Span], pool: torch.Tensor, table: torch.Tensor, *lengths: torch.Tensor
-    ) -> list[Span]:
-        M, N, page = self.most["rows"], self.most["keys"], pool.shape[1]
-        sizes, mask = (span.sizes for span in spans), self.node.mask
-        seen = [keys_in_bands(mask, M, N, x.q_length, x.kv_length) for x in sizes]
-        rows = checked_table(pool.shape, table, seen, *lengths).long()
-        used = (-(-span.sizes.keys // max(1, page)) for span in spans)
-        return [
-            evolve(span, pages=rows[span.entry, :n], hidden=min(keys.start, span.sizes.keys))
-            for span, n, keys in zip(spans, used, seen, strict=True)
-        ]
-
     @cached_property
     def entries(self) -> int:
         return self.op.entries([spec.type for spec in self.specs])
 
-    def span(self, entry: int, rows: tuple[int, int], keys: tuple[int, int]) -> Span:
-        """rows, keys: the first one, and the length as the mask has it."""
-        pairs = zip(self.most.items(), (rows, keys), strict=True)
-        M, N = (
-            min(max(n, 0), most) if side in self.ending else most for (side, most), (_, n) in pairs
-        )
-        return Span(entry, rows[0], keys[0], Sizes(M, N, rows[1], keys[1]))
+    def span(self, places: Places, entry: int) -> Span:
+        """The place of a sequence."""
+        (row, q_length), (key, kv_length) = places.rows[entry], places.keys[entry]
+        M, N = self.clip("rows", q_length), self.clip("keys", kv_length)
+        span = Span(entry, row, key, Sizes(M, N, q_length, kv_length))
+        if places.table is None or places.seen is None:
+            return span
+        used = -(-N // max(1, self.page))
+        return evolve(span, pages=places.table[entry, :used], seen=places.seen[entry])
+
+    def clip(self, side: str, length: int) -> int:
+        """How many rows or keys of a sequence of this length are read."""
+        most = self.most[side]
+        return min(max(length, 0), most) if side in self.ending else most
+
+    # Few rows on pages
+
+    @cached_property
+    def by_pages(self) -> PageWay | None:
+        """The way of few rows on pages, if there is one."""
+        if self.rates is None or refuse_entries(self.op, self.specs) is not None:
+            return None
+        return PageWay(self.op, self.specs, self.most, self.rates)
+
+    def read(self, operands: Tensors, extents: Sequence[int] = UNKNOWN) -> Reading:
+        """What a call reads on the host. Of q, k and v it needs only the `extents`: a call with
+        fewer rows or pages than are read here has to read again."""
+        places = self.place(operands, extents)
+        groups, others = self.group(places, operands)
+        return Reading(places, groups, others)
+
+    def group(self, places: Places, operands: Tensors) -> tuple[list[PageEntries], list[int]]:
+        """The sequences that run on pages, and the others."""
+        way, seen, few, others = self.by_pages, places.seen, dict[int, list[int]](), list[int]()
+        if way is None or seen is None or places.table is None:
+            return [], [*range(len(places.rows))]
+        counts = [-(-s.stop // way.page) - s.start // way.page if s else 0 for s in seen]
+        for b, ((_, length), pages) in enumerate(zip(places.rows, counts, strict=True)):
+            rows = length if "rows" in self.ending else self.most["rows"]
+            if rows > 0:
+                (few.setdefault(rows, []) if pages <= way.most_pages(rows) else others).append(b)
+        groups = list[PageEntries]()
+        for rows, own in few.items():
+            for some in cut_runs(own, [counts[b] for b in own], way.most_parts(rows)):
+                at = [places.rows[b][0] for b in some], [seen[b] for b in some]
+                groups.append(way.entries(some, rows, *at, operands, places.table))
+        return groups, others
+
+    def fix(self, operands: Sequence[torch.Tensor | None]) -> Reading | None:
+        """What calls read of the operands given in advance; None unless these are all that calls
+        read on the host."""
+        node, op = self.node, self.op
+        later = {0, 1, 2, *op.scales(range(len(self.specs))).values()}
+        if node.slots.sinks is not None:
+            later.add(node.slots.sinks)
+        missing = {n for n, x in enumerate(operands) if x is None} - later
+        if missing or op.is_gradient or not (op.sides or op.paged):
+            return None
+        return self.read(operands)  # type: ignore[arg-type]  # none of those that it reads is None
 
     # A sequence as a graph
 
@@ -214,8 +301,7 @@ class PackedRun:
         """The place of a part's keys, from `start` on."""
         if part.piece is None:
             return span
-        page = self.specs[1].shape[1] if self.op.paged else 1
-        return span.of_keys(range(start, start + len(part.piece.box.keys)), page)
+        return span.of_keys(range(start, start + len(part.piece.box.keys)), self.page)
 
     def within(self, sizes: Sizes, entry: int) -> tuple[Op, tuple[int, ...]]:
         """The op of a sequence, and the operands it reads."""
@@ -249,7 +335,9 @@ class PackedRun:
         first, n = (span.row, sizes.rows) if role.side == "rows" else (span.key, sizes.keys)
         if role.side == "keys" and span.pages is not None:
             gathered = gather_pages(x, span.pages, n, room)
-            gathered[:, :, : span.hidden] = 0.0
+            if span.seen is not None:
+                gathered[:, :, : span.seen.start] = 0.0
+                gathered[:, :, span.seen.stop :] = 0.0
             return gathered
         if role.side in self.sides:
             return cut_rows(x, first, n)
@@ -263,23 +351,36 @@ class PackedRun:
         if not self.op.paged:
             return {}
         (_, P, G, _), keys = self.specs[1].shape, self.at_once["keys"]
+        if self.by_pages is not None:  # of many sequences at once
+            keys = max(keys, min(self.block, keys * int(self.entries)))
         rows = -(-keys // max(1, P)) * P * G
         pools = [n for n, side in enumerate(self.op.op.operand_sides) if side == "keys"]
         return {n: Buffer((rows * self.specs[n].shape[3],), self.specs[n].dtype) for n in pools}
 
-    def run(self, operands: Tensors, rooms: Rooms) -> list[torch.Tensor]:
-        return self.run_spans(operands, rooms, self.results)
+    def run(
+        self, operands: Tensors, rooms: Rooms, reading: Reading | None = None
+    ) -> list[torch.Tensor]:
+        return self.run_sequences(operands, rooms, self.results, reading)
 
-    def infer(self, operands: Tensors, rooms: Rooms) -> list[torch.Tensor]:
-        return self.run_spans(operands, rooms, self.results[:1])
+    def infer(
+        self, operands: Tensors, rooms: Rooms, reading: Reading | None = None
+    ) -> list[torch.Tensor]:
+        return self.run_sequences(operands, rooms, self.results[:1], reading)
 
-    def run_spans(
-        self, operands: Tensors, rooms: Rooms, wanted: tuple[Role, ...]
+    def run_sequences(
+        self, operands: Tensors, rooms: Rooms, wanted: tuple[Role, ...], reading: Reading | None
     ) -> list[torch.Tensor]:
         """The first results: the wanted ones."""
-        spans, operands = self.spans(operands), expand_scales(self.op, operands)
-        results = self.new_results(spans, operands, wanted, rooms)
-        for span in spans:
+        extents = self.extents(operands)
+        if reading is None or not reading.fits(extents):
+            reading = self.read(operands, extents)
+        operands, others = expand_scales(self.op, operands), [*reading.others]
+        results = self.new_results(reading.places, operands, wanted, rooms)
+        for entries in reading.groups:
+            assert self.by_pages is not None
+            others += self.by_pages.run(entries, operands, rooms, results)
+        for b in others:
+            span = self.span(reading.places, b)
             if span.sizes.keys <= self.block:
                 self.run_whole(span, operands, results, rooms)
             else:
@@ -368,15 +469,15 @@ class PackedRun:
             self.write(*homes[n], span, y)
 
     def new_results(
-        self, spans: Sequence[Span], operands: Tensors, wanted: tuple[Role, ...], rooms: Views
+        self, places: Places, operands: Tensors, wanted: tuple[Role, ...], rooms: Views
     ) -> list[torch.Tensor]:
         """Memory for results, the caller's if given: 0 in sums and in rows of no sequence, -inf in
         statistics."""
-        (q, k, *_), device = operands, operands[0].device
-        covers = {
-            "rows": self.covers("rows", q, sum(span.sizes.rows for span in spans), len(spans)),
-            "keys": self.covers("keys", k, sum(span.sizes.keys for span in spans), len(spans)),
-        }
+        device, covers = operands[0].device, dict[str, bool]()
+        for side, own, ends in zip(self.most, operands, (places.rows, places.keys), strict=False):
+            whole = side not in self.ending
+            count = self.most[side] * len(ends) if whole else sum([n for _, n in ends])
+            covers[side] = self.covers(side, own, count, len(ends))
         room: list[torch.Tensor] = []
         given = {name: rooms[n] for name in self.op.names if (n := room_name(name)) in rooms}
         lies = zip(self.shapes_of(operands), self.layouts, strict=True)
@@ -415,6 +516,15 @@ class PackedRun:
             if role.side
         )
 
+    @property
+    def held_by_pages(self) -> int:
+        """Bytes of the sequences that run on pages."""
+        way, most = self.by_pages, self.most["rows"]
+        if way is None:
+            return 0
+        few = [2**n for n in range(most.bit_length()) if "rows" in self.ending and 2**n < most]
+        return way.held(int(self.entries), [*few, most], self.rooms[1].shape[0])
+
     def count_rows(self, spec: TensorSpec, side: str) -> int:
         if side in self.sides:
             return row_count(spec.shape)
@@ -431,7 +541,9 @@ class PackedRun:
         whole, op = "; ".join(self.probes[0].notes), self.op
         reads = "dequantised" if op.scaled else "gathered"
         gathers = f", {self.at_once['keys']} keys {reads} at a time" * (op.paged or op.scaled)
+        few = "few rows on the pages of many sequences in one call; more rows: "
         return (
+            f"{few * (self.by_pages is not None)}"
             f"each of {self.entries} sequences by itself{gathers}, its memory estimated; "
             f"the longest: {whole}"
         )
@@ -480,13 +592,22 @@ def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
 def any_packed_step(run: PackedRun, workspace: Workspace) -> Step:
     """Sequences one by one, without their memory."""
     lease = partial(lease_rooms, scratch=Scratch(run.rooms), workspace=workspace)
-    return Step(lease(run.run), infer=lease(run.infer) if run.saves else None, writes=True)
+
+    def fix(operands: Sequence[torch.Tensor | None]) -> Fixed | None:
+        reading = run.fix(operands)
+        if reading is None:
+            return None
+        return lease(partial(run.run, reading=reading)), lease(partial(run.infer, reading=reading))
+
+    infer = lease(run.infer) if run.saves else None
+    return Step(lease(run.run), infer=infer, writes=True, fix=fix)
 
 
 def packed_step(run: PackedRun, workspace: Workspace) -> Step:
     if not is_separable(run.op):
         return padded_step(run.op, run.specs, run.layouts, run.lower, workspace)
     most = max(probe.workspace for probe in run.probes) + Scratch(run.rooms).bytes
-    temporary = max(probe.temporary for probe in run.probes) + run.held
+    alone = max(probe.temporary for probe in run.probes) + run.held
+    temporary = max(alone, run.held_by_pages)
     step = any_packed_step(run, workspace)
     return evolve(step, workspace=most, temporary=temporary, note=run.summary)

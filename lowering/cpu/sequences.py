@@ -51,14 +51,14 @@ class Sizes:
 @frozen
 class Span:
     """The place of one sequence: its batch entry, first row and first key, 0 in padded tensors.
-    pages: of its keys. hidden: how many keys in pages, from the first on, no query sees."""
+    pages: of its keys. seen: the keys in pages that count; None: all."""
 
     entry: int
     row: int
     key: int
     sizes: Sizes
     pages: torch.Tensor | None = None
-    hidden: int = 0
+    seen: range | None = None
 
     def of_keys(self, keys: range, page: int) -> Span:
         """The place of some keys: whole pages of `page` keys, but for the last of all."""
@@ -66,8 +66,34 @@ class Span:
         if pages is not None:
             pages = pages[keys.start // page : -(-keys.stop // page)]
         sizes = evolve(self.sizes, keys=len(keys))
-        hidden = max(0, min(self.hidden - keys.start, len(keys)))
-        return evolve(self, key=self.key + keys.start, sizes=sizes, pages=pages, hidden=hidden)
+        seen = self.seen
+        if seen is not None:
+            seen = range(max(0, seen.start - keys.start), max(0, seen.stop - keys.start))
+        return evolve(self, key=self.key + keys.start, sizes=sizes, pages=pages, seen=seen)
+
+
+@final
+@frozen(eq=False)
+class Places:
+    """The sequences of a call, as read on the host.
+
+    rows, keys: of each the first one, and the length as the mask has it. In pages, seen: the keys
+    of each that count, and table: their pages.
+    """
+
+    rows: Sequence[tuple[int, int]]
+    keys: Sequence[tuple[int, int]]
+    seen: Sequence[range] | None = None
+    table: torch.Tensor | None = None
+
+    @cached_property
+    def least(self) -> tuple[int, int]:
+        """How many rows q must have, and how many k, or how many pages there must be."""
+        rows, keys = (max((a + n for a, n in x), default=0) for x in (self.rows, self.keys))
+        pages = self.table
+        if pages is None:
+            return rows, keys
+        return rows, int(pages.max()) + 1 if pages.numel() else 0
 
 
 @final
@@ -179,19 +205,30 @@ def gather_pages(
 ) -> torch.Tensor:
     """The first `count` rows of some pages of a pool [n,P,G,D], as keys [1,G,count,D].
 
-    They lie as [n,P,G,D], or, if the pool is dense as [n,G,P,D], in this order. room: for all rows
-    of the pages, flat; None: new memory.
+    They lie in the memory order of the pool. room: for all rows of the pages, flat; None: new
+    memory.
     """
     n, P, G, D = pool.shape
     k, by_head = len(pages), pool.transpose(1, 2)
     out = None if room is None else room[: k * P * G * D]
-    if pool.is_contiguous() or not by_head.is_contiguous():
+    if not lies_by_head(pool):
         rows = select_rows(pool, pages, out if out is None else out.view(k, P, G, D))
         return rows.view(1, k * P, G, D).transpose(1, 2)[:, :, :count]
-    heads = torch.arange(G, device=pages.device)[:, None]
-    places, out = (pages * G + heads).flatten(), out if out is None else out.view(G * k, P * D)
-    rows = select_rows(by_head.view(n * G, P * D), places, out)
+    each = pool.stride(0) // pool.stride(2)  # heads from page to page, of others between them too
+    heads = by_head.as_strided(((n - 1) * each + G, P, D), by_head.stride()[1:])
+    places = (pages * each + torch.arange(G, device=pages.device)[:, None]).flatten()
+    rows = select_rows(heads, places, out if out is None else out.view(G * k, P, D))
     return rows.view(1, G, k * P, D)[:, :, :count]
+
+
+def lies_by_head(pool: torch.Tensor) -> bool:
+    """True if a pool [n,P,G,D] lies [n,G,P,D]: the rows of a head beside each other, and every page
+    at whole heads from the one before."""
+    n, P, G, _ = pool.shape
+    page, row, head, _ = pool.stride()
+    if G == 1 or P == 1 or n == 0:
+        return False
+    return row < head <= page and page % head == 0
 
 
 def select_rows(x: torch.Tensor, places: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

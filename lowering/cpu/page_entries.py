@@ -1,0 +1,441 @@
+"""Few rows of sequences against keys in pages: each page is an entry of one batch.
+
+PyTorch's fused kernel runs once for the pages of many sequences, with an addend that hides all but
+a sequence's own keys. Its results are joined by lse. No length is in a plan, and pages that fill
+most of a range of the pool are read in place. Under soft caps, and for v of another head size,
+products of gathered pages are in the kernel's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from math import inf, prod
+from typing import final
+
+import torch
+from attrs import Factory, evolve, field, frozen
+
+from attn_graph.ir.attention import SAVED, Attention
+from attn_graph.ir.modifiers import change_
+from attn_graph.ir.packed import Packed, run_one
+from attn_graph.ir.scaling import Dequantise
+from attn_graph.kernels import fused_cpu
+from attn_graph.kernels.products import FAR, softmax_
+from attn_graph.lowering.cpu.absent import copy_alike, is_finite
+from attn_graph.lowering.cpu.fused_slots import fill_addend
+from attn_graph.lowering.cpu.sequences import lies_by_head, select_rows
+from attn_graph.lowering.rates import CpuRates
+from attn_graph.masks import KeyLengths
+from attn_graph.masks.places import Place
+from attn_graph.spec import INF, TensorSpec, accumulator
+
+Tensors = Sequence[torch.Tensor]
+NOWHERE = Place(0, 0, 0, 0, 1, 1, 1)  # soft caps do not ask where a score is
+Rooms = Mapping[int, torch.Tensor]  # for gathered pages, by the number of the operand
+PARTS_BYTES = 2**23  # of the results of pages, before they are joined
+PACKS = 1e-6  # seconds: to begin a head of a page, where the kernel packs bfloat16
+CLEARED = 4  # parts of a room copied at once, where rows that nobody has hold NaN or Inf
+ALONE = 8  # product calls: a sequence by itself, planned anew for each length
+ALIGNED = 4  # elements: rows that begin at multiples of them have equal bits wherever they lie
+
+
+@final
+@frozen(eq=False)
+class PageEntries:
+    """Sequences with equally many rows, and their pages.
+
+    own: the sequences, by number. rows: how many each has. lines: these in a packed q, [B * rows].
+    owner: of each page its sequence, counted among these. pages: of each its number. span: the
+    range of pages read in place, if one is.
+
+    Entries of the kernel are the pages, or those of the span. readers, local: of each entry the
+    sequence that reads it, counted as above, and which of its pages it is. seen: the first row that
+    counts, and the end. addend: of scores. unseen: rows that see no key.
+    """
+
+    own: torch.Tensor
+    rows: int
+    lines: torch.Tensor | None
+    owner: torch.Tensor
+    pages: torch.Tensor
+    span: range | None
+    readers: torch.Tensor
+    local: torch.Tensor
+    seen: tuple[torch.Tensor, torch.Tensor]
+    addend: torch.Tensor | None
+    unseen: torch.Tensor | None
+
+
+@final
+@frozen(eq=False)
+class PageWay:
+    """Runs few rows of sequences on pages. op, specs: of the equation, and of its operands. most:
+    the most rows and keys of a sequence. most_pages: of a sequence of so many rows, where this way
+    is cheaper than a run of its own."""
+
+    op: Packed
+    specs: tuple[TensorSpec, ...]
+    most: Mapping[str, int]
+    rates: CpuRates
+    most_pages: Callable[[int], float] = field(
+        init=False, default=Factory(lambda way: lru_cache(64)(way.count_pages), takes_self=True)
+    )
+
+    @cached_property
+    def node(self) -> Attention:
+        return self.op.attention
+
+    @cached_property
+    def sinks(self) -> int | None:
+        """The number of the sinks."""
+        return self.node.slots.sinks
+
+    @cached_property
+    def heads(self) -> tuple[int, int]:
+        """G, and query heads for each."""
+        G = self.specs[1].shape[2]
+        return G, self.specs[0].shape[1] // G
+
+    @cached_property
+    def page(self) -> int:
+        return self.specs[1].shape[1]
+
+    @cached_property
+    def by_kernel(self) -> bool:
+        """True if the kernel runs, and not products."""
+        return fits_kernel(self.node, self.specs)
+
+    @cached_property
+    def factors(self) -> torch.dtype:
+        """The dtype of the operands of the kernel, or of products."""
+        dtype = self.specs[0].dtype
+        return dtype if dtype == torch.bfloat16 and self.by_kernel else accumulator(dtype)
+
+    @cached_property
+    def in_place(self) -> bool:
+        """True if the kernel may read the pools as they lie."""
+        return self.by_kernel and all(
+            x.dtype == self.factors and x.unit_last and not any(s % ALIGNED for s in x.strides[:3])
+            for x in self.specs[1:3]
+        )
+
+    # Prices
+
+    @cached_property
+    def numbers(self) -> int:
+        """Of k and v in a page."""
+        return sum(prod(x.shape[1:]) for x in self.specs[1:3])
+
+    @cached_property
+    def copy_seconds(self) -> float:
+        """To gather a page."""
+        return self.numbers * self.specs[1].dtype.itemsize / self.rates.copies
+
+    @cached_property
+    def begin_seconds(self) -> float:
+        """To begin a page, apart from its rows."""
+        packs = self.factors == torch.bfloat16 and self.rates.native_half
+        return PACKS * self.heads[0] if packs else 0.0
+
+    @cached_property
+    def read_seconds(self) -> float:
+        """To read a page."""
+        return self.numbers / self.rates.kernel_reads + self.begin_seconds
+
+    def count_pages(self, rows: int) -> float:
+        """`most_pages`. A sequence by itself copies its pages and is planned; pages begin anew, and
+        have results of their own."""
+        rates, lines = self.rates, self.specs[0].shape[1] * rows
+        results = lines * rates.kernel_row + self.part_bytes(rows) / rates.copies
+        more = results + self.begin_seconds - self.copy_seconds
+        return min(self.most_parts(rows), ALONE * rates.product_call / more if more > 0 else inf)
+
+    def most_parts(self, rows: int) -> int:
+        """How many pages are read before their results are joined."""
+        return PARTS_BYTES // self.part_bytes(rows)
+
+    def part_bytes(self, rows: int) -> int:
+        """Bytes of a page's queries and results."""
+        H, D = self.specs[0].shape[1], max(x.shape[-1] for x in self.specs[:3])
+        wide = accumulator(self.factors).itemsize
+        return max(1, rows * H * (D * (self.factors.itemsize + wide) + 4 * wide))
+
+    def held(self, batch: int, rows: Sequence[int], room: int) -> int:
+        """Bytes of queries, results and addends of the most pages at once, and of pages that are
+        converted. rows: of sequences, some numbers of them. room: numbers of gathered pages."""
+        wide, (G, r), node, most = accumulator(self.factors).itemsize, self.heads, self.node, 0
+        longest = -(-self.most["keys"] // max(1, self.page))
+        for m in rows:
+            lines = m * r if node.modifiers or node.mask not in (None, KeyLengths()) else 1
+            places = (G if node.modifiers else 1) * lines * self.page
+            each = self.part_bytes(m) + places * (wide + torch.int64.itemsize)
+            pages = min(batch * min(longest, self.most_pages(m)), self.most_parts(m))
+            scores = 0 if self.by_kernel else 3 * room // self.specs[1].shape[-1] * m * r * wide
+            most = max(most, int(pages) * each + scores)
+        converts = self.specs[1].dtype != self.factors
+        copies = self.in_place / CLEARED + converts + (not self.by_kernel) + 3 * self.op.scaled
+        return most + int(2 * copies * room * wide) if most else 0
+
+    # Once a step
+
+    def entries(
+        self, sequences: Sequence[int], rows: int, starts: Sequence[int], seen: Sequence[range],
+        operands: Tensors, table: torch.Tensor,
+    ) -> PageEntries:  # fmt: skip
+        """sequences: their numbers, of `rows` each. starts, seen: of each its first row, and the
+        keys that count. table: checked."""
+        P, own = self.page, torch.tensor(sequences, device="cpu")
+        bounds = [(keys.start, keys.stop) for keys in seen]
+        first, stop = torch.tensor(bounds, device="cpu").unbind(1)
+        behind = torch.where(stop > first, (stop + P - 1) // P, first // P)
+        used = behind - first // P
+        owner = torch.repeat_interleave(ordinals(len(own)), used)
+        before = (used.cumsum(0) - used - first // P)[owner]
+        local = ordinals(len(owner)) - before
+        pages = table[own[owner], local]
+        lines = None
+        if "rows" in self.op.sides:
+            lines = (torch.tensor(starts, device="cpu")[:, None] + ordinals(rows)).flatten()
+        span, readers = self.span_of(pages), owner
+        if span is not None:
+            reading = torch.zeros_like(ordinals(len(span)))
+            reading[pages - span.start] = ordinals(len(pages))
+            readers, local = owner[reading], local[reading]
+        addend = self.addend(own[readers], local, rows, operands)
+        unseen = None if addend is None else fused_cpu.find_unseen(addend)
+        ends = first[readers], stop[readers]
+        return PageEntries(
+            own, rows, lines, owner, pages, span, readers, local, ends, addend, unseen
+        )
+
+    def span_of(self, pages: torch.Tensor) -> range | None:
+        """The range of these pages, if to read all of it in place takes less time than to gather
+        them. A page named twice is gathered."""
+        if not (self.in_place and len(pages)):
+            return None
+        low, high = (int(x) for x in pages.aminmax())
+        if (high + 1 - low) * self.read_seconds > len(pages) * (
+            self.read_seconds + self.copy_seconds
+        ):
+            return None
+        times = torch.bincount(pages - low)
+        return range(low, high + 1) if int(times.max()) == 1 else None
+
+    def addend(
+        self, entries: torch.Tensor, local: torch.Tensor, rows: int, operands: Tensors
+    ) -> torch.Tensor | None:
+        """What is added to the scores of entries, -inf at keys that a row does not see; None if
+        nothing is. entries: of each its sequence, by number in the batch."""
+        node, (G, r), P = self.node, self.heads, self.page
+        if node.mask is None and not (node.modifiers and self.by_kernel):
+            return None
+        given, line = node.split(operands[: len(node.takes)]), ordinals(r * rows)
+        at = Place(
+            entries.view(-1, 1, 1, 1),
+            (ordinals(G) * r).view(1, -1, 1, 1) + (line // rows).view(1, 1, -1, 1),
+            (line % rows).view(1, 1, -1, 1),
+            (local * P).view(-1, 1, 1, 1) + ordinals(P),
+            G * r,
+            self.most["rows"],
+            self.most["keys"],
+            # beyond int32 if the bounds of a band are added to lengths
+            {name: x.long() if x.ndim == 1 else x for name, x in given.mask.items()},
+        )
+        shape: Sequence[int] = (len(entries), G, len(line), P)
+        if not self.by_kernel:  # soft caps do not add
+            node = evolve(node, modifiers=())
+        if not node.modifiers:
+            assert node.mask is not None
+            keep = torch.as_tensor(node.mask.keep(at))
+            shape = *((1,) * (4 - keep.ndim) + keep.shape)[:3], P
+        room = torch.empty(shape, dtype=accumulator(self.factors), device="cpu")
+        mixed = node.mask is not None
+        return fill_addend(room, node, given.modifiers, node.restores, at, mixed)
+
+    # A call
+
+    def run(
+        self, entries: PageEntries, operands: Tensors, rooms: Rooms, results: Tensors
+    ) -> Sequence[int]:
+        """Write the results of the sequences, o or o and lse. Returns the numbers of those to run
+        by themselves: an lse is too coarse to join pages by it."""
+        o, lse = self.join(entries, operands, *self.attend(entries, operands, rooms))
+        if not (self.op.finite or is_finite(o)):  # perhaps by rows that nobody has
+            o, lse = self.join(entries, operands, *self.attend(entries, operands, rooms, True))
+        self.write(entries, results, o, lse)
+        far = (lse.masked_fill(lse == -INF, 0.0).abs_() > FAR).flatten(1).any(1)
+        return [b for b, is_far in zip(entries.own.tolist(), far.tolist(), strict=True) if is_far]
+
+    def attend(
+        self, entries: PageEntries, operands: Tensors, rooms: Rooms, clear: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o [n,G,R,E] and lse [n,G,R] of each page, in the order of `pages`. clear: True reads 0 in
+        rows that nobody has as keys."""
+        scale, made = self.node.scale, list[tuple[torch.Tensor, torch.Tensor]]()
+        q = self.queries(entries, operands[0])
+        for part, k, v in self.keys(entries, operands, rooms, clear):
+            addend, unseen = entries.addend, entries.unseen
+            if addend is not None and unseen is not None and addend.shape[0] > 1:
+                addend, unseen = addend[part], unseen[part]
+            if self.by_kernel:
+                made.append(fused_cpu.attend(q[part], k, v, scale, False, addend, unseen))
+            else:
+                made.append(attend_by_products(self.node, q[part], k, v, addend))
+        if not made:
+            return q.new_zeros(0, *q.shape[1:3], self.specs[2].shape[3]), q.new_zeros(q.shape[:3])
+        del q  # else it would need room beside copies of the results
+        x, lse = made[0] if len(made) == 1 else map(torch.cat, zip(*made, strict=True))
+        if entries.span is None:
+            return x, lse
+        places = entries.pages - entries.span.start
+        return x.index_select(0, places), lse.index_select(0, places)
+
+    def queries(self, entries: PageEntries, q: torch.Tensor) -> torch.Tensor:
+        """The rows of each entry, [n,G,R,D]: of each query head of a group in turn."""
+        G, r = self.heads
+        if entries.lines is None:
+            own = q[:, :, : entries.rows].index_select(0, entries.own[entries.readers])
+        elif entries.rows == 1:
+            own = q.index_select(0, entries.lines[entries.readers])
+        else:
+            lines = entries.lines.view(-1, entries.rows)[entries.readers]
+            own = q[lines].transpose(1, 2)
+        return own.reshape(own.shape[0], G, r * entries.rows, q.shape[-1]).to(self.factors)
+
+    def keys(
+        self, entries: PageEntries, operands: Tensors, rooms: Rooms, clear: bool
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Runs of entries, with their k and v [n,G,P,D]; gathered ones fit in the rooms."""
+        total, span = entries.readers.shape[0], entries.span
+        step = max(1, rooms[1].numel() // max(1, prod(self.specs[1].shape[1:])))
+        if span is not None:
+            step = max(1, step // CLEARED) if clear else total
+        scales = self.op.scales(operands) if self.op.scaled else {}
+        for start in range(0, total, max(1, step)):
+            part, pair = slice(start, start + step), list[torch.Tensor]()
+            for n in (1, 2):
+                if span is not None:
+                    x = operands[n][span.start : span.stop][part].transpose(1, 2)
+                    x = copy_alike(x) if clear else x
+                else:
+                    x = take_pages(operands[n], entries.pages[part], rooms[n])
+                if n in scales:
+                    scale = take_pages(scales[n], entries.pages[part])
+                    x = run_one(Dequantise(), x, scale, operands[0])
+                x = x.to(self.factors)
+                pair.append(self.cleared(x, entries, part) if clear else x)
+            yield part, pair[0], pair[1]
+
+    def cleared(self, x: torch.Tensor, entries: PageEntries, part: slice) -> torch.Tensor:
+        """x [n,G,P,D] with 0 in rows that are not keys of the sequence that reads them."""
+        P = self.page
+        j = entries.local[part, None] * P + ordinals(P)
+        first, stop = (edge[part, None] for edge in entries.seen)
+        return x.masked_fill_(((j < first) | (j >= stop))[:, None, :, None], 0.0)
+
+    def join(
+        self, entries: PageEntries, operands: Tensors, x: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o [B,G,R,E] and lse [B,G,R] of the sequences, from those of pages. Pages are added in the
+        order of their keys."""
+        G, r = self.heads
+        owner, shape = entries.owner, (entries.own.shape[0], G, r * entries.rows)
+        places = owner.view(-1, 1, 1).expand_as(lse)
+        top = lse.new_full(shape, -INF).scatter_reduce_(0, places, lse, "amax")
+        sinks = operands[self.sinks] if self.sinks else None
+        if sinks is not None:
+            sinks = sinks.to(lse.dtype).repeat_interleave(entries.rows).view(shape[1:])
+            top = top.maximum(sinks)
+        top.masked_fill_(top == -INF, 0.0)
+        w = (lse - top.index_select(0, owner)).exp_()
+        total = torch.zeros_like(top).index_add_(0, owner, w)
+        if sinks is not None:
+            total += (sinks - top).exp_()
+        o = lse.new_zeros((*shape, x.shape[3])).index_add_(0, owner, x * w[..., None])
+        return o.div_(total.masked_fill(total == 0.0, 1.0)[..., None]), top.add_(total.log())
+
+    def write(
+        self, entries: PageEntries, results: Tensors, o: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """results: o, or o and lse, of the batch."""
+        rows, (G, r) = entries.rows, self.heads
+        for x, y in zip(results, (o, lse), strict=False):
+            own = y.reshape(y.shape[0], G * r, rows, *y.shape[3:]).to(x.dtype)
+            if entries.lines is None:
+                x.narrow(2, 0, rows).index_copy_(0, entries.own, own)
+            elif x.ndim == 3:
+                x.index_copy_(0, entries.lines, own.transpose(1, 2).flatten(0, 1))
+            else:
+                x.index_copy_(1, entries.lines, own.transpose(0, 1).flatten(1))
+
+
+def ordinals(n: int) -> torch.Tensor:
+    """0 to n - 1, whatever the default device is."""
+    return torch.arange(n, device="cpu")
+
+
+def cut_runs(items: Sequence[int], sizes: Sequence[int], most: float) -> list[list[int]]:
+    """Runs of items with no more than `most` by their sizes in all, each item having no more."""
+    runs, room = list[list[int]](), -1.0
+    for item, size in zip(items, sizes, strict=True):
+        if size > room:
+            runs.append([])
+            room = most
+        room -= size
+        runs[-1].append(item)
+    return runs
+
+
+def attend_by_products(
+    node: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addend: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [n,G,R,D], k [n,G,P,D], v [n,G,P,E] -> o [n,G,R,E], lse [n,G,R], under soft caps.
+
+    Of dense operands, so that a page has equal bits beside any others.
+    """
+    k, v = k.contiguous(), v.contiguous()
+    s = (q @ k.transpose(2, 3)).mul_(node.scale)
+    for modifier in node.modifiers:
+        change_(modifier, s, NOWHERE)
+    if addend is not None:
+        s.add_(addend)
+    lse, total = (s.new_empty(*s.shape[:3], 1) for _ in range(2))
+    softmax_(s, lse, total)
+    return (s @ v).div_(total), lse.squeeze(3)
+
+
+def take_pages(
+    pool: torch.Tensor, pages: torch.Tensor, room: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Pages of a pool [n,P,G,D] as [k,G,P,D], in the memory order of the pool. room: for them, as
+    one axis; None: new memory."""
+    by_head = lies_by_head(pool)
+    x = pool.transpose(1, 2) if by_head else pool
+    shape = (pages.shape[0], *x.shape[1:])
+    out = None if room is None else room[: prod(shape)].view(shape)
+    taken = select_rows(x, pages, out)
+    return taken if by_head else taken.transpose(1, 2)
+
+
+def refuse_entries(op: Packed, specs: Sequence[TensorSpec]) -> str | None:
+    """The reason against `PageWay`, if there is one. specs: of the operands."""
+    node, (_, k, v) = op.attention, specs[:3]
+    if not op.paged or op.op is not node:
+        return "it is of an attention over pages"
+    if node.dropout or node.names != SAVED:
+        return "it gives o and lse without dropout"
+    if not fits_kernel(node, specs) and not (node.is_capped and aligns(k) and aligns(v)):
+        return "the kernel adds to scores, and products are under soft caps"
+    return None if 0 not in (*k.shape[1:], *v.shape[1:]) else "pages have no numbers"
+
+
+def fits_kernel(node: Attention, specs: Sequence[TensorSpec]) -> bool:
+    """True if the kernel computes an attention: it adds to scores, and has one head size."""
+    _, k, v = specs[:3]
+    return all(m.additive for m in node.modifiers) and k.shape[-1] == v.shape[-1] and aligns(k)
+
+
+def aligns(x: TensorSpec) -> bool:
+    """True if rows have equal bits wherever they lie."""
+    return x.shape[-1] % ALIGNED == 0
