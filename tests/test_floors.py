@@ -21,7 +21,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     (
         "attn_graph.plan",
         *(f"attn_graph.plan.{x}" for x in ("building", "cache", "explained", "memory")),
-        *(f"attn_graph.plan.{x}" for x in ("outputs", "pull")),
+        *(f"attn_graph.plan.{x}" for x in ("outputs", "prepared", "pull")),
         "attn_graph.plan.verified",
     ),
     ("attn_graph.planner.*",),

@@ -66,7 +66,7 @@ def test_signatures_show_the_options_of_compile_and_their_defaults(
 def test_a_plan_shows_the_names_that_users_need() -> None:
     x = ag.TensorSpec((1, 2, 6, 8), torch.float32)
     plan = ag.compile(ag.attention(x, x, x), target=CPU)
-    shown = {"at", "check", "cost", "explain", "memory", "text", "verify", "vjp", "jvp"}
+    shown = {"at", "check", "cost", "explain", "memory", "prepare", "text", "verify", "vjp", "jvp"}
     shown |= {"graph", "target", "backend", "cause", "refusals", "executable"}
     assert {*dir(plan)} == shown
     assert all(hasattr(plan, name) for name in shown)

@@ -59,7 +59,7 @@ Pattern = tuple[object, ...]  # of a backward: inputs with a gradient, outputs w
 NAME, requires_grad = attrgetter("name"), attrgetter("requires_grad")
 FOR_USERS = (
     *("graph", "target", "backend", "cause", "refusals", "executable"),
-    *("explain", "memory", "cost", "verify", "check", "at", "text", "vjp", "jvp"),
+    *("explain", "memory", "cost", "verify", "check", "prepare", "at", "text", "vjp", "jvp"),
 )
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 
@@ -86,7 +86,8 @@ class Memo:
     the likeness of the last backward's tensors, its pattern and plan. pushes: the plans of forward
     mode. content: the plan as text, made at first use. With named sizes: `sizes` of the last call,
     and `unsized`, the check of everything else in its tensors, and True if one requires grad.
-    rooms: sizes and looks of the caller's tensors for results, checked last.
+    rooms: sizes and looks of the caller's tensors for results, checked last. fits: the checks of
+    inputs given in advance, by their names.
     """
 
     looks: list[Look | None] = field(factory=list)
@@ -97,6 +98,7 @@ class Memo:
     content: str = ""
     sizes: tuple[int, ...] = ()
     rooms: list[object] = field(factory=list)
+    fits: dict[tuple[str, ...], Fit] = field(factory=dict)
     unsized: tuple[Check, bool] = (never, False)
     recorded: Plan | None = None
 
@@ -401,6 +403,19 @@ class Plan:
         It reads the values saved by the forward: see `recorded`."""
         plan = self.recorded
         return plan.backward(None, cotangent_specs(plan.graph, main_outputs(plan.graph)))
+
+    def prepare(self, **inputs: torch.Tensor) -> Callable[..., torch.Tensor | Tensors]:
+        """The plan with some inputs given in advance; it is called with the others, as the plan is.
+
+        For the layers of a model, which share starts, lengths and tables of pages in each step. If
+        all inputs but q, k, v, sinks and scales are given, a CPU reads and checks them here, once.
+        They must not change until the last call: a call raises PlanMismatchError if PyTorch wrote
+        to one of them, but sees no writes by other libraries. Raises PlanMismatchError for wrong
+        inputs.
+        """
+        from attn_graph.plan.prepared import prepare_inputs
+
+        return prepare_inputs(self, inputs)
 
     def at(self, **sizes: int) -> Plan:
         """The plan for sizes as numbers, by their names; each size not given is its largest.

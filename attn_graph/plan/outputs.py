@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from attn_graph.errors import GraphError, PlanMismatchError, show
 from attn_graph.ir.layouts import output_specs
 from attn_graph.ir.vjp import output_names
+from attn_graph.lowering.backend import Write
 from attn_graph.machine.ambient import has_tangent, require_untraced
 from attn_graph.machine.likeness import NESTED, look_at
 from attn_graph.machine.overlap import may_overlap, overlaps_itself
@@ -31,9 +32,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def write_outputs(
-    plan: Plan, tensors: Tensors, named: Mapping[str, torch.Tensor], out: Out
-) -> torch.Tensor | Tensors:
-    """Run a plan, leave its results in `out`, and return these.
+    plan: Plan, tensors: Tensors, named: Mapping[str, torch.Tensor], out: Out,
+    write: Write | None = None,
+) -> torch.Tensor | Tensors:  # fmt: skip
+    """Run a plan, leave its results in `out`, and return these. write: of its executable, where
+    some inputs are known; None without.
 
     Raises GraphError for recorded, traced and transformed calls, PlanMismatchError for tensors
     other than the results, or in memory of others.
@@ -51,15 +54,15 @@ def write_outputs(
     require_apart(plan, rooms, tensors)
     if profiler._is_profiler_enabled:
         with plan.named_in_profiles("forward"):
-            fill_rooms(plan, rooms, tensors)
+            fill_rooms(plan, rooms, tensors, write)
     else:
-        fill_rooms(plan, rooms, tensors)
+        fill_rooms(plan, rooms, tensors, write)
     return rooms[0] if plan.single else rooms
 
 
-def fill_rooms(plan: Plan, rooms: Tensors, tensors: Tensors) -> None:
+def fill_rooms(plan: Plan, rooms: Tensors, tensors: Tensors, write: Write | None) -> None:
     with torch.no_grad():
-        made = plan.executable.place(rooms, tensors)
+        made = write(rooms, *tensors) if write else plan.executable.place(rooms, tensors)
         for room, x in zip(rooms, made, strict=True):
             if room.data_ptr() != x.data_ptr():
                 room.copy_(x)

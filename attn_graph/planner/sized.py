@@ -7,7 +7,7 @@ it, and some are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import final
 
@@ -17,7 +17,7 @@ from attrs import Factory, evolve, field, frozen
 from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import bind_graph, largest, many_sizes, require_readable
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import Backend, Executable, Tensors, places_to_lay
+from attn_graph.lowering.backend import Backend, Executable, Tensors, Write, places_to_lay
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.fitting import Fit, Shape
@@ -79,7 +79,8 @@ class Sized:
         most = self.most.executable
         notes = (*most.notes, self.note)
         write = most.write and self.write
-        return evolve(most, run=self.run, infer=self.infer, write=write, notes=notes)
+        fix = self.fix if write and self.whole and self.whole.fix else None
+        return evolve(most, run=self.run, infer=self.infer, write=write, fix=fix, notes=notes)
 
     @property
     def note(self) -> str:
@@ -100,6 +101,17 @@ class Sized:
         sizes, whole = self.fit.read(tensors), self.whole
         executable = whole if whole and 0 not in sizes else self.at(sizes).executable
         return executable.place(rooms, tensors)
+
+    def fix(self, given: Mapping[int, torch.Tensor]) -> Write:
+        """`write` for calls with inputs given in advance, by number."""
+        assert self.whole is not None
+        assert self.whole.fix is not None
+        known, read = self.whole.fix(given), self.fit.read
+
+        def write(rooms: Tensors, *tensors: torch.Tensor) -> Tensors:
+            return (self.write if 0 in read(tensors) else known)(rooms, *tensors)
+
+        return write
 
     def plan_size(self, sizes: Shape) -> Bound:
         """Plan some sizes: in the backend of the largest, or in another if it refuses."""

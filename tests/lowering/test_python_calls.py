@@ -23,6 +23,8 @@ FIXED = 40  # calls, for a graph of no more parts than TILES
 DECODING = {"plain": 21, "capped": 50, "sinks": 49}  # calls, for one key more than before
 MASKED, BIASED = 40, 30  # calls, with a mask tensor
 TRAINED, BIASED_TRAINED, PROMPT = 120, 300, 60
+PREPARED = {8: 120, 64: 120}  # calls, for a layer of a step, with one row of so many sequences
+UNPREPARED = 300  # and where the call itself reads lengths and tables
 TILES = 2
 PER_PART = 12  # a mask of two leaves and a join, or a modifier, asked at each call
 WINDOW = ag.Causal() & ag.Window(255)
@@ -208,3 +210,38 @@ def test_a_prompt_padded_on_the_left_is_one_tile() -> None:
     with torch.no_grad():
         prompt()
         assert count_calls(prompt) <= PROMPT
+
+
+def paged_step(B: int, length: int) -> dict[str, torch.Tensor]:
+    """One row of each of B sequences over pages of 32 rows, packed."""
+    random = torch.Generator().manual_seed(B)
+    k, v = torch.randn(2, B * 8, 32, 2, 32, generator=random)
+    lengths = torch.arange(B, dtype=torch.int32) % 90 + length
+    table = torch.randperm(B * 8, generator=random).view(B, 8).int()
+    starts = torch.arange(B + 1, dtype=torch.int32)
+    q = torch.randn(B, 4, 32, generator=random)
+    return {"q": q, "k": k, "v": v, "kv_lengths": lengths, "q_starts": starts, "pages": table}
+
+
+@pytest.mark.parametrize("B", PREPARED)
+def test_rows_over_pages_take_few_calls_whatever_the_lengths_are(B: int) -> None:
+    """Every sequence is a token longer in each step, and all layers of a step share its lengths."""
+    spec, size, pages = ag.TensorSpec, ag.Dim("B", 128), ag.Dim("C", 64)
+    pool = spec((ag.Dim("n", 4096), 32, 2, 32), torch.float32)
+    graph = ag.attention(
+        spec((ag.Dim("T", 128), 4, 32), torch.float32), pool, pool,
+        mask=ag.Causal("bottom_right"), q_starts=spec((size + 1,), torch.int32),
+        kv_lengths=spec((size,), torch.int32), pages=spec((size, pages), torch.int32),
+        max_lengths=(1, None),
+    )  # fmt: skip
+    plan = ag.compile(graph, target=Target.here("cpu"))
+    for length in range(40, 44):
+        x = paged_step(B, length)
+        layer, o = [x.pop(n) for n in "qkv"], torch.empty(B, 4, 32)
+        prepared = plan.prepare(**x)
+        prepared(*layer, out=o)
+        once = count_calls(lambda layer=layer, o=o, f=prepared: f(*layer, out=o))  # type: ignore[misc]
+        each = count_calls(lambda layer=layer, x=x: plan(*layer, **x))  # type: ignore[misc]
+        if length > 40:  # the first call makes what all later ones share
+            assert once <= PREPARED[B]
+            assert each <= UNPREPARED
