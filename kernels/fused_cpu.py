@@ -9,12 +9,34 @@ from __future__ import annotations
 
 import torch
 
-from attn_graph.spec import INF
+from attn_graph.spec import INF, accumulator
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]  # the binding: faster than torch.ops
 flash_backward = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default._op
 )  # the function behind its call
+
+# The kernel's block: most keys, and most rows by the least number of queries
+KEYS, ROWS = 512, ((768, 256), (192, 64), (0, 32))
+PACKED = 32  # oneDNN rounds up to its multiples the sizes of operands that it packs
+
+
+def block_bytes(M: int, N: int, D: int, dtype: torch.dtype, *, backward: bool = False) -> int:
+    """Bytes of the block that each thread works in, at most, for M queries and N keys.
+
+    As aten/src/ATen/native/cpu/FlashAttentionKernel.cpp allocates it: scores in wider precision,
+    and for each row its maximum, its sum and o; in a backward scores, their gradients, and delta of
+    each row. Half precision has the weights once more, rounded, and in a backward their gradients
+    and the operands of one product, which oneDNN packs.
+    """
+    rows = min(M, next(most for least, most in ROWS if least <= M))
+    keys, wide, half = min(N, KEYS), accumulator(dtype).itemsize, dtype.itemsize == 2
+    scores = rows * keys
+    if not backward:
+        return (scores + rows * (2 + D)) * wide + half * scores * dtype.itemsize
+    m, n, d = (-(-size // PACKED) * PACKED for size in (rows, keys, D))
+    packed = m * n * dtype.itemsize + (m + n) * d * wide
+    return (2 * scores + rows) * wide + half * (2 * scores * dtype.itemsize + packed)
 
 
 def attend(

@@ -56,11 +56,13 @@ class Foreseen:
     temporary: int = 0
     notes: tuple[str, ...] = ()
     copies_out: bool = False
+    block: int = 0
 
     def or_more(self, other: Foreseen) -> Foreseen:
         """The larger of each of two known needs."""
         workspace = max(self.workspace or 0, other.workspace or 0)
-        return evolve(self, workspace=workspace, temporary=max(self.temporary, other.temporary))
+        temporary, block = max(self.temporary, other.temporary), max(self.block, other.block)
+        return evolve(self, workspace=workspace, temporary=temporary, block=block)
 
 
 @final
@@ -81,7 +83,8 @@ class Executable:
     copies_out: True if they can in none. prepare: builds in advance for the first calls.
 
     workspace: bytes leased while either runs. temporary: bytes that kernels allocate, estimated
-    from above. notes: lines for `explain`. These are called only on request: `launches` gives more
+    from above. block: bytes beside them that each thread of PyTorch's fused CPU kernel works in.
+    notes: lines for `explain`. These are called only on request: `launches` gives more
     lines, by simulation; `inspect` still more, and `text` the generated code, by compiling.
     """
 
@@ -91,6 +94,7 @@ class Executable:
     notes: tuple[str, ...] = ()
     inspect: Callable[[], tuple[str, ...]] = tuple
     text: Callable[[], str] = str
+    block: int = field(default=0, kw_only=True)
     infer: Run = field(
         default=Factory(lambda executable: executable.run, takes_self=True), kw_only=True
     )
@@ -111,7 +115,7 @@ class Executable:
     @property
     def foreseen(self) -> Foreseen:
         """The needs of the lowered graph. They are exact."""
-        return Foreseen(self.workspace, self.temporary, self.notes, self.copies_out)
+        return Foreseen(self.workspace, self.temporary, self.notes, self.copies_out, self.block)
 
 
 def out_notes(graph: Graph, needs: Foreseen | Executable) -> Iterator[str]:
@@ -138,9 +142,11 @@ class LaidOut:
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         outputs, saved = self.executable.run(*tensors)
-        made = self.lay([*outputs])
-        known = {id(x): y for x, y in zip(outputs, made, strict=True)}
-        return made, [known.get(id(x), x) for x in saved]
+        places = [next((n for n, y in enumerate(outputs) if y is x), None) for x in saved]
+        made = [*outputs]
+        del outputs  # else an output would stay beside its copy
+        self.lay(made)
+        return made, [x if n is None else made[n] for x, n in zip(saved, places, strict=True)]
 
     def infer(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         if not (self.places and self.executable.writes_anywhere):

@@ -39,7 +39,7 @@ class Step:
     """One equation, ready to run, and its memory in bytes. infer: as `call`, for the first result
     alone. writes: True if both can write into the caller's tensors. fix: reads operands that are
     known before the others, None for each of these, and gives the work of calls that have them;
-    None if it reads nothing."""
+    None if it reads nothing. block: as `Executable` has it."""
 
     call: Work
     workspace: int = 0
@@ -49,6 +49,7 @@ class Step:
     in_c_order: bool = False
     writes: bool = False
     fix: Fix | None = None
+    block: int = 0
 
 
 @final

@@ -25,10 +25,11 @@ class Memory:
     runs, to the byte. temporary: bytes allocated and freed by PyTorch during a call, an upper bound
     before data are known: it counts the copies for NaN past a length, the most keys that data may
     pick, and every buffer that a step may use. A call uses some of these, and may stay far below
-    it. It leaves out three things. The block of scores in each thread of PyTorch's fused CPU
-    kernel: up to 0.8 MiB, of 256 queries and 512 keys, and twice as much in a backward. A call's
-    own small numbers, for example a row of positions. And allocations of a plan's first call to
-    prepare the next.
+    it. block: bytes that each of `threads`, PyTorch's threads when `memory()` is called, works in
+    beside these, where PyTorch's fused CPU kernel runs. Three things are left out. A call's own
+    small numbers, for example a row of positions. Allocations of a plan's first call to prepare
+    the next. And k and v once more in a forward in half precision on CPUs with AMX, where that
+    kernel packs them.
     `*_backward` is 0 for a graph without gradients. peak: the most of all this at one time.
     untold: passes, "forward" and "backward", with a workspace known only once their plan is built;
     until then it counts 0.
@@ -42,13 +43,30 @@ class Memory:
     temporary_backward: int
     gradients: int
     untold: tuple[str, ...] = ()
+    block_forward: int = 0
+    block_backward: int = 0
+    threads: int = 1
 
     @property
     def peak(self) -> int:
         """The most bytes in use at one time, on top of the inputs."""
+        return self.peak_of(self.threads)
+
+    def peak_of(self, threads: int) -> int:
+        """`peak` on so many threads; on 0 it leaves out their blocks."""
         forward = max(self.outputs, self.saved) + self.workspace_forward + self.temporary_forward
+        forward += threads * self.block_forward
+        if not self.gradients:
+            return forward
         backward = self.saved + self.gradients + self.workspace_backward + self.temporary_backward
-        return max(forward, backward if self.gradients else 0)
+        return max(forward, backward + threads * self.block_backward)
+
+    @property
+    def peak_text(self) -> str:
+        """The peak in words, equal for any number of threads."""
+        block = max(self.block_forward, self.block_backward)
+        each = f" and {format_bytes(block)} for each thread" if block else ""
+        return f"{'at least ' if self.untold else ''}{format_bytes(self.peak_of(0))}{each}"
 
     def __repr__(self) -> str:
         """The text."""
@@ -60,16 +78,16 @@ class Memory:
         if self.gradients:
             saved = f"saved for backward {format_bytes(self.saved)}, "
             workspace += f" and {self.workspace_text('backward', self.workspace_backward)}"
-        peak = f"{'at least ' if self.untold else ''}{format_bytes(self.peak)}"
-        return f"outputs {format_bytes(self.outputs)}, {saved}workspace {workspace}, peak {peak}"
+        outputs = format_bytes(self.outputs)
+        return f"outputs {outputs}, {saved}workspace {workspace}, peak {self.peak_text}"
 
     def _repr_html_(self) -> str:
         """For notebooks: a bar for each kind of memory, as part of the peak, and their sum."""
         from attn_graph.printing import html
 
         rows = [(name, html.Number(text), html.bar(share)) for name, text, share in self.shares()]
-        peak = f"{'at least ' if self.untold else ''}{format_bytes(self.peak)}"
-        return html.page(html.table([*rows, ("peak", html.Number(peak), "at one time")]))
+        peak = html.Number(self.peak_text)
+        return html.page(html.table([*rows, ("peak", peak, "at one time")]))
 
     def shares(self) -> Iterator[tuple[str, str, float]]:
         """Each kind of memory in words, with its bytes in words and as a share of the peak."""
@@ -83,7 +101,7 @@ class Memory:
         later = {f"workspace {name}" for name in self.untold}
         for name, count in counts.items():
             text = "told by the built plan" if name in later else format_bytes(count)
-            yield name, text, count / max(1, self.peak)
+            yield name, text, count / max(1, self.peak_of(0))
 
     def workspace_text(self, pass_: str, count: int) -> str:
         """A pass with the bytes of its workspace, or a note if only the built plan knows them."""

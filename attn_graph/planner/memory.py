@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.vjp import residuals
@@ -21,6 +23,9 @@ def sum_memory(
         workspace_backward=(behind.workspace or 0) if behind else 0,
         temporary_forward=ahead.temporary,
         temporary_backward=behind.temporary if behind else 0,
+        block_forward=ahead.block,
+        block_backward=behind.block if behind else 0,
+        threads=torch.get_num_threads(),
         gradients=sum(value_bytes(gradient, i) for i in gradient.outputs)
         if gradient and behind
         else 0,

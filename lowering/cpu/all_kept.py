@@ -56,6 +56,7 @@ def join_open(request: Request, usual: Executable, lower_open: Lower) -> Executa
         write=write_either(usual, other, read, looks),
         workspace=max(usual.workspace, other.workspace),
         temporary=max(usual.temporary, other.temporary),
+        block=max(usual.block, other.block),
         notes=(*usual.notes, f"where booleans keep all places, {'; '.join(other.notes)}"),
     )
 

@@ -11,6 +11,7 @@ from typing import Literal, final
 import torch
 from attrs import evolve, frozen
 
+from attn_graph.kernels.fused_cpu import block_bytes
 from attn_graph.kernels.merging import MERGED
 from attn_graph.lowering.cpu.asking import (
     Extent,
@@ -271,6 +272,16 @@ class FusedTiles:
         pairs = [(t, x) for t in self.reached for x in t.parts]
         shares = max((self.count_shares(*x, first=not n) for n, x in enumerate(pairs)), default=0)
         return copied + lse + max(self.asked, shares)
+
+    @property
+    def block(self) -> int:
+        """Bytes of the block in which each thread of the kernel works on a tile."""
+        p = self.problem
+        sizes = {(len(tile.rows), len(part)) for tile in self.reached for part in tile.parts}
+        if self.static is None:  # as large as data may pick
+            sizes = {(p.M, p.N)}
+        made = partial(block_bytes, D=self.width, dtype=self.computes, backward=p.grad is not None)
+        return max((made(*size) for size in sizes), default=0)
 
     @property
     def sum_bytes(self) -> int:

@@ -297,6 +297,7 @@ def run_steps(request: Request, steps: Sequence[Step]) -> Executable:
         max((step.temporary for step in steps), default=0) + plan.bytes_between,
         tuple(step.note for step in steps if step.note),
         infer=infer,
+        block=max((step.block for step in steps), default=0),
         in_c_order=all(step.in_c_order for step in steps),
         write=write,
         fix=fix,
@@ -335,8 +336,9 @@ def step_of(request: Request, eqn: Eqn, tiles: AttentionTiles | None) -> Step:
     relaid = relaid_note(tiles.problem, kept_order(tiles))
     note = "; ".join([tiles.summary(), *([ends.note] if ends else []), *relaid])
     by_products = isinstance(tiles, RowTiles | ProductTiles)
+    block = tiles.block if isinstance(tiles, FusedTiles) else 0
     writes = writes_into(tiles)
-    return Step(call, tiles.scratch.bytes, temporary, note, infer, by_products, writes)
+    return Step(call, tiles.scratch.bytes, temporary, note, infer, by_products, writes, block)
 
 
 def writes_into(tiles: AttentionTiles) -> bool:

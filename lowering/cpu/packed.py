@@ -609,5 +609,8 @@ def packed_step(run: PackedRun, workspace: Workspace) -> Step:
     most = max(probe.workspace for probe in run.probes) + Scratch(run.rooms).bytes
     alone = max(probe.temporary for probe in run.probes) + run.held
     temporary = max(alone, run.held_by_pages)
+    block = max(probe.block for probe in run.probes)
+    if run.by_pages is not None:
+        block = max(block, run.by_pages.block)
     step = any_packed_step(run, workspace)
-    return evolve(step, workspace=most, temporary=temporary, note=run.summary)
+    return evolve(step, workspace=most, temporary=temporary, note=run.summary, block=block)

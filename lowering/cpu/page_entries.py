@@ -177,6 +177,14 @@ class PageWay:
         copies = self.in_place / CLEARED + converts + (not self.by_kernel) + 3 * self.op.scaled
         return most + int(2 * copies * room * wide) if most else 0
 
+    @property
+    def block(self) -> int:
+        """Bytes that each thread of PyTorch's kernel works in."""
+        if not self.by_kernel:
+            return 0
+        lines = self.heads[1] * self.most["rows"]
+        return fused_cpu.block_bytes(lines, self.page, self.specs[0].shape[-1], self.factors)
+
     # Once a step
 
     def entries(

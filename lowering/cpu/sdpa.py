@@ -13,7 +13,7 @@ from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias
-from attn_graph.kernels.fused_cpu import flash, flash_backward
+from attn_graph.kernels.fused_cpu import block_bytes, flash, flash_backward
 from attn_graph.kernels.products import reaches_far
 from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.cpu.far_rows import by_products
@@ -42,6 +42,7 @@ from attn_graph.lowering.request import Request
 from attn_graph.lowering.steps import Work
 from attn_graph.lowering.through_lse import through_lse
 from attn_graph.spec import INF, NAMES, TensorSpec
+from attn_graph.spec.dims import are_numbers
 
 
 def why_not(request: Request) -> Iterator[Reason]:
@@ -109,6 +110,14 @@ def lower_whole(request: Request) -> Executable | None:
     return None if refused else lower(request)
 
 
+def count_block(problem: Problem) -> int:
+    """Bytes of the kernel's block in each thread; 0 for sizes by name, whose plan has none."""
+    p = problem
+    if not are_numbers(p.M, p.N):
+        return 0
+    return block_bytes(p.M, p.N, p.E, p.dtype, backward=p.grad is not None)
+
+
 def reorders(problem: Problem) -> bool:
     """True if o of the kernel is copied into the due memory order."""
     return problem.grad is None and not has_flash_order(problem.specs[0])
@@ -153,10 +162,10 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
 
     alone = len(graph.inputs) == 3 and eqn.args == (0, 1, 2)  # a simplified mask still has data
     plain = alone and not copies and names == ("o",)
-    notes = ("one call of PyTorch's fused CPU kernel",)
+    notes, block = ("one call of PyTorch's fused CPU kernel",), count_block(problem)
     if names != ("o",) or plain:
-        return Executable(run_plain if plain else run, notes=notes)
-    return Executable(run_o, infer=infer_o, notes=notes)
+        return Executable(run_plain if plain else run, notes=notes, block=block)
+    return Executable(run_o, infer=infer_o, notes=notes, block=block)
 
 
 def lower_backward(
@@ -211,6 +220,7 @@ def lower_backward(
         run_plain if plain else run,
         temporary=more + cotangent_bytes(problem) + relaid_bytes(problem, in_bshd),
         notes=("one call of PyTorch's fused CPU kernel", *odd, *relaid_note(problem, in_bshd)),
+        block=count_block(problem),
     )
 
 

@@ -336,4 +336,4 @@ def padded_step(
     held = sum(t.bytes for t in (*types, *op.op.infer(*types)))
     note = f"sequences padded to the longest; {'; '.join(padded.notes)}"
     call = lease_rooms(run, Scratch({}), workspace)
-    return Step(call, padded.workspace, padded.temporary + held, note)
+    return Step(call, padded.workspace, padded.temporary + held, note, block=padded.block)
