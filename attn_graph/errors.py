@@ -132,7 +132,8 @@ class PlanMismatchError(ValueError):
 
 
 class PlanTargetError(RuntimeError):
-    """A plan is for another machine, or a CUDA graph is captured before its first call."""
+    """A plan is for another machine, a CUDA graph is captured before its first call, or Python is
+    shutting down."""
 
 
 class Declared:

@@ -86,3 +86,63 @@ def test_the_library_is_imported_without_a_warning_where_numpy_is_absent() -> No
     if done.returncode == 7:
         pytest.skip("this PyTorch warns by itself")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+ENDING = """
+import torch
+import attn_graph as ag
+from attn_graph.nn.functional import attention, scaled_dot_product_attention
+
+x, cpu = torch.ones(1, 2, 8, 4), ag.Target.of("cpu")
+spec, leaf = ag.TensorSpec.like(x), x.clone().requires_grad_()
+plain, capped = (ag.attention(spec, spec, spec, soft_cap=cap) for cap in (None, 3.0))
+fused, own = (ag.compile(plain, target=cpu, backends=(b,)) for b in ("torch_sdpa", "math"))
+known = ag.compile(plain, target=cpu)
+known(x, x, x)
+attention(x, x, x, scale=0.5)
+calls = {
+    "known function": lambda: attention(x, x, x, scale=0.5),
+    "known plan": lambda: known(x, x, x),
+    "function": lambda: attention(x, x, x),
+    "masked": lambda: attention(x, x, x, mask=ag.Causal(), alibi=True),
+    "PyTorch's form": lambda: scaled_dot_product_attention(x, x, x, is_causal=True),
+    "torch_sdpa": lambda: fused(x, x, x),
+    "math": lambda: own(x, x, x),
+    "out": lambda: own(x, x, x, out=torch.empty_like(x)),
+    "recorded": lambda: known(leaf, leaf, leaf),
+    "compile": lambda: ag.compile(capped, target=cpu),
+    "graph": lambda: ag.attention(spec, spec, spec, scale=2.0),
+    "vjp": lambda: ag.vjp(capped),
+    "explain": lambda: ag.explain(capped, target=cpu),
+    "plan.explain": known.explain,
+    "plan.memory": known.memory,
+    "plan.cost": known.cost,
+    "plan.vjp": lambda: known.vjp,
+    "plan.verify": lambda: known.verify(x, x, x),
+}
+
+
+class Last:
+    def __del__(self):
+        for name, call in calls.items():
+            try:
+                result = call()
+                print(f"{name}: {[*result.shape]}", flush=True)
+            except Exception as error:
+                print(f"{name}: {type(error).__name__}: {str(error)[:23]}", flush=True)
+
+
+last = Last()
+"""
+
+
+def test_a_first_call_while_python_shuts_down_says_so() -> None:
+    """Nothing can be imported then, and PyTorch can't make every tensor. Known calls still run."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING], capture_output=True, text=True, check=False
+    )
+    told = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert len(told) == 18, done.stderr
+    known = [told.pop(name) for name in ("known function", "known plan")]
+    assert known == ["[1, 2, 8, 4]"] * 2
+    assert set(told.values()) == {"PlanTargetError: Python is shutting down"}, told

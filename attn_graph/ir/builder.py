@@ -43,6 +43,7 @@ from attn_graph.ir.packed_inputs import (
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.scaling import O_SCALE, PAIRS, Dequantise, Quantise
 from attn_graph.ir.views import Leading
+from attn_graph.machine.imports import require_imports
 from attn_graph.masks import Align
 from attn_graph.spec import TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
@@ -176,6 +177,9 @@ class Builder:
     eqns: list[Eqn] = field(factory=list)
     types: list[ValueType] = field(factory=list)
     problems: list[str] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        require_imports()
 
     def problem(self, *texts: str) -> None:
         """Remember problems, with the line of the user's code that causes them."""

@@ -28,6 +28,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.inputs import find_needs, unread_dtypes
 from attn_graph.ir.scaling import SCALES
 from attn_graph.machine.ambient import is_traced, require_untraced, teach_counters
+from attn_graph.machine.imports import require_imports
 from attn_graph.machine.likeness import NESTED
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import is_distributed, is_watched, read_array
@@ -264,6 +265,7 @@ def attend_by_value(
 
     A list equals a tuple, and a tensor of one number, which may change later, equals its number.
     """
+    require_imports()
     plain = tuple(map(plain_option, options))
     if any(map(operator.is_not, plain, options)):
         return attend_as(q, k, v, named, plain, anew)

@@ -31,6 +31,7 @@ from attn_graph.machine.autograd import (
     split_tangents,
 )
 from attn_graph.machine.fitting import Fit
+from attn_graph.machine.imports import require_imports
 from attn_graph.machine.likeness import NESTED, Check, Look, likeness, look_at, never
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
@@ -152,6 +153,7 @@ class Plan:
         self, /, *tensors: torch.Tensor, out: Out | None = None, **named: torch.Tensor
     ) -> torch.Tensor | Tensors:
         if out is not None:
+            require_imports()
             from attn_graph.plan.outputs import write_outputs
 
             return write_outputs(self, tensors, named, out)
@@ -220,6 +222,7 @@ class Plan:
     def recorded(self) -> Plan:
         """The plan recorded by autograd: this one, or one that keeps more for its backward."""
         if self.memo.recorded is None:
+            require_imports()
             from attn_graph.plan.building import plan_recorded
 
             self.memo.recorded = plan_recorded(self) or self
@@ -277,6 +280,7 @@ class Plan:
 
         Their likeness is remembered, unless the target is an emulated GPU, which may end.
         """
+        require_imports()
         if True in map(getattr, tensors, *NESTED):
             self.check_tensors(tensors)
         if self.sized is not None:
@@ -327,6 +331,7 @@ class Plan:
         pattern = needs if len(given) == len(grads) else (*needs, *[g is None for g in grads])
         check, last, pull = self.memo.pull
         if pull is None or pattern != last or not check(*tensors):
+            require_imports()
             from attn_graph.plan.pull import recall_pull
 
             require_device(tensors, self.target)
@@ -379,6 +384,7 @@ class Plan:
     ) -> Plan:
         """The plan of the gradient by some inputs, for cotangents and saved tensors of these specs;
         None: by all inputs, and as declared."""
+        require_imports()
         from attn_graph.plan.building import plan_gradient
 
         return plan_gradient(self, wants, cotangents, saved)
@@ -433,6 +439,7 @@ class Plan:
         If lse is an output, the step uses the other outputs alone: `explain` also reports the needs
         of a gradient through lse. sizes: as in `at`.
         """
+        require_imports()
         from attn_graph.plan.memory import step_memory
 
         return step_memory(self.at(**sizes))
@@ -445,6 +452,7 @@ class Plan:
         marked as one if an exact count would take longer than a second. Sizes, as in `at`, stand
         among the tensors. Raises GraphError for other names.
         """
+        require_imports()
         from attn_graph.planner.cost import cost
 
         sizes, given = split_sizes(self.graph, tensors)
@@ -458,6 +466,7 @@ class Plan:
         for drawn cotangents of all outputs but lse. If one key outweighs all others, the allowance
         is smaller than that page's: see there.
         """
+        require_imports()
         from attn_graph.plan.verified import verify_plan
 
         return verify_plan(self, tensors, named)

@@ -23,6 +23,7 @@ from attn_graph.ir.vjp import (
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.imports import require_imports
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import cache
 from attn_graph.plan.pull import generalise, generalise_given
@@ -64,6 +65,7 @@ def plan_simplified(request: Request) -> Plan:
 
 def build(request: Request) -> Plan:
     """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
+    require_imports()
     graph, tune = request.graph, request.options.tune
     start = time.perf_counter()
     sized = None
