@@ -166,6 +166,24 @@ def test_explain_tells_each_copy_to_a_declared_layout() -> None:
     assert "declared" not in str(ag.explain(due, target=CPU))
 
 
+@pytest.mark.parametrize("stats", [("max",), ("lse", "max")], ids=str)
+@pytest.mark.parametrize("laid", [("o",), ("max",), ("o", "max")], ids=str)
+def test_the_fix_of_a_statistic_keeps_other_layouts(
+    stats: tuple[str, ...], laid: tuple[str, ...]
+) -> None:
+    """A refusal says that the graph would run without it, and it does."""
+    half, lies = ag.TensorSpec(X.shape, torch.bfloat16), {"o": GAPS.strides, "max": LSE.strides}
+    shapes = {"o": (X.shape, torch.bfloat16), "max": (LSE.shape, LSE.dtype)}
+    outputs = {name: ag.TensorSpec(*shapes[name], lies[name]) for name in laid}
+    graph = ag.attention(half, half, half, stats=stats, outputs=outputs)
+    with pytest.raises(ag.NoBackendError, match="would run without max in stats"):
+        ag.compile(graph, target="h200", backends=("cudnn",))
+    assert "without max in stats" in str(ag.explain(graph, target="h200"))
+    kept = {name: spec for name, spec in outputs.items() if name != "max"}
+    rest = ag.attention(half, half, half, stats="lse" in stats, outputs=kept)
+    assert ag.explain(rest, target="h200", backends=("cudnn",)).backend == "cudnn"
+
+
 def test_explain_tells_the_copies_of_out_for_gradients() -> None:
     _, back = ag.vjp(ag.attention(X, X, X))
     texts = [str(ag.explain(back, target=CPU)), str(ag.compile(back, target=CPU).explain())]

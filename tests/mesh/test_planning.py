@@ -222,6 +222,14 @@ PLAIN, MESH = ag.attention(HEADS, HEADS, HEADS), ag.Mesh(2)
 BIAS = ag.attention(HEADS, HEADS, HEADS, bias=ag.TensorSpec((1, 4, 8, 8), torch.float32))
 WHOLE: Any = ag.shard(PLAIN, MESH, "zigzag")
 SHORT = ag.attention(HEADS, HEADS, HEADS, kv_lengths=ag.TensorSpec((1,), torch.int64))
+BOTH, FULL = ag.TensorSpec((2,), torch.int64), torch.tensor([8, 8])
+ENDED = ag.attention(
+    ag.TensorSpec((2, 4, 8, 4), torch.float32),
+    *[ag.TensorSpec((2, 4, 16, 4), torch.float32)] * 2,
+    kv_lengths=BOTH,
+    q_lengths=BOTH,
+)
+LENGTHS: dict[str, Any] = {"kv_lengths": FULL, "q_lengths": FULL}
 SEVERAL = cast(Any, ["nvlink"])
 PACKED = ag.attention(ROW, ROW, ROW, q_starts=ag.TensorSpec((3,), torch.int64))
 WRONG: dict[str, Any] = {  # by what is said
@@ -262,6 +270,21 @@ WRONG: dict[str, Any] = {  # by what is said
         "batch",
         kv_lengths=[3],  # type: ignore[arg-type]
     ),
+    "kv_lengths is i64[1], and the graph declares i64[2]": lambda: ag.shard(
+        ENDED, MESH, "batch", kv_lengths=torch.tensor([3]), q_lengths=FULL
+    ),
+    **{
+        f"{name}: entry 1 has {n}, of {rows} rows; give 0 to {rows}": (
+            lambda name=name, n=n, how=how: ag.shard(
+                ENDED, MESH, how, **{**LENGTHS, name: torch.tensor([3, n])}
+            )
+        )
+        for name, n, rows, how in (
+            ("kv_lengths", 30, 16, "batch"),
+            ("kv_lengths", -1, 16, "zigzag"),
+            ("q_lengths", 9, 8, "heads"),
+        )
+    },
     "kv_lengths is a Tensor of layout torch.strided on meta": lambda: ag.shard(
         SHORT, MESH, "batch", kv_lengths=torch.empty(1, dtype=torch.int64, device="meta")
     ),
