@@ -19,6 +19,7 @@ LEAST_FLOAT = 2.0**-149  # of float32
 # From this |lse| on exp(s - lse) loses more to the rounding of lse than to the scores' own: rows of
 # weights are then divided by their own sum. docs/semantics.md, "Edges", has the derivation.
 FAR = 2.0**5
+softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 
 def scores_(

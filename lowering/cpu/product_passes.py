@@ -422,14 +422,25 @@ class Here:
                 products.drop_(x, p)
             p.abs_()
         if self.tiles.weighs_cotangents:
-            surplus.value.add_(ds.mul_(p).sum(-1, keepdim=True))
-            ds.addcmul_(p, surplus.value, value=-1)
+            self.take_mean_(ds, p, surplus.value)
             return scores
         ds.sub_(surplus.value)
         if tds is not None and u is not None and surplus.tangent is not None:
             tds.sub_(surplus.tangent).addcmul_(u, ds).mul_(p)
         ds.mul_(p)
         return scores
+
+    def take_mean_(self, ds: torch.Tensor, p: torch.Tensor, surplus: torch.Tensor) -> None:
+        """ds = p (dp - delta + dlse), from dp, with delta the sum of p dp; in one look at each row,
+        unless sinks read delta as well. surplus: -dlse, and delta - dlse for sinks then."""
+        assert self.call.read is not None
+        if self.sinks.value is not None:
+            surplus.add_(ds.mul_(p).sum(-1, keepdim=True))
+            ds.addcmul_(p, surplus, value=-1)
+            return
+        products.softmax_backward(ds, p, -1, ds.dtype, grad_input=ds)
+        if self.call.read.dlse.value is not None:
+            ds.addcmul_(p, surplus, value=-1)
 
     def pull_steps(self, ds: Dual[torch.Tensor], totals: Sequence[Tensors]) -> None:
         """ds of the last step -> ds of the products, collecting the modifiers' own gradients."""

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.hiding import hide_
-from attn_graph.kernels.products import LOG2_E, drop_, multiply_
+from attn_graph.kernels.products import LOG2_E, drop_, multiply_, softmax_backward
 from attn_graph.kernels.row_sums import has_whole_rows, sum_rows_
 from attn_graph.lowering.cpu.product_slots import ProductSlot, TileGrid
 from attn_graph.lowering.cpu.schedule import place_within
@@ -29,7 +29,6 @@ LONG_NUMBERS = 128
 MOST_SUMMED, LEAST_SUMMED = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 4}, 2**20
 Tensors = Mapping[str, torch.Tensor]
 Change = Callable[[torch.Tensor], None]  # scores [n,L,S] in place, by a bias and a mask
-softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 
 @final
