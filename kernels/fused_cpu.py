@@ -57,6 +57,26 @@ def attend(
     return o, lse if unseen is None else lse.masked_fill(unseen, -INF)
 
 
+def pull_heads(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> list[torch.Tensor]:
+    """dq, dk, dv in C order, of q, k, v and o in C order with as many heads of k as of q.
+
+    The kernel gives gradients in the order of [B,L,H,D], and copies do to it: so each head is a
+    batch entry here.
+    """
+    each = [x.flatten(0, 1).unsqueeze(1) for x in (do, q, k, v, o, lse)]
+    made = flash_backward(*each, 0.0, causal, scale=scale)
+    return [x.view(like.shape) for x, like in zip(made, (q, k, v), strict=True)]
+
+
 def find_unseen(addend: torch.Tensor) -> torch.Tensor:
     """Rows of an addend [...,M,N] with all keys masked, [...,M].
 

@@ -13,7 +13,7 @@ from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias
-from attn_graph.kernels.fused_cpu import block_bytes, flash, flash_backward
+from attn_graph.kernels.fused_cpu import block_bytes, flash, flash_backward, pull_heads
 from attn_graph.kernels.products import reaches_far
 from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.cpu.far_rows import by_products
@@ -24,6 +24,7 @@ from attn_graph.lowering.problem import (
     cotangent_note,
     has_flash_order,
     in_bshd,
+    in_c_order,
     is_readable,
     relaid_bytes,
     relaid_note,
@@ -118,6 +119,13 @@ def count_block(problem: Problem) -> int:
     return block_bytes(p.M, p.N, p.E, p.dtype, backward=p.grad is not None)
 
 
+def pulls_heads(problem: Problem, grad: AttentionGrad) -> bool:
+    """True if gradients are made with each head as a batch entry, so that they lie in C order."""
+    p, given = problem, grad.split(problem.specs)
+    alike = p.H == p.G and len(given.own) == 3 and not grad.with_dlse
+    return alike and not in_bshd(p.specs[0]) and all(x.is_dense for x in (*given.own, given.o))
+
+
 def reorders(problem: Problem) -> bool:
     """True if o of the kernel is copied into the due memory order."""
     return problem.grad is None and not has_flash_order(problem.specs[0])
@@ -176,11 +184,14 @@ def lower_backward(
     (eqn,) = graph.eqns
     node = problem.node
     causal, scale, blind = node.mask is not None, node.scale, problem.has_blind_rows
+    by_heads = pulls_heads(problem, grad)
 
     def run_plain(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         q, k, v, o, lse, do = tensors
         if reaches_far(lse) and not node.part:
             return by_products(q.device, *tensors), ()
+        if by_heads:
+            return pull_heads(do, q, k, v, o, lse, scale, causal), ()
         return flash_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale), ()
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -196,14 +207,13 @@ def lower_backward(
             do = clear_blind_rows(do, lse)
             dlse = None if dlse is None else clear_blind_rows(dlse, lse)
             lse = lse.masked_fill(lse == -INF, 0.0)
-        gradients = list(
-            flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale)
-        )
+        pull = partial(flash_backward, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale)
+        if by_heads:
+            gradients = pull_heads(do, q, k, v, o, lse, scale, causal)
+        else:
+            gradients = list(pull(do, q, k, v, o, lse))
         if dlse is not None:
             attend = partial(flash, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale)
-            pull = partial(
-                flash_backward, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale
-            )
             dq, dk = through_lse(attend, pull, q, k, lse, dlse, scale)
             gradients[0].add_(dq)
             gradients[1].add_(dk)
@@ -216,10 +226,12 @@ def lower_backward(
     whole = grad.wants == (True, True, True) and grad.with_do and not grad.with_dlse
     plain = whole and eqn.args == tuple(range(6)) and graph.outputs == (6, 7, 8) and not blind
     odd = cotangent_note(problem, "is broadcast, or has rows that lie apart or overlap")
+    keeps = in_c_order if by_heads else in_bshd
+    more += rows * by_heads  # lse in C order
     return Executable(
         run_plain if plain else run,
-        temporary=more + cotangent_bytes(problem) + relaid_bytes(problem, in_bshd),
-        notes=("one call of PyTorch's fused CPU kernel", *odd, *relaid_note(problem, in_bshd)),
+        temporary=more + cotangent_bytes(problem) + relaid_bytes(problem, keeps),
+        notes=("one call of PyTorch's fused CPU kernel", *odd, *relaid_note(problem, keeps)),
         block=count_block(problem),
     )
 
