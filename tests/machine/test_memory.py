@@ -441,6 +441,17 @@ def test_a_call_allocates_what_is_said(
         assert taken < LARGE or told_backward + more <= limit * taken
 
 
+def test_gradients_are_copied_to_their_order_one_at_a_time() -> None:
+    x = ag.TensorSpec((1, 4, 512, 256), torch.float32, layout="bshd")
+    graph = ag.attention(x, x, x, soft_cap=5.0)
+    with one_way("products"):
+        plan = ag.compile(graph, target=CPU, backends=("math",), workspace=ag.Workspace())
+        need = plan.memory()
+        _, held, most = measure(plan, tensors_for(graph, 1), "like")
+    assert held == need.gradients == 3 * x.type.bytes
+    assert most <= most_bytes(need)[1] < held + 2 * x.type.bytes
+
+
 @pytest.mark.parametrize("mask", [None, ag.Causal()], ids=str)
 @pytest.mark.parametrize("lies", ["dense", "like"])
 def test_the_fused_kernel_copies_neither_cotangent_nor_gradients_in_c_order(

@@ -229,6 +229,11 @@ ENDED = ag.attention(
     kv_lengths=BOTH,
     q_lengths=BOTH,
 )
+BEYOND: tuple[Any, ...] = (  # Any: text and numbers
+    ("kv_lengths", 30, 16, "batch"),
+    ("kv_lengths", -1, 16, "zigzag"),
+    ("q_lengths", 9, 8, "heads"),
+)
 LENGTHS: dict[str, Any] = {"kv_lengths": FULL, "q_lengths": FULL}
 SEVERAL = cast(Any, ["nvlink"])
 PACKED = ag.attention(ROW, ROW, ROW, q_starts=ag.TensorSpec((3,), torch.int64))
@@ -279,11 +284,7 @@ WRONG: dict[str, Any] = {  # by what is said
                 ENDED, MESH, how, **{**LENGTHS, name: torch.tensor([3, n])}
             )
         )
-        for name, n, rows, how in (
-            ("kv_lengths", 30, 16, "batch"),
-            ("kv_lengths", -1, 16, "zigzag"),
-            ("q_lengths", 9, 8, "heads"),
-        )
+        for name, n, rows, how in BEYOND
     },
     "kv_lengths is a Tensor of layout torch.strided on meta": lambda: ag.shard(
         SHORT, MESH, "batch", kv_lengths=torch.empty(1, dtype=torch.int64, device="meta")
