@@ -83,7 +83,9 @@ def measure(
     return forward, *allocated(backward)[1:]
 
 
-SMALL = 2**14  # bytes that do not grow with what is drawn: single rows of positions and statistics
+# Bytes that do not grow with what is drawn: single rows of positions and statistics, and operands
+# that oneDNN packs for each thread beyond the number of heads.
+SMALL = 2**15 * torch.get_num_threads()
 
 
 def most_bytes(need: Memory) -> tuple[int, int]:
