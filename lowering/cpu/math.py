@@ -338,7 +338,8 @@ def step_of(request: Request, eqn: Eqn, tiles: AttentionTiles | None) -> Step:
     by_products = isinstance(tiles, RowTiles | ProductTiles)
     block = tiles.block if isinstance(tiles, FusedTiles) else 0
     writes = writes_into(tiles)
-    return Step(call, tiles.scratch.bytes, temporary, note, infer, by_products, writes, block)
+    size = tiles.scratch.bytes
+    return Step(call, size, temporary, note, infer, by_products, writes, block=block)
 
 
 def writes_into(tiles: AttentionTiles) -> bool:

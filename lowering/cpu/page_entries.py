@@ -360,7 +360,8 @@ class PageWay:
         total = torch.zeros_like(top).index_add_(0, owner, w)
         if sinks is not None:
             total += (sinks - top).exp_()
-        o = lse.new_zeros((*shape, x.shape[3])).index_add_(0, owner, x * w[..., None])
+        parts = x.to(lse.dtype).mul_(w[..., None])  # of x itself, or of a copy in wider precision
+        o = lse.new_zeros((*shape, x.shape[3])).index_add_(0, owner, parts)
         return o.div_(total.masked_fill(total == 0.0, 1.0)[..., None]), top.add_(total.log())
 
     def write(
