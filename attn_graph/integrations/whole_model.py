@@ -26,7 +26,7 @@ from attn_graph.compiler import explain
 from attn_graph.errors import GraphError, show
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.sizes import Memory, format_bytes, parse_bytes
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import Target, default_target
 from attn_graph.mesh.layout import Mesh
 from attn_graph.mesh.results import Outlook
 from attn_graph.mesh.sharding import shard
@@ -102,7 +102,7 @@ def explain_layers(
         raise GraphError(no_layers(model))
     last = {call.module: call for call in calls}
     return {
-        name: explain(last[module].graph, target=target or Target.here(last[module].device))
+        name: explain(last[module].graph, target=target or default_target(last[module].device))
         for name, module in model.named_modules()
         if module in last
     }
@@ -668,7 +668,9 @@ def explain_model(
             "explain_model: a step of decode has one query, so divide 'context' does not divide "
             "it; say divide='heads'"
         )
-    place = target if isinstance(target, Target) else Target.of(target) if target else Target.here()
+    place = (
+        target if isinstance(target, Target) else Target.of(target) if target else default_target()
+    )
     paper = Paper(model, place, phase, room, gpus, divide, link)
     try:
         answer = paper.explain(batch, context)

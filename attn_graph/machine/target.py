@@ -137,9 +137,13 @@ class Target:
         return self.name if self.name == kind else f"{self.name} ({kind})"
 
 
-def default_target() -> Target:
-    """The target of a graph without one: a GPU that is emulated now, else `Target.here()`."""
-    return next(iter(VIRTUAL), None) or Target.here()
+def default_target(device: torch.device | None = None) -> Target:
+    """The target of a graph without one, for tensors on a device: a GPU that is emulated now for
+    tensors of the CPU and for those of no known device, else `Target.here(device)`."""
+    emulated = next(iter(VIRTUAL), None)
+    if emulated is not None and (device is None or device.type == emulated.tensors_on):
+        return emulated
+    return Target.here(device)
 
 
 @cache

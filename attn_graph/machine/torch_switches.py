@@ -17,6 +17,8 @@ from torch._C import (  # behind torch.backends and torch itself, and faster: a 
     _get_sdp_priority_order,
 )
 
+from attn_graph.machine.target import VIRTUAL
+
 Precision = Literal["ieee", "tf32", "fp8"]
 KernelName = Literal["math", "flash", "efficient", "cudnn"]
 LIBRARIES = {"cuda": "cuda", "cpu": "mkldnn"}  # torch.backends.X.matmul, by kind of device
@@ -118,8 +120,9 @@ def as_switches(raw: RawSwitches) -> Switches:
 
 def switches_that_count(on_cpu: bool) -> tuple[object, ...]:
     """The switches that decide the backend on a device. Every call compares them, in a fraction of
-    a microsecond. On CPUs, switches of GPU products and of kernel order are left out."""
-    if not on_cpu:
+    a microsecond. On CPUs that emulate no GPU, switches of GPU products and of kernel order are
+    left out."""
+    if VIRTUAL or not on_cpu:
         return raw_switches()
     return (
         _get_deterministic_algorithms(),

@@ -30,7 +30,7 @@ from attn_graph.ir.scaling import SCALES
 from attn_graph.machine.ambient import is_traced, require_untraced, teach_counters
 from attn_graph.machine.imports import require_imports
 from attn_graph.machine.likeness import NESTED
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import default_target
 from attn_graph.machine.tensors import is_distributed, is_watched, read_array
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
@@ -290,11 +290,12 @@ def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) ->
         needs = find_needs(given["mask"], given["modifiers"])
         raise TensorDtypeError(*unread_dtypes(dtypes, needs))
     specs = {name: TensorSpec.like(t) for name, t in tensors.items()}
-    graph = make_graph(specs, given, caches=q.device.type == "cpu")  # cuDNN plans for one size
+    target = default_target(q.device)
+    graph = make_graph(specs, given, caches=target.kind == "cpu")  # cuDNN plans for one size
     # Calls pass tensors by position. A plan that is only explained has its seeds by itself.
     assert [i.name for i in graph.inputs if i.name in tensors] == [*tensors]
     choice = {name: given[name] for name in CHOICE}
-    return compiler.compile(graph, target=Target.here(q.device), **choice)
+    return compiler.compile(graph, target=target, **choice)
 
 
 def make_graph(

@@ -32,7 +32,7 @@ from attn_graph.machine.ambient import flop_formulas, has_tangent, is_traced
 from attn_graph.machine.autograd import run_each, select_moving, split_tangents
 from attn_graph.machine.cache import remember
 from attn_graph.machine.likeness import NESTED, OWN_CLASSES
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
 from attn_graph.nn.layouts import refuse_layouts
@@ -88,7 +88,7 @@ def plan_anew(tensors: Tensors, text: str) -> Plan:
         named = dict(zip(content.names, more, strict=True))
         plan = new_plan(q, k, v, named, tuple(options[name] for name in OPTIONS))
     else:
-        here = Target.here(tensors[0].device) if tensors else Target.here()
+        here = default_target(tensors[0].device if tensors else None)
         require_target(content, here)
         graph, choice, among = content.restore()
         plan = find("plan_simplified")(Request(graph, here, choice, among))

@@ -227,7 +227,7 @@ def write_plan(request: Request) -> str:
         workspace = 0
     else:
         workspace = OWN.number(WORKSPACE, options.workspace)
-    if target.device is None:
+    if target.device is None and not target.is_emulated:
         raise PlanTargetError(
             f"the plan is for {target}, and code that is compiled or exported here runs on "
             f"{Target.here()}; compile the graph for that"

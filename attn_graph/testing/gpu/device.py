@@ -22,6 +22,7 @@ from torch._C import _are_functorch_transforms_active
 
 from attn_graph.lowering.cudnn.offline import compile_stand_in
 from attn_graph.machine.target import VIRTUAL, Target
+from attn_graph.machine.tensors import is_watched
 from attn_graph.plan.cache import cache as plans
 from attn_graph.testing.gpu.dsl import named_tensors, serve_package
 from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
@@ -228,8 +229,9 @@ def virtual_gpu(
 ) -> Iterator[VirtualGpu]:
     """Within this block Triton's kernels run on the CPU as on a GPU.
 
-    It is the default target, of which only backends that the CPU can emulate are candidates. Plans
-    take tensors of the CPU, and raise PlanTargetError once the block is over. Kernels are compiled
+    It is the default target of `compile`, and of attention on tensors of the CPU; only backends
+    that the CPU can emulate are candidates. Plans take tensors of the CPU, and raise
+    PlanTargetError once the block is over. Kernels are compiled
     for the GPU `name`, launched by Triton's own launcher, and the compiled code is executed:
     instruction by instruction, asynchronous ones as late as possible, with every access to memory
     checked. Undefined behaviour raises Fault; that of `omits` is noted. It is slow: a tile of
@@ -293,7 +295,8 @@ def watch(make: Any, unset: Unset) -> Any:  # Any: a function of PyTorch's
     def made(*arguments: Any, **options: Any) -> torch.Tensor:
         tensor: torch.Tensor = make(*arguments, **options)
         plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
-        if plain and not _are_functorch_transforms_active():  # its tensors have no memory
+        fake = is_watched(tensor) or _are_functorch_transforms_active()  # without memory
+        if plain and not fake:
             unset.add(tensor)
         return tensor
 
