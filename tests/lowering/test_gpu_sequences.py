@@ -24,6 +24,7 @@ from benchmarks.gpu.device import capture_step
 from tests.lowering import test_packed, test_paged
 from tests.lowering.test_sequences import gradient_is_taken
 from tests.support.equipped import equip
+from tests.support.freed_pages import free_hidden
 from tests.support.kernels import CPU
 from tests.support.sequences import I32, SPEC, Batch, gradients_on
 
@@ -32,6 +33,7 @@ KINDS = st.sampled_from([F16, BF16, F32])
 HERE = ("math", "triton") if CPU.interprets else ("math",)  # who runs on a CPU
 OURS = ("math", "triton")  # who reads everything
 BOTTOM = ag.Causal("bottom_right")
+WINDOW = ag.Window(9, 0, "bottom_right")
 Options = dict[str, Any]  # Any: of `attention`
 Tensors = tuple[torch.Tensor, ...]
 
@@ -184,6 +186,44 @@ def test_any_pages_on_a_gpu(case: test_paged.Case, seed: int) -> None:
     test_paged.check_case(case, plan, "cuda")
     if gradient_is_taken(case.graph):
         test_paged.check_gradients(case, plan, seed, "cuda")
+
+
+FREED: dict[str, tuple[int, int, torch.dtype, Options]] = {  # queries of an entry, rows of a page
+    "one query": (1, 16, F16, {"mask": WINDOW}),
+    "a chunk, pages within tiles": (33, 8, BF16, {"mask": WINDOW}),
+    "a chunk, pages beyond tiles": (6, 96, F16, {"mask": WINDOW & ag.Keep()}),
+    "from the left": (20, 16, F32, {"mask": ag.Causal("top_left")}),
+    "a prefix": (3, 8, BF16, {"mask": ag.Prefix(11), "soft_cap": 2.0}),
+    "behind lengths alone": (20, 16, F16, {"mask": None}),
+}
+
+
+def freed_case(name: str, sizes: Sizes) -> test_paged.Case:
+    """Attention over keys in pages, from which `free_hidden` frees some."""
+    rows, page, dtype, options = FREED[name]
+    batch = Batch((rows,) * len(sizes.keys), sizes.keys, ((0, 0),) * len(sizes.keys), False)
+    layout = test_paged.Layout(page, heads_first=rows == 1, ended=True, packed=rows > 20)
+    N = -(-batch.most[1] // page) * page
+    shape = Shape(len(batch.rows), *sizes.heads, rows, N, sizes.size, sizes.size)
+    keep = {"keep": SPEC((1, 1, rows, N), torch.bool)} if "Keep" in str(options["mask"]) else {}
+    return test_paged.make_case(batch, layout, shape, dtype, {"stats": True, **options, **keep}, 5)
+
+
+def check_freed(case: test_paged.Case, plan: ag.Plan, device: str) -> None:
+    """With NaN in rows of hidden keys, and numbers of no page in the table, both passes give what
+    keys in one piece do."""
+    freed = free_hidden(case.graph, case.tensors)
+    given = [freed[i.name] for i in case.graph.inputs]
+    test_paged.check_results(case, [x.cpu() for x in run_plan(plan, [x.to(device) for x in given])])
+    cotangents = test_paged.draw_cotangents(plan, 7)
+    grads = gradients_on(device, plan, given, cotangents)
+    test_paged.check_paged_gradients(case, grads, cotangents)
+
+
+@pytest.mark.parametrize(("name", "backend", "device"), jobs(dict.fromkeys(FREED, OURS)))
+def test_freed_pages_are_not_read(name: str, backend: str, device: str) -> None:
+    case = freed_case(name, sizes_on(device, backend))
+    check_freed(case, plan_on(device, backend, case.graph), device)
 
 
 def repeatable(device: str, step: Callable[[], Tensors]) -> Callable[[], Tensors]:

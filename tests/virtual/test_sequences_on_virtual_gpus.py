@@ -11,7 +11,16 @@ from attn_graph.lowering.codegen.launches import HOMES
 from attn_graph.spec import FLOATS
 from attn_graph.testing.gpu import VirtualGpu, virtual_gpu
 from tests.lowering import test_packed, test_paged
-from tests.lowering.test_gpu_sequences import PACKED, PAGED, Sizes, packed_case, paged_case
+from tests.lowering.test_gpu_sequences import (
+    FREED,
+    PACKED,
+    PAGED,
+    Sizes,
+    check_freed,
+    freed_case,
+    packed_case,
+    paged_case,
+)
 from tests.lowering.test_tangents import check_gradient_tangents, check_tangents
 from tests.support.virtual_cases import CASES, SHOWN, by_turns, check_shown, machine
 
@@ -55,6 +64,11 @@ def run_steps(device: VirtualGpu, name: str) -> None:
     assert {"split_forward", "merge_parts"} <= {*device.kernels}
 
 
+def run_freed(device: VirtualGpu, name: str) -> None:
+    case = freed_case(name, SIZES)
+    check_freed(case, plan_on(device, case.graph), "cpu")
+
+
 def run_tangents(device: VirtualGpu, name: str) -> None:
     check_tangents(partial(plan_on, device), CASES[name](), ("q", "k", "v"), 3)
 
@@ -85,6 +99,15 @@ def test_a_kernel_of_sequences_gives_what_the_formula_says(sm: int, name: str) -
     with virtual_gpu(machine(sm)) as device:
         run(device, case)
     check_shown(device, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("name", FREED)
+def test_compiled_kernels_read_no_freed_pages(sm: int, name: str) -> None:
+    with virtual_gpu(machine(sm)) as device:
+        run_freed(device, name)
+        assert device.programs
 
 
 @pytest.mark.slow
