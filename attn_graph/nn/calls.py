@@ -81,13 +81,13 @@ def attend_anew(
     require_tensors(tensors)
     if any(map(is_distributed, tensors.values())):
         return attend_distributed(tensors, options)
-    if is_dynamo_compiling() or is_traced():
-        return attend_by_op(q, k, v, named, options)
-    if q.is_meta or any(map(is_watched, tensors.values())):
+    if is_dynamo_compiling():
         return attend_by_op(q, k, v, named, options)
     if any(t.is_neg() for t in tensors.values()):
         q, k, v, *more = (t.resolve_neg() for t in tensors.values())
         return attend_as(q, k, v, dict(zip(named, more, strict=True)), options)
+    if is_traced() or q.is_meta or any(map(is_watched, tensors.values())):
+        return attend_by_op(q, k, v, named, options)
     plan = new_plan(q, k, v, named, options)
     outputs = plan(**tensors)
     if key is not None:
@@ -235,6 +235,7 @@ def attend_into(
     require_untraced()
     each = zip(("q", "k", "v", *named), map(read_array, (q, k, v, *named.values())), strict=True)
     require_tensors(tensors := dict(each))
+    tensors = {name: x.resolve_neg() for name, x in tensors.items()}
     q, k, v = (tensors.pop(name) for name in "qkv")
     q, k, v, named = cast_inputs(q, k, v, tensors)
     options, given = tuple(map(plain_option, options)), (q, k, v, *named.values())

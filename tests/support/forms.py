@@ -8,7 +8,7 @@ from operator import and_
 from typing import Any, cast
 
 import torch
-from attrs import frozen
+from attrs import astuple, evolve, field, frozen
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nested import nested_tensor_from_jagged
@@ -24,11 +24,23 @@ Named = dict[str, torch.Tensor]
 Attend = Callable[[Named], torch.Tensor]
 Parts = tuple[Sequence[ag.Mask], Sequence[ag.Modifier], dict[str, Any]]  # Any: options of a call
 
-B, H, G, D, E = 2, 2, 1, 4, 3
-M, N = 4, 5  # queries and keys of an entry, or the most of them
-ROWS, PAGE = 6, 2  # packed rows of all entries; rows of a page
+B, H, G = 2, 2, 1
+BETWEEN = 113  # in gaps; -1 as a boolean
 QUANTISED = ("q_scale", "k_scale", "v_scale")
 FIXED = (*QUANTISED, "t")  # floating inputs without a gradient
+
+
+@frozen
+class Sizes:
+    """M queries and N keys of an entry, or the most of them; packed rows of both entries; rows of a
+    page; head sizes."""
+
+    M: int = 4
+    N: int = 5
+    rows: int = 6
+    page: int = 2
+    D: int = 4
+    E: int = 3
 
 
 @frozen
@@ -80,14 +92,19 @@ def has_masks(part: tuple[str, ...]) -> bool:
 
 @frozen(eq=False)
 class Case:
-    """A call: its layout, inputs, and options."""
+    """A call: its layout, inputs, and options. lies: how named inputs lie, see `lay`."""
 
     layout: str
     names: tuple[str, ...]
     options: Mapping[str, Any]  # Any: of `attention`
+    sizes: Sizes = Sizes()
+    dtype: torch.dtype = torch.float64
+    lies: dict[str, str] = field(factory=dict[str, str])
 
     @classmethod
-    def of(cls, layout: str, parts: Sequence[tuple[str, ...]], joined: bool) -> Case:
+    def of(
+        cls, layout: str, parts: Sequence[tuple[str, ...]], joined: bool, sizes: Sizes = Sizes()
+    ) -> Case:
         """joined: masks are given as `mask`, else among the modifiers."""
         each = [PARTS[names] for names in parts]
         steps: list[ag.Modifier | ag.Mask] = [step for _, steps, _ in each for step in steps]
@@ -100,9 +117,11 @@ class Case:
         else:
             steps += masks
         if "q_starts" in LAYOUTS[layout]:
-            options["max_lengths"] = (M, None if "pages" in LAYOUTS[layout] else N)
+            most = None if "pages" in LAYOUTS[layout] else sizes.N
+            options["max_lengths"] = (sizes.M, most)
         names = dict.fromkeys(n for part in parts for n in part)
-        return cls(layout, (*names, *LAYOUTS[layout]), {**options, "modifiers": tuple(steps)})
+        options["modifiers"] = tuple(steps)
+        return cls(layout, (*names, *LAYOUTS[layout]), options, sizes)
 
     @property
     def is_jagged(self) -> bool:
@@ -114,8 +133,10 @@ class Case:
         made = {name: make_input(self, name, random) for name in ("q", "k", "v", *self.names)}
         for name, starts in (("q_lengths", "q_starts"), ("kv_lengths", self.key_starts)):
             if name in made and starts in made:
-                made[name] = made[starts].diff() - made[name].clamp(max=1)
-        return made
+                lengths = made[starts].diff() - made[name].clamp(max=1)
+                equal = "0" in self.lies.get(name, "")
+                made[name] = lengths.amin().expand(B) if equal else lengths
+        return {name: lay(x, self.lies.get(name, "")) for name, x in made.items()}
 
     @property
     def key_starts(self) -> str:
@@ -141,34 +162,61 @@ class Case:
             given["segments"] = tuple(given.pop(name) for name in SEGMENTS)
         return attention(**given, **self.options)
 
-    def attend_by_plan(self) -> Attend:
-        """The plan of the call, its tensors by name."""
-        specs: dict[str, Any] = {n: ag.TensorSpec.like(x) for n, x in self.draw(0).items()}
+    def attend_by_plan(self, lying: bool = False) -> Attend:
+        """The plan of the call, its tensors by name; dense copies of them, or `lying` as given."""
+
+        def take(x: torch.Tensor) -> torch.Tensor:
+            return x if lying else x.contiguous()
+
+        specs: dict[str, Any] = {n: ag.TensorSpec.like(take(x)) for n, x in self.draw(0).items()}
         free = ("seed", "offset") if "dropout" in self.options else ()
         given = {n: x for n, x in specs.items() if n not in (*free, *SEGMENTS)}
         if SEGMENTS[0] in specs:
             given["segments"] = tuple(specs[name] for name in SEGMENTS)
-        plan = ag.compile(ag.attention(**given, **self.options))
-        return lambda named: cast(torch.Tensor, plan(**named))
+        own = {n: x for n, x in self.options.items() if n != "backends"}
+        plan = ag.compile(ag.attention(**given, **own), backends=self.options.get("backends"))
+        return lambda named: cast(torch.Tensor, plan(**{n: take(x) for n, x in named.items()}))
 
     def trained(self, named: Named) -> Named:
         """The inputs with gradients."""
         return {n: x for n, x in named.items() if x.is_floating_point() and n not in FIXED}
 
 
+def lay(x: torch.Tensor, how: str) -> torch.Tensor:
+    """A tensor that lies so, "" as it is: between other numbers, from an odd place on, with axes
+    in the opposite order, negated in memory, or expanded from the first along axes by number."""
+    if how == "negative":
+        return cast(torch.Tensor, torch.ops.aten._neg_view(-x))
+    if how == "gaps":
+        room = x.new_full([3 * n for n in x.shape] or [1], BETWEEN)
+        return room[tuple(slice(1, None, 3) for _ in x.shape)].view(x.shape).copy_(x)
+    if how == "offset":
+        room = x.new_full((x.numel() + 1,), BETWEEN)
+        return room[1:].view(x.shape).copy_(x)
+    if how == "reversed":
+        axes = [*range(x.ndim)][::-1]
+        return x.permute(axes).contiguous().permute(axes)
+    once = [slice(0, 1) if str(n) in how else slice(None) for n in range(x.ndim)]
+    return x[tuple(once)].expand(x.shape) if how else x
+
+
 def make_input(case: Case, name: str, random: torch.Generator) -> torch.Tensor:
+    M, N, rows, page, D, E = astuple(case.sizes)
+
     def numbers(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=random, dtype=torch.float64) + 0.5
+        """Sixteenths from 1/2 to 3/2, which every dtype holds."""
+        return torch.randint(8, 24, shape, generator=random).to(case.dtype) / 16
 
     def integers(most: int, *shape: int) -> torch.Tensor:
         return torch.randint(most, shape, generator=random)
 
-    packed, keys = "q_starts" in case.names, N + 1 if "pages" in case.names else N
-    q = (ROWS, H, D) if packed else (B, H, M, D)
+    count = -(-N // page)
+    packed, keys = "q_starts" in case.names, count * page if "pages" in case.names else N
+    q = (rows, H, D) if packed else (B, H, M, D)
     k = (
-        (2 * B * 3, PAGE, G, D)
+        (2 * B * count, page, G, D)
         if "pages" in case.names
-        else (ROWS, G, D)
+        else (rows, G, D)
         if packed
         else (B, G, N, D)
     )
@@ -185,11 +233,11 @@ def make_input(case: Case, name: str, random: torch.Generator) -> torch.Tensor:
         x = numbers(*shapes[name])
         return x.float() if name in QUANTISED or "q_scale" in case.names else x
     if name in ("q_starts", "kv_starts"):
-        middle = 2 + integers(3)
-        return torch.stack([torch.zeros_like(middle), middle, torch.full_like(middle, ROWS)])
+        middle = rows - M + integers(2 * M - rows + 1)
+        return torch.stack([torch.zeros_like(middle), middle, torch.full_like(middle, rows)])
     if name == "pages":
-        return torch.randperm(2 * B * 3, generator=random)[: B * 3].view(B, 3)
-    flags = {"keep": (B, 1, M, keys), "keep_blocks": (1, H, M // 2, -(-keys // 2))}
+        return torch.randperm(2 * B * count, generator=random)[: B * count].view(B, count)
+    flags = {"keep": (B, 1, M, keys), "keep_blocks": (1, H, -(-M // 2), -(-keys // 2))}
     if name in flags:
         return integers(4, *flags[name]) > 0
     most, *sizes = {
@@ -234,10 +282,16 @@ def by_func_grad(attend: Attend, case: Case) -> list[torch.Tensor]:
 def by_vmap(attend: Attend, case: Case) -> list[torch.Tensor]:
     """Mapped over all inputs, and over q alone."""
     draws = [case.draw(seed) for seed in range(3)]
-    every = {n: torch.stack([draw[n] for draw in draws]) for n in draws[0]}
+    every = {n: stack([draw[n] for draw in draws]) for n in draws[0]}
     o = vmap(attend)(every)
     alone = vmap(lambda q: attend({**draws[0], "q": q}))(every["q"])
     return [*o, *alone]
+
+
+def stack(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[..] -> [count,..], innermost in memory unless each tensor is dense."""
+    dense = all(x.is_contiguous() for x in xs)
+    return torch.stack([*xs]) if dense else torch.stack([*xs], -1).movedim(-1, 0)
 
 
 def one_by_one(attend: Attend, case: Case) -> list[torch.Tensor]:
@@ -305,7 +359,7 @@ def into_rooms(attend: Attend, case: Case) -> list[torch.Tensor]:
     for seed in range(2):
         named = case.draw(seed)
         room = torch.full_like(attend(named), 7.0)
-        room_case = Case(case.layout, case.names, {**case.options, "out": room})
+        room_case = evolve(case, options={**case.options, "out": room})
         assert room_case.attend(named) is room
         rooms.append(room)
     return rooms
