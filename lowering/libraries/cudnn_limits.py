@@ -119,7 +119,7 @@ ROWS: tuple[Limit[Case], ...] = (
     Limit(
         "soft_caps",
         lambda c: c.count(SoftCap) > 1 and c.count(SoftCap),
-        "caps scores and the graph has {it} soft caps",
+        "caps scores once, and the graph has {it} soft caps",
         MEANING,
         says="unasked",
     ),
@@ -163,7 +163,7 @@ ROWS: tuple[Limit[Case], ...] = (
     Limit(
         "alibis",
         lambda c: c.count(Alibi) > 1 and c.count(Alibi),
-        "adds ALiBi and the graph has it {it} times",
+        "adds ALiBi once, and the graph has it {it} times",
         MEANING,
         says="unasked",
     ),

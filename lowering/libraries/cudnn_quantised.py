@@ -103,8 +103,8 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "quantised_modifiers",
-        lambda c: dict.fromkeys(
-            type(m).__name__ for m in c.problem.node.modifiers if c.problem.scales
+        lambda c: (
+            *dict.fromkeys(type(m).__name__ for m in c.problem.node.modifiers if c.problem.scales),
         ),
         "changes no scores of quantised tensors, and the graph has {it}",
         f"{FORWARD_HEADER}: no bias; others are not built here",
