@@ -14,6 +14,7 @@ from attn_graph.lowering.libraries.cudnn_violations import (
     HEADERS,
     MEASURED,
     crossed_heads,
+    far_entries,
     far_keys,
 )
 from attn_graph.lowering.limits import AMPERE, BACKWARD, FIRST, FORWARD, Limit
@@ -81,6 +82,24 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
         BACKWARD_HEADER,
         BACKWARD,
         sm=OFF_90_TO_119,
+    ),
+    Limit(
+        "packed_keys_entries",
+        far_entries,
+        "goes back through padded queries beside packed keys on sm_{c.sm} if their entries begin "
+        "at most H * M * D elements apart, and q is {it}",
+        MEASURED,
+        BACKWARD,
+        sm=(range(120, 121),),
+    ),
+    Limit(
+        "packed_keys_backward",
+        lambda c: c.packed == ("keys",),
+        "goes back through packed keys beside padded queries below sm_121, and the target has "
+        "sm_{c.sm}",
+        MEASURED,
+        BACKWARD,
+        sm=(range(121, 1000),),
     ),
     Limit(
         "packed_in_order",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from operator import mul
 
 import torch
 
@@ -89,6 +90,17 @@ def far_keys(c: Case) -> Violations:
     given = c.sequences.packed.items() if "rows" not in c.packed else ()
     reach = ((n, x.shape[0] * max(x.strides[0], prod(x.shape[1:]))) for n, x in given)
     return tuple((n, count) for n, count in reach if count >= LONG)
+
+
+def far_entries(c: Case) -> TensorSpec | None:
+    """Padded q beside packed keys, if its entries begin more elements apart than each has.
+
+    One entry counts as far as its rows and heads reach: a call says so (`slot` of
+    lowering/cudnn/graph.py).
+    """
+    q = c.specs["q"]
+    apart = q.strides[0] if q.shape[0] > 1 else max(map(mul, q.shape, q.strides))
+    return q if c.packed == ("keys",) and apart > prod(q.shape[1:]) else None
 
 
 def has_rows_outermost(x: TensorSpec) -> bool:

@@ -6,15 +6,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.libraries.cudnn_limits import LIMITS
+from tests.support.cudnn_entries import STRIDES, Entry, Sizes
 from tests.support.cudnn_grid import drawn, grid
-from tests.support.cudnn_questions import GPUS, answers, questions, versions
+from tests.support.cudnn_questions import GPUS, Question, answers, questions, versions
 from tests.support.sources import ROOT, load_file
 
 LEAST = 400  # graphs in the grid
@@ -59,6 +62,51 @@ def test_plans_are_built_with_the_workspace_that_is_told(
     found = [*answers(taken, build=True, python=python)]
     wrong = [text for q, a in found if (text := q.disagreement(a) or q.other_workspace(a))]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(found)} are wrong", *wrong])
+
+
+APART: dict[str, Callable[[int, int, int, int], Sizes]] = {  # strides around the limit
+    "8 more": lambda B, H, S, D: (H * S * D + 8, S * D, D, 1),
+    "8 less": lambda B, H, S, D: (H * S * D - 8, S * D, D, 1),
+    "rows with gaps": lambda B, H, S, D: (H * S * D, S * D, 2 * D, 1),
+    "heads apart": lambda B, H, S, D: (H * S * D, S * D + 64, D, 1),
+    "entries within": lambda B, H, S, D: (3 * D, 3 * B * S * D, 3 * B * D, 1),
+    "half as far": lambda B, H, S, D: (H * S * D // 2, D, 4 * H * D, 1),
+}
+
+
+BESIDE_PACKED_KEYS = [
+    (name, B, M, D) for name in APART for B, M, D in ((4, 512, 64), (1, 104, 128))
+]
+REFUSED = {("8 more", 4), ("heads apart", 1), ("entries within", 1), ("half as far", 1)}
+
+
+@pytest.fixture
+def beside_packed_keys(monkeypatch: pytest.MonkeyPatch) -> list[Question]:
+    """Backwards of padded queries on sm_120."""
+    given = []
+    for name, B, M, D in BESIDE_PACKED_KEYS:
+        monkeypatch.setitem(STRIDES, name, APART[name])
+        entry = Entry(B=B, M=M, D=D, layout=name, k_layout="bshd", do_layout="bshd", packed="k")
+        problem, sequences = entry.problems[1]
+        given.append(Question(f"{name}, {B}", Case(problem, 120, *KNOWN, sequences=sequences)))
+    return given
+
+
+def test_padded_queries_beside_packed_keys_lie_together(beside_packed_keys: list[Question]) -> None:
+    """Entries begin no further apart than each has elements; one reaches no further."""
+    refused = {q.name for q in beside_packed_keys if q.against}
+    assert refused == {f"{name}, {B}" for name, B in REFUSED}
+    rules = {rule.name for q in beside_packed_keys for rule, _ in q.against}
+    assert rules == {"packed_keys_entries"}
+
+
+@planning
+@pytest.mark.slow
+def test_cudnn_takes_padded_queries_beside_packed_keys_where_the_table_does(
+    beside_packed_keys: list[Question], python: str
+) -> None:
+    told = [*answers(beside_packed_keys, build=False, python=python)]
+    assert not [*filter(None, (q.disagreement(a) for q, a in told))]
 
 
 def test_the_grid_is_large_and_always_the_same() -> None:

@@ -254,6 +254,11 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             )
         },
     ),
+    "packed_keys_entries": (
+        {**ENDED, **BACK, "like": {"q": TensorSpec((2, 4, 256, 64), HALF, (65544, 16384, 64, 1))}},
+        {"sm": 120, "sequences": PACKED_KEYS},
+    ),
+    "packed_keys_backward": ({**ENDED, **BACK}, {"sm": 121, "sequences": PACKED_KEYS}),
     "page_size": (ENDED, {"sequences": pages(48)}),
     "pages_absent": (ENDED, {"sequences": pages(16, finite=False)}),
     "pages_backward": ({**ENDED, **BACK}, {"sequences": pages(16)}),

@@ -24,7 +24,9 @@ from tests.support.cudnn_entries import Asked
 from tests.support.cudnn_grid import grid
 
 Verdict = Literal["yes", "no", "no, by choice", "not asked", "false yes", "false no"]
-GPUS = {80: "a100", 89: "l40s", 90: "h200", 100: "b200", 103: "b300"}
+GPUS = {  # by compute capability
+    80: "a100", 89: "l40s", 90: "h200", 100: "b200", 103: "b300", 120: "rtx5090", 121: "gb10",
+}  # fmt: skip
 
 
 @final
