@@ -28,11 +28,7 @@ from attn_graph.integrations.whole_model import explain_model as explain_model
 from attn_graph.integrations.whole_model import note_call
 from attn_graph.ir.arguments import order_inputs
 from attn_graph.masks import And, Causal, Mask, SameSegment, Window, flatten_join
-from attn_graph.nn.calls import (
-    SEGMENTS,
-    attend_as,
-    draw_seed,
-)
+from attn_graph.nn.calls import PLAIN, SEGMENTS, attend_as, draw_seed
 from attn_graph.nn.functional import read_mask
 from attn_graph.nn.packed_sizes import round_size
 
@@ -97,7 +93,7 @@ def attend_layer(
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
         tensors["sinks"] = s_aux
-    options = (mask, scaling, None, softcap, False, dropout, sinks is not None, None, False, ())
+    options = (mask, scaling, None, softcap, False, dropout, sinks is not None, None, *PLAIN)
     note_call(module, {"q": query, "k": key, "v": value, **tensors}, options)
     # `attention` reads three times as many arguments at each call
     named = order_inputs(tensors) if tensors else {}
@@ -246,7 +242,7 @@ def attend_batch(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     named = order_inputs(starts if s_aux is None else {**starts, "sinks": s_aux})
     o = attend_as(
-        q, k, v, named, (mask, scaling, None, softcap, False, 0.0, False, longest, False, ())
+        q, k, v, named, (mask, scaling, None, softcap, False, 0.0, False, longest, *PLAIN)
     )
     assert isinstance(o, Tensor)  # without statistics
     return o[None], None

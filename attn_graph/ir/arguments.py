@@ -18,7 +18,7 @@ from attn_graph.spec import QUANTISED, TensorSpec, ValueType
 EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
     *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
     *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts", "pages"),
-    *SCALES,
+    *(*SCALES, O_SCALE),
 )
 PACKED = {  # the other way to write q, k and v of three axes
     "q": ", or give q_starts= if it is packed [T,H,D]",

@@ -398,12 +398,12 @@ def attention(
     each = (None, None) if segments is None else two_segments(segments, TensorSpec)
     rate = b.attempt(lambda: ops.Dropout(0.0 if dropout is None else dropout).rate) or 0.0
     seed = TensorSpec((), torch.int64) if rate else None
-    given = (  # in the order of EXTRA, and of O_SCALE
+    given = (  # in the order of EXTRA
         bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, seed, seed,
         q_starts, kv_starts, pages, q_scale, k_scale, v_scale, o_scale,
     )  # fmt: skip
     specs = {"q": q, "k": k} | ({} if isinstance(v, int) else {"v": v})
-    more = dict(zip((*EXTRA, O_SCALE), given, strict=True)) | data
+    more = dict(zip(EXTRA, given, strict=True)) | data
     specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = declare_inputs(b, specs)
     longest = b.attempt(lambda: two_sizes(max_lengths)) or (None, None)

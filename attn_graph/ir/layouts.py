@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import cast
+
+from attn_graph.errors import GraphError, show
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.ops import Weigh
@@ -10,7 +14,11 @@ from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.ir.sums import Add
 from attn_graph.ir.views import VIEWS
 from attn_graph.machine.cache import remember
-from attn_graph.spec import TensorSpec, dense_like, dense_strides, memory_order
+from attn_graph.spec import DTYPES, NAMES, TensorSpec, dense_like, dense_strides, memory_order
+
+Layouts = Mapping[str, TensorSpec | str]  # of outputs, by name
+Plain = str | tuple[tuple[int, ...], str, tuple[int, ...]]  # an order; shape, dtype and strides
+PlainLayouts = tuple[tuple[str, Plain], ...]
 
 
 @remember
@@ -71,3 +79,46 @@ def root_of(graph: Graph, i: int) -> int | None:
 def statistics(graph: Graph) -> frozenset[int]:
     """The values that are statistics of rows."""
     return graph.named_results(lambda op: op.statistics)
+
+
+def require_layouts(outputs: object) -> None:
+    """Raise GraphError for anything but a mapping of names to layouts."""
+    if not isinstance(outputs, Mapping):
+        raise GraphError(
+            f"lay_out: outputs {show(outputs)} is not a mapping of names to layouts; write "
+            '{"o": "bshd"}'
+        )
+    for name, layout in outputs.items():
+        if not isinstance(layout, str | TensorSpec):
+            raise GraphError(
+                f"lay_out: {name} {show(layout)} is neither a TensorSpec nor an order of axes such "
+                'as "bshd"'
+            )
+
+
+def plain_layouts(outputs: object) -> PlainLayouts:
+    """Declared layouts as constants. Raises GraphError for anything but a mapping of layouts."""
+    require_layouts(outputs)
+    return tuple(
+        (name, x if isinstance(x, str) else (x.shape, NAMES[x.dtype], x.strides))
+        for name, x in cast(Layouts, outputs).items()
+    )
+
+
+def restore_layouts(plain: PlainLayouts) -> Layouts:
+    """The layouts of `plain_layouts`. Raises GraphError for anything else."""
+    whole: dict[str, TensorSpec | str] = {}
+    for pair in plain if isinstance(plain, tuple) else (plain,):
+        match pair:
+            case str(name), str(order):
+                whole[name] = order
+            case str(name), (tuple(shape), str(dtype), tuple(strides)) if dtype in DTYPES:
+                whole[name] = TensorSpec(shape, DTYPES[dtype], strides)
+            case _:
+                raise GraphError(f"the text has outputs={plain!r}, which are not layouts by name")
+    return whole
+
+
+def has_sizes(plain: PlainLayouts | None) -> bool:
+    """True if a layout is for one size of the result: a TensorSpec, not an order of axes."""
+    return any(not isinstance(layout, str) for _, layout in plain or ())

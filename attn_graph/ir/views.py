@@ -174,7 +174,10 @@ class Leading(View):
 
     def problems(self, x: ValueType) -> Iterator[str]:
         if not x.shape or not 1 <= self.size <= x.shape[-1]:
-            yield f"leading: {x} has no first {self.size} elements along its last axis"
+            yield (
+                f"attention: v is {self.size}, the first elements of each key, and keys have "
+                f"{x.shape[-1] if x.shape else 0}; pass 1 to that many, or a tensor for v"
+            )
 
     def infer(self, x: ValueType) -> tuple[ValueType]:
         return (ValueType((*x.shape[:-1], self.size), x.dtype),)

@@ -11,7 +11,13 @@ from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op, check_graph
-from attn_graph.ir.layouts import output_specs, result_spec, statistics
+from attn_graph.ir.layouts import (
+    Layouts,
+    output_specs,
+    require_layouts,
+    result_spec,
+    statistics,
+)
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.scaling import Quantise
@@ -19,8 +25,6 @@ from attn_graph.ir.sums import Add, Zeros
 from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_like
 from attn_graph.spec.dims import NamedSize
-
-Layouts = Mapping[str, TensorSpec | str]  # of outputs, by name
 
 
 def vjp(
@@ -225,11 +229,7 @@ def lay_out(graph: Graph, outputs: Layouts) -> Graph:
 
 def lay_named(graph: Graph, names: Sequence[str], outputs: Layouts) -> Graph:
     """`lay_out` of outputs with these names."""
-    if not isinstance(outputs, Mapping):
-        raise GraphError(
-            f"lay_out: outputs {show(outputs)} is not a mapping of names to layouts; write "
-            '{"o": "bshd"}'
-        )
+    require_layouts(outputs)
     numbers_of("outputs", "output", [*outputs], dict.fromkeys(names, 0), "lay_out")
     pairs = zip(names, graph.output_types, graph.declared_outputs, strict=True)
     specs = [as_layout(n, outputs[n], t) if n in outputs else due for n, t, due in pairs]
@@ -253,15 +253,10 @@ def require_no_layouts(graph: Graph, who: str) -> None:
         )
 
 
-def as_layout(name: str, layout: object, due: ValueType) -> TensorSpec:
-    """A layout of an output of type `due` as a spec. Raises GraphError for anything else."""
+def as_layout(name: str, layout: TensorSpec | str, due: ValueType) -> TensorSpec:
+    """A layout of an output of type `due` as a spec. Raises GraphError for another type."""
     if isinstance(layout, str):
         return TensorSpec(due.shape, due.dtype, layout=layout)
-    if not isinstance(layout, TensorSpec):
-        raise GraphError(
-            f"lay_out: {name} {show(layout)} is neither a TensorSpec nor an order of axes such as "
-            '"bshd"'
-        )
     if layout.type != due:
         raise GraphError(f"lay_out: {name} is {due}, and its layout is for {layout.type}")
     return layout

@@ -9,12 +9,15 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from attn_graph.ir.layouts import has_sizes
 from attn_graph.ir.relative import counting_parts
+from attn_graph.ir.scaling import O_SCALE
 from attn_graph.machine.cache import remember
 from attn_graph.nn.packed_sizes import PACKING
 from attn_graph.planner.content import CallContent, Content
 
 HEADWISE = ("sinks", "seed", "offset")  # their first axis, if any, is not the batch
+WHOLE = PACKING | {O_SCALE}  # inputs of calls that a longer batch would change
 
 Op = Callable[..., list[Tensor]]
 Dims = Sequence[int | None]  # for each tensor the axis along which it is mapped
@@ -25,7 +28,7 @@ Dims = Sequence[int | None]  # for each tensor the axis along which it is mapped
 class Mapped:
     """The tensors of a call under vmap, the inputs first.
 
-    size: of the mapped axis. names: of the inputs after q, k and v.
+    size: of the mapped axis. names: of the inputs.
     """
 
     size: int
@@ -46,7 +49,7 @@ class Mapped:
 
     def has_batch(self, n: int) -> bool:
         """True if the first axis of tensor n is the batch, full or 1."""
-        name = dict(enumerate(self.names, 3)).get(n)
+        name = dict(enumerate(self.names)).get(n)
         return name not in HEADWISE and not (name == "alibi" and len(self.shapes[n]) == 1)
 
     def folds(self, needs: Sequence[bool]) -> bool:
@@ -105,11 +108,13 @@ def map_call(
 def is_foldable(content: Content) -> bool:
     """True if a longer batch computes each entry as alone.
 
-    False for plans, whose sizes are fixed; for dropout, formulas and a user's own masks, which may
-    count entries; for packed tensors and pages, and for tensors without an axis of the batch, such
-    as the table of a modifier.
+    False for plans, and for results declared by their sizes, which are fixed; for dropout, formulas
+    and a user's own masks, which may count entries; for packed tensors and pages, and for tensors
+    without an axis of the batch, such as the table of a modifier; for amax, which is of all.
     """
-    if not isinstance(content, CallContent) or PACKING & {*content.names} or content.dropout:
+    if not isinstance(content, CallContent) or WHOLE & {*content.names} or content.dropout:
+        return False
+    if has_sizes(content.outputs):
         return False
     options = content.restore()
     mask, steps = options["mask"], options["modifiers"]

@@ -26,7 +26,8 @@ from attn_graph.ir.builder import unknown_arguments
 from attn_graph.ir.checks import ARGUMENTS, require_constant
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.inputs import find_needs, unread_dtypes
-from attn_graph.ir.scaling import SCALES
+from attn_graph.ir.layouts import has_sizes, restore_layouts
+from attn_graph.ir.scaling import O_SCALE, SCALES
 from attn_graph.machine.ambient import is_traced, require_untraced, teach_counters
 from attn_graph.machine.imports import require_imports
 from attn_graph.machine.likeness import NESTED
@@ -44,9 +45,10 @@ from attn_graph.spec import FLOATS, NAMES, TensorSpec, layout_problem, to_number
 # The options of a call, in this order: those of a graph, then those of `compile`.
 GRAPH_OPTIONS = (
     *("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats", "max_lengths"),
-    *("finite_pages", "modifiers"),
+    *("finite_pages", "outputs", "v", "modifiers"),
 )
 MODIFIERS = GRAPH_OPTIONS.index("modifiers")
+PLAIN = (False, None, None, ())  # finite_pages to modifiers, of a call without them
 OPTIONS = (*GRAPH_OPTIONS, *CHOICE)
 USUAL_CHOICE = tuple(CHOICE.values())
 SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself
@@ -59,14 +61,15 @@ MOST_SEED = 2**62  # bound of the numbers drawn for SEED
 Outputs = Tensor | tuple[Tensor, ...]
 Named = Mapping[str, Tensor]  # tensors after q, k and v by name, in the order of the inputs
 Options = tuple[Any, ...]  # Any: a value for each of OPTIONS; without those of CHOICE, the default
-Anew = Callable[[Tensor, Tensor, Tensor, Named, Options, Key | None], Outputs]
+Values = Tensor | None  # v; None if values lie within keys
+Anew = Callable[[Tensor, Tensor, Values, Named, Options, Key | None], Outputs]
 
 
 def attend_anew(
-    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, key: Key | None
+    q: Tensor, k: Tensor, v: Values, named: Named, options: Options, key: Key | None
 ) -> Outputs:
     """Attention on tensors of a new kind. It is remembered, unless `key` is None."""
-    tensors = {"q": q, "k": k, "v": v, **named}
+    tensors = name_tensors(q, k, v, named)
     if options[MODIFIERS] != ():
         options = gather_masks(options)
     if not is_dynamo_compiling() and (
@@ -76,16 +79,14 @@ def attend_anew(
     if not all(isinstance(t, Tensor) for t in tensors.values()):
         tensors = {name: read_array(t) for name, t in tensors.items()}
         require_tensors(tensors)
-        q, k, v, *more = tensors.values()
-        return attend_as(q, k, v, dict(zip(named, more, strict=True)), options)
+        return attend_by_name(tensors, options)
     require_tensors(tensors)
     if any(map(is_distributed, tensors.values())):
         return attend_distributed(tensors, options)
     if is_dynamo_compiling():
         return attend_by_op(q, k, v, named, options)
     if any(t.is_neg() for t in tensors.values()):
-        q, k, v, *more = (t.resolve_neg() for t in tensors.values())
-        return attend_as(q, k, v, dict(zip(named, more, strict=True)), options)
+        return attend_by_name({n: t.resolve_neg() for n, t in tensors.items()}, options)
     if is_traced() or q.is_meta or any(map(is_watched, tensors.values())):
         return attend_by_op(q, k, v, named, options)
     plan = new_plan(q, k, v, named, options)
@@ -95,6 +96,16 @@ def attend_anew(
     return outputs
 
 
+def name_tensors(q: Tensor, k: Tensor, v: Values, named: Named) -> dict[str, Tensor]:
+    """All tensors of a call by name, in the order of a graph's inputs."""
+    return {"q": q, "k": k, **named} if v is None else {"q": q, "k": k, "v": v, **named}
+
+
+def attend_by_name(tensors: Named, options: Options) -> Outputs:
+    named = {**tensors}
+    return attend_as(named.pop("q"), named.pop("k"), named.pop("v", None), named, options)
+
+
 def gather_masks(options: Options) -> Options:
     """The options with the masks among modifiers joined to `mask`. Raises GraphError."""
     mask, *between = options[:MODIFIERS]
@@ -102,19 +113,21 @@ def gather_masks(options: Options) -> Options:
     return (mask, *between, steps, *options[MODIFIERS + 1 :])
 
 
-def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
+def attend_by_op(q: Tensor, k: Tensor, v: Values, named: Named, options: Options) -> Outputs:
     if not is_dynamo_compiling():
         teach_counters()
-    mask, scale, align, soft_cap, alibi, dropout, stats, longest, finite, steps, *choice = options
+    mask, scale, align, soft_cap, alibi, dropout, stats, *others = options[:MODIFIERS]
+    steps, *choice = options[MODIFIERS:]
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
     text = content_of_call(
         *(tuple(named), mask, exact("scale", scale), align, exact("cap", soft_cap), fix(alibi)),
-        *(exact("rate", dropout), fix(stats), fix(longest), fix(finite), tuple(steps)),
+        *(exact("rate", dropout), fix(stats), *[fix(x) for x in others], tuple(steps)),
         *[fix(option) for option in choice],
     )
-    outputs = torch.ops.attn_graph.attention([q, k, v, *named.values()], text)
-    return tuple(outputs) if stats else outputs[0]
+    tensors = [q, k, *named.values()] if v is None else [q, k, v, *named.values()]
+    outputs = torch.ops.attn_graph.attention(tensors, text)
+    return tuple(outputs) if stats or O_SCALE in named else outputs[0]
 
 
 def attend_distributed(tensors: Named, options: Options) -> Outputs:
@@ -140,14 +153,20 @@ def attend_distributed(tensors: Named, options: Options) -> Outputs:
             "attention: dropout does not support DTensors: it depends on the place in the whole "
             "batch; drop elements of the output instead, or pass local tensors"
         )
+    if given["outputs"] is not None:
+        raise TensorError(
+            "attention: outputs= is given, but results of DTensors lie as their parts do; pass "
+            "local tensors, or leave it out"
+        )
+    if given["v"] is not None:
+        raise TensorError(
+            f"attention: v is {given['v']}, but values within keys of DTensors are not divided; "
+            f"write k[..., :{given['v']}]"
+        )
     whole = {"h": "slopes are those of all heads; pass alibi= as a DTensor [H]"}
     whole = whole if given["alibi"] else {}
 
-    def attend(parts: Named) -> Outputs:
-        named = {name: t for name, t in parts.items() if name not in ("q", "k", "v")}
-        return attend_as(parts["q"], parts["k"], parts["v"], named, options)
-
-    return attend_in_parts(tensors, given["mask"], whole, attend)
+    return attend_in_parts(tensors, given["mask"], whole, lambda own: attend_by_name(own, options))
 
 
 def named_options(options: Options) -> dict[str, Any]:  # Any: the values of OPTIONS
@@ -188,7 +207,7 @@ def number_of(text: object) -> float | None:
 
 
 def attend_as(
-    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, anew: Anew = attend_anew
+    q: Tensor, k: Tensor, v: Values, named: Named, options: Options, anew: Anew = attend_anew
 ) -> Outputs:
     """Attention with these options.
 
@@ -203,8 +222,8 @@ def attend_as(
         return anew(*cast_inputs(q, k, v, named), options, None)
     if _is_any_autocast_enabled():
         q, k, v, named = cast_inputs(q, k, v, named)
-    names = tuple(named) if named else ()
-    tensors = (q, k, v, *named.values()) if named else (q, k, v)
+    names = tuple(named)
+    tensors = (q, k, *named.values()) if v is None else (q, k, v, *named.values())
     switches = switches_that_count(getattr(q, "is_cpu", False))
     key: Key = (options, anew, names, switches, preferred.get(), avoided.get())
     try:
@@ -214,7 +233,7 @@ def attend_as(
     if plan is not None:
         check, wants = plan.memo.call
         if True in map(getattr, tensors, *NESTED):
-            require_tensors({"q": q, "k": k, "v": v, **named})
+            require_tensors(name_tensors(q, k, v, named))
         known = check(*tensors)
         if not known and serves_sizes(plan, tensors):
             known, (_, wants) = True, plan.memo.unsized
@@ -229,16 +248,17 @@ def attend_as(
 
 
 def attend_into(
-    out: Tensor | Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
+    out: Tensor | Sequence[Tensor], q: Tensor, k: Tensor, v: Values, named: Named, options: Options
 ) -> Outputs:
     """Attention with these options, its results in the caller's tensors."""
     require_untraced()
-    each = zip(("q", "k", "v", *named), map(read_array, (q, k, v, *named.values())), strict=True)
-    require_tensors(tensors := dict(each))
+    tensors = {name: read_array(t) for name, t in name_tensors(q, k, v, named).items()}
+    require_tensors(tensors)
     tensors = {name: x.resolve_neg() for name, x in tensors.items()}
-    q, k, v = (tensors.pop(name) for name in "qkv")
+    q, k, v = tensors.pop("q"), tensors.pop("k"), tensors.pop("v", None)
     q, k, v, named = cast_inputs(q, k, v, tensors)
-    options, given = tuple(map(plain_option, options)), (q, k, v, *named.values())
+    options = tuple(map(plain_option, options))
+    given = (*name_tensors(q, k, v, named).values(),)
     key: Key = (options, attend_into, tuple(named), switches_that_count(q.is_cpu))
     key = (*key, preferred.get(), avoided.get())
     plan = cache.recent.get(key)
@@ -256,7 +276,7 @@ def attend_into(
 def attend_by_value(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Values,
     named: Named,
     options: Options,
     key: Key | None,
@@ -282,9 +302,9 @@ def plain_option(option: object) -> object:
     return to_number(option) if isinstance(option, Tensor) else option
 
 
-def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Plan:
+def new_plan(q: Tensor, k: Tensor, v: Values, named: Named, options: Options) -> Plan:
     """The plan for tensors of this kind. Raises GraphError and NoBackendError."""
-    tensors = {"q": q, "k": k, "v": v, **named}
+    tensors = name_tensors(q, k, v, named)
     given = named_options(options)
     dtypes = {name: t.dtype for name, t in tensors.items()}
     if any(dtype not in NAMES for dtype in dtypes.values()):
@@ -312,7 +332,9 @@ def make_graph(
     """
     free = SEED if options["dropout"] else ()  # the graph has these by itself
     given: dict[str, Any] = {name: options[name] for name in GRAPH_OPTIONS}
-    named = name_sizes(specs, caches) if names else specs
+    named = name_sizes(specs, caches) if names and not has_sizes(options["outputs"]) else specs
+    if options["outputs"] is not None:
+        given["outputs"] = restore_layouts(options["outputs"])
     given |= {name: spec for name, spec in named.items() if name not in free}
     if given.keys() >= {*SEGMENTS}:
         given["segments"] = tuple(given.pop(name) for name in SEGMENTS)
@@ -325,11 +347,6 @@ def make_graph(
 
 
 def require_tensors(tensors: Named) -> None:
-    if isinstance(v := tensors.get("v"), int):
-        raise TensorError(
-            f"attention: v is {v}, not a tensor; write k[..., :{v}], or declare a graph, "
-            f"ag.attention(q, k, {v}), of which a kernel reads k once"
-        )
     problems = [(name, tensor_problem(t)) for name, t in tensors.items()]
     if texts := [f"attention: {name} {problem}" for name, problem in problems if problem]:
         raise TensorError(*texts)
@@ -362,12 +379,12 @@ def draw_seed(device: torch.device) -> dict[str, Tensor]:
 
 
 def cast_inputs(
-    q: Tensor, k: Tensor, v: Tensor, named: Named
-) -> tuple[Tensor, Tensor, Tensor, Named]:
+    q: Tensor, k: Tensor, v: Values, named: Named
+) -> tuple[Tensor, Tensor, Values, Named]:
     """q, k, v and the bias, cast as autocast does for PyTorch's own attention."""
     if "bias" in named:
         named = {**named, "bias": cast_input(named["bias"])}
-    return cast_input(q), cast_input(k), cast_input(v), named
+    return cast_input(q), cast_input(k), None if v is None else cast_input(v), named
 
 
 def cast_input(x: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from attn_graph.errors import (
     show,
 )
 from attn_graph.ir.arguments import EXTRA, order_inputs, read_by, require_modifiers, two_segments
+from attn_graph.ir.layouts import plain_layouts
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Fallback
@@ -32,10 +34,12 @@ from attn_graph.masks import Align, Causal, Mask, Prefix
 from attn_graph.masks.misfits import LETTERS, list_readings
 from attn_graph.nn.calls import (
     GRAPH_OPTIONS,
+    PLAIN,
     SEED,
     Named,
     Options,
     Outputs,
+    Values,
     attend_anew,
     attend_as,
     attend_into,
@@ -49,7 +53,7 @@ from attn_graph.nn.calls import (
 from attn_graph.nn.jagged import attend_jagged, pack_jagged, require_pytorchs
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key
-from attn_graph.spec import FLOATS, layout_problem, to_number
+from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -66,7 +70,7 @@ DROPOUT = GRAPH_OPTIONS.index("dropout")
 def attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | int,
     *,
     scale: float | None = None,
     mask: Mask | None = None,
@@ -89,9 +93,11 @@ def attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    o_scale: Tensor | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
     finite_pages: bool = False,
     modifiers: Sequence[Modifier | Mask] = (),
+    outputs: Mapping[str, TensorSpec | str] | None = None,
     backends: Sequence[str | Backend] | None = None,
     avoid: Sequence[str | Backend] = (),
     deterministic: bool = False,
@@ -104,11 +110,14 @@ def attention(
 ) -> Outputs:
     """q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], and the statistics of `stats`.
 
-    Options are those of `attn_graph.attention`, with tensors in place of specs, but `outputs` and
-    `o_scale`; v is a tensor, such as k[..., :512]. And those of `attn_graph.compile` that choose
-    the backend. `prefer`, `avoid` and PyTorch's switches apply as
+    Options are all of `attn_graph.attention`, with tensors in place of specs, and those of
+    `attn_graph.compile` that choose the backend. `prefer`, `avoid` and PyTorch's switches apply as
     there. Plans are remembered by shape, dtype, strides and options: a repeated call costs a few
     microseconds more than `plan(q, k, v)`.
+
+    v may be a number, 512 for the values k[..., :512]: kernels that can read k once. `outputs` has
+    a TensorSpec with numbers or an order of axes, {"o": "bshd"}. `o_scale` is for quantised q, k
+    and v: o has their dtype, amax is the last result, and nothing has a gradient.
 
     With q_starts, q and o are packed [T,H,D]; with pages, k and v are pools [n,P,G,D]. Plans then
     have named sizes, unless `data` has other tensors: new batches, tables and numbers of rows share
@@ -130,10 +139,11 @@ def attention(
     """
     if "most" in data:
         max_lengths = read_renamed(data, "most", "max_lengths", max_lengths)
+    whole, values = (v, None) if isinstance(v, Tensor) else read_values(v)
     options = (
         mask, scale, align, soft_cap, alibi is True, dropout, stats, max_lengths, finite_pages,
-        modifiers, backends, avoid, deterministic, precision, on_fallback, max_workspace,
-        batch_invariant,
+        None if outputs is None else plain_layouts(outputs), values, modifiers,
+        backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
     )  # fmt: skip
     if bool in (type(scale), type(soft_cap), type(dropout)):  # equal to 1.0, in keys too
         refuse_flags(scale=scale, cap=soft_cap, rate=dropout)
@@ -148,16 +158,27 @@ def attention(
     each = (None, None) if segments is None else two_segments(segments, Tensor)
     given = (  # in the order of EXTRA
         bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, *seeds,
-        q_starts, kv_starts, pages, q_scale, k_scale, v_scale,
+        q_starts, kv_starts, pages, q_scale, k_scale, v_scale, o_scale,
     )  # fmt: skip
     named = {name: x for name, x in zip(EXTRA, given, strict=True) if x is not None}
     if data:
         named = order_inputs({**named, **data})
     if out is not None:
-        return attend_into(out, q, k, v, named, options)
+        return attend_into(out, q, k, whole, named, options)
     if getattr(q, "is_nested", False):
-        return attend_jagged(q, k, v, named, options)
-    return attend_as(q, k, v, named, options)
+        return attend_jagged(q, k, whole, named, options)
+    return attend_as(q, k, whole, named, options)
+
+
+def read_values(v: Tensor | int) -> tuple[Tensor | None, int | None]:
+    """v, or None and the number of values within each key. Raises TensorError for None."""
+    if v is None:
+        raise TensorError(f"attention: v {not_a_tensor(v)}")
+    if isinstance(v, int | torch.SymInt) and not isinstance(v, bool):
+        return None, operator.index(v)
+    return cast(
+        Tensor, v
+    ), None  # arrays of NumPy are read, and others refused, with the other tensors
 
 
 def refuse_flags(**numbers: object) -> None:
@@ -263,8 +284,9 @@ def plan_like_torch(
     if query.is_nested:
         require_pytorchs(query, key, named, enable_gqa)
         return new_plan(*cast_inputs(*pack_jagged(query, key, value, named)), options)
-    query, key, value, named = cast_inputs(query, key, value, named)
-    four, more, _ = bring_to_four(enable_gqa, query, key, value, named)
+    q, k, v, named = cast_inputs(query, key, value, named)
+    assert v is not None  # as above
+    four, more, _ = bring_to_four(enable_gqa, q, k, v, named)
     return new_plan(*pad_empty(*four), more, options)
 
 
@@ -293,7 +315,7 @@ def read_options(
     number = scale if scale is None else to_number(scale)
     if isinstance(number, bool):
         raise TensorError(f"attention: scale has to be a number, got {number}")
-    return named, (mask, number, None, None, False, rate, False, None, False, (), *choice)
+    return named, (mask, number, None, None, False, rate, False, None, *PLAIN, *choice)
 
 
 def attend_led(
@@ -324,7 +346,7 @@ def attend_shaped(
     grouped: bool,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Values,
     named: Named,
     options: Options,
     key: Key | None,
@@ -333,6 +355,7 @@ def attend_shaped(
 
     grouped: k and v have their own number of heads.
     """
+    assert v is not None  # PyTorch's functions have no numbers of values
     four, more, shape = bring_to_four(grouped, q, k, v, named)
     D, E = q.shape[-1], v.shape[-1]
     same = map(operator.is_, (*four, *more.values()), (q, k, v, *named.values()))

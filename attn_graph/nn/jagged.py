@@ -10,27 +10,33 @@ from torch.nested import nested_tensor_from_jagged
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.arguments import order_inputs
-from attn_graph.nn.calls import Named, Options, Outputs, attend_as
+from attn_graph.nn.calls import GRAPH_OPTIONS, Named, Options, Outputs, Values, attend_as
 from attn_graph.nn.packed_sizes import PACKING
 
+LAYOUTS = GRAPH_OPTIONS.index("outputs")
 RAGGED = 2  # the axis of lengths in [B,H,j,D]
 
 
-def attend_jagged(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
+def attend_jagged(q: Tensor, k: Tensor, v: Values, named: Named, options: Options) -> Outputs:
     """Attention of jagged q, k and v, each [B,H,j,D]: o [B,H,j,E] and statistics [B,H,j], with the
     lengths of q. Raises GraphError for other tensors."""
+    if options[LAYOUTS] is not None:
+        raise GraphError(
+            "attention: outputs= is given with nested tensors, whose results lie as they do; leave "
+            "it out, or pass x.values() [T,H,D]"
+        )
     outputs = attend_as(*pack_jagged(q, k, v, named), options)
     if isinstance(outputs, Tensor):
         return as_jagged(outputs, q)
-    o, *stats = outputs
-    return as_jagged(o, q), *(as_jagged(x.transpose(0, 1), q) for x in stats)
+    o, *more = outputs  # amax has no axis
+    return as_jagged(o, q), *(as_jagged(x.transpose(0, 1), q) if x.ndim else x for x in more)
 
 
 def pack_jagged(
-    q: Tensor, k: Tensor, v: Tensor, named: Named
-) -> tuple[Tensor, Tensor, Tensor, Named]:
+    q: Tensor, k: Tensor, v: Values, named: Named
+) -> tuple[Tensor, Tensor, Values, Named]:
     """The rows [T,H,D] of jagged tensors, as views, with their starts [B+1]. Raises GraphError."""
-    if problem := jagged_problem(q, k, v):
+    if problem := jagged_problem(q, k, k if v is None else v):
         raise GraphError(f"attention: {problem}")
     if given := PACKING & named.keys():
         raise GraphError(
@@ -40,7 +46,8 @@ def pack_jagged(
     starts = {"q_starts": offsets_of(q)}
     if q.shape[RAGGED] != k.shape[RAGGED]:
         starts["kv_starts"] = offsets_of(k)
-    return jagged_rows(q), jagged_rows(k), jagged_rows(v), order_inputs({**named, **starts})
+    rows = None if v is None else jagged_rows(v)
+    return jagged_rows(q), jagged_rows(k), rows, order_inputs({**named, **starts})
 
 
 def jagged_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -22,7 +22,6 @@ from torch.autograd.function import _SingleLevelFunction
 
 from attn_graph.compiler import avoided, preferred
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
-from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import output_specs, result_spec
 from attn_graph.ir.scaling import stands_in
@@ -38,7 +37,7 @@ from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
 from attn_graph.nn.layouts import refuse_layouts
 from attn_graph.nn.packed_sizes import serves_sizes
 from attn_graph.nn.results import is_plan, require_count, restore_graph, results_of
-from attn_graph.nn.symbols import strides_like
+from attn_graph.nn.symbols import strides_as, strides_like
 from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key, cache
@@ -84,8 +83,8 @@ def plan_anew(tensors: Tensors, text: str) -> Plan:
     content = read_content(text)
     require_count(text, len(tensors))
     if isinstance(content, CallContent):
-        options, (q, k, v, *more) = content.restore(), tensors
-        named = dict(zip(content.names, more, strict=True))
+        options, named = content.restore(), dict(zip(content.inputs, tensors, strict=True))
+        q, k, v = named.pop("q"), named.pop("k"), named.pop("v", None)
         plan = new_plan(q, k, v, named, tuple(options[name] for name in OPTIONS))
     else:
         here = default_target(tensors[0].device if tensors else None)
@@ -168,7 +167,7 @@ def fake_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Ten
     require_count(text, len(tensors))
     require_one_device(tensors)
     if isinstance(content, CallContent):
-        every = [*fake_results(content, tensors)]
+        every = [*fake_results(content, results.names, tensors)]
     else:
         graph = restore_graph(text)[1]
         require_specs(graph, tensors)
@@ -188,16 +187,24 @@ def let_inductor_call() -> None:
         lowering.FALLBACK_ALLOW_LIST.add(OP.name().partition(".")[0])
 
 
-def fake_results(content: CallContent, tensors: Tensors) -> Iterator[Tensor]:
-    """o in the memory order of q, then statistics in C order."""
+def fake_results(content: CallContent, names: Sequence[str], tensors: Tensors) -> Iterator[Tensor]:
+    """Each as declared, or o in the memory order of q and the others in C order."""
     require_fit(content, tensors)
-    q, v = tensors[0], tensors[2]
-    shape = (*q.shape[:-1], v.shape[-1])
+    q, declared = tensors[0], dict(content.outputs or ())
+    wide = stands_in(q.dtype)
     rows = (q.shape[1], q.shape[0]) if "q_starts" in content.names else q.shape[:3]
-    strides, dtype = strides_like(shape, q.shape, q.stride()), stands_in(q.dtype)
-    yield q.new_empty_strided(shape, strides, dtype=dtype)
-    for _ in {*statistic_names(content.stats), "lse"}:
-        yield q.new_empty(rows, dtype=accumulator(dtype))
+    o = (*q.shape[:-1], tensors[2].shape[-1] if content.v is None else content.v)
+    narrow = q.dtype if "amax" in names else wide
+    types = {"o": (o, narrow), "wide": (o, wide), "amax": ((), torch.float32)}
+    for name in names:
+        shape, dtype = types.get(name, (rows, accumulator(wide)))
+        if name in declared:
+            yield q.new_empty_strided(shape, strides_as(declared[name], shape), dtype=dtype)
+        elif shape is o:
+            strides = strides_like(shape, q.shape, q.stride())
+            yield q.new_empty_strided(shape, strides, dtype=dtype)
+        else:
+            yield q.new_empty(shape, dtype=dtype)
 
 
 def require_one_device(tensors: Tensors) -> None:
@@ -220,7 +227,7 @@ def require_specs(graph: Graph, tensors: Tensors) -> None:
 
 def require_fit(content: CallContent, tensors: Tensors) -> None:
     """Raise GraphError for tensors that make no sense together, by example sizes of symbols."""
-    names = ("q", "k", "v", *content.names)
+    names = content.inputs
     specs = [example_spec(t) for t in tensors]
     known = {name: spec for name, spec in zip(names, specs, strict=True) if spec is not None}
     if len(known) == len(names):
@@ -429,9 +436,9 @@ def map_older(name: str, tensors: Tensors, *more: Any) -> list[Tensor | None]:  
 
 
 def names_of_call(text: str) -> tuple[str, ...]:
-    """The tensors after q, k and v; none for a plan, since it is not folded."""
+    """The tensors of a call; none for a plan, since it is not folded."""
     content = read_content(text)
-    return content.names if isinstance(content, CallContent) else ()
+    return content.inputs if isinstance(content, CallContent) else ()
 
 
 # Counting

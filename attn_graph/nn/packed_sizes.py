@@ -66,8 +66,8 @@ def name_sizes(specs: Specs, caches: bool = False) -> Specs:
 
 def reads_cache(specs: Specs) -> bool:
     """True for a call with one query of each sequence, and more keys."""
-    shapes = [specs[name].shape for name in "qkv"]
-    return [*map(len, shapes)] == [4, 4, 4] and shapes[0][2] == 1 < shapes[1][2]
+    shapes = [specs[name].shape for name in "qkv" if name in specs]
+    return all(len(shape) == 4 for shape in shapes) and shapes[0][2] == 1 < shapes[1][2]
 
 
 def cache_letters(specs: Specs) -> dict[str, str]:

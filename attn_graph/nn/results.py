@@ -10,6 +10,7 @@ from attn_graph.errors import GraphError
 from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.scaling import O_SCALE
 from attn_graph.ir.vjp import residuals
 from attn_graph.machine.cache import remember
 from attn_graph.planner.content import CallContent, PlanContent, read_content
@@ -21,12 +22,13 @@ class Results:
     """The results of `attention`: those of a call, then further residuals of the backward.
 
     count: the results of a call. saved: the places of the residuals. constants: the places of
-    results without a gradient.
+    results without a gradient. names: of all results of a call without a plan.
     """
 
     count: int
     saved: tuple[int, ...]
     constants: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of_graph(cls, graph: Graph) -> Results:
@@ -38,10 +40,12 @@ class Results:
 
     @classmethod
     def of_call(cls, content: CallContent) -> Results:
-        names = ("o", *statistic_names(content.stats))
-        every = names if "lse" in names else (*names, "lse")
-        constants = tuple(place for place, name in enumerate(names) if name not in SAVED)
-        return cls(len(names), tuple(map(every.index, SAVED)), constants)
+        narrow = O_SCALE in content.names
+        names = ("o", *statistic_names(content.stats), *(("amax",) if narrow else ()))
+        saved = ("wide", "lse") if narrow else SAVED
+        every = (*names, *(name for name in saved if name not in names))
+        constants = tuple(place for place, name in enumerate(names) if name == "max")
+        return cls(len(names), tuple(map(every.index, saved)), constants, every)
 
 
 @remember
@@ -62,7 +66,7 @@ def results_of(text: str) -> Results:
 def names_of_inputs(text: str) -> tuple[str, ...]:
     content = read_content(text)
     if isinstance(content, CallContent):
-        return ("q", "k", "v", *content.names)
+        return content.inputs
     return tuple(i.name for i in restore_graph(text)[1].inputs)
 
 

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from attn_graph.spec import dense_strides, order_axes
+from attn_graph.ir.layouts import Plain
+from attn_graph.spec import (
+    DTYPES,
+    TensorSpec,
+    dense_strides,
+    new_strides,
+    order_axes,
+    order_letters,
+)
 
 
 def strides_like(
@@ -23,6 +31,13 @@ def strides_like(
     # Like PyTorch's strides of unknown sizes. Any: by its types sym_max may be a float.
     least: list[Any] = [torch.sym_max(n, 1) for n in shape]
     return dense_strides(least, order_symbols(sizes, strides))
+
+
+def strides_as(declared: Plain, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a result of this shape, as `outputs` of a call declare them."""
+    if isinstance(declared, str):
+        return strides_like(shape, shape, dense_strides(shape, order_letters(declared)))
+    return new_strides(TensorSpec(declared[0], DTYPES[declared[1]], declared[2]))
 
 
 def order_symbols(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

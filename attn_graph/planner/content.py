@@ -18,6 +18,7 @@ from attrs import define, field, frozen
 from attn_graph.errors import GraphError, PlanTargetError
 from attn_graph.ir.arguments import order_inputs, require_modifiers
 from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.layouts import PlainLayouts, restore_layouts
 from attn_graph.ir.parse import Parser, parse, parse_mask, parse_modifier, read_syntax
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Fallback, Named, Options, Request
@@ -142,7 +143,8 @@ class PlanContent:
 class CallContent:
     """A call of attention on tensors, without their shapes: its options, as the call has them.
 
-    names: of the tensors beside q, k and v, in their order. mask, modifiers: as text.
+    names: of the tensors after q, k and v, in their order. mask, modifiers: as text. v: the number
+    of values within each key, if v is not a tensor.
     """
 
     names: tuple[str, ...] = ()
@@ -155,6 +157,8 @@ class CallContent:
     stats: tuple[str, ...] | bool = False
     max_lengths: tuple[int | None, int | None] | None = None
     finite_pages: bool = False
+    outputs: PlainLayouts | None = None
+    v: int | None = None
     modifiers: tuple[str, ...] = ()
     backends: tuple[str, ...] | None = None
     avoid: tuple[str, ...] = ()
@@ -166,11 +170,18 @@ class CallContent:
     own: Names = ()
 
     def __attrs_post_init__(self) -> None:
-        require_kinds(self, mask=str | None)
+        require_kinds(self, mask=str | None, v=int | None)
+        if self.outputs is not None:
+            restore_layouts(self.outputs)
         require_names(self.modifiers)
         require_names(self.names, self.backends or (), self.avoid, self.own)
         if (due := tuple(order_inputs(dict.fromkeys(self.names)))) != self.names:
             raise GraphError(f"the text has names={self.names!r}, and their order is {due!r}")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of all tensors, in their order."""
+        return ("q", "k", "v", *self.names) if self.v is None else ("q", "k", *self.names)
 
     def restore(self) -> dict[str, Any]:  # Any: whatever the call takes
         own = own_by_name(self.own)

@@ -178,7 +178,7 @@ class TensorSpec:
         if problems:
             raise GraphError(*problems)
         if given is None:
-            given = dense_strides(sizes, [*map("bhsd".index, layout)] if layout else None)
+            given = dense_strides(sizes, order_letters(layout) if layout else None)
         self.__attrs_init__(sizes, dtype, normalise_strides(sizes, given))  # pyright: ignore[reportAttributeAccessIssue]  # attrs makes it
 
     @classmethod
@@ -331,6 +331,11 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
         strides[axis] = step
         step *= shape[axis] or 1
     return tuple(strides)
+
+
+def order_letters(layout: str) -> list[int]:
+    """The axes of an order such as "bshd", from the outermost in memory."""
+    return [*map("bhsd".index, layout)]
 
 
 def normalise_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

@@ -261,8 +261,6 @@ def unknown_argument(name: str, own: Iterable[str], who: str = "attention()") ->
         if option in names:
             return f"{begin}; use {option}="
         return f"{begin}; it is for attn_graph.compile(graph, {option}=...)"
-    if name in names:  # of `attention` for specs alone
-        return f"{begin} for tensors; declare a graph: ag.attention(q, k, v, {name}=...), of specs"
     near = nearest(name, names) if name not in SAID else name
     if near in SAID:
         return f"{begin}; {use(SAID[near])}"

@@ -95,7 +95,7 @@ def test_so_they_are_in_packed_rows_and_in_pages(paged: bool) -> None:
 @pytest.mark.parametrize("size", [0, 25])
 def test_values_beyond_a_key_are_refused(size: int) -> None:
     x = SPEC((1, 2, 3, 24), torch.half)
-    with pytest.raises(ag.GraphError, match=f"no first {size} elements"):
+    with pytest.raises(ag.GraphError, match=f"v is {size}, .* keys have 24"):
         ag.attention(x, x, size)
 
 

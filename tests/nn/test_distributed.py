@@ -219,6 +219,10 @@ def refuse_parts(tensors: dict[str, Any]) -> None:
         "modifiers= of DTensors are not divided": lambda: attention(
             *heads, modifiers=[SoftCap(2.0)]
         ),
+        "outputs= is given, but results of DTensors": lambda: attention(
+            *heads, outputs={"o": "bshd"}
+        ),
+        r"write k\[..., :4\]": lambda: attention(heads[0], heads[1], 4),
         "dropout does not support DTensors": lambda: attention(*heads, dropout=0.5),
         "slopes are those of all heads": lambda: attention(*heads, alibi=True),
         "Odd may keep others": lambda: attention(*batch, mask=Odd()),

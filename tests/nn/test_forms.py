@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.forms import COMPILED, LAYOUTS, PARTS, Case, check_call, has_masks, ways_for
+from tests.support.forms import (
+    COMPILED,
+    FURTHER,
+    LAYOUTS,
+    PARTS,
+    Case,
+    check_call,
+    has_masks,
+    ways_for,
+)
 from tests.support.tracing import traces
 
 pytestmark = pytest.mark.filterwarnings(
@@ -18,6 +27,7 @@ PRODUCT = [
     for part in PARTS
     for joined in ((True, False) if has_masks(part) else (True,))
 ]
+MORE = st.lists(st.sampled_from(FURTHER), unique=True)
 SEVERAL = st.lists(st.sampled_from([*PARTS]), min_size=1, max_size=3, unique=True)
 
 
@@ -25,7 +35,7 @@ SEVERAL = st.lists(st.sampled_from([*PARTS]), min_size=1, max_size=3, unique=Tru
 def test_every_way_to_call_gives_what_the_plan_does(
     layout: str, data: st.DataObject, joined: bool
 ) -> None:
-    case = Case.of(layout, data.draw(SEVERAL), joined)
+    case = Case.of(layout, data.draw(SEVERAL), joined, data.draw(MORE))
     quick = [way for way in ways_for(case) if way not in COMPILED]
     for way in data.draw(st.lists(st.sampled_from(quick), min_size=1, max_size=3, unique=True)):
         check_call(case, way)
@@ -37,7 +47,7 @@ def test_every_way_to_call_gives_what_the_plan_does(
 def test_compiled_and_exported_code_gives_what_the_plan_does(
     layout: str, data: st.DataObject, joined: bool
 ) -> None:
-    case = Case.of(layout, data.draw(SEVERAL), joined)
+    case = Case.of(layout, data.draw(SEVERAL), joined, data.draw(MORE))
     check_call(case, data.draw(st.sampled_from([way for way in ways_for(case) if way in COMPILED])))
 
 
@@ -48,5 +58,17 @@ def test_each_named_input_alone_by_every_way(
     layout: str, part: tuple[str, ...], joined: bool
 ) -> None:
     case = Case.of(layout, [part], joined)
+    for way in ways_for(case):
+        check_call(case, way)
+
+
+@traces
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("further", FURTHER)
+def test_values_within_keys_and_layouts_of_outputs_alone_by_every_way(
+    layout: str, further: str
+) -> None:
+    case = Case.of(layout, [()], True, [further])
     for way in ways_for(case):
         check_call(case, way)

@@ -272,3 +272,47 @@ def test_nonsense_raises_and_is_not_remembered(name: str) -> None:
         with pytest.raises((ag.GraphError, ag.NoBackendError), match=text):
             call(q, k, v)
     assert len(cache.looks) == before
+
+
+def test_o_in_8_bits_comes_with_amax_and_refuses_gradients() -> None:
+    scale, bias = torch.full((1, 1, 1, 1), 0.01), torch.randn(1, 1, 4, 4)
+    given: dict[str, Any] = {f"{name}_scale": scale for name in "qkvo"} | {"bias": bias}
+    given |= {n: torch.randint(-99, 99, (1, 2, 4, 8), dtype=torch.int8) for n in "qkv"}
+    o, lse, amax = attention(**given, stats=True)
+    assert (o.dtype, lse.dtype, amax.shape) == (torch.int8, torch.float32, ())
+    wide = attention(**{n: x for n, x in given.items() if n != "o_scale"})
+    assert isinstance(wide, torch.Tensor)
+    assert torch.equal(amax, wide.abs().max().float())
+    bias.requires_grad_()
+    for call in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True)):
+        with pytest.raises(ag.GraphError, match="o in 8 bits has no gradient; leave o_scale out"):
+            call(**given, stats=True)[1].sum().backward()
+    with pytest.raises(ag.GraphError, match="o in 8 bits has no tangent; leave o_scale out"):
+        torch.func.jvp(lambda x: attention(**{**given, "bias": x})[1], (bias,), (bias,))
+
+
+def test_values_within_keys_are_read_once_and_equal_a_view_of_them() -> None:
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 7, 8)
+    once, twice = (k.clone().requires_grad_() for _ in range(2))
+    o, due = o_of(q, once, 5), o_of(q, twice, twice[..., :5])
+    torch.testing.assert_close(o, due)
+    o.square().sum().backward()
+    due.square().sum().backward()
+    torch.testing.assert_close(once.grad, twice.grad)
+    inputs = [[i.name for i in plan.graph.inputs] for plan in cache.recent.values()]
+    assert ["q", "k"] in inputs
+    assert o_of(torch.randn(2, 4, 6, 8), k, 4).shape[-1] == 4  # another number, another plan
+
+
+def test_values_may_be_a_symbol_of_compiled_code() -> None:
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 7, 8)
+    half = torch.compile(
+        lambda q, k: attention(q, k, k.shape[3] // 2), backend="eager", fullgraph=True, dynamic=True
+    )
+    torch.testing.assert_close(half(q, k), o_of(q, k, 4))
+
+
+def test_nested_tensors_have_layouts_of_their_own() -> None:
+    rows = torch.nested.nested_tensor([torch.randn(3, 2, 4)], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(ag.GraphError, match="outputs= is given with nested tensors"):
+        attention(rows, rows, rows, outputs={"o": "bshd"})

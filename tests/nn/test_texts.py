@@ -90,6 +90,8 @@ CALLS = {  # the same of a call's text
     "alibi": ("x", 3, []),
     "dropout": ("x", [], 2.0),
     "stats": ("x", 3, ("x",)),
+    "outputs": ("x", 3, ("o",), (("o", 3),), (("o", ((1,), "f1", (1,))),)),
+    "v": ("x", 1.5, (), 99),
     "max_lengths": ("x", 3, (1,), (1, 2)),
     "own": ("x", (3,)),
     **dict.fromkeys(("backends", "avoid"), ("math", 3, (3,))),

@@ -273,7 +273,7 @@ def test_compiled_code_serves_new_lengths() -> None:
 def test_opcheck_passes(paged: bool) -> None:
     mask = ag.Causal("bottom_right")
     names = ("kv_lengths", "q_starts", "pages") if paged else ("q_starts",)
-    usual = (None, None, False, None, ("lse",), (4, None if paged else 4), False, ())
+    usual = (None, None, False, None, ("lse",), (4, None if paged else 4), False, None, None, ())
     text = content_of_call(names, mask, exact("scale", 0.5), *usual)
     q = torch.randn(6, 4, 8).requires_grad_()
     k = torch.randn(*((5, 2) if paged else (6,)), 2, 8).requires_grad_()

@@ -27,7 +27,7 @@ Parts = tuple[Sequence[ag.Mask], Sequence[ag.Modifier], dict[str, Any]]  # Any: 
 B, H, G = 2, 2, 1
 BETWEEN = 113  # in gaps; -1 as a boolean
 QUANTISED = ("q_scale", "k_scale", "v_scale")
-FIXED = (*QUANTISED, "t")  # floating inputs without a gradient
+FIXED = (*QUANTISED, "o_scale", "t")  # floating inputs without a gradient
 
 
 @frozen
@@ -67,6 +67,7 @@ PARTS: dict[tuple[str, ...], Parts] = {
     ("seed", "offset"): ((), (), {"dropout": 0.5}),
     QUANTISED[1:]: ((), (), {}),
     QUANTISED: ((), (), {}),
+    (*QUANTISED, "o_scale"): ((), (), {}),
     ("first",): ((ag.Formula("j >= first", (("first", "h"),)),), (), {}),
     ("keep_blocks",): ((ag.KeepBlocks(2, 2),), (), {}),
     ("limit",): ((Limited(),), (), {}),
@@ -75,6 +76,7 @@ PARTS: dict[tuple[str, ...], Parts] = {
     ("t",): ((), (ag.Factor("real(t)", (("t", "h"),)),), {}),
     (): ((ag.Causal("bottom_right"), ag.Prefix(2) | ag.Window(1, 1, "top_left")), (), {}),
 }
+FURTHER = ("values", "outputs")  # v as a number, and o laid out
 LAYOUTS = {  # the inputs of a layout; jagged rows have their starts from nested tensors
     "dense": (),
     "packed": ("q_starts",),
@@ -103,9 +105,14 @@ class Case:
 
     @classmethod
     def of(
-        cls, layout: str, parts: Sequence[tuple[str, ...]], joined: bool, sizes: Sizes = Sizes()
+        cls,
+        layout: str,
+        parts: Sequence[tuple[str, ...]],
+        joined: bool,
+        further: Sequence[str] = (),
+        sizes: Sizes = Sizes(),
     ) -> Case:
-        """joined: masks are given as `mask`, else among the modifiers."""
+        """joined: masks are given as `mask`, else among the modifiers. further: of FURTHER."""
         each = [PARTS[names] for names in parts]
         steps: list[ag.Modifier | ag.Mask] = [step for _, steps, _ in each for step in steps]
         masks = [mask for masks, _, _ in each for mask in masks]
@@ -121,6 +128,10 @@ class Case:
             options["max_lengths"] = (sizes.M, most)
         names = dict.fromkeys(n for part in parts for n in part)
         options["modifiers"] = tuple(steps)
+        if "values" in further and not names.keys() & {*QUANTISED}:
+            options["v"] = sizes.E
+        if "outputs" in further and not layout.startswith("jagged"):
+            options["outputs"] = {"o": o_layout(layout, {*names}, sizes)}
         return cls(layout, (*names, *LAYOUTS[layout]), options, sizes)
 
     @property
@@ -130,13 +141,17 @@ class Case:
     def draw(self, seed: int) -> Named:
         """Tensors of the call; those of two seeds differ in numbers alone."""
         random = torch.Generator().manual_seed(seed)
-        made = {name: make_input(self, name, random) for name in ("q", "k", "v", *self.names)}
+        made = {name: make_input(self, name, random) for name in self.inputs}
         for name, starts in (("q_lengths", "q_starts"), ("kv_lengths", self.key_starts)):
             if name in made and starts in made:
                 lengths = made[starts].diff() - made[name].clamp(max=1)
                 equal = "0" in self.lies.get(name, "")
                 made[name] = lengths.amin().expand(B) if equal else lengths
         return {name: lay(x, self.lies.get(name, "")) for name, x in made.items()}
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return ("q", "k", *(() if "v" in self.options else ("v",)), *self.names)
 
     @property
     def key_starts(self) -> str:
@@ -151,6 +166,8 @@ class Case:
             return cast(torch.Tensor, call(named))
         nested, starts = {**named}, [named[n] for n in LAYOUTS[self.layout]]
         for name, x in zip("qkv", (starts[0], starts[-1], starts[-1]), strict=True):
+            if name not in named:
+                continue
             nested[name] = nested_tensor_from_jagged(named[name], x).transpose(1, 2)
         o = call({n: x for n, x in nested.items() if n not in LAYOUTS[self.layout]})
         return cast(torch.Tensor, o.values().transpose(0, 1))
@@ -160,7 +177,14 @@ class Case:
         given: dict[str, Any] = {**named}  # Any: a pair of segments among them
         if SEGMENTS[0] in given:
             given["segments"] = tuple(given.pop(name) for name in SEGMENTS)
-        return attention(**given, **self.options)
+        return self.join(attention(**given, **self.options))
+
+    def join(self, results: Any) -> Any:  # Any: as above
+        """o; with amax behind its elements, where there is one."""
+        if "o_scale" not in self.names:
+            return results
+        o, amax = results
+        return o if self.is_jagged else torch.cat([o.double().flatten(), amax.double()[None]])
 
     def attend_by_plan(self, lying: bool = False) -> Attend:
         """The plan of the call, its tensors by name; dense copies of them, or `lying` as given."""
@@ -175,10 +199,14 @@ class Case:
             given["segments"] = tuple(specs[name] for name in SEGMENTS)
         own = {n: x for n, x in self.options.items() if n != "backends"}
         plan = ag.compile(ag.attention(**given, **own), backends=self.options.get("backends"))
-        return lambda named: cast(torch.Tensor, plan(**{n: take(x) for n, x in named.items()}))
+        return lambda named: cast(
+            torch.Tensor, self.join(plan(**{n: take(x) for n, x in named.items()}))
+        )
 
     def trained(self, named: Named) -> Named:
         """The inputs with gradients."""
+        if "o_scale" in self.names:
+            return {}
         return {n: x for n, x in named.items() if x.is_floating_point() and n not in FIXED}
 
 
@@ -198,6 +226,15 @@ def lay(x: torch.Tensor, how: str) -> torch.Tensor:
         return x.permute(axes).contiguous().permute(axes)
     once = [slice(0, 1) if str(n) in how else slice(None) for n in range(x.ndim)]
     return x[tuple(once)].expand(x.shape) if how else x
+
+
+def o_layout(layout: str, names: set[str], sizes: Sizes) -> ag.TensorSpec | str:
+    """Another memory order of o than q's: its heads outermost where rows are packed."""
+    dtype = torch.bfloat16 if "q_scale" in names else torch.float64
+    dtype = torch.int8 if "o_scale" in names else dtype
+    if "packed" not in layout:
+        return "bshd"
+    return ag.TensorSpec((sizes.rows, H, sizes.E), dtype, (sizes.E, sizes.rows * sizes.E, 1))
 
 
 def make_input(case: Case, name: str, random: torch.Generator) -> torch.Tensor:
@@ -227,11 +264,11 @@ def make_input(case: Case, name: str, random: torch.Generator) -> torch.Tensor:
     shapes: dict[str, tuple[int, ...]] = {
         "bias": (B, H, M, keys), "alibi": (H,), "sinks": (H,), "slope": (H,), "t": (H,),
         "table": (H, 5), "q_scale": (1,) * len(q), "k_scale": (1,) * len(k),
-        "v_scale": (1,) * len(k),
+        "v_scale": (1,) * len(k), "o_scale": (1,) * len(q),
     }  # fmt: skip
     if name in shapes:
         x = numbers(*shapes[name])
-        return x.float() if name in QUANTISED or "q_scale" in case.names else x
+        return x.float() if "q_scale" in case.names or name.endswith("_scale") else x
     if name in ("q_starts", "kv_starts"):
         middle = rows - M + integers(2 * M - rows + 1)
         return torch.stack([torch.zeros_like(middle), middle, torch.full_like(middle, rows)])
@@ -387,6 +424,7 @@ WAYS: dict[str, tuple[Way, Way]] = {  # to call the function; to get the same fr
 }
 COMPILED = ("compiled", "compiled gradients", "exported")  # a hundred times as long as others
 # PyTorch's transforms don't take nested tensors, and `out` is for dense results.
+LAID = ("called", "watched", "traced", "compiled", "exported")  # o lies as the plan's
 DENSE = ("into rooms", "traced", "grad", "vmap", "jvp", "exported")
 
 
@@ -397,6 +435,7 @@ def ways_for(case: Case) -> list[str]:
         way
         for way, (_, due) in WAYS.items()
         if not (case.is_jagged and way in DENSE)
+        and not (way == "into rooms" and "o_scale" in case.names)
         and (trains or due is not gradients)
         and (trains or due is not tangents)
     ]
@@ -407,4 +446,4 @@ def check_call(case: Case, way: str) -> None:
     run, run_plan = WAYS[way]
     due = run_plan(case.attend_by_plan(), case)
     for x, expected in zip(run(case.attend, case), due, strict=True):
-        torch.testing.assert_close(x, expected)
+        torch.testing.assert_close(x, expected, check_stride=way in LAID and not case.is_jagged)

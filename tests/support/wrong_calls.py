@@ -222,11 +222,13 @@ OPTIONS: Wrong = {
     "relative mask": (
         lambda: any_flex(lambda b, h, i, j: FLAGS[i - j + 8]), "Formula",
     ),
-    "outputs of the function": (
-        attend(outputs={"o": "bshd"}), "ag.attention(q, k, v, outputs=...)",
+    "outputs of the function": (attend(outputs="bshd"), '{"o": "bshd"}'),
+    "outputs of another size": (
+        attend(outputs={"o": ag.TensorSpec((2, 4, 8, 8), torch.float32)}), "f32[2, 4, 8, 16]",
     ),
-    "o_scale of the function": (attend(o_scale=SCALE), "ag.attention(q, k, v, o_scale=...)"),
-    "v of a number": (lambda: any_attention(Q, Q, 8), "k[..., :8]"),
+    "o_scale of the function": (attend(o_scale=SCALE), "q_scale"),
+    "v of a large number": (lambda: any_attention(Q, Q, 17), "keys have 16"),
+    "v of None": (lambda: any_attention(Q, Q, None), "v"),
     "out transposed": (
         lambda: any_attention(Q, Q, Q, out=torch.empty(2, 8, 4, 16).transpose(1, 2)),
         'outputs={"o": "bshd"}',
