@@ -69,7 +69,11 @@ def test_a_plan_shows_who_runs_it_who_does_not_and_the_graph() -> None:
 def test_memory_shows_every_figure_and_bars_that_are_parts_of_the_peak() -> None:
     memory = ag.types.Memory(2**20, 2**21, 0, 3 * 2**20, 2**10, 0, 2**21, untold=("forward",))
     page = read(memory)
-    for text in ("outputs1 MiB", "saved for backward2 MiB", "workspace forwardtold by the built"):
+    for text in (
+        "outputs1 MiB",
+        "saved for backward2 MiB",
+        "workspace forwardknown after compile()",
+    ):
         assert str(text) in page.text
     assert page.text.endswith("peakat least 7 MiBat one time")
     widths = [a["style"] for tag, a in page.tags if tag == "span"]

@@ -172,11 +172,9 @@ def bench_screen(results: Bench) -> Iterator[RenderableType]:
     if results.figures:
         columns = ("backend", "pass", "time", "rate", "of the roofline", "times the fastest")
         yield make_table(columns, map(figure_row, results.figures, slower(results)), columns[2:])
-    for each in results.refusals:
-        yield from (
-            Text(x, "yellow")
-            for x in refusal_lines([(f"{each.backend}, {each.pass_}", each.reasons)])
-        )
+    for pass_, begin in (("forward", ""), ("backward", "backward: ")):
+        refused = [(x.backend, x.reasons) for x in results.refusals if x.pass_ == pass_]
+        yield from (Text(f"{begin}{line}", "yellow") for line in refusal_lines(refused))
     if results.interrupted:
         until = (
             "figures are of the runs until then" if results.figures else "nothing was measured yet"

@@ -9,7 +9,7 @@ import click
 import torch
 from rich.text import Text
 
-from attn_graph.cli.flags import FLOAT_NAMES, read_dtype
+from attn_graph.cli.flags import FLOAT_NAMES, reads_dtype
 from attn_graph.cli.output import (
     as_json,
     as_usage_errors,
@@ -46,7 +46,7 @@ STYLES = {
 @click.option("--batch", type=click.IntRange(1), default=1, help="Sequences; 1 by default.")
 @click.option("--context", type=click.IntRange(1), help="Tokens; by default the config's most.")
 @click.option(
-    "--dtype", metavar="|".join(FLOAT_NAMES), callback=read_dtype,
+    "--dtype", metavar="|".join(FLOAT_NAMES), callback=reads_dtype(*FLOAT_NAMES),
     help="Dtype of weights and cache, by default the config's.",
 )  # fmt: skip
 @click.option("--gpus", type=click.IntRange(1), default=1, help="GPUs that share the model.")

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, TextIO, TypeVar
 
 import click
+import torch
 
 import attn_graph as ag
 from attn_graph.ir.parse import parse_mask
 from attn_graph.masks import Mask, needs_of
-from attn_graph.spec import DTYPES, FLOATS, NAMES
+from attn_graph.spec import DTYPES, FLOATS, NAMES, QUANTISED
 
 Command = TypeVar("Command", bound=Callable[..., None])
 Flags = Mapping[str, Any]  # by the names of the options below
 Sizes = tuple[int, ...]
+Specs = Mapping[str, ag.TensorSpec]  # by the names of tensors
 Read = Callable[[click.Context, click.Parameter, str | None], Sizes | None]  # click's callback
 FLOAT_NAMES = [NAMES[dtype] for dtype in FLOATS]
-OTHER_NAMES = {"bfloat16": "bf16"} | {
-    f"{word}{bits}": f"f{bits}" for word in ("float", "fp") for bits in (16, 32, 64)
+SMALL_NAMES = [NAMES[dtype] for dtype in QUANTISED]
+OTHER_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()} | {
+    f"fp{bits}": f"f{bits}" for bits in (16, 32, 64)
 }
 
 SIZES = "a list of sizes such as 2,8,1024,64"
@@ -54,16 +57,21 @@ def reads_sizes(meaning: str, *counts: int, form: str = SIZES) -> Read:
     return read
 
 
-def parse_dtype(text: str) -> str:
-    """The name of a floating dtype: "f16" for "float16" and "fp16" too. Raises BadParameter."""
+def parse_dtype(text: str, known: Sequence[str] = FLOAT_NAMES) -> str:
+    """The name of a dtype: "f16" for "float16" and "fp16" too. Raises BadParameter."""
     name = OTHER_NAMES.get(text, text)
-    if name not in FLOAT_NAMES:
-        raise click.BadParameter(f"{text!r} is none of {', '.join(FLOAT_NAMES)}")
+    if name not in known:
+        raise click.BadParameter(f"{text!r} is none of {', '.join(known)}")
     return name
 
 
-def read_dtype(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
-    return None if value is None else parse_dtype(value)
+def reads_dtype(*known: str) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
+    """A click callback for the name of one of these dtypes."""
+
+    def read(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+        return None if value is None else parse_dtype(value, known)
+
+    return read
 
 
 def read_bias(
@@ -76,7 +84,7 @@ def read_bias(
     return parse_sizes(shape), parse_dtype(dtype) if colon else None
 
 
-AXES = reads_sizes("[batch, heads, positions, head size]", 4)
+AXES = reads_sizes("[batch, heads, positions, head size]", 4, 3)
 MASK = (
     click.option("--causal", is_flag=True, help="Keys up to the query's own place."),
     click.option(
@@ -100,8 +108,36 @@ GRAPH = (
     click.option("--k", metavar="B,G,N,D", callback=AXES, help="Sizes of k, by default q's."),
     click.option("--v", metavar="B,G,N,E", callback=AXES, help="Sizes of v, by default k's."),
     click.option(
-        "--dtype", metavar="|".join(FLOAT_NAMES), callback=read_dtype,
-        help="Dtype of q, k and v; f32 by default. float16 and fp16 are f16, and so on.",
+        "--like", metavar="FILE", type=click.File(encoding="utf-8"),
+        help="q, k and v as the graph in FILE has them; further flags change it.",
+    ),
+    click.option(
+        "--dtype", metavar="|".join(FLOAT_NAMES), callback=reads_dtype(*FLOAT_NAMES, *SMALL_NAMES),
+        help="Dtype of q, k and v, by default f32; of 8 bits, with scales, "
+        f"{', '.join(SMALL_NAMES)}.",
+    ),
+    click.option(
+        "--kv-dtype", metavar="|".join(SMALL_NAMES), callback=reads_dtype(*SMALL_NAMES),
+        help="k and v in 8 bits, each with one scale.",
+    ),
+    click.option(
+        "--o-scale", is_flag=True, help="o in 8 bits too, with amax; for --dtype of 8 bits."
+    ),
+    click.option(
+        "--packed", metavar="B", type=click.IntRange(1),
+        help="B sequences in a row: q is T,H,D, and k and v T,G,D unless --pages.",
+    ),
+    click.option(
+        "--max-lengths", metavar="M[,N]", callback=reads_sizes("the most queries and keys", 1, 2),
+        help="The most queries and keys of a packed sequence, by default all.",
+    ),
+    click.option(
+        "--pages", metavar="COUNT", type=click.IntRange(1),
+        help="COUNT pages for each sequence; k and v are pools of pages: PAGES,ROWS,G,D.",
+    ),
+    click.option(
+        "--blocks", metavar="ROWSxKEYS", callback=reads_sizes("a block", 1, 2),
+        help="Only blocks of the scores that a tensor marks, such as 128x128.",
     ),
     click.option(
         "--layout", help="Memory order of q, k and v: bhsd, the default, bshd, sbhd, ..."
@@ -148,8 +184,10 @@ def graph_of(file: TextIO | None, flags: Flags) -> ag.Graph:
             return ag.parse(graph_text(file.read()))
         except UnicodeDecodeError as error:
             raise click.UsageError(f"{file.name} is not text: {error}") from error
-    if flags["q"] is None:
-        raise click.UsageError("say a graph: --q and further flags, or FILE, its text; - is stdin")
+    if flags["q"] is None and flags["like"] is None:
+        raise click.UsageError(
+            "describe a graph: --q and further flags, or FILE, its text; - is stdin"
+        )
     return graph_of_flags(flags)
 
 
@@ -163,19 +201,22 @@ def graph_text(text: str) -> str:
 
 
 def graph_of_flags(flags: Flags) -> ag.Graph:
-    """The graph of flags, --q among them. Raises GraphError."""
-    q, k, v = flags["q"], flags["k"] or flags["q"], flags["v"] or flags["k"] or flags["q"]
-    dtype = flags["dtype"] or "f32"
-    mask = mask_of(flags)
+    """The graph of flags, --q or --like among them. Raises GraphError and UsageError."""
+    specs = specs_of_flags(flags)
+    mask, q = mask_of(flags), specs["q"]
+    longest = flags["max_lengths"] and (*flags["max_lengths"], None)[:2]
     bias, bias_dtype = flags["bias"] or (None, None)
     more: dict[str, Any] = {
-        "bias": bias and ag.TensorSpec(bias, DTYPES[bias_dtype or dtype]),
-        "sinks": ag.TensorSpec(q[1:2], DTYPES["f32"]) if flags["sinks"] else None,
-        **data_of(mask, (q[0], q[1], q[2], k[2])),
+        "bias": bias and ag.TensorSpec(bias, DTYPES[bias_dtype] if bias_dtype else q.dtype),
+        "sinks": ag.TensorSpec(q.shape[1:2], DTYPES["f32"]) if flags["sinks"] else None,
+        **sequences_of(flags, specs),
+        **scales_of(flags, specs),
+        **data_of(mask, full_sizes(flags, specs)),
     }
-    specs = (ag.TensorSpec(shape, DTYPES[dtype], layout=flags["layout"]) for shape in (q, k, v))
     return ag.attention(
-        *specs,
+        specs["q"],
+        specs["k"],
+        specs["v"],
         scale=flags["scale"],
         mask=mask,
         align=flags["align"],
@@ -183,8 +224,73 @@ def graph_of_flags(flags: Flags) -> ag.Graph:
         alibi=flags["alibi"],
         dropout=flags["dropout"] or 0.0,
         stats=flags["stats"],
+        max_lengths=longest,
         **more,
     )
+
+
+def specs_of_flags(flags: Flags) -> Specs:
+    """q, k and v, of --like where flags do not change them. Raises UsageError."""
+    if flags["pages"] and flags["k"] is None and flags["like"] is None:
+        raise click.UsageError("--pages needs the pool: --k PAGES,ROWS,G,D")
+    specs: dict[str, ag.TensorSpec] = {}
+    like = {} if flags["like"] is None else specs_of_graph(flags["like"])
+    for name, leader in (("q", "q"), ("k", "q"), ("v", "k")):
+        known = like.get(name) or specs.get(leader)
+        own = flags["dtype"] if name == "q" else flags["kv_dtype"] or flags["dtype"]
+        dtype = DTYPES[own] if own else known.dtype if known else torch.float32
+        if known is None or flags[name] or flags["layout"]:
+            shape = flags[name] or (known.shape if known else ())
+            specs[name] = ag.TensorSpec(shape, dtype, layout=flags["layout"])
+        else:
+            specs[name] = ag.TensorSpec(known.shape, dtype, known.strides)
+    for name, spec in () if like else specs.items():
+        axes = 3 if flags["packed"] and not (flags["pages"] and name != "q") else 4
+        if len(spec.shape) != axes:
+            raise click.UsageError(
+                f"--{name} has {len(spec.shape)} sizes, and needs {axes}; --packed B has sequences "
+                "in a row, T,H,D"
+            )
+    return specs
+
+
+def specs_of_graph(file: TextIO) -> Specs:
+    """The inputs q, k and v of the graph in a file. Raises UsageError."""
+    graph = ag.parse(graph_text(file.read()))
+    specs = {i.name: i.spec for i in graph.inputs if i.name in ("q", "k", "v")}
+    if "q" not in specs:
+        raise click.UsageError(f"the graph in {file.name} has no input named q")
+    return specs
+
+
+def sequences_of(flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
+    """The starts of packed sequences, and the table of pages."""
+    integers, count = DTYPES["i32"], flags["packed"] or specs["q"].shape[0]
+    more = {}
+    if flags["packed"]:
+        more["q_starts"] = ag.TensorSpec((count + 1,), integers)
+        if not flags["pages"] and specs["k"].shape[0] != specs["q"].shape[0]:
+            more["kv_starts"] = more["q_starts"]
+    if flags["pages"]:
+        more["pages"] = ag.TensorSpec((count, flags["pages"]), integers)
+    return more
+
+
+def scales_of(flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
+    """One scale for each tensor in 8 bits; for o too, with --o-scale."""
+    scaled = [name for name, spec in specs.items() if spec.dtype in QUANTISED]
+    scaled += ["o"] if flags["o_scale"] else []
+    ranks = {name: len(specs["q" if name == "o" else name].shape) for name in scaled}
+    return {f"{n}_scale": ag.TensorSpec((1,) * rank, DTYPES["f32"]) for n, rank in ranks.items()}
+
+
+def full_sizes(flags: Flags, specs: Specs) -> tuple[int, int, int, int]:
+    """B, H, M and N, for the tensors of masks."""
+    q, k, most = specs["q"].shape, specs["k"].shape, flags["max_lengths"] or ()
+    packed, pages = flags["packed"], flags["pages"]
+    M = (most[0] if most else q[0]) if packed else q[2]
+    N = pages * k[1] if pages else (*most, k[0])[1 if len(most) > 1 else -1] if packed else k[2]
+    return packed or q[0], q[1], M, N
 
 
 def data_of(mask: Mask | None, full: tuple[int, int, int, int]) -> dict[str, ag.TensorSpec]:
@@ -214,5 +320,7 @@ def conjuncts_of(flags: Flags, text: str | None) -> Iterator[Mask]:
         yield band
     if text is not None:
         yield parse_mask(text)
+    if blocks := flags.get("blocks"):
+        yield ag.KeepBlocks(blocks[0], blocks[-1])
     leaves = {"lengths": ag.KeyLengths, "q_lengths": ag.QueryLengths, "segments": ag.SameSegment}
     yield from (leaf() for name, leaf in leaves.items() if flags[name])

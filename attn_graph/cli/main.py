@@ -24,11 +24,15 @@ Answers come as text, in colours on a terminal, or as --json.
 """
 
 
-TEXT = "describe it by FILE, the text of a graph as print(graph) writes it"
-FLAGS = {  # of other libraries, and of graphs that no flag describes
-    **dict.fromkeys(("packed", "varlen", "q_starts", "cu_seqlens", "cu_seqlens_q"), TEXT),
-    **dict.fromkeys(("pages", "paged", "page_size", "block_table", "kv_starts"), TEXT),
-    **dict.fromkeys(("quantised", "quantized", "fp8", "k_scale", "v_scale", "blocks"), TEXT),
+FLAGS = {  # of other libraries, and of arguments
+    **dict.fromkeys(
+        ("varlen", "q_starts", "kv_starts", "cu_seqlens", "cu_seqlens_q"), "write --packed B"
+    ),
+    **dict.fromkeys(("paged", "page_size", "block_table"), "write --pages COUNT"),
+    **dict.fromkeys(("k_scale", "v_scale", "kv_cache_dtype"), "write --kv-dtype"),
+    **dict.fromkeys(("quantised", "quantized", "fp8", "q_scale"), "write --dtype or --kv-dtype"),
+    **dict.fromkeys(("keep_blocks", "block_mask", "block_size"), "write --blocks ROWSxKEYS"),
+    "max_seqlen": "write --max-lengths M[,N]",
     "is_causal": "write --causal",
     "sliding_window": "write --window LEFT[,RIGHT]",
     "window_size": "write --window LEFT[,RIGHT]",

@@ -162,8 +162,13 @@ def forward_job(plan: Plan, tensors: Tensors) -> Job:
 
 
 def backward_job(plan: Plan, tensors: Tensors) -> Job:
-    """A training step's gradient by all floating inputs, by autograd; the forward has run once."""
-    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+    """A training step's gradient by all inputs that have one, by autograd; the forward has run
+    once."""
+    fixed = plan.graph.carried | plan.graph.constants
+    leaves = [
+        t.detach().requires_grad_(t.is_floating_point() and n not in fixed)
+        for n, t in enumerate(tensors)
+    ]
     results = plan(*leaves)
     given = [results] if isinstance(results, torch.Tensor) else [*results]
     usual = main_outputs(plan.graph)

@@ -100,13 +100,13 @@ class Memory:
         counts |= {"gradients": self.gradients} if self.gradients else {}
         later = {f"workspace {name}" for name in self.untold}
         for name, count in counts.items():
-            text = "told by the built plan" if name in later else format_bytes(count)
+            text = "known after compile()" if name in later else format_bytes(count)
             yield name, text, count / max(1, self.peak_of(0))
 
     def workspace_text(self, pass_: str, count: int) -> str:
         """A pass with the bytes of its workspace, or a note if only the built plan knows them."""
         return (
-            f"{pass_} told by the built plan"
+            f"{pass_} known after compile()"
             if pass_ in self.untold
             else f"{format_bytes(count)} {pass_}"
         )

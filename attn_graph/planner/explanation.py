@@ -206,7 +206,8 @@ class Explanation:
         """One pass as HTML: the chosen backend, the others that support it, and the refusals."""
         from attn_graph.printing import html
 
-        rows = [(self.backend or "none", html.verdict(self.verdict, self.notes))]
+        name_of = self.backend or "none"
+        rows = [(name_of, html.verdict(self.verdict.removeprefix(f"{name_of} "), self.notes))]
         rows += [(other, html.verdict("also able")) for other in self.also]
         for name_, reasons in (each.told for each in self.refusals):
             rows.append((name_, html.verdict("can't", reasons)))

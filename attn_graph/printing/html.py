@@ -18,11 +18,13 @@ STYLE = """
 .attn-graph pre { background: rgba(128,128,128,.12); border-radius: 4px; font-size: 12px;
   line-height: 1.45; margin: .5em 0; overflow-wrap: anywhere; padding: .6em .8em;
   white-space: pre-wrap; }
-.attn-graph table { border: 0; border-collapse: collapse; font-size: 13px; margin: .5em 0; }
+.attn-graph table { border: 0; border-collapse: collapse; font-size: 13px; margin: .5em 0;
+  width: 100%; }
 .attn-graph tr { background: none; }
 .attn-graph th, .attn-graph td { border: 0; border-bottom: 1px solid rgba(128,128,128,.3);
   padding: .3em .9em .3em 0; text-align: left; vertical-align: top; white-space: normal; }
 .attn-graph th { font-weight: 600; white-space: nowrap; }
+.attn-graph th:first-child { width: 11em; }
 .attn-graph .number { font-variant-numeric: tabular-nums; text-align: right;
   white-space: nowrap; }
 .attn-graph h4 { margin: .9em 0 .2em; }

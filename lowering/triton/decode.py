@@ -109,11 +109,10 @@ def describe_division(layout: Layout, target: Target, division: KeyDivision) -> 
     keys_read = p.G * (p.B * p.N if layout.T_keys is None else layout.T_keys) * key
     moved = keys_read + itemsize * flat.B * p.H * flat.M * (p.D + p.E) + 2 * scratch
     bandwidth = target.bandwidth
-    time = "" if bandwidth is None else f", {moved / bandwidth * 1e3:.2g} ms at its bandwidth"
-    count = (
-        "one part" if division.parts == 1 else f"{division.parts} parts, which merge_parts joins"
-    )
+    time = "" if bandwidth is None else f", {moved / bandwidth * 1e6:.3g} µs at its bandwidth"
+    parts = f"{division.parts} parts of {keys} keys, joined by merge_parts"
     return (
-        f"{shared}keys in {count}, of {keys} each; {format_bytes(scratch)} of partial sums; "
+        f"{shared}{parts if division.parts > 1 else 'all keys in one part'}; "
+        f"{format_bytes(scratch)} of partial sums; "
         f"{format_bytes(moved)} moved{time}"
     )

@@ -40,8 +40,9 @@ def test_every_help_has_an_example_that_is_a_command(name: str) -> None:
     ("flag", "told"),
     [
         ("--caual", "did you mean --causal?"),
-        ("--packed", "describe it by FILE"),
-        ("--pages", "describe it by FILE"),
+        ("--varlen", "write --packed B"),
+        ("--block-table", "write --pages COUNT"),
+        ("--fp8", "write --dtype or --kv-dtype"),
         ("--softmax-scale", "write --scale"),
         ("--zebra", "no such option: --zebra"),
         ("--values", "no such option: --values"),
@@ -139,6 +140,17 @@ FLAGS = {
     "--dtype float16": "q: f16[2, 4, 8, 16]",
     "--dtype fp16 --bias 1,4,8,1:float32": "bias: f32[1, 4, 8, 1]",
     "--dtype bfloat16": "q: bf16[2, 4, 8, 16]",
+    "--packed 3 --q 20,4,16": "q_starts: i32[4]",
+    "--packed 3 --q 20,4,16 --k 30,4,16": "kv_starts: i32[4]",
+    "--packed 3 --q 20,4,16 --max-lengths 9,7 --mask Keep()": "keep: bool[3, 4, 9, 7]",
+    "--k 5,3,4,16 --pages 6 --lengths": "pages: i32[2, 6]",
+    "--k 5,3,4,16 --pages 6 --mask Keep()": "keep: bool[2, 4, 8, 18]",
+    "--packed 3 --q 20,4,16 --k 5,3,4,16 --pages 6 --lengths": "kv_lengths: i64[3]",
+    "--kv-dtype i8": "k: i8[2, 4, 8, 16]",
+    "--kv-dtype float8_e4m3fn": "v_scale: f32[1, 1, 1, 1]",
+    "--dtype i8 --sinks": "q_scale: f32[1, 1, 1, 1]",
+    "--dtype i8 --o-scale": "return o2, amax",
+    "--blocks 4x2": "keep_blocks: bool[2, 4, 2, 4]",
 }
 
 
@@ -150,12 +162,36 @@ def test_each_flag_says_its_part_of_the_graph(said: str) -> None:
     assert result.exit_code == 0
     told = json.loads(result.output)
     assert FLAGS[said] in told["graph"]
-    assert [x["pass"] for x in told["results"]] == ["forward", "backward"]
+    passes = ["forward"] if "--o-scale" in said else ["forward", "backward"]
+    assert [x["pass"] for x in told["results"]] == passes
+
+
+def test_a_graph_may_be_like_another_s_text(tmp_path: Path) -> None:
+    known = tmp_path / "known.txt"
+    known.write_text(
+        run("explain", "--q", "2,4,8,16", "--k", "2,2,9,16", "--layout", "bshd").output
+    )
+    result = run("explain", "--like", str(known), "--dtype", "bf16", "--soft-cap", "3")
+    assert "q: bf16[2, 4, 8, 16](strides=(512, 16, 64, 1))" in result.output
+    assert "k: bf16[2, 2, 9, 16](strides=" in result.output
+    longer = run("explain", "--like", str(known), "--k", "2,2,99,16", "--v", "2,2,99,16")
+    assert "k: f32[2, 2, 99, 16]," in longer.output
+    known.write_text(
+        known.read_text().replace("q: f32", "query: f32").replace("(q, k", "(query, k")
+    )
+    refused = run("explain", "--like", str(known))
+    assert refused.exit_code == 2
+    assert "has no input named q" in refused.output
 
 
 WRONG = {
-    "explain": "say a graph: --q and further flags, or FILE",
-    "explain --q 1,2": "1,2 has 2 sizes, and [batch, heads, positions, head size] has 4",
+    "explain": "describe a graph: --q and further flags, or FILE",
+    "explain --q 1,2": "1,2 has 2 sizes, and [batch, heads, positions, head size] has 4 or 3",
+    "explain --q 1,2,8": "--q has 3 sizes, and needs 4; --packed B has sequences in a row",
+    "explain --q 1,2,8,8 --packed 2": "--q has 4 sizes, and needs 3",
+    "explain --q 1,2,8,8 --pages 2": "--pages needs the pool: --k PAGES,ROWS,G,D",
+    "explain --q 1,2,8,8 --o-scale": "o_scale is given, and q_scale is not",
+    "explain --q 1,2,8,8 --kv-dtype f16": "'f16' is none of f8e4m3, f8e5m2, i8",
     "explain --q 1,a,2,3": "'1,a,2,3' is not a list of sizes",
     "explain --q 1,3,8,8 --k 1,2,8,8": "k and v have 2 heads (axis 1), not a divisor of",
     "explain --q 1,2,8,8 --k 1,2,9,8 --causal": 'pass align="top_left"',
@@ -172,7 +208,7 @@ WRONG = {
     "mask 4 4 Causal(": "line 1: '(' was never closed",
     "mask 4 4 --block 3x3x3": "3x3x3 has 3 sizes, and a tile has 1 or 2",
     "mask 4 4 causal": "causal is not a known value; a mask is made of Causal(align), Window(left",
-    "explain --q 1,2,8,8 --dtype f8": "'f8' is none of f16, bf16, f32, f64",
+    "explain --q 1,2,8,8 --dtype f8": "'f8' is none of f16, bf16, f32, f64, f8e4m3, f8e5m2, i8",
     "cache verify --folder nowhere": "Directory 'nowhere' does not exist",
     "cache list --folder nowhere": "Directory 'nowhere' does not exist",
     "mask 4 4 --block 0x3": "block 0 is not a whole number of at least 1",
@@ -297,7 +333,12 @@ def test_bench_times_what_takes_the_graph_and_tells_why_the_rest_does_not() -> N
     assert result.exit_code == 0
     for part in ("math", "forward", "backward", "flop/s", "%"):
         assert part in result.output
-    assert "torch_sdpa, forward can't: does not support SoftCap" in result.output
+    assert "torch_sdpa can't: does not support SoftCap" in result.output
+
+
+def test_bench_names_backends_without_their_device_on_one_line() -> None:
+    result = run("bench", "--q", "1,2,64,16", "--seconds", "0", "--cpu", "--dtype", "bf16")
+    assert "cudnn, fa4, torch_flash, torch_efficient, torch_cudnn can't: needs an" in result.output
 
 
 def test_bench_times_the_gradient_of_o_where_lse_is_handed_out() -> None:

@@ -88,8 +88,8 @@ def test_explain_says_how_keys_are_divided_and_what_that_takes() -> None:
         ag.explain(decoding(1, 32, 8, 1, 32768), target="h200", backends=("triton",), gradients=())
     )
     assert (
-        "4 heads that share keys are rows of one tile; keys in 32 parts, which merge_parts joins, "
-        "of 1024 each; 520 KiB of partial sums; 129 MiB moved, 0.028 ms at its bandwidth"
+        "4 heads that share keys are rows of one tile; 32 parts of 1024 keys, joined by "
+        "merge_parts; 520 KiB of partial sums; 129 MiB moved, 28.2 µs at its bandwidth"
     ) in text
     assert "split_forward: 256 programs, tiles of 16 x 64, 4 warps, 3 stages" in text
     assert "workspace 520 KiB forward" in text

@@ -374,7 +374,7 @@ def test_explaining_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.backend == "cudnn"
     assert found.memory is not None
     assert found.memory.untold == ("forward",)
-    assert "workspace forward told by the built plan" in str(found)
+    assert "workspace forward known after compile()" in str(found)
 
 
 def test_a_change_is_no_way_out_if_the_same_limit_refuses_then() -> None:
