@@ -209,9 +209,8 @@ def graph_of_flags(flags: Flags) -> ag.Graph:
     more: dict[str, Any] = {
         "bias": bias and ag.TensorSpec(bias, DTYPES[bias_dtype] if bias_dtype else q.dtype),
         "sinks": ag.TensorSpec(q.shape[1:2], DTYPES["f32"]) if flags["sinks"] else None,
-        **sequences_of(flags, specs),
-        **scales_of(flags, specs),
-        **data_of(mask, full_sizes(flags, specs)),
+        **layout_inputs(flags, specs),
+        **data_of(mask, flags, specs),
     }
     return ag.attention(
         specs["q"],
@@ -234,7 +233,10 @@ def specs_of_flags(flags: Flags) -> Specs:
     if flags["pages"] and flags["k"] is None and flags["like"] is None:
         raise click.UsageError("--pages needs the pool: --k PAGES,ROWS,G,D")
     specs: dict[str, ag.TensorSpec] = {}
-    like = {} if flags["like"] is None else specs_of_graph(flags["like"])
+    text = flags["like"] and graph_text(flags["like"].read())
+    like = {i.name: i.spec for i in ag.parse(text).inputs} if text else {}
+    if text and "q" not in like:
+        raise click.UsageError(f"the graph in {flags['like'].name} has no input named q")
     for name, leader in (("q", "q"), ("k", "q"), ("v", "k")):
         known = like.get(name) or specs.get(leader)
         own = flags["dtype"] if name == "q" else flags["kv_dtype"] or flags["dtype"]
@@ -254,18 +256,9 @@ def specs_of_flags(flags: Flags) -> Specs:
     return specs
 
 
-def specs_of_graph(file: TextIO) -> Specs:
-    """The inputs q, k and v of the graph in a file. Raises UsageError."""
-    graph = ag.parse(graph_text(file.read()))
-    specs = {i.name: i.spec for i in graph.inputs if i.name in ("q", "k", "v")}
-    if "q" not in specs:
-        raise click.UsageError(f"the graph in {file.name} has no input named q")
-    return specs
-
-
-def sequences_of(flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
-    """The starts of packed sequences, and the table of pages."""
-    integers, count = DTYPES["i32"], flags["packed"] or specs["q"].shape[0]
+def layout_inputs(flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
+    """The starts of packed sequences, the table of pages, and a scale for each tensor in 8 bits."""
+    integers, count = torch.int32, flags["packed"] or specs["q"].shape[0]
     more = {}
     if flags["packed"]:
         more["q_starts"] = ag.TensorSpec((count + 1,), integers)
@@ -273,29 +266,19 @@ def sequences_of(flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
             more["kv_starts"] = more["q_starts"]
     if flags["pages"]:
         more["pages"] = ag.TensorSpec((count, flags["pages"]), integers)
-    return more
+    scaled = {name: spec for name, spec in specs.items() if spec.dtype in QUANTISED}
+    scaled |= {"o": specs["q"]} if flags["o_scale"] else {}
+    scales = {n: ag.TensorSpec((1,) * len(x.shape), torch.float32) for n, x in scaled.items()}
+    return more | {f"{name}_scale": scale for name, scale in scales.items()}
 
 
-def scales_of(flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
-    """One scale for each tensor in 8 bits; for o too, with --o-scale."""
-    scaled = [name for name, spec in specs.items() if spec.dtype in QUANTISED]
-    scaled += ["o"] if flags["o_scale"] else []
-    ranks = {name: len(specs["q" if name == "o" else name].shape) for name in scaled}
-    return {f"{n}_scale": ag.TensorSpec((1,) * rank, DTYPES["f32"]) for n, rank in ranks.items()}
-
-
-def full_sizes(flags: Flags, specs: Specs) -> tuple[int, int, int, int]:
-    """B, H, M and N, for the tensors of masks."""
+def data_of(mask: Mask | None, flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
+    """A spec for each tensor of a mask."""
     q, k, most = specs["q"].shape, specs["k"].shape, flags["max_lengths"] or ()
-    packed, pages = flags["packed"], flags["pages"]
-    M = (most[0] if most else q[0]) if packed else q[2]
-    N = pages * k[1] if pages else (*most, k[0])[1 if len(most) > 1 else -1] if packed else k[2]
-    return packed or q[0], q[1], M, N
-
-
-def data_of(mask: Mask | None, full: tuple[int, int, int, int]) -> dict[str, ag.TensorSpec]:
-    """A spec for each tensor of a mask, by the sizes of all axes, "bhij"."""
-    axes = dict(zip("bhij", full, strict=True))
+    B, H, M = flags["packed"] or q[0], q[1], q[0] if flags["packed"] else q[2]
+    N = flags["pages"] * k[1] if flags["pages"] else k[0] if flags["packed"] else k[2]
+    M, N = (*most, *(M, N)[len(most) :]) if flags["packed"] else (M, N)
+    axes = {"b": B, "h": H, "i": M, "j": N}
     return {
         name: ag.TensorSpec(data.shape(axes), data.dtypes[-1])
         for name, data in needs_of(mask).items()

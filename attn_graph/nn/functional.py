@@ -145,8 +145,9 @@ def attention(
         None if outputs is None else plain_layouts(outputs), values, modifiers,
         backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
     )  # fmt: skip
-    if bool in (type(scale), type(soft_cap), type(dropout)):  # equal to 1.0, in keys too
-        refuse_flags(scale=scale, cap=soft_cap, rate=dropout)
+    for name, number in (("scale", scale), ("cap", soft_cap), ("rate", dropout)):
+        if isinstance(number, bool):  # equal to 1.0, in keys too
+            read_number(name, number)
     if isinstance(dropout, Tensor):
         dropout = read_number("rate", dropout)
     seeds: Sequence[Tensor | None] = (None, None)
@@ -176,16 +177,7 @@ def read_values(v: Tensor | int) -> tuple[Tensor | None, int | None]:
         raise TensorError(f"attention: v {not_a_tensor(v)}")
     if isinstance(v, int | torch.SymInt) and not isinstance(v, bool):
         return None, operator.index(v)
-    return cast(
-        Tensor, v
-    ), None  # arrays of NumPy are read, and others refused, with the other tensors
-
-
-def refuse_flags(**numbers: object) -> None:
-    """Raise GraphError for booleans."""
-    for name, number in numbers.items():
-        if isinstance(number, bool):
-            read_number(name, number)
+    return cast(Tensor, v), None  # arrays of NumPy are read, and others refused, with the others
 
 
 def number_on(device: torch.device, x: Tensor | int | None) -> Tensor | None:
