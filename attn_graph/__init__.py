@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from attn_graph.mesh.sharding import shard
     from attn_graph.nn.replace import replace_sdpa
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Addend",
     "Alibi",
