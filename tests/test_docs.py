@@ -119,3 +119,10 @@ def test_cells_of_tables_show_no_escapes() -> None:
     site = load_file(ROOT / "docs" / "generate" / "site.py")
     html = r"<td><code>a \| b</code></td><pre>c \| d</pre>"
     assert site.on_page_content(html) == r"<td><code>a | b</code></td><pre>c \| d</pre>"
+
+
+def test_no_spec_reads_as_a_link() -> None:
+    """`f16[2, 3](strides=...)` outside of code is a link to Markdown."""
+    code = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+    texts = {page: code.sub("", page.read_text(encoding="utf-8")) for page in PAGES}
+    assert not [page.name for page, text in texts.items() if "](strides=" in text]

@@ -1,7 +1,7 @@
 """Programs for other runtimes: core ATen, and ONNX's Attention where it says the same.
 
->>> program = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)
->>> program = program.run_decompositions(ag.decompositions())  # for OpenVINO, ExecuTorch, ...
+    >>> program = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)
+    >>> program = program.run_decompositions(ag.decompositions())  # for OpenVINO, ExecuTorch, ...
 
 or `ag.decompositions(onnx=24)`, then `torch.onnx.export(program, opset_version=24)`.
 """

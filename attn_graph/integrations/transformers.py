@@ -1,7 +1,7 @@
 """attn_graph as an attention implementation of transformers: import this module, then select it.
 
->>> import attn_graph.integrations.transformers
->>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attn_graph")
+    >>> import attn_graph.integrations.transformers
+    >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attn_graph")
 
 or, for a loaded model, `model.set_attn_implementation("attn_graph")`.
 """
@@ -252,8 +252,8 @@ def attend_batch(
 def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
     """A block in which plans compute the attention of `model.generate_batch`.
 
-    >>> with continuous_batching(model):
-    ...     model.generate_batch(inputs=[[3, 4, 5], [6, 7]])
+        >>> with continuous_batching(model):
+        ...     model.generate_batch(inputs=[[3, 4, 5], [6, 7]])
 
     All requests of a step are one packed call. Raises GraphError for a model without an attention
     interface.

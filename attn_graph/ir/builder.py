@@ -284,10 +284,10 @@ class Builder:
 def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) -> Graph:
     """Trace `fn`, called with one value per input, into a graph.
 
-    >>> def attend(q, k, v):
-    ...     p, lse = scores(q, k).soft_cap(30.0).mask(Causal()).softmax()
-    ...     return p.weigh(v), lse
-    >>> graph(attend, q=spec, k=spec, v=spec)
+        >>> def attend(q, k, v):
+        ...     p, lse = scores(q, k).soft_cap(30.0).mask(Causal()).softmax()
+        ...     return p.weigh(v), lse
+        >>> graph(attend, q=spec, k=spec, v=spec)
 
     Raises GraphError with every problem, each at its line of `fn`.
     """

@@ -219,7 +219,7 @@ def lay_out(graph: Graph, outputs: Layouts) -> Graph:
     gradients, the t and the name for tangents. The layouts are part of the graph's value and text.
     Backends write there directly, or in one more copy, as `explain` says.
 
-    >>> lay_out(graph, {"o": "bshd", "lse": TensorSpec((2, 8, 512), torch.float32, (4096, 1, 8))})
+        >>> lay_out(graph, {"o": "bshd", "lse": TensorSpec((2, 8, 64), torch.float32, (512, 1, 8))})
 
     Raises GraphError with every problem.
     """

@@ -47,7 +47,7 @@ def vmap(
     Dropout draws for every entry what it draws for it alone: by one seed and offset, at the entry's
     own places.
 
-    >>> vmap(graph, {"q": 0}, size=3)  # three queries [3,B,H,M,D] share k and v
+        >>> vmap(graph, {"q": 0}, size=3)  # three queries [3,B,H,M,D] share k and v
 
     Raises GraphError for wrong names, places and specs; if no view works, with the fewest copies
     that would help; for named sizes; and for a graph whose result would differ from a loop: dropout

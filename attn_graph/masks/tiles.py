@@ -73,8 +73,8 @@ def tiles(
 ) -> Tiles:
     """Count the tiles of `block` queries x keys by their kind: empty, mixed or full.
 
-    >>> print(tiles(Causal(), 256, 256))
-    4 tiles of 128 x 128: 1 empty, 2 mixed, 1 full
+        >>> print(tiles(Causal(), 256, 256))
+        4 tiles of 128 x 128: 1 empty, 2 mixed, 1 full
 
     mask: None keeps every place. data: tensors that the mask reads, by name; without them the
     counts are bounds, see `Tiles`. Raises GraphError for tensors that do not fit, an empty block

@@ -147,8 +147,8 @@ class TensorSpec:
 
     A size may be a `Dim`; strides are then multiples of it, by default without gaps.
 
-    >>> TensorSpec((2, 8, 512, 64), torch.bfloat16, layout="bshd").strides
-    (262144, 64, 512, 1)
+        >>> TensorSpec((2, 8, 512, 64), torch.bfloat16, layout="bshd").strides
+        (262144, 64, 512, 1)
 
     Raises GraphError for a negative size or stride, an unknown dtype or layout, or a wrong number
     of strides.

@@ -185,8 +185,8 @@ class Dim(int):
     def fit(self, size: int) -> int:
         """The least allowed size >= `size`: how many rows of a buffer to pass.
 
-        >>> Dim("N", classes=(16, 32, 64)).fit(20)
-        32
+            >>> Dim("N", classes=(16, 32, 64)).fit(20)
+            32
 
         Raises GraphError if there is none, and for a sum or a product.
         """
@@ -345,8 +345,8 @@ def doubling(least: int, most: int) -> tuple[int, ...]:
     For a cache in a buffer: pass a view of `dim.fit(n)` rows and the true length as lengths, so
     that few sizes need a plan. Raises GraphError unless 1 <= least <= most.
 
-    >>> doubling(16, 100)
-    (16, 32, 64, 100)
+        >>> doubling(16, 100)
+        (16, 32, 64, 100)
     """
     if to_index(least) is None or to_index(most) is None or not 1 <= least <= most:
         raise GraphError(

@@ -74,7 +74,7 @@ def check_mask(
     formula in both passes of a backend. The mask's tensors have any non-negative values of their
     dtype, integers up to the number of positions.
 
-    >>> check_mask(Causal() & Window(64))
+        >>> check_mask(Causal() & Window(64))
 
     gpu: for example "h100": also compile Triton's kernels for that GPU and run them on a virtual
     one, with fewer graphs. Raises Fault if a GPU's result is undefined, RuntimeError as

@@ -65,7 +65,7 @@ def check_modifier(
     both passes of a backend. Without `back` only the forward pass is checked. `spread` and `bend`,
     if defined, must agree with `collect` and `back`. gpu: as of `check_mask`.
 
-    >>> check_modifier(SoftCap(30.0))
+        >>> check_modifier(SoftCap(30.0))
     """
     trained = not [*op.gradient_problems()]
 

@@ -23,7 +23,7 @@ from attn_graph.lowering.cudnn.plan import format_version
 from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.libraries.cudnn_limits import LIMITS
 from attn_graph.lowering.limits import BOTH, FIRST, LAST, Limit, Pass, Version
-from docs.generate.pages import replace, row
+from docs.generate.pages import plain, replace, row
 from tests.lowering.test_cudnn_limits import ALONE, problem, sentences
 from tests.support.cudnn_grid import grid
 from tests.support.cudnn_questions import GPUS, Question, Verdict, answers, questions, versions
@@ -74,7 +74,9 @@ def limit_row(limit: Limit[Case]) -> str:
     ranges = (format_range((str(x.start), str(x.stop)), ("0", "1000")) for x in limit.sm)
     widest = format_version(FIRST), format_version(LAST)
     versions = format_range(map(format_version, limit.versions), widest)
-    return row(limit.name, example, passes, ", ".join(ranges), versions, limit.says, limit.source)
+    return row(
+        limit.name, plain(example), passes, ", ".join(ranges), versions, limit.says, limit.source
+    )
 
 
 def format_range(ends: Iterable[str], widest: tuple[str, str]) -> str:

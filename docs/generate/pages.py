@@ -26,6 +26,11 @@ def replace(text: str, name: str, new: str) -> str:
     return text
 
 
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is: `f16[2, 3](strides=...)` is not a link."""
+    return text.replace("](", "]\\(")
+
+
 def row(*cells: object) -> str:
     """A line of a Markdown table."""
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"

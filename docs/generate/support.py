@@ -20,7 +20,7 @@ from attn_graph.lowering.torch_cuda import dense as torch_cuda
 from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.spec import FLOATS
-from docs.generate.pages import table
+from docs.generate.pages import plain, table
 
 CPU = evolve(ag.Target.of("cpu"), native=(), libraries=())  # the same words on every machine
 CUDNN = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
@@ -154,5 +154,5 @@ def numbered_table() -> str:
     rows = [
         (name, *(cell(*each) for each in cells.values())) for name, cells in all_answers().items()
     ]
-    listed = [f'{n}. <a id="reason-{n}"></a>{text}' for text, n in reasons.items()]
+    listed = [f'{n}. <a id="reason-{n}"></a>{plain(text)}' for text, n in reasons.items()]
     return "\n".join([table(("graph", *COLUMNS), rows), "", *listed])
