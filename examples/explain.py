@@ -1,4 +1,4 @@
-"""Ask who would run a graph, why the others would not, and what it needs, without running it."""
+"""Which backend would run a graph, why the others can't, and what it needs, without running it."""
 
 import torch
 

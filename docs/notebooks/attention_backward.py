@@ -29,7 +29,7 @@ forward, backward = ag.vjp(graph, cotangents=("o",), outputs=order)
 print(backward)
 
 # %% [markdown]
-# ## Ask who would run it
+# ## Which backend would run it?
 #
 # `explain` names the backend of each pass, and any copy that other strides would cost.
 

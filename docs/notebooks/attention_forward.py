@@ -42,7 +42,7 @@ print(graph)
 # q, k and v are dense here, and o is to lie like the input of the projection behind it: the text
 # says so after the arrow. Without `outputs=` o would lie like q.
 #
-# ## Ask who would run it
+# ## Which backend would run it?
 #
 # `explain` builds nothing and needs no GPU. It says which backend runs the graph on a machine, what
 # speaks against the others, and what the call costs at least. Here it is asked for cuDNN first,

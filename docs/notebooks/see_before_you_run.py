@@ -32,7 +32,7 @@ graph = ag.attention(x, keys, keys, mask=mask, soft_cap=30.0)
 graph
 
 # %% [markdown]
-# ## Who runs it, and why not the others
+# ## Which backend runs it, and why not the others
 #
 # Each reason names a limit, what there is instead, and what would lift it.
 
