@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, TypeVar, final
@@ -116,6 +117,12 @@ class Executable:
     def foreseen(self) -> Foreseen:
         """The needs of the lowered graph. They are exact."""
         return Foreseen(self.workspace, self.temporary, self.notes, self.copies_out, self.block)
+
+
+def each_once(lines: Iterable[str]) -> tuple[str, ...]:
+    """Each line once, in its first place, with a count if there are several."""
+    counts = Counter(lines)
+    return tuple([line if n == 1 else f"{line}, {n} times" for line, n in counts.items()])
 
 
 def out_notes(graph: Graph, needs: Foreseen | Executable) -> Iterator[str]:
@@ -348,7 +355,7 @@ class Backend:
             needs = self.foresees(request.with_graph(seen))
             return add_copies(needs, graph, seen) if graph.layouts else needs
         lowered = self.lowered(request)
-        return evolve(lowered.foreseen, notes=(*lowered.notes, *lowered.launches()))
+        return evolve(lowered.foreseen, notes=each_once((*lowered.notes, *lowered.launches())))
 
     def lowered(self, request: Request) -> Executable:
         """The graph ready to run, its outputs as declared."""

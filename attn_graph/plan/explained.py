@@ -12,7 +12,7 @@ from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import complete_sizes
 from attn_graph.ir.single_steps import write_steps
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
-from attn_graph.lowering.backend import out_notes
+from attn_graph.lowering.backend import each_once, out_notes
 from attn_graph.plan.memory import sum_needs
 from attn_graph.planner.explain import explain_each, read_gradient
 from attn_graph.planner.explanation import Explanation, mask_tiles
@@ -85,7 +85,7 @@ def explain_side(
         plan.backend,
         plan.cause,
         explain_each(plan.refusals, question, read),
-        tuple(dict.fromkeys((*made.notes, *made.launches(), *inspected))),
+        each_once((*made.notes, *made.launches(), *inspected)),
         plan.also,
     )
 

@@ -424,3 +424,14 @@ def test_costs_are_of_the_wanted_gradients_and_of_the_precision() -> None:
     assert part.backward.flops < whole.backward.flops
     assert part.forward.flops == whole.forward.flops
     assert (part.forward.compute_seconds or 1) < (whole.forward.compute_seconds or 0)
+
+
+def test_equal_launches_are_one_line_with_their_count() -> None:
+    q, pool = (ag.TensorSpec(x, torch.bfloat16) for x in ((4, 8, 1, 128), (32, 16, 2, 128)))
+    graph = ag.attention(
+        q, pool, pool, pages=ag.TensorSpec((4, 8), torch.int32),
+        kv_lengths=ag.TensorSpec((4,), torch.int32),
+    )  # fmt: skip
+    notes = ag.explain(graph, target="h200", backends=("triton",)).gradients["backward"].notes
+    assert len({*notes}) == len(notes)
+    assert any(note.startswith("sum_pages: ") and note.endswith(", 2 times") for note in notes)
