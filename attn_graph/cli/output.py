@@ -20,8 +20,8 @@ from attn_graph.errors import GraphError
 
 P = ParamSpec("P")
 CODES = (
-    "Exit codes: 0, all is well; 1, the answer is no: no backend takes the graph, a model does "
-    "not fit, files are damaged, doctor found something broken, a library for it is not "
+    "Exit codes: 0, all is well; 1, the answer is no: no backend supports the graph, a model "
+    "does not fit, files are damaged, doctor found something broken, a library for it is not "
     "installed; 2, wrong usage; 130, interrupted; 141, nobody reads the answer."
 )
 INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # as shells report SIGINT and SIGPIPE
