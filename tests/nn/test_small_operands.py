@@ -69,7 +69,7 @@ def cases(draw: DrawFn, sizes: Sequence[Sizes], dtypes: Sequence[torch.dtype]) -
     """A call, whose small operands lie anyhow; starts, which differ, are never expanded."""
     layout, several = draw(st.sampled_from([*LAYOUTS])), st.sampled_from([*PARTS])
     parts = draw(st.lists(several, min_size=1, max_size=3, unique=True))
-    case = Case.of(layout, parts, draw(st.booleans()), draw(st.sampled_from(sizes)))
+    case = Case.of(layout, parts, draw(st.booleans()), sizes=draw(st.sampled_from(sizes)))
     lies = {n: draw(st.sampled_from(HOW[:4] if n.endswith("starts") else HOW)) for n in case.names}
     return evolve(case, dtype=draw(st.sampled_from(dtypes)), lies=lies)
 
