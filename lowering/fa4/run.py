@@ -240,6 +240,8 @@ class Fa4Run:
         cleared = [SIDES[name] for name in self.cleaned]
         cleared += ["rows"] * (p.grad is not None and self.is_blind)
         sides = [side for side in cleared if LENGTHS[side] in call.limited]
+        if not sides:
+            return {}
         known = {STARTS[packed]: x for packed, x in self.starts(own).items()}
         mask = p.node.split(own).mask
         known |= {LENGTHS[side]: mask[LENGTHS[side]] for side in sides}
