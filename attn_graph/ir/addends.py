@@ -123,10 +123,6 @@ class Factor(Modifier):
         return read_tensors(self)
 
     @property
-    def constants(self) -> tuple[int, ...]:
-        return tuple(range(1, 1 + len(self.elements)))
-
-    @property
     def number(self) -> float | None:
         """Its value, if it is constant."""
         node = read_formula(self.text)

@@ -69,6 +69,13 @@ class Modifier(Alike):
         return ()
 
     @property
+    def constants(self) -> tuple[int, ...]:
+        """The numbers of operands without a gradient, which nobody may differentiate by."""
+        pairs = enumerate(self.needs.items(), start=1)
+        fixed = [(n, data) for n, (name, data) in pairs if name not in self.trains]
+        return tuple([n for n, data in fixed if not {*FLOATS}.isdisjoint(data.dtypes)])
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """The name of each operand: s, then the tensors of `needs`."""
         return ("s", *self.needs)

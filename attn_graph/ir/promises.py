@@ -215,6 +215,19 @@ class Trial:
         self.modifier.collect(totals, ds.clone(), self.at)
         return totals
 
+    def problems_of_back(self, s: torch.Tensor) -> list[str]:
+        """Why `back` is not the derivative of `change`, where that has one."""
+        ahead, behind = (self.change(s + step) for step in (STEP, -STEP))
+        due, made = (ahead - behind) / (2 * STEP), self.back(torch.ones_like(s), self.change(s))
+        off = due.isfinite() & ~torch.isclose(made.to(due.dtype), due, rtol=1e-4, atol=1e-4)
+        who = type(self.modifier).__name__
+        return [
+            f"{who}.back gives {made[place].item():.4g} at a score of {s[place].item():.4g}, where "
+            f"change has the derivative {due[place].item():.4g}; the s of back(ds, s, at) is the "
+            "result of change"
+            for place in map(tuple, off.nonzero()[:1].tolist())
+        ]
+
     def problems_of_collect(self, s: torch.Tensor, ds: torch.Tensor) -> list[str]:
         who = f"{type(self.modifier).__name__}.collect"
         lost, failures = attempt(who, lambda: self.lost_gradients(ds, s))
@@ -252,6 +265,8 @@ def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
         problems = trial.problems("back", lambda: trial.back(two, trial.change(one)))
         if not problems and modifier.additive and differ(trial.back(two, one), two):
             problems = [f"{who} declares additive = True, but back does not return ds itself"]
+        if not problems and not modifier.additive:
+            problems = trial.problems_of_back(one)
         if not problems and modifier.trains:
             problems = trial.problems_of_collect(one, two)
     yield from problems

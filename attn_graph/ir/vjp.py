@@ -101,7 +101,8 @@ def refuse_constants(graph: Graph, numbers: Iterable[int], who: str) -> None:
     if own := sorted(graph.constants & {*numbers}):
         raise GraphError(
             f"{who}: no derivative by {', '.join(graph.inputs[n].name for n in own)}: quantised "
-            "tensors, scales and a Factor's tensors are constants; differentiate by the others"
+            "tensors, scales, and tensors that a modifier reads and does not name in `trains` are "
+            "constants; differentiate by the others"
         )
 
 

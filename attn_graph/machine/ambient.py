@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
     _are_functorch_transforms_active,
     _DisableAutocast,
+    _dispatch_tls_is_dispatch_key_excluded,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _ForceDispatchKeyGuard,
     _is_any_autocast_enabled,
     _is_tracing,
     _len_torch_dispatch_stack,
@@ -31,6 +39,10 @@ from attn_graph.errors import GraphError
 
 COUNTER = "torch.utils.flop_counter"  # imports Triton: read only after others imported it
 Formula = Callable[..., int]  # of an operator's arguments
+
+# While a transform of torch.func runs an operator, PyTorch leaves out what serves tensors of zeros
+# without memory, which forward mode makes: without it they are read.
+WITHIN_TRANSFORM = DispatchKey.ZeroTensor
 
 flop_formulas: dict[Any, Formula] = {}  # by operator; Any: PyTorch's packets of overloads
 without_autocast = _DisableAutocast  # in this context operations keep the dtypes of tensors
@@ -60,12 +72,22 @@ def require_untraced() -> None:
         )
 
 
+@cache
+def usual_keys() -> tuple[DispatchKeySet, DispatchKeySet]:
+    """What PyTorch's dispatcher has and leaves out by itself, as in a new thread."""
+    with ThreadPoolExecutor(1) as thread:
+        read = _dispatch_tls_local_include_set, _dispatch_tls_local_exclude_set
+        have, leave = (thread.submit(each).result() for each in read)
+    return have, leave
+
+
 def is_neutral() -> bool:
     """True without modes, transforms, autocast and a default device."""
     return not (
         torch.is_inference_mode_enabled()
         or _is_any_autocast_enabled()
         or _are_functorch_transforms_active()
+        or _dispatch_tls_is_dispatch_key_excluded(WITHIN_TRANSFORM)
         or _len_torch_function_stack()  # a default device is on it
         or _len_torch_dispatch_stack()
         or _len_torch_dispatch_stack_pre_dispatch()
@@ -85,6 +107,7 @@ def neutral_state() -> Iterator[None]:
         torch.inference_mode(False),
         _disable_current_modes(),
         temporarily_clear_interpreter_stack(),
+        _ForceDispatchKeyGuard(*usual_keys()),
         without_autocast(),
         torch.device("cpu"),
     ):

@@ -16,7 +16,16 @@ from attrs import evolve, frozen
 from attn_graph.errors import GraphError, show
 from attn_graph.machine.cache import remember
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
-from attn_graph.masks.joins import And, Mask, Not, Or, needs_of, reading_problems, require_mask
+from attn_graph.masks.joins import (
+    And,
+    Mask,
+    Not,
+    Or,
+    flatten_join,
+    needs_of,
+    reading_problems,
+    require_mask,
+)
 from attn_graph.masks.layers import find_regions
 from attn_graph.masks.leaves import Band
 from attn_graph.masks.places import Block, Place
@@ -218,13 +227,24 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
         if places is not None:
             return cover_places(places, whole, G, most == least)
         regions, estimated = [bound_region(most, whole, 1, outer=True)], True
+    widest = B * H * M * row_width(mask, N)  # wherever data move the bands
     return Coverage(
-        sum(region.pairs for region in regions),
+        min(widest, sum(region.pairs for region in regions)),
         sum(region.queries for region in regions),
         sum(region.count // max(1, H) * G * len(region.keys) for region in regions),
         most == least and not estimated,
         estimated,
     )
+
+
+def row_width(mask: Mask | None, N: int) -> int:
+    """The most keys that a query sees by the bands among the parts that `&` joins."""
+    width = N
+    for part in [] if mask is None else flatten_join(And, mask):
+        match part:
+            case Band(int() as low, int() as high):
+                width = min(width, max(0, high - low + 1))
+    return width
 
 
 def most_pairs(mask: Mask | None, sizes: Sizes) -> int:

@@ -12,7 +12,7 @@ from torch.nn.attention import register_flash_attention_impl
 
 from attn_graph.errors import GraphError, PlanTargetError
 from attn_graph.machine.cache import remember
-from attn_graph.nn.calls import content_of_call, draw_seed, exact
+from attn_graph.nn.calls import PLAIN, content_of_call, draw_seed, exact
 from attn_graph.nn.functional import TOP_LEFT
 from attn_graph.nn.ops import run_attention, run_gradient
 
@@ -64,7 +64,7 @@ def override_flash() -> Override:
 def text_of(names: tuple[str, ...], causal: bool, scale: float | None, dropout: float) -> str:
     """The content of a call of PyTorch's flash kernel, with lse."""
     mask, rate = TOP_LEFT if causal else None, exact("rate", dropout)
-    options = mask, exact("scale", scale), None, None, None, rate, ("lse",), None, False, ()
+    options = mask, exact("scale", scale), None, None, None, rate, ("lse",), None, *PLAIN
     return content_of_call(names, *options)
 
 

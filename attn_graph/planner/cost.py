@@ -28,7 +28,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.gradient_ops import WeighT
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.packing import Lengths
+from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.problem import operand_specs
@@ -299,24 +299,30 @@ def attention_share(
     op: Fused = packed.op if packed else whole
     types = whole.padded(given)
     (B, H, M, D), (_, G, N, _), E = types[0].shape, types[1].shape, types[2].shape[3]
-    if packed and not data:
-        B = packed.fewest(given)
-    sizes = (B, H, G, M, N)
-    coverage = count_pairs(node.mask, sizes, data) if data else count_pairs_once(node.mask, sizes)
+    rows = B * M
+    if packed and "rows" in packed.sides:
+        rows = row_count(given[0].shape)
+        M = min(M, rows)
+    places = H * rows * N
+    sizes = (packed.fewest(given) if packed else B, H, G, M, N)
+    coverage = count_pairs_once(node.mask, sizes)
+    if data:
+        own = count_pairs(node.mask, (B, H, G, M, N), data)
+        coverage = own if own.exact or own.pairs <= coverage.pairs else coverage
     most: list[int | None] = [coverage.queries * D, coverage.keys * D, coverage.keys * E]
     most[2] = 0 if node.v_in_k else most[2]  # read with k
     read = [data for modifier in node.modifiers for data in modifier.needs.values()]
     most += [coverage.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
     most += [None] * (len(node.takes) - len(most))
-    rows = {"bhie": coverage.queries * E, "bhi": coverage.queries, "bhij": coverage.pairs}
+    each = {"bhie": coverage.queries * E, "bhi": coverage.queries, "bhij": coverage.pairs}
     more = op.takes[len(most) :]
-    most += [rows[role.axes] if role.like is None else most[role.like] for role in more]
+    most += [each[role.axes] if role.like is None else most[role.like] for role in more]
     moved = sum(
         (distinct_elements(x) if cap is None else min(distinct_elements(x), cap)) * x.dtype.itemsize
         for x, cap in zip_longest(operands, most)
     )
     flops = 2 * coverage.pairs * summed_widths(op, D, E)
-    counts = coverage.pairs, B * H * M * N, coverage.exact, coverage.estimated
+    counts = min(coverage.pairs, places), places, coverage.exact, coverage.estimated
     return Share(flops, moved + written, *counts)
 
 

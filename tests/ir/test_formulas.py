@@ -367,7 +367,7 @@ def test_a_factors_tensors_have_no_derivative_and_say_so() -> None:
     x = ag.TensorSpec((1, 2, 5, 8), torch.float32)
     graph = ag.attention(x, x, x, modifiers=(factor,), t=t)
     assert len(ag.vjp(graph)[1].outputs) == 3
-    with pytest.raises(ag.GraphError, match=r"vjp: no derivative by t: .* a Factor's tensors"):
+    with pytest.raises(ag.GraphError, match=r"vjp: no derivative by t: .* in `trains`"):
         ag.vjp(graph, wants=("t",))
     q, leaf = torch.randn(1, 2, 5, 8), torch.randn(2, requires_grad=True)
     o = ag.compile(graph)(q, q, q, t=leaf)

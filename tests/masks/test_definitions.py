@@ -204,6 +204,9 @@ class Diagonal(Step):
     def change(self, s: torch.Tensor, at: Place) -> Any:
         return s * (at.i + 1)
 
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> Any:
+        return ds * (at.i + 1)
+
 
 @final
 @frozen
