@@ -241,6 +241,8 @@ def attend_like_torch(
     for the defaults.
     """
     named, options = read_options(kept, dropout_p, scale, choice)
+    if value is None:  # which here are values within keys
+        raise TensorError(f"attention: v {not_a_tensor(value)}")
     if options[DROPOUT]:
         named = {**named, **draw_seed(query.device)}
     mask = named.get("keep", named.get("bias", query))
