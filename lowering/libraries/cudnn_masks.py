@@ -73,7 +73,7 @@ def leaf_reasons(leaves: tuple[Mask, ...]) -> Iterator[Reason]:
     """The reasons against the parts of a mask."""
     bands = [x for x in leaves if isinstance(x, Band)]
     if foreign := [x for x in leaves if x not in bands and x not in ENDS]:
-        limit = "supports a single band, optionally & lengths"
+        limit = "supports at most one band & lengths"
         yield Reason("mask_leaves", limit, f"the mask has {join_leaves(foreign)}")
     if len(bands) > 1:
         yield Reason("mask_bands", "supports one band", f"the mask has {join_leaves(bands)}")
