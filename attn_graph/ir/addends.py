@@ -54,8 +54,9 @@ class Addend(Modifier):
 
     elements: names and axes as in `Formula`, of tensors in q's dtype or float32. The term must be
     linear in each; they have a gradient. integers: likewise of integer tensors. `real` turns a
-    number into the scores' dtype; exp, exp2, log, sqrt, tanh and others take real numbers. Raises
-    GraphError for other text.
+    number into the scores' dtype: exp, exp2, log, sqrt, tanh and others take real numbers, and a
+    product of a float16 tensor and a position is rounded to float16 without it. Raises GraphError
+    for other text.
     """
 
     additive = True

@@ -47,7 +47,15 @@ class Modifier(Alike):
     """s [B,H,M,N], operands -> s' [B,H,M,N]. A score of -inf is masked and stays -inf.
 
     Your own modifier is a `@final @frozen` subclass. Building a graph checks the promises of its
-    fields and methods on a small block.
+    fields and methods on a small block. Write `change`, the step, and for a gradient `back`, its
+    derivative by its result. These have defaults, as class attributes or properties:
+
+    additive (False): True if the step adds a term that does not depend on s; needs no `back`.
+    relative (False): True if it depends on b, h and j - i, not on i itself.
+    hides (True): False if it never turns a score into -inf.
+    needs ({}): the tensors that it reads, `{"tilt": Data("h", (torch.float32,))}`.
+    trains (()): the names in `needs` that have a gradient; `collect` adds it up, from ds alone, so
+    a tensor that is added to scores can be trained, not one that multiplies them.
     """
 
     additive: ClassVar[bool] = False  # s' = s + addend(at)
@@ -97,7 +105,11 @@ class Modifier(Alike):
         raise GraphError(f"{type(self).__name__} defines no change(self, s, at)")
 
     def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
-        """The gradient of the step's input. ds: that of its result s. May overwrite both."""
+        """The gradient of the step's input, from ds, that of its result s. May overwrite both.
+
+        The input is not known here: a step whose derivative does not follow from its result, such
+        as swish, has no `back`.
+        """
         if not self.additive:
             raise GraphError(*self.gradient_problems())
         return ds

@@ -110,6 +110,8 @@ def attention(
 ) -> Outputs:
     """q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], and the statistics of `stats`.
 
+    Tensors [B,M,H,D], as flash-attn's, need `x.transpose(1, 2)`, and so does the result.
+
     Options are all of `attn_graph.attention`, with tensors in place of specs, and those of
     `attn_graph.compile` that choose the backend. `prefer`, `avoid` and PyTorch's switches apply as
     there. Plans are remembered by shape, dtype, strides and options: a repeated call costs a few
@@ -133,7 +135,8 @@ def attention(
     them.
 
     Under autocast q, k, v and bias are cast as for PyTorch's own attention; slopes and sinks are
-    not. Differentiable, once, by each floating tensor. Raises GraphError if tensors and options
+    not. Differentiable by each floating tensor, second derivatives and `torch.func.jvp` included;
+    there are no third ones. Raises GraphError if tensors and options
     make no sense together, PlanMismatchError for tensors on several devices or a seed of another
     dtype, and NoBackendError if no backend supports the call.
     """
