@@ -25,13 +25,18 @@ LINKS = {
     "infiniband": 50e9,  # one NDR port a GPU, 400 Gbit/s
 }
 TILES = 32  # along the longer side of a picture
-NVLINKS = {80: 300e9, 90: 450e9, 100: 900e9}  # A100, H100 and H200, B200: half of both ways
+# Half of both ways: A100; H100 and H200; B200 and GB200; B300 and GB300.
+NVLINKS = {80: 300e9, 90: 450e9, 100: 900e9, 103: 900e9}
 
 
 def link_speed(link: str | float | None, target: Target) -> float | None:
-    """Bytes a second, each way, of a link by its name. Raises GraphError for an unknown one."""
+    """Bytes a second, each way, of a link by its name, or by their number, also as text.
+
+    Raises GraphError for an unknown one.
+    """
     if link is None:
         return None
+    link = parse_speed(link) if isinstance(link, str) else link
     if isinstance(link, (int, float)):
         if not 0 < link < INF or isinstance(link, bool):
             raise GraphError(
@@ -47,6 +52,14 @@ def link_speed(link: str | float | None, target: Target) -> float | None:
             f"{', '.join(map(str, NVLINKS))}, and a number of bytes a second"
         )
     return LINKS[link]
+
+
+def parse_speed(text: str) -> float | str:
+    """The number of a text like "50e9"; else the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def explain_mesh(sharded: Sharded, target: Target, link: str | float | None) -> Outlook:
@@ -108,7 +121,7 @@ def list_figures(sharded: Sharded, target: Target, link: float | None) -> Iterat
         yield (
             figures
             if peak is None or link is None
-            else add_times(figures, sharded, (widths[0] / peak, widths[1] / peak), link)
+            else add_times(figures, sharded.method, (widths[0] / peak, widths[1] / peak), link)
         )
 
 
@@ -151,16 +164,29 @@ def hop_buffers(sharded: Sharded, hops: Sequence[Hop]) -> int:
     return max(came + hop.sent.forward + hop.received.forward for came, hop in pairs)
 
 
+def predict_ranks(outlook: Outlook, whole: Sequence[float]) -> float:
+    """The seconds of the slowest rank, if pairs take as long as on one device.
+
+    whole: the predicted seconds of each pass of the undivided attention, forward first. Messages
+    take no time if the outlook has no link.
+    """
+    pairs = max(1, sum(rank.pairs for rank in outlook.ranks))
+    link = INF if outlook.link is None else outlook.link
+    each = [x / pairs for x in whole]
+    timed = (add_times(rank, outlook.method, each, link) for rank in outlook.ranks)
+    return max(rank.seconds or 0.0 for rank in timed)
+
+
 def add_times(
-    figures: RankFigures, sharded: Sharded, each: tuple[float, float], link: float
+    figures: RankFigures, method: Method | None, each: Sequence[float], link: float
 ) -> RankFigures:
-    """The figures with seconds. each: of a pair, forward and backward."""
+    """The figures with seconds. each: of a pair, forward and, with a gradient, backward."""
     alone, moving, both = 0.0, 0.0, 0.0
-    for seconds, side in zip(each, ("forward", "backward"), strict=True):
+    for seconds, side in zip(each, ("forward", "backward"), strict=False):
         compute = [hop.pairs * seconds for hop in figures.hops]
         moved = [getattr(hop.moved, side) / link for hop in figures.hops]
         alone, moving = alone + sum(compute), moving + sum(moved)
-        both += overlap(sharded.method, compute, moved)
+        both += overlap(method, compute, moved)
     return evolve(figures, compute=alone, transfer=moving, seconds=both)
 
 

@@ -20,6 +20,7 @@ COLUMNS = (
     *("rank", "queries", "pairs", "flops", "sent", "received", "sent backward", "hops"),
     *("buffers", "compute", "transfer", "both"),
 )
+MOST_NAMES = 8  # of ranks in a line
 
 
 class ShardedPlan(ABC):
@@ -174,7 +175,18 @@ class Outlook:
         link = "no link known" if self.link is None else f"{format_scaled(self.link, 'B/s')} a way"
         method = f", {self.method}" if self.method else ""
         head = f"{show_call(self.mesh)}, {self.placement}{method}; {self.target}, {link}"
-        return f"{head}; balance {self.balance:.3f}"
+        return f"{head}; balance {self.balance:.3f}{self.idle_text()}"
+
+    def idle_text(self) -> str:
+        """The ranks without a pair of query and key, if others have any."""
+        idle = [n for n, rank in enumerate(self.ranks) if not rank.pairs]
+        if not idle or len(idle) == len(self.ranks):
+            return ""
+        names = ", ".join(map(str, idle[:MOST_NAMES]))
+        more = f" and {len(idle) - MOST_NAMES} more" if len(idle) > MOST_NAMES else ""
+        who = "rank" if len(idle) == 1 else "ranks"
+        verb = "has" if len(idle) == 1 else "have"
+        return f"; {who} {names}{more} {verb} nothing to do"
 
     def rows(self) -> list[str]:
         """A line for each rank."""

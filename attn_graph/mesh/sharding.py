@@ -57,7 +57,7 @@ def shard(
     check_graph(graph, "shard")
     require_numbers(graph, "shard")
     require_no_layouts(graph, "shard")
-    check_choice("placements", placements, get_args(Placement))
+    check_choice("placements", placements, get_args(Placement), '; for the sequence say "balanced"')
     if not isinstance(mesh, Mesh):
         raise GraphError(f"shard: mesh {show(mesh)} is not a Mesh; say ag.Mesh(8)")
     simple = simplify(graph)
@@ -94,10 +94,10 @@ def choose_method(placed: Sharded, method: Method | None) -> Method | None:
     return method
 
 
-def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+def check_choice(name: str, value: object, known: Sequence[str], way_out: str = "") -> None:
     """Raise GraphError for an unknown value."""
     if value not in known:
-        raise GraphError(f"shard: {name} {show(value)} is none of {', '.join(known)}")
+        raise GraphError(f"shard: {name} {show(value)} is none of {', '.join(known)}{way_out}")
 
 
 def check_attention(graph: Graph, placement: Placement) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.mesh.counts import count_box, count_moved, count_seen
+from attn_graph.mesh.explanation import predict_ranks
 from attn_graph.mesh.layout import (
     SEQUENCES,
     Placement,
@@ -239,6 +240,9 @@ SEVERAL = cast(Any, ["nvlink"])
 PACKED = ag.attention(ROW, ROW, ROW, q_starts=ag.TensorSpec((3,), torch.int64))
 WRONG: dict[str, Any] = {  # by what is said
     "placements 'rows' is none of batch": lambda: ag.shard(PLAIN, MESH, "rows"),  # type: ignore[arg-type]
+    'balanced; for the sequence say "balanced"': lambda: ag.shard(PLAIN, MESH, "context"),  # type: ignore[arg-type]
+    "link nan is not a number of bytes a second": lambda: ag.explain(WHOLE, link="nan"),
+    "link -50000000000.0 is not a number of bytes": lambda: ag.explain(WHOLE, link="-50e9"),
     "method 'ring' is for a divided sequence": lambda: ag.shard(
         PLAIN, MESH, "heads", method="ring"
     ),
@@ -351,6 +355,45 @@ def test_an_explanation_compares_the_methods() -> None:
     assert "450 GB/s a way" in str(outlook)
     assert outlook.to_dict()["ranks"][3]["pairs"] == outlook.ranks[3].pairs
     assert ag.explain(sharded, target="cpu").seconds is None
+
+
+@given(st.floats(1, 1e15))
+def test_a_link_is_read_as_text_too(speed: float) -> None:
+    sharded = ag.shard(PLAIN, MESH, "zigzag")
+    assert ag.explain(sharded, target="h200", link=str(speed)) == ag.explain(
+        sharded, target="h200", link=speed
+    )
+
+
+@pytest.mark.parametrize("name", ["b200", "gb200", "b300", "gb300"])
+def test_gpus_of_one_generation_have_one_nvlink(name: str) -> None:
+    assert ag.explain(WHOLE, target=name, link="nvlink").link == 900e9
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.sampled_from(["batch", "heads", "balanced"]))
+def test_ranks_without_work_are_named(entries: int, ranks: int, placement: Placement) -> None:
+    spec = ag.TensorSpec((entries, 2, 4, 8), torch.float32)
+    outlook = ag.explain(ag.shard(ag.attention(spec, spec, spec), ag.Mesh(ranks), placement))
+    idle = [str(n) for n, rank in enumerate(outlook.ranks) if not rank.pairs]
+    first = outlook.title()
+    assert first.endswith("nothing to do") == bool(idle)
+    named = re.findall(r"\d+", first.partition("; balance")[2].partition("; rank")[2])
+    more = [str(len(idle) - 8)] if len(idle) > 8 else []
+    assert named == [*idle[:8], *more]
+
+
+@given(st.integers(1, 9), st.sampled_from(SEQUENCES), st.floats(1e-6, 1), st.floats(0, 1))
+def test_ranks_share_the_price_of_the_whole(
+    ranks: int, placement: Placement, forward: float, backward: float
+) -> None:
+    """By their pairs, where messages take no time; and no less where they do."""
+    sharded = ag.shard(graph(256, ag.Causal()), ag.Mesh(ranks), placement)
+    outlook = ag.explain(sharded, target="h200")
+    alone = predict_ranks(outlook, [forward, backward])
+    assert alone == pytest.approx((forward + backward) * outlook.balance / ranks)
+    linked = ag.explain(sharded, target="h200", link=1e6)
+    assert predict_ranks(linked, [forward, backward]) >= alone
+    assert predict_ranks(linked, [forward]) <= predict_ranks(linked, [forward, backward])
 
 
 def test_a_picture_of_the_mask_shows_the_ranks() -> None:
