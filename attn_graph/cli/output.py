@@ -22,8 +22,10 @@ P = ParamSpec("P")
 CODES = (
     "Exit codes: 0, all is well; 1, the answer is no: no backend supports the graph, a model "
     "does not fit, files are damaged, doctor found something broken, a library for it is not "
-    "installed; 2, wrong usage; 130, interrupted; 141, nobody reads the answer."
+    "installed; 2, wrong usage; 3, the answer is not known: the target's memory is not; 130, "
+    "interrupted; 141, nobody reads the answer."
 )
+UNKNOWN = 3
 INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # as shells report SIGINT and SIGPIPE
 PIPED = 100  # columns, where the width is not known
 PICTURES = (".png", ".svg", ".pdf")
@@ -52,10 +54,10 @@ def as_usage_errors(run: Callable[P, None]) -> Callable[P, None]:
     return command
 
 
-def exit_no_if(answer_is_no: bool) -> None:
-    """Exit with 1 if the answer is no."""
-    if answer_is_no:
-        raise click.exceptions.Exit(1)
+def exit_no_if(answer_is_no: bool, is_unknown: bool = False) -> None:
+    """Exit with 1 if the answer is no, else with 3 if it is not known."""
+    if answer_is_no or is_unknown:
+        raise click.exceptions.Exit(1 if answer_is_no else UNKNOWN)
 
 
 def show_text(*parts: RenderableType, wraps: bool = True) -> None:

@@ -11,11 +11,11 @@ from functools import cached_property
 from inspect import signature
 from json import loads
 from pathlib import Path
-from typing import Any, Literal, final, get_args
+from typing import Any, final, get_args
 
 import torch
 import transformers
-from attrs import asdict, evolve, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,21 +24,27 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attn_graph.compiler import explain
 from attn_graph.errors import GraphError, show
+from attn_graph.integrations.model_figures import (
+    Division,
+    LayerKind,
+    ModelExplanation,
+    Phase,
+    is_untold,
+)
 from attn_graph.ir.graph import Graph
-from attn_graph.machine.sizes import Memory, format_bytes, parse_bytes
+from attn_graph.machine.sizes import format_bytes, parse_bytes
 from attn_graph.machine.target import Target, default_target
+from attn_graph.mesh.explanation import link_speed, predict_ranks
 from attn_graph.mesh.layout import Mesh
 from attn_graph.mesh.results import Outlook
 from attn_graph.mesh.sharding import shard
 from attn_graph.nn.calls import Options, make_graph, named_options
 from attn_graph.planner.choose import rank_all
-from attn_graph.planner.cost import format_scaled
-from attn_graph.planner.explanation import Explanation, attention_masks
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.planner.explanation import Explanation
+from attn_graph.spec import TensorSpec
+from attn_graph.spec.words import nearest
 
 NAME = "attn_graph"
-Phase = Literal["decode", "prefill", "train"]
-Division = Literal["heads", "context"]
 MOST_ANSWERS = 40  # of one search; a size that grows evenly takes four
 MOST_SIZE = 2**24  # of a batch, and of a context without a limit in its config
 RESERVE = "1GiB"
@@ -119,187 +125,6 @@ def no_layers(model: torch.nn.Module) -> str:
     )
 
 
-@final
-@frozen
-class LayerKind:
-    """Layers with equal attention.
-
-    seconds: the predicted time of all of them, of both passes in training; None if no rate of the
-    backend is known. cache: bytes of all that they keep in the model's cache. outlook: messages and
-    work of each GPU, for a context divided over several.
-    """
-
-    layers: tuple[str, ...]
-    explanation: Explanation
-    seconds: float | None
-    cache: int
-    outlook: Outlook | None = None
-
-    @property
-    def workspace(self) -> int:
-        """Bytes that a layer's attention needs while it runs, messages among them. Layers share
-        them."""
-        buffers = max(rank.buffers for rank in self.outlook.ranks) if self.outlook else 0
-        return workspace_of(self.explanation.memory) + buffers
-
-    @property
-    def saved(self) -> int:
-        """Bytes that the attention of all these layers keeps from forward to backward, on a GPU."""
-        memory = self.explanation.memory
-        parts = len(self.outlook.ranks) if self.outlook else 1
-        whole = len(self.layers) * memory.saved if memory and self.explanation.backward else 0
-        return -(-whole // parts)
-
-    def lines(self) -> Iterator[str]:
-        """The layers, their backend and their figures."""
-        backward = self.explanation.backward
-        passes = {"": self.explanation} | ({"backward: ": backward} if backward else {})
-        yield f"{name_layers(self.layers)}: {describe_graph(self.explanation.graph)}"
-        for name, side in passes.items():
-            yield f"  {name}{side.backend or 'no backend'}: {side.cause or side.verdict}"
-        time = "unknown" if self.seconds is None else format_scaled(self.seconds, "s")
-        figures = {"cache": self.cache, "saved for backward": self.saved}
-        texts = [f"{name} {format_bytes(count)}" for name, count in figures.items() if count]
-        shared = "not all known" if is_untold(self) else format_bytes(self.workspace)
-        yield f"  {', '.join([f'time {time}', *texts, f'workspace {shared}'])}"
-        if self.outlook:
-            sent = max(rank.sent.forward + rank.sent.backward for rank in self.outlook.ranks)
-            yield f"  method {self.outlook.method}: a GPU sends {format_bytes(sent)} a layer"
-
-    def to_dict(self) -> dict[str, Any]:  # Any: JSON
-        """Plain numbers, texts, lists and dicts."""
-        figures = {x: getattr(self, x) for x in ("seconds", "cache", "saved", "workspace")}
-        return {"layers": [*self.layers], **figures, "explanation": self.explanation.to_dict()}
-
-
-def workspace_of(memory: Memory | None) -> int:
-    """The most bytes that either pass needs while it runs."""
-    if memory is None:
-        return 0
-    forward = memory.workspace_forward + memory.temporary_forward
-    return max(forward, memory.workspace_backward + memory.temporary_backward)
-
-
-def is_untold(kind: LayerKind) -> bool:
-    """True if some workspace is known only once its plan is built."""
-    memory = kind.explanation.memory
-    return memory is not None and bool(memory.untold)
-
-
-def name_layers(names: Sequence[str]) -> str:
-    """Names of layers as one: "32 x model.layers.*.self_attn"."""
-    patterns = dict.fromkeys(re.sub(r"\d+", "*", name) for name in names)
-    return f"{len(names)} x {', '.join(patterns)}"
-
-
-def describe_graph(graph: Graph) -> str:
-    """The operands and the mask of an attention."""
-    shapes = ", ".join(f"{x.name} {NAMES[x.spec.dtype]}{[*x.spec.shape]}" for x in graph.inputs)
-    (mask,) = attention_masks(graph) or [None]
-    return f"{shapes}, {mask.written() if mask is not None else 'no mask'}"
-
-
-@final
-@frozen
-class ModelExplanation:
-    """A model's attention and memory in one phase on a target, before it exists.
-
-    Bytes are of one GPU. weights: of parameters and buffers. cache: of the memory that the model's
-    cache holds after the call. saved: of all tensors kept from forward to backward, by the whole
-    model. optimizer: of AdamW's state. tensors: the most bytes of all other tensors at one time,
-    cache, saved and gradients among them. gpus, divide: how many GPUs share the model, and by what.
-    reserve: bytes left for CUDA itself and gaps between allocations. most_batch, most_context: the
-    largest that fit, with the other as it is; None if not searched. notes: what to know of these
-    figures.
-    """
-
-    model: str
-    target: Target
-    phase: Phase
-    batch: int
-    context: int
-    weights: int
-    cache: int
-    saved: int
-    optimizer: int
-    tensors: int
-    reserve: int
-    kinds: tuple[LayerKind, ...]
-    gpus: int = 1
-    divide: Division = "heads"
-    limit: int | None = None  # of the context, by the config
-    most_batch: int | None = None
-    most_context: int | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def workspace(self) -> int:
-        """Bytes of the workspace that all layers share."""
-        return max(kind.workspace for kind in self.kinds)
-
-    @property
-    def peak(self) -> int:
-        """The most bytes in use at one time."""
-        return self.weights + self.optimizer + self.tensors + self.workspace
-
-    @property
-    def room(self) -> int | None:
-        """Bytes of the target's memory without the reserve; None if they are not known."""
-        return None if self.target.memory is None else self.target.memory - self.reserve
-
-    @property
-    def fits(self) -> bool | None:
-        """True if the peak is in the target's memory; None if that is not known."""
-        return None if self.room is None else self.peak <= self.room
-
-    @property
-    def seconds(self) -> float | None:
-        """The predicted time of all layers' attention; None if one is not known."""
-        times = [kind.seconds for kind in self.kinds]
-        return None if None in times else sum(x for x in times if x is not None)
-
-    def __str__(self) -> str:
-        sizes = f"batch {self.batch}, context {self.context}"
-        many = f"{self.gpus} x " if self.gpus > 1 else ""
-        place = f"{many}{self.target}{f' by {self.divide}' if many else ''}"
-        first = f"{self.model} on {place}, {self.phase}, {sizes}: {self.verdict}"
-        kinds = (line for kind in self.kinds for line in kind.lines())
-        notes = (f"  - {note}" for note in self.notes)
-        return "\n".join([first, *notes, *self.figures(), *kinds])
-
-    @property
-    def verdict(self) -> str:
-        """The answer, with both numbers."""
-        need = f"{'at least ' if any(map(is_untold, self.kinds)) else ''}{format_bytes(self.peak)}"
-        if self.room is None:
-            return f"needs {need}; the memory of {self.target.name} is not known"
-        verb = "fits" if self.fits else "does not fit"
-        return f"{verb}, needs {need} of {format_bytes(self.room)}"
-
-    def figures(self) -> Iterator[str]:
-        """The kinds of memory, the largest sizes that fit, and the time of attention."""
-        yield f"weights {format_bytes(self.weights)}"
-        if self.optimizer:
-            yield f"state of AdamW {format_bytes(self.optimizer)}"
-        parts = {"cache": self.cache, "saved for backward": self.saved}
-        texts = [f"{name} {format_bytes(count)}" for name, count in parts.items() if count]
-        among = f", among them {', '.join(texts)}" if texts else ""
-        yield f"other tensors {format_bytes(self.tensors)}{among}"
-        workspace, reserve = format_bytes(self.workspace), format_bytes(self.reserve)
-        yield f"workspace of attention {workspace}, reserve {reserve}"
-        if self.most_batch is not None:
-            most = ", the config's most" if self.most_context == self.limit else ""
-            yield f"largest batch {self.most_batch}, largest context {self.most_context}{most}"
-        if self.seconds is not None:
-            yield f"attention takes {format_scaled(self.seconds, 's')} in all layers"
-
-    def to_dict(self) -> dict[str, Any]:  # Any: JSON
-        """Plain numbers, texts, lists and dicts."""
-        derived = {x: getattr(self, x) for x in ("workspace", "peak", "room", "fits", "seconds")}
-        given = asdict(self, recurse=False) | {"target": str(self.target), "notes": [*self.notes]}
-        return given | derived | {"kinds": [kind.to_dict() for kind in self.kinds]}
-
-
 class Rehearsal(TorchDispatchMode):
     """Counts bytes of tensors on the meta device, by their storages, while they live.
 
@@ -362,22 +187,39 @@ Layers = tuple[tuple[tuple[Tensor, ...], ...], ...]
 
 
 @final
+@frozen
+class CacheBytes:
+    """Bytes of a cache's tensors, and of the memory held by them: more if they are slices."""
+
+    needed: int = 0
+    held: int = 0
+
+    @classmethod
+    def of(cls, cache: Layers) -> CacheBytes:
+        """The bytes of the layers' tensors."""
+        tensors = [x for part in cache for layer in part for x in layer]
+        return cls(sum(x.nbytes for x in tensors), sum_storages(tensors))
+
+
+@final
 @frozen(eq=False)
 class TrialRun:
     """A run of the model at one size. cache: the layers' tensors after it, of each of its parts.
 
-    tensors: the most bytes at one time. saved: between forward and backward.
+    tensors: the most bytes at one time. saved: between forward and backward. before: the cache at
+    the start of a step.
     """
 
     calls: tuple[LayerCall, ...]
     tensors: int
     saved: int = 0
     cache: Layers = ()
+    before: CacheBytes = CacheBytes()
 
     @property
     def bytes_cached(self) -> int:
-        """Bytes of the memory that the cache holds."""
-        return sum_storages(x for part in self.cache for layer in part for x in layer)
+        """Bytes of the memory held by the cache."""
+        return CacheBytes.of(self.cache).held
 
     def tensors_of(self, call: LayerCall) -> Iterator[Tensor]:
         """The tensors of a call's layer in the cache. An encoder's and decoder's has two parts: the
@@ -442,7 +284,7 @@ class Paper:
             weights=sum_storages(self.weights), cache=trial.bytes_cached, saved=trial.saved,
             optimizer=sum_storages(self.states), tensors=trial.tensors, reserve=self.reserve,
             kinds=tuple(self.kinds(whole, trial, shares)), gpus=self.gpus, divide=self.divide,
-            notes=tuple(notes_of_cache(trial)) if self.phase == "prefill" else (),
+            notes=tuple(notes_of_cache(trial)),
         )  # fmt: skip
 
     def kinds(self, whole: TrialRun, trial: TrialRun, shares: bool) -> Iterator[LayerKind]:
@@ -454,13 +296,14 @@ class Paper:
             wants = None if self.phase == "train" else ()
             explanation = explain(graph, target=self.target, gradients=wants)
             outlook = self.divide_context(graph) if shares else None
-            seconds = outlook.seconds if outlook else predict(explanation)
+            seconds = predict(explanation, outlook)
             yield LayerKind(
                 tuple(self.names[call.module] for call, _ in both),
                 explanation,
                 None if seconds is None else len(both) * seconds,
                 sum_storages(x for _, call in both for x in trial.tensors_of(call)),
                 outlook,
+                both[0][1].graph if shares else None,
             )
 
     def divide_context(self, graph: Graph) -> Outlook:
@@ -499,13 +342,15 @@ class Paper:
                 del given["input_ids"]
                 given["encoder_outputs"] = (before.encoder_last_hidden_state,)
             given["past_key_values"] = before.past_key_values
-        held = tree_leaves([[*given.values()], cache_layers(given.get("past_key_values"))])
+        layers = cache_layers(given.get("past_key_values"))
+        held = tree_leaves([[*given.values()], layers])
         whole = Rehearsal(self.weights, (x for x in held if isinstance(x, Tensor)))
-        del before, held
+        kept = CacheBytes.of(layers)
+        del before, held, layers
         with whole, torch.no_grad(), noting_calls() as calls:
             out = self.model(**given, **self.choices)
         layers = cache_layers(out.get("past_key_values"))
-        return TrialRun(tuple(calls), whole.most, cache=layers)
+        return TrialRun(tuple(calls), whole.most, cache=layers, before=kept)
 
     def remember(self, batch: int, context: int) -> Any:  # Any: a model's output
         """The output of a model for a prompt, with its cache. Raises GraphError without one."""
@@ -561,20 +406,33 @@ def cache_layers(cache: Any) -> Layers:  # Any: a cache of transformers, or None
 
 
 def notes_of_cache(trial: TrialRun) -> Iterator[str]:
-    """What to know of a cache whose tensors are parts of larger ones."""
-    sliced = sum(x.nbytes for part in trial.cache for layer in part for x in layer)
-    if sliced < trial.bytes_cached:
+    """Notes of a cache of slices: after a prompt, or before a step."""
+    after, before = CacheBytes.of(trial.cache), trial.before
+    if after.needed < after.held and not before.held:
         yield (
-            f"the cache needs {format_bytes(sliced)}, and holds the memory of the whole prompt, "
-            f"{format_bytes(trial.bytes_cached)}, until the next step: its tensors are slices"
+            f"the cache needs {format_bytes(after.needed)}, and holds the memory of the whole "
+            f"prompt, {format_bytes(after.held)}, until the next step: its tensors are slices"
+        )
+    if before.needed < before.held:
+        spare = format_bytes(before.held - before.needed)
+        yield (
+            "this is the first step after the prompt: the cache that it reads holds the memory of "
+            f"the whole prompt, {format_bytes(before.held)}, because its tensors are slices; later "
+            f"steps need up to {spare} less"
         )
 
 
-def predict(explanation: Explanation) -> float | None:
-    """The seconds of a layer, by the prices of its backends; None if not known."""
+def predict(explanation: Explanation, outlook: Outlook | None) -> float | None:
+    """The seconds of a layer, by the prices of its backends; None if not known.
+
+    outlook: of a divided context, whose slowest GPU is the layer's.
+    """
     passes = [explanation, *filter(None, [explanation.backward])]
-    times = [rank_all(x.graph, x.target).get(x.backend or "") for x in passes]
-    return None if None in times else sum(x for x in times if x is not None)
+    prices = [rank_all(x.graph, x.target).get(x.backend or "") for x in passes]
+    known = [x for x in prices if x is not None]
+    if len(known) < len(prices):
+        return None
+    return predict_ranks(outlook, known) if outlook else sum(known)
 
 
 def divide_weights(model: PreTrainedModel, gpus: int) -> None:
@@ -648,7 +506,8 @@ def explain_model(
 
     gpus: how many share the model. divide: "heads" divides weights and heads by transformers' plan
     for tensor parallelism; "context" divides each sequence, with all weights on every GPU, as
-    `attn_graph.shard` does, and link is their connection, as in `attn_graph.explain`.
+    `attn_graph.shard` does, and link is their connection, as in `attn_graph.explain`. Messages of
+    divided heads are not priced.
 
     The model is made on the meta device and run there, so that every byte is one that its own code
     asks for; nothing is allocated. Raises GraphError for models that do not read tokens or have no
@@ -658,7 +517,7 @@ def explain_model(
     check_option("divide", divide, get_args(Division))
     read, room = read_config(config), parse_bytes(reserve)
     limit = getattr(read.get_text_config(decoder=True), "max_position_embeddings", None)
-    context = check_size("context", context or limit or 1)
+    context = check_size("context", (limit or 1) if context is None else context)
     model = make_model(read, dtype)
     check_size("batch", batch)
     if check_size("gpus", gpus) > 1 and divide == "heads":
@@ -671,6 +530,8 @@ def explain_model(
     place = (
         target if isinstance(target, Target) else Target.of(target) if target else default_target()
     )
+    check_reserve(reserve, room, place)
+    link_speed(link, place)  # raises for an unknown one, used or not
     paper = Paper(model, place, phase, room, gpus, divide, link)
     try:
         answer = paper.explain(batch, context)
@@ -681,7 +542,7 @@ def explain_model(
             f"explain_model: {type(model).__name__} can't run with context {context}; its config's "
             f"max_position_embeddings is {limit}"
         ) from error
-    notes = (*notes_of(read, answer, limit), *answer.notes)
+    notes = (*notes_of(read, answer, limit), *notes_of_link(answer, link), *answer.notes)
     answer = evolve(answer, limit=limit, notes=notes)
     return search_sizes(paper, answer) if search and answer.room is not None else answer
 
@@ -702,15 +563,42 @@ def read_config(config: Any) -> PreTrainedConfig:  # Any: checked here
     """A config of transformers. Raises GraphError for what is none, and for unknown types."""
     if isinstance(config, PreTrainedConfig):
         return config
+    fields = load_fields(Path(config)) if isinstance(config, str | Path) else config
     try:
-        fields = (
-            loads(Path(config).read_text("utf-8")) if isinstance(config, str | Path) else config
-        )
         made: PreTrainedConfig = transformers.AutoConfig.for_model(**fields)
     except (OSError, TypeError, ValueError) as error:
         what = config if isinstance(config, str | Path) else show(config)
         raise GraphError(f"explain_model: config {what} can't be read: {error}") from error
     return made
+
+
+def load_fields(path: Path) -> Any:  # Any: JSON
+    """The JSON of a file. Raises GraphError, with the way out, for an unreadable one."""
+    try:
+        return loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise GraphError(f"explain_model: config {path} does not exist{meant_by(path)}") from error
+    except OSError as error:
+        raise GraphError(
+            f"explain_model: config {path} can't be read: {error.strerror}; pass the path of a "
+            "model's config.json"
+        ) from error
+    except ValueError as error:
+        raise GraphError(
+            f"explain_model: config {path} is not JSON ({error}); pass the path of a model's "
+            "config.json"
+        ) from error
+
+
+def meant_by(path: Path) -> str:
+    """The way out for a missing file: the nearest name in its folder, or, for the name of a model,
+    to save its config."""
+    files = [x.name for x in path.parent.iterdir()] if path.parent.is_dir() else []
+    if near := nearest(path.name, files, {}):
+        return f"; did you mean {path.parent / near}?"
+    if path.suffix == ".json":
+        return ""
+    return "; nothing is downloaded: save the model's config.json, and pass its path"
 
 
 def make_model(config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -743,6 +631,28 @@ def check_size(name: str, size: object) -> int:
             f"explain_model: {name} {show(size)} is not an integer from 1 to {MOST_SIZE}"
         )
     return size
+
+
+def check_reserve(given: int | str, reserve: int, target: Target) -> None:
+    """Raise GraphError for a reserve as large as the memory, or larger."""
+    if target.memory is not None and reserve >= target.memory:
+        raise GraphError(
+            f"explain_model: reserve {show(given)} leaves no memory: {target.name} has "
+            f"{format_bytes(target.memory)}; say less"
+        )
+
+
+def notes_of_link(answer: ModelExplanation, link: str | float | None) -> Iterator[str]:
+    """Notes of a link without effect, or of a missing one."""
+    if link is not None and answer.gpus == 1:
+        yield f"link {show(link)} has no effect: one GPU sends no messages"
+    elif link is not None and answer.divide == "heads":
+        yield (
+            f"link {show(link)} has no effect: the messages of divide 'heads', sums over the GPUs "
+            "after attention and after the MLP of each layer, have no price here"
+        )
+    if any(kind.leaves_out_messages for kind in answer.kinds):
+        yield "times are without messages between the GPUs; link names their connection"
 
 
 def notes_of(

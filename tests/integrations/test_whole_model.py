@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.cli.fit import fit, read_tokens
 from attn_graph.errors import GraphError
 
 pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
@@ -21,8 +23,10 @@ import transformers as hf
 from torch.utils._pytree import tree_leaves
 
 from attn_graph.integrations import whole_model
+from attn_graph.integrations.model_figures import ModelExplanation, Phase
 from attn_graph.integrations.transformers import explain_model
-from attn_graph.integrations.whole_model import Phase, Rehearsal, largest_fit
+from attn_graph.integrations.whole_model import Rehearsal, largest_fit
+from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from tests.support.command_line import run
 from tests.support.equipped import equip
@@ -117,7 +121,10 @@ def test_a_window_keeps_only_its_keys_after_a_step() -> None:
     each = 2 * 512 * 256 * 2 + 8  # keys and values, keys, size, bytes; and a count of tokens
     assert near.cache == 22 * each
     assert far.cache == 4 * 2 * 4096 * 256 * 2
-    assert not [x for x in found.notes if "cuDNN" not in x]  # its workspace may be unknown
+    (note,) = [x for x in found.notes if "cuDNN" not in x]  # its workspace may be unknown
+    spare = 22 * 2 * (4095 - 511) * 256 * 2  # the rest of the prompt's keys and values
+    assert note.startswith("this is the first step after the prompt")
+    assert note.endswith(f"later steps need up to {format_bytes(spare)} less")
 
 
 def test_slices_of_a_prompt_are_told() -> None:
@@ -193,6 +200,74 @@ def test_several_gpus_share_a_context() -> None:
     assert four.seconds is not None
 
 
+def divided(link: str | float | None, gpus: int = 4, **options: Any) -> ModelExplanation:
+    """A model of one layer, by context."""
+    fields = json.loads(path_of("llama-3-8b").read_text()) | {"num_hidden_layers": 1}
+    return explain_model(
+        fields, target="h200", context=16384, gpus=gpus, divide="context", link=link, search=False,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", ["prefill", "train"])
+def test_a_divided_context_has_the_prices_of_the_whole(phase: Phase) -> None:
+    """Not the lower bound of its outlook: four GPUs take a quarter of what one takes, at least."""
+    one, four = divided(None, 1, phase=phase), divided(1e18, phase=phase)
+    slow, unlinked = divided("pcie4", phase=phase), divided(None, phase=phase)
+    assert one.seconds is not None
+    assert four.seconds == pytest.approx(one.seconds / 4, rel=0.02)
+    assert slow.seconds is not None
+    assert slow.seconds >= one.seconds / 4
+    assert unlinked.seconds == pytest.approx(four.seconds)
+    assert "attention takes at least" in str(unlinked)
+    assert any("without messages" in x for x in unlinked.notes)
+    assert "at least" not in " ".join(x for x in str(four).splitlines() if "takes" in x)
+
+
+def test_a_prompt_sends_nothing_backward() -> None:
+    keys = 2 * 8 * 4096 * 128 * 2  # k and v of a part, in bytes
+    prompt, step = (divided(None, phase=x).kinds[0] for x in ("prefill", "train"))
+    assert prompt.outlook == step.outlook
+    assert 0 < prompt.sent <= 3 * keys < step.sent
+
+
+def test_a_layer_of_a_divided_context_shows_the_operands_of_one_gpu() -> None:
+    (kind,) = divided("nvlink").kinds
+    first, whole, *_ = kind.lines()
+    assert "q bf16[1, 32, 4096, 128], k bf16[1, 8, 4096, 128]" in first
+    assert first.endswith("Causal(), one of 4 parts")
+    assert whole.startswith("  whole: ")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "link", "due"),
+    [
+        (1, "nvlink", ["link 'nvlink' has no effect: one GPU sends no messages"]),
+        (2, 50e9, ["link 50000000000.0 has no effect: the messages of divide 'heads'"]),
+        (2, None, []),
+    ],
+)
+def test_a_link_without_effect_is_told(gpus: int, link: str | float | None, due: list[str]) -> None:
+    fields = json.loads(path_of("llama-3-8b").read_text()) | {"num_hidden_layers": 1}
+    found = explain_model(fields, target="h200", context=64, gpus=gpus, link=link, search=False)
+    assert [x.partition(",")[0] for x in found.notes if "no effect" in x] == due
+
+
+@pytest.mark.parametrize(
+    ("context", "due"),
+    [
+        (64, "512, the config's most"),
+        (512, "512, the config's most"),
+        (1024, "1024, the most that was asked for"),
+    ],
+)
+def test_the_end_of_a_search_is_told(context: int, due: str) -> None:
+    fields = json.loads(path_of("llama-3-8b").read_text())
+    fields |= {"num_hidden_layers": 1, "max_position_embeddings": 512}
+    found = explain_model(fields, target="h200", context=context)
+    assert f"largest context {due}\n" in str(found)
+
+
 def test_training_counts_gradients_and_the_optimizer() -> None:
     found = explain_model(path_of("t5-base"), target="h200", phase="train", context=8, search=False)
     assert found.optimizer == 2 * found.weights  # two moments
@@ -207,6 +282,10 @@ WRONG = (
     ({"gpus": 16}, "gpus 16 does not divide the 8 key/value heads"),
     ({"gpus": 2, "divide": "context", "phase": "decode"}, "say divide='heads'"),
     ({"context": 1, "phase": "decode"}, "context 1 has no keys"),
+    ({"context": 0}, "context 0 is not an integer from 1"),
+    ({"link": "rope"}, "link 'rope' of h200"),
+    ({"reserve": "200GiB"}, "reserve '200GiB' leaves no memory: h200 has 140.4 GiB"),
+    ({"reserve": 150_754_820_096}, "leaves no memory"),
 )
 
 
@@ -229,6 +308,24 @@ def test_a_model_that_can_not_be_explained_says_why() -> None:
         explain_model({"model_type": "unheard of"}, target="h200")
 
 
+WRONG_FILES = (
+    ("llama-3-8.json", "llama-3-8.json does not exist; did you mean .*llama-3-8b.json?"),
+    ("zebra.json", "zebra.json does not exist$"),
+    ("meta-llama/Llama-3-8B", "nothing is downloaded: save the model's config.json"),
+    ("gpt2", "nothing is downloaded: save the model's config.json"),
+    ("", "can't be read: .*; pass the path of a model's config.json"),
+    ("../../README.md", "README.md is not JSON .*; pass the path of a model's config.json"),
+)
+
+
+@pytest.mark.parametrize(("name", "text"), WRONG_FILES)
+def test_a_wrong_file_has_its_way_out(name: str, text: str) -> None:
+    with pytest.raises(GraphError, match=text):
+        explain_model(CONFIGS / name, target="h200")
+    result = run("fit", str(CONFIGS / name), "--target", "h200")
+    assert result.exit_code == 2
+
+
 def test_quantised_weights_are_told() -> None:
     fields = json.loads(path_of("gpt-oss-20b").read_text())
     fields |= {
@@ -243,7 +340,11 @@ def test_quantised_weights_are_told() -> None:
 def test_a_target_without_known_memory_gives_no_verdict() -> None:
     found = explain_model(path_of("bert-base"), target=Target.of("cpu"))
     assert (found.fits, found.most_batch) == (None, None)
-    assert "the memory of cpu is not known" in str(found)
+    assert "fits: unknown, needs 480.4 MiB; the memory of cpu is not known" in str(found)
+    line = ("fit", str(path_of("bert-base")), "--no-search")
+    assert run(*line, "--target", "cpu").exit_code == 3
+    assert run(*line, "--target", "cpu", "--target", "h200").exit_code == 3
+    assert run(*line, "--target", "cpu", "--target", "l4", "--batch", "5000").exit_code == 1
 
 
 def test_a_rehearsal_counts_tensors_while_they_live() -> None:
@@ -280,9 +381,31 @@ def test_the_command_says_what_the_library_says() -> None:
     plain = run(*line, *more, "--json")
     assert (plain.exit_code, json.loads(plain.output)) == (
         0,
-        json.loads(json.dumps(found.to_dict())),
+        [json.loads(json.dumps(found.to_dict()))],
     )
     assert run(*line, *more).output.splitlines() == str(found).splitlines()
+
+
+def test_the_command_answers_for_each_target() -> None:
+    line = ("fit", str(path_of("bert-base")), "--context", "64", "--no-search")
+    both = ("--target", "h200", "--target", "a100")
+    each = [
+        explain_model(path_of("bert-base"), target=x, context=64, search=False) for x in both[1::2]
+    ]
+    text = run(*line, *both).output
+    assert text.splitlines() == "\n\n".join(map(str, each)).splitlines()
+    assert len(json.loads(run(*line, *both, "--json").output)) == 2
+
+
+@given(st.integers(1, 2**14), st.sampled_from(["", "k", "K"]))
+def test_tokens_are_read_with_their_unit(count: int, unit: str) -> None:
+    command = click.Context(fit)
+    option = fit.params[0]
+    assert read_tokens(command, option, f"{count}{unit}") == count * (1024 if unit else 1)
+    assert read_tokens(command, option, f"{count}M") == count * 2**20
+    for wrong in (f"{count}g", f"-{count}", f"{count}.5k", "k"):
+        with pytest.raises(click.BadParameter, match="write 131072, or 128k"):
+            read_tokens(command, option, wrong)
 
 
 def test_the_command_exits_with_1_if_a_model_does_not_fit() -> None:
