@@ -123,12 +123,13 @@ DECLARED = "pass tensors as declared, or compile a graph for these: TensorSpec.l
 class PlanMismatchError(ValueError):
     """A plan was called with other tensors than its graph declares. `differences` has each one.
 
-    way_out: the fix if tensors are as declared, but numbers in them point at nothing.
+    way_out: the fix, as the last line; "" if the differences name it.
     """
 
     def __init__(self, *differences: str, way_out: str = DECLARED) -> None:
         self.differences, self.way_out = differences, way_out
-        super().__init__(join_lines("the call differs from the plan", (*differences, way_out)))
+        lines = (*differences, way_out) if way_out else differences
+        super().__init__(join_lines("the call differs from the plan", lines))
 
 
 class PlanTargetError(RuntimeError):

@@ -34,7 +34,7 @@ def room_or_new(rooms: Rooms, name: str, lying: Lying, device: torch.device) -> 
 def require_aligned(rooms: Rooms) -> None:
     """Raise PlanMismatchError for rooms that do not begin at multiples of 16 bytes."""
     if texts := find_misplaced(rooms.items()):
-        raise PlanMismatchError(*texts)
+        raise PlanMismatchError(*texts, way_out="")
 
 
 def write_named(

@@ -183,7 +183,7 @@ BAD: dict[str, Bad] = {
     ),
     "data that a mask needs is missing": (
         call(mask=ag.Keep("local")),
-        [["local", "needed and not given", "Keep(name='local')"]],
+        [["Keep(name='local') reads local", "pass local="]],
     ),
     "data that nothing reads": (
         call(mask=ag.Keep("local"), locale=spec(1, 1, 6, 6, dtype=torch.bool)),

@@ -132,7 +132,7 @@ def test_a_prepared_call_is_mapped_as_the_plan() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a stranger": ({"page": 0}, "page are not inputs"),
+    "a stranger": ({"page": 0}, "page: is not an input; write pages="),
     "a dtype": ({"pages": torch.zeros(3, 4)}, "pages"),
     "sizes that disagree": ({"kv_lengths": torch.zeros(2, dtype=I32)}, "B"),
     "lengths beyond the pages": ({"kv_lengths": torch.full((3,), 99, dtype=I32)}, "kv_lengths"),
@@ -158,5 +158,14 @@ def test_a_call_that_does_not_fit_what_was_prepared_is_refused() -> None:
     with pytest.raises(ag.PlanMismatchError, match="v: expected"):
         prepared(x["q"], x["k"])
     x["kv_lengths"].add_(1)
-    with pytest.raises(ag.PlanMismatchError, match="written to after"):
+    with pytest.raises(ag.PlanMismatchError, match="written to after") as stale:
         prepared(x["q"], x["k"], x["v"])
+    assert str(stale.value).endswith("call it again for each step")
+
+
+def test_a_prepared_plan_prints_its_given_inputs() -> None:
+    plan, x = decoding()
+    prepared = plan.prepare(pages=x["pages"], kv_lengths=x["kv_lengths"])
+    assert (
+        repr(prepared) == f"Prepared({plan.backend} on cpu, kv_lengths: i32[3], pages: i32[3, 4])"
+    )

@@ -129,7 +129,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "return_lse": (lambda: attend(return_lse=True), 'argument return_lse; use stats=("lse",)'),
     "spec": (lambda: describe(is_causal=True), "no argument is_causal; use mask=Causal()"),
     "close": (lambda: attend(kv_length=ROWS), "no argument kv_length; did you mean kv_lengths?"),
-    "far": (lambda: attend(zebra=ROWS), "no argument zebra, and the mask reads no tensor of that"),
+    "far": (
+        lambda: attend(zebra=ROWS, mask=ag.Causal()),
+        "no argument zebra, and the mask reads no tensor of that",
+    ),
     "several": (lambda: attend(causal=True, softcap=3.0), "no argument softcap; use soft_cap="),
     "scale": (lambda: attend(scale=Q), "scale <tensor of torch.float32 [2, 4, 8, 16]> must be"),
     "gradient": (lambda: attend(scale=torch.ones((), requires_grad=True)), "multiply q by it"),
@@ -324,7 +327,7 @@ def test_the_guide_for_users_of_other_libraries_has_their_words() -> None:
 
 FOREIGN = {  # of functions other than attention, and functions themselves
     *("device", "separate_full_blocks", "compute_dq_write_order", "dq_kv_order", "varlen_attn_out"),
-    *("and_masks", "or_masks", "noop_mask", "softmax_lse", "head_dim", "page_size"),
+    *("and_masks", "or_masks", "noop_mask", "softmax_lse"),
 }
 
 

@@ -136,6 +136,9 @@ GRAPH = (
         help="COUNT pages for each sequence; k and v are pools of pages: PAGES,ROWS,G,D.",
     ),
     click.option(
+        "--finite-pages", is_flag=True, help="No row of the pools holds NaN or Inf; for --pages."
+    ),
+    click.option(
         "--blocks", metavar="ROWSxKEYS", callback=reads_sizes("a block", 1, 2),
         help="Only blocks of the scores that a tensor marks, such as 128x128.",
     ),
@@ -224,6 +227,7 @@ def graph_of_flags(flags: Flags) -> ag.Graph:
         dropout=flags["dropout"] or 0.0,
         stats=flags["stats"],
         max_lengths=longest,
+        finite_pages=flags["finite_pages"],
         **more,
     )
 
@@ -280,7 +284,7 @@ def data_of(mask: Mask | None, flags: Flags, specs: Specs) -> dict[str, ag.Tenso
     M, N = (*most, *(M, N)[len(most) :]) if flags["packed"] else (M, N)
     axes = {"b": B, "h": H, "i": M, "j": N}
     return {
-        name: ag.TensorSpec(data.shape(axes), data.dtypes[-1])
+        name: ag.TensorSpec(data.shape(axes), data.dtypes[0])
         for name, data in needs_of(mask).items()
     }
 

@@ -29,6 +29,7 @@ UNKNOWN = 3
 INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # as shells report SIGINT and SIGPIPE
 PIPED = 100  # columns, where the width is not known
 PICTURES = (".png", ".svg", ".pdf")
+ALIGN = re.compile(r'\balign="(\w+)"')  # the argument that is the flag --align
 LINE = re.compile(r" \(at [^()]*:\d+\)$")  # of the calling program, which is click here
 
 as_json = click.option("--json", "plain", is_flag=True, help="As JSON, for programs.")
@@ -48,7 +49,7 @@ def as_usage_errors(run: Callable[P, None]) -> Callable[P, None]:
         try:
             run(*args, **kwargs)
         except GraphError as error:
-            problems = (LINE.sub("", problem) for problem in error.problems)
+            problems = (ALIGN.sub(r"--align \1", LINE.sub("", x)) for x in error.problems)
             raise click.UsageError(str(GraphError(*problems))) from error
 
     return command

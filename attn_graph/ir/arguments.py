@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from inspect import signature
 from operator import and_
@@ -13,6 +13,7 @@ from attn_graph.errors import ArgumentError, GraphError, problems_of, show
 from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.ir.scaling import KEY_SCALES, O_SCALE, PAIRS, SCALES
+from attn_graph.printing.text import show_value
 from attn_graph.spec import QUANTISED, TensorSpec, ValueType
 
 EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
@@ -29,6 +30,7 @@ JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by &: the tensors eac
     leaf: frozenset(leaf.needs)
     for leaf in (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
 }
+FROM_SCORE = "modifiers=m, **tensors, where m, tensors = from_flex_score(score_mod)"
 T = TypeVar("T")
 
 
@@ -43,9 +45,11 @@ def require_modifiers(modifiers: object) -> tuple[Modifier | masks.Mask, ...]:
         steps = tuple(step for step in modifiers if isinstance(step, Modifier | masks.Mask))
         if len(steps) == len(modifiers):
             return steps
+    one = isinstance(modifiers, Modifier | masks.Mask)
+    shown = show_value(modifiers) if one else show(modifiers)
+    way_out = f"modifiers=({shown},)" if one else FROM_SCORE
     raise GraphError(
-        f"attention: modifiers {show(modifiers)} are not a sequence of Modifiers and Masks; write "
-        "modifiers=m, **tensors, where m, tensors = from_flex_score(score_mod)"
+        f"attention: modifiers {shown} are not a sequence of Modifiers and Masks; write {way_out}"
     )
 
 
@@ -68,6 +72,15 @@ def read_by(mask: object, modifiers: Iterable[Modifier | masks.Mask]) -> set[str
     """The names of the tensors that a mask and modifiers read."""
     needs = mask.needs if isinstance(mask, masks.Mask) else ()
     return {*needs, *(name for step in modifiers for name in step.needs)}
+
+
+def list_missing(part: masks.Mask | Modifier, given: Container[str]) -> list[str]:
+    """Messages for tensors that a leaf of a mask, or a modifier, reads, and that are not given."""
+    missing = [name for name in part.needs if name not in given]
+    text = f"attention: {show_value(part)} reads"
+    if missing == [*masks.SameSegment().needs]:
+        return [f"{text} {' and '.join(missing)}; pass segments=(x, x)"]
+    return [f"{text} {name}; pass {name}=" for name in missing]
 
 
 def statistic_names(stats: object) -> tuple[str, ...]:

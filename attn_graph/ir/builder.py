@@ -21,6 +21,7 @@ from attn_graph.errors import (
 from attn_graph.ir import ops
 from attn_graph.ir.arguments import (
     EXTRA,
+    list_missing,
     option_problems,
     read_by,
     require_modifiers,
@@ -45,9 +46,10 @@ from attn_graph.ir.scaling import O_SCALE, PAIRS, Dequantise, Quantise
 from attn_graph.ir.views import Leading
 from attn_graph.machine.imports import require_imports
 from attn_graph.masks import Align
+from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
-from attn_graph.spec.words import unknown_argument
+from attn_graph.spec.words import NO_TENSOR, unknown_argument
 
 T = TypeVar("T")
 
@@ -422,6 +424,8 @@ def attention(
     whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))
     slanted = None if alibi is None or alibi is False else align or ""
     steps = tuple(step.aligned(align, masks.ragged_in(x)) for step in steps)
+    parts = () if whole is None else leaves(whole)
+    b.problem(*(text for part in parts for text in list_missing(part, x)))
     b.problem(*alignment_problems(whole, slanted, steps, rows, keys))
     b.check()
     own = {n: x[n].dequantise(x[s], x["q"]) if s in x else x[n] for n, s in PAIRS[1:]}
@@ -485,9 +489,9 @@ def change_scores(
         moved = {n: x[n] for n in masks.ragged_in(x) if align == "bottom_right"}
         s = s.alibi(x.get("alibi"), align=align, **moved)
     for step in steps:
-        missing = [name for name in step.needs if name not in x]
-        s.builder.problem(*(f"attention: {step} reads {n}; pass {n}=" for n in missing))
-        s = s.then(step, *(x[name] for name in step.needs if name in x))
+        missing = list_missing(step, x)
+        s.builder.problem(*missing)
+        s = s if missing else s.then(step, *(x[name] for name in step.needs))
     return s
 
 
@@ -504,4 +508,5 @@ def unknown_arguments(
     known = {*EXTRA, *read_by(mask, modifiers)}
     unknown = sorted({*names} - known)
     own = {*known, *signature(attention).parameters, *options} if unknown else known
-    return [unknown_argument(name, sorted(own)) for name in unknown]
+    none = NO_TENSOR * bool(mask is not None or modifiers)
+    return [unknown_argument(name, sorted(own), none=none) for name in unknown]

@@ -11,18 +11,24 @@ from typing import Any
 import torch
 
 from attn_graph import masks
-from attn_graph.ir.arguments import JOINED, add_axes, pool_problems
+from attn_graph.ir.arguments import JOINED, PACKED, add_axes, pool_problems
 from attn_graph.ir.graph import Op, op_name
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.ir.packed_inputs import packed_problems
 from attn_graph.ir.scaling import PAIRS, SCALES, scales_fit, stands_in
-from attn_graph.masks.misfits import cast_problem, count_axes, misfit, rank_problem
+from attn_graph.machine.tensors import STARTS
+from attn_graph.masks.misfits import (
+    cast_problem,
+    count_axes,
+    list_readings,
+    misfit,
+    rank_problem,
+)
 from attn_graph.spec import FLOATS, INTEGERS, NAMES, QUANTISED, ValueType, cast_code
 from attn_graph.spec.dims import are_numbers
 
 Types = Mapping[str, ValueType]
 Needs = dict[str, masks.Data]
-STARTS = ("q_starts", "kv_starts")
 Fault = tuple[tuple[str, ...], str]  # the tensors with one fault, and its message
 
 
@@ -115,10 +121,20 @@ def rank_faults(x: Types, needs: Needs) -> Iterator[Fault]:
         for name in wrong:
             rank = len(x[name].shape)
             axes = "1 axis" if rank == 1 else f"{rank} axes"
-            way_out = add_axes(name, 4 - rank)
+            way_out = one_query_each(x) if name == "q" else ""
+            way_out = way_out or add_axes(name, 4 - rank)
             yield (name,), f"attention: {name} {x[name]} has {axes} and needs 4{way_out}"
     given = [name for name in needs if name in x and name not in SCALES]
     yield from join_faults((name, axes_fault(x, name, needs[name])) for name in given)
+
+
+def one_query_each(x: Types) -> str:
+    """How to write q [B,H,D], one query of each sequence; "" if keys are of another number."""
+    q, k = x["q"].shape, x["k"].shape
+    of = next(x[n].shape for n in ("pages", "kv_lengths", "k") if n in x)
+    if len(q) != 3 or q[:1] != of[:1] or q[-1:] != k[-1:]:
+        return ""
+    return "; write q[:, :, None] for one query of each sequence" + PACKED["q"]
 
 
 def axes_fault(x: Types, name: str, data: masks.Data) -> str:
@@ -199,7 +215,7 @@ def size_faults(x: Types, needs: Needs, most: tuple[int | None, int | None]) -> 
         and sizes.keys() >= {*needs[name].axes} - {*"xyn"}
     )
     yield from join_faults(
-        (scale, scale_fault(scale, x[scale].shape, x[name].shape))
+        (scale, scale_fault(scale, x[scale].shape, x[name].shape, scale_axes(x, name)))
         for name, scale in PAIRS
         if scale in x and name in x
     )
@@ -212,15 +228,27 @@ def lack_bounds(x: Types, most: tuple[int | None, int | None]) -> tuple[bool, bo
     return packed and most[0] is None, own and most[1] is None
 
 
-def scale_fault(name: str, scale: tuple[int, ...], of: tuple[int, ...]) -> str:
-    """That a scale has other axes than its tensor; "" if it fits."""
+def scale_fault(name: str, scale: tuple[int, ...], of: tuple[int, ...], axes: str) -> str:
+    """That a scale has other axes than its tensor; "" if it fits. axes: of the tensor, named."""
     if scales_fit(scale, of):
         return ""
-    few = ", ".join(["None"] * (len(of) - len(scale)))
+    names, ways = {x: x for x in (*axes, "1")}, ""
+    if all(n == 1 for n in scale):
+        ways = f"; write {name}.reshape({', '.join('1' * len(of))})"
+    elif len(scale) < len(of) == len(names):
+        ways = list_readings(name, scale, dict(zip(names, (*of[:-1], 1), strict=True)), names)
     return (
         f"has shape {[*scale]}, and a tensor {[*of]} needs {[*of[:-1], 1]}, each axis full or 1"
-        + (f"; write {name}[{few}]" if few else "")
+        f"{ways}"
     )
+
+
+def scale_axes(x: Types, name: str) -> str:
+    """The names of the sizes of q, k or v but the last: "BHM", "nPG", "TG"."""
+    if name != "q" and "pages" in x:
+        return "nPG"
+    heads, rows = "HM" if name == "q" else "GN"
+    return f"B{heads}{rows}" if len(x[name].shape) == 4 else f"T{heads}"
 
 
 def batch_of(x: Types) -> int | None:

@@ -105,7 +105,7 @@ def packed_problems(x: Mapping[str, ValueType]) -> Iterator[str]:
     if "pages" in x and not ranks["k"] == ranks["v"] == 4:
         yield (
             f"attention: k {x['k']} and v {whole['v']} have {ranks['k']} and {ranks['v']} "
-            "axes; with pages they are pools [n,P,G,D]"
+            f"axes; with pages they are pools [n,P,G,D]{halves_of(x)}"
         )
     elif "pages" in x and x["k"].shape[:2] != whole["v"].shape[:2]:
         yield f"attention: k {x['k']} and v {whole['v']} are not of the same pages [n,P]"
@@ -117,6 +117,15 @@ def packed_problems(x: Mapping[str, ValueType]) -> Iterator[str]:
         and x["q"].shape[0] != x["k"].shape[0]
     ):
         yield (f"attention: q {x['q']} and k {x['k']} are packed differently; pass kv_starts= too")
+
+
+def halves_of(x: Mapping[str, ValueType]) -> str:
+    """The pools in one tensor of keys and values, given as both; "" for others."""
+    shapes = {x[name].shape for name in "kv" if name in x}
+    if len(shapes) > 1 or len(x["k"].shape) != 5 or 2 not in x["k"].shape[:2]:
+        return ""
+    first, second = ("[:, 0]", "[:, 1]") if x["k"].shape[1] == 2 else ("[0]", "[1]")
+    return f"; of one cache with both, pass cache{first} and cache{second}"
 
 
 def finite_problems(x: dict[str, Value], finite: object) -> Iterator[str]:

@@ -73,11 +73,13 @@ def list_sequences(
         if stop < start:
             both = f"expected ascending ones, got {start}, {stop}"
             raise PlanMismatchError(f"{who}starts: {both}", way_out=ASCENDING)
-        if not 0 <= count <= min(most, stop - start):
+        free = min(most, stop - start)
+        if not 0 <= count <= free:
+            more = ", or a larger max_lengths=" * (most < count <= stop - start)
             limit = f"{stop - start} rows before the next one, of at most {most}"
             raise PlanMismatchError(
                 f"{who}lengths: sequence {b} has {count}, and {limit}",
-                way_out="pass the true lengths, or a larger max_lengths=",
+                way_out=f"give 0 to {free}{more}",
             )
     return [*zip(given, counts, strict=False)]
 

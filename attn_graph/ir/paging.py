@@ -118,9 +118,10 @@ def list_entries(
     counts = [most] * len(table) if lengths is None else lengths.tolist()
     for b, (pages, count) in enumerate(zip(table.tolist(), counts, strict=True)):
         if not 0 <= count <= most:
+            more = ", or a table of more pages" * (count > 0)
             raise PlanMismatchError(
                 f"kv_lengths: entry {b} has {count}, and its pages {most} rows",
-                way_out="give as many keys as are in its pages, or a table of more of them",
+                way_out=f"give 0 to {most}{more}",
             )
         used = pages[: -(-count // max(1, page))]
         first = seen[b].start // max(1, page) if seen else 0

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.machine.target import Target
-from attn_graph.machine.tensors import require_as_declared, require_device
+from attn_graph.machine.tensors import STARTS, STARTS_HINT, require_as_declared, require_device
 from attn_graph.spec import TensorSpec, new_strides
 from attn_graph.spec.dims import Dim, NamedSize, are_numbers
 
@@ -80,9 +80,10 @@ def size_problems(symbol: NamedSize, places: Sequence[tuple[str, int]]) -> Itera
     """Problems of a symbol's sizes in tensors: two sizes for it, or one outside its range."""
     if len({n for _, n in places}) > 1:
         values = ", ".join(f"{n} by {place}" for place, n in places)
+        starts = any(place.startswith(STARTS) for place, _ in places)
         yield (
             f"{symbol.name}: expected one size wherever it stands, got {values}; pass tensors that "
-            "agree, or declare another Dim"
+            f"agree, or declare another Dim{STARTS_HINT * starts}"
         )
     for n in dict.fromkeys(n for _, n in places):
         yield from symbol.problems(n)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ import torch
 from attn_graph.errors import DECLARED, PlanMismatchError, PlanTargetError, show
 from attn_graph.machine.target import Target
 from attn_graph.spec import LAYOUTS, NAMES, TensorSpec, cast_code, layout_problem
-from attn_graph.spec.words import SAID, use
+from attn_graph.spec.words import SAID, own_name, use
 
 ROOM = "out "  # before the name of a result, for a tensor of `out`
 SEEDS = ("seed", "offset")  # inputs that dropout= adds
+STARTS = ("q_starts", "kv_starts")  # inputs that say where packed sequences begin
+STARTS_HINT = "; starts are one more than sequences, with 0 first"
 ROLES = ("query", "key", "value")  # PyTorch's names of q, k and v
 DTENSORS = "torch.distributed.tensor"  # slow to import: whoever has a DTensor has imported it
 
@@ -75,7 +78,8 @@ def require_as_declared(
         places = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
         differences = [f"expected tensors on one device, got {places}"]
     if differences:
-        raise PlanMismatchError(*differences, way_out=way_out_of(tensors, specs))
+        named = all("; " in x for x in differences)
+        raise PlanMismatchError(*differences, way_out="" if named else way_out_of(tensors, specs))
 
 
 def way_out_of(tensors: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> str:
@@ -124,8 +128,11 @@ def layout_code(tensor: torch.Tensor) -> str:
 def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
     """The differences between a tensor and its spec."""
     if not isinstance(tensor, torch.Tensor):
-        number = spec.shape == () and isinstance(tensor, int)
-        way_out = f"; pass {tensor_code(tensor, target.tensors_on)}" if number else ""
+        way_out = ""
+        if spec.shape == () and isinstance(tensor, int):
+            way_out = f"; pass {tensor_code(tensor, target.tensors_on)}"
+        elif spec.dtype.is_floating_point and {*spec.shape} == {1} and isinstance(tensor, float):
+            way_out = f"; pass {full_code(spec.shape, tensor, target.tensors_on)}"
         return [f"{name}: expected a tensor {spec}, got {show(tensor)}{way_out}"]
     if is_distributed(tensor):
         return [
@@ -137,7 +144,8 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
     differences = []
     if tensor.dtype not in NAMES or TensorSpec.like(tensor) != spec:
         got = TensorSpec.like(tensor) if tensor.dtype in NAMES else tensor.dtype
-        differences.append(f"{name}: expected {spec}, got {got}")
+        hint = shape_hint(name, spec, tensor)
+        differences.append(f"{name}: expected {spec}, got {got}{hint}")
     if tensor.device.type != target.tensors_on:
         differences.append(
             f"{name}: expected a tensor on {target.tensors_on}, got one on {tensor.device}"
@@ -150,10 +158,35 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
     return differences
 
 
+def shape_hint(name: str, spec: TensorSpec, tensor: torch.Tensor) -> str:
+    """What is probably wrong with the shape of a tensor; "" for other differences."""
+    due, shape = spec.shape, tuple(tensor.shape)
+    if name in STARTS and len(due) == len(shape) == 1 and due[0] == shape[0] + 1:
+        return STARTS_HINT
+    if len(due) != len(shape) or due == shape or name.startswith(ROOM):
+        return ""
+    for a, b in combinations(range(len(due)), 2):
+        turned = tensor.transpose(a, b)
+        if tuple(turned.shape) == due:
+            code = f"{name}.transpose({a}, {b})"
+            lies = TensorSpec(due, spec.dtype, turned.stride()) == spec
+            declared = "" if lies else f"declare TensorSpec.like({code}) and "
+            return f"; if axes {a} and {b} are exchanged, {declared}pass {code}"
+    return ""
+
+
 def tensor_code(number: object, device: str) -> str:
     """The code of a tensor of one number."""
-    where = "" if device == "cpu" else f', device="{device}"'
-    return f"torch.tensor({number}{where})"
+    return f"torch.tensor({number}{place_code(device)})"
+
+
+def full_code(shape: Sequence[int], number: float, device: str) -> str:
+    """The code of a tensor with one number everywhere, in float32."""
+    return f"torch.full(({', '.join(map(str, shape))}), {float(number)}{place_code(device)})"
+
+
+def place_code(device: str) -> str:
+    return "" if device == "cpu" else f', device="{device}"'
 
 
 def arrange(
@@ -170,8 +203,9 @@ def arrange(
     if strangers and {*strangers} <= {*ROLES}:
         text = f"{', '.join(strangers)}: not inputs; the inputs are {known}"
         raise PlanMismatchError(text, way_out="write plan(q, k, v)")
-    differences += [f"{n}: is not an input; the inputs are {known}" for n in strangers]
-    missing = [(name, spec) for name, spec in specs.items() if name not in both]
+    differences += [stranger_problem(n, specs) for n in strangers]
+    meant = {own_name(n, specs) for n in strangers}
+    missing = [(n, spec) for n, spec in specs.items() if n not in both and n not in meant]
     differences += [f"{name}: expected {spec}, got nothing" for name, spec in missing]
     if len(tensors) > len(specs):
         differences += [f"expected {len(specs)} tensors ({known}), got {len(tensors)}"]
@@ -179,11 +213,27 @@ def arrange(
         seeds = [f"{name}=torch.tensor({n})" for n, (name, _) in enumerate(missing)]
         only = len(seeds) == len(differences) and {*dict(missing)} <= {*SEEDS}
         way_out = f"dropout= adds seed and offset: pass {', '.join(seeds)}" if only else DECLARED
+        foreign = [n for n in strangers if not own_name(n, specs)]
         if strangers and len(strangers) == len(differences):
-            edit = use(SAID[strangers[0]]) if strangers[0] in SAID else f"{strangers[0]}="
-            way_out = f"the graph declares its inputs: in attention(q, k, v, ...), {edit}"
+            way_out = way_out_of_strangers(foreign)
         raise PlanMismatchError(*differences, way_out=way_out)
     return tuple(both[name] for name in specs)
+
+
+def stranger_problem(name: str, own: Iterable[str]) -> str:
+    """That a plan has no such input: the one that it means, or all."""
+    meant = own_name(name, own)
+    return f"{name}: is not an input; " + (
+        f"write {meant}=" if meant else f"the inputs are {', '.join(own)}"
+    )
+
+
+def way_out_of_strangers(foreign: Sequence[str]) -> str:
+    """What to write for names that mean no input of a plan; "" without any."""
+    if not foreign:
+        return ""
+    edit = use(SAID[foreign[0]]) if foreign[0] in SAID else f"{foreign[0]}="
+    return f"the graph declares its inputs: in attention(q, k, v, ...), {edit}"
 
 
 def as_it_lies(declared: TensorSpec, tensor: torch.Tensor) -> TensorSpec:

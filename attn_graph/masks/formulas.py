@@ -119,6 +119,24 @@ def evaluate_formula(node: ast.expr, names: Mapping[str, Term]) -> Term:
     raise GraphError(f"formula: {text} is not read{hint}; it may name {known}")
 
 
+def require_known_names(
+    text: str, node: ast.expr, elements: Elements, names: Collection[str]
+) -> None:
+    """Raise GraphError for a name that is probably a tensor's, given without its axes."""
+    parts = [*ast.walk(node)]
+    called = {id(x.func) for x in parts if isinstance(x, ast.Call)}
+    used = [x.id for x in parts if isinstance(x, ast.Name) and id(x) not in called]
+    read = {*names, *FLEX_NAMES, *RESERVED}
+    if unknown := [x for x in dict.fromkeys(used) if x not in read]:
+        pairs = (*elements, *((name, "b") for name in unknown))
+        known = ", ".join(sorted(names))
+        code = ", ".join(f'("{name}", "{axes}")' for name, axes in pairs)
+        raise GraphError(
+            f"formula: {unknown[0]} is not read; it may name {known}; of a tensor, add "
+            f'its axes: Formula("{text}", ({code},)) if it is [B]'
+        )
+
+
 def join_formulas(node: ast.expr) -> str:
     """The code that joins formulas for a text that joins comparisons; "" for others."""
     match node:
@@ -227,7 +245,9 @@ class Formula(Mask):
         if not isinstance(node, ast.Compare) or has_floats(node):
             raise GraphError(f"formula: {self.text!r} is not a comparison of integers")
         check_constants(node)
-        evaluate_formula(node, {**dict.fromkeys((*AXES, *dict(self.elements)), 1), **FUNCTIONS})
+        names = {**dict.fromkeys((*AXES, *dict(self.elements)), 1), **FUNCTIONS}
+        require_known_names(self.text, node, self.elements, names)
+        evaluate_formula(node, names)
 
     @property
     def needs(self) -> dict[str, Data]:

@@ -28,7 +28,13 @@ def to_whole(value: float | None) -> int | None:
     """A bound as an int or None. Raises GraphError for 2.5: it does not round."""
     bound = None if value is None else to_integer(value)
     if bound is None and value is not None:
-        raise GraphError(f"mask: the bound {show(value)} is not a whole number of positions")
+        way_out = ""
+        if isinstance(value, tuple | list) and len(value) == 2:
+            both = ", ".join("None" if n == -1 else show(n) for n in value)
+            way_out = f"; write Window({both})"
+        raise GraphError(
+            f"mask: the bound {show(value)} is not a whole number of positions{way_out}"
+        )
     return bound
 
 

@@ -104,30 +104,39 @@ def reshape_code(
     return ""
 
 
-def list_readings(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
-    """The ways to index a tensor of fewer axes to all four of "bhij", one for each meaning.
+def list_readings(
+    name: str,
+    shape: Sequence[int],
+    sizes: Mapping[str, int],
+    names: Mapping[str, str] = LETTERS,
+) -> str:
+    """The ways to index a tensor of fewer axes to all of them, one for each meaning.
 
-    sizes: of the axes, by letter. The last axis is read as keys if any such meaning fits.
+    sizes: of the axes, by letter. names: of these sizes, in the order of the axes. The last axis is
+    read as keys if any such meaning fits.
     """
     count = range(len(shape))
-    every = combinations(LETTERS, len(shape))
+    every = combinations(names, len(shape))
     fitting = [x for x in every if all(shape[n] in (1, sizes[x[n]]) for n in count)]
     meanings = [x for x in fitting if x[-1:] == ("j",)] or [x for x in fitting if x]
     apart = {frozenset(x[n] for n in count if shape[n] != 1): x for x in meanings}
     ways = [
-        f"{name}{index_axes(x)} if it is {name_axes(x, shape)}" for x in reversed(apart.values())
+        f"{name}{index_axes(x, [*names])} if it is {name_axes(x, shape, names)}"
+        for x in reversed(apart.values())
     ]
     return f"; write {' or '.join(ways)}" if ways else ""
 
 
-def index_axes(axes: Sequence[str]) -> str:
-    """The index that inserts the missing axes of "bhij": "[:, None]"."""
-    index = [":" if x in axes else "None" for x in LETTERS]
+def index_axes(axes: Sequence[str], every: Sequence[str]) -> str:
+    """The index that inserts the missing axes: "[:, None]"."""
+    index = [":" if x in axes else "None" for x in every]
+    if [*axes] == [*every[:-1]]:
+        return "[..., None]"
     kept = max(n for n, x in enumerate(index) if x == "None") + 1
     return f"[{', '.join(index[:kept])}]"
 
 
-def name_axes(axes: Sequence[str], shape: Sequence[int]) -> str:
+def name_axes(axes: Sequence[str], shape: Sequence[int], named: Mapping[str, str]) -> str:
     """A shape by the names of its sizes, 1 for an axis that broadcasts: "[B,N]"."""
-    names = ("1" if n == 1 else LETTERS[x] for x, n in zip(axes, shape, strict=True))
+    names = ("1" if n == 1 else named[x] for x, n in zip(axes, shape, strict=True))
     return f"[{','.join(names)}]"

@@ -27,12 +27,12 @@ from attn_graph.ir.checks import ARGUMENTS, require_constant
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.inputs import find_needs, unread_dtypes
 from attn_graph.ir.layouts import has_sizes, restore_layouts
-from attn_graph.ir.scaling import O_SCALE, SCALES
+from attn_graph.ir.scaling import O_SCALE, PAIRS, SCALES
 from attn_graph.machine.ambient import is_traced, require_untraced, teach_counters
 from attn_graph.machine.imports import require_imports
 from attn_graph.machine.likeness import NESTED
 from attn_graph.machine.target import default_target
-from attn_graph.machine.tensors import is_distributed, is_watched, read_array
+from attn_graph.machine.tensors import full_code, is_distributed, is_watched, read_array
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
 from attn_graph.nn.sharding import attend_in_parts
@@ -54,6 +54,7 @@ USUAL_CHOICE = tuple(CHOICE.values())
 SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself
 SEGMENTS = ("q_segments", "kv_segments")  # inputs that a graph takes as a pair
 NUMBERS = ("scale", "soft_cap", "dropout")  # options that are floats
+SCALED = {**{scale: name for name, scale in PAIRS}, O_SCALE: "q"}  # the tensor with a scale's axes
 CAST = frozenset(FLOATS) - {torch.float64}  # dtypes changed by autocast
 MOST_SHOWN = 24  # letters of a list that a message repeats
 MOST_SEED = 2**62  # bound of the numbers drawn for SEED
@@ -347,21 +348,25 @@ def make_graph(
 
 
 def require_tensors(tensors: Named) -> None:
-    problems = [(name, tensor_problem(t)) for name, t in tensors.items()]
+    problems = [
+        (name, tensor_problem(t, tensors.get(SCALED.get(name, "")))) for name, t in tensors.items()
+    ]
     if texts := [f"attention: {name} {problem}" for name, problem in problems if problem]:
         raise TensorError(*texts)
 
 
-def tensor_problem(t: object) -> str:
-    """Why attention can't read this; "" for a strided tensor."""
-    return layout_problem(t) if isinstance(t, Tensor) else not_a_tensor(t)
+def tensor_problem(t: object, scaled: object = None) -> str:
+    """Why attention can't read this; "" for a strided tensor. scaled: what it is the scale of."""
+    return layout_problem(t) if isinstance(t, Tensor) else not_a_tensor(t, scaled)
 
 
-def not_a_tensor(x: object) -> str:
-    """That a value is not a tensor, and what to pass in its place."""
+def not_a_tensor(x: object, scaled: object = None) -> str:
+    """That a value is not a tensor, and what to pass in its place. scaled: as above."""
     way_out = ""
     kind = type(x).__name__
-    if isinstance(x, int | float | list | tuple):
+    if isinstance(x, int | float) and isinstance(scaled, Tensor):
+        way_out = f"; write {full_code((1,) * scaled.ndim, x, scaled.device.type)}"
+    elif isinstance(x, int | float | list | tuple):
         text = show(x)
         way_out = f"; write torch.tensor({text if len(text) < MOST_SHOWN else '...'})"
     elif isinstance(x, masks.Mask):

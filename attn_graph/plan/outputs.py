@@ -127,7 +127,7 @@ def require_rooms(plan: Plan, rooms: Tensors, tensors: Tensors) -> None:
         if overlaps_itself(x)
     ]
     if texts:
-        raise PlanMismatchError(*texts)
+        raise PlanMismatchError(*texts, way_out="")
     plan.memo.rooms = looks
 
 
@@ -151,5 +151,6 @@ def require_apart(plan: Plan, rooms: Tensors, tensors: Tensors) -> None:
                 own = names[len(tensors) + n]
                 raise PlanMismatchError(
                     f"{own}: expected memory of its own, got some of {names[m]}'s; pass another "
-                    "tensor"
+                    "tensor",
+                    way_out="",
                 )

@@ -14,8 +14,17 @@ from attn_graph.errors import PlanMismatchError
 from attn_graph.lowering.backend import Write
 from attn_graph.machine.ambient import has_tangent, is_traced, neutral_state
 from attn_graph.machine.fitting import Fit
-from attn_graph.machine.tensors import arrange, read_array, require_as_declared, require_device
+from attn_graph.machine.tensors import (
+    arrange,
+    read_array,
+    require_as_declared,
+    require_device,
+    stranger_problem,
+    way_out_of_strangers,
+)
 from attn_graph.plan.outputs import admit, write_outputs
+from attn_graph.spec import TensorSpec
+from attn_graph.spec.words import own_name
 
 if TYPE_CHECKING:
     from attn_graph.plan import Out, Plan
@@ -24,7 +33,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @final
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class Prepared:
     """A plan with some of its inputs. Call it with the others, by position or by name.
 
@@ -54,6 +63,10 @@ class Prepared:
             made = self.write((), *every)
         return made[0] if plan.single else tuple(made)
 
+    def __repr__(self) -> str:
+        given = (f"{self.plan.names[n]}: {TensorSpec.like(x).type}" for n, x in self.given.items())
+        return f"Prepared({self.plan.backend} on {self.plan.target}, {', '.join(given)})"
+
     def complete(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
         """All inputs, in order. Raises PlanMismatchError for inputs given in advance and written to
         since, and for missing ones."""
@@ -61,7 +74,8 @@ class Prepared:
             names = ", ".join(self.plan.names[n] for n in self.given)
             raise PlanMismatchError(
                 f"prepared: one of {names} was written to after plan.prepare(...); call it again "
-                "for each step"
+                "for each step",
+                way_out="",
             )
         if named or len(tensors) + len(self.given) != self.plan.count:
             inputs = enumerate(self.plan.graph.inputs)
@@ -77,9 +91,10 @@ def prepare_inputs(plan: Plan, named: Mapping[str, torch.Tensor]) -> Prepared:
     """`Plan.prepare`."""
     inputs = {x.name: x.spec for x in plan.graph.inputs}
     if unknown := [name for name in named if name not in inputs]:
+        foreign = [name for name in unknown if not own_name(name, inputs)]
         raise PlanMismatchError(
-            f"prepare: {', '.join(unknown)} are not inputs of the plan, which has "
-            f"{', '.join(inputs)}"
+            *(stranger_problem(name, inputs) for name in unknown),
+            way_out=way_out_of_strangers(foreign),
         )
     tensors = {name: read_array(x) for name, x in named.items()}
     require_device(tuple(tensors.values()), plan.target)

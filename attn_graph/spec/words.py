@@ -38,6 +38,7 @@ CACHE = (
 ROTATED = "rotate q and k before the call"
 SEEDS = "seed= and offset=, which dropout reads"
 CAP = "soft_cap=, None for none"
+IN_SHAPES = "leave it out: the shapes of q and of the pools [n, P, G, D] have it"
 ON_MERGED = "pass k and v in one batch entry for each query; gather them before the call"
 
 SDPA = {
@@ -139,6 +140,8 @@ FLASHINFER = {
     "kv_last_page_len": f"{LENGTHS}: (pages - 1) * P + the last page's",
     "paged_kv_cache": "pages=table, and the pools as k and v [n, P, G, D]",
     "return_lse": LSE,
+    "page_size": IN_SHAPES,
+    "head_dim": IN_SHAPES,
     "num_qo_heads": GROUPS,
     "num_kv_heads": GROUPS,
 }
@@ -196,6 +199,9 @@ HUGGING_FACE = {
     "need_weights": WEIGHTS,
 }
 ELSEWHERE = {  # words of no one library
+    "kv_layout": "leave it out: pools are [n, P, G, D]; pass HND as pool.transpose(1, 2)",
+    "kv_data_type": "leave it out: k and v have their dtype; of 8 bits, give k_scale= and v_scale=",
+    "slot_mapping": "write new rows into the pools before: k[slots // P, slots % P] = rows",
     "window": WINDOW,
     "lengths": LENGTHS,
     "seq_lens": LENGTHS,
@@ -252,8 +258,18 @@ def nearest(name: str, own: Iterable[str], said: Mapping[str, str] = SAID) -> st
     return near[0] if near else ""
 
 
-def unknown_argument(name: str, own: Iterable[str], who: str = "attention()") -> str:
-    """The message for an argument that attention lacks. own: the names that it has."""
+def own_name(name: str, own: Iterable[str]) -> str:
+    """The name among `own` that was meant, in another library's words or by a slip; "" if none."""
+    names = [*own]
+    meant = SAID.get(name, "").partition("=")[0]
+    return meant if meant in names else nearest(name, names, {})
+
+
+def unknown_argument(
+    name: str, own: Iterable[str], who: str = "attention()", none: str = NO_TENSOR
+) -> str:
+    """The message for an argument that attention lacks. own: the names that it has. none: what to
+    say of a name that is near none of them."""
     names = [*own]
     begin = f"{who} has no argument {name}"
     if name in COMPILED or (name in OPTIONS and name not in SAID):
@@ -264,7 +280,7 @@ def unknown_argument(name: str, own: Iterable[str], who: str = "attention()") ->
     near = nearest(name, names) if name not in SAID else name
     if near in SAID:
         return f"{begin}; {use(SAID[near])}"
-    return f"{begin}{f'; did you mean {near}?' if near else NO_TENSOR}"
+    return f"{begin}{f'; did you mean {near}?' if near else none}"
 
 
 def option_message(who: str, own: Iterable[str], name: str, value: object) -> str:

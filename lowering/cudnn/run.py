@@ -173,7 +173,9 @@ class Run:
             given = [self.argument(slot, known) for slot in self.call.inputs]
             if any(t.data_ptr() % ALIGNED for t in given):
                 sources = [slot.source for slot in self.call.inputs]
-                raise PlanMismatchError(*find_misplaced(zip(sources, given, strict=True)))
+                raise PlanMismatchError(
+                    *find_misplaced(zip(sources, given, strict=True)), way_out=""
+                )
             made = {slot.source: self.blank(slot, x, room, rooms) for slot in self.call.outputs}
             pack = dict(enumerate((*given, *made.values()), start=1))
             self.execute(pack, room.get("workspace"), device)

@@ -180,7 +180,7 @@ class Fa4Run:
         own, call = self.operands(tensors), self.call
         named = self.clean(own, self.absent(own))
         if texts := find_misplaced(named.items()):
-            raise PlanMismatchError(*texts)
+            raise PlanMismatchError(*texts, way_out="")
         names = ("o", "lse") if with_lse else ("o",)
         results = new_results({n: self.results[n] for n in names}, own[0].device, rooms)
         if call.ends:  # kernels write no row past a length

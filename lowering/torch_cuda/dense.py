@@ -407,7 +407,7 @@ class TorchKernelCall:
 def check_aligned(given: Mapping[str, torch.Tensor]) -> None:
     """Raise PlanMismatchError for tensors off ALIGNED bytes; specs don't say."""
     if texts := find_misplaced((n, x) for n, x in given.items() if x.is_floating_point()):
-        raise PlanMismatchError(*texts)
+        raise PlanMismatchError(*texts, way_out="")
 
 
 FLASH_KERNEL = Variant("flash", fused_cuda.FLASH, flash_reasons, widest=256)

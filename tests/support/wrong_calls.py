@@ -22,12 +22,14 @@ PACKED, STARTS = torch.randn(7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int3
 POOL, TABLE = torch.randn(6, 4, 4, 16), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
 LENGTHS = torch.tensor([5, 8], dtype=torch.int32)
 BYTES, SCALE = torch.zeros(2, 4, 8, 16, dtype=torch.int8), torch.ones(1, 1, 1, 1)
+BYTE_POOL = torch.zeros(6, 3, 4, 16, dtype=torch.int8)
 SPEC = ag.TensorSpec((2, 4, 8, 16), torch.float32)
 SLOPES = torch.rand(4)
 RELATIVE, FLAGS = torch.randn(16, 4), torch.ones(16).bool()
 any_spec: Any = ag.TensorSpec  # Any: wrong on purpose, as all of these
 any_dim: Any = ag.Dim
 any_blocks: Any = ag.KeepBlocks
+any_window: Any = ag.Window
 any_compile: Any = ag.compile
 any_explain: Any = ag.explain
 any_graph: Any = ag.attention(SPEC, SPEC, SPEC)
@@ -35,6 +37,18 @@ any_attention: Any = attention
 any_sdpa: Any = scaled_dot_product_attention
 any_flex: Any = ag.from_flex
 any_scores: Any = ag.from_flex_score
+
+
+def plan_like(*tensors: Tensor, **named: Tensor) -> Any:  # Any: called wrongly
+    like = ag.TensorSpec.like
+    specs: Any = {name: like(x) for name, x in named.items()}
+    return ag.compile(ag.attention(*map(like, tensors), **specs))
+
+
+PACKED_PLAN = plan_like(PACKED, PACKED, PACKED, q_starts=STARTS)
+PAGED_PLAN = plan_like(Q, *(torch.randn(6, 3, 2, 16),) * 2, pages=TABLE, kv_lengths=LENGTHS)
+PAGED = (*(torch.randn(6, 3, 2, 16),) * 2, LENGTHS, TABLE)
+SCALED_PLAN = plan_like(Q, BYTES, BYTES, k_scale=SCALE, v_scale=SCALE)
 
 
 def attend(q: Tensor = Q, k: Tensor = Q, v: Tensor = Q, /, **options: Any) -> Call:
@@ -164,6 +178,11 @@ WORDS: Wrong = {  # of other libraries, and words near none of ours
         ("workspace", None, "attn_graph.compile"),
         ("store", False, "attn_graph.compile"),
         ("backend", "math", "use backends="),
+        ("page_size", 16, "leave it out"),
+        ("head_dim", 64, "leave it out"),
+        ("kv_layout", "HND", "pool.transpose(1, 2)"),
+        ("kv_data_type", None, "k_scale="),
+        ("slot_mapping", LENGTHS, "k[slots // P, slots % P] = rows"),
         ("fullgraph", True, "has no argument fullgraph"),
         ("zebra", 1, "has no argument zebra"),
     ]
@@ -196,6 +215,29 @@ OPTIONS: Wrong = {
     "plan by query": (plan_of(query=Q, key=Q, value=Q), "plan(q, k, v)"),
     "plan is_causal": (plan_of(Q, Q, Q, is_causal=torch.tensor(True)), "mask=Causal()"),
     "plan mask": (plan_of(Q, Q, Q, mask=None), "mask="),
+    "plan by other words": (
+        lambda: PAGED_PLAN(Q, POOL, POOL, block_table=TABLE, seq_lens=LENGTHS), "write pages=",
+    ),
+    "prepare by other words": (
+        lambda: PAGED_PLAN.prepare(block_table=TABLE, seq_lens=LENGTHS), "write kv_lengths=",
+    ),
+    "prepare of a stranger": (
+        lambda: PAGED_PLAN.prepare(zebra=TABLE, causal=True), "in attention(q, k, v, ...), zebra=",
+    ),
+    "out that is q": (lambda: PAGED_PLAN(Q, *PAGED, out=Q), "pass another tensor"),
+    "modifiers of one": (
+        attend(modifiers=ag.RelativeBias(5)), "write modifiers=(RelativeBias(entries=5),)",
+    ),
+    "table missing": (attend(modifiers=(ag.RelativeBias(5),)), "pass table="),
+    "segments missing": (attend(mask=ag.SameSegment()), "pass segments=(x, x)"),
+    "keep missing": (attend(mask=ag.Causal() & ag.Keep()), "pass keep="),
+    "word beside a mask": (attend(mask=ag.Causal(), zebra=1), "reads no tensor of that name"),
+    "formula without axes": (
+        lambda: ag.Formula("j < prompt"), 'Formula("j < prompt", (("prompt", "b"),)) if it is [B]',
+    ),
+    "formula of a function": (lambda: ag.Formula("f(j) < i"), "f(j) is not read"),
+    "window of a pair": (lambda: any_window((16, 0)), "write Window(16, 0)"),
+    "window of a pair without ends": (lambda: any_window((-1, -1)), "write Window(None, None)"),
     "plan under autocast": (under_autocast, "autocast"),
     "plan on meta": (plan_of(*(Q.to("meta"),) * 3), "meta"),
     "stats of a text": (attend(stats="max"), 'stats=("max",)'),
@@ -295,8 +337,69 @@ SHAPES: Wrong = {
     "pool transposed": (paged(torch.randn(6, 4, 3, 16)), "k.transpose(1, 2)"),
     "scale missing": (quantised(), "k_scale="),
     "scale of one": (quantised(k_scale=SCALE), "v_scale"),
-    "scales of numbers": (
-        quantised(k_scale=SCALE[0, 0, 0], v_scale=SCALE[0, 0, 0]), "k_scale[None, None, None]",
+    "scales of one element": (
+        quantised(k_scale=SCALE[0, 0, 0], v_scale=SCALE[0, 0, 0]), "k_scale.reshape(1, 1, 1, 1)",
+    ),
+    "scales of numbers": (quantised(k_scale=0.05, v_scale=SCALE), "torch.full((1, 1, 1, 1), 0.05)"),
+    "scales of packed numbers": (
+        lambda: any_attention(
+            PACKED, PACKED.char(), PACKED.char(), q_starts=STARTS, k_scale=1, v_scale=SCALE[0]
+        ),
+        "torch.full((1, 1, 1), 1.0)",
+    ),
+    "scales of heads": (
+        quantised(k_scale=torch.ones(4), v_scale=torch.ones(4)), "k_scale[None, :, None, None]",
+    ),
+    "scales of heads of packed keys": (
+        lambda: any_attention(
+            PACKED, PACKED.char(), PACKED.char(), q_starts=STARTS,
+            k_scale=SLOPES, v_scale=SLOPES,
+        ),
+        "k_scale[None, :, None] if it is [G]",
+    ),
+    "scales of heads of pools": (
+        paged(BYTE_POOL, k_scale=torch.ones(4), v_scale=torch.ones(4)),
+        "k_scale[None, None, :, None] if it is [G]",
+    ),
+    "scales of rows of pools": (
+        paged(BYTE_POOL, k_scale=torch.ones(6, 3, 4), v_scale=torch.ones(6, 3, 4)),
+        "k_scale[..., None] if it is [n,P,G]",
+    ),
+    "scales of pages": (
+        paged(BYTE_POOL, k_scale=torch.ones(6, 4), v_scale=torch.ones(6, 4)),
+        "k_scale[:, None, :, None] if it is [n,G]",
+    ),
+    "scales of other sizes": (
+        quantised(k_scale=torch.ones(3), v_scale=torch.ones(3)), "each axis full or 1",
+    ),
+    "scales along elements": (
+        quantised(k_scale=torch.ones(1, 1, 1, 2), v_scale=torch.ones(1, 1, 1, 2)),
+        "each axis full or 1",
+    ),
+    "one query of each": (
+        lambda: any_attention(Q[:, :, 0], POOL, POOL, pages=TABLE), "write q[:, :, None]",
+    ),
+    "one query of each without pages": (
+        lambda: any_attention(Q[:, :, 0], Q, Q, kv_lengths=LENGTHS), "write q[:, :, None]",
+    ),
+    "queries of one sequence": (lambda: any_attention(Q[0], Q[:1], Q[:1]), "write q[None]"),
+    "one cache of pools": (paged(POOL[:, None].expand(6, 2, 4, 4, 16)), "cache[:, 0]"),
+    "one cache of two parts": (paged(POOL.expand(2, 6, 4, 4, 16)), "cache[0] and cache[1]"),
+    "length below 0": (paged(kv_lengths=-LENGTHS), "give 0 to 8"),
+    "length beyond the pages": (
+        paged(kv_lengths=2 * LENGTHS), "give 0 to 8, or a table of more pages",
+    ),
+    "packed length below 0": (packed(kv_lengths=-LENGTHS, kv_starts=STARTS), "give 0 to 3"),
+    "starts of B numbers": (
+        lambda: PACKED_PLAN(PACKED, PACKED, PACKED, STARTS[:2]),
+        "starts are one more than sequences, with 0 first",
+    ),
+    "plan of pools of another order": (
+        lambda: PAGED_PLAN(Q, *(torch.randn(6, 2, 3, 16),) * 2, pages=TABLE, kv_lengths=LENGTHS),
+        "if axes 1 and 2 are exchanged, declare TensorSpec.like(k.transpose(1, 2)) and pass k.tr",
+    ),
+    "plan of a scale of a number": (
+        lambda: SCALED_PLAN(Q, BYTES, BYTES, 0.5, SCALE), "pass torch.full((1, 1, 1, 1), 0.5)",
     ),
     "scales for floats": (attend(k_scale=SCALE, v_scale=SCALE), "k_scale"),
     "scales half": (quantised(k_scale=SCALE.half(), v_scale=SCALE.half()), "k_scale.float()"),
