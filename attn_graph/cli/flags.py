@@ -207,7 +207,7 @@ def graph_of_flags(flags: Flags) -> ag.Graph:
     """The graph of flags, --q or --like among them. Raises GraphError and UsageError."""
     specs = specs_of_flags(flags)
     mask, q = mask_of(flags), specs["q"]
-    longest = flags["max_lengths"] and (*flags["max_lengths"], None)[:2]
+    longest: Any = flags["max_lengths"] and (*flags["max_lengths"], None)[:2]
     bias, bias_dtype = flags["bias"] or (None, None)
     more: dict[str, Any] = {
         "bias": bias and ag.TensorSpec(bias, DTYPES[bias_dtype] if bias_dtype else q.dtype),

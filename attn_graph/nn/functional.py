@@ -243,6 +243,8 @@ def attend_like_torch(
     kept: from `read_mask`, or lengths in place of a mask. choice: values for CHOICE, or ()
     for the defaults.
     """
+    if value is None:  # as calls of `attention` with a number have it
+        raise TensorError(f"attention: value {not_a_tensor(value)}")
     named, options = read_options(kept, dropout_p, scale, choice)
     if value is None:  # which here are values within keys
         raise TensorError(f"attention: v {not_a_tensor(value)}")

@@ -211,6 +211,7 @@ OPTIONS: Wrong = {
     "KeepBlocks of one number": (lambda: any_blocks(16), "KeepBlocks(16, 16)"),
     "multihead mask": (lambda: multihead(mask=ag.Causal()), "mask"),
     "sdpa of a mask": (lambda: any_sdpa(Q, Q, Q, attn_mask=ag.Causal()), "is_causal=True"),
+    "sdpa without values": (lambda: any_sdpa(Q, Q, None), "value is a NoneType, not a tensor"),
     "sdpa of a list": (lambda: any_sdpa(Q, Q, Q, attn_mask=[[True]]), "torch.tensor"),
     "plan by query": (plan_of(query=Q, key=Q, value=Q), "plan(q, k, v)"),
     "plan is_causal": (plan_of(Q, Q, Q, is_causal=torch.tensor(True)), "mask=Causal()"),
