@@ -11,11 +11,15 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.masked import masked_tensor
 
 import attn_graph as ag
 from attn_graph.extend import Place, Store
 from attn_graph.ir.arguments import EXTRA
+from attn_graph.ir.inputs import scale_fault
+from attn_graph.ir.scaling import scales_fit
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from attn_graph.planner.arguments import DEFAULTS
 from attn_graph.spec.words import COMPILED, LIBRARIES, SAID, nearest, use
@@ -365,6 +369,19 @@ def test_wrong_calls_are_told_their_edit_in_one_sentence(golden: Callable[[objec
         told.append(f"[{name}] {text}")
     assert len(told) >= 150
     golden("\n".join(told) + "\n")
+
+
+@given(st.data(), st.sampled_from(["BGN", "nPG", "TG"]))
+def test_every_index_written_for_a_scale_fits_its_tensor(data: st.DataObject, axes: str) -> None:
+    full = data.draw(st.tuples(*[st.integers(1, 3)] * (len(axes) + 1)))
+    kept = data.draw(st.lists(st.sampled_from(range(len(axes))), unique=True).map(sorted))
+    shape = tuple(data.draw(st.sampled_from((1, full[n]))) for n in kept)
+    scale = torch.ones(shape + (1,) * data.draw(st.integers(0, 1)))
+    fault = scale_fault("scale", (*scale.shape,), full, axes)
+    assert bool(fault) != scales_fit((*scale.shape,), full)
+    for code in fault.partition("; write ")[2].split(" or ") if fault else ():
+        written = eval(code.partition(" if ")[0], {"scale": scale})
+        assert scales_fit((*written.shape,), full), code
 
 
 @pytest.mark.parametrize("name", ["H100", "h100", "B200", "CPU"])
