@@ -75,7 +75,7 @@ def read_by(mask: object, modifiers: Iterable[Modifier | masks.Mask]) -> set[str
 
 
 def list_missing(part: masks.Mask | Modifier, given: Container[str]) -> list[str]:
-    """Messages for tensors that a leaf of a mask, or a modifier, reads, and that are not given."""
+    """Messages for the tensors of a modifier or of a mask's leaf, if they are not given."""
     missing = [name for name in part.needs if name not in given]
     text = f"attention: {show_value(part)} reads"
     if missing == [*masks.SameSegment().needs]:

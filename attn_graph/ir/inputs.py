@@ -229,7 +229,7 @@ def lack_bounds(x: Types, most: tuple[int | None, int | None]) -> tuple[bool, bo
 
 
 def scale_fault(name: str, scale: tuple[int, ...], of: tuple[int, ...], axes: str) -> str:
-    """That a scale has other axes than its tensor; "" if it fits. axes: of the tensor, named."""
+    """The fault of a scale with other axes than its tensor; "" if it fits. axes: the tensor's."""
     if scales_fit(scale, of):
         return ""
     names, ways = {x: x for x in (*axes, "1")}, ""

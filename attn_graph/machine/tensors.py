@@ -159,7 +159,7 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
 
 
 def shape_hint(name: str, spec: TensorSpec, tensor: torch.Tensor) -> str:
-    """What is probably wrong with the shape of a tensor; "" for other differences."""
+    """The likely slip in the shape of a tensor; "" for other differences."""
     due, shape = spec.shape, tuple(tensor.shape)
     if name in STARTS and len(due) == len(shape) == 1 and due[0] == shape[0] + 1:
         return STARTS_HINT
@@ -221,7 +221,7 @@ def arrange(
 
 
 def stranger_problem(name: str, own: Iterable[str]) -> str:
-    """That a plan has no such input: the one that it means, or all."""
+    """The message for a name of no input: the input meant by it, or all."""
     meant = own_name(name, own)
     return f"{name}: is not an input; " + (
         f"write {meant}=" if meant else f"the inputs are {', '.join(own)}"
@@ -229,7 +229,7 @@ def stranger_problem(name: str, own: Iterable[str]) -> str:
 
 
 def way_out_of_strangers(foreign: Sequence[str]) -> str:
-    """What to write for names that mean no input of a plan; "" without any."""
+    """The edit for names of no input of a plan, in any words; "" without names."""
     if not foreign:
         return ""
     edit = use(SAID[foreign[0]]) if foreign[0] in SAID else f"{foreign[0]}="

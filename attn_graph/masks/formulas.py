@@ -122,7 +122,7 @@ def evaluate_formula(node: ast.expr, names: Mapping[str, Term]) -> Term:
 def require_known_names(
     text: str, node: ast.expr, elements: Elements, names: Collection[str]
 ) -> None:
-    """Raise GraphError for a name that is probably a tensor's, given without its axes."""
+    """Raise GraphError for a name, probably of a tensor, without axes."""
     parts = [*ast.walk(node)]
     called = {id(x.func) for x in parts if isinstance(x, ast.Call)}
     used = [x.id for x in parts if isinstance(x, ast.Name) and id(x) not in called]

@@ -356,7 +356,7 @@ def require_tensors(tensors: Named) -> None:
 
 
 def tensor_problem(t: object, scaled: object = None) -> str:
-    """Why attention can't read this; "" for a strided tensor. scaled: what it is the scale of."""
+    """Why attention can't read this; "" for a strided tensor. scaled: the tensor of a scale."""
     return layout_problem(t) if isinstance(t, Tensor) else not_a_tensor(t, scaled)
 
 

@@ -259,7 +259,7 @@ def nearest(name: str, own: Iterable[str], said: Mapping[str, str] = SAID) -> st
 
 
 def own_name(name: str, own: Iterable[str]) -> str:
-    """The name among `own` that was meant, in another library's words or by a slip; "" if none."""
+    """The name of `own` meant by another library's word, or by a slip; "" if none."""
     names = [*own]
     meant = SAID.get(name, "").partition("=")[0]
     return meant if meant in names else nearest(name, names, {})
@@ -268,8 +268,8 @@ def own_name(name: str, own: Iterable[str]) -> str:
 def unknown_argument(
     name: str, own: Iterable[str], who: str = "attention()", none: str = NO_TENSOR
 ) -> str:
-    """The message for an argument that attention lacks. own: the names that it has. none: what to
-    say of a name that is near none of them."""
+    """The message for an argument that attention lacks. own: the names that it has. none: the
+    end for a name near none of them."""
     names = [*own]
     begin = f"{who} has no argument {name}"
     if name in COMPILED or (name in OPTIONS and name not in SAID):
