@@ -246,8 +246,6 @@ def attend_like_torch(
     if value is None:  # as calls of `attention` with a number have it
         raise TensorError(f"attention: value {not_a_tensor(value)}")
     named, options = read_options(kept, dropout_p, scale, choice)
-    if value is None:  # which here are values within keys
-        raise TensorError(f"attention: v {not_a_tensor(value)}")
     if options[DROPOUT]:
         named = {**named, **draw_seed(query.device)}
     mask = named.get("keep", named.get("bias", query))
