@@ -255,7 +255,7 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "shapes": (lambda q, k, v: o_of(q, k[..., 1:], v), "k has head size 7 .axis 3., and q has 8"),
     "data": (
         lambda q, k, v: o_of(q, k, v, other=q),
-        "no argument other, and the mask reads no tensor",
+        "has no argument other",
     ),
     "segments": (lambda q, k, v: o_of(q, k, v, segments=q[0]), "is not a pair of Tensor"),
     "option": (lambda q, k, v: o_of(q, k, v, on_fallback="no"), "on_fallback"),
