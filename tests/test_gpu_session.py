@@ -176,7 +176,7 @@ def test_an_interruption_loses_one_item_and_the_same_command_goes_on(tmp_path: P
     assert process.returncode == INTERRUPTED
     assert "interrupted: the same command goes on from here" in page
     assert [*read_figures(out)["items"]] == ["succeed"]
-    assert not is_running(int(child.read_text()))
+    wait_for(lambda: not is_running(int(child.read_text())))  # its new parent has to reap it
     items = [*map(make_item, ("succeed", "refuse"))]
     session.run_session(arguments(out), items)
     assert [*read_figures(out)["items"]] == ["succeed", "refuse"]
