@@ -97,7 +97,7 @@ def test_what_goes_wrong_costs_one_item_alone(
     assert "ended after 4 s" in outcomes["hang"]["error"]
     assert "4 lines are not rows" in outcomes["babble"]["error"]
     assert "it gave no row" in outcomes["give_nothing"]["error"]
-    assert not is_running(int((tmp_path / "child").read_text()))
+    wait_for(lambda: not is_running(int((tmp_path / "child").read_text())))
     page = capsys.readouterr().out
     assert "about 0 minutes on an H200" in page
     assert "2.00, the geometric mean of 4 rows" in page
