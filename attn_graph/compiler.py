@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 
-from attn_graph.errors import read_renamed
 from attn_graph.ir.binding import complete_sizes, many_sizes, replace_sizes
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.lowering.backend import Backend
@@ -242,8 +241,6 @@ def explain(
                 require_absent(name, value, "graphs of one device")
         return graph.explain(resolve_target(options.get("target")), link)
     check_graph(graph, "explain")
-    if not any(symbol.name == "wants" for symbol in graph.symbols):
-        gradients = read_renamed(sizes, "wants", "gradients", gradients)
     if sizes and not graph.symbols:
         raise unknown_option(explain, sizes)
     require_absent("link", link, "graphs that shard divided")

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from reprlib import Repr
 from typing import Any, NoReturn, TypeVar, final
-from warnings import warn_explicit
 
 import torch
 from attrs import field, frozen
@@ -243,34 +242,6 @@ def user_line() -> str:
     """`file:line` of the nearest frame outside this package: the user's code."""
     file, line = user_frame()
     return f"{file}:{line}"
-
-
-def read_renamed(
-    given: dict[str, Any],  # Any: of arguments of several kinds
-    old: str,
-    new: str,
-    value: T | None,
-) -> T | None:
-    """The value of an argument renamed in this release.
-
-    given: further arguments; the old name is removed from them, with a DeprecationWarning. Raises
-    GraphError if both names are given.
-    """
-    if old not in given:
-        return value
-    if value is not None:
-        raise GraphError(f"{new}= and {old}= are one argument, and both are given; write {new}=")
-    warn_deprecated(f"{old}= is now {new}=, and is removed in the next release")
-    older: T | None = given.pop(old)
-    return older
-
-
-def warn_deprecated(text: str) -> None:
-    """Warn at the user's line; for code that torch.compile traces, at the line that calls it."""
-    warn_explicit(text, DeprecationWarning, *user_frame(TORCH))
-
-
-warn_deprecated._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
 
 
 def user_frame(*others: str) -> tuple[str, int]:

@@ -18,27 +18,16 @@ from attn_graph.planner.arguments import CHOICE, DEFAULTS
 CPU = ag.Target.of("cpu")
 
 
-def test_old_names_of_arguments_work_for_one_release_and_warn() -> None:
-    x, starts = ag.TensorSpec((9, 2, 8), torch.float32), ag.TensorSpec((3,), torch.int32)
-    new = ag.attention(x, x, x, q_starts=starts, max_lengths=(4, 4))
-    old: dict[str, Any] = {"most": (4, 4)}
-    older: dict[str, Any] = {"wants": ()}
-    with pytest.warns(DeprecationWarning, match="most= is now max_lengths=") as caught:
-        assert ag.attention(x, x, x, q_starts=starts, **old) == new
-    assert caught[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match="wants= is now gradients="):
-        assert ag.explain(new, target=CPU, **older).backward is None
-    with pytest.raises(ag.GraphError, match="gradients= and wants= are one argument"):
-        ag.explain(new, target=CPU, gradients=(), **older)
-    rows, at = torch.randn(9, 2, 8), torch.tensor([0, 4, 8], dtype=torch.int32)
-    attend: Callable[..., Any] = ag.nn.functional.attention
-    due = attend(rows, rows, rows, q_starts=at, max_lengths=(4, 4))
-    with pytest.warns(DeprecationWarning, match="most= is now max_lengths="):
-        assert attend(rows, rows, rows, q_starts=at, **old).equal(due)
-    with pytest.warns(DeprecationWarning, match="most= is now max_lengths=") as caught:
-        layer = ag.nn.Attention(**old)
-    assert caught[0].filename == __file__
-    assert layer(rows, rows, rows, q_starts=at).equal(due)
+def test_former_and_unknown_names_of_arguments_are_told_ours() -> None:
+    x = ag.TensorSpec((1, 2, 9, 8), torch.float32)
+    former: dict[str, Any] = {"most": (4, 4)}
+    explain: Callable[..., Any] = ag.explain
+    with pytest.raises(ag.GraphError, match="no argument most; use max_lengths="):
+        ag.attention(x, x, x, **former)
+    with pytest.raises(TypeError, match="no argument most; it belongs to the graph"):
+        ag.nn.Attention(**former)
+    with pytest.raises(TypeError, match="no argument wants; did you mean gradients="):
+        explain(ag.attention(x, x, x), target=CPU, wants=())
     unknown: dict[str, Any] = {"determinist": True}
     with pytest.raises(TypeError, match="no argument determinist; did you mean deterministic=True"):
         ag.nn.Attention(**unknown)

@@ -118,11 +118,27 @@ def attend(**options: object) -> object:
     return attention(Q, Q, Q, **options)  # type: ignore[arg-type]  # wrong on purpose
 
 
+def by_position(*others: Any) -> object:
+    return attention(Q, Q, Q, *others)
+
+
 def plan_for(target: str) -> ag.Plan:
     return ag.compile(describe(), target=target)
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "a mask by position": (
+        lambda: by_position(ag.Causal()),
+        "attention(q, k, v, mask=Causal())",
+    ),
+    "flags by position": (lambda: by_position(FLAGS), "attention(q, k, v, keep=keep)"),
+    "a bias by position": (lambda: by_position(Q), "attention(q, k, v, bias=bias)"),
+    "a scale by position": (lambda: by_position(0.5), "attention(q, k, v, scale=0.5)"),
+    "None by position": (lambda: by_position(None), "attention(q, k, v, mask=Causal())"),
+    "a modifier by position": (
+        lambda: by_position(ag.SoftCap(3.0)),
+        "attention(q, k, v, modifiers=(SoftCap(cap=3.0),))",
+    ),
     "is_causal": (lambda: attend(is_causal=True), "no argument is_causal; use mask=Causal()"),
     "causal": (lambda: attend(causal=True), "no argument causal; use mask=Causal(), or Causal("),
     "softcap": (lambda: attend(softcap=30.0), "no argument softcap; use soft_cap="),

@@ -8,13 +8,15 @@ from inspect import signature
 from operator import and_
 from typing import TypeVar
 
+import torch
+
 from attn_graph import masks
 from attn_graph.errors import ArgumentError, GraphError, problems_of, show
 from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.ir.scaling import KEY_SCALES, O_SCALE, PAIRS, SCALES
 from attn_graph.printing.text import show_value
-from attn_graph.spec import QUANTISED, TensorSpec, ValueType
+from attn_graph.spec import FLOATS, QUANTISED, TensorSpec, ValueType
 
 EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
     *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
@@ -51,6 +53,27 @@ def require_modifiers(modifiers: object) -> tuple[Modifier | masks.Mask, ...]:
     raise GraphError(
         f"attention: modifiers {shown} are not a sequence of Modifiers and Masks; write {way_out}"
     )
+
+
+def by_name(
+    q: object = None, k: object = None, v: object = None, *others: object, **_: object
+) -> str:
+    """How to write the call of `attention` whose arguments after v have no name."""
+    fourth = others[0] if others else None
+    dtype = getattr(fourth, "dtype", None)
+    if isinstance(fourth, masks.Mask):
+        named = f", mask={show_value(fourth)}"
+    elif isinstance(fourth, Modifier):
+        named = f", modifiers=({show_value(fourth)},)"
+    elif isinstance(fourth, float):
+        named = f", scale={fourth}"
+    elif dtype == torch.bool:
+        named = ", keep=keep"
+    elif dtype in FLOATS:
+        named = ", bias=bias"
+    else:
+        named = ", mask=Causal()" if others else ""
+    return f"write attention(q, k, v{named})"
 
 
 def take_masks(

@@ -13,7 +13,6 @@ from attrs import define, field, frozen
 from attn_graph import masks
 from attn_graph.errors import (
     GraphError,
-    read_renamed,
     refuse_truth,
     show,
     user_line,
@@ -21,6 +20,7 @@ from attn_graph.errors import (
 from attn_graph.ir import ops
 from attn_graph.ir.arguments import (
     EXTRA,
+    by_name,
     list_missing,
     option_problems,
     read_by,
@@ -49,7 +49,7 @@ from attn_graph.masks import Align
 from attn_graph.masks.joins import leaves
 from attn_graph.spec import TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
-from attn_graph.spec.words import NO_TENSOR, unknown_argument
+from attn_graph.spec.words import NO_TENSOR, binds, unknown_argument
 
 T = TypeVar("T")
 
@@ -316,6 +316,7 @@ def default_scale(q: ValueType) -> float:
     return 1 / math.sqrt(max(1, q.shape[-1] if q.shape else 1))
 
 
+@binds(by_name)
 def attention(
     q: TensorSpec,
     k: TensorSpec,
@@ -391,7 +392,6 @@ def attention(
     Raises GraphError with every problem.
     """
     b = Builder()
-    max_lengths = read_renamed(data, "most", "max_lengths", max_lengths)
     given_steps = b.attempt(lambda: require_modifiers(modifiers)) or ()
     mask, steps = b.attempt(lambda: take_masks(mask, given_steps)) or (mask, ())
     b.problem(*unknown_arguments(data, mask, steps))

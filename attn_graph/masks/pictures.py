@@ -112,7 +112,9 @@ def picture_html(mask: Mask | None, M: int, N: int) -> html.Html:
 
 def count_kinds(marks: torch.Tensor) -> str:
     """ "3 empty, 1 mixed, 2 full"."""
-    return "{} empty, {} mixed, {} full".format(*(int((marks == kind).sum()) for kind in range(3)))
+    return "{:,} empty, {:,} mixed, {:,} full".format(
+        *(int((marks == kind).sum()) for kind in range(3))
+    )
 
 
 def telling_size(mask: Mask) -> int:

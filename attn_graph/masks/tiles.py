@@ -63,11 +63,11 @@ class Tiles:
         return self.empty + self.mixed + self.full
 
     def __str__(self) -> str:
-        kinds = f"{self.empty} empty, {self.mixed} mixed, {self.full} full"
+        kinds = f"{self.empty:,} empty, {self.mixed:,} mixed, {self.full:,} full"
         unsure = "estimated: some mixed may be empty or full" if self.estimated else UNKNOWN
         rest = "" if self.exact else f", {unsure}"
         count, (rows, columns) = f"tile{'s' * (self.total != 1)}", self.block
-        return f"{self.total} {count} of {rows} x {columns}: {kinds}{rest}"
+        return f"{self.total:,} {count} of {rows} x {columns}: {kinds}{rest}"
 
 
 def tiles(

@@ -21,10 +21,16 @@ from attn_graph.errors import (
     TensorError,
     TensorRankError,
     as_tensor_error,
-    read_renamed,
     show,
 )
-from attn_graph.ir.arguments import EXTRA, order_inputs, read_by, require_modifiers, two_segments
+from attn_graph.ir.arguments import (
+    EXTRA,
+    by_name,
+    order_inputs,
+    read_by,
+    require_modifiers,
+    two_segments,
+)
 from attn_graph.ir.layouts import plain_layouts
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.backend import Backend
@@ -54,6 +60,7 @@ from attn_graph.nn.jagged import attend_jagged, pack_jagged, require_pytorchs
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key
 from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
+from attn_graph.spec.words import binds
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -67,6 +74,7 @@ LED = ("q", "k", "v", *FITTED)  # tensors with leading axes that broadcast
 DROPOUT = GRAPH_OPTIONS.index("dropout")
 
 
+@binds(by_name)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -140,23 +148,20 @@ def attention(
     make no sense together, PlanMismatchError for tensors on several devices or a seed of another
     dtype, and NoBackendError if no backend supports the call.
     """
-    if "most" in data:
-        max_lengths = read_renamed(data, "most", "max_lengths", max_lengths)
     whole, values = (v, None) if isinstance(v, Tensor) else read_values(v)
-    options = (
-        mask, scale, align, soft_cap, alibi is True, dropout, stats, max_lengths, finite_pages,
-        None if outputs is None else plain_layouts(outputs), values, modifiers,
-        backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
-    )  # fmt: skip
     for name, number in (("scale", scale), ("cap", soft_cap), ("rate", dropout)):
         if isinstance(number, bool):  # equal to 1.0, in keys too
             read_number(name, number)
-    if isinstance(dropout, Tensor):
-        dropout = read_number("rate", dropout)
+    rate = read_number("rate", dropout) if isinstance(dropout, Tensor) else dropout
+    options = (
+        mask, scale, align, soft_cap, alibi is True, rate, stats, max_lengths, finite_pages,
+        None if outputs is None else plain_layouts(outputs), values, modifiers,
+        backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
+    )  # fmt: skip
     seeds: Sequence[Tensor | None] = (None, None)
-    if dropout and seed is None and offset is None:
+    if rate and seed is None and offset is None:
         seeds = (*draw_seed(q.device).values(),)
-    elif not (seed is None and offset is None) and (dropout or reads_seed(mask, modifiers)):
+    elif not (seed is None and offset is None) and (rate or reads_seed(mask, modifiers)):
         seeds = (number_on(q.device, seed), number_on(q.device, offset))
     slopes = None if isinstance(alibi, bool) else alibi
     each = (None, None) if segments is None else two_segments(segments, Tensor)
@@ -164,7 +169,10 @@ def attention(
         bias, slopes, keep, kv_lengths, q_lengths, sinks, *each, *seeds,
         q_starts, kv_starts, pages, q_scale, k_scale, v_scale, o_scale,
     )  # fmt: skip
-    named = {name: x for name, x in zip(EXTRA, given, strict=True) if x is not None}
+    named: dict[str, Tensor] = {}
+    for name, x in zip(EXTRA, given, strict=True):
+        if x is not None:
+            named[name] = x
     if data:
         named = order_inputs({**named, **data})
     if out is not None:

@@ -8,7 +8,7 @@ from typing import Any, Unpack, final
 import torch
 from torch import Tensor
 
-from attn_graph.errors import TensorError, read_renamed
+from attn_graph.errors import TensorError
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.masks import Align, Mask
 from attn_graph.nn.calls import Outputs
@@ -50,13 +50,11 @@ class Attention(torch.nn.Module):
         **choice: Unpack[ChoiceOptions],
     ) -> None:
         super().__init__()
-        given: dict[str, Any] = {**choice}  # Any: `most` too, the former name of max_lengths
-        max_lengths = read_renamed(given, "most", "max_lengths", max_lengths)
         self.options: dict[str, Any] = {  # Any: a value for each
             "mask": mask, "scale": scale, "align": align, "soft_cap": soft_cap,
             "alibi": None if alibi is False else alibi, "dropout": dropout, "stats": stats,
             "max_lengths": max_lengths, "finite_pages": finite_pages, "modifiers": modifiers,
-            **complete(Attention, CHOICE, given),
+            **complete(Attention, CHOICE, choice),
         }  # fmt: skip
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **tensors: Any) -> Outputs:  # Any: or two

@@ -124,7 +124,8 @@ class Cost:
     def pairs_text(self) -> str:
         """The number of pairs kept, of all places, and its certainty."""
         most = "" if self.exact else "estimated, at most " if self.estimated else "at most "
-        return f"{most}{self.pairs} of {self.places} pairs ({100 * self.pairs / self.places:.3g} %)"
+        share = 100 * self.pairs / self.places
+        return f"{most}{self.pairs:,} of {self.places:,} pairs ({share:.3g} %)"
 
     def _repr_html_(self) -> str:
         """For notebooks: a row for each pass, and the number of pairs kept."""

@@ -213,6 +213,7 @@ ELSEWHERE = {  # words of no one library
     "document_ids": "segments=(ids, ids), [B, M] of integers",
     "segment_ids": "segments=(ids, ids), [B, M] of integers",
     "temperature": "scale=1 / (temperature * math.sqrt(D))",
+    "most": "max_lengths=",
     "fullgraph": "leave it out: a graph is always whole",
 }
 LIBRARIES: dict[str, Mapping[str, str]] = {
@@ -242,6 +243,7 @@ OPTIONS = {  # other words for options of `compile`
     "mode": "tune=True, which measures the kernels that there are to choose from",
     "dynamic": 'leave it out; sizes that change are Dims: TensorSpec((Dim("B", most=8), ...))',
     "fullgraph": ELSEWHERE["fullgraph"],
+    "wants": "gradients=",
 }
 NO_TENSOR = ", and the mask reads no tensor of that name"
 NEAR = 0.8  # of two names that differ by a slip

@@ -476,7 +476,7 @@ def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
     """For `explain`: the number of kernel calls, and their share of the scores."""
     whole = problem.B * problem.M * problem.N
     area, calls = sum(t.area for t in tiles), kernel_calls(tiles)
-    share = f"{100 * area / whole:.3g} % of the {problem.H * whole} scores"
+    share = f"{100 * area / whole:.3g} % of the {problem.H * whole:,} scores"
     return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
 
 

@@ -379,20 +379,6 @@ def test_no_question_about_symbols_has_two_parts(kind: str) -> None:
     assert not [x for x in questions if x.has(sympy.Or, sympy.And)]
 
 
-def test_a_renamed_argument_compiles_and_warns() -> None:
-    rows, starts = torch.randn(6, 1, 4), torch.tensor([0, 2, 6])
-    call: Any = attention  # Any: of a name that its signature lacks
-
-    def attend(x: Tensor, starts: Tensor) -> Any:
-        return call(x, x, x, q_starts=starts, most=(4, 4))
-
-    compiled = torch.compile(attend, fullgraph=True, backend="eager")
-    with pytest.warns(DeprecationWarning, match="most= is now max_lengths=") as caught:
-        o = compiled(rows, starts)
-    assert caught[0].filename == __file__
-    assert torch.equal(o, call(rows, rows, rows, q_starts=starts, max_lengths=(4, 4)))
-
-
 def test_equal_masks_are_one_frame() -> None:
     """What is made anew for each call: it is compared by what it says."""
     frames = Frames()

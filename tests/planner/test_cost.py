@@ -181,7 +181,7 @@ def test_cost_prints_in_one_line() -> None:
     lengths = ag.TensorSpec((2,), torch.int64)
     plan = plan_of(ag.attention(X, X, X, mask=ag.Causal(), kv_lengths=lengths), H200)
     assert str(plan.cost()) == (
-        "at most 37248 of 73728 pairs (50.5 %); "
+        "at most 37,248 of 73,728 pairs (50.5 %); "
         "forward 2.384 Mflop, 96.02 KiB, 24.25 flop/B, at the roofline 20.48 ns, bound by memory; "
         "backward 5.96 Mflop, 195 KiB, 29.84 flop/B, at the roofline 41.6 ns, bound by memory"
     )
