@@ -231,7 +231,7 @@ def rank_row(number: int, rank: RankFigures) -> tuple[str, ...]:
     sizes = rank.sent.forward, rank.received.forward, rank.sent.backward
     times = rank.compute, rank.transfer, rank.seconds
     return (
-        *(str(number), str(rank.queries), str(rank.pairs), format_scaled(rank.flops, "flop")),
+        *(str(number), f"{rank.queries:,}", f"{rank.pairs:,}", format_scaled(rank.flops, "flop")),
         *map(format_bytes, sizes),
         *(str(len(rank.hops) - 1), format_bytes(rank.buffers)),
         *map(format_time, times),
