@@ -11,7 +11,7 @@ from attn_graph.lowering.problem import find_misplaced
 from attn_graph.spec import normalise_strides
 
 Rooms = Mapping[str, torch.Tensor]  # by the result's name
-Lying = tuple[Sequence[int], Sequence[int], torch.dtype]  # shape, strides, dtype of a result
+ResultLayout = tuple[Sequence[int], Sequence[int], torch.dtype]  # shape, strides, dtype of a result
 NO_ROOMS: Rooms = {}
 
 
@@ -20,9 +20,11 @@ def room_name(result: str) -> str:
     return f"out.{result}"
 
 
-def room_or_new(rooms: Rooms, name: str, lying: Lying, device: torch.device) -> torch.Tensor:
+def room_or_new(
+    rooms: Rooms, name: str, layout: ResultLayout, device: torch.device
+) -> torch.Tensor:
     """The room of a result, or new memory if it has none, or if it lies in another way."""
-    shape, strides, dtype = lying
+    shape, strides, dtype = layout
     room = rooms.get(name)
     if room is not None and room.dtype == dtype:
         due = normalise_strides(shape, strides)

@@ -21,8 +21,7 @@ from attrs import frozen
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries import fa4_masks
 from attn_graph.lowering.libraries.cudnn_case import case_of
-from attn_graph.lowering.lying.layout import Layout
-from attn_graph.lowering.lying.sequences import read_problem
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.parts import LEAST, WORTH, choose_parts, is_decoding
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, rates, read_rates
@@ -60,14 +59,14 @@ class Programs:
     splits: bool
 
     @classmethod
-    def of(cls, layout: Layout, rate: Rate) -> Programs:
-        p, packed = layout.problem, "rows" in layout.sides
+    def of(cls, lying: Lying, rate: Rate) -> Programs:
+        p, packed = lying.problem, "rows" in lying.sides
         holds, splits = happens(rate.packs, p, packed), happens(rate.splits, p, packed)
         few = holds and rate.packs == "few_rows"
         tile = MOST_ROWS if packed and not few else rate.tile  # as for long sequences
         if p.M == 1 and not packed and rate.one is not None:
             tile = rate.one
-        return cls(p, layout.fewest, tile, p.H // p.G if holds else 1, splits)
+        return cls(p, lying.fewest, tile, p.H // p.G if holds else 1, splits)
 
     @cached_property
     def rows(self) -> int:
@@ -149,36 +148,36 @@ def forecast(facts: Facts, target: Target, name: str) -> Forecast | None:
     )
     if rate is None or processors is None or bandwidth is None:
         return None
-    layout = facts.once(Layout.of)
-    if layout is None or layout.problem.is_empty or 0 in (layout.T, layout.T_keys):
+    lying = facts.once(Lying.of)
+    if lying is None or lying.problem.is_empty or 0 in (lying.T, lying.T_keys):
         return None
-    p = layout.problem
+    p = lying.problem
     peak = peak_of(target, name, p.dtype, max(p.D, p.E), backward=p.grad is not None)
     if peak is None:
         return None
-    programs, work = Programs.of(layout, rate), facts.once(known_shares)[-1]
+    programs, work = Programs.of(lying, rate), facts.once(known_shares)[-1]
     parts = programs.parts(rate.fills * processors)
     filled, busy = programs.fullness(processors)
     moved = work.bytes
     if rate.rereads and p.node.v_in_k:  # values that are a part of each key are read again
-        keys = layout.specs[1]
+        keys = lying.specs[1]
         moved += distinct_elements(keys) // p.D * p.E * keys.dtype.itemsize
     seconds = least_seconds(
         work.flops * programs.padding, peak * filled, moved, bandwidth * busy, int(parts > 1)
     )
-    for size in copied_bytes(facts, layout, target, name):  # read and written
+    for size in copied_bytes(facts, lying, target, name):  # read and written
         seconds += read_rates()["launch"] + 2 * size / bandwidth
     return Forecast(seconds, programs.traffic(parts))
 
 
-def copied_bytes(facts: Facts, layout: Layout, target: Target, name: str) -> list[int]:
+def copied_bytes(facts: Facts, lying: Lying, target: Target, name: str) -> list[int]:
     """The bytes of each operand that a call copies before its kernel runs."""
     names: tuple[str, ...] = ()
-    if name == "fa4" and (read := facts.once(read_problem)):
-        names = fa4_masks.copies(*read)
+    if name == "fa4" and (read := facts.once(Lying.for_libraries)):
+        names = fa4_masks.copies(read)
     if name == "cudnn" and (case := facts.once(case_of, target, False)):
         names = case.copies
-    specs = layout.large()
+    specs = lying.large()
     return [specs[x].type.bytes for x in names]
 
 

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any, final
 
 import torch
+from attn_graph.lowering.lying.layout import Layout
 from attrs import evolve, frozen
 
 import attn_graph as ag
@@ -13,7 +14,6 @@ from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.codegen.machine_code import MachineCode
 from attn_graph.lowering.facts import facts_of, sole
-from attn_graph.lowering.lying.layout import Layout
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.lowering.triton.offline import compile_launches

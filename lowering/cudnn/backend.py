@@ -161,7 +161,7 @@ def describe_problem(request: Request) -> tuple[Case, CudnnCall]:
     assert case is not None  # why_not said so
     padded, in_order = needs_padding_mask(case), request.options.deterministic
     call = describe_call(case.problem, padded=padded, deterministic=in_order)
-    return case, pack_call(call, case.sequences)
+    return case, pack_call(call, case.lying)
 
 
 def variants(request: Request) -> tuple[str, ...]:

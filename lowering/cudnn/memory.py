@@ -85,7 +85,7 @@ def bounded_sides(case: Case) -> tuple[str, ...]:
 def bounded_rows(case: Case, side: str, most: int) -> int:
     """The rows of a side in cuDNN's workspace. most: of one entry."""
     if side in bounded_sides(case):
-        return round_total(case.sequences.totals[side])
+        return round_total(case.lying.totals[side])
     return case.problem.B * most
 
 

@@ -35,8 +35,7 @@ from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.lowering.libraries.cudnn_case import Case
-from attn_graph.lowering.lying.quantised import quantised_places
-from attn_graph.lowering.lying.sequences import SIDES
+from attn_graph.lowering.lying import SIDES, quantised_places
 from attn_graph.lowering.problem import (
     ALIGNED,
     find_misplaced,
@@ -44,7 +43,7 @@ from attn_graph.lowering.problem import (
     operand_specs,
     read_operands,
 )
-from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms, require_aligned, room_or_new
+from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms, require_aligned, room_or_new
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.sizes import format_bytes
@@ -159,7 +158,7 @@ class Run:
     @cached_property
     def totals(self) -> dict[str, int]:
         """The rows of each packed side."""
-        return self.case.sequences.totals
+        return self.case.lying.totals
 
     def __call__(self, *tensors: torch.Tensor, rooms: Rooms = NO_ROOMS) -> Results:
         """o, and lse if it is stored; or the wanted gradients."""
@@ -217,7 +216,7 @@ class Run:
 
     def lengths(self, ends: Named) -> Named:
         """The lengths for cuDNN, by argument: 0 on packed sides if the other side's is."""
-        made, apart = {}, () if self.case.sequences.alike else self.totals
+        made, apart = {}, () if self.case.lying.alike else self.totals
         for (argument, side), other in zip(SEQ_LENGTHS.items(), reversed(ends), strict=False):
             made[argument] = ends[side] * (ends[other] > 0) if side in apart else ends[side]
         return made
@@ -240,7 +239,7 @@ class Run:
         p = self.case.problem
         data = {name: x[name] for name in needs_of(p.node.mask)}
         seen = seen_by_entry(p.node.mask, table, p.M, p.N, data)
-        return readable_table(self.case.sequences.page, table, seen)
+        return readable_table(self.case.lying.page, table, seen)
 
     # Arguments
 
@@ -263,7 +262,7 @@ class Run:
         return torch.empty_strided(*self.layout(slot), dtype=x.dtype, device=x.device).copy_(x)
 
     def absent(self, sides: Iterable[str], x: Named) -> dict[str, torch.Tensor]:
-        return self.case.sequences.absent(sides, self.case.problem, x)
+        return self.case.lying.absent(sides, x)
 
     def argument(self, slot: Slot, known: Named) -> torch.Tensor:
         """The tensor for a slot, known by argument or by source."""
@@ -296,12 +295,12 @@ class Run:
         for rows without keys."""
         if slot.source == "lse" and slot.offsets:
             return self.blank_lse(x, room["stats"])
-        lying, fills = self.blanks[slot.source]
-        made = room_or_new(rooms, slot.source, lying, x["q"].device)
+        layout, fills = self.blanks[slot.source]
+        made = room_or_new(rooms, slot.source, layout, x["q"].device)
         return made.zero_() if fills else made
 
     @cached_property
-    def blanks(self) -> dict[str, tuple[Lying, bool]]:
+    def blanks(self) -> dict[str, tuple[ResultLayout, bool]]:
         """How each result lies, and True if it is 0 at first."""
         return {
             slot.source: (
@@ -314,7 +313,7 @@ class Run:
 
     def blank_lse(self, x: Named, room: torch.Tensor) -> torch.Tensor:
         """lse [T,H] of rows without keys: -inf, or in a sequence without keys the sinks."""
-        if "sinks" not in x or self.case.sequences.alike:
+        if "sinks" not in x or self.case.lying.alike:
             return room.fill_(-INF)
         return room.copy_(x["sinks"]).masked_fill_(self.absent(("rows",), x)["rows"][..., 0], -INF)
 
@@ -367,7 +366,7 @@ def zero_rows(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 def buffers(case: Case, call: CudnnCall, need: int) -> dict[str, Buffer]:
     """The memory of a call, by purpose. need: bytes of cuDNN's workspace."""
-    p, T, table = case.problem, case.sequences.rows, case.sequences.table
+    p, T, table = case.problem, case.lying.T, case.lying.pages
     room = {"workspace": Buffer((need,), torch.uint8)} if need else {}
     room |= {x.argument: Buffer(x.shape[:1], x.dtype) for x in call.inputs if x.step}
     if table:
@@ -390,12 +389,12 @@ def temporary_bytes(case: Case, call: CudnnCall, graph: Graph) -> int:
     unasked = (slot_bytes(x, case) for x in call.outputs if x.source not in wanted)
     copied = {*vectors, *case.cleaned, *["do"] * (grad is not None), *["lse"] * case.clears}
     copies = (slot_bytes(x, case) for x in call.inputs if x.source in copied)
-    return sum(unasked) + sum(copies) + MARKS * sum(case.sequences.totals.values())
+    return sum(unasked) + sum(copies) + MARKS * sum(case.lying.totals.values())
 
 
 def slot_bytes(x: Slot, case: Case) -> int:
     """Bytes of a slot's tensor: packed, or else padded."""
-    T = case.sequences.totals.get(SIDES.get(x.source, ""))
+    T = case.lying.totals.get(SIDES.get(x.source, ""))
     return x.bytes if T is None else x.bytes // (x.shape[0] * x.shape[2]) * T
 
 
@@ -414,7 +413,7 @@ def run_notes(case: Case, call: CudnnCall, graph: Graph) -> Iterator[str]:
         yield "pages is copied, with a page that some query sees in place of those that none sees"
     if case.problem.scales:
         yield f"weights are rounded to {NAMES[case.problem.dtype]}"
-    totals = {side: round_total(T) for side, T in case.sequences.totals.items()}
+    totals = {side: round_total(T) for side, T in case.lying.totals.items()}
     if case.problem.grad is not None and totals:
         most = " and ".join(f"{n} {side}" for side, n in totals.items())
         yield f"planned for up to {most}: batches of as many run by the same plan"

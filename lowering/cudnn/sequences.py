@@ -12,7 +12,7 @@ from attrs import evolve
 
 from attn_graph.ir.packed import STARTS
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
-from attn_graph.lowering.lying.sequences import COPIED, SIDES, PaddedSequences
+from attn_graph.lowering.lying import SIDES, Lying
 from attn_graph.spec import TensorSpec, dense_strides
 
 LEAST_STEP = 64  # rows: the grain of planned totals of backwards
@@ -24,37 +24,35 @@ TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 # The call
 
 
-def pack_call(call: CudnnCall, sequences: PaddedSequences) -> CudnnCall:
+def pack_call(call: CudnnCall, lying: Lying) -> CudnnCall:
     """The call on packed tensors and pages, of the same on padded ones."""
-    totals, goes_back = sequences.totals, call.name == "sdpa_backward"
-    copies = COPIED["backward" if goes_back else "forward"]
-    own = tuple(pack_slot(x, sequences, dense=x.source in copies) for x in call.inputs)
-    outputs = tuple(pack_slot(x, sequences, dense=True) for x in call.outputs)
+    own = tuple(pack_slot(x, lying, dense=x.source in lying.copied) for x in call.inputs)
+    outputs = tuple(pack_slot(x, lying, dense=True) for x in call.outputs)
     packed = (x for x in (*own, *outputs) if x.offsets)
-    starts = dict.fromkeys(start_slot(x, sequences) for x in packed)
-    bounds = {TOTALS[side]: round_total(T) for side, T in totals.items()}
-    options = call.options + (tuple(bounds.items()) if goes_back else ())
-    tables = table_slots(sequences)
+    starts = dict.fromkeys(start_slot(x, lying) for x in packed)
+    bounds = {TOTALS[side]: round_total(T) for side, T in lying.totals.items()}
+    options = call.options + (tuple(bounds.items()) if call.name == "sdpa_backward" else ())
+    tables = table_slots(lying)
     if tables:
-        most = tables[0].shape[2] * sequences.page
+        most = tables[0].shape[2] * lying.page
         options += (("paged_attention_max_seq_len_kv", most),)
     return CudnnCall(call.name, (*own, *starts, *tables), outputs, options)
 
 
-def pack_slot(x: Slot, sequences: PaddedSequences, *, dense: bool) -> Slot:
+def pack_slot(x: Slot, lying: Lying, *, dense: bool) -> Slot:
     """A packed slot [B,H,M,D] with the offsets of its sequences, or [n,G,P,D] of a pool; any other
     unchanged.
 
     dense: True for copies and results of the call: [T,H,D] without gaps. lse is [T,H].
     """
-    if x.source in sequences.pools:
-        pool = sequences.pools[x.source]
+    if x.source in lying.pools:
+        pool = lying.pools[x.source]
         (n, P, G, D), (outer, row, head, last) = pool.shape, pool.strides
         return slot(
             x.argument, x.source, TensorSpec((n, G, P, D), pool.dtype, (outer, head, row, last))
         )
     side = SIDES.get(x.source, "")
-    if side not in sequences.totals:
+    if side not in lying.totals:
         return x
     _, H, M, D = x.shape
     row, head, last = H * D, D, 1
@@ -65,21 +63,21 @@ def pack_slot(x: Slot, sequences: PaddedSequences, *, dense: bool) -> Slot:
     return evolve(x, strides=strides, offsets=f"{STARTS[side]}_{row}")
 
 
-def start_slot(x: Slot, sequences: PaddedSequences) -> Slot:
+def start_slot(x: Slot, lying: Lying) -> Slot:
     """The offsets of a packed slot: the first element of each sequence, and the end of the last.
 
     cuDNN has no int64 kernel for them if only keys are packed.
     """
     source, _, step = x.offsets.rpartition("_")
-    shape, dtype = (x.shape[0] + 1, 1, 1, 1), torch.int32 if sequences.rows is None else torch.int64
+    shape, dtype = (x.shape[0] + 1, 1, 1, 1), torch.int32 if lying.T is None else torch.int64
     return Slot(x.offsets, source, shape, dense_strides(shape), dtype, step=int(step))
 
 
-def table_slots(sequences: PaddedSequences) -> tuple[Slot, ...]:
+def table_slots(lying: Lying) -> tuple[Slot, ...]:
     """The table of k and the table of v, one tensor."""
-    if sequences.table is None:
+    if lying.pages is None:
         return ()
-    B, pages = sequences.table.shape
+    B, pages = lying.pages.shape
     shape = (B, 1, pages, 1)
     return tuple(Slot(x, "pages", shape, dense_strides(shape), torch.int32) for x in TABLES)
 

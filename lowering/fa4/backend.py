@@ -42,19 +42,18 @@ def why_not(request: Request) -> Iterator[Reason]:
     if request.target.kind != "cuda":
         yield no_gpu(request.target)
         return
-    from attn_graph.lowering.lying.sequences import read_problem
+    from attn_graph.lowering.lying import Lying
 
-    read = request.facts.once(read_problem)
+    lying = request.facts.once(Lying.for_libraries)
     against = [*package_reasons(request.target)]
-    if read is None:
+    if lying is None:
         yield from (*against, other_equations(request.graph, packs=True))
         return
-    problem, sequences = read
     from attn_graph.lowering.libraries.fa4_limits import Fa4Case, limit_reasons
 
     options = request.options
-    own = [*limit_reasons(Fa4Case(problem, request.target.sm, options.deterministic, sequences))]
-    if problem.grad is not None and not options.deterministic:
+    own = [*limit_reasons(Fa4Case(lying, request.target.sm, options.deterministic))]
+    if lying.stepped.grad is not None and not options.deterministic:
         own += options.varying(VARIES)
     yield from (*against, *own)
     if not own:
@@ -103,18 +102,17 @@ def make_fa4_call(
     that can't save time."""
     from attn_graph.lowering.fa4.call import Fa4Call
     from attn_graph.lowering.fa4.lists import MadeLists, may_repay
-    from attn_graph.lowering.lying.sequences import read_problem
+    from attn_graph.lowering.lying import Lying
 
-    read = facts.once(read_problem)
-    assert read is not None  # why_not said so
-    problem, sequences = read
+    lying = facts.once(Lying.for_libraries)
+    assert lying is not None  # why_not said so
 
     def admits(lists: MadeLists) -> bool:
         fits = most is None or lists.scratch.bytes <= most
         runs = "triton" in dict(target.libraries)
-        return runs and fits and (listed or may_repay(lists, problem, target))
+        return runs and fits and (listed or may_repay(lists, lying.stepped, target))
 
-    return Fa4Call.of(problem, target.sm, deterministic, sequences, admits)
+    return Fa4Call.of(lying, target.sm, deterministic, admits)
 
 
 def lower(request: Request) -> Executable:

@@ -27,7 +27,7 @@ from attn_graph.lowering.libraries.fa4_masks import (
     forward_tile,
     native_mask,
 )
-from attn_graph.lowering.lying.sequences import DENSE, SIDES, PaddedSequences
+from attn_graph.lowering.lying import SIDES, Lying
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.machine.cache import remember
 from attn_graph.spec import NAMES, TensorSpec, dense_like
@@ -44,40 +44,39 @@ Named = Mapping[str, torch.Tensor]
 @final
 @frozen(eq=False)
 class Fa4Call:
-    """A problem as the package computes it.
+    """An attention, or its gradient, as the package computes it.
 
     code: the functions of mask and modifiers. lists: of tiles, made with the plan or by each call;
     None: all are visited. narrow: True for forward tiles of half as many keys, for kernels short
     of registers; lists are of whole ones still.
     """
 
-    problem: Problem
+    lying: Lying
     sm: int
     native: NativeMask | None
     code: CuteCode
     lists: TileLists | MadeLists | None
     deterministic: bool = False
-    sequences: PaddedSequences = DENSE
     narrow: bool = False
 
     @classmethod
     def of(
         cls,
-        problem: Problem,
+        lying: Lying,
         sm: int,
         deterministic: bool = False,
-        sequences: PaddedSequences = DENSE,
         admits: Callable[[MadeLists], bool] = lambda _: True,
     ) -> Fa4Call:
         """admits: True for lists that each call may make.
 
         Raises Untraceable if the mask or a modifier can't be a kernel's function.
         """
-        native = native_mask(problem, packed=sequences.rows is not None)
+        problem = lying.stepped
+        native = native_mask(problem, packed=lying.T is not None)
         code = trace_problem(problem, with_mask=native is None)
         in_order = deterministic and problem.grad is not None  # lists have no order of sums
         lists: TileLists | MadeLists | None = None
-        if native is None and not in_order and sequences == DENSE:
+        if native is None and not in_order and lying.packed is None:
             assert problem.node.mask is not None
             exact = not problem.node.mask.needs and not code.axes
             tile = (forward_tile if problem.grad is None else backward_tile)(sm, problem)
@@ -86,7 +85,12 @@ class Fa4Call:
                 lists = made
             else:
                 lists = make_lists(problem, tile, exact=exact)
-        return cls(problem, sm, native, code, lists, in_order, sequences)
+        return cls(lying, sm, native, code, lists, in_order)
+
+    @property
+    def problem(self) -> Problem:
+        """Padded, if tensors are packed or in pages."""
+        return self.lying.stepped
 
     @property
     def may_be_narrow(self) -> bool:
@@ -94,7 +98,7 @@ class Fa4Call:
         a tile. Of keys in pages it would read whole ones."""
         p = self.problem
         fits = self.sm // 10 in (10, 11) and max(p.D, p.E) <= 128
-        return fits and p.grad is None and not self.sequences.pools and not self.narrow
+        return fits and p.grad is None and not self.lying.pools and not self.narrow
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
@@ -102,7 +106,7 @@ class Fa4Call:
         There may be no page past a length of keys in pages."""
         if self.native is not None:
             return self.native.ends
-        sides = [*self.sequences.totals, *("keys" for _ in self.sequences.pools)]
+        sides = [*self.lying.totals, *("keys" for _ in self.lying.pools)]
         told = dict.fromkeys(LENGTHS[side] for side in sides)
         return tuple(name for name in told if name in self.limited)
 
@@ -113,12 +117,12 @@ class Fa4Call:
     @cached_property
     def lengths(self) -> tuple[str, ...]:
         """The lengths given to kernels besides starts."""
-        gapless = {LENGTHS[side] for side in self.sequences.gapless}
+        gapless = {LENGTHS[side] for side in self.lying.gapless}
         return tuple(name for name in self.ends if name not in gapless)
 
     def own_spec(self, side: str, spec: TensorSpec) -> TensorSpec:
         """The spec of a new tensor for the problem's [B,H,L,D] or [B,H,L]: itself, or packed."""
-        T = self.sequences.totals.get(side)
+        T = self.lying.totals.get(side)
         if T is None:
             return spec
         _, H, _, *last = spec.shape
@@ -126,9 +130,9 @@ class Fa4Call:
 
     def given_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
         """The spec of q, k or v as a call reads it; of pages the pool [n,P,G,D]."""
-        if name in copied_names(self.problem, self.sequences):
+        if name in copied_names(self.lying):
             return self.own_spec(SIDES[name], dense_like(spec))
-        return dict(self.sequences.specs).get(name, spec)
+        return self.lying.in_place.get(name, spec)
 
     @property
     def shared(self) -> int:
@@ -193,15 +197,15 @@ class Fa4Call:
             given = p.grad.split(p.specs)
             specs |= {"out": o if len(o.shape) == 3 else given.o, "dout": o}
             specs |= self.gradients
-        padded = {n for n, x in specs.items() if len(x.shape) == 4} - {*self.sequences.pools}
+        padded = {n for n, x in specs.items() if len(x.shape) == 4} - {*self.lying.pools}
         named = {n: rows_first(x) if n in padded else x for n, x in specs.items()}
         named |= {"lse": lse} if with_lse or p.grad is not None else {}
         if p.grad is not None and p.grad.with_dlse:
             named["dlse"] = lse
         named |= {SEQUSED[name]: TensorSpec((p.B,), torch.int32) for name in self.lengths}
         starts = TensorSpec((p.B + 1,), torch.int32)
-        named |= {CU_SEQLENS[side]: starts for side in self.sequences.totals}
-        if (table := self.sequences.table) is not None:
+        named |= {CU_SEQLENS[side]: starts for side in self.lying.totals}
+        if (table := self.lying.pages) is not None:
             named["page_table"] = TensorSpec(table.shape, torch.int32)
         return named | ({"learnable_sink": own.sinks} if own.sinks is not None else {})
 
@@ -214,7 +218,7 @@ class Fa4Call:
 
     def rounded(self, side: str, tile: int) -> int:
         """Rows or keys of all sequences, as the package rounds them up for its sums, at most."""
-        p, T = self.problem, self.sequences.totals.get(side)
+        p, T = self.problem, self.lying.totals.get(side)
         count = p.M if side == "rows" else p.N
         return p.B * -(-count // tile) * tile if T is None else T + (p.B + 2) * tile
 
@@ -222,7 +226,7 @@ class Fa4Call:
     def most(self) -> dict[str, int]:
         """The most rows of a sequence of each packed side, as the package takes them."""
         sizes = {"rows": self.problem.M, "keys": self.problem.N}
-        return {MOST[side]: sizes[side] for side in self.sequences.totals}
+        return {MOST[side]: sizes[side] for side in self.lying.totals}
 
     @cached_property
     def reads(self) -> list[TensorSpec]:

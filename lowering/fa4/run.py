@@ -20,7 +20,7 @@ from attn_graph.lowering.fa4.call import CU_SEQLENS, NARROW, SEQUSED, Fa4Call, c
 from attn_graph.lowering.fa4.lists import MadeLists, TileLists
 from attn_graph.lowering.fa4.offline import keep_kernels_in
 from attn_graph.lowering.libraries.fa4_masks import copied_names, zeroed_names
-from attn_graph.lowering.lying.sequences import SIDES
+from attn_graph.lowering.lying import SIDES
 from attn_graph.lowering.problem import (
     ALIGNED,
     cotangent_note,
@@ -95,7 +95,7 @@ class Fa4Run:
 
     def starts(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The starts of sequences, by packed side."""
-        totals, last = self.call.sequences.totals, len(own) - bool(self.call.sequences.pools)
+        totals, last = self.call.lying.totals, len(own) - bool(self.call.lying.pools)
         return dict(zip(totals, own[last - len(totals) : last], strict=True))
 
     def ask(
@@ -109,7 +109,7 @@ class Fa4Run:
         if self.is_ended:
             ends = {SEQUSED[n]: own[places.mask[n]] for n in call.lengths}
             ends |= {CU_SEQLENS[side]: x for side, x in self.starts(own).items()}
-            ends |= {"page_table": self.page_table(own)} if call.sequences.pools else {}
+            ends |= {"page_table": self.page_table(own)} if call.lying.pools else {}
             tensors |= {name: as_whole(x) for name, x in ends.items()}
         plain, device = self.plain["lse" in named], own[0].device
         reads = call.view_reads([own[n] for n in self.reads]) if self.reads else []
@@ -123,12 +123,12 @@ class Fa4Run:
     def page_table(self, own: Sequence[torch.Tensor]) -> torch.Tensor:
         """The table. Of pools declared finite kernels may read pages that no query sees: those are
         others in a copy."""
-        p, sequences, table = self.call.problem, self.call.sequences, own[-1]
-        if not sequences.finite:
+        p, lying, table = self.call.problem, self.call.lying, own[-1]
+        if not lying.finite:
             return table
         data = {name: own[n] for name, n in self.places.mask.items()}
         seen = seen_by_entry(p.node.mask, table, p.M, p.N, data)
-        return readable_table(sequences.page, table, seen)
+        return readable_table(lying.page, table, seen)
 
     @cached_property
     def places(self) -> Operands[int]:
@@ -145,13 +145,13 @@ class Fa4Run:
     def padded(self) -> frozenset[str]:
         """The tensors, by the package's names, that it takes with positions before heads."""
         specs = self.call.tensors().items()
-        return frozenset(n for n, x in specs if len(x.shape) == 4) - {*self.call.sequences.pools}
+        return frozenset(n for n, x in specs if len(x.shape) == 4) - {*self.call.lying.pools}
 
     @cached_property
     def is_ended(self) -> bool:
         """True if kernels are given lengths, starts or pages."""
         call = self.call
-        return bool(call.lengths or call.sequences.totals or call.sequences.pools)
+        return bool(call.lengths or call.lying.totals or call.lying.pools)
 
     @contextmanager
     def make_lists(
@@ -245,7 +245,7 @@ class Fa4Run:
         known = {STARTS[packed]: x for packed, x in self.starts(own).items()}
         mask = p.node.split(own).mask
         known |= {LENGTHS[side]: mask[LENGTHS[side]] for side in sides}
-        return call.sequences.absent(sides, p, known)
+        return call.lying.absent(sides, known)
 
     def clean(
         self, own: Sequence[torch.Tensor], absent: Mapping[str, torch.Tensor]
@@ -305,19 +305,19 @@ class Fa4Run:
     @cached_property
     def cleaned(self) -> tuple[str, ...]:
         """The operands with 0 in absent rows."""
-        return zeroed_names(self.call.problem, self.call.sequences)
+        return zeroed_names(self.call.lying)
 
     @cached_property
     def copied(self) -> dict[str, TensorSpec]:
         """The specs of a call's copies of operands."""
         call = self.call
         given = dict(zip("qkv", call.problem.specs, strict=False))
-        names = copied_names(call.problem, call.sequences)
+        names = copied_names(call.lying)
         return {name: call.given_spec(name, given[name]) for name in names}
 
     def notes(self) -> Iterator[str]:
         lists, native, p = self.call.lists, self.call.native, self.call.problem
-        packed = bool(self.call.sequences.totals)
+        packed = bool(self.call.lying.totals)
         tile = " x ".join(map(str, lists.tile)) if lists else ""
         if isinstance(lists, TileLists):
             share = 100 * lists.empty / lists.total

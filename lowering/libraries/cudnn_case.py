@@ -12,7 +12,7 @@ from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.cudnn_masks import CudnnBand, CudnnMask, translate_mask
 from attn_graph.lowering.libraries.cudnn_versions import ASSUMED, versions
 from attn_graph.lowering.limits import Pass, Place, Version
-from attn_graph.lowering.lying.sequences import COPIED, DENSE, SIDES, PaddedSequences, read_problem
+from attn_graph.lowering.lying import SIDES, Lying
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.spec import TensorSpec
@@ -24,36 +24,39 @@ class Case:
     """A problem with its GPU and library versions.
 
     sm: the compute capability, 90 for 9.0. backend, frontend: versions of cuDNN and its frontend.
-    deterministic: equal calls must give equal bits. sequences: the layout of packed or paged
-    operands, padded in the problem.
+    deterministic: equal calls must give equal bits.
     """
 
-    problem: Problem
+    lying: Lying
     sm: int
     backend: Version
     frontend: Version
     deterministic: bool = False
-    sequences: PaddedSequences = DENSE
+
+    @property
+    def problem(self) -> Problem:
+        """Padded, if tensors are packed or in pages."""
+        return self.lying.stepped
 
     @property
     def place(self) -> Place:
         """Everything beside the problem that decides which limits may refuse it."""
         return self.pass_, self.sm, self.backend
 
-    @cached_property
+    @property
     def packed(self) -> tuple[str, ...]:
         """The packed sides, of "rows" and "keys"."""
-        return tuple(self.sequences.totals)
+        return self.lying.sides
 
     @property
     def is_paged(self) -> bool:
-        return self.sequences.table is not None
+        return self.lying.pages is not None
 
     @property
     def multiplies_absent(self) -> bool:
         """True if a tile may have rows of a page that no query sees, which may hold NaN."""
         p = self.problem
-        if not self.is_paged or self.sequences.finite:
+        if not self.is_paged or self.lying.finite:
             return False
         return bool(self.mask.lengths) or hides_keys(p.node.mask, p.M, p.N)
 
@@ -64,7 +67,7 @@ class Case:
         cuDNN multiplies packed ones by 0 there, and of k and v that end by lengths no document
         says that it does not.
         """
-        copied = {n: SIDES[n] for n in COPIED[self.pass_] if n != "do"}
+        copied = {n: SIDES[n] for n in self.lying.copied if n != "do"}
         packed = {n: side for n, side in copied.items() if side in self.packed}
         if "keys" in self.packed or self.is_paged or "kv_lengths" not in self.mask.lengths:
             return packed
@@ -162,13 +165,12 @@ class Case:
 
 def case_of(facts: Facts, target: Target, deterministic: bool) -> Case | None:
     """The case of a graph of one attention, or of its gradient; None of other graphs."""
-    read = facts.once(read_problem)
-    if read is None:
+    lying = facts.once(Lying.for_libraries)
+    if lying is None:
         return None
-    problem, sequences = read
     backend, frontend = versions(target)
     pair = backend or ASSUMED[0], frontend or ASSUMED[1]
-    return Case(problem, target.sm, *pair, deterministic, sequences)
+    return Case(lying, target.sm, *pair, deterministic)
 
 
 def needs_padding_mask(case: Case) -> bool:

@@ -97,7 +97,7 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "sizes",
-        lambda c: no_elements(c.problem, c.sequences.totals),
+        lambda c: no_elements(c.problem, c.lying.totals),
         "{it}",
         MEASURED,
         says="unasked",

@@ -39,7 +39,7 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "page_size",
-        lambda c: c.sequences.page & (c.sequences.page - 1) and c.sequences.page,
+        lambda c: c.lying.page & (c.lying.page - 1) and c.lying.page,
         "reads pages of a power of two of rows, and they have {it}",
         FORWARD_HEADER,
     ),

@@ -32,7 +32,7 @@ from attn_graph.lowering.limits import (
     Limits,
     Place,
 )
-from attn_graph.lowering.lying.sequences import DENSE, PaddedSequences
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import ALIGNED, Problem, is_misaligned
 from attn_graph.lowering.reasons import (
     no_elements,
@@ -58,10 +58,14 @@ WIDE_PAIRS = ((192, 128), (256, 256))  # D and E beyond 128 with kernels for sm_
 class Fa4Case:
     """A problem and the compute capability of its GPU."""
 
-    problem: Problem
+    lying: Lying
     sm: int
     deterministic: bool = False
-    sequences: PaddedSequences = DENSE
+
+    @property
+    def problem(self) -> Problem:
+        """Padded, if tensors are packed or in pages."""
+        return self.lying.stepped
 
     @cached_property
     def place(self) -> Place:
@@ -81,11 +85,11 @@ class Fa4Case:
     @property
     def totals(self) -> dict[str, int]:
         """T of each packed side."""
-        return self.sequences.totals
+        return self.lying.totals
 
     @property
     def is_paged(self) -> bool:
-        return self.sequences.table is not None
+        return self.lying.pages is not None
 
     @property
     def sinks(self) -> TensorSpec | None:
@@ -94,7 +98,7 @@ class Fa4Case:
     @property
     def page(self) -> int:
         """Rows of a page; 0 without pages."""
-        return self.sequences.page
+        return self.lying.page
 
 
 def limit_reasons(case: Fa4Case) -> tuple[Reason, ...]:
@@ -105,8 +109,8 @@ def other_strides(case: Fa4Case) -> Iterator[Reason]:
     """Operands with gaps between rows, and pages off 16 bytes: kernels would need a copy of the
     whole pool."""
     operands = dict(zip("qkv", case.problem.specs, strict=False))
-    operands |= dict(case.sequences.specs)
-    copied = copied_names(case.problem, case.sequences)
+    operands |= case.lying.in_place
+    copied = copied_names(case.lying)
     for name, given in operands.items():
         spec = dense_like(given) if name in copied else given
         if not spec.unit_last:
@@ -146,7 +150,7 @@ def has_whole_pages(case: Fa4Case) -> bool:
 def hides_page_rows(case: Fa4Case) -> bool:
     """True if no query may see some keys before the length of an entry, which may be NaN."""
     p = case.problem
-    hides = case.is_paged and not case.sequences.finite and not p.is_empty
+    hides = case.is_paged and not case.lying.finite and not p.is_empty
     return hides and hides_keys(p.node.mask, p.M, p.N)
 
 
@@ -316,7 +320,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "page_size",
-        lambda c: has_whole_pages(c) and not c.sequences.finite and c.page,
+        lambda c: has_whole_pages(c) and not c.lying.finite and c.page,
         "multiplies rows past a length by 0, where NaN would stay NaN, if pages have as many rows "
         "as a tile of keys: they have {it}, and the graph lacks finite_pages=True",
         f"{INTERFACE}: paged_kv_tma; paged_kv.py leaves these rows out",

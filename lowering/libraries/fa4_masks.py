@@ -8,7 +8,7 @@ from typing import Any, final
 from attrs import frozen
 
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
-from attn_graph.lowering.lying.sequences import DENSE, SIDES, PaddedSequences
+from attn_graph.lowering.lying import SIDES, Lying
 from attn_graph.lowering.problem import Problem, is_misaligned
 from attn_graph.masks import Band, Mask
 from attn_graph.masks.places import Place
@@ -82,27 +82,27 @@ def read_strip(problem: Problem) -> Bounds | None:
     return left, None if strip.high is None else strip.high - corner
 
 
-def zeroed_names(problem: Problem, sequences: PaddedSequences = DENSE) -> tuple[str, ...]:
+def zeroed_names(lying: Lying) -> tuple[str, ...]:
     """Operands copied with 0 in their absent rows: kernels multiply these by 0, and NaN would stay
     NaN. v; in a gradient q, k and v. Kernels read no absent row of a page."""
-    names, ends = "v" if problem.grad is None else "qkv", end_names(problem)
-    found = (name for name in names if LENGTHS[SIDES[name]] in ends)
-    return tuple(name for name in found if name not in sequences.pools)
+    p = lying.stepped
+    names, ends = "v" if p.grad is None else "qkv", end_names(p)
+    return tuple(n for n in names if LENGTHS[SIDES[n]] in ends and n not in lying.pools)
 
 
-def copied_names(problem: Problem, sequences: PaddedSequences = DENSE) -> tuple[str, ...]:
+def copied_names(lying: Lying) -> tuple[str, ...]:
     """The operands copied for a call: cleaned ones, and ones off 16 bytes, except pages."""
-    given = dict(zip("qkv", problem.specs, strict=False)) | dict(sequences.specs)
-    cleaned = zeroed_names(problem, sequences)
-    off = {name for name, x in given.items() if is_misaligned(x) and name not in sequences.pools}
+    given = dict(zip("qkv", lying.stepped.specs, strict=False)) | lying.in_place
+    cleaned = zeroed_names(lying)
+    off = {name for name, x in given.items() if is_misaligned(x) and name not in lying.pools}
     return tuple(name for name in "qkv" if name in cleaned or name in off)
 
 
-def copies(problem: Problem, sequences: PaddedSequences = DENSE) -> tuple[str, ...]:
+def copies(lying: Lying) -> tuple[str, ...]:
     """The operands copied by a call, do among them if rows may see no key."""
-    grad = problem.grad
-    clears = grad is not None and grad.with_do and problem.has_blind_rows
-    return (*copied_names(problem, sequences), *["do"] * clears)
+    grad = lying.stepped.grad
+    clears = grad is not None and grad.with_do and lying.stepped.has_blind_rows
+    return (*copied_names(lying), *["do"] * clears)
 
 
 def new_like(spec: TensorSpec) -> TensorSpec:

@@ -22,6 +22,7 @@ from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
 from attn_graph.lowering.backend import Backend, Executable
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import (
     ALIGNED,
     BSHD,
@@ -203,7 +204,7 @@ def activated_reasons(impl: str, problem: Problem, target: Target) -> Reasons:
         limit = f"runs {impl}, which is activated, on sm_{first} to sm_{last}"
         yield Reason("architecture_range", limit, f"the target has sm_{target.sm}")
     elif impl == "FA4":
-        own = limit_reasons(Fa4Case(problem, target.sm))
+        own = limit_reasons(Fa4Case(Lying.dense(problem), target.sm))
         yield from (reason for reason in own if reason.key in OF_FA4)
     if problem.low_scale and problem.node.mask is not None:
         limit = "takes maxima before it scales: needs a scale above 0"
@@ -275,7 +276,7 @@ def cudnn_reasons(problem: Problem, request: Request) -> Reasons:
     if p.node.modifiers == ():
         loaded = versions(target)[0] or ASSUMED[0]
         own = ASSUMED[1]  # PyTorch has a frontend of its own inside
-        against = reasons(Case(p, target.sm, loaded, own, False))
+        against = reasons(Case(Lying.dense(p), target.sm, loaded, own, False))
         yield from (reason for reason in against if reason.key not in IMPLIED)
         if loaded < RIGHT and (p.M % 128 or p.N % 128):
             limit = f"is right for lengths off 128 from cuDNN {'.'.join(map(str, RIGHT))} on"

@@ -20,9 +20,8 @@ from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.facts import Facts
-from attn_graph.lowering.lengths import gapless_sides, rows_outside, shares_lengths
-from attn_graph.lowering.lying.layout import Layout
-from attn_graph.lowering.problem import Problem, on_boundary, read_operands, select_outputs
+from attn_graph.lowering.lying import Lying, rows_outside
+from attn_graph.lowering.problem import on_boundary, read_operands, select_outputs
 from attn_graph.lowering.reasons import (
     feature_reasons,
     modifier_reasons,
@@ -55,84 +54,84 @@ Reasons = Iterator[Reason]
 
 
 def why_not(request: Request) -> Reasons:
-    layout = flash_layout(request.facts)
-    if layout is None:
+    lying = flash_lying(request.facts)
+    if lying is None:
         yield from FLASH_KERNEL.why_not(request)
     elif request.target.kind != "cuda":
         yield no_gpu(request.target)
     else:
-        yield from dict.fromkeys(packed_reasons(layout, request))
+        yield from dict.fromkeys(packed_reasons(lying, request))
 
 
 def lower(request: Request) -> Executable:
     """One call of the kernel, or of its backward."""
-    layout = flash_layout(request.facts)
-    if layout is None:
+    lying = flash_lying(request.facts)
+    if lying is None:
         return FLASH_KERNEL.lower(request)
-    call = PackedFlashCall(layout, request.graph)
-    if layout.problem.grad is None:
+    call = PackedFlashCall(lying, request.graph)
+    if lying.problem.grad is None:
         return Executable(call.forward, 0, call.kept_forward(), tuple(call.notes()))
     return Executable(call.backward, 0, call.kept_backward(), tuple(call.notes()))
 
 
-def flash_layout(facts: Facts) -> Layout | None:
-    """How the operands lie of a graph on packed tensors; None of any other, and of pages."""
-    layout = facts.once(Layout.of)
-    if layout is None or layout.scales or layout.pages is not None:
+def flash_lying(facts: Facts) -> Lying | None:
+    """How the operands of a graph on packed tensors lie; None of other graphs, and of pages."""
+    lying = facts.once(Lying.of)
+    if lying is None or lying.scales or lying.pages is not None:
         return None
-    return layout if layout.sides else None
+    return lying if lying.sides else None
 
 
-def packed_reasons(layout: Layout, request: Request) -> Reasons:
+def packed_reasons(lying: Lying, request: Request) -> Reasons:
     """Every reason against packed tensors, some perhaps twice."""
-    p = layout.problem
+    p = lying.problem
     yield from place_reasons(FLASH_KERNEL, request)
     yield from modifier_reasons(p.node, ())
-    yield from window_reasons(layout, request.graph)
+    yield from window_reasons(lying)
     yield from feature_reasons(p)
     yield from scale_reasons(p)
     yield from kernel_size_reasons(FLASH_KERNEL, p)
-    yield from no_elements(p, layout.totals)
-    yield from kernel_operand_reasons(dict(zip("qkv", layout.specs, strict=False)))
-    yield from sequence_reasons(layout, request.graph)
+    yield from no_elements(p, lying.totals)
+    yield from kernel_operand_reasons(dict(zip("qkv", lying.specs, strict=False)))
+    yield from sequence_reasons(lying)
     yield from flash_reasons(p, request)
     yield from replaced_reasons(request.options.switches.flash_impl)
     yield from other_gradients(p)
 
 
-def sequence_reasons(layout: Layout, graph: Graph) -> Reasons:
-    """Reasons against a layout of sequences."""
+def sequence_reasons(lying: Lying) -> Reasons:
+    """Reasons against the places of sequences."""
     for side, name in STARTS.items():
-        if side not in layout.sides:
+        if side not in lying.sides:
             yield Reason("both_packed", "needs q, k and v packed", f"{name} is not given")
-    for side in layout.sides:
-        if side not in gapless_sides(graph):
+    for side in lying.sides:
+        if side not in lying.gapless:
             limit = "has no gaps between sequences: starts say their lengths"
             actual = f"{STARTS[side]} and lengths are given apart"
             yield Reason(f"gaps.{side}", limit, actual, "{limit}, and {actual}")
-    for name, spec in zip(layout.names, layout.tables, strict=True):
+    for name, spec in lying.tables.items():
         if spec.dtype != torch.int32 or spec.strides != (1,):
             limit = f"reads starts in {NAMES[torch.int32]}, side by side"
             yield Reason(f"starts.{name}", limit, f"{name} is {spec}")
 
 
-def window_reasons(layout: Layout, graph: Graph) -> Reasons:
+def window_reasons(lying: Lying) -> Reasons:
     """Reasons against a mask."""
-    mask = layout.problem.node.mask
-    if mask is not None and window_of(layout.problem, shares_lengths(graph)) is None:
+    mask = lying.problem.node.mask
+    if mask is not None and window_of(lying) is None:
         limit = "supports Causal() or a window around it, bottom right in each sequence"
         yield Reason("window", limit, f"the mask is {mask.written()}")
 
 
-def window_of(problem: Problem, alike: bool) -> Window | None:
-    """The window of a mask; None for other masks. alike: True if q and k have equal lengths, so top
-    left is bottom right."""
-    match [part for part in and_parts(problem.node.mask) if part not in LEAVES.values()]:
+def window_of(lying: Lying) -> Window | None:
+    """The window of the mask; None for other masks. With equal lengths of q and k, top left is
+    bottom right."""
+    match [x for x in and_parts(lying.problem.node.mask) if x not in LEAVES.values()]:
         case []:
             return -1, -1
         case [Band(low=low, high=high, ragged=ragged)]:
             left, right = (None if low is None else -low), high
-            aligned = ragged == RAGGED or (not ragged and alike)
+            aligned = ragged == RAGGED or (not ragged and lying.alike)
             if aligned and all(n is None or n >= 0 for n in (left, right)):
                 return (-1 if left is None else left), (-1 if right is None else right)
     return None
@@ -143,7 +142,7 @@ def window_of(problem: Problem, alike: bool) -> Window | None:
 class PackedFlashCall:
     """Runs a graph. Inside, tensors are [T,H,D] and statistics [H,T]."""
 
-    layout: Layout
+    lying: Lying
     graph: Graph
     window: Window = field(
         init=False, default=Factory(lambda call: known_window(call), takes_self=True)
@@ -151,28 +150,24 @@ class PackedFlashCall:
 
     def sequences(self, starts: Tensors) -> SequencePlaces:
         """The kernel's arguments besides q, k and v."""
-        op = self.layout.op
-        assert op is not None
-        assert op.rows is not None
-        assert op.keys is not None
-        rows, keys = starts
-        return SequencePlaces((rows, keys), (op.rows, op.keys), self.window)
+        (rows, keys), most = starts, self.lying.most
+        return SequencePlaces((rows, keys), (most["rows"], most["keys"]), self.window)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The outputs of the forward kernel, and o and lse for the backward."""
-        every, count = read_operands(self.graph, tensors), len(self.layout.problem.node.ranks)
+        every, count = read_operands(self.graph, tensors), len(self.lying.problem.node.ranks)
         q, k, v = every[:3]
         check_aligned(dict(zip("qkv", (q, k, v), strict=True)))
         o, lse = self.attend(q, k, v, self.sequences(every[count:]))
-        if TensorSpec.like(o) != self.layout.o():
-            o = restride(o, self.layout.o())
+        if TensorSpec.like(o) != self.lying.o():
+            o = restride(o, self.lying.o())
         return [o if name == "o" else lse for name in self.graph.result_names], (o, lse)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: SequencePlaces
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, 0 in rows outside sequences, and lse, -inf there and in rows without keys."""
-        o, lse = fused_cuda.packed_forward(q, k, v, sequences, self.layout.problem.node.scale)
+        o, lse = fused_cuda.packed_forward(q, k, v, sequences, self.lying.problem.node.scale)
         nobody = rows_outside(sequences.starts[0], None, len(q))
         lse.masked_fill_(nobody | (lse == INF), -INF)
         return o.masked_fill_(nobody[:, None, None], 0.0), lse
@@ -182,7 +177,7 @@ class PackedFlashCall:
         o: torch.Tensor, lse: torch.Tensor, sequences: SequencePlaces,
     ) -> Gradients:  # fmt: skip
         """dq, dk and dv, 0 in rows of no sequence. lse: as `attend` gives it."""
-        scale, unseen = self.layout.problem.node.scale, lse.masked_fill(lse == -INF, INF)
+        scale, unseen = self.lying.problem.node.scale, lse.masked_fill(lse == -INF, INF)
         made = fused_cuda.packed_backward(do, q, k, v, o, unseen, sequences, scale)
         rows, keys = sequences.starts
         pairs = [*zip((rows, keys, keys), map(len, made), strict=True)]
@@ -194,7 +189,7 @@ class PackedFlashCall:
 
     def backward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The gradients of the backward kernel, in the order of the outputs."""
-        node, grad = self.layout.problem.node, self.layout.problem.grad
+        node, grad = self.lying.problem.node, self.lying.problem.grad
         assert grad is not None
         every, count = read_operands(self.graph, tensors), len(grad.ranks)
         read, sequences = grad.split(every[:count]), self.sequences(every[count:])
@@ -231,26 +226,26 @@ class PackedFlashCall:
 
     def notes(self) -> Iterator[str]:
         yield "one call of PyTorch's flash kernel on packed tensors, as of varlen_attn"
-        grad = self.layout.problem.grad
+        grad = self.lying.problem.grad
         if grad is not None and grad.with_dlse:
             yield "the gradient through lse by one more call of each pass, with k in place of v"
         if grad is not None and grad.with_do:
-            size = format_bytes(self.layout.specs[0].type.bytes)
+            size = format_bytes(self.lying.specs[0].type.bytes)
             yield f"do is copied, {size}, with 0 in rows that see nothing"
 
     def kept_forward(self) -> int:
         """Bytes allocated by PyTorch beside the outputs, at most: o in another order, lse, and
         marks of rows outside sequences."""
-        q = self.layout.specs[0]
+        q = self.lying.specs[0]
         T, H, _ = q.shape
         return q.type.bytes + T * (4 * H + 2 * H + 16)
 
     def kept_backward(self) -> int:
         """Bytes allocated by PyTorch beside the gradients, at most: sums in float32, gradients of
         every query head, do, and o and gradients of k in place of v."""
-        p, grad = self.layout.problem, self.layout.problem.grad
+        p, grad = self.lying.problem, self.lying.problem.grad
         assert grad is not None
-        q, k = self.layout.specs[:2]
+        q, k = self.lying.specs[:2]
         T, H, D = q.shape
         width = -(-D // 32) * 32
         sums = 4 * (T + ROUNDED * p.B) * H * (width + 1)
@@ -261,7 +256,7 @@ class PackedFlashCall:
 
 
 def known_window(call: PackedFlashCall) -> Window:
-    window = window_of(call.layout.problem, shares_lengths(call.graph))
+    window = window_of(call.lying)
     assert window is not None
     return window
 

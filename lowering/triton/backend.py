@@ -17,7 +17,7 @@ from attn_graph.ir.scaling import Dequantise
 from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.finishing import cut_last, finish
-from attn_graph.lowering.lying.layout import Layout, order_bytes
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import ROWS, Problem, returns_lse
 from attn_graph.lowering.reasons import (
     missing_library,
@@ -34,7 +34,8 @@ from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
-from attn_graph.lowering.triton.work import Push, Single, Work, split_graph
+from attn_graph.lowering.triton.places import order_bytes, strides_of
+from attn_graph.lowering.triton.work import Push, Single, Work, lying_of, split_graph, work_reasons
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import MOST_INT32, TensorSpec
@@ -63,7 +64,7 @@ def why_not(request: Request) -> Iterator[Reason]:
     if not parts:
         against.append(other_equations(inner.graph, pushes=True, packs=True))
     for work in (part.work for part in parts):
-        against += [*attention_reasons(work.problem, work.layout.totals), *work.reasons()]
+        against += [*attention_reasons(work.problem, lying_of(work).totals), *work_reasons(work)]
         against += large_tiles(work.problem, request.target)
         against += conversion_reasons(work.problem, request.target)
     yield from dict.fromkeys(against)
@@ -125,7 +126,7 @@ def plan_reasons(part: Single, request: Request) -> Iterator[Reason]:
     """Reasons found only with traced masks and modifiers, or with planned launches."""
     from attn_graph.masks.places import Untraceable
 
-    work, layout = part.work, part.work.layout
+    work, lying = part.work, lying_of(part.work)
     try:
         code = part.code
     except Untraceable as error:
@@ -135,8 +136,8 @@ def plan_reasons(part: Single, request: Request) -> Iterator[Reason]:
         yield against
         return
     moved = work.large if isinstance(work, Push) else {}
-    for name, spec in (layout.large() | moved).items():
-        far = tile_reach(layout, name, spec)
+    for name, spec in (lying.large() | moved).items():
+        far = tile_reach(lying, name, spec)
         if far > MOST_INT32:
             limit = f"counts within a tile up to {MOST_INT32} elements"
             yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
@@ -171,8 +172,8 @@ def may_overflow(work: Work) -> bool:
 
     p = work.problem
     rows, columns = (-(-length // LEAST) for length in (p.M, p.N))
-    programs = p.B * p.H * rows * columns
-    return work.layout.op is not None or programs > MOST_INT32 or max(rows, columns) > MOST_TILES
+    far = p.B * p.H * rows * columns > MOST_INT32 or max(rows, columns) > MOST_TILES
+    return far or lying_of(work).packed is not None
 
 
 def launch_reasons(flash: Flash) -> Iterator[Reason]:
@@ -286,7 +287,7 @@ def temporary_of(flash: Flash) -> int:
     delta, rows = flash.buffers.get("delta"), 10 if flash.push else 3
     rows += 2 * ("rest" in flash.buffers)
     sinks = rows * delta.bytes if delta and flash.problem.node.sinks else 0
-    return sums + sinks + order_bytes(flash.layout)
+    return sums + sinks + order_bytes(flash.lying)
 
 
 def prepared_bytes(graph: Graph) -> int:
@@ -343,18 +344,18 @@ def variants(request: Request) -> tuple[str, ...]:
 def lays(graph: Graph) -> Iterator[int]:
     """The places of o and of the gradients of q, k and v: kernels store their rows in any strides
     within a tile's addresses."""
-    layout = facts_of(graph).once(Layout.of)
-    if layout is None:
+    lying = facts_of(graph).once(Lying.of)
+    if lying is None:
         return
     each = zip(graph.result_names, graph.declared_outputs, strict=True)
     for n, (name, spec) in enumerate(each):
-        if name in ROWS and spec is not None and tile_reach(layout, name, spec) <= MOST_INT32:
+        if name in ROWS and spec is not None and tile_reach(lying, name, spec) <= MOST_INT32:
             yield n
 
 
-def tile_reach(layout: Layout, name: str, spec: TensorSpec) -> int:
+def tile_reach(lying: Lying, name: str, spec: TensorSpec) -> int:
     """The largest offset within a tile of rows of a tensor, in elements."""
-    strides = layout.strides(name, spec)
+    strides = strides_of(lying, name, spec)
     return (MOST_ROWS - 1) * strides[2] + (spec.shape[-1] - 1) * strides[-1]
 
 

@@ -18,10 +18,10 @@ from attn_graph.ir.gradient_ops import (
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS
 from attn_graph.ir.tangents import AttentionJvp, GradientTangents
-from attn_graph.lowering.lying.layout import order_pages, sums_pages
 from attn_graph.lowering.problem import read_operands, read_specs, select_outputs
 from attn_graph.lowering.request import Options
-from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms
+from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms
+from attn_graph.lowering.triton.places import order_pages, strides_of, sums_pages, tensors_of
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.masks.places import add_columns
 from attn_graph.spec import TensorSpec
@@ -96,7 +96,7 @@ class TritonCall:
         every, count = self.operands(tensors), len(grad.ranks)
         read = grad.split(every[:count])
         named = self.name_gradient(read, by_number(grad, rooms))
-        if sums_pages(self.flash.layout):
+        if sums_pages(self.flash.lying):
             named |= self.order_pages(read.own, every[count:])
 
         def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
@@ -109,7 +109,7 @@ class TritonCall:
         self, own: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The order of sums of page gradients. own: the attention's operands."""
-        where = self.flash.layout.where(self.flash.problem.node.split(own).mask, tables)
+        where = tensors_of(self.flash.lying, self.flash.problem.node.split(own).mask, tables)
         pool, page = own[1].shape[:2]
         return order_pages(where["pages"], where.get(LENGTHS["keys"]), page, pool)
 
@@ -144,7 +144,7 @@ class TritonCall:
         stored = (name for name in self.flash.results if name not in summed)
         return self.new_results(stored, read.o.device, rooms) | {
             "o": read.o,
-            "o.strides": self.flash.layout.strides("o", TensorSpec.like(read.o)),
+            "o.strides": strides_of(self.flash.lying, "o", TensorSpec.like(read.o)),
             "lse": read.lse.contiguous(),  # ours is; another backend may have saved it otherwise
             "do": read.do,
             "dlse": read.dlse,
@@ -165,9 +165,11 @@ class TritonCall:
         with self.launched(flash.launches, named, own, moved, tables) as scratch:
             for n, collected in flash.code.contributions.items():
                 if f"grad{n}" not in named:
-                    lying = flash.results[f"grad{n}"]
+                    layout = flash.results[f"grad{n}"]
                     places = None if collected.places is None else own[collected.places]
-                    named[f"grad{n}"] = sum_collected(scratch[f"sums{n}"], collected, lying, places)
+                    named[f"grad{n}"] = sum_collected(
+                        scratch[f"sums{n}"], collected, layout, places
+                    )
             if flash.problem.node.sinks and grad.wants[at := roles.index("sinks")]:
                 named[f"grad{at}"] = of_sinks(own[at], scratch)
         made = [named[f"grad{n}"] for n, wanted in enumerate(grad.wants) if wanted]
@@ -215,7 +217,7 @@ def name_operands(
     data = (x for each in (*given.modifiers, given.mask) for x in each.values())
     named: Named = {"q": given.q, "k": given.k, "v": given.v, "sinks": given.sinks}
     named |= {"seed": given.seed, "offset": given.offset}
-    named |= flash.layout.where(given.mask, tables)
+    named |= tensors_of(flash.lying, given.mask, tables)
     return named | {f"data.{k}": x for k, x in enumerate(data)}
 
 
@@ -243,11 +245,11 @@ def shrink_by_rest(surplus: torch.Tensor, scratch: Scratch) -> torch.Tensor:
 
 
 def sum_collected(
-    sums: torch.Tensor, collected: Contribution, lying: Lying, places: torch.Tensor | None
+    sums: torch.Tensor, collected: Contribution, layout: ResultLayout, places: torch.Tensor | None
 ) -> torch.Tensor:
     """A tensor's gradient from sums over its reads: [B,H,M] or [B,H,N]; of a table [B,H,.,.,n], or
     by `places` [1,H|1,M,N]."""
-    (shape, _, dtype), axes = lying, collected.axes
+    (shape, _, dtype), axes = layout, collected.axes
     if places is not None:
         table = sums.new_zeros(shape)
         add_columns(table, sums, places.clamp(0, shape[1] - 1)[None, None])

@@ -18,10 +18,11 @@ from attn_graph.kernels.tilings import (
     padded_head_size,
     split_tiling,
 )
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.parts import WORTH, choose_parts, is_decoding
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.divisions import least_part
+from attn_graph.lowering.triton.places import row_lines
 from attn_graph.lowering.triton.programs import places_of, reads_v_in_k, table_width
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
@@ -41,20 +42,20 @@ class KeyDivision:
     parts: int
     each: int
 
-    def scratch(self, layout: Layout) -> int:
+    def scratch(self, lying: Lying) -> int:
         """Bytes of the sums of all parts, and of their lse."""
-        parts = parts_buffers(layout, self.parts)
+        parts = parts_buffers(lying, self.parts)
         return sum(buffer.bytes for buffer in parts.values())
 
 
 def divide_keys(
-    layout: Layout, target: Target, variant: str | None, most: int | None, invariant: bool
+    lying: Lying, target: Target, variant: str | None, most: int | None, invariant: bool
 ) -> KeyDivision | None:
     """The division of keys; None if each program takes all keys of a block of queries.
 
     most: bytes for the parts. invariant: True if nothing may depend on the batch.
     """
-    p = layout.problem
+    p = lying.problem
     if not is_decoding(p):
         return None
     rows = p.M * (p.H // p.G)
@@ -67,15 +68,15 @@ def divide_keys(
         return KeyDivision(tile, rows, -(-tiles // each), each)
     each = -(-least_part(target, tile.block_n) // tile.block_n)
     blocks = p.B * -(-rows // tile.block_m)
-    if layout.T is not None:  # sequences may be shorter than the longest
-        blocks = min(blocks, p.B + layout.T * rows // (p.M * tile.block_m))
+    if lying.T is not None:  # sequences may be shorter than the longest
+        blocks = min(blocks, p.B + lying.T * rows // (p.M * tile.block_m))
     programs = blocks * p.G
     parts = choose_parts(programs, places_of(target, tile) or 1, -(-tiles // each))
     division = KeyDivision(tile, rows, parts, each)
     worth = division.parts > 1 or WORTH * rows <= p.N
-    while most is not None and division.parts > 1 and division.scratch(layout) > most:
+    while most is not None and division.parts > 1 and division.scratch(lying) > most:
         division = evolve(division, parts=division.parts // 2)
-    fits = most is None or division.scratch(layout) <= most
+    fits = most is None or division.scratch(lying) <= most
     return division if worth and fits else None
 
 
@@ -90,23 +91,23 @@ def choose_split_tiling(problem: Problem, target: Target, rows: int, variant: st
     return evolve(tile, block_m=max(tile.block_m, padded_head_size(p.M)))
 
 
-def parts_buffers(layout: Layout, parts: int) -> dict[str, Buffer]:
+def parts_buffers(lying: Lying, parts: int) -> dict[str, Buffer]:
     """Sums of o of each part and head, and their lse as two numbers."""
-    B, H, M = layout.lines()
+    B, H, M = row_lines(lying)
     lse = B, H * parts, M
-    shapes = {PARTS: (*lse, layout.problem.E), PARTS_LSE: (*lse, 2)}
+    shapes = {PARTS: (*lse, lying.problem.E), PARTS_LSE: (*lse, 2)}
     return {name: Buffer(shape, torch.float32) for name, shape in shapes.items()}
 
 
-def describe_division(layout: Layout, target: Target, division: KeyDivision) -> str:
+def describe_division(lying: Lying, target: Target, division: KeyDivision) -> str:
     """How the keys are divided, for `explain`, and how long moving everything takes at least."""
-    p, tile, flat = layout.problem, division.tile, layout.flat
+    p, tile, flat = lying.problem, division.tile, lying.flat
     keys = max(division.each * tile.block_n, -(-p.N // division.parts))
     shared = f"{p.H // p.G} heads that share keys are rows of one tile; " if p.H > p.G else ""
-    scratch, itemsize = division.scratch(layout), p.dtype.itemsize
+    scratch, itemsize = division.scratch(lying), p.dtype.itemsize
     _, k, v, *_ = (x.dtype.itemsize for x in p.specs)
     key = k * p.D + (0 if reads_v_in_k(p) else v * p.E)
-    keys_read = p.G * (p.B * p.N if layout.T_keys is None else layout.T_keys) * key
+    keys_read = p.G * (p.B * p.N if lying.T_keys is None else lying.T_keys) * key
     moved = keys_read + itemsize * flat.B * p.H * flat.M * (p.D + p.E) + 2 * scratch
     bandwidth = target.bandwidth
     time = "" if bandwidth is None else f", {moved / bandwidth * 1e6:.3g} µs at its bandwidth"

@@ -26,8 +26,15 @@ from attn_graph.lowering.codegen.device_code import (
 from attn_graph.lowering.codegen.launches import Descriptor, Launch, Pointers, parameters
 from attn_graph.lowering.codegen.symbols import SPECIAL
 from attn_graph.lowering.codegen.tile_lists import MOST_AHEAD, DeviceLists, blocks, list_ahead
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem, read_specs
+from attn_graph.lowering.triton.places import (
+    pointers_of,
+    row_lines,
+    row_programs,
+    sizes_of,
+    strides_of,
+)
 from attn_graph.lowering.triton.programs import (
     begins_last,
     choose_push_tiling,
@@ -72,7 +79,7 @@ class LaunchList:
     variant: str | None = None
     most: int | None = None
     invariant: bool = False
-    layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
+    lying: Lying = field(default=Factory(lambda x: Lying.dense(x.problem), takes_self=True))
     push: Push | None = None
     notes: list[str] = field(factory=list)
     launches: list[Launch] = field(factory=list)
@@ -83,8 +90,8 @@ class LaunchList:
     def tiling(self, pass_: Pass) -> Tiling:
         """The tile of a pass with many programs, or of the same pass in a direction."""
         if self.push is None:
-            options = self.variant, self.layout.op is None
-            return choose_tiling(self.layout.flat, self.target, pass_, *options)
+            options = self.variant, self.lying.packed is None
+            return choose_tiling(self.lying.flat, self.target, pass_, *options)
         return choose_push_tiling(self.problem, self.target, PUSHED[pass_], self.variant)
 
     def tilings(self, pass_: Pass) -> tuple[Tiling, Tiling | None]:
@@ -92,15 +99,15 @@ class LaunchList:
         usual = self.tiling(pass_)
         if self.push is not None or self.variant is not None or self.invariant:
             return usual, None
-        return spread_tilings(self.layout.flat, self.target, pass_, usual)
+        return spread_tilings(self.lying.flat, self.target, pass_, usual)
 
     @cached_property
     def facts(self) -> Fixed:
         """Sizes, strides and constants of the problem, by parameter."""
-        p, rate, layout = self.problem, self.problem.node.dropout, self.layout
+        p, rate, lying = self.problem, self.problem.node.dropout, self.lying
         sinks, tsinks = p.by_role.sinks, self.push.by_role.sinks if self.push else None
-        pairs = zip(layout.scales, layout.tables, strict=False)
-        scales = tuple(layout.strides(*x) for x in pairs)  # by entry or page, head, row and element
+        each = ((name, lying.tables[name]) for name in lying.scales)
+        scales = tuple(strides_of(lying, *x) for x in each)  # as those of k and v
         facts = {
             "numbers": self.code.numbers or None,
             "GROUP": p.H // p.G,
@@ -127,17 +134,17 @@ class LaunchList:
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "tsinks_stride": tsinks.strides[0] if tsinks else None,
             "scale_strides": scales or None,
-            "COMMON": not any(x[2] or (layout.pages and x[0]) for x in scales) and bool(scales),
-            "o_strides": layout.strides("o", layout.o()),
+            "COMMON": not any(x[2] or (lying.pages and x[0]) for x in scales) and bool(scales),
+            "o_strides": strides_of(lying, "o", lying.o()),
         }
-        large = layout.large() | (self.push.large if self.push else {})
-        strides = {f"{name}_strides": layout.strides(name, x) for name, x in large.items()}
-        return facts | strides | layout.sizes()
+        large = lying.large() | (self.push.large if self.push else {})
+        strides = {f"{name}_strides": strides_of(lying, name, x) for name, x in large.items()}
+        return facts | strides | sizes_of(lying)
 
     def tensors(self) -> Pointers:
         """The tensors of the problem, by parameter."""
-        p, layout = self.problem, self.layout
-        names = {"q", "k", "v", "delta", "dq", "dk", "dv", *p.node.names, *layout.large()}
+        p, lying = self.problem, self.lying
+        names = {"q", "k", "v", "delta", "dq", "dk", "dv", *p.node.names, *lying.large()}
         names |= {"seed", "offset"} if p.node.dropout else set()
         names |= {"sinks"} if p.node.sinks else set()
         names |= {"rest"} & self.buffers.keys()
@@ -145,14 +152,14 @@ class LaunchList:
             names |= {*self.push.large, "to", "tlse", "tdelta"}
             names |= {"tsinks"} if self.push.by_role.sinks else set()
         pointers: Pointers = {f"{name}_ptr": GRADIENTS.get(name, name) for name in names}
-        pointers |= layout.pointers()
-        groups = {"scales": layout.scales, "data": self.data()}
+        pointers |= pointers_of(lying)
+        groups = {"scales": lying.scales, "data": self.data()}
         return pointers | {name: x for name, x in groups.items() if x}
 
     def is_even(self) -> bool:
         """True if many keys of operands of masks and modifiers are loaded at once."""
         placed = any({"i", "j"} <= {*axes} for axes in read_axes(self.problem))
-        return placed and not self.layout.sides and self.problem.N % SPECIAL == 0
+        return placed and not self.lying.sides and self.problem.N % SPECIAL == 0
 
     @property
     def blind(self) -> int:
@@ -174,8 +181,8 @@ class LaunchList:
 
         pointers: of the lists. They lie in order if planning made them.
         """
-        flat, target = self.layout.flat, self.target
-        sorted_ = not self.layout.sides and str(pointers.get("lists_ptr")) in self.tables
+        flat, target = self.lying.flat, self.target
+        sorted_ = not self.lying.sides and str(pointers.get("lists_ptr")) in self.tables
         return {
             "TOGETHER": heads_together(flat, target, tiling, pass_, splits, parts),
             "LAST_FIRST": not sorted_ and begins_last(self.problem, pass_ == "key_gradient"),
@@ -199,7 +206,7 @@ class LaunchList:
         except Untraceable:
             shape = None  # then from `span` and `surely`, for whatever the data may be
         if shape is None:
-            first = not self.layout.sides
+            first = not self.lying.sides
             self.tables[name] = list_ahead(self.problem, tiling, by_keys, longest_first=first)
             shape = (1, 1, *self.tables[name].shape)
         strides = dense_strides(shape)[:3]
@@ -238,11 +245,11 @@ class LaunchList:
 
     def describe(self, tile: Tiling, names: Sequence[str]) -> dict[str, Descriptor]:
         """Operands in tiles, by parameter, as far as the copy engine reads them."""
-        if self.layout.op is not None or self.code.ends:  # the engine knows no lengths of them
+        if self.lying.packed is not None or self.code.ends:  # the engine knows no lengths of them
             return {}
         if self.push is not None or not copies_tiles(self.problem, self.target):
             return {}
-        specs = self.layout.large()
+        specs = self.lying.large()
         rows = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "do": tile.block_m}
         copied = {n: specs[n] for n in names if n in specs and is_copied_in_tiles(specs[n])}
         widths = {name: padded_head_size(x.shape[3]) for name, x in copied.items()}
@@ -286,15 +293,15 @@ def rows_weighed(problem: Problem, invariant: bool) -> int:
 
 def add_weight_sums(plan: LaunchList) -> None:
     """Add the launch, for a gradient in need of it."""
-    p, layout, pass_ = plan.problem, plan.layout, PASS_OF["query_gradient"]
-    given = "do" in layout.large() and plan.push is None
+    p, lying, pass_ = plan.problem, plan.lying, PASS_OF["query_gradient"]
+    given = "do" in lying.large() and plan.push is None
     weighed = rows_weighed(p, plan.invariant) if given else 0
     if may_be_far(p):
-        plan.buffers["rest"] = Buffer(layout.lines(), plan.buffers["delta"].dtype)
+        plan.buffers["rest"] = Buffer(row_lines(lying), plan.buffers["delta"].dtype)
     elif not weighed:
         return
     tile, _ = plan.tilings(pass_)
     lists, listed = plan.listed(tile, by_keys=False)
     fixed: Fixed = listed | {"WEIGHED": weighed, "FAR_LSE": FAR_LSE[p.dtype.itemsize]}
     fixed |= {} if weighed else dict.fromkeys(COTANGENTS)
-    plan.launch("sum_weights", layout.row_programs(tile.block_m), tile, lists, fixed)
+    plan.launch("sum_weights", row_programs(lying, tile.block_m), tile, lists, fixed)

@@ -22,9 +22,9 @@ from attn_graph.kernels.tilings import (
 from attn_graph.lowering.codegen.device_code import Contribution, DeviceCode
 from attn_graph.lowering.codegen.launches import Launch, Pointers, check_interpreter
 from attn_graph.lowering.codegen.tile_lists import blocks
-from attn_graph.lowering.lying.layout import DTYPES, NAMED, ORDER, Layout, sums_pages
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem, read_specs
-from attn_graph.lowering.rooms import NO_ROOMS, Lying, Rooms, room_or_new
+from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms, room_or_new
 from attn_graph.lowering.triton.decode import (
     PARTS,
     PARTS_LSE,
@@ -40,8 +40,19 @@ from attn_graph.lowering.triton.launch_list import (
     LaunchList,
     add_weight_sums,
 )
+from attn_graph.lowering.triton.places import (
+    DTYPES,
+    NAMED,
+    ORDER,
+    dtypes_of,
+    key_programs,
+    row_lines,
+    row_programs,
+    strides_of,
+    sums_pages,
+)
 from attn_graph.lowering.triton.programs import collect_tiling, processors_of, takes_tf32
-from attn_graph.lowering.triton.work import Push, Work, tangent_specs, trace
+from attn_graph.lowering.triton.work import Push, Work, lying_of, tangent_specs, trace
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -70,9 +81,9 @@ class Flash:
     launches: tuple[Launch, ...]
     buffers: Mapping[str, Buffer]
     tables: Mapping[str, torch.Tensor]
-    results: Mapping[str, Lying]
+    results: Mapping[str, ResultLayout]
     division: str = ""
-    layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
+    lying: Lying = field(default=Factory(lambda x: Lying.dense(x.problem), takes_self=True))
     push: Push | None = None
 
     @classmethod
@@ -91,13 +102,13 @@ class Flash:
 
         Raises Untraceable if the mask or a modifier can't be a kernel's function.
         """
-        layout = Layout.dense(work) if isinstance(work, Problem) else work.layout
-        p, push = layout.problem, work if isinstance(work, Push) else None
+        lying = Lying.dense(work) if isinstance(work, Problem) else lying_of(work)
+        p, push = lying.problem, work if isinstance(work, Push) else None
         best: Precision = "ieee"
         if precision == "tf32" and takes_tf32(p, target.sm):
             best = precision
-        code = code or trace(push or layout)
-        return FlashBuilder(p, target, code, best, variant, most, invariant, layout, push).build()
+        code = code or trace(push or lying)
+        return FlashBuilder(p, target, code, best, variant, most, invariant, lying, push).build()
 
     @cached_property
     def scratch(self) -> Scratch:
@@ -106,14 +117,14 @@ class Flash:
 
     def specs(self) -> dict[str, TensorSpec]:
         """The specs of the large operands, by name."""
-        return self.layout.large() | (self.push.large if self.push else {})
+        return self.lying.large() | (self.push.large if self.push else {})
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor, by its name in launches."""
         p = self.problem
         wide = (*p.node.stats, "delta", "dlse", "tlse", "tdelta", "tdlse")
         dtypes = dict.fromkeys(("q", "k", "v", "o", "do", "tq", "tk", "tv", "tdo", "to"), p.dtype)
-        dtypes |= {n: x.dtype for n, x in zip("qkv", self.layout.specs, strict=False)}
+        dtypes |= {n: x.dtype for n, x in zip("qkv", self.lying.specs, strict=False)}
         dtypes |= dict.fromkeys(wide, torch.float32)
         dtypes |= dict.fromkeys(("seed", "offset"), torch.int64)
         sinks = p.by_role.sinks
@@ -121,7 +132,7 @@ class Flash:
         dtypes |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
         read = (*read_specs(p), *tangent_specs(self.push))
         dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read)}
-        dtypes |= self.layout.dtypes() | (DTYPES if sums_pages(self.layout) else {})
+        dtypes |= dtypes_of(self.lying) | (DTYPES if sums_pages(self.lying) else {})
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         return dtypes | {name: table.dtype for name, table in self.tables.items()}
 
@@ -158,21 +169,21 @@ class FlashBuilder(LaunchList):
 
     def finish(self) -> Flash:
         made = tuple(self.launches), self.buffers, self.tables, dict(self.results())
-        more = "\n".join(filter(None, self.notes)), self.layout, self.push
+        more = "\n".join(filter(None, self.notes)), self.lying, self.push
         return Flash(self.problem, self.target, self.code, self.precision, *made, *more)
 
-    def results(self) -> Iterator[tuple[str, Lying]]:
-        """The layout of each result, by name."""
-        p, layout = self.problem, self.layout
+    def results(self) -> Iterator[tuple[str, ResultLayout]]:
+        """How each result lies, by name."""
+        p, lying = self.problem, self.lying
         if p.grad is None:
-            o, shape = layout.o(), layout.statistic()
+            o, shape = lying.o(), lying.statistic()
             names = ("o", *("to",) * bool(self.push))
             yield from ((n, (o.shape, o.strides, o.dtype)) for n in names)
             names = (*p.node.stats, *("tlse",) * bool(self.push))
             yield from ((n, (shape, dense_strides(shape), torch.float32)) for n in names)
             return
         for n in (n for n in range(3) if p.grad.wants[n]):
-            spec = layout.gradient(n)
+            spec = lying.gradient(n)
             yield f"grad{n}", (spec.shape, spec.strides, spec.dtype)
         for n in self.code.contributions:
             spec = p.specs[n]
@@ -181,7 +192,7 @@ class FlashBuilder(LaunchList):
     def forward(self) -> None:
         """Add the launch of the forward, or the launches of its parts for few queries."""
         options = self.variant, self.most, self.invariant
-        division = None if self.push else divide_keys(self.layout, self.target, *options)
+        division = None if self.push else divide_keys(self.lying, self.target, *options)
         if division is None:
             self.whole_forward()
         else:
@@ -190,16 +201,16 @@ class FlashBuilder(LaunchList):
     def split_forward(self, division: KeyDivision) -> None:
         """Add the launches of parts of the keys, and of their merge."""
         p, tile = self.problem, division.tile
-        self.buffers |= parts_buffers(self.layout, division.parts)
+        self.buffers |= parts_buffers(self.lying, division.parts)
         lines = p.B * p.G * division.parts * blocks(division.rows, tile.block_m)
         fixed = {"SPLITS": division.parts, "EACH": division.each}
         self.launch("split_forward", lines, tile, PARTS_OF_O, fixed)
         self.merge(division.parts, MERGE)
-        self.notes.append(describe_division(self.layout, self.target, division))
+        self.notes.append(describe_division(self.lying, self.target, division))
 
     def merge(self, parts: int, tile: Tiling, **fixed: object) -> None:
         """Add the launch to join the parts of o. tile: rows of a program, and parts at a time."""
-        B, H, M = self.layout.lines()
+        B, H, M = row_lines(self.lying)
         fixed |= {"PARTS": parts, "M": M, "ROWS": tile.block_m, "AT_ONCE": tile.block_n}
         self.launch("merge_parts", B * H * blocks(M, tile.block_m), tile, PARTS_OF_O, fixed)
 
@@ -210,10 +221,10 @@ class FlashBuilder(LaunchList):
         lists, listed = self.listed(way.tile, by_keys=False)
         fixed = listed | self.share_rows("forward", way, lists)
         if way.parts > 1:
-            self.buffers |= parts_buffers(self.layout, way.parts)
+            self.buffers |= parts_buffers(self.lying, way.parts)
             lists = lists | {"o_ptr": PARTS, "lse_ptr": PARTS_LSE}
             fixed["o_strides"] = self.parts_strides(PARTS)
-        lines = self.layout.row_programs(way.tile.block_m) * way.parts
+        lines = row_programs(self.lying, way.tile.block_m) * way.parts
         self.launch("forward", lines, way.tile, lists, fixed)
         if way.parts > 1:
             self.merge(way.parts, MERGE_ROWS, sinks_ptr=None)  # the first part has them
@@ -227,7 +238,7 @@ class FlashBuilder(LaunchList):
         """Add the launches of the gradient."""
         p = self.problem
         assert p.grad is not None
-        self.buffers["delta"] = Buffer(self.layout.lines(), torch.float32)
+        self.buffers["delta"] = Buffer(row_lines(self.lying), torch.float32)
         self.delta()
         add_weight_sums(self)
         if p.grad.wants[0]:
@@ -239,7 +250,7 @@ class FlashBuilder(LaunchList):
 
     def delta(self) -> None:
         """Add the launch for sums of do o over each row."""
-        B, H, M = self.layout.lines()
+        B, H, M = row_lines(self.lying)
         own: Pointers = {"o_strides": "o.strides"}
         if self.push is not None:
             self.buffers["tdelta"] = Buffer((B, H, M), torch.float32)
@@ -259,7 +270,7 @@ class FlashBuilder(LaunchList):
             self.buffers[part] = self.sums_buffer(0, self.problem.H * way.parts)
             lists = lists | {"dq_ptr": part}
             fixed["dq_strides"] = self.parts_strides(part)
-        lines = self.layout.row_programs(way.tile.block_m) * way.parts
+        lines = row_programs(self.lying, way.tile.block_m) * way.parts
         self.launch(pass_, lines, way.tile, lists, fixed)
         if way.parts > 1:
             self.sum_parts(part, 0)
@@ -272,7 +283,7 @@ class FlashBuilder(LaunchList):
         lists, listed = self.listed(tile, by_keys=True)
         wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
         order = self.order(tile, "key_gradient", lists, way.splits, way.parts)
-        pages = self.layout.pages
+        pages = self.lying.pages
         if way.summands > 1 or pages:
             for name, n in wanted.items():
                 self.buffers[f"parts.{name}"] = self.sums_buffer(n, p.G * way.summands)
@@ -286,7 +297,7 @@ class FlashBuilder(LaunchList):
 
     def divide(self, pass_: Pass, barrier: str = "") -> Division:
         """How the work of a block is divided among programs."""
-        flat, target, pushes = self.layout.flat, self.target, self.push is not None
+        flat, target, pushes = self.lying.flat, self.target, self.push is not None
         tile, half = self.tilings(pass_)
         processors = processors_of(target)
         if processors is None or (pushes and pass_ != "key_gradient"):
@@ -300,7 +311,7 @@ class FlashBuilder(LaunchList):
 
     def sums_buffer(self, n: int, heads: int) -> Buffer:
         """A buffer for sums of the gradient of operand n, by heads."""
-        B, _, length, width = self.layout.flat.specs[n].shape
+        B, _, length, width = self.lying.flat.specs[n].shape
         return Buffer((B, heads, length, width), torch.float32)
 
     def key_gradient_of(
@@ -319,7 +330,7 @@ class FlashBuilder(LaunchList):
         more |= {"SPLITS": way.splits, "PARTS": way.parts, "PARTED": way.summands > 1}
         more |= {"GROUPED": p.H > p.G or way.summands > 1}
         own = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
-        lines = self.layout.key_programs(tile.block_n, p.G * way.summands)
+        lines = key_programs(self.lying, tile.block_n, p.G * way.summands)
         texts = {"KEEP": self.code.keep_by_keys}
         self.launch("key_gradient", lines, tile, own, more, texts)
 
@@ -331,7 +342,7 @@ class FlashBuilder(LaunchList):
 
     def sum_pages(self, name: str, n: int) -> None:
         """Add the launch from sums by table entries to the gradient of a pool."""
-        pages, (pool, page) = self.layout.pages, self.layout.specs[1].shape[:2]
+        pages, (pool, page) = self.lying.pages, self.lying.specs[1].shape[:2]
         assert pages is not None
         entries, (own, fixed) = prod(pages.shape), self.sums(name, n)
         own |= {"named_ptr": NAMED, "order_ptr": ORDER}
@@ -358,16 +369,16 @@ class FlashBuilder(LaunchList):
         """The strides of sums, in a buffer, as kernels take them."""
         entry, *others = dense_strides(self.buffers[name].shape)
         packed = "keys" if name in ("parts.dk", "parts.dv") else "rows"
-        return (0 if packed in self.layout.sides else entry, *others)
+        return (0 if packed in self.lying.sides else entry, *others)
 
     def gradient_strides(self, n: int) -> tuple[int, ...]:
         """The strides of the gradient of operand n, as kernels take them."""
-        return self.layout.strides("qkv"[n], self.layout.gradient(n))
+        return strides_of(self.lying, "qkv"[n], self.lying.gradient(n))
 
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums still to add up."""
         tile = (
-            collect_tiling(self.layout.flat, self.target, self.variant)
+            collect_tiling(self.lying.flat, self.target, self.variant)
             if self.push is None
             else self.tiling("query_gradient")
         )

@@ -14,9 +14,10 @@ from attn_graph.ir.graph import Eqn, Graph, Input, Op, unused_names
 from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.lowering.facts import Facts, facts_of
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.lowering.reasons import wide_heads
+from attn_graph.lowering.triton.places import known_lengths, place_reasons
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
@@ -52,10 +53,10 @@ class Push:
             Problem.of(op.of, read), op, moved, (given.tdo, given.tdlse) if given else (None, None)
         )
 
-    @property
-    def layout(self) -> Layout:
+    @cached_property
+    def lying(self) -> Lying:
         """How the operands lie."""
-        return Layout.dense(self.problem)
+        return Lying.dense(self.problem)
 
     @property
     def by_role(self) -> Operands[TensorSpec | None]:
@@ -73,26 +74,35 @@ class Push:
         given = (*self.moved[:3], *self.cotangents)
         return keep_given(dict(zip(("tq", "tk", "tv", "tdo", "tdlse"), given, strict=True)))
 
-    def reasons(self) -> Iterator[Reason]:
-        """Against head sizes without tiles."""
-        yield from wide_heads(self.problem, WIDEST)
-
 
 def keep_given(specs: Mapping[str, TensorSpec | None]) -> dict[str, TensorSpec]:
     return {name: x for name, x in specs.items() if x is not None}
 
 
-Work = Layout | Push
+Work = Lying | Push
+
+
+def lying_of(work: Work) -> Lying:
+    """How the operands of the attention, or of its gradient, lie."""
+    return work.lying if isinstance(work, Push) else work
+
+
+def work_reasons(work: Work) -> Iterator[Reason]:
+    """Against packed tensors and pages beyond the kernels, and head sizes without tiles of
+    tangents."""
+    if isinstance(work, Push):
+        yield from wide_heads(work.problem, WIDEST)
+    else:
+        yield from place_reasons(work)
 
 
 def trace(work: Work) -> DeviceCode:
     """The mask and the modifiers as kernels take them. Raises Untraceable."""
     from attn_graph.lowering.codegen.device_code import Tracer
 
-    steps = work.steps if isinstance(work, Push) else None
-    return Tracer.of(
-        work.problem, steps, sizes=work.layout.known_lengths(), paged=work.layout.pages is not None
-    ).trace()
+    steps, lying = work.steps if isinstance(work, Push) else None, lying_of(work)
+    lengths, paged = known_lengths(lying), lying.pages is not None
+    return Tracer.of(work.problem, steps, sizes=lengths, paged=paged).trace()
 
 
 def is_tangent(op: Op) -> bool:
@@ -101,7 +111,7 @@ def is_tangent(op: Op) -> bool:
 
 def work_of(facts: Facts) -> Work | None:
     """A graph of one attention or derivative as work; None without kernels for it."""
-    return facts.once(Layout.of) or Push.of(facts.graph)
+    return facts.once(Lying.of) or Push.of(facts.graph)
 
 
 @final

@@ -87,8 +87,7 @@ def beside_packed_keys(monkeypatch: pytest.MonkeyPatch) -> list[Question]:
     for name, B, M, D in BESIDE_PACKED_KEYS:
         monkeypatch.setitem(STRIDES, name, APART[name])
         entry = Entry(B=B, M=M, D=D, layout=name, k_layout="bshd", do_layout="bshd", packed="k")
-        problem, sequences = entry.problems[1]
-        given.append(Question(f"{name}, {B}", Case(problem, 120, *KNOWN, sequences=sequences)))
+        given.append(Question(f"{name}, {B}", Case(entry.problems[1], 120, *KNOWN)))
     return given
 
 

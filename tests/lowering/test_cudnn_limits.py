@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import pytest
@@ -12,18 +12,20 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.ir.packed import Packed
 from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
 from attn_graph.lowering.libraries.cudnn_limits import LIMITS, reasons
 from attn_graph.lowering.libraries.cudnn_masks import CudnnBand, CudnnMask, mask_problems
 from attn_graph.lowering.limits import Version
-from attn_graph.lowering.lying.sequences import DENSE, PaddedSequences
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, KeyLengths, QueryLengths
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.spec import TensorSpec
 
 HALF, FLOAT = torch.float16, torch.float32
+Lies = Callable[[Problem], Lying]
 KNOWN: tuple[Version, Version] = ((9, 20, 0), (1, 28, 0))  # backend and frontend
 
 
@@ -70,10 +72,10 @@ def names(
     frontend: Version = KNOWN[1],
     *,
     deterministic: bool = False,
-    sequences: PaddedSequences = DENSE,
+    lies: Lies = Lying.dense,
 ) -> list[str]:
     """The limits that refuse a problem."""
-    case = Case(given, sm, backend, frontend, deterministic, sequences)
+    case = Case(lies(given), sm, backend, frontend, deterministic)
     pairs = [(limit, limit.violations(case)) for limit in LIMITS.at(case.place)]
     return [limit.name for limit, beyond in pairs if limit.reasons(beyond, case)]
 
@@ -110,15 +112,30 @@ BIASED_KEYS: dict[str, Any] = {
     "data": [TensorSpec((1, 4, 256, 256), HALF), N32],
     **BACK,
 }
-PACKED = PaddedSequences(400, 400)
-PACKED_KEYS = PaddedSequences(keys=400)
 
 
-def pages(rows: int, finite: bool = True) -> PaddedSequences:
-    """k and v in pages of so many rows, declared finite or not."""
-    pool = TensorSpec((99, rows, 2, 64), HALF)
-    table = TensorSpec((2, 16), torch.int32)
-    return PaddedSequences(specs=(("k", pool), ("v", pool)), table=table, finite=finite)
+def packed(
+    *sides: str, total: int = 400, page: int = 0, finite: bool = True, q: TensorSpec | None = None
+) -> Lies:
+    """An attention with some sides packed, in `total` rows, or with k and v in pages of so many
+    rows, declared finite or not. q: how it lies, if it is packed otherwise than dense."""
+
+    def lay(given: Problem) -> Lying:
+        rows, keys = (n if x in sides else None for x, n in (("q", given.M), ("k", given.N)))
+        op = Packed(given.grad or given.node, rows, keys, bool(page), finite=finite)
+        sizes = dict(zip("bhij", given.sizes, strict=True)) | {"g": given.G, "t": total, "u": total}
+        sizes |= {"d": given.D, "e": given.E, "s": given.B + 1, "n": 99, "p": page, "w": 16}
+        pairs = zip(op.op.takes, op.takes, given.specs, strict=False)
+        own = [x if a == b else TensorSpec(b.shape(sizes), x.dtype) for a, b, x in pairs]
+        tables = [TensorSpec(role.shape(sizes), torch.int32) for role in op.takes[len(own) :]]
+        return Lying(op, (q or own[0], *own[1:], *tables))
+
+    return lay
+
+
+PACKED = packed("q", "k")
+PACKED_KEYS = packed("k")
+PAGES = packed(page=16)
 
 
 # For each limit what it alone refuses: the problem, and where it is asked.
@@ -241,35 +258,31 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed_rows": (
         BOTH_ENDED,
         {
-            "sequences": PaddedSequences(
-                400, 400, (("q", TensorSpec((400, 4, 64), HALF, (64, 25600, 1))),)
-            )
+            "lies": packed("q", "k", q=TensorSpec((400, 4, 64), HALF, (64, 25600, 1))),
         },
     ),
     "packed_keys_alone": (
         ENDED,
         {
-            "sequences": PaddedSequences(
-                keys=2**24, specs=(("k", TensorSpec((2**24, 2, 64), HALF)),)
-            )
+            "lies": packed("k", total=2**24),
         },
     ),
     "packed_keys_entries": (
         {**ENDED, **BACK, "like": {"q": TensorSpec((2, 4, 256, 64), HALF, (65544, 16384, 64, 1))}},
-        {"sm": 120, "sequences": PACKED_KEYS},
+        {"sm": 120, "lies": PACKED_KEYS},
     ),
-    "packed_keys_backward": ({**ENDED, **BACK}, {"sm": 121, "sequences": PACKED_KEYS}),
-    "page_size": (ENDED, {"sequences": pages(48)}),
-    "pages_absent": (ENDED, {"sequences": pages(16, finite=False)}),
-    "pages_backward": ({**ENDED, **BACK}, {"sequences": pages(16)}),
-    "pages_soft_cap": ({"modifiers": (CAP,)}, {"sequences": pages(16)}),
-    "packed_version": (BOTH_ENDED, {"sm": 80, "backend": (9, 18, 0), "sequences": PACKED}),
-    "packed_statistics": ({**BOTH_ENDED, **BACK}, {"sm": 80, "sequences": PACKED}),
+    "packed_keys_backward": ({**ENDED, **BACK}, {"sm": 121, "lies": PACKED_KEYS}),
+    "page_size": (ENDED, {"lies": packed(page=48)}),
+    "pages_absent": (ENDED, {"lies": packed(page=16, finite=False)}),
+    "pages_backward": ({**ENDED, **BACK}, {"lies": PAGES}),
+    "pages_soft_cap": ({"modifiers": (CAP,)}, {"lies": PAGES}),
+    "packed_version": (BOTH_ENDED, {"sm": 80, "backend": (9, 18, 0), "lies": PACKED}),
+    "packed_statistics": ({**BOTH_ENDED, **BACK}, {"sm": 80, "lies": PACKED}),
     "packed_in_order": (
         {**ENDED, **BACK},
-        {"sm": 80, "deterministic": True, "sequences": PACKED_KEYS},
+        {"sm": 80, "deterministic": True, "lies": PACKED_KEYS},
     ),
-    "packed_bias_gradient": (BIASED_KEYS, {"sm": 80, "sequences": PACKED_KEYS}),
+    "packed_bias_gradient": (BIASED_KEYS, {"sm": 80, "lies": PACKED_KEYS}),
     "packed_sinks": (
         {
             "sinks": True,
@@ -277,7 +290,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "data": [N32, TensorSpec((4,), FLOAT)],
             **BACK,
         },
-        {"sequences": PACKED_KEYS},
+        {"lies": PACKED_KEYS},
     ),
 }
 # Limits that hold at another place too.
@@ -285,15 +298,15 @@ TOO = (
     ("soft_cap", *({"modifiers": (CAP,), **BACK}, {"sm": 120})),
     ("head", *({"D": 136, **BACK}, {"sm": 120})),
     ("bias_column", *({**bias(1, 1, 256, 1), **BACK}, {"sm": 120})),
-    ("packed_statistics", *({**BOTH_ENDED, **BACK}, {"sm": 120, "sequences": PACKED})),
+    ("packed_statistics", *({**BOTH_ENDED, **BACK}, {"sm": 120, "lies": PACKED})),
     (
         "packed_in_order",
         *(
             {**ENDED, **BACK},
-            {"sm": 120, "deterministic": True, "sequences": PACKED_KEYS},
+            {"sm": 120, "deterministic": True, "lies": PACKED_KEYS},
         ),
     ),
-    ("packed_bias_gradient", *(BIASED_KEYS, {"sm": 100, "sequences": PACKED_KEYS})),
+    ("packed_bias_gradient", *(BIASED_KEYS, {"sm": 100, "lies": PACKED_KEYS})),
 )
 
 
@@ -310,13 +323,13 @@ def test_each_limit_is_all_that_refuses_some_problem(
 def test_plain_attention_is_taken_in_both_passes_everywhere() -> None:
     for backward in (False, True):
         for sm in (80, 89, 90, 100, 120):
-            case = Case(problem(backward=backward, mask=CAUSAL), sm, *KNOWN)
+            case = Case(Lying.dense(problem(backward=backward, mask=CAUSAL)), sm, *KNOWN)
             assert not [*reasons(case)]
 
 
 def sentences(given: Problem, asked: dict[str, Any]) -> list[str]:
     where = {"sm": 90, "backend": KNOWN[0], "frontend": KNOWN[1], **asked}
-    case = Case(given, **where)
+    case = Case(Lying.dense(given), **where)
     return [*map(str, LIMITS.reasons(case, case.place))]
 
 
@@ -361,7 +374,7 @@ def test_lengths_are_told_whichever_are_given() -> None:
 
 def test_a_padding_mask_goes_round_known_errors() -> None:
     def asked(given: Problem, sm: int = 90, backend: Version = (9, 20, 0)) -> bool:
-        return needs_padding_mask(Case(given, sm, backend, KNOWN[1]))
+        return needs_padding_mask(Case(Lying.dense(given), sm, backend, KNOWN[1]))
 
     half = problem(N=192, **BACK)
     assert asked(half)

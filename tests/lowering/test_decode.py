@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.kernels.tilings import MERGE
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.parts import LEAST, MOST_QUERIES, MOST_ROWS
 from attn_graph.lowering.rates import FILLS
 from attn_graph.lowering.triton.decode import FIXED_KEYS, divide_keys
@@ -31,8 +31,8 @@ SPEC = ag.TensorSpec
 NAN = float("nan")
 
 
-def lying(graph: ag.Graph) -> Layout:
-    return Layout.dense(problem_of(graph))
+def lying(graph: ag.Graph) -> Lying:
+    return Lying.dense(problem_of(graph))
 
 
 def decoding(B: int, H: int, G: int, M: int, N: int, D: int = 128, **options: Any) -> ag.Graph:

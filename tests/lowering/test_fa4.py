@@ -36,7 +36,7 @@ from tests.lowering.test_packed import check_case, check_gradients, make_case
 from tests.support.cudnn_graphs import spaced
 from tests.support.fa4_model import call_model
 from tests.support.freed_pages import free_hidden
-from tests.support.kernels import problem_of
+from tests.support.kernels import lying_of
 from tests.support.sequences import batches, draw_cotangents
 
 BF16, I32 = torch.bfloat16, torch.int32
@@ -319,7 +319,7 @@ def test_a_compiler_that_dies_or_takes_too_long_is_a_reason(
 def test_code_reads_no_place_past_the_last_query_or_key() -> None:
     """Kernels for sm_90 ask for places past M and N where tiles reach further."""
     graph = make(keep=spec(1, 4, 300, 300, dtype=torch.bool), bias=spec(2, 1, 300, 300))
-    texts = Fa4Call.of(problem_of(graph), 90).code.texts
+    texts = Fa4Call.of(lying_of(graph), 90).code.texts
     assert "read_bool(data[1], h, inside(i, M), inside(j, N))" in texts["keep"]
     assert "read_float(data[0], b, inside(i, M), inside(j, N))" in texts["change"]
 
@@ -331,7 +331,7 @@ def test_code_reads_no_place_outside_of_a_tensor(data: st.DataObject) -> None:
     options: dict[str, Any] = data.draw(drawn.mask_options(shape))
     options |= data.draw(drawn.score_options(shape, BF16)) | {"dropout": 0.0}
     graph = ag.attention(*[spec(2, 4, 9, 8)] * 3, **options)
-    texts = Fa4Call.of(problem_of(simplify(graph)), 100).code.texts
+    texts = Fa4Call.of(lying_of(simplify(graph)), 100).code.texts
     for text in texts.values():
         for places in re.findall(r"= read_\w+\(data\[\d+\], (.*)\)$", text, re.MULTILINE):
             for place in re.split(r", (?![^(]*\))", places):
@@ -340,7 +340,7 @@ def test_code_reads_no_place_outside_of_a_tensor(data: st.DataObject) -> None:
 
 def test_a_block_past_the_last_is_read_as_the_last() -> None:
     graph = make(mask=ag.KeepBlocks(7, 64), keep_blocks=spec(1, 1, 43, 5, dtype=torch.bool))
-    text = Fa4Call.of(problem_of(graph), 100).code.texts["keep"]
+    text = Fa4Call.of(lying_of(graph), 100).code.texts["keep"]
     assert re.search(r"read_bool\(data\[0\], between\(.*data\[0\].shape\[0\]\), between", text)
 
 
@@ -367,7 +367,7 @@ def test_places_are_undone_as_the_package_says_them(h: int, i: int, r: int) -> N
 def test_places_are_undone_only_where_the_package_says_others() -> None:
     forward = make(soft_cap=30.0)
     backward = simplify(ag.vjp(forward)[1])
-    shared = [Fa4Call.of(problem_of(g), sm).shared for g in (forward, backward) for sm in (90, 100)]
+    shared = [Fa4Call.of(lying_of(g), sm).shared for g in (forward, backward) for sm in (90, 100)]
     assert shared == [1, 1, 2, 1]
 
 
@@ -418,7 +418,7 @@ def test_gradients_are_in_order_only_if_that_is_asked_for() -> None:
     assert keys_of(backward, H200, Options(batch_invariant=True)) == {"batch_invariant"}
     ordered = Options(batch_invariant=True, deterministic=True)
     assert not keys_of(backward, H200, ordered)
-    call = Fa4Call.of(problem_of(ag.vjp(make(mask=JOINED))[1]), 90, deterministic=True)
+    call = Fa4Call.of(lying_of(ag.vjp(make(mask=JOINED))[1]), 90, deterministic=True)
     assert call.plain(True)["deterministic"]
     assert call.lists is None
 

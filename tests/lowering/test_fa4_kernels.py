@@ -21,7 +21,7 @@ from attn_graph.lowering.fa4.offline import CompiledKernel, keep_kernels_in, ker
 from attn_graph.lowering.request import Options, Request
 from tests.lowering.test_fa4 import B200, H200, JOINED, make, spec
 from tests.lowering.test_python_calls import python_calls
-from tests.support.kernels import problem_of
+from tests.support.kernels import lying_of
 
 FORWARD, BACKWARD = 56, 150  # functions of Python of a call
 
@@ -66,7 +66,7 @@ def test_plans_of_every_size_ask_for_the_same_kernels(sm: int, kinds: int) -> No
 
     def kernels(M: int, N: int, H: int = 4) -> str:
         mask = ag.Causal("top_left") | ag.Prefix(M // 2)
-        return Fa4Call.of(problem_of(make(M, N, H=H, soft_cap=3.0, mask=mask)), sm).kernels
+        return Fa4Call.of(lying_of(make(M, N, H=H, soft_cap=3.0, mask=mask)), sm).kernels
 
     names = {kernels(*sizes) for sizes in ((300, 300), (500, 700), (5, 300))}
     assert len(names) == kinds

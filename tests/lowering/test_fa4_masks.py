@@ -28,7 +28,7 @@ from tests.lowering.test_fa4 import (
     make,
     spec,
 )
-from tests.support.kernels import problem_of
+from tests.support.kernels import lying_of, problem_of
 
 
 @given(st.data(), st.booleans(), st.sampled_from(((128, 128), (256, 128), (128, 80))))
@@ -80,7 +80,7 @@ def check_lists(mask: ag.Mask, M: int, N: int, tile: tuple[int, int], backward: 
 
 def test_lists_of_masks_that_read_tensors_hold_for_whatever_these_are() -> None:
     graph = make(segments=(spec(2, 300, dtype=torch.int64),) * 2, mask=ag.Causal())
-    lists = Fa4Call.of(problem_of(graph), 90, admits=lambda _: False).lists
+    lists = Fa4Call.of(lying_of(graph), 90, admits=lambda _: False).lists
     assert isinstance(lists, TileLists)
     assert lists.empty == 3
     assert not lists.tensors[2].any()  # none is sure to be full
@@ -157,7 +157,7 @@ class NoReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("mask", [None, ag.Causal("bottom_right"), ag.Window(9, 2, "bottom_right")])
 def test_bands_by_the_bottom_right_corner_are_the_packages_own(mask: ag.Mask | None) -> None:
-    call = Fa4Call.of(problem_of(make(200, 300, mask=mask)), 90)
+    call = Fa4Call.of(lying_of(make(200, 300, mask=mask)), 90)
     assert call.native is not None
     assert call.lists is None
     assert "keep" not in call.code.texts
@@ -167,21 +167,21 @@ def test_bands_by_the_bottom_right_corner_are_the_packages_own(mask: ag.Mask | N
 def test_lengths_are_the_packages_own_beside_bands_by_their_corner(names: tuple[str, ...]) -> None:
     ends: dict[str, Any] = {name: spec(2, dtype=torch.int32) for name in names}
     for mask in (None, ag.Causal("bottom_right"), ag.Window(9, 2, "bottom_right")):
-        call = Fa4Call.of(problem_of(make(200, 300, mask=mask, **ends)), 90)
+        call = Fa4Call.of(lying_of(make(200, 300, mask=mask, **ends)), 90)
         assert call.ends == names
         assert "keep" not in call.code.texts
     others: tuple[ag.Mask, ...] = ag.Causal("top_left"), ag.Causal("bottom_right") | ag.Prefix(4)
     for other in others:
-        call = Fa4Call.of(problem_of(make(200, 300, mask=other, **ends)), 90)
+        call = Fa4Call.of(lying_of(make(200, 300, mask=other, **ends)), 90)
         assert not call.ends
         assert "keep" in call.code.texts
     sinks = spec(4, dtype=torch.float32)  # which a query past its length sees, but to the package
-    call = Fa4Call.of(problem_of(make(200, 300, sinks=sinks, **ends)), 90)
+    call = Fa4Call.of(lying_of(make(200, 300, sinks=sinks, **ends)), 90)
     assert call.ends == (() if "q_lengths" in ends else names)
 
 
 def test_a_causal_mask_by_the_top_left_corner_is_a_function() -> None:
-    call = Fa4Call.of(problem_of(make(200, 300, mask=ag.Causal("top_left"))), 90)
+    call = Fa4Call.of(lying_of(make(200, 300, mask=ag.Causal("top_left"))), 90)
     assert call.native is None
     assert "keep" in call.code.texts
 
@@ -189,6 +189,6 @@ def test_a_causal_mask_by_the_top_left_corner_is_a_function() -> None:
 def test_a_function_never_stands_beside_a_mask_of_the_packages_own() -> None:
     """The forward drops it, the backward applies both."""
     for mask in (JOINED, ag.Causal(), ag.Window(3), ~ag.Causal(), ag.Prefix(4)):
-        plain = Fa4Call.of(problem_of(make(mask=mask)), 90).plain(True)
+        plain = Fa4Call.of(lying_of(make(mask=mask)), 90).plain(True)
         own = {name for name, x in plain["options"].items() if x is not None}
         assert ("keep" in plain["texts"]) != bool(own - {"softmax_scale"})

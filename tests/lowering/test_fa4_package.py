@@ -18,7 +18,7 @@ from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.libraries.fa4_limits import LIMITS, Fa4Case
-from attn_graph.lowering.lying.sequences import read_problem
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.request import Options, Request
 from tests.support.fa4_questions import HAS_PACKAGE, WITHOUT, ask_package
 
@@ -57,14 +57,14 @@ def draw_case(draw: random.Random, sm: int) -> Fa4Case:
         given = main_outputs(graph) if draw.random() < 0.7 else graph.differentiable_outputs
         inputs = [n for n, x in enumerate(graph.inputs) if x.spec.dtype.is_floating_point]
         graph = simplify(backward(graph, inputs, cotangent_specs(graph, given)))
-    read = facts_of(graph).once(read_problem)
-    assert read is not None
-    return Fa4Case(read[0], sm, draw.random() < 0.2, read[1])
+    lying = facts_of(graph).once(Lying.for_libraries)
+    assert lying is not None
+    return Fa4Case(lying, sm, draw.random() < 0.2)
 
 
 def call_of(case: Fa4Case) -> Fa4Call:
     """The call that would be made of it."""
-    return Fa4Call.of(case.problem, case.sm, case.deterministic, case.sequences)
+    return Fa4Call.of(case.lying, case.sm, case.deterministic)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from attn_graph.kernels.tilings import (
     table_arch,
 )
 from attn_graph.lowering.facts import facts_of, sole
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying import Lying
 from docs.generate import kernels_serving as serving
 from docs.generate.kernel_rows import PASSES, SPLIT, TARGETS, target_of
 from docs.generate.predict import PROCESSORS
@@ -435,9 +435,9 @@ def serving_code(sm: int, size: int, page: int | None, M: int | None) -> Any:  #
         lengths = ag.TensorSpec((B,), torch.int32)
         mask = ag.Causal("bottom_right") if M > 1 else None
         graph = ag.attention(q, k, k, kv_lengths=lengths, mask=mask, **table)
-    layout = facts_of(simplify(graph)).once(Layout.of)
-    assert layout is not None
-    return REPORT.compile_launches(REPORT.Flash.plan(layout, target))
+    lying = facts_of(simplify(graph)).once(Lying.of)
+    assert lying is not None
+    return REPORT.compile_launches(REPORT.Flash.plan(lying, target))
 
 
 SERVING = [
@@ -490,9 +490,9 @@ def test_eight_bits_with_one_scale_take_few_instructions_a_key(
     q, k = ag.TensorSpec((1, 32, 1, 128), torch.bfloat16), ag.TensorSpec((1, 8, 32768, 128), kind)
     scale = ag.TensorSpec((1, 8, 1, 1), torch.float32)
     graph = ag.attention(q, k, k, k_scale=scale, v_scale=scale)
-    layout = Layout.of(facts_of(simplify(graph)))
-    assert layout is not None
-    split, _ = REPORT.compile_launches(REPORT.Flash.plan(layout, target_of(sm)))
+    lying = Lying.of(facts_of(simplify(graph)))
+    assert lying is not None
+    split, _ = REPORT.compile_launches(REPORT.Flash.plan(lying, target_of(sm)))
     issued = read_body(split.sass).full.issued * split.warps / 64  # keys of a tile
     assert issued <= most
     code, _ = read_instructions(split.sass)

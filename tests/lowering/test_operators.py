@@ -18,7 +18,7 @@ from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND as FA4
 from attn_graph.lowering.facts import facts_of
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.torch_cuda.packed import PackedFlashCall
 from attn_graph.machine.target import VIRTUAL
@@ -71,9 +71,9 @@ def run_fa4(graph: Graph) -> Any:  # Any: a function of tensors
 
 
 def run_flash(graph: Graph) -> Any:  # Any: a function of tensors
-    layout = Layout.of(facts_of(graph))
-    assert layout is not None
-    call = PackedFlashCall(layout, graph)
+    lying = Lying.of(facts_of(graph))
+    assert lying is not None
+    call = PackedFlashCall(lying, graph)
     return call.backward if graph.is_gradient else call.forward
 
 

@@ -14,7 +14,8 @@ import attn_graph as ag
 from attn_graph.ir.paging import SumPages
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.facts import facts_of
-from attn_graph.lowering.lying.layout import NAMED, ORDER, Layout, order_pages
+from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.triton.places import NAMED, ORDER, order_pages
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.testing.agreement import run_gradients
 from attn_graph.testing.rule import expect_gradients
@@ -156,7 +157,7 @@ def paged_gradient(B: int, count: int, **options: Any) -> ag.Graph:
 def test_what_pages_take_to_add_up_is_counted() -> None:
     """Sums in float32 for every key of every entry and part of a group; and their order."""
     plan = ag.compile(paged_gradient(4, 64), target="h200", backends=("triton",))
-    layout = facts_of(plan.graph).once(Layout.of)
+    layout = facts_of(plan.graph).once(Lying.of)
     assert layout is not None
     flash = Flash.plan(layout, ag.Target.of("h200"))
     (splits,) = {x.fixed["SPLITS"] for x in flash.launches if x.kernel == "key_gradient"}
@@ -166,7 +167,7 @@ def test_what_pages_take_to_add_up_is_counted() -> None:
 
 
 def test_the_grid_of_sums_is_that_of_the_pool() -> None:
-    layout = facts_of(simplify(paged_gradient(4, 64))).once(Layout.of)
+    layout = facts_of(simplify(paged_gradient(4, 64))).once(Lying.of)
     assert layout is not None
     flash = Flash.plan(layout, ag.Target.of("h200"))
     sums = [x for x in flash.launches if x.kernel == "sum_pages"]

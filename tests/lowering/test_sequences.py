@@ -16,7 +16,8 @@ from attn_graph.ir.passes import simplify
 from attn_graph.kernels import sequences
 from attn_graph.lowering.codegen.launches import Launch
 from attn_graph.lowering.facts import facts_of
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.triton.places import place_reasons
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.planner.tuning import elements_spanned
 from attn_graph.testing.agreement import run_gradients, run_plan
@@ -41,8 +42,8 @@ interpreted = pytest.mark.skipif(
 
 def gradient_is_taken(graph: ag.Graph) -> bool:
     """Whether Triton takes the gradient: not that of what a modifier reads."""
-    layout = facts_of(simplify(ag.vjp(graph)[1])).once(Layout.of)
-    return layout is not None and not [*layout.reasons()]
+    layout = facts_of(simplify(ag.vjp(graph)[1])).once(Lying.of)
+    return layout is not None and not [*place_reasons(layout)]
 
 
 # Agreement
@@ -233,7 +234,7 @@ def haloed(spec: ag.TensorSpec, rooms: Rooms) -> torch.Tensor:
 
 
 def flash_of(graph: ag.Graph) -> Flash:
-    layout = facts_of(simplify(graph)).once(Layout.of)
+    layout = facts_of(simplify(graph)).once(Lying.of)
     assert layout is not None
     return Flash.plan(layout, ag.Target.of("h200"))
 

@@ -11,7 +11,7 @@ from attn_graph.ir.packed import Packed
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.pictures import masks_of
 from attn_graph.lowering.facts import facts_of
-from attn_graph.lowering.lying.sequences import read_problem
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.testing.strategies import graphs
@@ -22,10 +22,10 @@ sizes = st.integers(1, 300)
 
 def problem_of(graph: ag.Graph) -> Problem:
     """The attention that a graph is, padded where it is on packed tensors."""
-    read = facts_of(graph).once(read_problem)
-    if read is None or read[0].node.dropout or 0 in (read[0].B, read[0].H, read[0].M, read[0].N):
+    lying = facts_of(graph).once(Lying.for_libraries)
+    if lying is None or lying.stepped.node.dropout or lying.stepped.is_empty:
         reject()  # as backends do
-    return read[0]
+    return lying.stepped
 
 
 def check_shrunk(graph: ag.Graph, M: int, N: int) -> ag.Graph:

@@ -21,7 +21,7 @@ from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
 from attn_graph.lowering.codegen.device_code import DeviceCode, Tracer, compile_text
 from attn_graph.lowering.codegen.launches import Launch, check_interpreter
 from attn_graph.lowering.codegen.tile_lists import blocks, classify_blocks, list_width
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton import backend as triton_flash
@@ -115,7 +115,7 @@ def test_nothing_is_read_or_written_outside(
     for name, spec, x in zip(("do", "dlse"), results, cotangents, strict=True):
         named[name] = haloed(spec, NAN, x)[0]
     named["o.strides"] = named["o"].stride()
-    lying = Layout.dense(problem_of(backward))
+    lying = Lying.dense(problem_of(backward))
     launched(backward, named, {f"grad{n}": lying.gradient(n) for n in range(3)})
     for n, due in enumerate(rule.expect_gradients(graph, tensors, cotangents).values()):
         due.check(named[f"grad{n}"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.facts import facts_of
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.triton.programs import reads_v_in_k
 from attn_graph.planner.views import core_of
 from attn_graph.testing.agreement import run_gradients, run_plan
@@ -87,9 +87,9 @@ def test_so_they_are_in_packed_rows_and_in_pages(paged: bool) -> None:
     v = SPEC((*k.shape[:-1], 18), torch.half, k.strides)
     tensors = [torch.randn(x.shape).half() for x in (q, k)]
     check_pair((graph, ag.attention(q, k, v, **more)), (*tensors, *given), 0)
-    layout = facts_of(core_of(simplify(graph))).once(Layout.of)
-    assert layout is not None
-    assert reads_v_in_k(layout.problem)
+    lying = facts_of(core_of(simplify(graph))).once(Lying.of)
+    assert lying is not None
+    assert reads_v_in_k(lying.problem)
 
 
 @pytest.mark.parametrize("size", [0, 25])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.vjp import training_gradient
 from attn_graph.lowering.facts import facts_of
-from attn_graph.lowering.lying.layout import Layout
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.rates import rates, read_rates
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.machine.gpus import devices
@@ -123,7 +123,7 @@ def test_equal_predictions_are_ordered_by_what_programs_move(target: str, G: int
 
 def test_cudnn_has_about_as_many_parts_on_an_a100_as_in_its_plan() -> None:
     """266,368 bytes of workspace for 32 heads of 128 are 16 parts of each, with two statistics."""
-    layout = facts_of(forward(declare((1, 32, 1, 128), (1, 32, 8192, 128)))).once(Layout.of)
+    layout = facts_of(forward(declare((1, 32, 1, 128), (1, 32, 8192, 128)))).once(Lying.of)
     assert layout is not None
     assert 266_368 // (4 * 32 * (128 + 2)) == 16
     rate = rates()["cudnn", 80]
@@ -314,7 +314,7 @@ def test_few_packed_queries_of_a_sequence_take_as_long_as_padded_ones(
 
 def price(graph: ag.Graph, place: ag.Target) -> tuple[float, list[tuple[str, int]]]:
     """The predicted seconds of Triton, and its launches by kernel and number of programs."""
-    made, layout = forecast(facts_of(graph), place, "triton"), Layout.of(facts_of(graph))
+    made, layout = forecast(facts_of(graph), place, "triton"), Lying.of(facts_of(graph))
     assert made is not None
     assert layout is not None
     launches = Flash.plan(layout, place).launches

@@ -15,8 +15,7 @@ from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, wanted_inputs
 from attn_graph.lowering.facts import facts_of
-from attn_graph.lowering.lying.sequences import PaddedSequences, read_problem
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.lying import Lying
 from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.testing.strategies import Shape
 
@@ -61,9 +60,6 @@ def laid(shape: Sizes, dtype: torch.dtype, layout: str) -> TensorSpec:
     if layout in ORDERS:
         return TensorSpec(shape, dtype, layout=layout)
     return TensorSpec(shape, dtype, STRIDES[layout](*shape))
-
-
-Asked = tuple[Problem, PaddedSequences]
 
 
 @final
@@ -181,7 +177,7 @@ class Entry:
         return options
 
     @property
-    def problems(self) -> tuple[Asked, Asked]:
+    def problems(self) -> tuple[Lying, Lying]:
         """The attention and its gradient."""
         graph = self.graph
         cotangents = [result_spec(graph, i) for i in graph.outputs]
@@ -189,7 +185,8 @@ class Entry:
             cotangents[0] = laid(cotangents[0].shape, self.dtype, self.do_layout)  # type: ignore[arg-type]  # four axes
         inputs = wanted_inputs(graph, self.wants and self.present(self.wants, graph))
         forward, back = (
-            facts_of(x).once(read_problem) for x in (graph, backward(graph, inputs, cotangents))
+            facts_of(x).once(Lying.for_libraries)
+            for x in (graph, backward(graph, inputs, cotangents))
         )
         assert forward is not None
         assert back is not None

@@ -19,8 +19,8 @@ from attn_graph.lowering.cudnn.sequences import pack_call
 from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
 from attn_graph.lowering.libraries.cudnn_limits import LIMITS
 from attn_graph.lowering.limits import Limit, Version
+from attn_graph.lowering.lying import Lying
 from attn_graph.machine.target import Target
-from tests.support.cudnn_entries import Asked
 from tests.support.cudnn_grid import grid
 
 Verdict = Literal["yes", "no", "no, by choice", "not asked", "false yes", "false no"]
@@ -60,7 +60,7 @@ class Question:
         case = self.case
         pad = needs_padding_mask(case) and (self.ours != "no" or case.is_paged)
         call = describe_call(case.problem, padded=pad, deterministic=case.deterministic)
-        return pack_call(call, case.sequences)
+        return pack_call(call, case.lying)
 
     def verdict(self, answer: Answer) -> Verdict:
         """Ours and cuDNN's together. Who refuses by choice need not know whether cuDNN does."""
@@ -86,9 +86,9 @@ class Question:
 
 
 @cache
-def problems() -> dict[tuple[Asked, bool], str]:
+def problems() -> dict[tuple[Lying, bool], str]:
     """Every problem of the grid once, and whether it is deterministic -> the first entry's name."""
-    found: dict[tuple[Asked, bool], str] = {}
+    found: dict[tuple[Lying, bool], str] = {}
     for entry in grid():
         for pass_, asked in zip(("forward", "backward"), entry.problems, strict=True):
             found.setdefault((asked, entry.deterministic), f"{pass_}, {entry}")
@@ -105,8 +105,8 @@ def versions(python: str = sys.executable) -> tuple[Version, Version]:
 def questions(sm: int, libraries: tuple[Version, Version]) -> tuple[Question, ...]:
     """The whole grid, asked at one place."""
     return tuple(
-        Question(name, Case(problem, sm, *libraries, deterministic, sequences))
-        for ((problem, sequences), deterministic), name in problems().items()
+        Question(name, Case(lying, sm, *libraries, deterministic))
+        for (lying, deterministic), name in problems().items()
     )
 
 

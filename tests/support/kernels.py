@@ -6,7 +6,8 @@ import pytest
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.facts import facts_of, sole
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem
 
 CPU = ag.Target.of("cpu")
@@ -23,3 +24,10 @@ def problem_of(graph: ag.Graph) -> Problem:
     problem = sole(simplify(graph))
     assert problem is not None
     return problem
+
+
+def lying_of(graph: ag.Graph) -> Lying:
+    """How the operands of an attention, or of its gradient, lie."""
+    lying = facts_of(simplify(graph)).once(Lying.of)
+    assert lying is not None
+    return lying

@@ -1,1 +1,0 @@
-"""How operands lie in memory: packed sequences, pages, quantised numbers."""
