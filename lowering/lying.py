@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import final
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Graph
@@ -55,6 +55,8 @@ class Lying:
     """The packed sides whose lengths are the differences of their starts."""
     alike: bool = False
     """True if packed q and k have equal lengths."""
+    whole: Problem | None = field(default=None, eq=False, repr=False)
+    """`problem`, if it was read before."""
 
     @classmethod
     def of(cls, facts: Facts) -> Lying | None:
@@ -82,12 +84,13 @@ class Lying:
 
     @classmethod
     def for_libraries(cls, facts: Facts) -> Lying | None:
-        """The same for cuDNN and FlashAttention 4, with q, k and v all in 8 bits as they are; None
-        if anything else is quantised."""
-        if places := quantised_places(facts.graph):
-            return cls.eight_bits(facts.graph, places)
-        dequantises = any(isinstance(eqn.op, Dequantise) for eqn in facts.graph.eqns)
-        lying = None if dequantises else facts.once(Lying.of)
+        """For cuDNN and FlashAttention 4, which read q, k and v in 8 bits as they are; None if
+        anything else is quantised."""
+        graph = facts.graph
+        if any(isinstance(eqn.op, Dequantise) for eqn in graph.eqns):
+            places = quantised_places(graph)
+            return cls.eight_bits(graph, places) if places else None
+        lying = facts.once(Lying.of)
         return None if lying is None or lying.scales else lying
 
     @classmethod
@@ -101,11 +104,12 @@ class Lying:
 
     @classmethod
     def dense(cls, problem: Problem) -> Lying:
-        return cls(problem.grad or problem.node, problem.specs, problem.lies, problem.scales)
+        op = problem.grad or problem.node
+        return cls(op, problem.specs, problem.lies, problem.scales, whole=problem)
 
     # Operands
 
-    @property
+    @cached_property
     def packed(self) -> Packed | None:
         """The op if it is of packed, paged or quantised tensors."""
         packed: Packed | None = self.op.packed
@@ -137,10 +141,10 @@ class Lying:
         """The names of the scales, if k and v are quantised."""
         return KEY_SCALES if self.packed and self.packed.scaled else ()
 
-    @property
+    @cached_property
     def pages(self) -> TensorSpec | None:
         """The table of pages, if k and v lie in them."""
-        return self.tables.get("pages")
+        return self.tables["pages"] if self.packed and self.packed.paged else None
 
     @property
     def page(self) -> int:
@@ -157,12 +161,12 @@ class Lying:
         """The rows of each packed side."""
         return {side: row_count(self.specs[PLACES[side]].shape) for side in self.sides}
 
-    @property
+    @cached_property
     def T(self) -> int | None:
         """Rows of q, if it is packed."""
         return self.totals.get("rows")
 
-    @property
+    @cached_property
     def T_keys(self) -> int | None:
         """Rows of k, if it is packed."""
         return self.totals.get("keys")
@@ -178,13 +182,17 @@ class Lying:
         return dict(zip("kv", self.specs[1:3], strict=True)) if self.pages else {}
 
     @cached_property
-    def in_place(self) -> dict[str, TensorSpec]:
-        """Packed q, k and v that libraries do not copy, and pools, by name."""
+    def rows_in_place(self) -> dict[str, TensorSpec]:
+        """Packed q, k and v that libraries do not copy, by name."""
         each = zip("qkv", self.specs, strict=False)
-        own = {n: x for n, x in each if SIDES[n] in self.sides and n not in self.copied}
-        return own | self.pools
+        return {n: x for n, x in each if SIDES[n] in self.sides and n not in self.copied}
 
     @property
+    def in_place(self) -> dict[str, TensorSpec]:
+        """These, and k and v in pages."""
+        return self.rows_in_place | self.pools
+
+    @cached_property
     def copied(self) -> tuple[str, ...]:
         """The packed operands that libraries copy, as cuDNN multiplies masked places by 0."""
         return COPIED["backward" if self.within.is_gradient else "forward"]
@@ -214,6 +222,8 @@ class Lying:
     @cached_property
     def problem(self) -> Problem:
         """The attention or gradient, dense where operands are packed or in pages."""
+        if self.whole is not None:
+            return self.whole
         readers = self.packed.readers if self.packed else {}
         each = zip(self.within.takes, self.specs, self.padded, strict=True)
         specs = [TensorSpec(t.shape, x.dtype) if role.side in readers else x for role, x, t in each]

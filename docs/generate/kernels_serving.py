@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any, final
 
 import torch
-from attn_graph.lowering.lying.layout import Layout
 from attrs import evolve, frozen
 
 import attn_graph as ag
@@ -14,6 +13,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.codegen.machine_code import MachineCode
 from attn_graph.lowering.facts import facts_of, sole
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.lowering.triton.offline import compile_launches
@@ -133,9 +133,9 @@ class ServingCase:
         """All launches of the attention, or of its gradient, whichever the kernel is of."""
         forward, backward = ag.vjp(self.graph(), ["q", "k", "v"])
         gradient = self.pass_ in PASSES[1:]
-        layout = facts_of(simplify(backward if gradient else forward)).once(Layout.of)
-        assert layout is not None
-        return Flash.plan(layout, target_of(self.sm))
+        lying = facts_of(simplify(backward if gradient else forward)).once(Lying.of)
+        assert lying is not None
+        return Flash.plan(lying, target_of(self.sm))
 
     def compile(self) -> tuple[Flash, list[MachineCode]]:
         """The launches of this kernel, and their machine code."""

@@ -87,7 +87,7 @@ class Fa4Call:
                 lists = make_lists(problem, tile, exact=exact)
         return cls(lying, sm, native, code, lists, in_order)
 
-    @property
+    @cached_property
     def problem(self) -> Problem:
         """Padded, if tensors are packed or in pages."""
         return self.lying.stepped

@@ -33,7 +33,7 @@ class Case:
     frontend: Version
     deterministic: bool = False
 
-    @property
+    @cached_property
     def problem(self) -> Problem:
         """Padded, if tensors are packed or in pages."""
         return self.lying.stepped
@@ -43,7 +43,7 @@ class Case:
         """Everything beside the problem that decides which limits may refuse it."""
         return self.pass_, self.sm, self.backend
 
-    @property
+    @cached_property
     def packed(self) -> tuple[str, ...]:
         """The packed sides, of "rows" and "keys"."""
         return self.lying.sides

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from operator import mul
 
@@ -83,16 +82,12 @@ def off_grid(c: Case) -> Violations:
 
 def crossed_heads(c: Case) -> Violations:
     """Packed operands, read in place, with rows within heads."""
-    return tuple((n, x) for n, x in packed_in_place(c) if not has_rows_outermost(x))
-
-
-def packed_in_place(c: Case) -> Iterator[tuple[str, TensorSpec]]:
-    return ((n, x) for n, x in c.lying.in_place.items() if n not in c.lying.pools)
+    return tuple((n, x) for n, x in c.lying.rows_in_place.items() if not has_rows_outermost(x))
 
 
 def far_keys(c: Case) -> Violations:
     """Packed k and v, with more elements than int32 counts, if q is not packed."""
-    given = packed_in_place(c) if "rows" not in c.packed else ()
+    given = c.lying.rows_in_place.items() if "rows" not in c.packed else ()
     reach = ((n, x.shape[0] * max(x.strides[0], prod(x.shape[1:]))) for n, x in given)
     return tuple((n, count) for n, count in reach if count >= LONG)
 

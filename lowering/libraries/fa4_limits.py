@@ -62,7 +62,7 @@ class Fa4Case:
     sm: int
     deterministic: bool = False
 
-    @property
+    @cached_property
     def problem(self) -> Problem:
         """Padded, if tensors are packed or in pages."""
         return self.lying.stepped

@@ -34,7 +34,7 @@ from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
-from attn_graph.lowering.triton.places import order_bytes, strides_of
+from attn_graph.lowering.triton.places import kernel_strides, order_bytes
 from attn_graph.lowering.triton.work import Push, Single, Work, lying_of, split_graph, work_reasons
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -355,7 +355,7 @@ def lays(graph: Graph) -> Iterator[int]:
 
 def tile_reach(lying: Lying, name: str, spec: TensorSpec) -> int:
     """The largest offset within a tile of rows of a tensor, in elements."""
-    strides = strides_of(lying, name, spec)
+    strides = kernel_strides(lying, name, spec)
     return (MOST_ROWS - 1) * strides[2] + (spec.shape[-1] - 1) * strides[-1]
 
 

@@ -21,7 +21,12 @@ from attn_graph.ir.tangents import AttentionJvp, GradientTangents
 from attn_graph.lowering.problem import read_operands, read_specs, select_outputs
 from attn_graph.lowering.request import Options
 from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms
-from attn_graph.lowering.triton.places import order_pages, strides_of, sums_pages, tensors_of
+from attn_graph.lowering.triton.places import (
+    kernel_strides,
+    kernel_tensors,
+    order_pages,
+    sums_pages,
+)
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.masks.places import add_columns
 from attn_graph.spec import TensorSpec
@@ -109,7 +114,7 @@ class TritonCall:
         self, own: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The order of sums of page gradients. own: the attention's operands."""
-        where = tensors_of(self.flash.lying, self.flash.problem.node.split(own).mask, tables)
+        where = kernel_tensors(self.flash.lying, self.flash.problem.node.split(own).mask, tables)
         pool, page = own[1].shape[:2]
         return order_pages(where["pages"], where.get(LENGTHS["keys"]), page, pool)
 
@@ -144,7 +149,7 @@ class TritonCall:
         stored = (name for name in self.flash.results if name not in summed)
         return self.new_results(stored, read.o.device, rooms) | {
             "o": read.o,
-            "o.strides": strides_of(self.flash.lying, "o", TensorSpec.like(read.o)),
+            "o.strides": kernel_strides(self.flash.lying, "o", TensorSpec.like(read.o)),
             "lse": read.lse.contiguous(),  # ours is; another backend may have saved it otherwise
             "do": read.do,
             "dlse": read.dlse,
@@ -217,7 +222,7 @@ def name_operands(
     data = (x for each in (*given.modifiers, given.mask) for x in each.values())
     named: Named = {"q": given.q, "k": given.k, "v": given.v, "sinks": given.sinks}
     named |= {"seed": given.seed, "offset": given.offset}
-    named |= tensors_of(flash.lying, given.mask, tables)
+    named |= kernel_tensors(flash.lying, given.mask, tables)
     return named | {f"data.{k}": x for k, x in enumerate(data)}
 
 

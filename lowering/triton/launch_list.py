@@ -29,11 +29,11 @@ from attn_graph.lowering.codegen.tile_lists import MOST_AHEAD, DeviceLists, bloc
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.places import (
-    pointers_of,
+    kernel_pointers,
+    kernel_sizes,
+    kernel_strides,
     row_lines,
     row_programs,
-    sizes_of,
-    strides_of,
 )
 from attn_graph.lowering.triton.programs import (
     begins_last,
@@ -107,7 +107,7 @@ class LaunchList:
         p, rate, lying = self.problem, self.problem.node.dropout, self.lying
         sinks, tsinks = p.by_role.sinks, self.push.by_role.sinks if self.push else None
         each = ((name, lying.tables[name]) for name in lying.scales)
-        scales = tuple(strides_of(lying, *x) for x in each)  # as those of k and v
+        scales = tuple(kernel_strides(lying, *x) for x in each)  # as those of k and v
         facts = {
             "numbers": self.code.numbers or None,
             "GROUP": p.H // p.G,
@@ -135,11 +135,11 @@ class LaunchList:
             "tsinks_stride": tsinks.strides[0] if tsinks else None,
             "scale_strides": scales or None,
             "COMMON": not any(x[2] or (lying.pages and x[0]) for x in scales) and bool(scales),
-            "o_strides": strides_of(lying, "o", lying.o()),
+            "o_strides": kernel_strides(lying, "o", lying.o()),
         }
         large = lying.large() | (self.push.large if self.push else {})
-        strides = {f"{name}_strides": strides_of(lying, name, x) for name, x in large.items()}
-        return facts | strides | sizes_of(lying)
+        strides = {f"{name}_strides": kernel_strides(lying, name, x) for name, x in large.items()}
+        return facts | strides | kernel_sizes(lying)
 
     def tensors(self) -> Pointers:
         """The tensors of the problem, by parameter."""
@@ -152,7 +152,7 @@ class LaunchList:
             names |= {*self.push.large, "to", "tlse", "tdelta"}
             names |= {"tsinks"} if self.push.by_role.sinks else set()
         pointers: Pointers = {f"{name}_ptr": GRADIENTS.get(name, name) for name in names}
-        pointers |= pointers_of(lying)
+        pointers |= kernel_pointers(lying)
         groups = {"scales": lying.scales, "data": self.data()}
         return pointers | {name: x for name, x in groups.items() if x}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from attn_graph.lowering.codegen.launches import is_interpreting
 from attn_graph.lowering.codegen.machine_code import MachineCode, compile_launch, inspect_launch
-from attn_graph.lowering.triton.places import strides_of
+from attn_graph.lowering.triton.places import kernel_strides
 from attn_graph.lowering.triton.plan import Flash
 
 
@@ -33,5 +33,5 @@ def mock_tensors(flash: Flash) -> dict[str, Any]:  # Any: Triton's
     from triton.runtime.jit import MockTensor
 
     tensors: dict[str, Any] = {name: MockTensor(dtype) for name, dtype in flash.dtypes().items()}
-    o = strides_of(flash.lying, "o", flash.lying.o())
+    o = kernel_strides(flash.lying, "o", flash.lying.o())
     return tensors | dict.fromkeys(("o.strides", "to.strides"), o)

@@ -28,7 +28,7 @@ KEPT = sum(dtype.itemsize for dtype in DTYPES.values())  # bytes of an entry
 PASSING = 2 * KEPT + 16  # and while they are sorted: copies, and a table within the lengths
 
 
-def strides_of(lying: Lying, name: str, spec: TensorSpec) -> Strides:
+def kernel_strides(lying: Lying, name: str, spec: TensorSpec) -> Strides:
     """The strides of a tensor as kernels take them; name: "k", "dlse", ..."""
     side = SIDES.get(name, "rows")
     if side == "keys" and lying.pages is not None:
@@ -62,7 +62,7 @@ def key_programs(lying: Lying, block: int, heads: int) -> int:
     return (-(-lying.T_keys // block) + p.B + 2) * heads
 
 
-def pointers_of(lying: Lying) -> dict[str, str]:
+def kernel_pointers(lying: Lying) -> dict[str, str]:
     """Tensors of the places of sequences, by parameter."""
     names = {*lying.tables} - {*lying.scales} | {LENGTHS[side] for side in lying.sides}
     if lying.pages is not None and LENGTHS["keys"] in lying.problem.by_role.mask:
@@ -70,7 +70,7 @@ def pointers_of(lying: Lying) -> dict[str, str]:
     return {f"{name}_ptr": name for name in names}
 
 
-def steps_of(lying: Lying, side: str) -> tuple[int, ...]:
+def kernel_steps(lying: Lying, side: str) -> tuple[int, ...]:
     """The strides of starts and lengths of a side, and of the table of pages along them; 0 of
     absent ones."""
     specs = lying.tables.get(STARTS[side]), lying.problem.by_role.mask.get(LENGTHS[side])
@@ -78,14 +78,14 @@ def steps_of(lying: Lying, side: str) -> tuple[int, ...]:
     return (*(0 if x is None else x.strides[0] for x in specs), step)
 
 
-def known_lengths(lying: Lying) -> dict[str, str]:
+def kernel_lengths(lying: Lying) -> dict[str, str]:
     """The lengths equal to M or N of a batch entry in kernels, and read there."""
-    pointers = pointers_of(lying)
+    pointers = kernel_pointers(lying)
     names = (LENGTHS["rows"], "M"), (LENGTHS["keys"], "N")
     return {name: size for name, size in names if f"{name}_ptr" in pointers}
 
 
-def tensors_of(
+def kernel_tensors(
     lying: Lying, mask: Mapping[str, torch.Tensor], tables: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Tensors of the places of sequences, by name. mask: the mask's tensors."""
@@ -93,29 +93,29 @@ def tensors_of(
     return named | dict(zip(lying.tables, tables, strict=True))
 
 
-def sizes_of(lying: Lying) -> dict[str, int | tuple[int, ...] | None]:
+def kernel_sizes(lying: Lying) -> dict[str, int | tuple[int, ...] | None]:
     """Facts of packed tensors and of pages for kernels, by parameter."""
     return {
         "B": lying.problem.B,
         "T": lying.T,
         "T_KEYS": lying.T_keys,
         "BATCH": batch_room(lying.problem.B) if lying.sides else 0,
-        "q_steps": steps_of(lying, "rows"),
-        "kv_steps": steps_of(lying, "keys"),
+        "q_steps": kernel_steps(lying, "rows"),
+        "kv_steps": kernel_steps(lying, "keys"),
         "pages_stride": lying.pages.strides[0] if lying.pages else 0,
         "POOL": lying.specs[1].shape[0] if lying.pages else 0,
         "PAGE": lying.page,
     }
 
 
-def dtypes_of(lying: Lying) -> dict[str, torch.dtype]:
+def kernel_dtypes(lying: Lying) -> dict[str, torch.dtype]:
     """The dtype of each tensor of the places of sequences."""
     mask = lying.problem.by_role.mask
     dtypes = {name: x.dtype for name, x in lying.tables.items()}
     return dtypes | {n: mask[n].dtype for n in LENGTHS.values() if n in mask}
 
 
-def place_reasons(lying: Lying) -> Iterator[Reason]:
+def lying_reasons(lying: Lying) -> Iterator[Reason]:
     """Against packed tensors and pages beyond the kernels."""
     for name, x in lying.pools.items():
         if (x.shape[1] - 1) * x.strides[1] > MOST_INT32:

@@ -44,11 +44,11 @@ from attn_graph.lowering.triton.places import (
     DTYPES,
     NAMED,
     ORDER,
-    dtypes_of,
+    kernel_dtypes,
+    kernel_strides,
     key_programs,
     row_lines,
     row_programs,
-    strides_of,
     sums_pages,
 )
 from attn_graph.lowering.triton.programs import collect_tiling, processors_of, takes_tf32
@@ -132,7 +132,7 @@ class Flash:
         dtypes |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
         read = (*read_specs(p), *tangent_specs(self.push))
         dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read)}
-        dtypes |= dtypes_of(self.lying) | (DTYPES if sums_pages(self.lying) else {})
+        dtypes |= kernel_dtypes(self.lying) | (DTYPES if sums_pages(self.lying) else {})
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         return dtypes | {name: table.dtype for name, table in self.tables.items()}
 
@@ -373,7 +373,7 @@ class FlashBuilder(LaunchList):
 
     def gradient_strides(self, n: int) -> tuple[int, ...]:
         """The strides of the gradient of operand n, as kernels take them."""
-        return strides_of(self.lying, "qkv"[n], self.lying.gradient(n))
+        return kernel_strides(self.lying, "qkv"[n], self.lying.gradient(n))
 
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums still to add up."""

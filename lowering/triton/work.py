@@ -17,7 +17,7 @@ from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs
 from attn_graph.lowering.reasons import wide_heads
-from attn_graph.lowering.triton.places import known_lengths, place_reasons
+from attn_graph.lowering.triton.places import kernel_lengths, lying_reasons
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
@@ -93,7 +93,7 @@ def work_reasons(work: Work) -> Iterator[Reason]:
     if isinstance(work, Push):
         yield from wide_heads(work.problem, WIDEST)
     else:
-        yield from place_reasons(work)
+        yield from lying_reasons(work)
 
 
 def trace(work: Work) -> DeviceCode:
@@ -101,7 +101,7 @@ def trace(work: Work) -> DeviceCode:
     from attn_graph.lowering.codegen.device_code import Tracer
 
     steps, lying = work.steps if isinstance(work, Push) else None, lying_of(work)
-    lengths, paged = known_lengths(lying), lying.pages is not None
+    lengths, paged = kernel_lengths(lying), lying.pages is not None
     return Tracer.of(work.problem, steps, sizes=lengths, paged=paged).trace()
 
 

@@ -77,7 +77,7 @@ def noise(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 @st.composite
 def cases(draw: DrawFn) -> Case:
-    """PaddedSequences with gaps or not, some of 0 or 1 rows, NaN in rows of no sequence."""
+    """Sequences with gaps or not, some of 0 or 1 rows, NaN in rows of no sequence."""
     batch, dtype = draw(batches()), draw(HALVES)
     G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     D, E = draw(st.sampled_from([(8, 8), (16, 16), (24, 8), (8, 16)]))

@@ -17,7 +17,7 @@ from attn_graph.kernels import sequences
 from attn_graph.lowering.codegen.launches import Launch
 from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
-from attn_graph.lowering.triton.places import place_reasons
+from attn_graph.lowering.triton.places import lying_reasons
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.planner.tuning import elements_spanned
 from attn_graph.testing.agreement import run_gradients, run_plan
@@ -43,7 +43,7 @@ interpreted = pytest.mark.skipif(
 def gradient_is_taken(graph: ag.Graph) -> bool:
     """Whether Triton takes the gradient: not that of what a modifier reads."""
     layout = facts_of(simplify(ag.vjp(graph)[1])).once(Lying.of)
-    return layout is not None and not [*place_reasons(layout)]
+    return layout is not None and not [*lying_reasons(layout)]
 
 
 # Agreement

@@ -31,7 +31,7 @@ TRAINED: dict[str, Any] = {**ROWS, "H": 8, "D": 128, "mask": CAUSAL, "dtype": BR
 
 
 def packed() -> Iterator[Entry]:
-    """PaddedSequences one after another."""
+    """Sequences one after another."""
     yield from (
         Entry(**{**ROWS, "packed": x, "gaps": y}) for x in ("q", "k", "qk") for y in (False, True)
     )
