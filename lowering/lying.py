@@ -87,7 +87,7 @@ class Lying:
         """For cuDNN and FlashAttention 4, which read q, k and v in 8 bits as they are; None if
         anything else is quantised."""
         graph = facts.graph
-        if any(isinstance(eqn.op, Dequantise) for eqn in graph.eqns):
+        if facts.problem is None and any(isinstance(eqn.op, Dequantise) for eqn in graph.eqns):
             places = quantised_places(graph)
             return cls.eight_bits(graph, places) if places else None
         lying = facts.once(Lying.of)
@@ -128,7 +128,8 @@ class Lying:
     @cached_property
     def tables(self) -> dict[str, TensorSpec]:
         """The further operands by name: scales, starts, and then pages."""
-        count = len(self.specs)
+        if (count := len(self.specs)) == len(self.given):
+            return {}
         return dict(zip(self.op.roles[count:], self.given[count:], strict=True))
 
     @cached_property
@@ -136,7 +137,7 @@ class Lying:
         """The packed sides, of "rows" and "keys"."""
         return self.packed.sides if self.packed else ()
 
-    @property
+    @cached_property
     def scales(self) -> tuple[str, ...]:
         """The names of the scales, if k and v are quantised."""
         return KEY_SCALES if self.packed and self.packed.scaled else ()
@@ -146,7 +147,7 @@ class Lying:
         """The table of pages, if k and v lie in them."""
         return self.tables["pages"] if self.packed and self.packed.paged else None
 
-    @property
+    @cached_property
     def page(self) -> int:
         """Rows of a page of k and v; 0 without pages."""
         return self.specs[1].shape[1] if self.pages else 0
@@ -171,7 +172,7 @@ class Lying:
         """Rows of k, if it is packed."""
         return self.totals.get("keys")
 
-    @property
+    @cached_property
     def fewest(self) -> int:
         """The fewest sequences with all rows; B without packed tensors."""
         return self.packed.fewest([x.type for x in self.given]) if self.packed else self.problem.B
@@ -187,7 +188,7 @@ class Lying:
         each = zip("qkv", self.specs, strict=False)
         return {n: x for n, x in each if SIDES[n] in self.sides and n not in self.copied}
 
-    @property
+    @cached_property
     def in_place(self) -> dict[str, TensorSpec]:
         """These, and k and v in pages."""
         return self.rows_in_place | self.pools
@@ -197,6 +198,7 @@ class Lying:
         """The packed operands that libraries copy, as cuDNN multiplies masked places by 0."""
         return COPIED["backward" if self.within.is_gradient else "forward"]
 
+    @cached_property
     def large(self) -> dict[str, TensorSpec]:
         """The specs of q, k, v, do and dlse, by name."""
         specs = dict(zip("qkv", self.specs, strict=False))

@@ -149,7 +149,7 @@ def forecast(facts: Facts, target: Target, name: str) -> Forecast | None:
     if rate is None or processors is None or bandwidth is None:
         return None
     lying = facts.once(Lying.of)
-    if lying is None or lying.problem.is_empty or 0 in (lying.T, lying.T_keys):
+    if lying is None or lying.problem.is_empty or 0 in lying.totals.values():
         return None
     p = lying.problem
     peak = peak_of(target, name, p.dtype, max(p.D, p.E), backward=p.grad is not None)
@@ -177,7 +177,7 @@ def copied_bytes(facts: Facts, lying: Lying, target: Target, name: str) -> list[
         names = fa4_masks.copies(read)
     if name == "cudnn" and (case := facts.once(case_of, target, False)):
         names = case.copies
-    specs = lying.large()
+    specs = lying.large
     return [specs[x].type.bytes for x in names]
 
 

@@ -34,8 +34,8 @@ from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
-from attn_graph.lowering.triton.places import kernel_strides, order_bytes
-from attn_graph.lowering.triton.work import Push, Single, Work, lying_of, split_graph, work_reasons
+from attn_graph.lowering.triton.places import kernel_strides, lying_reasons, order_bytes
+from attn_graph.lowering.triton.work import Push, Single, Work, lying_of, split_graph
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import MOST_INT32, TensorSpec
@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
 LEAST_SM = 80
 CONVERTS = 89  # from there on GPUs have instructions for float8_e4m3fn
 WIDEST, REST = 512, 64  # of a head, and of q's and k's beside: see kernels/pieces.py
+WIDEST_PUSHED = 128  # in forward mode: two sums of rows, and as many tangents, have no room beyond
 MOST_ROWS = 256  # of one tile
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STATISTICS = ("lse", "max")  # stored by the forward kernel beside o
@@ -64,7 +65,9 @@ def why_not(request: Request) -> Iterator[Reason]:
     if not parts:
         against.append(other_equations(inner.graph, pushes=True, packs=True))
     for work in (part.work for part in parts):
-        against += [*attention_reasons(work.problem, lying_of(work).totals), *work_reasons(work)]
+        lying = lying_of(work)
+        against += [*attention_reasons(work.problem, lying.totals), *lying_reasons(lying)]
+        against += wide_heads(work.problem, WIDEST_PUSHED) if isinstance(work, Push) else ()
         against += large_tiles(work.problem, request.target)
         against += conversion_reasons(work.problem, request.target)
     yield from dict.fromkeys(against)
@@ -136,7 +139,7 @@ def plan_reasons(part: Single, request: Request) -> Iterator[Reason]:
         yield against
         return
     moved = work.large if isinstance(work, Push) else {}
-    for name, spec in (lying.large() | moved).items():
+    for name, spec in (lying.large | moved).items():
         far = tile_reach(lying, name, spec)
         if far > MOST_INT32:
             limit = f"counts within a tile up to {MOST_INT32} elements"
@@ -173,7 +176,7 @@ def may_overflow(work: Work) -> bool:
     p = work.problem
     rows, columns = (-(-length // LEAST) for length in (p.M, p.N))
     far = p.B * p.H * rows * columns > MOST_INT32 or max(rows, columns) > MOST_TILES
-    return far or lying_of(work).packed is not None
+    return far or (isinstance(work, Lying) and work.packed is not None)
 
 
 def launch_reasons(flash: Flash) -> Iterator[Reason]:

@@ -137,14 +137,14 @@ class LaunchList:
             "COMMON": not any(x[2] or (lying.pages and x[0]) for x in scales) and bool(scales),
             "o_strides": kernel_strides(lying, "o", lying.o()),
         }
-        large = lying.large() | (self.push.large if self.push else {})
+        large = lying.large | (self.push.large if self.push else {})
         strides = {f"{name}_strides": kernel_strides(lying, name, x) for name, x in large.items()}
         return facts | strides | kernel_sizes(lying)
 
     def tensors(self) -> Pointers:
         """The tensors of the problem, by parameter."""
         p, lying = self.problem, self.lying
-        names = {"q", "k", "v", "delta", "dq", "dk", "dv", *p.node.names, *lying.large()}
+        names = {"q", "k", "v", "delta", "dq", "dk", "dv", *p.node.names, *lying.large}
         names |= {"seed", "offset"} if p.node.dropout else set()
         names |= {"sinks"} if p.node.sinks else set()
         names |= {"rest"} & self.buffers.keys()
@@ -249,7 +249,7 @@ class LaunchList:
             return {}
         if self.push is not None or not copies_tiles(self.problem, self.target):
             return {}
-        specs = self.lying.large()
+        specs = self.lying.large
         rows = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "do": tile.block_m}
         copied = {n: specs[n] for n in names if n in specs and is_copied_in_tiles(specs[n])}
         widths = {name: padded_head_size(x.shape[3]) for name, x in copied.items()}
@@ -294,7 +294,7 @@ def rows_weighed(problem: Problem, invariant: bool) -> int:
 def add_weight_sums(plan: LaunchList) -> None:
     """Add the launch, for a gradient in need of it."""
     p, lying, pass_ = plan.problem, plan.lying, PASS_OF["query_gradient"]
-    given = "do" in lying.large() and plan.push is None
+    given = "do" in lying.large and plan.push is None
     weighed = rows_weighed(p, plan.invariant) if given else 0
     if may_be_far(p):
         plan.buffers["rest"] = Buffer(row_lines(lying), plan.buffers["delta"].dtype)

@@ -117,7 +117,7 @@ class Flash:
 
     def specs(self) -> dict[str, TensorSpec]:
         """The specs of the large operands, by name."""
-        return self.lying.large() | (self.push.large if self.push else {})
+        return self.lying.large | (self.push.large if self.push else {})
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor, by its name in launches."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 from attrs import evolve, frozen
 
-from attn_graph.errors import Reason
 from attn_graph.ir.attention import Operands
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, unused_names
 from attn_graph.ir.layouts import result_spec
@@ -16,14 +15,11 @@ from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs
-from attn_graph.lowering.reasons import wide_heads
-from attn_graph.lowering.triton.places import kernel_lengths, lying_reasons
+from attn_graph.lowering.triton.places import kernel_lengths
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.codegen.device_code import DeviceCode
-
-WIDEST = 128  # two sums of rows, and as many tangents, have no room beyond
 
 
 @final
@@ -85,15 +81,6 @@ Work = Lying | Push
 def lying_of(work: Work) -> Lying:
     """How the operands of the attention, or of its gradient, lie."""
     return work.lying if isinstance(work, Push) else work
-
-
-def work_reasons(work: Work) -> Iterator[Reason]:
-    """Against packed tensors and pages beyond the kernels, and head sizes without tiles of
-    tangents."""
-    if isinstance(work, Push):
-        yield from wide_heads(work.problem, WIDEST)
-    else:
-        yield from lying_reasons(work)
 
 
 def trace(work: Work) -> DeviceCode:
