@@ -123,7 +123,7 @@ class Lying:
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """How the operands of `within` lie."""
-        return self.given[: len(self.within.takes)]
+        return self.given[: len(self.within.takes)] if self.packed else self.given
 
     @cached_property
     def tables(self) -> dict[str, TensorSpec]:
@@ -137,7 +137,7 @@ class Lying:
         """The packed sides, of "rows" and "keys"."""
         return self.packed.sides if self.packed else ()
 
-    @cached_property
+    @property
     def scales(self) -> tuple[str, ...]:
         """The names of the scales, if k and v are quantised."""
         return KEY_SCALES if self.packed and self.packed.scaled else ()
@@ -160,6 +160,8 @@ class Lying:
     @cached_property
     def totals(self) -> dict[str, int]:
         """The rows of each packed side."""
+        if not self.sides:
+            return {}
         return {side: row_count(self.specs[PLACES[side]].shape) for side in self.sides}
 
     @cached_property
@@ -185,6 +187,8 @@ class Lying:
     @cached_property
     def rows_in_place(self) -> dict[str, TensorSpec]:
         """Packed q, k and v that libraries do not copy, by name."""
+        if not self.sides:
+            return {}
         each = zip("qkv", self.specs, strict=False)
         return {n: x for n, x in each if SIDES[n] in self.sides and n not in self.copied}
 

@@ -276,7 +276,9 @@ def cudnn_reasons(problem: Problem, request: Request) -> Reasons:
     if p.node.modifiers == ():
         loaded = versions(target)[0] or ASSUMED[0]
         own = ASSUMED[1]  # PyTorch has a frontend of its own inside
-        against = reasons(Case(Lying.dense(p), target.sm, loaded, own, False))
+        lying = request.facts.once(Lying.of)
+        assert lying is not None  # of a problem
+        against = reasons(Case(lying, target.sm, loaded, own, False))
         yield from (reason for reason in against if reason.key not in IMPLIED)
         if loaded < RIGHT and (p.M % 128 or p.N % 128):
             limit = f"is right for lengths off 128 from cuDNN {'.'.join(map(str, RIGHT))} on"
