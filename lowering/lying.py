@@ -174,6 +174,12 @@ class Lying:
         """Rows of k, if it is packed."""
         return self.totals.get("keys")
 
+    def rows_of(self, x: TensorSpec | torch.Tensor, side: str) -> int:
+        """The rows of a tensor of a side: of all sequences, entries or pages."""
+        if side in self.sides:
+            return row_count(x.shape)
+        return x.shape[0] * x.shape[1 if side == "keys" and self.pages else 2]
+
     @cached_property
     def fewest(self) -> int:
         """The fewest sequences with all rows; B without packed tensors."""

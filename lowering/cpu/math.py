@@ -38,6 +38,7 @@ from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase, cheapest_way, keeps, sdpa_seconds
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import (
     Problem,
     has_problem,
@@ -244,11 +245,11 @@ def any_step(request: Request, eqn: Eqn) -> Step | None:
 
 
 def packed_run(request: Request, eqn: Eqn) -> PackedRun:
-    lower = partial(lower_sequence, request)
-    specs = tuple(operand_specs(request.graph, eqn))
+    lower, op = partial(lower_sequence, request), eqn.op.packed
+    lying = Lying(op, tuple(operand_specs(request.graph, eqn)))
     own = own_products(request.target)
     rates = cpu_rates(torch.bfloat16 in own) if may_fuse(request) else None
-    return PackedRun(eqn, specs, lower, gives_statistics(request.graph, eqn), rates)
+    return PackedRun(eqn, lying, lower, gives_statistics(request.graph, eqn), rates)
 
 
 def sized_step(request: Request, eqn: Eqn, op: Attention | AttentionGrad) -> Step | None:

@@ -56,6 +56,7 @@ from attn_graph.lowering.cpu.sequences import (
     padded_step,
     replace_lengths,
 )
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import has_problem
 from attn_graph.lowering.rates import CpuRates
 from attn_graph.lowering.rooms import room_name
@@ -98,12 +99,12 @@ class Reading:
 @final
 @frozen(eq=False)
 class PackedRun:
-    """Runs an equation on packed tensors. specs: of its operands. lower: of graphs of sequences.
+    """Runs an equation on packed tensors. lying: of its operands. lower: of graphs of sequences.
     gives: True if statistics are returned or read, by more than the derivatives. rates: of the CPU,
     where PyTorch's fused kernel may run; else None."""
 
     eqn: Eqn
-    specs: tuple[TensorSpec, ...]
+    lying: Lying
     lower: Lower
     gives: bool
     rates: CpuRates | None = None
@@ -133,14 +134,14 @@ class PackedRun:
         return self.op.op.gives
 
     @cached_property
-    def most(self) -> dict[str, int]:
-        """The most rows and keys of a sequence; the size of a padded side."""
-        q, k = (x.shape for x in self.op.padded([spec.type for spec in self.specs])[:2])
-        return {"rows": int(q[2]), "keys": int(k[2])}  # named ones at their largest
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """How its operands lie."""
+        return self.lying.given
 
     @cached_property
-    def sides(self) -> tuple[str, ...]:
-        return self.op.sides
+    def most(self) -> dict[str, int]:
+        """The most rows and keys of a sequence; the size of a padded side."""
+        return self.lying.most
 
     @cached_property
     def ending(self) -> tuple[str, ...]:
@@ -153,7 +154,7 @@ class PackedRun:
         ends = list[list[tuple[int, int]]]()
         for (side, most), extent in zip(self.most.items(), extents, strict=True):
             name = LENGTHS[side]
-            if side in self.sides:
+            if side in self.lying.sides:
                 who, (starts, lengths) = name.split("_")[0], (operands[n] for n in where[side])
                 ends.append(list_sequences(starts, lengths, extent, most, who))
             else:
@@ -166,7 +167,7 @@ class PackedRun:
             return Places(rows, keys)
         seen = self.op.seen(dict(enumerate(operands)), [*self.most.values()])
         table, *ended = (operands[n] for n in where["keys"])
-        used = checked_table((extents[1], self.page), table, seen, *ended)
+        used = checked_table((extents[1], self.lying.page), table, seen, *ended)
         return Places(rows, keys, seen, used.long())
 
     def extents(self, operands: Tensors) -> tuple[int, int]:
@@ -174,11 +175,6 @@ class PackedRun:
         and pools."""
         q, k = operands[0].shape, operands[1].shape
         return row_count(q), k[0] if self.op.paged else row_count(k)
-
-    @cached_property
-    def page(self) -> int:
-        """Rows of a page."""
-        return self.specs[1].shape[1] if self.op.paged else 1
 
     @cached_property
     def sources(self) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
@@ -197,7 +193,7 @@ class PackedRun:
         span = Span(entry, row, key, Sizes(M, N, q_length, kv_length))
         if places.table is None or places.seen is None:
             return span
-        used = -(-N // max(1, self.page))
+        used = -(-N // max(1, self.lying.page))
         return evolve(span, pages=places.table[entry, :used], seen=places.seen[entry])
 
     def clip(self, side: str, length: int) -> int:
@@ -210,9 +206,9 @@ class PackedRun:
     @cached_property
     def by_pages(self) -> PageWay | None:
         """The way of few rows on pages, if there is one."""
-        if self.rates is None or refuse_entries(self.op, self.specs) is not None:
+        if self.rates is None or refuse_entries(self.lying) is not None:
             return None
-        return PageWay(self.op, self.specs, self.most, self.rates)
+        return PageWay(self.lying, self.rates)
 
     def read(self, operands: Tensors, extents: Sequence[int] = UNKNOWN) -> Reading:
         """What a call reads on the host. Of q, k and v it needs only the `extents`: a call with
@@ -226,7 +222,8 @@ class PackedRun:
         way, seen, few, others = self.by_pages, places.seen, dict[int, list[int]](), list[int]()
         if way is None or seen is None or places.table is None:
             return [], [*range(len(places.rows))]
-        counts = [-(-s.stop // way.page) - s.start // way.page if s else 0 for s in seen]
+        page = self.lying.page
+        counts = [-(-s.stop // page) - s.start // page if s else 0 for s in seen]
         for b, ((_, length), pages) in enumerate(zip(places.rows, counts, strict=True)):
             rows = length if "rows" in self.ending else self.most["rows"]
             if rows > 0:
@@ -279,7 +276,7 @@ class PackedRun:
     def block(self) -> int:
         """The most keys read at a time."""
         blocks = (self.op.paged or self.op.scaled) and has_problem(self.op.op)
-        return block_keys(self.op, self.specs) if blocks else max(1, self.most["keys"])
+        return block_keys(self.lying) if blocks else max(1, self.most["keys"])
 
     @cached_property
     def metas(self) -> list[torch.Tensor]:
@@ -301,7 +298,7 @@ class PackedRun:
         """The place of a part's keys, from `start` on."""
         if part.piece is None:
             return span
-        return span.of_keys(range(start, start + len(part.piece.box.keys)), self.page)
+        return span.of_keys(range(start, start + len(part.piece.box.keys)), self.lying.page)
 
     def within(self, sizes: Sizes, entry: int) -> tuple[Op, tuple[int, ...]]:
         """The op of a sequence, and the operands it reads."""
@@ -339,7 +336,7 @@ class PackedRun:
                 gathered[:, :, : span.seen.start] = 0.0
                 gathered[:, :, span.seen.stop :] = 0.0
             return gathered
-        if role.side in self.sides:
+        if role.side in self.lying.sides:
             return cut_rows(x, first, n)
         return x[entry, :, first : first + n]
 
@@ -477,7 +474,8 @@ class PackedRun:
         for side, own, ends in zip(self.most, operands, (places.rows, places.keys), strict=False):
             whole = side not in self.ending
             count = self.most[side] * len(ends) if whole else sum([n for _, n in ends])
-            covers[side] = self.covers(side, own, count, len(ends))
+            pools = side == "keys" and self.op.paged
+            covers[side] = not pools and count == self.lying.rows_of(own, side)
         room: list[torch.Tensor] = []
         given = {name: rooms[n] for name in self.op.names if (n := room_name(name)) in rooms}
         lies = zip(self.shapes_of(operands), self.layouts, strict=True)
@@ -505,13 +503,13 @@ class PackedRun:
         and of the joined results of blocks."""
         sums = sum(x.type.bytes for x in self.layouts if x.dtype != self.specs[0].dtype)
         if self.op.scaled:  # in float32, times their scales, and rounded
-            sums += 3 * self.at_once["keys"] * key_bytes(self.op, self.specs)
+            sums += 3 * self.at_once["keys"] * key_bytes(self.lying)
         if self.at_once["keys"] < self.most["keys"]:
             q = self.specs[0]
             rows = self.most["rows"] * q.shape[1] * (q.shape[-1] + 1)
             sums += 2 * accumulator(q.dtype).itemsize * rows
         return sums + sum(
-            spec.type.bytes // max(1, self.count_rows(spec, role.side)) * self.at_once[role.side]
+            spec.type.bytes // max(1, self.lying.rows_of(spec, role.side)) * self.at_once[role.side]
             for spec, role in zip(self.layouts, self.results, strict=True)
             if role.side
         )
@@ -524,12 +522,6 @@ class PackedRun:
             return 0
         few = [2**n for n in range(most.bit_length()) if "rows" in self.ending and 2**n < most]
         return way.held(int(self.entries), [*few, most], self.rooms[1].shape[0])
-
-    def count_rows(self, spec: TensorSpec, side: str) -> int:
-        if side in self.sides:
-            return row_count(spec.shape)
-        paged = side == "keys" and self.op.paged
-        return spec.shape[0] * spec.shape[1 if paged else 2]
 
     @cached_property
     def at_once(self) -> dict[str, int]:
@@ -547,11 +539,6 @@ class PackedRun:
             f"each of {self.entries} sequences by itself{gathers}, its memory estimated; "
             f"the longest: {whole}"
         )
-
-    def covers(self, side: str, x: torch.Tensor, count: int, entries: int) -> bool:
-        if side == "keys" and self.op.paged:
-            return False
-        return count == (row_count(x.shape) if side in self.op.sides else entries * x.shape[2])
 
     def shapes_of(self, operands: Sequence[torch.Tensor]) -> Sequence[tuple[Shape, Shape]]:
         """Shape and strides of the results of these operands, with named sizes filled in."""
@@ -605,7 +592,7 @@ def any_packed_step(run: PackedRun, workspace: Workspace) -> Step:
 
 def packed_step(run: PackedRun, workspace: Workspace) -> Step:
     if not is_separable(run.op):
-        return padded_step(run.op, run.specs, run.layouts, run.lower, workspace)
+        return padded_step(run.lying, run.layouts, run.lower, workspace)
     most = max(probe.workspace for probe in run.probes) + Scratch(run.rooms).bytes
     alone = max(probe.temporary for probe in run.probes) + run.held
     temporary = max(alone, run.held_by_pages)

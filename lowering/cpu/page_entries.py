@@ -18,13 +18,14 @@ from attrs import Factory, evolve, field, frozen
 
 from attn_graph.ir.attention import SAVED, Attention
 from attn_graph.ir.modifiers import change_
-from attn_graph.ir.packed import Packed, run_one
+from attn_graph.ir.packed import run_one
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.products import FAR, softmax_
 from attn_graph.lowering.cpu.absent import copy_alike, is_finite
 from attn_graph.lowering.cpu.fused_slots import fill_addend
 from attn_graph.lowering.cpu.sequences import lies_by_head, select_rows
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.rates import CpuRates
 from attn_graph.masks import KeyLengths
 from attn_graph.masks.places import Place
@@ -70,13 +71,12 @@ class PageEntries:
 @final
 @frozen(eq=False)
 class PageWay:
-    """Runs few rows of sequences on pages. op, specs: of the equation, and of its operands. most:
-    the most rows and keys of a sequence. most_pages: of a sequence of so many rows, where this way
-    is cheaper than a run of its own."""
+    """Runs few rows of sequences on pages.
 
-    op: Packed
-    specs: tuple[TensorSpec, ...]
-    most: Mapping[str, int]
+    most_pages: of a sequence of so many rows, where this way is cheaper than a run of its own.
+    """
+
+    lying: Lying
     rates: CpuRates
     most_pages: Callable[[int], float] = field(
         init=False, default=Factory(lambda way: lru_cache(64)(way.count_pages), takes_self=True)
@@ -84,7 +84,13 @@ class PageWay:
 
     @cached_property
     def node(self) -> Attention:
-        return self.op.attention
+        node: Attention = self.lying.op.attention
+        return node
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """How its operands lie."""
+        return self.lying.given
 
     @cached_property
     def sinks(self) -> int | None:
@@ -96,10 +102,6 @@ class PageWay:
         """G, and query heads for each."""
         G = self.specs[1].shape[2]
         return G, self.specs[0].shape[1] // G
-
-    @cached_property
-    def page(self) -> int:
-        return self.specs[1].shape[1]
 
     @cached_property
     def by_kernel(self) -> bool:
@@ -165,16 +167,18 @@ class PageWay:
         """Bytes of queries, results and addends of the most pages at once, and of pages that are
         converted. rows: of sequences, some numbers of them. room: numbers of gathered pages."""
         wide, (G, r), node, most = accumulator(self.factors).itemsize, self.heads, self.node, 0
-        longest = -(-self.most["keys"] // max(1, self.page))
+        longest = -(-self.lying.most["keys"] // max(1, self.lying.page))
         for m in rows:
             lines = m * r if node.modifiers or node.mask not in (None, KeyLengths()) else 1
-            places = (G if node.modifiers else 1) * lines * self.page
+            places = (G if node.modifiers else 1) * lines * self.lying.page
             each = self.part_bytes(m) + places * (wide + torch.int64.itemsize)
             pages = min(batch * min(longest, self.most_pages(m)), self.most_parts(m))
             scores = 0 if self.by_kernel else 3 * room // self.specs[1].shape[-1] * m * r * wide
             most = max(most, int(pages) * each + scores)
         converts = self.specs[1].dtype != self.factors
-        copies = self.in_place / CLEARED + converts + (not self.by_kernel) + 3 * self.op.scaled
+        copies = (
+            self.in_place / CLEARED + converts + (not self.by_kernel) + 3 * bool(self.lying.scales)
+        )
         return most + int(2 * copies * room * wide) if most else 0
 
     @property
@@ -182,8 +186,8 @@ class PageWay:
         """Bytes that each thread of PyTorch's kernel works in."""
         if not self.by_kernel:
             return 0
-        lines = self.heads[1] * self.most["rows"]
-        return fused_cpu.block_bytes(lines, self.page, self.specs[0].shape[-1], self.factors)
+        lines = self.heads[1] * self.lying.most["rows"]
+        return fused_cpu.block_bytes(lines, self.lying.page, self.specs[0].shape[-1], self.factors)
 
     # Once a step
 
@@ -193,7 +197,7 @@ class PageWay:
     ) -> PageEntries:  # fmt: skip
         """sequences: their numbers, of `rows` each. starts, seen: of each its first row, and the
         keys that count. table: checked."""
-        P, own = self.page, torch.tensor(sequences, device="cpu")
+        P, own = self.lying.page, torch.tensor(sequences, device="cpu")
         bounds = [(keys.start, keys.stop) for keys in seen]
         first, stop = torch.tensor(bounds, device="cpu").unbind(1)
         behind = torch.where(stop > first, (stop + P - 1) // P, first // P)
@@ -203,7 +207,7 @@ class PageWay:
         local = ordinals(len(owner)) - before
         pages = table[own[owner], local]
         lines = None
-        if "rows" in self.op.sides:
+        if "rows" in self.lying.sides:
             lines = (torch.tensor(starts, device="cpu")[:, None] + ordinals(rows)).flatten()
         span, readers = self.span_of(pages), owner
         if span is not None:
@@ -235,7 +239,7 @@ class PageWay:
     ) -> torch.Tensor | None:
         """What is added to the scores of entries, -inf at keys that a row does not see; None if
         nothing is. entries: of each its sequence, by number in the batch."""
-        node, (G, r), P = self.node, self.heads, self.page
+        node, (G, r), P = self.node, self.heads, self.lying.page
         if node.mask is None and not (node.modifiers and self.by_kernel):
             return None
         given, line = node.split(operands[: len(node.takes)]), ordinals(r * rows)
@@ -245,8 +249,8 @@ class PageWay:
             (line % rows).view(1, 1, -1, 1),
             (local * P).view(-1, 1, 1, 1) + ordinals(P),
             G * r,
-            self.most["rows"],
-            self.most["keys"],
+            self.lying.most["rows"],
+            self.lying.most["keys"],
             # beyond int32 if the bounds of a band are added to lengths
             {name: x.long() if x.ndim == 1 else x for name, x in given.mask.items()},
         )
@@ -269,7 +273,7 @@ class PageWay:
         """Write the results of the sequences, o or o and lse. Returns the numbers of those to run
         by themselves: an lse is too coarse to join pages by it."""
         o, lse = self.join(entries, operands, *self.attend(entries, operands, rooms))
-        if not (self.op.finite or is_finite(o)):  # perhaps by rows that nobody has
+        if not (self.lying.finite or is_finite(o)):  # perhaps by rows that nobody has
             o, lse = self.join(entries, operands, *self.attend(entries, operands, rooms, True))
         self.write(entries, results, o, lse)
         far = (lse.masked_fill(lse == -INF, 0.0).abs_() > FAR).flatten(1).any(1)
@@ -319,7 +323,7 @@ class PageWay:
         step = max(1, rooms[1].numel() // max(1, prod(self.specs[1].shape[1:])))
         if span is not None:
             step = max(1, step // CLEARED) if clear else total
-        scales = self.op.scales(operands) if self.op.scaled else {}
+        scales = self.lying.op.packed.scales(operands)
         for start in range(0, total, max(1, step)):
             part, pair = slice(start, start + step), list[torch.Tensor]()
             for n in (1, 2):
@@ -337,7 +341,7 @@ class PageWay:
 
     def cleared(self, x: torch.Tensor, entries: PageEntries, part: slice) -> torch.Tensor:
         """x [n,G,P,D] with 0 in rows that are not keys of the sequence that reads them."""
-        P = self.page
+        P = self.lying.page
         j = entries.local[part, None] * P + ordinals(P)
         first, stop = (edge[part, None] for edge in entries.seen)
         return x.masked_fill_(((j < first) | (j >= stop))[:, None, :, None], 0.0)
@@ -427,14 +431,15 @@ def take_pages(
     return taken if by_head else taken.transpose(1, 2)
 
 
-def refuse_entries(op: Packed, specs: Sequence[TensorSpec]) -> str | None:
-    """The reason against `PageWay`, if there is one. specs: of the operands."""
-    node, (_, k, v) = op.attention, specs[:3]
-    if not op.paged or op.op is not node:
+def refuse_entries(lying: Lying) -> str | None:
+    """The reason against `PageWay`, if there is one."""
+    node: Attention = lying.op.attention
+    _, k, v = lying.specs[:3]
+    if not lying.pages or lying.within is not node:
         return "it is of an attention over pages"
     if node.dropout or node.names != SAVED:
         return "it gives o and lse without dropout"
-    if not fits_kernel(node, specs) and not (node.is_capped and aligns(k) and aligns(v)):
+    if not fits_kernel(node, lying.specs) and not (node.is_capped and aligns(k) and aligns(v)):
         return "the kernel adds to scores, and products are under soft caps"
     return None if 0 not in (*k.shape[1:], *v.shape[1:]) else "pages have no numbers"
 

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.boxes import Piece
-from attn_graph.ir.builder import Builder
+from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.ops import join_statistics
@@ -22,6 +22,7 @@ from attn_graph.ir.relative import RelativeBias
 from attn_graph.ir.scaling import Dequantise
 from attn_graph.kernels.merging import merge_
 from attn_graph.lowering.backend import Executable
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.steps import Step, lease_rooms
 from attn_graph.machine.tensors import lay_in_order
 from attn_graph.machine.workspace import Scratch, Views, Workspace
@@ -258,17 +259,17 @@ def dequantise_keys(operands: Tensors, scaled: bool) -> Tensors:
     return [q, *(run_one(Dequantise(), x, scale, q) for x, scale in pairs), *rest]
 
 
-def block_keys(op: Packed, specs: Sequence[TensorSpec]) -> int:
-    """How many keys are read at a time: of whole pages. specs: of the operands."""
-    page = specs[1].shape[1] if op.paged else 1
-    return max(1, BLOCK_BYTES // max(1, key_bytes(op, specs) * page)) * page
+def block_keys(lying: Lying) -> int:
+    """How many keys are read at a time: of whole pages."""
+    page = lying.page if lying.pages else 1
+    return max(1, BLOCK_BYTES // max(1, key_bytes(lying) * page)) * page
 
 
-def key_bytes(op: Packed, specs: Sequence[TensorSpec]) -> int:
+def key_bytes(lying: Lying) -> int:
     """Bytes of one key and its value of all heads, dequantised."""
-    q, k, v = specs[:3]
-    dtype = accumulator(q.dtype) if op.scaled else k.dtype
-    return k.shape[2 if op.paged else 1] * (k.shape[-1] + v.shape[-1]) * dtype.itemsize
+    q, k, v = lying.padded[:3]
+    dtype = accumulator(q.dtype) if lying.scales else k.dtype
+    return k.shape[1] * (k.shape[-1] + v.shape[-1]) * dtype.itemsize
 
 
 def checked_table(
@@ -310,17 +311,14 @@ def join_results(stats: Sequence[str], results: Tensors, more: Tensors) -> None:
 
 
 def padded_step(
-    op: Packed, specs: Sequence[TensorSpec], due: Sequence[TensorSpec], lower: Lower,
-    workspace: Workspace,
-) -> Step:  # fmt: skip
+    lying: Lying, due: Sequence[TensorSpec], lower: Lower, workspace: Workspace
+) -> Step:
     """Sequences padded to the longest possible one, in one graph. This is for steps dependent on a
     sequence's number in the batch, or on the largest length. due: how results lie."""
-    types, b = op.padded([spec.type for spec in specs]), Builder(trusts=True)
-    given = [
-        TensorSpec(t.shape, t.dtype) if side in op.readers else spec
-        for t, spec, side in zip(types, specs, op.op.operand_sides, strict=False)
-    ]
-    values = [b.input(f"x{n}", spec) for n, spec in enumerate(given)]
+    op, b, values = lying.packed, Builder(trusts=True), list[Value]()
+    assert op is not None
+    for n, (t, spec) in enumerate(zip(lying.padded, lying.specs, strict=True)):
+        values.append(b.input(f"x{n}", spec if t == spec.type else TensorSpec(t.shape, t.dtype)))
     padded = lower(b.graph(*b.emit(op.op, *values)))
 
     orders = [*map(memory_order, due)]
@@ -333,7 +331,7 @@ def padded_step(
         outputs, _ = padded.run(*read)
         return [*map(lay_in_order, op.write(run_one, outputs, operands), orders)]
 
-    held = sum(t.bytes for t in (*types, *op.op.infer(*types)))
+    held = sum(t.bytes for t in (*lying.padded, *op.op.infer(*lying.padded)))
     note = f"sequences padded to the longest; {'; '.join(padded.notes)}"
     call = lease_rooms(run, Scratch({}), workspace)
     return Step(call, padded.workspace, padded.temporary + held, note, block=padded.block)
