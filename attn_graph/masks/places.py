@@ -183,6 +183,14 @@ class Block:
     N: int
     data: Mapping[str, torch.Tensor] | None = None
 
+    @classmethod
+    def whole(
+        cls, sizes: tuple[int, int, int, int], data: Mapping[str, torch.Tensor] | None = None
+    ) -> Block:
+        """All queries of all heads. sizes: B, H, M, N."""
+        B, H, M, N = sizes
+        return cls(range(B), range(H), range(M), H, M, N, data)
+
     @property
     def all(self) -> Keys:
         """All N keys."""

@@ -93,15 +93,8 @@ def tiles(
     M, N, B, H = (
         require_size(f"tiles: {name}", n) for name, n in (("M", M), ("N", N), ("B", B), ("H", H))
     )
-    whole = Block(
-        range(B),
-        range(H),
-        range(M),
-        H,
-        M,
-        N,
-        check_tensors(mask, (B, H, M, N), {} if data is None else data),
-    )
+    sizes = B, H, M, N
+    whole = Block.whole(sizes, check_tensors(mask, sizes, {} if data is None else data))
     most, least = bounds(mask, whole)
     total = B * H * -(-M // block[0]) * -(-N // block[1])
     found, estimated = decide_tiles(most, least, whole, block), False
@@ -183,6 +176,20 @@ def classify_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> to
     return mark_tiles(outer, block, tile) + 1 - mark_tiles(lacking, block, tile)
 
 
+def bound_tiles(mask: Mask, block: Block, tile: tuple[int, int]) -> torch.Tensor:
+    """The same by `span` and `surely` of each line of tiles, for all batch entries and heads at
+    once: what may be mixed is. block: all queries; without data it holds for any."""
+    rows, columns = tile
+    kinds = torch.zeros(-(-block.M // rows), -(-block.N // columns), dtype=torch.int8, device="cpu")
+    for x, line in enumerate(kinds):
+        part = evolve(block, rows=block.rows[x * rows : (x + 1) * rows])
+        for a, b in mask.span(part).intervals:
+            line[a // columns : -(-b // columns)] = 1
+        for a, b in mask.surely(part).intervals:
+            line[-(-a // columns) : max(-(-a // columns), b // columns)] = 2
+    return kinds
+
+
 def mark_tiles(regions: Sequence[Region], block: Block, tile: tuple[int, int]) -> torch.Tensor:
     """1 for each tile with a place of a region, else 0 [lines, columns], int8."""
     lines, columns = -(-block.M // tile[0]), -(-block.N // tile[1])
@@ -219,7 +226,7 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
     Raises GraphError for tensors that do not fit.
     """
     B, H, G, M, N = sizes
-    whole = Block(range(B), range(H), range(M), H, M, N, check_tensors(mask, (B, H, M, N), data))
+    whole = Block.whole((B, H, M, N), check_tensors(mask, (B, H, M, N), data))
     most, least = bounds(mask, whole)
     regions, estimated = regions_of(most, whole), False
     if regions is None:
@@ -253,7 +260,7 @@ def most_pairs(mask: Mask | None, sizes: Sizes) -> int:
     For strips as `count_pairs` without data, for any other mask all pairs.
     """
     B, H, _, M, N = sizes
-    whole = Block(range(B), range(H), range(M), H, M, N, {})
+    whole = Block.whole((B, H, M, N), {})
     regions = regions_of(bounds(mask, whole)[0], whole)
     return B * H * M * N if regions is None else sum(region.pairs for region in regions)
 

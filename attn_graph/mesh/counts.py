@@ -24,9 +24,8 @@ def bound_mask(sharded: Sharded) -> tuple[Mask, Block]:
     """A mask from known tensors only, with at least the graph's places; and the box of all
     places.
     """
-    B, H, M, N = sharded.sizes
     data = check_tensors(sharded.node.mask, sharded.sizes, sharded.mask_data())
-    block = Block(range(B), range(H), range(M), H, M, N, data)
+    block = Block.whole(sharded.sizes, data)
     return bounds(sharded.node.mask, block)[0], block
 
 

@@ -20,10 +20,11 @@ from attn_graph.lowering.codegen.launches import Launch, Pointers
 from attn_graph.lowering.codegen.symbols import Array, Code, Numbers, Operand, Symbol
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer
-from attn_graph.masks import Data, Mask
+from attn_graph.masks import Data
 from attn_graph.masks.intervals import Range, lower_end, upper_end
 from attn_graph.masks.joins import BLOCKS
 from attn_graph.masks.places import Block, Place, Untraceable, trace_definition
+from attn_graph.masks.tiles import bound_tiles
 from attn_graph.spec import TensorSpec, dense_strides
 
 MOST_TILES = 2**15  # in one list; a vector within one program
@@ -40,20 +41,6 @@ CLASSIFY = "b, h, i0, i1, j0, j1, x, y, data, numbers"
 def blocks(count: int, size: int) -> int:
     """How many blocks of `size` positions cover `count` of them."""
     return -(-count // size)
-
-
-def classify_blocks(mask: Mask, problem: Problem, tiling: Tiling) -> torch.Tensor:
-    """For each tile, 0: empty, 1: mixed, 2: full; int8 [blocks of queries, blocks of keys]."""
-    BM, BN, M, N = tiling.block_m, tiling.block_n, problem.M, problem.N
-    kinds = torch.zeros(blocks(M, BM), blocks(N, BN), dtype=torch.int8, device="cpu")
-    for x, row in enumerate(kinds):
-        rows = range(x * BM, min((x + 1) * BM, M))
-        block = Block(range(problem.B), range(problem.H), rows, problem.H, M, N)
-        for a, b in mask.span(block).intervals:
-            row[a // BN : blocks(b, BN)] = 1
-        for a, b in mask.surely(block).intervals:
-            row[blocks(a, BN) : max(blocks(a, BN), b // BN)] = 2
-    return kinds
 
 
 def list_tiles_of(kinds: torch.Tensor) -> torch.Tensor:
@@ -85,10 +72,11 @@ def list_ahead(
     problem: Problem, tiling: Tiling, by_keys: bool, longest_first: bool = True
 ) -> torch.Tensor:
     """The lists of all blocks of queries, or of keys, for whatever a mask's tensors hold."""
-    assert problem.node.mask is not None
-    kinds = classify_blocks(problem.node.mask, problem, tiling)
+    p, mask = problem, problem.node.mask
+    assert mask is not None
+    kinds = bound_tiles(mask, Block.whole(p.sizes), (tiling.block_m, tiling.block_n))
     if by_keys:  # a partial last block of queries must be masked, one of keys need not
-        short = problem.M % tiling.block_m > 0
+        short = p.M % tiling.block_m > 0
         kinds[-1] = kinds[-1].clamp(max=1) if short else kinds[-1]
         kinds = kinds.mT.contiguous()
     lists = list_tiles_of(kinds)

@@ -20,10 +20,10 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.fused_cpu import find_unseen
 from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
-from attn_graph.lowering.cpu.fused_tiles import FusedTiles, block_of
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import Cut, Part, Tile, place_within
 from attn_graph.lowering.problem import Problem
-from attn_graph.masks.places import Place
+from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF
 
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
@@ -81,7 +81,9 @@ def held_addend(tiles: FusedTiles, tile: Tile, part: Part, held: Addends) -> tor
         room = torch.empty(addend_shape(tiles, tile, part), dtype=tiles.problem.wide, device="cpu")
         batch = tile.batch if apart else tile.batch[:1]
         heads = range(tiles.problem.H if "h" in tiles.axes else 1)
-        here = evolve(block_of(tiles.problem, {}), batch=batch, heads=heads, rows=tile.rows)
+        here = evolve(
+            Block.whole(tiles.problem.sizes, {}), batch=batch, heads=heads, rows=tile.rows
+        )
         at = Place.of(here, range(part.start, part.stop), torch.device("cpu"))
         nothing: Data = tuple({} for _ in node.modifiers)
         mixed = part.kind == "mixed"
@@ -206,7 +208,7 @@ def add_share(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> None:
 
 def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
     """All places of a problem. data: the mask's tensors."""
-    return Place.of(block_of(problem, data), range(problem.N), torch.device("cpu"))
+    return Place.of(Block.whole(problem.sizes, data), range(problem.N), torch.device("cpu"))
 
 
 def slot_place(at: Place, slot: TileSlot, keys: range) -> Place:

@@ -385,7 +385,7 @@ class FusedTiles:
         """The tiles; None if planning would list too many. Blocks of queries, if layers take more
         calls and more time than these."""
         p, mask = self.problem, self.problem.node.mask
-        whole, layered = block_of(p, data), None
+        whole, layered = Block.whole(p.sizes, data), None
         if self.layered and mask is not None:
             kept, single = list_layers(mask, whole, most_points), "b" in self.axes
             if kept is not None:
@@ -493,19 +493,13 @@ def whole_tile(problem: Problem, kind: Literal["full", "mixed"]) -> Tile:
     return Tile(range(problem.B), range(problem.M), (Part(0, problem.N, kind),))
 
 
-def block_of(problem: Problem, data: Tensors) -> Block:
-    """All places of a problem, with the mask's tensors."""
-    p = problem
-    return Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
-
-
 def takes_layers(problem: Problem) -> bool:
     """With a modifier each part has an addend anyway. The kernel masks before it scales, so a scale
     of 0 or less turns the -inf of a triangle into NaN or inf; nor is one too small sure."""
     node = problem.node
     if node.mask is None or node.modifiers or problem.low_scale or problem.is_empty:
         return False
-    return is_layered(node.mask, block_of(problem, shapes_of_data(problem)))
+    return is_layered(node.mask, Block.whole(problem.sizes, shapes_of_data(problem)))
 
 
 def split_range(whole: range, apart: bool) -> list[range]:

@@ -170,7 +170,7 @@ class TileGrid:
 
     def make_places(self, data: Mapping[str, torch.Tensor], device: torch.device) -> Place:
         p = self.problem
-        block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
+        block = Block.whole(p.sizes, data)
         return Place.of(block, range(p.N), device)
 
     @cached_property
@@ -371,7 +371,7 @@ def find_reach(problem: Problem, rows: int) -> int:
     p, mask = problem, problem.node.mask
     if mask is None or mask.needs or rows * MOST_READY < p.M:
         return p.N
-    tiles = row_tiles(p, Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N), rows)
+    tiles = row_tiles(p, Block.whole(p.sizes), rows)
     return max(1, *(tile.keys for tile in tiles))
 
 

@@ -16,13 +16,13 @@ from attrs import frozen
 
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.codegen.tile_lists import MOST_TILES as MOST_IN_LIST
-from attn_graph.lowering.codegen.tile_lists import DeviceLists, blocks, classify_blocks
+from attn_graph.lowering.codegen.tile_lists import DeviceLists, blocks
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import least_seconds, peak_of
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Scratch
 from attn_graph.masks.places import Block, Untraceable
-from attn_graph.masks.tiles import classify_tiles, most_pairs
+from attn_graph.masks.tiles import bound_tiles, classify_tiles, most_pairs
 
 MIXED, FULL = 1, 2
 MOST_TILES = 2**24  # of one problem: their lists are made on a CPU, in seconds
@@ -81,10 +81,9 @@ def classify(problem: Problem, tile: tuple[int, int], *, exact: bool) -> torch.T
     p, mask = problem, problem.node.mask
     assert mask is not None
     if exact:
-        whole = Block(range(1), range(1), range(p.M), p.H, p.M, p.N, {})
-        kinds = classify_tiles(mask, whole, tile)
+        kinds = classify_tiles(mask, Block(range(1), range(1), range(p.M), p.H, p.M, p.N, {}), tile)
     else:
-        kinds = classify_blocks(mask, p, Tiling(*tile, 4, 1))
+        kinds = bound_tiles(mask, Block.whole(p.sizes), tile)
     if p.M % tile[0]:
         kinds[-1] = kinds[-1].clamp(max=MIXED)
     if p.N % tile[1]:

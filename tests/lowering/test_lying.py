@@ -149,7 +149,7 @@ PLACES = {"Packed", "row_count", "count_sequences", "Unpack", "Unpage"}
 def test_no_backend_for_gpus_reads_packed_operands_by_itself(backend: str) -> None:
     """Places, sizes and tables of operands are read off a Lying."""
     wrong = [
-        f"{module}:{node.lineno}"
+        f"{module}: {ast.unparse(node)}"
         for module, path in source_files("*.py").items()
         if module.startswith(f"attn_graph.lowering.{backend}.")
         for node in ast.walk(tree_of(path))

@@ -20,7 +20,6 @@ from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Pass, Tiling
 from attn_graph.lowering.codegen.launches import Launch, load_kernel
 from attn_graph.lowering.codegen.machine_code import compile_for
-from attn_graph.lowering.codegen.tile_lists import classify_blocks
 from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.parts import choose_parts
 from attn_graph.lowering.request import Options, Request
@@ -29,6 +28,8 @@ from attn_graph.lowering.triton.divisions import Division
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.lowering.triton.work import split_graph
 from attn_graph.machine.gpus import devices
+from attn_graph.masks.places import Block
+from attn_graph.masks.tiles import bound_tiles
 from attn_graph.testing import rule
 from attn_graph.testing.agreement import run_gradients
 from attn_graph.testing.tensors import cotangents_for, tensors_for
@@ -64,10 +65,9 @@ def tiles_of(flash: Flash, launch: Launch) -> list[int]:
     table = flash.tables.get(str(launch.tensors.get("lists_ptr")))
     if table is not None:
         return (table[:, 1] + table[:, 2]).tolist()
-    mask = flash.problem.node.mask
-    kinds = classify_blocks(
-        ag.Prefix(1 << 30) if mask is None else mask, flash.problem, tile_of(launch)
-    )
+    p, tile = flash.problem, tile_of(launch)
+    mask = ag.Prefix(1 << 30) if p.node.mask is None else p.node.mask
+    kinds = bound_tiles(mask, Block.whole(p.sizes), (tile.block_m, tile.block_n))
     walked = kinds.T if launch.kernel == "key_gradient" else kinds
     return walked.count_nonzero(dim=1).tolist()
 

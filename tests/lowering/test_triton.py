@@ -20,13 +20,15 @@ from attn_graph.ir.vjp import backward
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
 from attn_graph.lowering.codegen.device_code import DeviceCode, Tracer, compile_text
 from attn_graph.lowering.codegen.launches import Launch, check_interpreter
-from attn_graph.lowering.codegen.tile_lists import blocks, classify_blocks, list_width
+from attn_graph.lowering.codegen.tile_lists import blocks, list_width
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.masks import needs_of
+from attn_graph.masks.places import Block
+from attn_graph.masks.tiles import bound_tiles
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import rule
 from attn_graph.testing.agreement import check_gradients
@@ -218,7 +220,8 @@ def test_every_tile_that_keeps_a_place_is_visited(
     if flash.code.strip:
         assert torch.equal(found > 0, some)
     elif not problem.node.mask.needs:
-        due = classify_blocks(problem.node.mask, problem, INTERPRETED)
+        tile = INTERPRETED.block_m, INTERPRETED.block_n
+        due = bound_tiles(problem.node.mask, Block.whole(problem.sizes), tile)
         assert torch.equal(found > 0, (due > 0).expand(found.shape))
 
 
