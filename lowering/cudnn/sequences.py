@@ -68,9 +68,9 @@ def start_slot(x: Slot, lying: Lying) -> Slot:
 
     cuDNN has no int64 kernel for them if only keys are packed.
     """
-    source, _, step = x.offsets.rpartition("_")
+    source, step = STARTS[SIDES[x.source]], x.strides[2]
     shape, dtype = (x.shape[0] + 1, 1, 1, 1), torch.int32 if lying.T is None else torch.int64
-    return Slot(x.offsets, source, shape, dense_strides(shape), dtype, step=int(step))
+    return Slot(x.offsets, source, shape, dense_strides(shape), dtype, step=step)
 
 
 def table_slots(lying: Lying) -> tuple[Slot, ...]:
