@@ -244,8 +244,8 @@ class Lying:
 
     @cached_property
     def stepped(self) -> Problem:
-        """The same for libraries: packed and paged operands keep the strides of their rows and
-        heads, the only ones that are read, and those that are copied are dense."""
+        """The attention or gradient for libraries: packed and paged operands keep the strides of
+        their rows and heads, the only ones that are read, and those that are copied are dense."""
         if self.packed is None:
             return self.problem
         readers, copied = self.packed.readers, {*self.copied}

@@ -177,8 +177,9 @@ def classify_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> to
 
 
 def bound_tiles(mask: Mask, block: Block, tile: tuple[int, int]) -> torch.Tensor:
-    """The same by `span` and `surely` of each line of tiles, for all batch entries and heads at
-    once: what may be mixed is. block: all queries; without data it holds for any."""
+    """0 for each empty tile, 1 for a mixed one, 2 for a full one [lines, columns], int8: by `span`
+    and `surely` of each line, for all batch entries and heads at once. block: all queries; without
+    data the answer holds for any."""
     rows, columns = tile
     kinds = torch.zeros(-(-block.M // rows), -(-block.N // columns), dtype=torch.int8, device="cpu")
     for x, line in enumerate(kinds):
