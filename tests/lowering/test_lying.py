@@ -120,9 +120,20 @@ def test_tables_and_totals_are_those_of_packed_and_paged_operands(way: Way) -> N
     assert tuple(lying.tables) == names + ("pages",) * (way.keys == "paged")
     assert (lying.page, len(lying.pools)) == ((PAGE, 2) if way.keys == "paged" else (0, 0))
     assert lying.gapless == (() if way.lengths else tuple(totals))
+    assert not lying.alike
     for side, spec in (("rows", lying.specs[0]), ("keys", lying.specs[1])):
         count = {"rows": B * M, "keys": POOL * PAGE if way.keys == "paged" else B * N} | totals
         assert lying.rows_of(spec, side) == count[side]
+
+
+def test_one_tensor_of_starts_packs_both_sides_alike() -> None:
+    q, starts = ag.TensorSpec((T, H, D), HALF), ag.TensorSpec((B + 1,), I32)
+    graph = ag.attention(q, q, q, q_starts=starts, max_lengths=(M, M))
+    lying = facts_of(simplify(graph)).once(Lying.of)
+    assert lying is not None
+    assert lying.alike
+    assert lying.gapless == ("rows", "keys")
+    assert [*lying.tables] == ["q_starts", "kv_starts"]
 
 
 @given(ways)
