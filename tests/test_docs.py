@@ -91,7 +91,7 @@ def test_every_public_name_has_an_example() -> None:
     others = {"nn.ops.introduce", "seeds"}  # seeds is a value, which is shown by its name
     others |= {"nn.Attention", "nn.MultiheadAttention", "nn.report.Report"}
     others |= {"nn.flash.register_flash_attention"}
-    others |= {"nn.varlen_attn", "nn.varlen_attn_out"}
+    others |= {"nn.append_to_pages", "nn.varlen_attn", "nn.varlen_attn_out"}
     others |= {f"testing.gpu.{name}" for name in gpu.__all__}
     assert shown.keys() == {*ag.__all__, *moved, *tests, *functions, *others}
     assert not [name for name, text in shown.items() if "```python" not in text]

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from attn_graph.nn import decomposition as decomposition  # registers it with PyTorch
 from attn_graph.nn import functional, ops
+from attn_graph.nn.appending import append_to_pages
 from attn_graph.nn.varlen import varlen_attn, varlen_attn_out
 from attn_graph.rings import find
 
@@ -11,7 +12,15 @@ if TYPE_CHECKING:
     from attn_graph.nn.modules import Attention, MultiheadAttention
 
 MODULES = ("Attention", "MultiheadAttention")  # imported at first use
-__all__ = ["Attention", "MultiheadAttention", "functional", "ops", "varlen_attn", "varlen_attn_out"]
+__all__ = [
+    "Attention",
+    "MultiheadAttention",
+    "append_to_pages",
+    "functional",
+    "ops",
+    "varlen_attn",
+    "varlen_attn_out",
+]
 
 
 def __getattr__(name: str) -> object:
