@@ -97,6 +97,9 @@ def read_by(mask: object, modifiers: Iterable[Modifier | masks.Mask]) -> set[str
     return {*needs, *(name for step in modifiers for name in step.needs)}
 
 
+RECEIVED = "received"  # the statistic of keys, of a pass of its own
+
+
 def list_missing(part: masks.Mask | Modifier, given: Container[str]) -> list[str]:
     """Messages for the tensors of a modifier or of a mask's leaf, if they are not given."""
     missing = [name for name in part.needs if name not in given]
@@ -106,20 +109,25 @@ def list_missing(part: masks.Mask | Modifier, given: Container[str]) -> list[str
     return [f"{text} {name}; pass {name}=" for name in missing]
 
 
-def statistic_names(stats: object) -> tuple[str, ...]:
-    """The requested statistics. Raises GraphError for unknown or repeated ones."""
+def statistic_names(stats: object, also: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The requested statistics. Raises GraphError for unknown or repeated ones. also: names of
+    others that are known."""
     if isinstance(stats, bool):
         return ("lse",) * stats
     if isinstance(stats, str) or not isinstance(stats, Iterable):
-        name = stats if stats in ops.ROW_RESULTS else "lse"
+        name = stats if stats in (*ops.ROW_RESULTS, RECEIVED) else "lse"
         raise GraphError(
             f'attention: stats {show(stats)} is not a sequence of names; write stats=("{name}",)'
         )
-    names = tuple(stats)
-    if unknown := [name for name in names if name not in ops.ROW_RESULTS]:
+    names, known = tuple(stats), (*ops.ROW_RESULTS, *also)
+    if RECEIVED in names and RECEIVED not in also:
         raise GraphError(
-            f"attention: stats {show(unknown[0])} is none of {', '.join(ops.ROW_RESULTS)}"
+            f'attention: stats "{RECEIVED}" is a pass of its own; ask '
+            "attn_graph.nn.functional.attention for it, or compile that pass: vjp(graph, "
+            'wants=("v",), cotangents=("o",)) of a graph whose v has H / G columns'
         )
+    if unknown := [name for name in names if name not in known]:
+        raise GraphError(f"attention: stats {show(unknown[0])} is none of {', '.join(known)}")
     if len({*names}) < len(names):
         raise GraphError(f"attention: stats {names} name one statistic twice")
     return names

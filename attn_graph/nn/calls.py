@@ -117,18 +117,24 @@ def gather_masks(options: Options) -> Options:
 def attend_by_op(q: Tensor, k: Tensor, v: Values, named: Named, options: Options) -> Outputs:
     if not is_dynamo_compiling():
         teach_counters()
+    text = text_of_call(tuple(named), options)
+    tensors = [q, k, *named.values()] if v is None else [q, k, v, *named.values()]
+    outputs = torch.ops.attn_graph.attention(tensors, text)
+    stats = options[GRAPH_OPTIONS.index("stats")]
+    return tuple(outputs) if stats or O_SCALE in named else outputs[0]
+
+
+def text_of_call(names: tuple[str, ...], options: Options) -> str:
+    """The text that the operators read. names: the tensors after q, k and v, in order."""
     mask, scale, align, soft_cap, alibi, dropout, stats, *others = options[:MODIFIERS]
     steps, *choice = options[MODIFIERS:]
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
-    text = content_of_call(
-        *(tuple(named), mask, exact("scale", scale), align, exact("cap", soft_cap), fix(alibi)),
+    return content_of_call(
+        *(names, mask, exact("scale", scale), align, exact("cap", soft_cap), fix(alibi)),
         *(exact("rate", dropout), fix(stats), *[fix(x) for x in others], tuple(steps)),
         *[fix(option) for option in choice],
     )
-    tensors = [q, k, *named.values()] if v is None else [q, k, v, *named.values()]
-    outputs = torch.ops.attn_graph.attention(tensors, text)
-    return tuple(outputs) if stats or O_SCALE in named else outputs[0]
 
 
 def attend_distributed(tensors: Named, options: Options) -> Outputs:

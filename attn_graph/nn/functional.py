@@ -25,10 +25,12 @@ from attn_graph.errors import (
 )
 from attn_graph.ir.arguments import (
     EXTRA,
+    RECEIVED,
     by_name,
     order_inputs,
     read_by,
     require_modifiers,
+    statistic_names,
     two_segments,
 )
 from attn_graph.ir.layouts import plain_layouts
@@ -57,6 +59,7 @@ from attn_graph.nn.calls import (
     require_tensors,
 )
 from attn_graph.nn.jagged import attend_jagged, pack_jagged, require_pytorchs
+from attn_graph.nn.received import attend_received
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key
 from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
@@ -136,6 +139,10 @@ def attention(
     q, k and v may be jagged nested tensors [B,H,j,D], k and v with the same offsets: they run as
     packed rows without a copy, and results are jagged with the lengths of q.
 
+    stats may name "received" too: the sums of weights by key, [B,H,N], from a second pass, the
+    gradient of o by values of a few columns; packed [H,S], in pages [H,n,P], in q's dtype, and
+    differentiable. Keys in 8 bits, jagged tensors and DTensors have none: GraphError.
+
     out: a tensor, or with `stats` a tuple of them, to write the results to: see `Plan`.
 
     seed, offset: integers, or int64 tensors of one element on q's device, for `dropout`. Without
@@ -175,11 +182,13 @@ def attention(
             named[name] = x
     if data:
         named = order_inputs({**named, **data})
+    named_stats = stats is not False and stats is not True
+    if named_stats and RECEIVED in statistic_names(stats, also=(RECEIVED,)):
+        return attend_received(out, q, k, whole, named, options)
     if out is not None:
         return attend_into(out, q, k, whole, named, options)
-    if getattr(q, "is_nested", False):
-        return attend_jagged(q, k, whole, named, options)
-    return attend_as(q, k, whole, named, options)
+    attend = attend_jagged if getattr(q, "is_nested", False) else attend_as
+    return attend(q, k, whole, named, options)
 
 
 def read_values(v: Tensor | int) -> tuple[Tensor | None, int | None]:

@@ -29,7 +29,7 @@ TENSORS = "pass q, k and v first, without names: attention(q, k, v)"
 BIAS = "bias=tensor [B, H, M, N], each axis full or 1"
 KEEP = "keep=tensor of booleans [B, H, M, N], True where a key is seen"
 LSE = 'stats=("lse",), and lse comes after o'
-WEIGHTS = 'stats=("lse",); the weights themselves are never made'
+WEIGHTS = 'stats=("received",) for their sums by key; all of them: o of v = torch.eye(N)'
 SINKS = "sinks=tensor [H]"
 PAGES = "pages=table [B, pages], beside k and v as pools [n, P, G, D]"
 CACHE = (
