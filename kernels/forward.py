@@ -259,7 +259,7 @@ def attend(
     v = scale_rows(
         v, v_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE
     )
-    if v_head.dtype.element_ty.primitive_bitwidth > 8:
+    if len(v_scale) == 0 and v_head.dtype.element_ty.primitive_bitwidth > 8:
         p = round_to(p, v_head.dtype.element_ty, UPCAST)
     else:
         if len(v_scale) == 0 and v.dtype == tl.float16:

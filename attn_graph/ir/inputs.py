@@ -15,7 +15,7 @@ from attn_graph.ir.arguments import JOINED, PACKED, add_axes, pool_problems
 from attn_graph.ir.graph import Op, op_name
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.ir.packed_inputs import packed_problems
-from attn_graph.ir.scaling import PAIRS, SCALES, scales_fit, stands_in
+from attn_graph.ir.scaling import PAIRS, SCALES, scales_fit, stands_in, takes_scale
 from attn_graph.machine.tensors import STARTS
 from attn_graph.masks.misfits import (
     cast_problem,
@@ -77,7 +77,9 @@ def dtype_faults(x: Types, needs: Needs) -> Iterator[Fault]:
         return
     wrong = [n for n in "kv" if n in x and x[n].dtype not in (main, *QUANTISED)]
     yield from join_faults(
-        (n, f"is {x[n].dtype}, and q is {main}; write {cast_code(n, main)}") for n in wrong
+        (n, f"is {x[n].dtype}, and q is {main}; write {cast_code(n, main)}{convert_code(x, n)}")
+        for n in wrong
+        if not (dict(PAIRS)[n] in x and takes_scale(x[n].dtype, main))
     )
     allowed = {name: allowed_dtypes(name, data, main) for name, data in needs.items()}
     yield from join_faults(
@@ -88,8 +90,15 @@ def dtype_faults(x: Types, needs: Needs) -> Iterator[Fault]:
     yield from join_faults(
         (scale, f"is for a tensor in 8 bits, and its own is {x[name].dtype}; leave it out")
         for name, scale in PAIRS
-        if scale in x and name in x and x[name].dtype not in QUANTISED
+        if scale in x and name in x and not takes_scale(x[name].dtype, main)
     )
+
+
+def convert_code(x: Types, name: str) -> str:
+    """How keys and values in another float are converted as they are read; "" if they can't be."""
+    if name == "q" or "v" not in x or not takes_scale(x[name].dtype, stands_in(x["q"].dtype)):
+        return ""
+    return f", or pass {dict(PAIRS)[name]}= of 1.0: kernels convert it as they read it"
 
 
 def allowed_dtypes(name: str, data: masks.Data, main: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -10,13 +10,14 @@ from attrs import frozen
 
 from attn_graph.ir.graph import Emit, Gradients, Graph, Op, Values, gives, takes, with_values
 from attn_graph.machine.tensors import lay_in_order
-from attn_graph.spec import QUANTISED, ValueType, accumulator, order_axes
+from attn_graph.spec import FLOATS, QUANTISED, ValueType, accumulator, order_axes
 
 SCALES = ("q_scale", "k_scale", "v_scale")
 KEY_SCALES = SCALES[1:]
 O_SCALE = "o_scale"
 PAIRS = tuple(zip("qkv", SCALES, strict=True))
 FLOATS_OF_8 = QUANTISED[:2]
+CONVERTED = FLOATS[:3]  # of k and v beside a q in another one
 # Of weights before they are rounded to 8 bits. Kernels may hold weights up to 2^4 times the largest
 # so far (RESCALE_THRESHOLD of NVIDIA's for sm_100), and 2^4 * 2^4 is below 448, the end of e4m3.
 WEIGHT_SCALE = 16.0
@@ -29,15 +30,17 @@ WEIGHT_SCALE = 16.0
 class Dequantise(Op):
     """x, scale, like -> x * scale, in the dtype of `like`, or in bfloat16 if that has 8 bits too.
 
-    x is in 8 bits; scale has its axes, each full or 1, and 1 for the last. The result is dense, in
-    the memory order of x. It has no derivative by either.
+    x is in 8 bits, or in a float of 32 bits or fewer that is not that dtype; scale has its axes,
+    each full or 1, and 1 for the last. The result is dense, in the memory order of x. It has no
+    derivative by either.
     """
 
     def problems(self, x: ValueType, scale: ValueType, like: ValueType) -> Iterator[str]:
-        if x.dtype not in QUANTISED:
+        if not takes_scale(x.dtype, stands_in(like.dtype)):
+            kinds = ", ".join(map(str, (*QUANTISED, *CONVERTED)))
             yield (
-                f"dequantise: {x} is in {x.dtype}, and scales are for tensors in "
-                f"{', '.join(map(str, QUANTISED))}; multiply it by the scale, or leave scales out"
+                f"dequantise: {x} is in {x.dtype}, and scales are for tensors in {kinds}, other "
+                f"than {stands_in(like.dtype)} of q; multiply it by the scale, or leave scales out"
             )
         if scale.dtype != torch.float32:
             yield f"dequantise: scale {scale} must be of torch.float32"
@@ -103,6 +106,11 @@ class Quantise(Op):
 
     def push_problems(self) -> Iterator[str]:
         yield "o in 8 bits has no tangent; leave o_scale out"
+
+
+def takes_scale(dtype: torch.dtype, like: torch.dtype) -> bool:
+    """True for keys and values that kernels convert: in 8 bits, or in another float than q."""
+    return dtype in QUANTISED or (dtype in CONVERTED and dtype != like)
 
 
 def to_eight(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -38,7 +38,7 @@ from attn_graph.lowering.triton.places import kernel_strides, lying_reasons, ord
 from attn_graph.lowering.triton.work import Push, Single, Work, lying_of, split_graph
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
-from attn_graph.spec import MOST_INT32, TensorSpec
+from attn_graph.spec import MOST_INT32, QUANTISED, TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.codegen.device_code import DeviceCode
@@ -95,6 +95,9 @@ def conversion_reasons(problem: Problem, target: Target) -> Iterator[Reason]:
     if target.kind == "cuda" and target.sm < CONVERTS and torch.float8_e4m3fn in kinds:
         limit = f"converts {torch.float8_e4m3fn} from sm_{CONVERTS} on"
         yield Reason("float8", limit, f"the target has sm_{target.sm}")
+    if problem.dtype == torch.float16 and (wider := kinds - {problem.dtype, *QUANTISED}):
+        limit = "converts keys before it scales them, and float16 ends at 65504"
+        yield Reason("converted", limit, f"k and v are in {', '.join(sorted(map(str, wider)))}")
 
 
 def attention_reasons(problem: Problem, totals: Mapping[str, int]) -> Iterator[Reason]:

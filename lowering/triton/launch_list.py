@@ -51,7 +51,7 @@ from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks import Mask, needs_of
 from attn_graph.masks.places import Untraceable
-from attn_graph.spec import dense_strides
+from attn_graph.spec import QUANTISED, dense_strides
 
 Fixed = dict[str, Any]  # arguments of a kernel
 PUSHED: dict[Pass, PushPass] = {
@@ -108,6 +108,7 @@ class LaunchList:
         sinks, tsinks = p.by_role.sinks, self.push.by_role.sinks if self.push else None
         each = ((name, lying.tables[name]) for name in lying.scales)
         scales = tuple(kernel_strides(lying, *x) for x in each)  # as those of k and v
+        in_eight = bool(scales) and {x.dtype for x in p.specs[1:3]} <= {*QUANTISED}
         facts = {
             "numbers": self.code.numbers or None,
             "GROUP": p.H // p.G,
@@ -134,7 +135,7 @@ class LaunchList:
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "tsinks_stride": tsinks.strides[0] if tsinks else None,
             "scale_strides": scales or None,
-            "COMMON": not any(x[2] or (lying.pages and x[0]) for x in scales) and bool(scales),
+            "COMMON": in_eight and not any(x[2] or (lying.pages and x[0]) for x in scales),
             "o_strides": kernel_strides(lying, "o", lying.o()),
         }
         large = lying.large | (self.push.large if self.push else {})

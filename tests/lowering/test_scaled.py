@@ -25,7 +25,7 @@ from attn_graph.testing.agreement import check_gradients, check_outputs, run_pla
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import tensors_for
 from tests.lowering import test_packed, test_paged
-from tests.support.quantised import Named, kinds, quantise_graph, quantise_tensors
+from tests.support.quantised import Named, all_kinds, kinds, quantise_graph, quantise_tensors
 from tests.support.tracing import Watch
 
 CPU = Target.here("cpu")
@@ -45,7 +45,7 @@ def planned(graph: ag.Graph, block: int) -> Iterator[ag.Plan]:
     ag.clear_cache()
 
 
-@given(graphs(), kinds, BLOCKS, seeds)
+@given(graphs(), all_kinds, BLOCKS, seeds)
 @some
 def test_quantised_keys_are_their_numbers_times_scales(
     plain: ag.Graph, kind: torch.dtype, block: int, seed: int
@@ -123,7 +123,7 @@ def test_quantised_queries_are_packed_or_meet_pages(
     test_paged.check_results(evolve(paged, tensors=plain), results)
 
 
-@given(test_packed.cases(), kinds, BLOCKS, seeds)
+@given(test_packed.cases(), all_kinds, BLOCKS, seeds)
 def test_packed_quantised_keys_are_their_numbers_times_scales(
     case: test_packed.Case, kind: torch.dtype, block: int, seed: int
 ) -> None:
@@ -131,7 +131,7 @@ def test_packed_quantised_keys_are_their_numbers_times_scales(
     test_packed.check_results(evolve(case, tensors=plain), results)
 
 
-@given(test_paged.cases(), kinds, BLOCKS, seeds)
+@given(test_paged.cases(), all_kinds, BLOCKS, seeds)
 def test_quantised_pages_are_their_numbers_times_scales(
     case: test_paged.Case, kind: torch.dtype, block: int, seed: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -16,7 +17,9 @@ from tests.support.sequences import lay_like
 
 Named = Mapping[str, torch.Tensor]
 Own = dict[str, torch.Tensor]
+FLOATS_BESIDE = (torch.float16, torch.bfloat16, torch.float32)  # of keys, q in another
 kinds = st.sampled_from(QUANTISED)
+all_kinds = st.sampled_from([*QUANTISED, *FLOATS_BESIDE])
 
 
 def scale_spec(shape: tuple[int, ...], seed: int) -> ag.TensorSpec:
@@ -27,10 +30,13 @@ def scale_spec(shape: tuple[int, ...], seed: int) -> ag.TensorSpec:
 
 
 def quantise_graph(graph: ag.Graph, kind: torch.dtype, seed: int, names: str = "kv") -> ag.Graph:
-    """The graph with k and v, or other `names`, in 8 bits, before all steps times scales, its last
-    inputs. With q among them it is to be in bfloat16, and o may be too: then amax comes last."""
+    """The graph with k and v, or other `names`, in another dtype, before all steps times scales,
+    its last inputs. With q among them it is to be in bfloat16, and o may be too: then amax comes
+    last."""
     names, narrows = names.replace("o", ""), "o" in names
     b, specs = Builder(), {i.name: i.spec for i in graph.inputs}
+    if kind == specs["q"].dtype:
+        assume(False)
     kinds = {n: ag.TensorSpec(specs[n].shape, kind, specs[n].strides) for n in names}
     x = {n: b.input(n, kinds.get(n, spec)) for n, spec in specs.items()}
     pairs = [(n, name) for n, name in PAIRS if n in names]
@@ -59,7 +65,9 @@ def quantise_tensors(graph: ag.Graph, tensors: Named, seed: int) -> tuple[Own, O
     for n, name in ((n, name) for n, name in PAIRS if name in specs):
         x, kind = tensors[n], specs[n].dtype
         own[n] = lay_like((x * 4).nan_to_num(127).round().to(kind), specs[n])
-        if kind.is_floating_point:
+        if kind in FLOATS_BESIDE:  # numbers of q's dtype and of this
+            own[n].copy_((x * 4).to(torch.float8_e5m2).to(kind))
+        elif kind.is_floating_point:
             own[n].copy_((x * 4).to(kind))
         power = torch.randint(-3, 2, specs[name].shape, generator=random)
         own[name] = lay_like(torch.exp2(power.float()), specs[name])
