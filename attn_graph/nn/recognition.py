@@ -1,4 +1,4 @@
-"""Recognises dense masks that equal a band, a prefix or a padding at the end."""
+"""Recognises dense masks that equal a band, a prefix, documents or a padding at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from attn_graph.machine.likeness import look_at
-from attn_graph.masks import Causal, Mask, Prefix, Window
+from attn_graph.masks import Causal, Mask, Prefix, SameSegment, Window
 
 MOST_HELD = 4  # masks: a model passes one, or one for each kind of its layers
 
@@ -21,11 +21,13 @@ MOST_HELD = 4  # masks: a model passes one, or one for each kind of its layers
 class Recognition:
     """The equivalent of a dense mask [B,1,M,N]: `mask`, before the ends `kv_lengths` [B].
 
-    None: all places, all keys.
+    None: all places, all keys. segments [B,N]: the documents, of queries and keys, that `mask`
+    tells apart.
     """
 
     mask: Mask | None = None
     kv_lengths: Tensor | None = None
+    segments: Tensor | None = None
 
     def __str__(self) -> str:
         parts = [] if self.mask is None else [str(self.mask)]
@@ -61,9 +63,11 @@ class Readings:
 
 
 def recognize(mask: Tensor) -> Recognition | None:
-    """A mask [...,M,N] of 2 to 4 axes as data; None if it is neither band, prefix nor padding.
+    """A mask [...,M,N] of 2 to 4 axes as data; None if it is neither band, prefix,
+    documents nor padding.
 
-    Its values are booleans, or numbers 0 and -inf. All of it is read, and the host waits.
+    Its values are booleans; or numbers, 0 and -inf, or the lowest of their dtype in rows that keep
+    a key, since other weights are 0 there. All of it is read, and the host waits.
     """
     return Readings().recognize(mask)
 
@@ -97,15 +101,33 @@ def read_places(mask: Tensor) -> Recognition | None:
             return Recognition(leaf)
         if torch.equal(keep, places & before):
             return with_ends(leaf, ends)
-    return None
+    return read_documents(keep)
 
 
 def as_booleans(mask: Tensor) -> Tensor | None:
-    """True for kept places; None for numbers other than 0 and -inf."""
+    """True for kept places; None for numbers other than 0, -inf and the lowest of their dtype, and
+    for these in a row without 0, whose weights they leave as they are."""
     if mask.dtype == torch.bool:
         return mask
-    keep = mask == 0
-    return keep if bool((keep | (mask == -torch.inf)).all()) else None
+    keep, lowest = mask == 0, mask == torch.finfo(mask.dtype).min
+    if not bool((keep | lowest | (mask == -torch.inf)).all()):
+        return None
+    return keep if bool((keep.any(-1) | ~lowest.any(-1)).all()) else None
+
+
+def read_documents(keep: Tensor) -> Recognition | None:
+    """Documents side by side, causal or whole, in places keep [B,N,N]; None for others."""
+    if keep.shape[1] != keep.shape[2]:
+        return None
+    begins = ~keep.diagonal(-1, 1, 2)
+    first = begins.new_zeros(len(begins), 1)
+    documents = torch.cat([first, begins], 1).cumsum(1, dtype=torch.int32)
+    places = documents[:, :, None] == documents[:, None]
+    causal = not bool(keep.triu(1).any())
+    if not torch.equal(keep, places.tril() if causal else places):
+        return None
+    mask = Causal("top_left") & SameSegment() if causal else SameSegment()
+    return Recognition(mask, segments=documents)
 
 
 def with_ends(leaf: Mask | None, ends: Tensor) -> Recognition:

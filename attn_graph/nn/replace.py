@@ -60,10 +60,10 @@ def replace_sdpa(
     on_fallback applies to these, and to calls that only `math` supports: "ignore"; "warn"; or
     "raise", TensorError or NoBackendError.
 
-    recognize_masks: read dense masks, and run a band, a prefix or a padding at the end as masks of
-    positions and lengths; not in compiled regions. The host waits for each mask. The block keeps
-    copies of the last few; a mask equal to its copy is not read again. report: `as` gives a
-    `Report`, a table of the calls outside compiled regions.
+    recognize_masks: read dense masks, and run a band, a prefix, documents or a padding at the end
+    as masks of positions, segments and lengths; not in compiled regions. The host waits for each
+    mask. The block keeps copies of the last few; a mask equal to its copy is not read again.
+    report: `as` gives a `Report`, a table of the calls outside compiled regions.
 
     Meanwhile PyTorch's fused Transformer layers, which would bypass this, are off in the whole
     process. Raises the errors of `attn_graph.nn.functional.scaled_dot_product_attention`.
@@ -255,14 +255,16 @@ def recognize_for(a: Arguments, readings: Readings) -> Recognition | None:
 
 
 def as_kept(recognition: Recognition, a: Arguments) -> Kept:
-    """The mask of positions and the lengths, with is_causal."""
+    """The mask of positions, lengths and documents, with is_causal."""
     masks = [m for m in (recognition.mask, TOP_LEFT if a.is_causal else None) if m is not None]
     mask = masks[0] & masks[1] if len(masks) == 2 else next(iter(masks), None)
-    if recognition.kv_lengths is None:
-        return mask, {}
-    lengths = recognition.kv_lengths
+    documents, lengths = recognition.segments, recognition.kv_lengths
+    known = {"kv_lengths": lengths, "q_segments": documents, "kv_segments": documents}
+    B = len(a.query)
     return mask, {
-        "kv_lengths": lengths if len(lengths) == len(a.query) else lengths.expand(len(a.query))
+        name: x if len(x) == B else x.expand(B, *x.shape[1:])
+        for name, x in known.items()
+        if x is not None
     }
 
 

@@ -29,6 +29,8 @@ def dense(r: recognition.Recognition, B: int, M: int, N: int) -> torch.Tensor:
     """All places of a recognition, [B,1,M,N], by the formula of attention itself."""
     q, k, v = torch.zeros(B, 1, M, 1), torch.zeros(B, 1, N, 1), torch.eye(N).expand(B, 1, N, N)
     lengths: dict[str, Any] = {} if r.kv_lengths is None else {"kv_lengths": r.kv_lengths.expand(B)}
+    if r.segments is not None:
+        lengths["segments"] = (r.segments.expand(B, -1),) * 2
     from attn_graph.nn.functional import attention
 
     o = attention(q, k, v, mask=r.mask, backends=("math",), **lengths)
@@ -57,6 +59,53 @@ def test_what_is_recognised_means_the_same(bits: list[bool], N: int) -> None:
     mask = torch.tensor((bits * N)[: M * N]).view(M, N)
     r = recognize(mask)
     assert r is None or torch.equal(dense(r, 1, M, N)[0, 0], mask)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 4), min_size=3, max_size=3), min_size=1, max_size=3),
+    st.booleans(),
+    st.sampled_from([torch.bool, torch.float32, torch.float16]),
+)
+def test_documents_side_by_side_are_recognised_and_mean_the_same(
+    counts: list[list[int]], causal: bool, dtype: torch.dtype
+) -> None:
+    N = max(map(sum, counts))
+    rows = [[*x, N - sum(x)] for x in counts]
+    ids = torch.stack([torch.arange(4).repeat_interleave(torch.tensor(x)) for x in rows])
+    keep = (ids[:, :, None] == ids[:, None])[:, None]
+    keep = keep.tril() if causal else keep
+    mask = keep if dtype == torch.bool else lowest(keep, dtype)
+    r = recognize(mask)
+    assert r is not None
+    assert torch.equal(dense(r, len(counts), N, N), keep)
+
+
+def lowest(keep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An additive mask with the lowest number of its dtype, as Hugging Face makes them."""
+    return torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, torch.finfo(dtype).min)
+
+
+def test_the_lowest_number_hides_only_where_a_row_keeps_a_key() -> None:
+    keep = distances(8, 8) <= 0
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        r = recognize(lowest(keep, dtype))
+        assert r is not None
+        assert r.mask == Causal("top_left")
+        blind = keep & (torch.arange(8) > 0)[:, None]
+        assert recognize(lowest(blind, dtype)) is None  # such a row weighs all keys alike
+
+
+def test_documents_run_as_documents_and_the_report_says_so() -> None:
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2, 3]])
+    keep = (ids[:, :, None] == ids[:, None]).tril()[:, None]
+    q = torch.randn(2, 3, 8, 4)
+    for mask in (keep, lowest(keep, torch.float32), keep[:1], lowest(keep, torch.float32)[1:]):
+        due = F.scaled_dot_product_attention(q, q, q, mask)
+        with ag.replace_sdpa(recognize_masks=True, report=True) as report:
+            o = F.scaled_dot_product_attention(q, q, q, mask)
+        torch.testing.assert_close(o, due)
+        assert report is not None
+        assert "SameSegment" in report.rows[0].usage.mask
 
 
 d = distances(8, 8)
