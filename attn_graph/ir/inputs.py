@@ -76,8 +76,13 @@ def dtype_faults(x: Types, needs: Needs) -> Iterator[Fault]:
         yield from join_faults((n, cast_problem(n, x[n].dtype, FLOATS)) for n in "qkv" if n in x)
         return
     wrong = [n for n in "kv" if n in x and x[n].dtype not in (main, *QUANTISED)]
+    by_kernels = " (with k_scale= and v_scale= of 1.0 kernels convert it)"
     yield from join_faults(
-        (n, f"is {x[n].dtype}, and q is {main}; write {cast_code(n, main)}{convert_code(x, n)}")
+        (
+            n,
+            f"is {x[n].dtype}, and q is {main}{by_kernels * takes_scale(x[n].dtype, main)}; "
+            f"write {cast_code(n, main)}",
+        )
         for n in wrong
         if not (dict(PAIRS)[n] in x and takes_scale(x[n].dtype, main))
     )
@@ -92,13 +97,6 @@ def dtype_faults(x: Types, needs: Needs) -> Iterator[Fault]:
         for name, scale in PAIRS
         if scale in x and name in x and not takes_scale(x[name].dtype, main)
     )
-
-
-def convert_code(x: Types, name: str) -> str:
-    """How keys and values in another float are converted as they are read; "" if they can't be."""
-    if name == "q" or "v" not in x or not takes_scale(x[name].dtype, stands_in(x["q"].dtype)):
-        return ""
-    return f", or pass {dict(PAIRS)[name]}= of 1.0: kernels convert it as they read it"
 
 
 def allowed_dtypes(name: str, data: masks.Data, main: torch.dtype) -> tuple[torch.dtype, ...]:

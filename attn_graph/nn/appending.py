@@ -74,24 +74,20 @@ def append_to_pages(
     problem = next(append_problems(tensors, (cos, sin), (k_scale, v_scale), packed), None)
     if problem:
         raise TensorError(f"append_to_pages: {problem}")
-    require_constants([x for x in tensors[:5] if x is not None])
+    given = [x for x in tensors[:5] if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        raise GraphError("append_to_pages has no gradient; call it under torch.no_grad()")
+    if not is_dynamo_compiling() and (_are_functorch_transforms_active() or has_tangent(given)):
+        raise GraphError(
+            "append_to_pages writes to its pools, which no transform of torch.func can follow; "
+            "call it outside of them: its rows have an axis of sequences"
+        )
     held = [x if isinstance(x, Tensor) else None for x in (k_scale, v_scale)]
     numbers = [1.0 if x is None or isinstance(x, Tensor) else x for x in (k_scale, v_scale)]
     traced = is_dynamo_compiling() or is_traced()
     through: Any = torch.ops.attn_graph.append_to_pages if traced else run
     rotated: Tensor = through(*tensors, cos, sin, *held, *numbers, interleaved)
     return None if q is None else rotated
-
-
-def require_constants(tensors: Sequence[Tensor]) -> None:
-    """Raise GraphError for tensors that a derivative or a map is taken of."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise GraphError("append_to_pages has no gradient; call it under torch.no_grad()")
-    if not is_dynamo_compiling() and (_are_functorch_transforms_active() or has_tangent(tensors)):
-        raise GraphError(
-            "append_to_pages writes to its pools, which no transform of torch.func can follow; "
-            "call it outside of them: its rows have an axis of sequences"
-        )
 
 
 def append_problems(
@@ -215,19 +211,15 @@ def run(
     if not k.numel():
         return rotated
     packed = k.ndim == 3
-    rows = [
-        None if x is None else by_rows(x, packed) for x in (k, v, q, None if q is None else rotated)
+    rows = [  # before heads: views [B,M,G,D], or [1,T,G,D] of packed ones
+        None if x is None else x[None] if packed else x.transpose(1, 2)
+        for x in (k, v, q, None if q is None else rotated)
     ]
     scales = (k_number if k_scale is None else k_scale, v_number if v_scale is None else v_scale)
     places = (pages, kv_lengths, q_starts, slot_mapping, positions)
     write = write_on_host if k.is_cpu else load_modules("attn_graph.kernels.appending").launch
     write(rows, (pool_k, pool_v), places, (cos, sin, interleaved), scales)
     return rotated
-
-
-def by_rows(x: Tensor, packed: bool) -> Tensor:
-    """Rows before heads: a view [B,M,G,D], or [1,T,G,D] of packed ones."""
-    return x[None] if packed else x.transpose(1, 2)
 
 
 def write_on_host(
@@ -248,7 +240,12 @@ def write_on_host(
     page, line = slots // P, slots % P
     turn = None
     if turns[0] is not None and turns[1] is not None:
-        require_positions(at, len(turns[0]))
+        most = len(turns[0])
+        if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < most:
+            raise PlanMismatchError(
+                f"positions: from {int(at.min())} to {int(at.max())}, and cos and sin have {most}",
+                way_out="pass longer tables",
+            )
         turn = turns[0][at], turns[1][at], turns[2]
     for x, pool, scale, turned in ((k, pools[0], scales[0], turn), (v, pools[1], scales[1], None)):
         if x is None or pool is None:
@@ -314,7 +311,8 @@ def slots_of_rows(
             )
         return slots, slots if positions is None else positions.long()
     assert pages is not None and lengths is not None  # noqa: PT018  # checked before
-    entry, at = padded_places(lengths, M) if starts is None else packed_places(lengths, starts, M)
+    starts = torch.arange(0, B * M + 1, M) if starts is None else starts
+    entry, at = packed_places(lengths, starts, B * M)
     room = pages.shape[1] * P
     there = entry >= 0
     if wrong := first_row(there & ((at < 0) | (at >= room))):
@@ -340,12 +338,6 @@ def first_row(wrong: Tensor) -> int:
     return int(wrong.int().argmax()) + 1 if bool(wrong.any()) else 0
 
 
-def padded_places(lengths: Tensor, M: int) -> tuple[Tensor, Tensor]:
-    """The entry and the position of each row of k [B,M,..]."""
-    at = (lengths.long() - M)[:, None] + torch.arange(M)
-    return torch.arange(len(lengths)).repeat_interleave(M), at.flatten()
-
-
 def packed_places(lengths: Tensor, starts: Tensor, T: int) -> tuple[Tensor, Tensor]:
     """The entry, -1 without one, and the position of each of T packed rows."""
     counts = starts.diff()
@@ -355,15 +347,6 @@ def packed_places(lengths: Tensor, starts: Tensor, T: int) -> tuple[Tensor, Tens
     entry = torch.where(entry < len(counts), entry, -1)
     own = entry.clamp(min=0)
     return entry, lengths.long()[own] - counts[own] + row - starts[own]
-
-
-def require_positions(at: Tensor, most: int) -> None:
-    """Raise PlanMismatchError for positions that the tables of a rotation do not have."""
-    if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < most:
-        raise PlanMismatchError(
-            f"positions: from {int(at.min())} to {int(at.max())}, and cos and sin have {most}",
-            way_out="pass longer tables",
-        )
 
 
 def fake(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from attrs import define, field
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -31,11 +32,13 @@ from attn_graph.nn.functional import (
 from attn_graph.nn.jagged import jagged_problem
 from attn_graph.nn.multihead import multi_head_attention
 from attn_graph.nn.recognition import Readings, Recognition
-from attn_graph.nn.report import Report, Usage
+from attn_graph.nn.report import Report, Result, Usage
 from attn_graph.plan import Plan
 from attn_graph.planner.arguments import CHOICE, ChoiceOptions, complete, shows
 
 NEED_WEIGHTS = 15  # its place among the arguments of F.multi_head_attention_forward
+VARLEN = "torch_attn::_varlen_attn"  # the operator of torch.nn.attention.varlen
+PACKED_ROWS = "it has packed rows; attn_graph.nn.varlen_attn takes the same arguments"
 WEIGHTS = "need_weights=True returns the weights, but fused kernels never store them"
 DEVICES = ("cpu", "cuda")
 ON_FALLBACK = [*CHOICE].index("on_fallback")
@@ -56,7 +59,9 @@ def replace_sdpa(
 
     Options are those of `attn_graph.compile`. PyTorch still computes calls that no backend
     supports, nested tensors other than jagged ones [B,H,j,D], wrapper subclasses such as DTensor,
-    devices other than "cpu" and "cuda", and layers that return weights (need_weights=True).
+    devices other than "cpu" and "cuda", layers that return weights (need_weights=True), and
+    `varlen_attn`, for which `attn_graph.nn.varlen_attn` stands in. It also computes flex_attention,
+    which no mode sees; `from_flex` translates its mods.
     on_fallback applies to these, and to calls that only `math` supports: "ignore"; "warn"; or
     "raise", TensorError or NoBackendError.
 
@@ -142,6 +147,9 @@ class Replacement(TorchFunctionMode):
             return self.attend("scaled_dot_product_attention", Arguments(*args, **named))
         if func is F.multi_head_attention_forward:
             return self.attend_by_heads(args, named)
+        if isinstance(func, OpOverloadPacket) and func._qualified_op_name == VARLEN:
+            run = partial(func, *args, **named)
+            return self.run_left("varlen_attn", PACKED_ROWS, args[:3], run)
         return func(*args, **named)
 
     def attend_by_heads(
@@ -156,13 +164,20 @@ class Replacement(TorchFunctionMode):
         reason = WEIGHTS if needs else why_left(query, query, query)
         if reason is None:
             return multi_head_attention(partial(self.attend_positional, name), *args, **named)
-        self.leave(name, reason)
+        key, value = (args[n] if len(args) > n else named[r] for n, r in enumerate(ROLES[1:], 1))
         run = partial(F.multi_head_attention_forward, *args, **named)
+        return self.run_left(name, reason, (query, key, value), run)
+
+    def run_left(
+        self, name: str, reason: str, tensors: Sequence[Tensor], run: Callable[[], Result]
+    ) -> Result:
+        """A call that PyTorch computes, by `on_fallback`; a row of the report. tensors: q, k, v."""
+        q, k, v = tensors
+        self.leave(name, reason)
         if self.report is None or is_symbolic():
             return run()
-        key, value = (args[n] if len(args) > n else named[r] for n, r in enumerate(ROLES[1:], 1))
-        usage = Usage.of(name, query, key, value, "", None, (reason,))
-        return self.report.time(usage, query.device, run)
+        usage = Usage.of(name, q, k, v, "", None, (reason,))
+        return self.report.time(usage, q.device, run)
 
     def attend_positional(
         self,

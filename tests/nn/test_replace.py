@@ -375,3 +375,22 @@ def test_a_region_compiled_before_the_block_is_compiled_again_in_it() -> None:
     attend(q)
     assert backend.frame_count == 2
     torch.testing.assert_close(o, due)
+
+
+def test_packed_rows_stay_pytorchs_and_the_report_names_what_stands_in() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    x, starts = torch.randn(9, 2, 16), torch.tensor([0, 4, 9], dtype=torch.int32)
+    with watched() as report, pytest.raises(NotImplementedError):  # PyTorch has it on GPUs alone
+        varlen_attn(x, x, x, starts, starts, 5, 5)
+    (row,) = report.rows
+    assert (row.usage.function, row.usage.backend) == ("varlen_attn", None)
+    assert "attn_graph.nn.varlen_attn takes the same arguments" in str(report)
+    with (
+        ag.replace_sdpa(on_fallback="raise"),
+        pytest.raises(ag.TensorError, match="varlen_attn stays PyTorch's: it has packed rows"),
+    ):
+        varlen_attn(x, x, x, starts, starts, 5, 5)
+    o = ag.nn.varlen_attn(x, x, x, starts, starts, 5, 5)
+    assert isinstance(o, torch.Tensor)
+    assert o.shape == x.shape
