@@ -68,11 +68,21 @@ BAD: dict[str, Bad] = {
     ),
     "q and k differ in dtype": (
         call(k=spec(2, 2, 6, 8, dtype=F32)),
-        [["k is torch.float32, and q is torch.float16; write k.half()"]],
+        [
+            [
+                "k is torch.float32, and q is torch.float16 (k_scale= and v_scale= of 1.0 have "
+                "kernels convert both); write k.half()"
+            ]
+        ],
     ),
     "q and v differ in dtype": (
         call(v=spec(2, 2, 6, 8, dtype=F32)),
-        [["v is torch.float32, and q is torch.float16; write v.half()"]],
+        [
+            [
+                "v is torch.float32, and q is torch.float16 (k_scale= and v_scale= of 1.0 have "
+                "kernels convert both); write v.half()"
+            ]
+        ],
     ),
     "v is of another precision than the weights": (
         call(v=spec(2, 2, 6, 8, dtype=F64)),

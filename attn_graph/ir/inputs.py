@@ -76,7 +76,7 @@ def dtype_faults(x: Types, needs: Needs) -> Iterator[Fault]:
         yield from join_faults((n, cast_problem(n, x[n].dtype, FLOATS)) for n in "qkv" if n in x)
         return
     wrong = [n for n in "kv" if n in x and x[n].dtype not in (main, *QUANTISED)]
-    by_kernels = " (with k_scale= and v_scale= of 1.0 kernels convert it)"
+    by_kernels = " (k_scale= and v_scale= of 1.0 have kernels convert both)"
     yield from join_faults(
         (
             n,

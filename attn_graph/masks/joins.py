@@ -121,6 +121,9 @@ class Data:
         if own := {x: n for x, n in zip(self.axes, shape, strict=True) if x in loose}:
             longest = ", ".join(str(own.get(x)) for x in "ij")
             ways.append(f"max_lengths=({longest}) if no sequence is longer")
+        table = len(shape) == 1 and self.axes in ("i", "j") and not self.broadcasts
+        if table and not own and shape[0] > (size := self.shape(sizes)[0]):
+            ways.append(f"{name}[:{size}]; from_flex cuts its tables with sizes=(B, H, M, N)")
         more = f"; pass {', or '.join(ways)}" if ways else ""
         return f"has {', '.join(parts)}{more}" if parts else ""
 

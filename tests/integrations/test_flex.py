@@ -18,6 +18,7 @@ import attn_graph as ag
 from attn_graph.errors import GraphError
 from attn_graph.integrations.flex import from_flex, from_flex_score
 from attn_graph.masks.places import Block, Place
+from attn_graph.nn.functional import attention
 from attn_graph.spec import INF
 
 Mod = Callable[..., Any]  # Any: what FlexAttention calls
@@ -416,3 +417,23 @@ def test_captured_tensors_keep_their_gradient() -> None:
     for tensor in tensors.values():
         assert tensor.data_ptr() == bias.data_ptr()
         assert tensor.requires_grad
+
+
+def test_a_table_longer_than_the_positions_names_both_edits_and_each_works() -> None:
+    documents, x = torch.arange(100) // 10, torch.randn(1, 2, 64, 8)
+
+    def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return documents[i] == documents[j]
+
+    mask, tensors = ag.from_flex(mod)
+    words = (
+        r"tensor_i has 100 queries .* and q has 64; pass tensor_i\[:64\]; from_flex cuts .* sizes="
+    )
+    with pytest.raises(ag.GraphError, match=words):
+        attention(x, x, x, mask=mask, **tensors)
+    due = attention(x, x, x, mask=mask, **{name: t[:64] for name, t in tensors.items()})
+    cut, short = ag.from_flex(mod, sizes=(None, None, 64, 64))
+    o = attention(x, x, x, mask=cut, **short)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(due, torch.Tensor)
+    assert o.equal(due)

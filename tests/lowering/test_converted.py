@@ -120,7 +120,7 @@ def test_gpus_read_keys_in_another_float_as_they_lie(target: str) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({}, F16, r"with k_scale= and v_scale= of 1.0 kernels convert it\); write k.float\(\)"),
+        ({}, F16, r"k_scale= and v_scale= of 1.0 have kernels convert both\); write k.float\(\)"),
         (ONE, F32, "leave it out"),
         ({}, F64, r"write k.float\(\)"),
     ],
