@@ -1,7 +1,7 @@
 """Names for authors of masks, modifiers and backends, beside `Mask`, `Modifier` and `graph`."""
 
 from attn_graph.errors import Reason
-from attn_graph.lowering.backend import Backend, DeviceTest, Executable, RefusedError
+from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Price, RefusedError
 from attn_graph.lowering.facts import sole
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.request import Options, Request
@@ -19,6 +19,7 @@ __all__ = [
     "Keys",
     "Options",
     "Place",
+    "Price",
     "Problem",
     "Reason",
     "RefusedError",

@@ -73,7 +73,7 @@ HOMES = {  # by name
     "picture_masks": "ir.pictures",
     **dict.fromkeys(("failed_checks", "lower_checked", "check_notes"), "planner.self_check"),
     "choose_fastest": "planner.tuning",
-    **dict.fromkeys(("where_faster", "record_weights"), "lowering.cpu.math"),
+    "record_weights": "lowering.cpu.math",
     # for the core, of the core: planning, which nothing needs before the first plan
     **dict.fromkeys(("plan_graph", "plan_simplified"), "plan.building"),
     **dict.fromkeys(("write_gradient", "write_tangents"), "nn.derivatives"),

@@ -21,7 +21,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import training_gradient
 from attn_graph.lowering.rates import rates, read_rates
 from attn_graph.lowering.request import Options, Request
-from attn_graph.planner.choose import choose, format_rough, rank_all
+from attn_graph.planner.choose import choose, format_rough, price_all
 from attn_graph.planner.views import core_of
 from docs.generate.pages import table
 
@@ -310,11 +310,11 @@ class Choice:
 def choose_on(gpu: str, graph: ag.Graph) -> Choice:
     """The planner's choice."""
     target = target_of(gpu)
-    made = choose(Request(graph, target, Options()))
-    able = {made.backend.name, *made.also}
-    return Choice(
-        made.backend.name, {n: x for n, x in rank_all(graph, target).items() if n in able}
-    )
+    request = Request(graph, target, Options())
+    made = choose(request)
+    prices, able = price_all(request), {made.backend.name, *made.also}
+    known = {n: x.seconds for n, x in prices.items() if n in able and x.is_known}
+    return Choice(made.backend.name, known)
 
 
 Chosen = Mapping[str, Choice]  # by GPU

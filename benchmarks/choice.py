@@ -16,8 +16,8 @@ import torch
 
 import attn_graph as ag
 from attn_graph.extend import Options
-from attn_graph.lowering.cpu.math import own_products, ready_alone
-from attn_graph.lowering.cpu.ways import WAYS, CpuCase, cheapest_way
+from attn_graph.lowering.cpu.math import ready_alone
+from attn_graph.lowering.cpu.ways import WAYS, CpuCase, own_products
 from attn_graph.lowering.facts import sole
 from attn_graph.lowering.folding import fold_problem, shape_each
 from benchmarks.cpu_jobs import F16, GROUPS, Job, make_graph, make_operands
@@ -56,7 +56,7 @@ def measure_ways(job: Job, rounds: int) -> Row:
         work = call if job.backward else infer
         runs[way.name] = partial(work, operands[0].device, *operands)
     times = microseconds_in_turn(runs, calls=1, rounds=rounds)
-    chosen = cheapest_way(case)[0].name
+    chosen = case.cheapest[0].name
     prices = {way.name: round(way.seconds(case) * 1e6) for way in able}
     lost = round(times[chosen] / min(times.values()), 2)
     row: Row = {"job": job.name, "backward": job.backward, "chosen": chosen, "lost": lost}

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 import attn_graph as ag
-from attn_graph.lowering import facts
-from attn_graph.planner import cost
+from attn_graph.lowering import facts, shares
 from benchmarks.timing import save, seconds
 
 MODELS = Path(__file__).parents[1] / "examples" / "models.py"
@@ -20,7 +19,7 @@ GOAL = 100.0  # milliseconds
 ROUNDS = 3  # the least of them counts, since others share the machine
 CACHES: tuple[Any, ...] = (  # lru caches that an explanation fills for the next one
     facts.facts_of,
-    cost.count_pairs_once,
+    shares.count_pairs_once,
 )
 
 

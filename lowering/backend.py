@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
+from math import inf
 from typing import Any, TypeVar, final
 
 import torch
@@ -26,6 +28,7 @@ Tensors = Sequence[torch.Tensor]
 Run = Callable[..., tuple[Tensors, Tensors]]  # of a graph: see Executable
 Write = Callable[..., Tensors]  # as above
 Needs = TypeVar("Needs", bound="Foreseen | Executable")
+UNKNOWN = sys.float_info.max  # seconds
 OUT_COPIED = "out= takes a copy: the kernels write to memory of their own"
 
 
@@ -117,6 +120,26 @@ class Executable:
     def foreseen(self) -> Foreseen:
         """The needs of the lowered graph. They are exact."""
         return Foreseen(self.workspace, self.temporary, self.notes, self.copies_out, self.block)
+
+
+@final
+@frozen
+class Price:
+    """What a call takes at least: the backend with the least seconds runs a graph.
+
+    UNKNOWN seconds: those that are known come first. Infinite ones: all others do. traffic: bytes
+    that programs move beside each operand once; the least of it comes first among equal seconds.
+    """
+
+    seconds: float
+    traffic: float = 0
+
+    @property
+    def is_known(self) -> bool:
+        return self.seconds < UNKNOWN
+
+
+UNPRICED = Price(UNKNOWN, inf)
 
 
 def each_once(lines: Iterable[str]) -> tuple[str, ...]:
@@ -228,6 +251,11 @@ def add_copies(needs: Needs, graph: Graph, seen: Graph, *, recorded: bool = Fals
     return evolve(needs, temporary=needs.temporary + more, notes=(*needs.notes, *notes))
 
 
+def no_price(request: Request) -> Price:
+    """The seconds of a call are not known."""
+    return UNPRICED
+
+
 def no_any(request: Request) -> Executable | None:
     """Each size is lowered by itself."""
     return None
@@ -302,7 +330,8 @@ class Backend:
     All functions but `lower_any` see sizes as numbers, and the graph after all passes. Functions of
     three arguments, graph, target and options, work too. why_not: every reason against a graph on a
     target. Each is a Reason, or a plain text that completes "can't: " and is its own key; without
-    one, the backend takes the graph. lower: makes the graph run. It is called only without a
+    one, the backend takes the graph. price: of a call of any graph, taken or
+    not. lower: makes the graph run. It is called only without a
     reason, and raises RefusedError for one that shows only then. foresees: the needs, for backends
     slow to lower; the planner lowers for others. variants: names of other ways to lower, for tuning
     to measure. device_test: a test to pass on this machine's device before the backend runs the
@@ -331,6 +360,7 @@ class Backend:
     one_size: bool = False
     lays: Callable[[Graph], Iterable[int]] = no_layouts
     real: bool = False
+    price: Callable[[Request], Price] = field(default=no_price, kw_only=True)
 
     def reasons(self, request: Request) -> tuple[Reason, ...]:
         """Every reason against a graph, from the options too. Without one, it takes the graph."""
@@ -345,8 +375,15 @@ class Backend:
         if self.real and target.is_emulated:
             actual = f"{target} is emulated by the CPU"
             own.append(Reason("emulated", "runs on a real GPU", actual))
-        seen = request.with_graph(self.seen(request.graph)) if request.graph.layouts else request
-        return (*own, *map(Reason.of, self.why_not(seen)))
+        return (*own, *map(Reason.of, self.why_not(self.request_seen(request))))
+
+    def priced(self, request: Request) -> Price:
+        """The price of a graph, whether it takes it or not."""
+        return self.price(self.request_seen(request))
+
+    def request_seen(self, request: Request) -> Request:
+        """The request with no more layouts than it writes itself."""
+        return request.with_graph(self.seen(request.graph)) if request.graph.layouts else request
 
     def foreseen(self, request: Request) -> Foreseen:
         """The needs of a graph it takes."""

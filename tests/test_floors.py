@@ -37,7 +37,10 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
         *("attn_graph.lowering.reasons", "attn_graph.lowering.rooms"),
         "attn_graph.lowering.steps",
     ),
-    ("attn_graph.lowering.backend", "attn_graph.lowering.limits", "attn_graph.lowering.rates"),
+    (
+        *("attn_graph.lowering.backend", "attn_graph.lowering.limits"),
+        *("attn_graph.lowering.rates", "attn_graph.lowering.shares"),
+    ),
     ("attn_graph.lowering.request",),
     ("attn_graph.lowering.facts",),
     ("attn_graph.lowering.problem",),

@@ -45,6 +45,7 @@ TWO_MEANINGS = {  # a name that several modules define: why it may be
     "forward": "each set of kernels has its forward pass",
     "lower": "what every backend does, by the protocol Backend",
     "main": "where a program starts: the command line, and the process that builds a plan",
+    "price": "what every backend may do, by the protocol Backend",
     "variants": "what every backend may do, by the protocol Backend",
     "why_not": "what every backend does, by the protocol Backend",
 }

@@ -10,9 +10,10 @@ from attrs import asdict, frozen
 
 import attn_graph as ag
 from attn_graph.ir.vjp import main_outputs
+from attn_graph.lowering.shares import mask_sources
 from attn_graph.machine.timing import Job, add_medians
 from attn_graph.plan import Plan
-from attn_graph.planner.cost import cost, mask_sources
+from attn_graph.planner.cost import cost
 from attn_graph.planner.tuning import examples
 
 Pass = Literal["forward", "backward"]

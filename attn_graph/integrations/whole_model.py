@@ -32,6 +32,9 @@ from attn_graph.integrations.model_figures import (
     is_untold,
 )
 from attn_graph.ir.graph import Graph
+from attn_graph.lowering.backend import UNPRICED
+from attn_graph.lowering.request import Options as PlanOptions
+from attn_graph.lowering.request import Request
 from attn_graph.machine.sizes import format_bytes, parse_bytes
 from attn_graph.machine.target import Target, default_target
 from attn_graph.mesh.explanation import link_speed, predict_ranks
@@ -39,7 +42,7 @@ from attn_graph.mesh.layout import Mesh
 from attn_graph.mesh.results import Outlook
 from attn_graph.mesh.sharding import shard
 from attn_graph.nn.calls import Options, make_graph, named_options
-from attn_graph.planner.choose import rank_all
+from attn_graph.planner.choose import price_all
 from attn_graph.planner.explanation import Explanation
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.words import nearest
@@ -427,11 +430,14 @@ def predict(explanation: Explanation, outlook: Outlook | None) -> float | None:
 
     outlook: of a divided context, whose slowest GPU is the layer's.
     """
-    passes = [explanation, *filter(None, [explanation.backward])]
-    prices = [rank_all(x.graph, x.target).get(x.backend or "") for x in passes]
-    known = [x for x in prices if x is not None]
-    if len(known) < len(prices):
+    if explanation.target.kind == "cpu":  # its prices are of one thread
         return None
+    passes = [explanation, *filter(None, [explanation.backward])]
+    prices = [price_all(Request(x.graph, x.target, PlanOptions())) for x in passes]
+    chosen = [made.get(x.backend or "", UNPRICED) for made, x in zip(prices, passes, strict=True)]
+    if not all(price.is_known for price in chosen):
+        return None
+    known = [price.seconds for price in chosen]
     return predict_ranks(outlook, known) if outlook else sum(known)
 
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TypeVar, final
 from warnings import warn_explicit
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from attn_graph.errors import (
     NO_BACKEND,
@@ -21,13 +21,16 @@ from attn_graph.errors import (
 )
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import keeps_weights
-from attn_graph.lowering.backend import Backend, Executable, RefusedError, no_device_test
-from attn_graph.lowering.facts import facts_of
+from attn_graph.lowering.backend import (
+    Backend,
+    Executable,
+    Price,
+    RefusedError,
+    no_device_test,
+)
 from attn_graph.lowering.request import Named, Options, Request
-from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.planner.cost import format_scaled
-from attn_graph.planner.predict import rank
 from attn_graph.rings import BACKENDS as HOMES
 from attn_graph.rings import find, load, present_backends
 
@@ -35,10 +38,10 @@ T = TypeVar("T")
 Refusals = tuple[tuple[str, tuple[Reason, ...]], ...]  # every reason against, by backend
 
 BACKENDS: tuple[Backend, ...] = tuple(present_backends())
-BACKEND_NAMES = tuple([backend.name for backend in BACKENDS])
-MATH, TRITON = "math", "triton"
+MATH = "math"
 
 PREDICTED = "predicted to be the fastest"
+BASIS = {"cpu": "on one thread", "cuda": "at best"}  # of prices, by kind of target
 FIRST_ABLE = "first in the order of preference that supports the graph"
 KEPT = "the only backend that keeps weights from pass to pass"
 
@@ -124,35 +127,49 @@ def choose(
     late: reasons by backend, discovered while it was lowered. Raises NoBackendError with every
     backend's reasons if all refuse; warns or raises by on_fallback if only `math` is left.
     """
-    among = permitted_backends(request)
-    if among is not None and not among:
-        raise GraphError(f"backends= names none; there are {', '.join(b.name for b in BACKENDS)}")
-    ordered, cause = (among, "first in backends=") if among is not None else preference(request)
+    among, prices = permitted_backends(request), dict[str, Price]()
+    ordered: Sequence[Backend]
+    if among is not None:
+        if not among:
+            names = ", ".join(b.name for b in BACKENDS)
+            raise GraphError(f"backends= names none; there are {names}")
+        ordered, cause = among, "first in backends="
+    elif kernels := request.options.switches.order(request.target.kind, request.target.sm):
+        ordered, cause = by_priority(kernels), "first in the order set by sdpa_kernel"
+    else:
+        prices = price_all(request)
+        ordered = sorted(BACKENDS, key=lambda b: order_key(prices[b.name]))
+        cause = "first in the order of preference"
     reasons = [(b, late.get(b.name) or known_reasons(b, request)) for b in ordered]
     able = [b for b, against in reasons if not against]
     refusals = tuple([(b.name, against) for b, against in reasons if against])
     if not able:
         raise NoBackendError(request.graph, refusals, refused_title(request))
     first = able[0]
+    known = {name: price.seconds for name, price in prices.items() if price.is_known}
+    figures = [f"{b.name} {format_rough(known[b.name])}" for b in able if b.name in known]
     if keeps_weights(request.graph):
         cause = KEPT
     elif len(able) == 1:
         limited = " allowed" if among is not None or request.options.avoid else ""
         cause = f"the only backend{limited} that supports the graph"
-    elif cause is PREDICTED:
-        names = {b.name for b in able}
-        figures = [
-            f"{n} {format_rough(x)}"
-            for n, x in rank_all(request.graph, request.target).items()
-            if n in names
-        ]
-        cause = f"{cause}, at best: {', '.join(figures)}" if len(figures) > 1 else FIRST_ABLE
-    elif first is not ordered[0]:
+    elif len(figures) > 1:
+        cause = f"{PREDICTED}, {BASIS[request.target.kind]}: {', '.join(figures)}"
+    elif known or first is not ordered[0]:
         cause = FIRST_ABLE
     choice = Choice(first, cause, refusals, tuple([b.name for b in able[1:]]))
     if choice.is_fallback:
         report_fallback(request.graph, request.options, refusals)
     return choice
+
+
+def order_key(price: Price) -> tuple[float, float]:
+    return price.seconds, price.traffic
+
+
+def price_all(request: Request) -> dict[str, Price]:
+    """The price of each of our backends, by name."""
+    return {b.name: b.priced(request) for b in BACKENDS}
 
 
 def refused_title(request: Request) -> str:
@@ -187,42 +204,6 @@ def report_fallback(graph: Graph, options: Options, refusals: Refusals) -> None:
     if options.on_fallback == "warn":
         lines = "\n".join(refusal_lines(refusals))
         warn_explicit(f"{title} and will run it\n{lines}", FallbackWarning, *user_frame())
-
-
-def preference(request: Request) -> tuple[Sequence[Backend], str]:
-    """All backends in the order for this graph and target, and the basis of the order."""
-    graph, target, options = request.graph, request.target, request.options
-    if options.batch_invariant:
-        return put_first(TRITON), "batch_invariant=True, and its bits do not depend on the batch"
-    if target.interprets:  # for tests: Triton comes last, and others as they do anyway
-        backends, cause = preference(evolve(request, target=evolve(target, interprets=False)))
-        return sorted(backends, key=lambda b: b.name == TRITON), cause
-    if order := options.switches.order(target.kind, target.sm):
-        return by_priority(order), "first in the order set by sdpa_kernel"
-    if target.kind == "cpu" and (size := find("where_faster")(graph, target)) is not None:
-        return put_first(MATH), f"faster for {size} on this kind of CPU"
-    if target.kind == "cuda":
-        return by_prediction(request)
-    return BACKENDS, "first in the order of preference"
-
-
-def by_prediction(request: Request) -> tuple[Sequence[Backend], str]:
-    """Backends with a predicted time, the fastest first, then Triton and all others: only its
-    kernels are priced for no GPU and supported on every one."""
-    names = [*rank_all(request.graph, request.target)]
-    by_name = {backend.name: backend for backend in put_first(TRITON)}
-    cause = PREDICTED if names else "first in the order of preference"
-    return [by_name[x] for x in dict.fromkeys((*names, *by_name)) if x in by_name], cause
-
-
-def put_first(name: str) -> Sequence[Backend]:
-    """All backends in the usual order, but this one ahead."""
-    return [b for b in BACKENDS if b.name == name] + [b for b in BACKENDS if b.name != name]
-
-
-def rank_all(graph: Graph, target: Target) -> Mapping[str, float]:
-    """Predicted seconds of our backends, the fastest first."""
-    return facts_of(graph).once(rank, target, BACKEND_NAMES)
 
 
 def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:

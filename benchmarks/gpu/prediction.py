@@ -5,9 +5,10 @@ from __future__ import annotations
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import training_gradient
-from attn_graph.lowering.facts import facts_of
+from attn_graph.lowering.backend import UNPRICED
+from attn_graph.lowering.request import Options, Request
+from attn_graph.planner.choose import price_all
 from attn_graph.planner.cost import Work, cost
-from attn_graph.planner.predict import forecast
 from benchmarks.gpu.cases import Pass
 
 # The backend whose kernel a way runs, where its name does not end with it.
@@ -26,6 +27,7 @@ def predict_milliseconds(graph: ag.Graph, target: ag.Target, pass_: Pass, by: st
     """By the rate of a way's kernels, or else by the target's peaks; None: neither is known."""
     simple = simplify(graph)
     of_pass = simple if pass_ == "forward" else training_gradient(simple)
-    made = forecast(facts_of(of_pass), target, KERNELS.get(by, by.rpartition(" ")[2]))
-    seconds = made.seconds if made else count_work(graph, target, pass_).seconds
+    prices = price_all(Request(of_pass, target, Options()))
+    made = prices.get(KERNELS.get(by, by.rpartition(" ")[2]), UNPRICED)
+    seconds = made.seconds if made.is_known else count_work(graph, target, pass_).seconds
     return None if seconds is None else 1e3 * seconds

@@ -21,7 +21,7 @@ from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packing import Lengths, require_first
 from attn_graph.ir.passes import keep_weights
 from attn_graph.ir.scaling import Dequantise, Quantise
-from attn_graph.lowering.backend import Backend, Executable, Run, Write
+from attn_graph.lowering.backend import UNPRICED, Backend, Executable, Price, Run, Write
 from attn_graph.lowering.cpu import sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first, has_numbers
 from attn_graph.lowering.cpu.all_kept import open_graph, skips_booleans
@@ -35,9 +35,18 @@ from attn_graph.lowering.cpu.product_passes import run_products
 from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
-from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase, cheapest_way, keeps, sdpa_seconds
+from attn_graph.lowering.cpu.ways import (
+    AttentionTiles,
+    CpuCase,
+    cpu_case,
+    gives_statistics,
+    keeps,
+    may_fuse,
+    own_products,
+    sole_case,
+)
 from attn_graph.lowering.facts import Facts, facts_of
-from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
+from attn_graph.lowering.folding import folds_heads, shares_rows
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import (
     Problem,
@@ -55,7 +64,7 @@ from attn_graph.lowering.steps import Step, Steps, Work, lease_rooms
 from attn_graph.machine.ambient import plain_ops_on
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.spec import TensorSpec
 
 Tensors = Sequence[torch.Tensor]
 T = TypeVar("T")
@@ -87,17 +96,13 @@ def plan_tiles(request: Request) -> tuple[AttentionTiles | None, ...]:
     return request.facts.once(tile_equations, may_fuse(request), own_products(request.target))
 
 
-def may_fuse(request: Request) -> bool:
-    """True if PyTorch's fused CPU kernel may run."""
-    return request.target.kind == "cpu" and request.options.switches.flash
-
-
 def tile_equations(facts: Facts, fused: bool, own: Dtypes) -> tuple[AttentionTiles | None, ...]:
     """fused: True if PyTorch's fused CPU kernel may run. own: the CPU's native product dtypes."""
-    return tuple([tile_equation(facts.graph, eqn, fused, own) for eqn in facts.graph.eqns])
+    return tuple([tile_equation(facts, eqn, fused, own) for eqn in facts.graph.eqns])
 
 
-def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> AttentionTiles | None:
+def tile_equation(facts: Facts, eqn: Eqn, fused: bool, own: Dtypes) -> AttentionTiles | None:
+    graph = facts.graph
     op, specs = eqn.op, operand_specs(graph, eqn)
     if op.packed or not op.attention:
         return None
@@ -110,13 +115,13 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Attention
     problem = Problem.of(op, specs)
     if problem.is_empty:
         return None
-    return tile_problem(gives_statistics(graph, eqn), fused, own, problem)
+    case = CpuCase(problem, own, fused, gives_statistics(graph, eqn))
+    priced = facts.once(sole_case, own, fused)
+    return tile_case(priced if priced == case else case)
 
 
-def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -> AttentionTiles:
-    """statistics: as `gives_statistics` has it."""
-    case = CpuCase(problem, own, fused, statistics)
-    return cheapest_way(case)[0].tile(case)
+def tile_case(case: CpuCase) -> AttentionTiles:
+    return case.cheapest[0].tile(case)
 
 
 def kept_problem(op: Op, specs: Sequence[TensorSpec]) -> tuple[Problem, float]:
@@ -168,37 +173,9 @@ def gains_by_weights(graph: Graph, own: Dtypes) -> bool:
     return keeps(alone, own, rate) and tile_kept(alone, rate, own) is not None
 
 
-def where_faster(graph: Graph, target: Target) -> str | None:
-    """The dtype and pass, if math is faster than one call of PyTorch's kernel; else None."""
-    problem = facts_of(graph).problem
-    if problem is None or problem.is_empty:
-        return None
-    statistics = gives_statistics(graph, graph.eqns[0])
-    case = CpuCase(fold_problem(problem) or problem, own_products(target), statistics=statistics)
-    way, seconds = cheapest_way(case)
-    if seconds >= sdpa_seconds(case):
-        return None
-    pass_ = "backward" if graph.is_gradient else "forward"
-    size = "" if way.name == "kernel" else " of this size"
-    return f"{NAMES[problem.dtype]} {pass_}{size}"
-
-
-def gives_statistics(graph: Graph, eqn: Eqn) -> bool:
-    """True if an attention's lse or another statistic is returned or read: it is not of rounded
-    scores then."""
-    if not eqn.op.forward:
-        return False
-    given = {i for each, outs in graph.numbered if each is eqn for i in outs[1:]}
-    read = {i for each in graph.eqns for i in each.args}
-    return bool(given & (read | {*graph.outputs}))
-
-
-def own_products(target: Target) -> Dtypes:
-    """The dtypes with product instructions on a target's CPU; none on other kinds."""
-    if target.kind != "cpu":
-        return frozenset()
-    half = {torch.bfloat16} if "bf16" in target.native else set[torch.dtype]()
-    return frozenset({torch.float32, torch.float64, *half})
+def price(request: Request) -> Price:
+    case = cpu_case(request)
+    return UNPRICED if case is None else Price(case.cheapest[1])
 
 
 def lower(request: Request) -> Executable:
@@ -261,10 +238,10 @@ def sized_step(request: Request, eqn: Eqn, op: Attention | AttentionGrad) -> Ste
     alone = request.facts.problem if target.kind == "cpu" else None
     folds = alone is not None and not shares_rows(graph, alone)
     own = own_products(target)
-    tile = partial(tile_problem, gives_statistics(graph, eqn), may_fuse(request), own)
+    fused, statistics = may_fuse(request), gives_statistics(graph, eqn)
 
     def lower(problem: Problem) -> Lowered:
-        tiles = tile(problem)
+        tiles = tile_case(CpuCase(problem, own, fused, statistics))
         is_free = not isinstance(tiles, ProductTiles) and tiles.takes_any_keys
         return ready_alone(tiles, options), is_free
 
@@ -424,8 +401,7 @@ def lower_sequence(request: Request, part: Graph) -> Executable:
 
 def lower_faster(request: Request) -> Executable:
     """The executable of a graph by the faster of both CPU backends."""
-    faster = where_faster(request.graph, request.target) is not None
-    refused = faster or sdpa.BACKEND.reasons(request)
+    refused = price(request).seconds < sdpa.price(request).seconds or sdpa.BACKEND.reasons(request)
     return (BACKEND if refused else sdpa.BACKEND).lower(request)
 
 
@@ -455,6 +431,6 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
 
 
 BACKEND = skips_booleans(
-    folds_heads(Backend("math", why_not, lower, lower_any=lower_any_size), "cpu"),
+    folds_heads(Backend("math", why_not, lower, lower_any=lower_any_size, price=price), "cpu"),
     lower_faster,
 )

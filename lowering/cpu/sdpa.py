@@ -15,8 +15,9 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias
 from attn_graph.kernels.fused_cpu import block_bytes, flash, flash_backward, pull_heads
 from attn_graph.kernels.products import reaches_far
-from attn_graph.lowering.backend import Backend, Executable
+from attn_graph.lowering.backend import UNPRICED, Backend, Executable, Price
 from attn_graph.lowering.cpu.far_rows import by_products
+from attn_graph.lowering.cpu.ways import cpu_case, sdpa_seconds
 from attn_graph.lowering.folding import folds_heads, folds_one_row
 from attn_graph.lowering.problem import (
     Problem,
@@ -87,6 +88,11 @@ def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
         yield Reason("bias_dtype", f"adds a bias of dtype {NAMES[dtype]} or f32", actual)
     elif dtype == torch.float64 and bias.dtype != dtype:
         yield Reason("wide_bias_dtype", "adds a bias of dtype f64 to f64 scores", actual)
+
+
+def price(request: Request) -> Price:
+    case = cpu_case(request)
+    return UNPRICED if case is None else Price(sdpa_seconds(case))
 
 
 def lower(request: Request) -> Executable:
@@ -236,4 +242,6 @@ def lower_backward(
     )
 
 
-BACKEND = folds_heads(Backend("torch_sdpa", why_not, lower, lower_any=lower_whole), "cpu")
+BACKEND = folds_heads(
+    Backend("torch_sdpa", why_not, lower, lower_any=lower_whole, price=price), "cpu"
+)

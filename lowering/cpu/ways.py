@@ -7,6 +7,7 @@ them. products: tiles with every modifier and every gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from math import prod
 from typing import final
 
@@ -14,6 +15,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import SAVED
+from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles, hides_by_booleans
 from attn_graph.lowering.cpu.product_slots import has_few_scores, lies_flat
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
@@ -21,8 +23,12 @@ from attn_graph.lowering.cpu.row_core import sums_rows
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import FEW_ROWS, caps_entries, cuts_entries, reads_numbers
 from attn_graph.lowering.cpu.schedule import DATA_ROWS, count_looks, looks_pay, score_seconds
+from attn_graph.lowering.facts import Facts
+from attn_graph.lowering.folding import fold_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import CpuRates, cpu_rates
+from attn_graph.lowering.request import Request
+from attn_graph.machine.target import Target
 from attn_graph.masks import Keep
 from attn_graph.masks.joins import leaves
 from attn_graph.masks.tiles import most_pairs
@@ -58,6 +64,12 @@ class CpuCase:
         p = self.problem
         return p.dtype if p.dtype in self.own and not (self.statistics or is_part(p)) else p.wide
 
+    @cached_property
+    def cheapest(self) -> tuple[CpuWay, float]:
+        """The cheapest way, and its price; the first of equal ones."""
+        able = [(way, way.seconds(self)) for way in WAYS if way.refuses(self) is None]
+        return min(able, key=lambda priced: priced[1])
+
 
 @final
 @frozen
@@ -71,10 +83,43 @@ class CpuWay:
     tile: Callable[[CpuCase], AttentionTiles]
 
 
-def cheapest_way(case: CpuCase) -> tuple[CpuWay, float]:
-    """The cheapest way, and its price; the first of equal ones."""
-    able = [(way, way.seconds(case)) for way in WAYS if way.refuses(case) is None]
-    return min(able, key=lambda priced: priced[1])
+def sole_case(facts: Facts, own: frozenset[torch.dtype], fused: bool) -> CpuCase | None:
+    """The case of a graph that is one attention, or one gradient; None of others."""
+    graph, problem = facts.graph, facts.problem
+    if problem is None or problem.is_empty:
+        return None
+    statistics = gives_statistics(graph, graph.eqns[0])
+    return CpuCase(fold_problem(problem) or problem, own, fused, statistics)
+
+
+def gives_statistics(graph: Graph, eqn: Eqn) -> bool:
+    """True if an attention's lse or another statistic is returned or read: it is not of rounded
+    scores then."""
+    if not eqn.op.forward:
+        return False
+    given = {i for each, outs in graph.numbered if each is eqn for i in outs[1:]}
+    read = {i for each in graph.eqns for i in each.args}
+    return bool(given & (read | {*graph.outputs}))
+
+
+def cpu_case(request: Request) -> CpuCase | None:
+    """The case of a request for a CPU; None of other graphs and targets."""
+    if request.target.kind != "cpu":
+        return None
+    return request.facts.once(sole_case, own_products(request.target), may_fuse(request))
+
+
+def may_fuse(request: Request) -> bool:
+    """True if PyTorch's fused CPU kernel may run."""
+    return request.target.kind == "cpu" and request.options.switches.flash
+
+
+def own_products(target: Target) -> frozenset[torch.dtype]:
+    """The dtypes with product instructions on a target's CPU; none on other kinds."""
+    if target.kind != "cpu":
+        return frozenset()
+    half = {torch.bfloat16} if "bf16" in target.native else set[torch.dtype]()
+    return frozenset({torch.float32, torch.float64, *half})
 
 
 # What each way refuses
@@ -261,7 +306,7 @@ def keeps(problem: Problem, own: frozenset[torch.dtype], rate: float) -> bool:
     if p.dtype not in own or p.is_empty or not (suits and few):
         return False
     case = CpuCase(p, own, fused=not rate and p.node.is_bare)
-    return kept_seconds(case) < (1 + PULL) * cheapest_way(case)[1]
+    return kept_seconds(case) < (1 + PULL) * case.cheapest[1]
 
 
 def kept_seconds(case: CpuCase) -> float:

@@ -7,7 +7,7 @@ absent GPUs, in a process with a stand-in for their driver.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,15 @@ from attrs import evolve
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Foreseen, RefusedError
+from attn_graph.lowering.backend import (
+    Backend,
+    DeviceTest,
+    Executable,
+    Foreseen,
+    Price,
+    RefusedError,
+)
+from attn_graph.lowering.libraries.forecast import forecast
 from attn_graph.lowering.problem import Problem, places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.lowering.request import Options, Request
@@ -92,6 +100,16 @@ def read_case(request: Request) -> Case | None:
     from attn_graph.lowering.libraries.cudnn_case import case_of
 
     return request.facts.once(case_of, request.target, request.options.deterministic)
+
+
+def price(request: Request) -> Price:
+    return forecast(request, "cudnn", cudnn_copies)
+
+
+def cudnn_copies(request: Request) -> Iterable[str]:
+    """The operands that a call copies."""
+    case = read_case(request)
+    return case.copies if case else ()
 
 
 def lower(request: Request) -> Executable:
@@ -190,5 +208,5 @@ def wide_test(request: Request) -> DeviceTest | None:
 
 BACKEND = Backend(
     "cudnn", why_not, lower, foresees, variants, one_size=True, device_test=wide_test,
-    lays=places_of_rows, real=True,
+    lays=places_of_rows, real=True, price=price,
 )  # fmt: skip

@@ -7,15 +7,23 @@ package is imported when a call runs, and in processes for compiling ahead.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
 
 from attn_graph.errors import Reason
-from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Foreseen, RefusedError
+from attn_graph.lowering.backend import (
+    Backend,
+    DeviceTest,
+    Executable,
+    Foreseen,
+    Price,
+    RefusedError,
+)
 from attn_graph.lowering.facts import Facts
+from attn_graph.lowering.libraries.forecast import forecast
 from attn_graph.lowering.problem import places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
 from attn_graph.lowering.request import Request
@@ -58,6 +66,19 @@ def why_not(request: Request) -> Iterator[Reason]:
     yield from (*against, *own)
     if not own:
         yield from trace_reasons(request)
+
+
+def price(request: Request) -> Price:
+    return forecast(request, "fa4", fa4_copies)
+
+
+def fa4_copies(request: Request) -> Iterable[str]:
+    """The operands that a call copies."""
+    from attn_graph.lowering.libraries import fa4_masks
+    from attn_graph.lowering.lying import Lying
+
+    lying = request.facts.once(Lying.for_libraries)
+    return fa4_masks.copies(lying) if lying else ()
 
 
 def package_reasons(target: Target) -> Iterator[Reason]:
@@ -203,4 +224,6 @@ def small_test(request: Request) -> DeviceTest | None:
     return DeviceTest(HOME, call.variant, small, way=way)
 
 
-BACKEND = Backend("fa4", why_not, lower, foresee_call, device_test=small_test, lays=places_of_rows)
+BACKEND = Backend(
+    "fa4", why_not, lower, foresee_call, device_test=small_test, lays=places_of_rows, price=price
+)

@@ -22,6 +22,7 @@ from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
 from attn_graph.lowering.backend import Backend, Executable
+from attn_graph.lowering.libraries.forecast import forecast
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import (
     ALIGNED,
@@ -424,4 +425,10 @@ EFFICIENT_KERNEL = Variant(
 )
 CUDNN_KERNEL = Variant("cudnn", fused_cuda.CUDNN, cudnn_reasons, widest=128)
 EFFICIENT = Backend("torch_efficient", EFFICIENT_KERNEL.why_not, EFFICIENT_KERNEL.lower, real=True)
-CUDNN = Backend("torch_cudnn", CUDNN_KERNEL.why_not, CUDNN_KERNEL.lower, real=True)
+CUDNN = Backend(
+    "torch_cudnn",
+    CUDNN_KERNEL.why_not,
+    CUDNN_KERNEL.lower,
+    real=True,
+    price=partial(forecast, name="torch_cudnn"),
+)

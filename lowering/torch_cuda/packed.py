@@ -20,6 +20,7 @@ from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.facts import Facts
+from attn_graph.lowering.libraries.forecast import forecast
 from attn_graph.lowering.lying import Lying, rows_outside
 from attn_graph.lowering.problem import on_boundary, read_operands, select_outputs
 from attn_graph.lowering.reasons import (
@@ -272,4 +273,6 @@ def restride(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return new.copy_(x)
 
 
-BACKEND = Backend("torch_flash", why_not, lower, real=True)
+BACKEND = Backend(
+    "torch_flash", why_not, lower, real=True, price=partial(forecast, name="torch_flash")
+)

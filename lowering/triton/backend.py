@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +15,10 @@ from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
 from attn_graph.ir.scaling import Dequantise
-from attn_graph.lowering.backend import Backend, Executable
+from attn_graph.lowering.backend import UNKNOWN, UNPRICED, Backend, Executable, Price
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.finishing import cut_last, finish
+from attn_graph.lowering.libraries.forecast import forecast
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import ROWS, Problem, returns_lse
 from attn_graph.lowering.reasons import (
@@ -365,4 +367,13 @@ def tile_reach(lying: Lying, name: str, spec: TensorSpec) -> int:
     return (MOST_ROWS - 1) * strides[2] + (spec.shape[-1] - 1) * strides[-1]
 
 
-BACKEND = Backend("triton", why_not, lower, variants=variants, lays=lays)
+def price(request: Request) -> Price:
+    """Interpreted kernels are for tests: all other backends come before them. On a GPU without a
+    rate compiled ones come before all others without: they are for every GPU."""
+    if request.target.kind == "cpu":
+        return Price(inf) if request.target.interprets else UNPRICED
+    made = forecast(request, "triton")
+    return made if made.is_known else Price(UNKNOWN)
+
+
+BACKEND = Backend("triton", why_not, lower, variants=variants, lays=lays, price=price)

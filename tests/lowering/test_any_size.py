@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.lowering.cpu import math as cpu
+from attn_graph.lowering.cpu.ways import AttentionTiles, CpuCase
 from attn_graph.testing.agreement import check_outputs
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
@@ -89,13 +90,13 @@ def test_one_query_reads_the_keys_that_its_mask_leaves(mask: ag.Mask, r: int) ->
 def test_near_numbers_of_keys_are_planned_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that grows by a token has one plan for 64 of them; so it has with padding."""
     planned: list[int] = []
-    tile = cpu.tile_problem
+    tile = cpu.tile_case
 
-    def count(*args: object) -> object:
-        planned.append(args[-1].N)  # type: ignore[attr-defined]  # of a problem
-        return tile(*args)  # type: ignore[arg-type]  # those of the function
+    def count(case: CpuCase) -> AttentionTiles:
+        planned.append(case.problem.N)
+        return tile(case)
 
-    monkeypatch.setattr(cpu, "tile_problem", count)
+    monkeypatch.setattr(cpu, "tile_case", count)
     q, N = ag.TensorSpec((2, 4, 1, 8), torch.float32), ag.Dim("N", 4096)
     k = ag.TensorSpec((2, 2, N, 8), torch.float32)
     kinds: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.cpu import ways
-from attn_graph.lowering.cpu.math import own_products, plan_tiles
+from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_slots import share_evenly
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.facts import sole
@@ -231,8 +231,8 @@ def test_the_cheapest_way_that_does_not_refuse_runs(graph: ag.Graph, native: Tar
     problem = sole(plan.graph)
     if problem is None or problem.is_empty:
         return
-    case = ways.CpuCase(problem, own_products(native))
-    chosen, seconds = ways.cheapest_way(case)
+    case = ways.CpuCase(problem, ways.own_products(native))
+    chosen, seconds = case.cheapest
     assert chosen.refuses(case) is None
     assert all(seconds <= x.seconds(case) or x.refuses(case) for x in ways.WAYS)
 
@@ -244,7 +244,7 @@ def problem_of(dtype: torch.dtype, *sizes: int, **options: Any) -> ways.CpuCase:
     graph = ag.compile(ag.attention(q, k, k, **options), target=NATIVE, backends=("math",)).graph
     problem = sole(graph)
     assert problem is not None
-    return ways.CpuCase(problem, own_products(NATIVE))
+    return ways.CpuCase(problem, ways.own_products(NATIVE))
 
 
 @given(
@@ -280,14 +280,14 @@ def test_more_batch_entries_cost_more(
 def test_jobs_of_the_benchmark_run_the_fastest_way(
     dtype: torch.dtype, sizes: tuple[int, ...], name: str
 ) -> None:
-    assert ways.cheapest_way(problem_of(dtype, *sizes))[0].name == name
+    assert problem_of(dtype, *sizes).cheapest[0].name == name
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_a_window_of_few_keys_makes_the_kernel_cheaper(dtype: torch.dtype) -> None:
     mask = ag.Window(63, align="bottom_right")
     case = problem_of(dtype, 3, 16, 16, 64, 4096, mask=mask)
-    assert ways.cheapest_way(case)[1] < ways.cheapest_way(evolve_mask(case))[1] / 4
+    assert case.cheapest[1] < evolve_mask(case).cheapest[1] / 4
 
 
 @pytest.mark.parametrize("key_heads", [4, 16])

@@ -1,4 +1,4 @@
-"""The least time of each backend's kernels on a GPU, to order the backends that can run.
+"""The least time of kernels on a GPU, to order the backends that can run.
 
 The time is the longer of two: the products at a share of the GPU's peak (lowering/rates.toml, with
 its sources), and one read of every operand. Both grow if there are fewer programs than
@@ -12,34 +12,21 @@ rows, each as long as allowed, and pages as if every sequence had all of its own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import final
 
 from attrs import frozen
 
-from attn_graph.lowering.facts import Facts
-from attn_graph.lowering.libraries import fa4_masks
-from attn_graph.lowering.libraries.cudnn_case import case_of
+from attn_graph.lowering.backend import UNPRICED, Price
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.parts import LEAST, WORTH, choose_parts, is_decoding
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, rates, read_rates
-from attn_graph.machine.target import Target
-from attn_graph.planner.cost import distinct_elements, known_shares
+from attn_graph.lowering.request import Request
+from attn_graph.lowering.shares import distinct_elements, known_shares
 
 MOST_ROWS = 128  # of one program
-
-
-@final
-@frozen
-class Forecast:
-    """A backend's least seconds for one attention, or its gradient, and the bytes that its programs
-    move: keys and values read from memory or its cache, and parts written and joined; 0 for a
-    gradient."""
-
-    seconds: float
-    traffic: int
 
 
 @final
@@ -103,7 +90,8 @@ class Programs:
         return programs / (waves * processors), min(1.0, programs / processors)
 
     def traffic(self, parts: int) -> int:
-        """Bytes of keys and values read, and of the parts."""
+        """Bytes of keys and values read from memory or its cache, and of the parts written and
+        joined; 0 for a gradient."""
         p = self.problem
         read = self.count * p.N * (p.D + p.E) * p.dtype.itemsize
         joined = 8 * self.entries * p.H * parts * p.M * (p.E + 2) if parts > 1 else 0
@@ -135,26 +123,34 @@ def programs_of(rows: int) -> int:
     return -(-rows // MOST_ROWS)
 
 
-def forecast(facts: Facts, target: Target, name: str) -> Forecast | None:
-    """A backend's forecast on a GPU.
+def copies_nothing(request: Request) -> Iterable[str]:
+    return ()
 
-    None if a rate is not known: the backend's there, in this dtype, or the GPU's own; and for
+
+def forecast(
+    request: Request, name: str, copies: Callable[[Request], Iterable[str]] = copies_nothing
+) -> Price:
+    """The price of a backend's kernels on a GPU. copies: the operands, by name, that a call copies
+    before its kernel runs.
+
+    UNPRICED if a rate is not known: the backend's there, in this dtype, or the GPU's own; and for
     graphs beyond one attention or its gradient.
     """
+    facts, target = request.facts, request.target
     rate, processors, bandwidth = (
         rates().get((name, target.sm)),
         target.multiprocessors,
         target.bandwidth,
     )
     if rate is None or processors is None or bandwidth is None:
-        return None
+        return UNPRICED
     lying = facts.once(Lying.of)
     if lying is None or lying.problem.is_empty or 0 in lying.totals.values():
-        return None
+        return UNPRICED
     p = lying.problem
     peak = peak_of(target, name, p.dtype, max(p.D, p.E), backward=p.grad is not None)
     if peak is None:
-        return None
+        return UNPRICED
     programs, work = Programs.of(lying, rate), facts.once(known_shares)[-1]
     parts = programs.parts(rate.fills * processors)
     filled, busy = programs.fullness(processors)
@@ -165,27 +161,7 @@ def forecast(facts: Facts, target: Target, name: str) -> Forecast | None:
     seconds = least_seconds(
         work.flops * programs.padding, peak * filled, moved, bandwidth * busy, int(parts > 1)
     )
-    for size in copied_bytes(facts, lying, target, name):  # read and written
-        seconds += read_rates()["launch"] + 2 * size / bandwidth
-    return Forecast(seconds, programs.traffic(parts))
-
-
-def copied_bytes(facts: Facts, lying: Lying, target: Target, name: str) -> list[int]:
-    """The bytes of each operand that a call copies before its kernel runs."""
-    names: tuple[str, ...] = ()
-    if name == "fa4" and (read := facts.once(Lying.for_libraries)):
-        names = fa4_masks.copies(read)
-    if name == "cudnn" and (case := facts.once(case_of, target, False)):
-        names = case.copies
     specs = lying.large
-    return [specs[x].type.bytes for x in names]
-
-
-def rank(facts: Facts, target: Target, names: Sequence[str]) -> dict[str, float]:
-    """Forecast seconds by backend, the fastest first; backends without a forecast are left out.
-
-    Ties are ordered by the bytes that programs move, then by the order of `names`.
-    """
-    made = {name: x for name in names if (x := forecast(facts, target, name)) is not None}
-    order = sorted(made, key=lambda name: (made[name].seconds, made[name].traffic))
-    return {name: made[name].seconds for name in order}
+    for operand in copies(request):  # read and written
+        seconds += read_rates()["launch"] + 2 * specs[operand].type.bytes / bandwidth
+    return Price(seconds, programs.traffic(parts))
