@@ -251,6 +251,11 @@ def add_copies(needs: Needs, graph: Graph, seen: Graph, *, recorded: bool = Fals
     return evolve(needs, temporary=needs.temporary + more, notes=(*needs.notes, *notes))
 
 
+def any_device(target: Target) -> Reason | None:
+    """It runs on every target."""
+    return None
+
+
 def no_price(request: Request) -> Price:
     """The seconds of a call are not known."""
     return UNPRICED
@@ -339,7 +344,8 @@ class Backend:
     as sizes; None if each size is lowered by itself, at its first call. one_size: True if building
     is too slow for a plan of many sizes. lays: the places of the outputs that it writes in any
     declared layout (`Graph.layouts`). It sees no other layout: these outputs are copied. real:
-    True if only a real GPU runs it, not one that a CPU emulates.
+    True if only a real GPU runs it, not one that a CPU emulates. no_device: the reason against a
+    target of a kind that it has nothing for; nothing else is asked then, nor is its price.
     """
 
     name: str
@@ -361,6 +367,7 @@ class Backend:
     lays: Callable[[Graph], Iterable[int]] = no_layouts
     real: bool = False
     price: Callable[[Request], Price] = field(default=no_price, kw_only=True)
+    no_device: Callable[[Target], Reason | None] = field(default=any_device, kw_only=True)
 
     def reasons(self, request: Request) -> tuple[Reason, ...]:
         """Every reason against a graph, from the options too. Without one, it takes the graph."""
@@ -375,15 +382,10 @@ class Backend:
         if self.real and target.is_emulated:
             actual = f"{target} is emulated by the CPU"
             own.append(Reason("emulated", "runs on a real GPU", actual))
-        return (*own, *map(Reason.of, self.why_not(self.request_seen(request))))
-
-    def priced(self, request: Request) -> Price:
-        """The price of a graph, whether it takes it or not."""
-        return self.price(self.request_seen(request))
-
-    def request_seen(self, request: Request) -> Request:
-        """The request with no more layouts than it writes itself."""
-        return request.with_graph(self.seen(request.graph)) if request.graph.layouts else request
+        if (absent := self.no_device(target)) is not None:
+            return (*own, absent)
+        seen = request.with_graph(self.seen(request.graph)) if request.graph.layouts else request
+        return (*own, *map(Reason.of, self.why_not(seen)))
 
     def foreseen(self, request: Request) -> Foreseen:
         """The needs of a graph it takes."""

@@ -28,9 +28,9 @@ def other_device(limit: str, target: Target) -> Reason:
     return Reason(DEVICE, limit, f"the target is {target}")
 
 
-def no_gpu(target: Target) -> Reason:
+def no_gpu(target: Target) -> Reason | None:
     """Against a target other than an NVIDIA GPU."""
-    return other_device("needs an NVIDIA GPU", target)
+    return None if target.kind == "cuda" else other_device("needs an NVIDIA GPU", target)
 
 
 def lacks_machine(reason: Reason) -> bool:

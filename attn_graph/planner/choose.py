@@ -22,6 +22,7 @@ from attn_graph.errors import (
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.backend import (
+    UNPRICED,
     Backend,
     Executable,
     Price,
@@ -168,8 +169,12 @@ def order_key(price: Price) -> tuple[float, float]:
 
 
 def price_all(request: Request) -> dict[str, Price]:
-    """The price of each of our backends, by name."""
-    return {b.name: b.priced(request) for b in BACKENDS}
+    """The price of each of our backends, by name: of the graph as declared, and UNPRICED on other
+    kinds of devices."""
+    return {
+        b.name: b.price(request) if b.no_device(request.target) is None else UNPRICED
+        for b in BACKENDS
+    }
 
 
 def refused_title(request: Request) -> str:

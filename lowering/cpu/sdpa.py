@@ -43,14 +43,16 @@ from attn_graph.lowering.reasons import (
 from attn_graph.lowering.request import Request
 from attn_graph.lowering.steps import Work
 from attn_graph.lowering.through_lse import through_lse
+from attn_graph.machine.target import Target
 from attn_graph.spec import INF, NAMES, TensorSpec
 from attn_graph.spec.dims import are_numbers
 
 
+def no_cpu(target: Target) -> Reason | None:
+    return None if target.kind == "cpu" else other_device("is PyTorch's CPU kernel", target)
+
+
 def why_not(request: Request) -> Iterator[Reason]:
-    if request.target.kind != "cpu":
-        yield other_device("is PyTorch's CPU kernel", request.target)
-        return
     yield from request.options.switched_off("flash")
     yield from request.options.varying(BY_THREADS)
     yield from request.rounded()
@@ -243,5 +245,6 @@ def lower_backward(
 
 
 BACKEND = folds_heads(
-    Backend("torch_sdpa", why_not, lower, lower_any=lower_whole, price=price), "cpu"
+    Backend("torch_sdpa", why_not, lower, lower_any=lower_whole, price=price, no_device=no_cpu),
+    "cpu",
 )

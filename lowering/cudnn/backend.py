@@ -44,9 +44,6 @@ WIDE_ROWS, WIDE_KEYS = 200, (251, 700)  # the most queries, and the keys of self
 
 
 def why_not(request: Request) -> Iterator[Reason]:
-    if request.target.kind != "cuda":
-        yield no_gpu(request.target)
-        return
     yield from library_reasons(request.target)
     yield from request.options.switched_off("cudnn")
     case = read_case(request)
@@ -208,5 +205,5 @@ def wide_test(request: Request) -> DeviceTest | None:
 
 BACKEND = Backend(
     "cudnn", why_not, lower, foresees, variants, one_size=True, device_test=wide_test,
-    lays=places_of_rows, real=True, price=price,
+    lays=places_of_rows, real=True, price=price, no_device=no_gpu,
 )  # fmt: skip

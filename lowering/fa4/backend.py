@@ -47,9 +47,6 @@ VARIES = "adds up gradients of queries in the order in which programs end"
 
 
 def why_not(request: Request) -> Iterator[Reason]:
-    if request.target.kind != "cuda":
-        yield no_gpu(request.target)
-        return
     from attn_graph.lowering.lying import Lying
 
     lying = request.facts.once(Lying.for_libraries)
@@ -225,5 +222,6 @@ def small_test(request: Request) -> DeviceTest | None:
 
 
 BACKEND = Backend(
-    "fa4", why_not, lower, foresee_call, device_test=small_test, lays=places_of_rows, price=price
-)
+    "fa4", why_not, lower, foresee_call, device_test=small_test, lays=places_of_rows, price=price,
+    no_device=no_gpu,
+)  # fmt: skip

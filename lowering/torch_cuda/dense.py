@@ -97,9 +97,6 @@ class Variant:
 
     def against(self, request: Request) -> Reasons:
         """Every reason against a graph, some perhaps twice."""
-        if request.target.kind != "cuda":
-            yield no_gpu(request.target)
-            return
         yield from place_reasons(self, request)
         problem = request.facts.problem
         if problem is None:
@@ -424,11 +421,18 @@ EFFICIENT_KERNEL = Variant(
     keeps_order=in_bshd,
 )
 CUDNN_KERNEL = Variant("cudnn", fused_cuda.CUDNN, cudnn_reasons, widest=128)
-EFFICIENT = Backend("torch_efficient", EFFICIENT_KERNEL.why_not, EFFICIENT_KERNEL.lower, real=True)
+EFFICIENT = Backend(
+    "torch_efficient",
+    EFFICIENT_KERNEL.why_not,
+    EFFICIENT_KERNEL.lower,
+    real=True,
+    no_device=no_gpu,
+)
 CUDNN = Backend(
     "torch_cudnn",
     CUDNN_KERNEL.why_not,
     CUDNN_KERNEL.lower,
     real=True,
     price=partial(forecast, name="torch_cudnn"),
+    no_device=no_gpu,
 )

@@ -58,8 +58,6 @@ def why_not(request: Request) -> Reasons:
     lying = flash_lying(request.facts)
     if lying is None:
         yield from FLASH_KERNEL.why_not(request)
-    elif request.target.kind != "cuda":
-        yield no_gpu(request.target)
     else:
         yield from dict.fromkeys(packed_reasons(lying, request))
 
@@ -274,5 +272,10 @@ def restride(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 BACKEND = Backend(
-    "torch_flash", why_not, lower, real=True, price=partial(forecast, name="torch_flash")
+    "torch_flash",
+    why_not,
+    lower,
+    real=True,
+    price=partial(forecast, name="torch_flash"),
+    no_device=no_gpu,
 )

@@ -15,7 +15,7 @@ from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
 from attn_graph.ir.scaling import Dequantise
-from attn_graph.lowering.backend import UNKNOWN, UNPRICED, Backend, Executable, Price
+from attn_graph.lowering.backend import UNKNOWN, Backend, Executable, Price
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.finishing import cut_last, finish
 from attn_graph.lowering.libraries.forecast import forecast
@@ -57,10 +57,13 @@ STATISTICS = ("lse", "max")  # stored by the forward kernel beside o
 INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too, slowly"
 
 
+def no_interpreter(target: Target) -> Reason | None:
+    """Against a CPU, unless it interprets kernels."""
+    absent = None if target.interprets else no_gpu(target)
+    return absent and evolve(absent, sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
+
+
 def why_not(request: Request) -> Iterator[Reason]:
-    if request.target.kind == "cpu" and not request.target.interprets:
-        yield evolve(no_gpu(request.target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
-        return
     inner = inner_facts(request)
     parts = inner.once(split_graph)
     against = [*target_reasons(request.target)]
@@ -370,10 +373,12 @@ def tile_reach(lying: Lying, name: str, spec: TensorSpec) -> int:
 def price(request: Request) -> Price:
     """Interpreted kernels are for tests: all other backends come before them. On a GPU without a
     rate compiled ones come before all others without: they are for every GPU."""
-    if request.target.kind == "cpu":
-        return Price(inf) if request.target.interprets else UNPRICED
+    if request.target.interprets:
+        return Price(inf)
     made = forecast(request, "triton")
     return made if made.is_known else Price(UNKNOWN)
 
 
-BACKEND = Backend("triton", why_not, lower, variants=variants, lays=lays, price=price)
+BACKEND = Backend(
+    "triton", why_not, lower, variants=variants, lays=lays, price=price, no_device=no_interpreter
+)

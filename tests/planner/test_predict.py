@@ -164,6 +164,41 @@ def test_nothing_is_predicted_without_a_rate(change: dict[str, Any]) -> None:
     assert "predicted" not in ag.explain(declare((1, 2, 256, 64), dtype=dtype), target=target).cause
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from([1, 64, 384, 2048]), st.sampled_from([1, 2]), st.booleans(), st.booleans(),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    st.sampled_from(["cpu", "a100", "h200", "b200"]), st.booleans(),
+)  # fmt: skip
+def test_the_able_backend_with_the_least_price_runs(
+    M: int, group: int, causal: bool, back: bool, dtype: torch.dtype, gpu: str, invariant: bool
+) -> None:
+    """On every kind of target; the bits of a batch matter to who is able, not to the order."""
+    q, k = ((2, 4, M, 64), (2, 4 // group, 2048, 64))
+    graph = pass_of(declare(q, k, dtype, ag.Causal("bottom_right") if causal else None), back)
+    request = Request(graph, equip(gpu), Options(batch_invariant=invariant))
+    try:
+        chosen = choose(request)
+    except ag.NoBackendError:
+        assert invariant
+        return
+    by_name = {b.name: b.price(request) for b in BACKENDS if b.no_device(request.target) is None}
+    able = [by_name[name] for name in (chosen.backend.name, *chosen.also)]
+    assert able == sorted(able, key=lambda price: (price.seconds, price.traffic))
+    known = [price for price in able if price.is_known]
+    assert ("predicted to be the fastest" in chosen.cause) == (len(known) > 1)
+
+
+def test_a_backend_for_other_devices_is_asked_nothing_more() -> None:
+    def never(request: Request) -> Any:
+        raise AssertionError(request)
+
+    nowhere = ag.extend.Reason("device", "needs an abacus", "there is none")
+    mine = ag.extend.Backend("mine", never, never, no_device=lambda target: nowhere)
+    with pytest.raises(ag.NoBackendError, match="needs an abacus"):
+        ag.compile(declare(LONG), target="cpu", backends=(mine,))
+
+
 # Milliseconds that others published: of entries, queries, keys, and heads of q and k, of 128.
 PUBLISHED = [
     # fa4 without splits, github.com/Dao-AILab/flash-attention/pull/2415
