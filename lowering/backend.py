@@ -345,7 +345,7 @@ class Backend:
     is too slow for a plan of many sizes. lays: the places of the outputs that it writes in any
     declared layout (`Graph.layouts`). It sees no other layout: these outputs are copied. real:
     True if only a real GPU runs it, not one that a CPU emulates. no_device: the reason against a
-    target of a kind that it has nothing for; nothing else is asked then, nor is its price.
+    target of a kind that it has nothing for; `why_not` is not asked then.
     """
 
     name: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -249,7 +250,7 @@ class Formula(Mask):
         require_known_names(self.text, node, self.elements, names)
         evaluate_formula(node, names)
 
-    @property
+    @cached_property
     def needs(self) -> dict[str, Data]:
         return {name: Data(axes) for name, axes in self.elements}
 

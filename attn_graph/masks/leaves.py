@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import final
 
 import torch
@@ -107,7 +108,7 @@ class Band(Mask):
     def relative(self) -> bool:
         return not self.ragged
 
-    @property
+    @cached_property
     def needs(self) -> dict[str, Data]:
         return dict.fromkeys(self.ragged, Data("b")) if self.ragged else {}
 
@@ -247,7 +248,7 @@ class Prefix(Mask):
 class KeyLengths(Mask):
     """Key j is among the first kv_lengths[b]. Integers [B]."""
 
-    @property
+    @cached_property
     def needs(self) -> dict[str, Data]:
         return {"kv_lengths": Data("b")}
 
@@ -263,7 +264,7 @@ class KeyLengths(Mask):
 class QueryLengths(Mask):
     """Query i is among the first q_lengths[b]; later ones see nothing. Integers [B]."""
 
-    @property
+    @cached_property
     def needs(self) -> dict[str, Data]:
         return {"q_lengths": Data("b")}
 
@@ -279,7 +280,7 @@ class QueryLengths(Mask):
 class SameSegment(Mask):
     """Query and key carry the same number: q_segments [B,M], kv_segments [B,N], integers."""
 
-    @property
+    @cached_property
     def needs(self) -> dict[str, Data]:
         return {"q_segments": Data("bi"), "kv_segments": Data("bj")}
 
@@ -297,7 +298,7 @@ class Keep(Mask):
 
     name: str = "keep"
 
-    @property
+    @cached_property
     def needs(self) -> dict[str, Data]:
         return {self.name: Data("bhij", (torch.bool,), broadcasts=True)}
 
@@ -331,7 +332,7 @@ class KeepBlocks(Mask):
                 "be at least 1"
             )
 
-    @property
+    @cached_property
     def needs(self) -> dict[str, Data]:
         size = (self.rows, self.keys)
         return {self.name: Data("bhxy", (torch.bool,), True, size, self.start, self.whole)}

@@ -22,7 +22,6 @@ from attn_graph.errors import (
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.backend import (
-    UNPRICED,
     Backend,
     Executable,
     Price,
@@ -169,12 +168,8 @@ def order_key(price: Price) -> tuple[float, float]:
 
 
 def price_all(request: Request) -> dict[str, Price]:
-    """The price of each of our backends, by name: of the graph as declared, and UNPRICED on other
-    kinds of devices."""
-    return {
-        b.name: b.price(request) if b.no_device(request.target) is None else UNPRICED
-        for b in BACKENDS
-    }
+    """The price of each of our backends, by name, of the graph as declared."""
+    return {b.name: b.price(request) for b in BACKENDS}
 
 
 def refused_title(request: Request) -> str:

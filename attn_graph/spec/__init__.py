@@ -221,7 +221,7 @@ class TensorSpec:
         """True if the strides are those of C order without gaps."""
         return self.strides == normalise_strides(self.shape, dense_strides(self.shape))
 
-    @property
+    @cached_property
     def unit_last(self) -> bool:
         """True if the last axis is contiguous in memory."""
         return not self.shape or self.shape[-1] <= 1 or self.strides[-1] == 1 or 0 in self.shape

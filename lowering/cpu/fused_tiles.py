@@ -180,7 +180,7 @@ class FusedTiles:
         }
         return heads * sum(sizes.values()) <= MOST_HELD
 
-    @property
+    @cached_property
     def shares_addends(self) -> bool:
         """True if an addend depends on j - i alone: tiles along the diagonal have the same."""
         node = self.problem.node

@@ -65,6 +65,15 @@ class CpuCase:
         return p.dtype if p.dtype in self.own and not (self.statistics or is_part(p)) else p.wide
 
     @cached_property
+    def share(self) -> float:
+        """The share of the scores in blocks of queries, under a mask without data; else all."""
+        p, mask = self.problem, self.problem.node.mask
+        if mask is None or mask.needs:
+            return 1.0
+        pairs = most_pairs(mask, (p.B, p.H, p.G, p.M, p.N)) + count_edges(p) // 2
+        return min(1.0, pairs / prod(p.sizes))
+
+    @cached_property
     def cheapest(self) -> tuple[CpuWay, float]:
         """The cheapest way, and its price; the first of equal ones."""
         able = [(way, way.seconds(self)) for way in WAYS if way.refuses(self) is None]
@@ -203,7 +212,7 @@ def kernel_pass(case: CpuCase) -> float:
     touches = 1 if p.grad is None else 2  # gradients of k and v too
     computes = prod(p.sizes) * score_seconds(p, rates) + touches * p.H // p.G * reads
     if mask is None or not mask.needs:
-        return once + share_seen(p) * computes
+        return once + case.share * computes
     whole = rates.hides * prod(p.sizes) + computes
     if not looks_pay(p, rates):  # then all keys are read
         return once + whole + (0.0 if hides_by_booleans(p) else READ_MASK * rates.product_call)
@@ -214,7 +223,7 @@ def kernel_pass(case: CpuCase) -> float:
 
 def rows_seconds(case: CpuCase) -> float:
     p, rates = case.problem, case.rates
-    again = rows_pass(case, share_seen(p)) + gap_bytes(p) / rates.copies
+    again = rows_pass(case, case.share) + gap_bytes(p) / rates.copies
     return pulls(p) * again + hide_seconds(case)
 
 
@@ -236,7 +245,7 @@ def products_seconds(case: CpuCase) -> float:
     computes = compute_seconds(case, factors, p.wide)
     computes += count_numbers(p) / reads
     copied = gap_bytes(p) / rates.copies if factors != p.wide else 0.0
-    again = 3 * count_products(p) * rates.product_call + share_seen(p) * computes + copied
+    again = 3 * count_products(p) * rates.product_call + case.share * computes + copied
     once = pulls(p) * again + hide_seconds(case, by_tile=True)
     return (COPIED if factors != p.dtype and p.grad is None else 1) * once
 
@@ -283,15 +292,6 @@ def count_products(problem: Problem) -> int:
 def count_edges(problem: Problem) -> int:
     """Scores at the edges of a mask that depends on j - i, in blocks of queries."""
     return problem.B * problem.H * problem.M * min(problem.M, DATA_ROWS)
-
-
-def share_seen(problem: Problem) -> float:
-    """The share of the scores in blocks of queries, under a mask without data; else all."""
-    p, mask = problem, problem.node.mask
-    if mask is None or mask.needs:
-        return 1.0
-    pairs = most_pairs(mask, (p.B, p.H, p.G, p.M, p.N)) + count_edges(p) // 2
-    return min(1.0, pairs / prod(p.sizes))
 
 
 # Kept weights

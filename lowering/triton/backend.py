@@ -15,7 +15,7 @@ from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
 from attn_graph.ir.scaling import Dequantise
-from attn_graph.lowering.backend import UNKNOWN, Backend, Executable, Price
+from attn_graph.lowering.backend import UNKNOWN, UNPRICED, Backend, Executable, Price
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.finishing import cut_last, finish
 from attn_graph.lowering.libraries.forecast import forecast
@@ -373,8 +373,8 @@ def tile_reach(lying: Lying, name: str, spec: TensorSpec) -> int:
 def price(request: Request) -> Price:
     """Interpreted kernels are for tests: all other backends come before them. On a GPU without a
     rate compiled ones come before all others without: they are for every GPU."""
-    if request.target.interprets:
-        return Price(inf)
+    if request.target.kind == "cpu":
+        return Price(inf) if request.target.interprets else UNPRICED
     made = forecast(request, "triton")
     return made if made.is_known else Price(UNKNOWN)
 

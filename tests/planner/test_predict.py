@@ -182,7 +182,7 @@ def test_the_able_backend_with_the_least_price_runs(
     except ag.NoBackendError:
         assert invariant
         return
-    by_name = {b.name: b.price(request) for b in BACKENDS if b.no_device(request.target) is None}
+    by_name = price_all(request)
     able = [by_name[name] for name in (chosen.backend.name, *chosen.also)]
     assert able == sorted(able, key=lambda price: (price.seconds, price.traffic))
     known = [price for price in able if price.is_known]
