@@ -19,7 +19,7 @@ from attrs import evolve, field, frozen
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import training_gradient
-from attn_graph.lowering.rates import rates, read_rates
+from attn_graph.lowering.rates import read_rates
 from attn_graph.lowering.request import Options, Request
 from attn_graph.planner.choose import choose, format_rough, price_all
 from attn_graph.planner.views import core_of
@@ -370,16 +370,16 @@ def group_cases(gpu: str, cases: Cases) -> Iterator[tuple[str, ...]]:
     for (phase, backend), group in groups.items():
         figures = sorted(100 * choice.ahead_of("fa4") for _, choice in group)
         span = dict.fromkeys(f"{x:.0f} %" for x in (figures[0], figures[-1]))
-        source = rates()[backend, target_of(gpu).sm].source
+        source = read_rates().gpus[backend, target_of(gpu).sm].source
         yield phase, ", ".join(row.model for row, _ in group), backend, " to ".join(span), source
 
 
 def sources() -> str:
     """What the names of sources mean, and the source of each rate."""
-    names = "\n".join(f"- {name}: {text}." for name, text in read_rates()["sources"].items())
+    names = "\n".join(f"- {name}: {text}." for name, text in read_rates().sources.items())
     lines: list[tuple[object, ...]] = [
         (", ".join(x.backends), ", ".join(map(str, x.sm)), x.source)
-        for x in dict.fromkeys(rates().values())
+        for x in dict.fromkeys(read_rates().gpus.values())
     ]
     return f"{names}\n\n{table(('backends', 'sm', 'TFLOP/s'), lines)}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, final
@@ -43,17 +44,6 @@ class Rate:
         return least[0] if least else None
 
 
-@cache
-def rates() -> dict[tuple[str, int], Rate]:
-    """All rates, by backend and compute capability."""
-    shares = ("forward", "backward")
-    rows = [
-        Rate(**{name: read_field(x, tables=name in shares) for name, x in fields.items()})
-        for fields in read_rates()["rate"]
-    ]
-    return {(name, sm): rate for rate in rows for name in rate.backends for sm in rate.sm}
-
-
 def read_field(value: Any, *, tables: bool) -> Any:  # Any: TOML
     """A field of a rate: lists are tuples, and tables of shares begin with the least head size."""
     if tables:
@@ -85,17 +75,35 @@ class CpuRates:
         return self.half if dtype in HALF else self.f32 * torch.float32.itemsize / dtype.itemsize
 
 
+@final
+@frozen
+class Rates:
+    """All of rates.toml. gpus: by backend and compute capability. cpus: by native bfloat16. launch:
+    seconds."""
+
+    gpus: Mapping[tuple[str, int], Rate]
+    cpus: Mapping[bool, CpuRates]
+    launch: float
+    sources: Mapping[str, str]
+
+
 @cache
+def read_rates() -> Rates:
+    """rates.toml."""
+    read = tomllib.loads(Path(__file__).with_name("rates.toml").read_text())
+    shares = ("forward", "backward")
+    rows = [
+        Rate(**{name: read_field(x, tables=name in shares) for name, x in fields.items()})
+        for fields in read["rate"]
+    ]
+    gpus = {(name, sm): rate for rate in rows for name in rate.backends for sm in rate.sm}
+    cpus = {row.native_half: row for row in (CpuRates(**fields) for fields in read["cpu"])}
+    return Rates(gpus, cpus, read["launch"], read["sources"])
+
+
 def cpu_rates(native_half: bool) -> CpuRates:
     """The row of a CPU with, or without, products in bfloat16."""
-    rows = [CpuRates(**fields) for fields in read_rates()["cpu"]]
-    return next(row for row in rows if row.native_half == native_half)
-
-
-@cache
-def read_rates() -> dict[str, Any]:  # Any: TOML
-    """rates.toml as it is."""
-    return tomllib.loads(Path(__file__).with_name("rates.toml").read_text())
+    return read_rates().cpus[native_half]
 
 
 def peak_of(
@@ -105,7 +113,7 @@ def peak_of(
 
     None without a known rate of this backend and pass, of this dtype, or of the GPU itself.
     """
-    rate, peak = rates().get((name, target.sm)), target.peak(NAMES[dtype])
+    rate, peak = read_rates().gpus.get((name, target.sm)), target.peak(NAMES[dtype])
     share = None if rate is None else rate.share(width, backward=backward)
     return None if share is None or peak is None or dtype not in HALF else peak * share
 
@@ -115,5 +123,4 @@ def least_seconds(
 ) -> float:
     """The roofline: the longer of the time of products and of moving bytes, and the time of
     launches that wait for others."""
-    launch: float = read_rates()["launch"]
-    return max(flops / peak, moved / bandwidth) + launches * launch
+    return max(flops / peak, moved / bandwidth) + launches * read_rates().launch

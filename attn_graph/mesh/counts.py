@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 from attrs import evolve
 
@@ -15,11 +14,7 @@ from attn_graph.masks.regions import MOST_POINTS, Edge, Layer, Run
 from attn_graph.masks.tiles import bounds, check_tensors, count_pairs
 from attn_graph.mesh.sharded import Sharded
 
-HELD = 64  # sharded graphs of which what the mask keeps is remembered
-MOST_COUNTS = 4096  # ranges of queries of which it is counted
 
-
-@lru_cache(HELD)
 def bound_mask(sharded: Sharded) -> tuple[Mask, Block]:
     """A mask from known tensors only, with at least the graph's places; and the box of all
     places.
@@ -29,10 +24,9 @@ def bound_mask(sharded: Sharded) -> tuple[Mask, Block]:
     return bounds(sharded.node.mask, block)[0], block
 
 
-@lru_cache(HELD)
 def kept_layers(sharded: Sharded) -> tuple[Kept, ...] | None:
     """The kept places as layers of queries; None if they can only be counted."""
-    mask, block = bound_mask(sharded)
+    mask, block = sharded.once(bound_mask)
     if 0 in sharded.sizes:
         return ()
     kept = list_layers(mask, block, MOST_POINTS)
@@ -46,7 +40,6 @@ def clip_layers(layers: tuple[Layer, ...], rows: range) -> Iterator[Layer]:
             yield evolve(layer, rows=own)
 
 
-@lru_cache(MOST_COUNTS)
 def count_seen(sharded: Sharded, rows: range) -> int:
     """The pairs of some queries, over all batch entries and heads; an upper bound unless all is
     known.
@@ -57,7 +50,7 @@ def count_seen(sharded: Sharded, rows: range) -> int:
 
 def count_box(sharded: Sharded, box: Box) -> int:
     """The kept pairs of a box of places; an upper bound unless all is known."""
-    kept = kept_layers(sharded)
+    kept = sharded.once(kept_layers)
     if kept is None:
         return count_moved(sharded, box)
     return len(box.heads) * sum(
@@ -95,8 +88,8 @@ def count_moved(sharded: Sharded, box: Box) -> int:
 
 def find_seen(sharded: Sharded, rows: range) -> Keys:
     """The keys possibly visible to any of some queries."""
-    mask, block = bound_mask(sharded)
-    kept = kept_layers(sharded)
+    mask, block = sharded.once(bound_mask)
+    kept = sharded.once(kept_layers)
     if kept is None:
         return mask.span(evolve(block, rows=rows)) & block.all
     intervals = [

@@ -128,7 +128,7 @@ def list_figures(sharded: Sharded, target: Target, link: float | None) -> Iterat
 def list_hops(sharded: Sharded, rank: int) -> Iterator[Hop]:
     """A rank's steps in order; its own keys come first."""
     ranks = sharded.mesh.ranks
-    visits = {visit.step: visit for visit in visits_of(sharded, rank) if sharded.method}
+    visits = {visit.step: visit for visit in sharded.once(visits_of, rank) if sharded.method}
     for step in range(ranks):
         to, source = (rank + step) % ranks, (rank - step) % ranks
         there, here = hop_flows(sharded, rank, to, source) if step else (Flow(), Flow())

@@ -81,5 +81,7 @@ def place_positions(whole: Sharded) -> tuple[list[Ranges], list[Ranges]]:
         return zigzag(M, ranks, grain), zigzag(N, ranks, grain)
     if whole.placement == "contiguous":
         return contiguous(M, ranks, grain), contiguous(N, ranks, grain)
-    rows = balance_chunks(M, ranks, lambda chunks: [count_seen(whole, c) for c in chunks], grain)
+    rows = balance_chunks(
+        M, ranks, lambda chunks: [whole.once(count_seen, c) for c in chunks], grain
+    )
     return rows, rows if M == N else contiguous(N, ranks, grain)

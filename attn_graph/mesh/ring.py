@@ -48,7 +48,7 @@ def prepare_ring(site: Site) -> None:
     """Plan the first box. Raises NoBackendError."""
     inputs = site.empty_inputs()
     q, k, v = (inputs[i] for i in site.sharded.eqn.args[:3])
-    for visit in visits_of(site.sharded, site.rank):
+    for visit in site.sharded.once(visits_of, site.rank):
         shapes = key_shapes(k, v, visit.receives)
         came = (x.new_empty(shape) for x, shape in zip((k, v), shapes, strict=True))
         guest = Guest(visit, *(came if visit.step else (k, v)))
@@ -71,7 +71,7 @@ def travel(site: Site, k: torch.Tensor, v: torch.Tensor, use: Callable[[Guest], 
     after the next is requested, so at most two hops are held. If `use` fails, pending messages are
     waited for, so none is left.
     """
-    own, *visits = visits_of(site.sharded, site.rank)
+    own, *visits = site.sharded.once(visits_of, site.rank)
     waiting, under_way = deque(visits), deque[tuple[Visit, Transfer]]()
     ahead = 1 if site.sharded.method == "ring" else len(visits)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import final
 
 from attrs import frozen
 
 from attn_graph.masks.moving import Box
 from attn_graph.masks.places import Keys, join_intervals
-from attn_graph.mesh.counts import HELD, find_seen
+from attn_graph.mesh.counts import find_seen
 from attn_graph.mesh.layout import Ranges
 from attn_graph.mesh.sharded import Sharded
 
@@ -44,7 +43,6 @@ class Visit:
     jobs: tuple[Job, ...]
 
 
-@lru_cache(HELD)
 def seen_keys(sharded: Sharded) -> tuple[tuple[Keys, ...], ...]:
     """For each rank and chunk of its queries the keys possibly visible to them."""
     return tuple(tuple(find_seen(sharded, rows) for rows in own.rows) for own in sharded.holdings)
@@ -64,13 +62,12 @@ def join_sets(sets: Sequence[Keys]) -> Keys:
     return Keys(join_intervals(sorted(i for one in sets for i in one.intervals), gap=0))
 
 
-@lru_cache(HELD * HELD)
 def needed_keys(sharded: Sharded, rank: int, source: int) -> Ranges:
     """Of each chunk of `source`'s keys, those from the first to the last needed by `rank`.
 
     Chunks without needed keys are left out.
     """
-    seen = join_sets(seen_keys(sharded)[rank])
+    seen = join_sets(sharded.once(seen_keys)[rank])
     hulls = (hull_within(seen, chunk, sharded.grain) for chunk in sharded.holdings[source].keys)
     return tuple(hull for hull in hulls if hull)
 
@@ -80,7 +77,7 @@ def list_jobs(sharded: Sharded, rank: int, chunks: Ranges) -> Iterator[Job]:
     own, start = sharded.holdings[rank], 0
     for chunk in chunks:
         here = 0
-        for rows, seen in zip(own.rows, seen_keys(sharded)[rank], strict=True):
+        for rows, seen in zip(own.rows, sharded.once(seen_keys)[rank], strict=True):
             keys = hull_within(seen, chunk, sharded.grain)
             if keys and own.batch and own.heads:
                 box = Box(own.batch, own.heads, rows, keys, sharded.sizes)
@@ -90,7 +87,6 @@ def list_jobs(sharded: Sharded, rank: int, chunks: Ranges) -> Iterator[Job]:
         start += len(chunk)
 
 
-@lru_cache(HELD * HELD)
 def visits_of(sharded: Sharded, rank: int) -> tuple[Visit, ...]:
     """A rank's steps under "ring" and "gather", in order; own keys come first.
 
@@ -102,7 +98,9 @@ def visits_of(sharded: Sharded, rank: int) -> tuple[Visit, ...]:
     visits = [own]
     for step in range(1, ranks if sharded.method in ("ring", "gather") else 1):
         to, source = (rank + step) % ranks, (rank - step) % ranks
-        sends, receives = needed_keys(sharded, to, rank), needed_keys(sharded, rank, source)
+        sends, receives = (
+            sharded.once(needed_keys, *pair) for pair in ((to, rank), (rank, source))
+        )
         jobs = tuple(list_jobs(sharded, rank, receives))
         visits.append(Visit(step, to, source, sends, receives, jobs))
     return tuple(visits)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import string_at
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, final
 
 import torch
 from attrs import evolve, field, frozen
@@ -30,7 +30,8 @@ from attn_graph.spec import TensorSpec
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
+P = ParamSpec("P")
+T = TypeVar("T")
 UNPACKED = str.maketrans({TOTALS["rows"]: "i", TOTALS["keys"]: "j"})  # axes of all packed rows
 STARTS = {"rows": "<", "keys": ">"}  # letters of the starts of packed sequences
 AXES = {
@@ -99,6 +100,20 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         from attn_graph.mesh.explanation import explain_mesh  # which imports this module
 
         return explain_mesh(self, target, link)
+
+    @cached_property
+    def answers(self) -> dict[tuple[object, ...], Any]:  # Any: of each question its own kind
+        return {}
+
+    def once(
+        self, question: Callable[Concatenate[Sharded, P], T], *more: P.args, **named: P.kwargs
+    ) -> T:
+        """The answer to a question of a module above this one, remembered with the graph."""
+        key = question, more, *named.items()
+        if key not in self.answers:
+            self.answers[key] = question(self, *more, **named)
+        answer: T = self.answers[key]
+        return answer
 
     @cached_property
     def whole(self) -> tuple[Eqn, range]:

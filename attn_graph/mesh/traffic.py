@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 
-from attn_graph.mesh.counts import HELD
 from attn_graph.mesh.layout import Ranges
 from attn_graph.mesh.results import Flow
 from attn_graph.mesh.schedule import needed_keys
@@ -32,7 +30,6 @@ def count(chunks: Ranges) -> int:
     return sum(map(len, chunks))
 
 
-@lru_cache(HELD * HELD)
 def flow_between(sharded: Sharded, a: int, b: int) -> Flow:
     """The bytes from rank `a` to another rank `b`."""
     sums = Flow(0, sum(gradient_bytes(sharded, n, a) for n in shared_inputs(sharded, a, b)))
@@ -42,7 +39,7 @@ def flow_between(sharded: Sharded, a: int, b: int) -> Flow:
         return sums + heads_flow(sharded, a, b)
     _, k, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
     each = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-    there, back = (each * count(needed_keys(sharded, *x)) for x in ((b, a), (a, b)))
+    there, back = (each * count(sharded.once(needed_keys, *x)) for x in ((b, a), (a, b)))
     return sums + Flow(there, there + back)
 
 
@@ -80,12 +77,11 @@ def shared_inputs(sharded: Sharded, a: int, b: int) -> tuple[int, ...]:
         n
         for n in sharded.open_inputs
         if n in trained
-        and input_parts(sharded, n, a) == input_parts(sharded, n, b)
+        and sharded.once(input_parts, n, a) == sharded.once(input_parts, n, b)
         and gradient_bytes(sharded, n, a)
     )
 
 
-@lru_cache(HELD * HELD)
 def input_parts(sharded: Sharded, n: int, rank: int) -> list[Ranges]:
     """A rank's part of an input, along each axis."""
     return sharded.parts(rank, sharded.graph.types[n].shape, sharded.axes[n])
@@ -93,7 +89,7 @@ def input_parts(sharded: Sharded, n: int, rank: int) -> list[Ranges]:
 
 def gradient_bytes(sharded: Sharded, n: int, rank: int) -> int:
     """Bytes of the gradient of a rank's part of an input."""
-    size = prod(count(chunks) for chunks in input_parts(sharded, n, rank))
+    size = prod(count(chunks) for chunks in sharded.once(input_parts, n, rank))
     return size * accumulator(sharded.graph.types[sharded.eqn.args[0]].dtype).itemsize
 
 

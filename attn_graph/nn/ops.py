@@ -444,7 +444,6 @@ def names_of_call(text: str) -> tuple[str, ...]:
 # Counting
 
 
-@remember
 def count_flops(plan: Plan) -> int:
     """The flops of a plan, without masked places; masks decided by tensors count as full."""
     return plan.cost().forward.flops

@@ -7,7 +7,6 @@ evaluated. Leaves unknown to the library count as `POSITIONS` bytes for each pla
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from math import prod
 from typing import final
 
@@ -146,7 +145,6 @@ def ask_bits(problem: Problem, at: Extent) -> tuple[int, int]:
     return asked.made, max(asked.most, asked.made + bits)
 
 
-@lru_cache(64)
 def depends(problem: Problem) -> str:
     """The axes of the mask and the modifiers among "b" and "h", found by tracing them; both if they
     compute with nothing but tensors."""

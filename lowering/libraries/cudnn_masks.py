@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import final
 
 from attrs import frozen
@@ -106,7 +105,6 @@ def shift_band(band: Band, align: Align, shift: int) -> CudnnBand:
     return CudnnBand(align, left, None if band.high is None else band.high - shift)
 
 
-@lru_cache(256)  # each case of a problem asks
 def translate_mask(problem: Problem) -> CudnnMask | None:
     """The problem's mask in cuDNN's terms; None if cuDNN cannot express it."""
     plain = bool(problem.node.modifiers)

@@ -22,7 +22,7 @@ from attn_graph.lowering.backend import UNPRICED, Price
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.parts import LEAST, WORTH, choose_parts, is_decoding
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, rates, read_rates
+from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, read_rates
 from attn_graph.lowering.request import Request
 from attn_graph.lowering.shares import distinct_elements, known_shares
 
@@ -138,7 +138,7 @@ def forecast(
     """
     facts, target = request.facts, request.target
     rate, processors, bandwidth = (
-        rates().get((name, target.sm)),
+        read_rates().gpus.get((name, target.sm)),
         target.multiprocessors,
         target.bandwidth,
     )
@@ -163,5 +163,5 @@ def forecast(
     )
     specs = lying.large
     for operand in copies(request):  # read and written
-        seconds += read_rates()["launch"] + 2 * specs[operand].type.bytes / bandwidth
+        seconds += read_rates().launch + 2 * specs[operand].type.bytes / bandwidth
     return Price(seconds, programs.traffic(parts))

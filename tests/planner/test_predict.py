@@ -17,7 +17,7 @@ from attn_graph.lowering.backend import Price
 from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.libraries.forecast import Programs
 from attn_graph.lowering.lying import Lying
-from attn_graph.lowering.rates import rates, read_rates
+from attn_graph.lowering.rates import read_rates
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.machine.gpus import devices
@@ -58,7 +58,7 @@ def seconds(graph: ag.Graph, target: str, name: str) -> float:
 
 def test_every_rate_names_a_backend_and_is_a_share_of_a_peak() -> None:
     known = {backend.name for backend in BACKENDS}
-    for (name, _), rate in rates().items():
+    for (name, _), rate in read_rates().gpus.items():
         assert name in known
         shares = [*rate.forward, *rate.backward]
         assert all(0 < share < 1 for _, share in shares)
@@ -68,7 +68,8 @@ def test_every_rate_names_a_backend_and_is_a_share_of_a_peak() -> None:
 @pytest.mark.parametrize("name", sorted(devices()))
 def test_every_gpu_of_the_table_has_a_rate_for_each_kernel_of_both_passes(name: str) -> None:
     target = ag.Target.of(name)
-    assert {b for b, sm in rates() if sm == target.sm} >= {"cudnn", "triton", "torch_flash"}
+    known = {b for b, sm in read_rates().gpus if sm == target.sm}
+    assert known >= {"cudnn", "triton", "torch_flash"}
 
 
 def test_a_long_product_takes_its_flops_at_the_share_of_the_peak() -> None:
@@ -76,7 +77,7 @@ def test_a_long_product_takes_its_flops_at_the_share_of_the_peak() -> None:
     flops = 4 * B * H * S * S * D
     peak = ag.Target.of("h200").peak("bf16")
     assert peak is not None
-    share = dict(rates()["cudnn", 90].forward)[128]
+    share = dict(read_rates().gpus["cudnn", 90].forward)[128]
     programs = B * H * S // 128
     waves = -(-programs // 132)
     expected = flops / (peak * share) * waves * 132 / programs
@@ -88,7 +89,7 @@ def test_a_decode_step_takes_its_bytes_at_the_bandwidth_if_keys_are_split() -> N
     bandwidth = ag.Target.of("h200").bandwidth
     assert bandwidth is not None
     reading = 2 * 8 * 32768 * 128 * 2 / bandwidth
-    least = reading + read_rates()["launch"]  # of what joins the parts
+    least = reading + read_rates().launch  # of what joins the parts
     assert seconds(graph, "h200", "torch_flash") == pytest.approx(least, rel=0.01)
     assert seconds(graph, "h200", "triton") == pytest.approx(least, rel=0.01)
     assert seconds(graph, "h200", "triton") < 50e-6
@@ -129,7 +130,7 @@ def test_cudnn_has_about_as_many_parts_on_an_a100_as_in_its_plan() -> None:
     layout = facts_of(forward(declare((1, 32, 1, 128), (1, 32, 8192, 128)))).once(Lying.of)
     assert layout is not None
     assert 266_368 // (4 * 32 * (128 + 2)) == 16
-    rate = rates()["cudnn", 80]
+    rate = read_rates().gpus["cudnn", 80]
     assert Programs.of(layout, rate).parts(rate.fills * 108) == pytest.approx(16, abs=2)
 
 
@@ -254,7 +255,7 @@ def test_full_packed_sequences_have_the_price_of_a_padded_batch_and_of_their_cop
     target = ag.Target.of(gpu)
     dense = pass_of(declare((B, H, M, 128), (B, G, M, 128), mask=mask), backward)
     packed = pass_of(pack(B, M, heads, mask), backward)
-    bandwidth, launch = target.bandwidth, read_rates()["launch"]
+    bandwidth, launch = target.bandwidth, read_rates().launch
     assert bandwidth is not None
     copied = [B * M * 128 * 2 * (H if name in ("q", "do") else G) for name in COPIED[backward]]
     for name in ("triton", "torch_flash", "cudnn", "fa4"):
@@ -291,7 +292,7 @@ def test_every_packed_or_paged_graph_has_a_price_by_every_rate(
     graph = forward(ag.attention(q, pool, pool, pages=table, kv_lengths=lengths, **more))
     target = ag.Target.of(gpu)
     made = prices(graph, target)
-    assert {*made} == {b for b, sm in rates() if sm == target.sm}
+    assert {*made} == {b for b, sm in read_rates().gpus if sm == target.sm}
     assert all(x.seconds > 0 for x in made.values())
 
 
@@ -308,7 +309,7 @@ def test_values_within_keys_are_read_once_by_triton_and_twice_by_cudnn() -> None
 def test_lengths_cost_fa4_a_copy_of_v_and_of_all_operands_going_back() -> None:
     q, k = ag.TensorSpec((4, 8, 512, 128), HALF), ag.TensorSpec((4, 8, 2048, 128), HALF)
     lengths = ag.TensorSpec((4,), torch.int32)
-    target, launch = ag.Target.of("h200"), read_rates()["launch"]
+    target, launch = ag.Target.of("h200"), read_rates().launch
     assert target.bandwidth is not None
     for backward, names in ((False, "v"), (True, "kv")):
         bare, ended = (
