@@ -138,7 +138,7 @@ def choose(
         ordered, cause = by_priority(kernels), "first in the order set by sdpa_kernel"
     else:
         prices = price_all(request)
-        ordered = sorted(BACKENDS, key=lambda b: order_key(prices[b.name]))
+        ordered = sorted(BACKENDS, key=lambda b: (prices[b.name].seconds, prices[b.name].traffic))
         cause = "first in the order of preference"
     reasons = [(b, late.get(b.name) or known_reasons(b, request)) for b in ordered]
     able = [b for b, against in reasons if not against]
@@ -161,10 +161,6 @@ def choose(
     if choice.is_fallback:
         report_fallback(request.graph, request.options, refusals)
     return choice
-
-
-def order_key(price: Price) -> tuple[float, float]:
-    return price.seconds, price.traffic
 
 
 def price_all(request: Request) -> dict[str, Price]:
