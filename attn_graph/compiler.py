@@ -149,14 +149,9 @@ def compile(
             find("resolve_backends")(among)
         if isinstance(graph, Compilable):
             return graph.compile(Request(graph.graph, target, settings, among), group)
-        plan = build_plan(Request(graph, target, settings, among))
-        cache.calls.put(key, plan)
-    return plan
-
-
-def build_plan(request: Request) -> Plan:
-    """The plan of a graph as written, by the planner, which is imported for the first."""
-    plan: Plan = find("plan_graph")(request)
+        built: Plan = find("plan_graph")(Request(graph, target, settings, among))
+        cache.calls.put(key, built)
+        return built
     return plan
 
 

@@ -379,11 +379,11 @@ class Backend:
         if self.one_size and options.resized:
             actual = "Dims without classes stand for any"
             own.append(Reason("one_size", "plans for one size", actual))
+        if (absent := self.no_device(target)) is not None:
+            return (*own, absent)
         if self.real and target.is_emulated:
             actual = f"{target} is emulated by the CPU"
             own.append(Reason("emulated", "runs on a real GPU", actual))
-        if (absent := self.no_device(target)) is not None:
-            return (*own, absent)
         seen = request.with_graph(self.seen(request.graph)) if request.graph.layouts else request
         return (*own, *map(Reason.of, self.why_not(seen)))
 

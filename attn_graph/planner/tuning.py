@@ -16,7 +16,7 @@ from attn_graph.errors import GraphError, Reason
 from attn_graph.ir.graph import Graph, Input
 from attn_graph.ir.packed import LENGTHS, STARTS
 from attn_graph.lowering.backend import Backend, Executable, RefusedError
-from attn_graph.lowering.request import Options, Request
+from attn_graph.lowering.request import Request
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Unfit, read_json, read_positive
 from attn_graph.machine.target import Target
@@ -62,10 +62,12 @@ def choose_fastest(request: Request) -> tuple[Choice, Executable]:
             f"tune: measures on this machine, {Target.here()}, and the target is {request.target}"
         )
     key, late = tuning_key(request), dict[str, tuple[Reason, ...]]()
-    figures = load_figures(key, request.options)
+    store = request.options.store
+    by_name = {b.name: b for b in permitted_backends(request) or BACKENDS}
+    figures = (store.load(key, read_figures) if store else None) or {}
     while True:
         choice = choose(request, late)
-        able = backends_that_take(choice, permitted_backends(request) or BACKENDS)
+        able = [by_name[name] for name in (choice.backend.name, *choice.also)]
         contenders = {c.name: c for b in able for c in candidates(b, request)}
         missing = {name: c for name, c in contenders.items() if name not in figures}
         late |= measure(missing, request, key, figures)
@@ -81,12 +83,6 @@ def choose_fastest(request: Request) -> tuple[Choice, Executable]:
             text = explain_choice(figures, ranked, work.forward.achieved(figures[name]))
             return evolve(choice, backend=backend, cause=text, also=also), executable
     return choose_and_lower(request)
-
-
-def backends_that_take(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
-    """All backends that support the graph, in the order of preference."""
-    by_name = {backend.name: backend for backend in among}
-    return [choice.backend, *(by_name[name] for name in choice.also)]
 
 
 def candidates(backend: Backend, request: Request) -> Iterator[Candidate]:
@@ -124,11 +120,6 @@ def tuning_key(request: Request) -> str:
         "max_workspace": request.options.max_workspace,
     }
     return f"tune {json.dumps(text, sort_keys=True)}"
-
-
-def load_figures(key: str, options: Options) -> Figures:
-    """The stored figures of a key; none without a store."""
-    return (options.store.load(key, read_figures) if options.store else None) or {}
 
 
 def read_figures(data: bytes) -> Figures:
