@@ -17,7 +17,7 @@ from attrs import evolve, field, frozen
 from attn_graph.errors import GraphError, PlanMismatchError, show
 from attn_graph.ir.graph import Emit, Gradients, Op, Values, gives, takes
 from attn_graph.ir.sums import Linear
-from attn_graph.spec import INF, INTEGERS, ValueType, to_integer
+from attn_graph.spec import INF, INTEGERS, MOST_INT64, ValueType, to_integer
 
 ASCENDING = "pass the first row of each sequence, in order, then the end of the last one"
 
@@ -27,6 +27,8 @@ def to_size(value: object) -> int:
     size = to_integer(value)
     if size is None or size < 0:
         raise GraphError(f"pack: {show(value)} is not a whole number of at least 0")
+    if isinstance(size, int) and size > MOST_INT64:
+        raise GraphError(f"pack: {size} rows: no tensor goes beyond {MOST_INT64}")
     return size
 
 
