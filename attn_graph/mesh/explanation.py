@@ -143,12 +143,12 @@ def list_hops(sharded: Sharded, rank: int) -> Iterator[Hop]:
 
 def hop_flows(sharded: Sharded, rank: int, to: int, source: int) -> tuple[Flow, Flow]:
     """The bytes sent and received by a rank at a step: gradients travel against the keys."""
-    there, here = flow_between(sharded, rank, to), flow_between(sharded, source, rank)
+    there, here = sharded.once(flow_between, rank, to), sharded.once(flow_between, source, rank)
     if sharded.method not in ("ring", "gather"):
         return there, here
     gone, come = there.forward, here.forward
-    sums = there.backward - gone - flow_between(sharded, to, rank).forward
-    back = here.backward - come - flow_between(sharded, rank, source).forward
+    sums = there.backward - gone - sharded.once(flow_between, to, rank).forward
+    back = here.backward - come - sharded.once(flow_between, rank, source).forward
     return Flow(gone, gone + come + sums), Flow(come, come + gone + back)
 
 

@@ -96,5 +96,5 @@ def gradient_bytes(sharded: Sharded, n: int, rank: int) -> int:
 def sum_bytes(sharded: Sharded) -> int:
     """All bytes of both passes."""
     ranks = range(sharded.mesh.ranks)
-    flows = (flow_between(sharded, a, b) for a in ranks for b in ranks if a != b)
+    flows = (sharded.once(flow_between, a, b) for a in ranks for b in ranks if a != b)
     return sum(flow.forward + flow.backward for flow in flows)
