@@ -115,6 +115,10 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         answer: T = self.answers[key]
         return answer
 
+    def by(self, method: Method | None) -> Sharded:
+        """The same graph and parts by another method."""
+        return self if method == self.method else self.once(change_method, method)
+
     @cached_property
     def whole(self) -> tuple[Eqn, range]:
         """The equation of the attention, packed or not, with the numbers of its results."""
@@ -409,3 +413,7 @@ def write_parts(whole: torch.Tensor, parts: Sequence[Ranges], shard: torch.Tenso
     index = [torch.tensor([n for c in chunks for n in c], device=whole.device) for chunks in parts]
     if shard.numel():
         whole[torch.meshgrid(*index, indexing="ij")] = shard
+
+
+def change_method(sharded: Sharded, method: Method | None) -> Sharded:
+    return evolve(sharded, method=method)

@@ -68,7 +68,7 @@ def shard(
     check_known(whole)
     whole.piece(Box.whole(*whole.sizes))  # raises for what can't be moved
     placed = evolve(whole, holdings=tuple(place_ranks(whole)))
-    return evolve(placed, method=choose_method(placed, method))
+    return placed.by(choose_method(placed, method))
 
 
 def choose_method(placed: Sharded, method: Method | None) -> Method | None:
@@ -90,7 +90,7 @@ def choose_method(placed: Sharded, method: Method | None) -> Method | None:
         raise GraphError(f"shard: method 'heads' {problem}; say method='ring'")
     if method is None:
         known: list[Method] = ["ring"] if problem else ["ring", "heads"]
-        return min(known, key=lambda name: sum_bytes(evolve(placed, method=name)))
+        return min(known, key=lambda name: sum_bytes(placed.by(name)))
     return method
 
 
