@@ -14,10 +14,11 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.kernels.tilings import SHARED, Tiling, padded_head_size
 from attn_graph.lowering.codegen.machine_code import MachineCode
-from attn_graph.lowering.codegen.tile_lists import blocks, classify_blocks
+from attn_graph.lowering.codegen.tile_lists import blocks
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.masks.places import Block, Place
+from attn_graph.masks.tiles import bound_tiles
 from attn_graph.spec import NAMES
 from docs.generate.predict import (
     PROCESSORS,
@@ -157,7 +158,7 @@ def seconds_and_pairs(
         return clocks.seconds(at, heads * tiles, 0, heads * lines), heads * p.M * p.N
     if mask.needs:
         return None
-    kinds = classify_blocks(mask, p, tile)
+    kinds = bound_tiles(mask, Block.whole(p.sizes), (tile.block_m, tile.block_n))
     full, mixed = (int((kinds == kind).sum()) * heads for kind in (2, 1))
     places = Block(range(1), range(1), range(p.M), p.H, p.M, p.N)
     kept = torch.as_tensor(mask.keep(Place.of(places, range(p.N))))
