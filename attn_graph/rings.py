@@ -58,6 +58,7 @@ HOMES = {  # by name
     "vmap": "ir.vmap",
     **dict.fromkeys(("Explanation", "Refusal"), "planner.explanation"),
     # for users, of the core
+    **dict.fromkeys(("varlen_attn", "varlen_attn_out"), "nn.varlen"),
     **dict.fromkeys(("Addend", "Factor"), "ir.addends"),
     **dict.fromkeys(("Cost", "Work"), "planner.cost"),
     "Formula": "masks.formulas",

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from attn_graph.nn import decomposition as decomposition  # registers it with PyTorch
 from attn_graph.nn import functional, ops
 from attn_graph.nn.appending import append_to_pages
-from attn_graph.nn.varlen import varlen_attn, varlen_attn_out
 from attn_graph.rings import find
 
 if TYPE_CHECKING:
     from attn_graph.nn.modules import Attention, MultiheadAttention
+    from attn_graph.nn.varlen import varlen_attn, varlen_attn_out
 
-MODULES = ("Attention", "MultiheadAttention")  # imported at first use
+LATER = ("Attention", "MultiheadAttention", "varlen_attn", "varlen_attn_out")  # at first use
 __all__ = [
     "Attention",
     "MultiheadAttention",
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import one of MODULES. Raises AttributeError for any other name."""
-    if name not in MODULES:
+    """Import one of LATER. Raises AttributeError for any other name."""
+    if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return find(name)

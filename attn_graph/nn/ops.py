@@ -19,6 +19,7 @@ from torch._C import _AutoDispatchBelowAutograd
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from attn_graph.compiler import avoided, preferred
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
@@ -34,7 +35,6 @@ from attn_graph.machine.likeness import NESTED, OWN_CLASSES
 from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
-from attn_graph.nn.layouts import refuse_layouts
 from attn_graph.nn.packed_sizes import serves_sizes
 from attn_graph.nn.results import is_plan, require_count, restore_graph, results_of
 from attn_graph.nn.symbols import strides_as, strides_like
@@ -48,6 +48,7 @@ from attn_graph.spec import (
     TensorSpec,
     ValueType,
     accumulator,
+    layout_problem,
     new_strides,
     normalise_strides,
 )
@@ -55,6 +56,10 @@ from attn_graph.spec.dims import bind
 
 NAME = "attn_graph"
 KINDS = ("cpu", "cuda")  # of devices
+STRIDELESS = (  # PyTorch's dispatch keys of tensors without strides
+    "NestedTensorCPU", "NestedTensorCUDA", "SparseCPU", "SparseCUDA", "SparseCsrCPU",
+    "SparseCsrCUDA", "MkldnnCPU",
+)  # fmt: skip
 
 Context = Any  # autograd's own, with torch's attributes
 Tensors = Sequence[Tensor]
@@ -473,6 +478,27 @@ def backward_flops(
 
 
 # Registration
+
+
+def refuse_layouts(library: torch.library.Library, name: str) -> None:
+    """Register kernels of an operator that refuse tensors without strides."""
+
+    def refuse(tensors: Sequence[Tensor], *rest: object) -> None:
+        told = ((n, layout_problem(t)) for n, t in enumerate(tensors))
+        raise PlanMismatchError(
+            *(f"{name}: tensor {n} {problem}" for n, problem in told if problem)
+        )
+
+    def refuse_jagged(
+        cls: object, func: object, types: object, args: tuple[Sequence[Tensor]], kwargs: object
+    ) -> None:
+        refuse(*args)
+
+    for key in STRIDELESS:
+        library.impl(name, refuse, key)
+    torch.library.register_torch_dispatch(
+        f"{library.ns}::{name}", NestedTensor, refuse_jagged, lib=library
+    )
 
 
 def define_op(
