@@ -381,7 +381,8 @@ def attention(
     Nothing past them is read, entries of the table included, nor pages of keys that a band hides
     from all queries. cuDNN needs `finite_pages=True`: no row of the pools holds NaN or Inf.
 
-    `k_scale`, `v_scale`: k and v, in float8 or int8, stand for k * k_scale and v * v_scale. Scales
+    `k_scale`, `v_scale`: k and v, in float8, int8 or another float than q, of 32 bits or fewer,
+    stand for k * k_scale and v * v_scale; of 1.0 they convert k and v as kernels read them. Scales
     are float32, with the axes of k and v, each full or 1, and 1 for the last. With `q_scale` too, q
     stands for q * q_scale, and o is in bfloat16. None has a gradient. With `o_scale`, with the axes
     of o, o is in the dtype of q and stands for o * o_scale, and the last result is amax, the

@@ -93,6 +93,10 @@ def test_the_lowest_number_hides_only_where_a_row_keeps_a_key() -> None:
         assert r.mask == Causal("top_left")
         blind = keep & (torch.arange(8) > 0)[:, None]
         assert recognize(lowest(blind, dtype)) is None  # such a row weighs all keys alike
+        padded = KNOWN["padding"][0]  # the last entry has no key
+        assert recognize(padded) is not None
+        assert recognize(lowest(padded, dtype)) is None
+        assert recognize(lowest(padded[:2], dtype)) is not None
 
 
 def test_documents_run_as_documents_and_the_report_says_so() -> None:
