@@ -99,7 +99,7 @@ def write_heads(
     SIZE: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, EIGHT: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The heads [HEADS,SIZE] at x_ptr, rotated and divided by the scale, to those at out_ptr."""
+    """The heads [HEADS,SIZE] at x_ptr, rotated and divided by the scale, to out_ptr."""
     d = tl.arange(0, WIDTH)[None, :]
     HALF: tl.constexpr = ROTATED // 2
     for start in range(0, HEADS, BLOCK):
@@ -151,7 +151,7 @@ def to_cache(x, DTYPE: tl.constexpr, EIGHT: tl.constexpr, UPCAST: tl.constexpr):
 @triton.jit
 def to_grid(x, MOST: tl.constexpr, DROP: tl.constexpr, LEAST: tl.constexpr, MAGIC: tl.constexpr):
     """x float32, no larger than MOST, without its last DROP bits, to nearest, ties to even; NaN
-    stays. Below LEAST the step is 2^-23 of 2 / 3 MAGIC, which is added and taken away."""
+    stays. Below LEAST, where the step is 2^-23 of 2 / 3 MAGIC, add MAGIC and take it away."""
     x = x.to(tl.float32)
     ended = tl.minimum(tl.maximum(x, -MOST), MOST)
     bits = ended.to(tl.uint32, bitcast=True)

@@ -30,7 +30,7 @@ WEIGHT_SCALE = 16.0
 class Dequantise(Op):
     """x, scale, like -> x * scale, in the dtype of `like`, or in bfloat16 if that has 8 bits too.
 
-    x is in 8 bits, or in a float of 32 bits or fewer that is not that dtype; scale has its axes,
+    x is in 8 bits, or in another float, of 32 bits or fewer; scale has its axes,
     each full or 1, and 1 for the last. The result is dense, in the memory order of x. It has no
     derivative by either.
     """
@@ -109,7 +109,7 @@ class Quantise(Op):
 
 
 def takes_scale(dtype: torch.dtype, like: torch.dtype) -> bool:
-    """True for keys and values that kernels convert: in 8 bits, or in another float than q."""
+    """True for keys and values in 8 bits, or in another float than q: kernels convert them."""
     return dtype in QUANTISED or (dtype in CONVERTED and dtype != like)
 
 

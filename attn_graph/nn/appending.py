@@ -1,7 +1,7 @@
-"""Appends rows of keys and values to pages of a cache, rotated and in 8 bits if that has them.
+"""Appends rows of keys and values to pages of a cache, rotated, and rounded to a cache in 8 bits.
 
 On NVIDIA GPUs one kernel of Triton does it and reads nothing on the host; on CPUs a few operations
-of PyTorch, which check the places first.
+of PyTorch, after a check of the places.
 """
 
 from __future__ import annotations
@@ -47,27 +47,26 @@ def append_to_pages(
     """Write new rows of keys and values to their places in a paged cache, in place; q, rotated.
 
     k [B,G,M,D] and v [B,G,M,E] go to the pools [n,P,G,D] and [n,P,G,E], of any strides, halves of
-    one cache included. pages [B,count] and kv_lengths [B] are those of the attention that follows:
-    lengths count the new rows, which are the last of their sequence. With q_starts [B+1] rows are
-    packed, k [T,G,D] and v [T,G,E]; those that no sequence has are not written. With slot_mapping
-    [T] in place of pages and lengths, row t goes to row slot_mapping[t] of all pages in order, page
-    slot // P; a negative slot is not written. v and pool_v may both be None, for values that lie
-    within keys. No two rows may have one place.
+    one cache included. pages [B,count] and kv_lengths [B] are equal to those of the attention that
+    follows: lengths count the new rows, the last of their sequence. With q_starts [B+1] rows are
+    packed, k [T,G,D] and v [T,G,E]; rows of no sequence are not written. With slot_mapping [T] in
+    place of pages and lengths, row t goes to row slot_mapping[t] of all pages in order, page
+    slot // P; a negative slot is not written. v and pool_v may both be None, for values within
+    keys. No two rows may have one place.
 
     cos and sin [positions,R/2] rotate the first R elements of each row of k, and of q [B,H,M,D] or
-    [T,H,D], by the row's position: its place in the sequence, or positions [rows], which
-    slot_mapping needs. Element d turns with d + R/2, as in Llama; with interleaved=True, 2d turns
-    with 2d + 1, as in GPT-J. Computed in float32 (float64 for float64), rounded once. q is
-    returned rotated, 0 in rows without a place; without q the result is None.
+    [T,H,D], by the row's position: its place in the sequence, or positions [rows], required with
+    slot_mapping. Element d turns with d + R/2, as in Llama; with interleaved=True, 2d turns with
+    2d + 1, as in GPT-J. Computed in float32 (float64 for float64), rounded once. q is returned
+    rotated, 0 in rows without a place; without q the result is None.
 
     A pool in 8 bits holds x / scale, to nearest, and no larger than its largest. k_scale and
-    v_scale are those of `attention`: float32 with the axes of the pool, each full or 1, and 1 for
-    the last; or a number. A scale for each row has to hold the row's scale before the call.
+    v_scale are as in `attention`: float32 with the axes of the pool, each full or 1, and 1 for the
+    last; or a number. A scale for each row has to hold the row's scale before the call.
 
-    Raises TensorError for tensors that do not fit together, GraphError if one needs a gradient or
-    under a transform of torch.func, and on CPUs PlanMismatchError for places outside of the pools,
-    before anything is written. On GPUs nothing is read on the host: rows with such places are
-    not written.
+    Raises TensorError for tensors of sizes or dtypes that disagree, GraphError if one needs a
+    gradient or under a transform of torch.func, and on CPUs PlanMismatchError for places outside of
+    the pools, before anything is written. GPUs read nothing on the host, and skip such rows.
     """
     packed = q_starts is not None or slot_mapping is not None
     tensors = (k, v, pool_k, pool_v, q, pages, kv_lengths, q_starts, slot_mapping, positions)
@@ -96,7 +95,7 @@ def append_problems(
     scales: tuple[Scale, Scale],
     packed: bool,
 ) -> Iterator[str]:
-    """What does not fit, a sentence each."""
+    """Why tensors do not fit, a sentence each."""
     k, v, pool_k, pool_v, q, pages, lengths, starts, slots, positions = tensors
     assert k is not None and pool_k is not None  # noqa: PT018  # both have no default
     axes = 4 - packed
@@ -127,7 +126,7 @@ def append_problems(
 
 
 def row_problems(name: str, x: Tensor, k: Tensor, pool: Tensor, axes: int) -> Iterator[str]:
-    """What does not fit in new rows and their pool."""
+    """Why new rows do not fit their pool."""
     if x.ndim != axes or pool.ndim != 4:
         yield f"{name} {[*x.shape]} must be {FORM}, and pool_{name} {[*pool.shape]} [n,P,G,D]"
     elif x.shape[:-1] != k.shape[:-1]:
@@ -144,7 +143,7 @@ def place_problems(
     k: Tensor, pages: Tensor | None, lengths: Tensor | None, starts: Tensor | None,
     slots: Tensor | None,
 ) -> Iterator[str]:  # fmt: skip
-    """What does not fit in the places of new rows."""
+    """Why the places of new rows do not fit."""
     if slots is not None:
         if pages is not None or lengths is not None or starts is not None:
             yield "slot_mapping takes the place of pages, kv_lengths and q_starts; leave these out"
@@ -165,7 +164,7 @@ def place_problems(
 def turn_problems(
     k: Tensor, turns: tuple[Tensor | None, Tensor | None], nameless: bool
 ) -> Iterator[str]:
-    """What does not fit in the tables of a rotation. nameless: rows without positions."""
+    """Why the tables of a rotation do not fit. nameless: rows without positions."""
     cos, sin = turns
     if cos is None and sin is None:
         return
@@ -182,7 +181,7 @@ def turn_problems(
 
 
 def pool_scale_problems(name: str, scale: Scale, pool: Tensor | None) -> Iterator[str]:
-    """What does not fit in a scale and its pool."""
+    """Why a scale does not fit its pool."""
     quantised = pool is not None and pool.dtype in QUANTISED
     if quantised != (scale is not None):
         kind = "none" if pool is None else pool.dtype
@@ -334,7 +333,7 @@ def slots_of_rows(
 
 
 def first_row(wrong: Tensor) -> int:
-    """The number of the first row that is wrong, from 1 on; 0 if none is."""
+    """The number of the first wrong row, from 1 on; 0 without one."""
     return int(wrong.int().argmax()) + 1 if bool(wrong.any()) else 0
 
 

@@ -59,7 +59,6 @@ from attn_graph.nn.calls import (
     require_tensors,
 )
 from attn_graph.nn.jagged import attend_jagged, pack_jagged, require_pytorchs
-from attn_graph.nn.received import attend_received
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key
 from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
@@ -184,6 +183,8 @@ def attention(
         named = order_inputs({**named, **data})
     named_stats = stats is not False and stats is not True
     if named_stats and RECEIVED in statistic_names(stats, also=(RECEIVED,)):
+        from attn_graph.nn.received import attend_received  # few calls need it
+
         return attend_received(out, q, k, whole, named, options)
     if out is not None:
         return attend_into(out, q, k, whole, named, options)

@@ -1,9 +1,9 @@
 """The statistic "received": the weight that each key gets from all queries, by a second pass.
 
 It is the gradient of o by a v of a few columns: dv = p^T do. If column c of do is 1 in the heads h
-with h % r = c, for r = H / G heads that share a key, then column c of dv has the sums of the
-weights of head g r + c. So each backend with a backward pass gives it, in memory of its size, and
-its derivatives are those of that pass.
+with h % r = c, for r = H / G heads of one key, then column c of dv has the sums of the weights of
+head g r + c. So each backend with a backward pass gives it, in memory of its size, and its
+derivatives are the second derivatives of attention.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STATS, OUTPUTS, WITHIN = (GRAPH_OPTIONS.index(name) for name in ("stats", "outpu
 def attend_received(
     out: object, q: Tensor, k: Tensor, v: Values, named: Named, options: Options
 ) -> tuple[Tensor, ...]:
-    """o and the statistics of a call that has "received" among them."""
+    """o and the statistics of a call, "received" among them."""
     if out is not None:
         raise GraphError(
             f'attention: out= has no tensor for stats "{RECEIVED}", which another pass makes; '
@@ -53,7 +53,7 @@ def attend_received(
 
 
 def require_summable(q: Tensor, k: Tensor, named: Named) -> None:
-    """Raise GraphError for tensors whose weights no pass sums."""
+    """Raise GraphError for tensors without sums of weights."""
     if scales := {*SCALES} & named.keys():
         raise GraphError(
             f'attention: stats "{RECEIVED}" is a gradient, and keys in 8 bits ({min(scales)}) have '

@@ -106,7 +106,7 @@ def read_places(mask: Tensor) -> Recognition | None:
 
 def as_booleans(mask: Tensor) -> Tensor | None:
     """True for kept places; None for numbers other than 0, -inf and the lowest of their dtype, and
-    for these in a row without 0, whose weights they leave as they are."""
+    for a row of them without 0: its weights are all alike."""
     if mask.dtype == torch.bool:
         return mask
     keep, lowest = mask == 0, mask == torch.finfo(mask.dtype).min

@@ -60,8 +60,8 @@ def replace_sdpa(
     Options are those of `attn_graph.compile`. PyTorch still computes calls that no backend
     supports, nested tensors other than jagged ones [B,H,j,D], wrapper subclasses such as DTensor,
     devices other than "cpu" and "cuda", layers that return weights (need_weights=True), and
-    `varlen_attn`, for which `attn_graph.nn.varlen_attn` stands in. It also computes flex_attention,
-    which no mode sees; `from_flex` translates its mods.
+    `varlen_attn` (call `attn_graph.nn.varlen_attn`). It also computes flex_attention, unseen by any
+    mode; `from_flex` translates its mods.
     on_fallback applies to these, and to calls that only `math` supports: "ignore"; "warn"; or
     "raise", TensorError or NoBackendError.
 
@@ -171,7 +171,7 @@ class Replacement(TorchFunctionMode):
     def run_left(
         self, name: str, reason: str, tensors: Sequence[Tensor], run: Callable[[], Result]
     ) -> Result:
-        """A call that PyTorch computes, by `on_fallback`; a row of the report. tensors: q, k, v."""
+        """A call left to PyTorch, by `on_fallback`; a row of the report. tensors: q, k, v."""
         q, k, v = tensors
         self.leave(name, reason)
         if self.report is None or is_symbolic():
