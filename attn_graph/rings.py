@@ -60,7 +60,6 @@ HOMES = {  # by name
     # for users, of the core
     **dict.fromkeys(("varlen_attn", "varlen_attn_out"), "nn.varlen"),
     **dict.fromkeys(("Addend", "Factor"), "ir.addends"),
-    "append_to_pages": "nn.appending",
     **dict.fromkeys(("Cost", "Work"), "planner.cost"),
     "Formula": "masks.formulas",
     "evaluate": "ir.reference",

@@ -4,17 +4,14 @@ from typing import TYPE_CHECKING
 
 from attn_graph.nn import decomposition as decomposition  # registers it with PyTorch
 from attn_graph.nn import functional, ops
+from attn_graph.nn.appending import append_to_pages  # an operator, which exported programs name
 from attn_graph.rings import find
 
 if TYPE_CHECKING:
-    from attn_graph.nn.appending import append_to_pages
     from attn_graph.nn.modules import Attention, MultiheadAttention
     from attn_graph.nn.varlen import varlen_attn, varlen_attn_out
 
-LATER = (  # at first use
-    *("Attention", "MultiheadAttention", "append_to_pages"),
-    *("varlen_attn", "varlen_attn_out"),
-)
+LATER = ("Attention", "MultiheadAttention", "varlen_attn", "varlen_attn_out")  # at first use
 __all__ = [
     "Attention",
     "MultiheadAttention",
