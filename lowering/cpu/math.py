@@ -117,7 +117,7 @@ def tile_equation(facts: Facts, eqn: Eqn, fused: bool, own: Dtypes) -> Attention
         return None
     case = CpuCase(problem, own, fused, gives_statistics(graph, eqn))
     priced = facts.once(sole_case, own, fused)
-    return tile_case(priced if priced == case else case)
+    return tile_case(case if priced is None or priced != case else priced)
 
 
 def tile_case(case: CpuCase) -> AttentionTiles:
