@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Collection, Mapping
-from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -250,7 +249,7 @@ class Formula(Mask):
         require_known_names(self.text, node, self.elements, names)
         evaluate_formula(node, names)
 
-    @cached_property
+    @property
     def needs(self) -> dict[str, Data]:
         return {name: Data(axes) for name, axes in self.elements}
 

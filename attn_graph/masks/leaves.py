@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 from typing import final
 
 import torch
@@ -108,7 +107,7 @@ class Band(Mask):
     def relative(self) -> bool:
         return not self.ragged
 
-    @cached_property
+    @property
     def needs(self) -> dict[str, Data]:
         return dict.fromkeys(self.ragged, Data("b")) if self.ragged else {}
 
@@ -248,7 +247,7 @@ class Prefix(Mask):
 class KeyLengths(Mask):
     """Key j is among the first kv_lengths[b]. Integers [B]."""
 
-    @cached_property
+    @property
     def needs(self) -> dict[str, Data]:
         return {"kv_lengths": Data("b")}
 
@@ -264,7 +263,7 @@ class KeyLengths(Mask):
 class QueryLengths(Mask):
     """Query i is among the first q_lengths[b]; later ones see nothing. Integers [B]."""
 
-    @cached_property
+    @property
     def needs(self) -> dict[str, Data]:
         return {"q_lengths": Data("b")}
 
@@ -280,7 +279,7 @@ class QueryLengths(Mask):
 class SameSegment(Mask):
     """Query and key carry the same number: q_segments [B,M], kv_segments [B,N], integers."""
 
-    @cached_property
+    @property
     def needs(self) -> dict[str, Data]:
         return {"q_segments": Data("bi"), "kv_segments": Data("bj")}
 
@@ -298,7 +297,7 @@ class Keep(Mask):
 
     name: str = "keep"
 
-    @cached_property
+    @property
     def needs(self) -> dict[str, Data]:
         return {self.name: Data("bhij", (torch.bool,), broadcasts=True)}
 
@@ -332,7 +331,7 @@ class KeepBlocks(Mask):
                 "be at least 1"
             )
 
-    @cached_property
+    @property
     def needs(self) -> dict[str, Data]:
         size = (self.rows, self.keys)
         return {self.name: Data("bhxy", (torch.bool,), True, size, self.start, self.whole)}

@@ -70,7 +70,7 @@ def explain_mesh(sharded: Sharded, target: Target, link: str | float | None) -> 
     """
     speed = link_speed(link, target)
     names: Sequence[Method] = get_args(Method) if sharded.placement in SEQUENCES else ()
-    possible = [x for x in names if x != "heads" or not heads_problem(sharded)]
+    possible: list[Method] = [x for x in names if x != "heads" or not heads_problem(sharded)]
     each = (sharded, *(sharded.by(x) for x in possible if x != sharded.method))
     figures = ((x, tuple(list_figures(x, target, speed))) for x in each)
     first, *others = (

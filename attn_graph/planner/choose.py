@@ -22,6 +22,7 @@ from attn_graph.errors import (
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.backend import (
+    UNKNOWN,
     Backend,
     Executable,
     Price,
@@ -146,7 +147,7 @@ def choose(
     if not able:
         raise NoBackendError(request.graph, refusals, refused_title(request))
     first = able[0]
-    known = {name: price.seconds for name, price in prices.items() if price.is_known}
+    known = {name: price.seconds for name, price in prices.items() if price.seconds < UNKNOWN}
     figures = [f"{b.name} {format_rough(known[b.name])}" for b in able if b.name in known]
     if keeps_weights(request.graph):
         cause = KEPT
