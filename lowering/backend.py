@@ -86,7 +86,7 @@ class Executable:
     None: it reads nothing in advance. writes_anywhere: True if they can in tensors of any strides.
     copies_out: True if they can in none. prepare: builds in advance for the first calls.
 
-    workspace: bytes leased while either runs. temporary: bytes that kernels allocate, estimated
+    workspace: bytes leased while either runs. temporary: bytes allocated by kernels, estimated
     from above. block: bytes beside them that each thread of PyTorch's fused CPU kernel works in.
     notes: lines for `explain`. These are called only on request: `launches` gives more
     lines, by simulation; `inspect` still more, and `text` the generated code, by compiling.
@@ -127,8 +127,8 @@ class Executable:
 class Price:
     """What a call takes at least: the backend with the least seconds runs a graph.
 
-    UNKNOWN seconds: those that are known come first. Infinite ones: all others do. traffic: bytes
-    that programs move beside each operand once; the least of it comes first among equal seconds.
+    UNKNOWN seconds: known ones come first. Infinite ones: all others do. traffic: bytes moved by
+    programs beside each operand once; the least of it comes first among equal seconds.
     """
 
     seconds: float
@@ -308,7 +308,7 @@ OfParts = Callable[[Graph, Target, Options], Any]  # as above
 @final
 @frozen
 class TakesParts:
-    """A function of a graph, a target and options, called with those of a request."""
+    """A function of a graph, a target and options, called with the parts of a request."""
 
     function: OfParts
 
@@ -317,7 +317,7 @@ class TakesParts:
 
 
 def taking_request(function: OfRequest | OfParts) -> OfRequest:
-    """The function of a request; one that accepts three arguments is called with its parts."""
+    """The function of a request; one of three arguments is called with its parts."""
     given: Any = function  # Any: of either kind
     try:
         signature(given).bind("graph", "target", "options")
@@ -342,10 +342,10 @@ class Backend:
     to measure. device_test: a test to pass on this machine's device before the backend runs the
     graph there, or None. lower_any: runs tensors of any sizes of at least 1, for a graph with Dims
     as sizes; None if each size is lowered by itself, at its first call. one_size: True if building
-    is too slow for a plan of many sizes. lays: the places of the outputs that it writes in any
+    is too slow for a plan of many sizes. lays: the places of the outputs written in any
     declared layout (`Graph.layouts`). It sees no other layout: these outputs are copied. real:
     True if only a real GPU runs it, not one that a CPU emulates. no_device: the reason against a
-    target of a kind that it has nothing for; `why_not` is not asked then.
+    target of another kind; `why_not` is not asked then.
     """
 
     name: str

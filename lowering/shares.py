@@ -175,7 +175,7 @@ def summed_widths(op: Op, D: int, E: int) -> int:
 
 
 def gradient_widths(op: AttentionGrad, D: int, E: int) -> int:
-    """The sum of head sizes over a gradient's products, without those of unwanted gradients."""
+    """The sum of head sizes over a gradient's products; unwanted gradients have none."""
     wants = dict(zip(op.attention.roles, op.wants, strict=True))
     dv = E if wants["v"] and op.with_do else 0
     others = any(wanted for role, wanted in wants.items() if role != "v")

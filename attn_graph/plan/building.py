@@ -1,4 +1,4 @@
-"""Builds plans: of a graph, of its gradient, of the graph that autograd records, and for sizes."""
+"""Builds plans: of a graph, of its gradient, of the graph recorded by autograd, and for sizes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def best_backend(request: Request) -> Backend | None:
 
 
 def plan_recorded(plan: Plan) -> Plan | None:
-    """The plan that autograd records in place of this one; None: this one."""
+    """The plan recorded by autograd in place of this one; None: this one."""
     if plan.whole is not None:
         return None
     kept = recorded_graph(plan.request, plan.backend)

@@ -1,4 +1,4 @@
-"""A hint, logged once, for plans built again and again: it names the inputs that vary."""
+"""A hint, logged once, for plans built again and again: it names the varying inputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Builds:
         self.last.append(graph)
 
     def hint(self) -> str:
-        """The inputs that vary among these graphs, and the way to plan once."""
+        """The inputs varying among these graphs, and the way to plan once."""
         columns = zip(*(graph.inputs for graph in self.last), strict=True)
         varying = [text for inputs in columns for text in describe_variation(inputs)]
         what = ", ".join(varying or list_varying_ops(self.last)) or "an option"

@@ -82,7 +82,7 @@ def first_that_succeeds(
     request: Request,
     attempt: Callable[[Backend], T],
 ) -> tuple[Choice, T]:
-    """The first backend that supports the graph and passes the attempt; and the attempt's result.
+    """The first backend to support the graph and pass the attempt; and the attempt's result.
 
     The attempt may refuse too: the next backend is tried then. Raises NoBackendError as `choose`
     does.
@@ -170,7 +170,7 @@ def price_all(request: Request) -> dict[str, Price]:
 
 
 def refused_title(request: Request) -> str:
-    """The title if all allowed backends refuse: it names the others that support the graph."""
+    """The title if all allowed backends refuse: it names the others able to run the graph."""
     among, avoid, free = (
         permitted_backends(request),
         request.options.avoid,
@@ -216,7 +216,7 @@ def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:
 
 
 def permitted_backends(request: Request) -> tuple[Backend, ...] | None:
-    """The backends that a request allows, as records; None: all. Raises GraphError for an unknown
+    """The backends allowed by a request, as records; None: all. Raises GraphError for an unknown
     name."""
     return None if request.among is None else resolve_backends(request.among)
 

@@ -147,7 +147,7 @@ def cost(
 
     tensors: inputs that the mask reads, by name; with all of them the count is exact. wants: the
     inputs to differentiate by, by default all floating ones. precision: of float32 products, as in
-    `compile`. Raises GraphError for unknown tensors, and for tensors that do not fit.
+    `compile`. Raises GraphError for unknown tensors, and for tensors of other sizes.
     """
     backward = facts_of(graph).gradient(wants) if graph.has_gradient and wants != () else None
     peeled, backward = peel(graph), None if backward is None else core_of(backward)
@@ -168,7 +168,7 @@ def cost(
 
 
 def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
-    """The tensors. Raises GraphError for one that no mask of the graph reads."""
+    """The tensors. Raises GraphError for one read by no mask of the graph."""
     read = {name for eqn in graph.eqns for name, _ in mask_sources(graph, eqn).values()}
     if unknown := [name for name in tensors if name not in read]:
         names = ", ".join(sorted(read)) or "no input"

@@ -122,7 +122,7 @@ def explain_refusals(
     request: Request,
     refusals: Refusals,
 ) -> tuple[Refusal, ...]:
-    """Known refusals of a graph's forward at its largest sizes, with the changes that lift them."""
+    """Known refusals of a graph's forward at its largest sizes, with the changes to lift them."""
     graph = request.graph
     exact = replace_sizes(graph, complete_sizes(graph, "explain", {}))
     quiet = request.with_options(on_fallback="ignore", resized=many_sizes(graph))

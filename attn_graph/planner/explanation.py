@@ -31,7 +31,7 @@ class Refusal:
 
     @property
     def lifts(self) -> tuple[tuple[Remedy, ...], ...]:
-        """For each reason, the single changes that lift it; they are tried when first read."""
+        """For each reason, the single changes to lift it; they are tried when first read."""
         return self.search.remedies[0] if self.search else ((),) * len(self.reasons)
 
     @property
@@ -65,7 +65,7 @@ class Refusal:
 
     @property
     def fixes(self) -> tuple[str, ...]:
-        """For each reason, the single changes that lift it, in words; "" without any."""
+        """For each reason, the single changes to lift it, in words; "" without any."""
         return tuple(map(format_lifts, self.lifts))
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
@@ -136,7 +136,7 @@ class Explanation:
         return self.verdict
 
     def lines(self) -> Iterator[str]:
-        """The chosen backend, its notes, the others that support the graph, and the refusals."""
+        """The chosen backend, its notes, others able to run the graph, and the refusals."""
         yield self.verdict
         yield from (f"  - {note}" for note in self.notes)
         if self.also:
@@ -203,7 +203,7 @@ class Explanation:
         return html.page(*parts, html.code(self.graph))
 
     def table(self, name: str) -> str:
-        """One pass as HTML: the chosen backend, the others that support it, and the refusals."""
+        """One pass as HTML: the chosen backend, others able to run it, and the refusals."""
         from attn_graph.printing import html
 
         name_of = self.backend or "none"

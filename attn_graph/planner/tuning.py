@@ -141,7 +141,7 @@ def measure(
 ) -> dict[str, tuple[Reason, ...]]:
     """Add the seconds of each candidate to the figures, and keep them, even when interrupted.
 
-    Returns, by name, the reasons of backends that refuse the graph only now.
+    Returns, by name, the reasons of backends refusing the graph only now.
     """
     if not contenders:
         return {}
@@ -164,7 +164,7 @@ def prepare_jobs(
     tensors: Sequence[torch.Tensor],
     progress: Progress,
 ) -> tuple[dict[str, Job], dict[str, tuple[Reason, ...]]]:
-    """A job for each candidate that runs here, and the reasons of backends that don't.
+    """A job for each candidate able to run here, and the reasons of the others.
 
     Some refuse only when they run. A variant that refuses is left out.
     """
@@ -184,7 +184,7 @@ def prepare_jobs(
 
 
 def late_reasons(error: RefusedError | torch.OutOfMemoryError) -> tuple[Reason, ...]:
-    """The reasons of a candidate that failed when tried."""
+    """The reasons of a candidate after it failed."""
     if isinstance(error, RefusedError):
         return error.reasons
     return tuple(Reason("memory", str(text), sentence="{limit}") for text in error.args)

@@ -48,7 +48,7 @@ class Peeled:
     results: tuple[int, ...]
 
     def run(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """The graph's outputs, by a function that runs the core."""
+        """The graph's outputs, by a function to run the core."""
         device = tensors[0].device if tensors else torch.device("cpu")
         with torch.no_grad(), plain_ops_on(device):
             values = self.enter(dict(enumerate(tensors)))
@@ -121,7 +121,7 @@ class Peeled:
         return lay_out_results(made, self.graph, self.seen)
 
     def foresee(self, foreseen: Foreseen) -> Foreseen:
-        """The needs of the graph, from those of the core."""
+        """The needs of the graph, from the core's."""
         notes = (*foreseen.notes, *self.notes())
         temporary = foreseen.temporary + self.temporary
         copies = foreseen.copies_out or not self.writes

@@ -1,4 +1,4 @@
-"""The least time of kernels on a GPU, to order the backends that can run.
+"""The least time of kernels on a GPU, to order the able backends.
 
 The time is the longer of two: the products at a share of the GPU's peak (lowering/rates.toml, with
 its sources), and one read of every operand. Both grow if there are fewer programs than
@@ -130,7 +130,7 @@ def copies_nothing(request: Request) -> Iterable[str]:
 def forecast(
     request: Request, name: str, copies: Callable[[Request], Iterable[str]] = copies_nothing
 ) -> Price:
-    """The price of a backend's kernels on a GPU. copies: the operands, by name, that a call copies
+    """The price of a backend's kernels on a GPU. copies: the operands, by name, copied by a call
     before its kernel runs.
 
     UNPRICED if a rate is not known: the backend's there, in this dtype, or the GPU's own; and for
