@@ -24,7 +24,7 @@ from attn_graph.lowering.backend import (
     RefusedError,
 )
 from attn_graph.lowering.libraries.forecast import forecast
-from attn_graph.lowering.problem import Problem, places_of_rows
+from attn_graph.lowering.problem import places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.rooms import write_named
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
     from attn_graph.lowering.cudnn.graph import CudnnCall
     from attn_graph.lowering.libraries.cudnn_case import Case
 
-VARIES = "divides sums among the more programs, the smaller the batch is"
+VARIES = "chooses its kernel, and how it divides sums, by the size of the batch"
 HOME = "attn_graph.lowering.cudnn.backend:BACKEND"
 UNREAD = "reads no quantised keys beside another q, packed or in pages"
 DOCUMENTED = 256  # the widest heads of its support matrix
@@ -51,15 +51,8 @@ def why_not(request: Request) -> Iterator[Reason]:
         reason = other_equations(request.graph, packs=True)
         yield evolve(reason, limit=UNREAD) if reason.key == "quantised" else reason
     else:
-        if problem_varies(case.problem):
-            yield from request.options.varying(VARIES)
+        yield from request.options.varying(VARIES)
         yield from case_reasons(case, request.options)
-
-
-def problem_varies(problem: Problem) -> bool:
-    """True if a batch entry's bits may depend on the others: in a gradient, and for one query, as
-    cuDNN splits its keys into enough parts to fill the GPU."""
-    return problem.grad is not None or problem.M == 1
 
 
 def library_reasons(target: Target) -> Iterator[Reason]:
