@@ -36,7 +36,7 @@ CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo check test slow all deep virtual peers-virtual mutants tritons exits kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo check test slow all deep virtual peers-virtual tutorials-virtual fa4-virtual mutants tritons exits kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -86,6 +86,14 @@ virtual: venv
 # Kernels of other libraries, executed on this CPU against PyTorch.
 peers-virtual: .peers/installed
 	PYTHONPATH=.peers $(PYTEST) -m slow tests/virtual/test_peers.py
+
+# Triton's own tutorials, and FlashAttention 4's own tests, from a copy of their repositories:
+# TUTORIALS=.../triton/python/tutorials, FA4_TESTS=.../flash-attention/tests/cute.
+tutorials-virtual: venv
+	TUTORIALS=$(abspath $(TUTORIALS)) $(PYTEST) -m slow tests/virtual/test_tutorials.py
+
+fa4-virtual: venv
+	$(BIN)/python -m docs.generate.fa4_tests $(abspath $(FA4_TESTS))
 
 .peers/installed: venv
 	$(BIN)/python -m pip install -q --no-deps --target $(@D) $(PEERS)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from attn_graph.testing.gpu.copies import MAP
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.instructions import translate
+from attn_graph.testing.gpu.maps import MAP
 from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.program import Launch
 from attn_graph.testing.gpu.regions import Unset

@@ -231,3 +231,34 @@ def add_next(x_ptr):
     """x [programs + 1]: each number plus the next one, in place."""
     at = x_ptr + tl.program_id(0)
     tl.store(at, tl.load(at) + tl.load(at + 1))
+
+
+@triton.jit
+def copy_by_descriptors(x_ptr, out_ptr, M, R: tl.constexpr, N: tl.constexpr):
+    """Twice the rows, by descriptors that each program makes."""
+    x = tl.make_tensor_descriptor(x_ptr, [M, N], [N, 1], [R, N])
+    out = tl.make_tensor_descriptor(out_ptr, [M, N], [N, 1], [R, N])
+    row = tl.program_id(0) * R
+    out.store([row, 0], x.load([row, 0]) * 2)
+
+
+@triton.jit
+def copy_by_table(table_ptr, N: tl.constexpr):
+    """One tensor to another, both by the addresses in a table."""
+    x = tl.load(table_ptr).to(tl.pointer_type(tl.float32))
+    out = tl.load(table_ptr + 1).to(tl.pointer_type(tl.float32))
+    tl.store(out + tl.arange(0, N), tl.load(x + tl.arange(0, N)))
+
+
+@triton.jit
+def copy_early(x_ptr, out_ptr, N: tl.constexpr):
+    tl.extra.cuda.gdc_wait()
+    tl.store(out_ptr + tl.arange(0, N), tl.load(x_ptr + tl.arange(0, N)))
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def multiply_turned(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
+    """out = a b^T, all [N,N]."""
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)
+    tl.store(out_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at).T))

@@ -118,6 +118,7 @@ SIZED: dict[str, Exact] = {  # by the whole name: their results depend on the nu
     "bfe.u32": lambda a, start, count: field_of(a, start, count),
     "bfe.u64": lambda a, start, count: a >> (start & 255) & ((1 << min(count & 255, 64)) - 1),
     "bfe.s32": signed_field,
+    **dict.fromkeys(("mul.hi.u16", "mul.hi.s16"), lambda a, b: a * b >> 16),
     "mul.hi.u64": lambda a, b: a * b >> 64,
     "mul.hi.s64": lambda a, b: a * b >> 64,
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attn_graph.testing.gpu import UnknownInstructionError
+from attn_graph.testing.gpu import Omission, UnknownInstructionError
 from tests.support.ptx_bodies import COPY, HERE, SUM
 from tests.support.ptx_programs import run_ptx
 
@@ -129,3 +129,32 @@ def test_a_result_has_the_bits_that_the_isa_says(body: str, due: int) -> None:
     out = torch.zeros(128, dtype=torch.int32)
     run(f"mov.b32 %r4, {NAN}; {body} st.global.b32 [%d9], %r6;", out)
     assert int(out[0]) & 0xFFFFFFFF == due
+
+
+OWN = "cp.async.ca.shared.global [%r1], [%d3], 4; cp.async.commit_group;"
+FILLED = (  # each lane copies its number, the lower half of the warp then 7 to the same place
+    "mov.b32 %r5, global_smem; mad.lo.s32 %r1, %r0, 4, %r5; mul.wide.u32 %d2, %r0, 4;"
+    "add.s64 %d3, %d0, %d2; add.s64 %d4, %d1, %d2; st.shared.b32 [%r1], %r0; setp.lt.u32 %p1, %r0, 16;"
+)
+
+
+def test_lanes_of_a_warp_commit_and_wait_for_their_own_copies() -> None:
+    x, out = torch.arange(100, 132, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    run_ptx(
+        f"{FILLED} @!%p1 bra $L; {OWN} cp.async.wait_group 0; $L:"
+        "ld.shared.b32 %r3, [%r1]; st.global.b32 [%d4], %r3;",
+        {"x": x, "out": out},
+    )
+    assert out.tolist() == [*range(100, 116), *range(16, 32)]
+
+
+def test_a_wait_lets_the_last_groups_of_each_lane_go_on() -> None:
+    x, out = torch.arange(100, 132, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    omits = frozenset({Omission.COPIES})
+    run_ptx(  # the lower half has one group more, which is the one that may be on its way
+        f"{FILLED} {OWN} @!%p1 bra $L; cp.async.commit_group; $L: cp.async.wait_group 1;"
+        "ld.shared.b32 %r3, [%r1]; st.global.b32 [%d4], %r3;",
+        {"x": x, "out": out},
+        omits=omits,
+    )
+    assert out.tolist() == [*range(100, 116), *range(16, 32)]

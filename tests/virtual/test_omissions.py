@@ -30,6 +30,10 @@ PROGRAMS: dict[Omission, tuple[str, str]] = {  # statements, and what is said of
         "@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];",
         "it ends before a commit of products arrives",
     ),
+    Omission.COPIES: (
+        "mad.lo.s32 %r1, %r0, 4, global_smem; cp.async.ca.shared.global [%r1], [%d0], 4;",
+        "it ends before a copy has landed",
+    ),
     Omission.BULK_STORES: (
         f"{FIRST} @%p1 st.shared.v4.b32 [%r1], {{%r0, %r0, %r0, %r0}};"
         "fence.proxy.async.shared::cta;"
@@ -80,6 +84,14 @@ def test_an_omission_is_a_fault(omission: Omission) -> None:
 @pytest.mark.parametrize("omission", Omission)
 def test_an_omission_is_a_note_where_the_launch_says_so(omission: Omission) -> None:
     assert any(PROGRAMS[omission][1] in note for note in run(omission, omission))
+
+
+def test_unwritten_bytes_of_shared_memory_are_a_note_where_the_launch_says_so() -> None:
+    body, text = "mov.b32 %r1, global_smem; ld.shared.b32 %r2, [%r1];", "a load of shared memory"
+    with pytest.raises(Fault, match=text):
+        run_ptx(body, {"x": torch.zeros(8)})
+    omits = frozenset({Omission.UNWRITTEN_LOADS})
+    assert any(text in note for note in run_ptx(body, {"x": torch.zeros(8)}, omits=omits))
 
 
 def test_stores_of_other_bytes_are_a_fault_all_the_same() -> None:

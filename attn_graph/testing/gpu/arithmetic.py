@@ -53,9 +53,9 @@ def multiply_wide(a: Array, b: Array) -> Array:
 
 
 def multiply_high(a: Array, b: Array) -> Array:
-    """a * b >> 32."""
+    """The upper half of a * b."""
     wide = multiply_wide(a, b)
-    high: Array = np.right_shift(wide, wide.dtype.type(32)).astype(a.dtype)
+    high: Array = np.right_shift(wide, wide.dtype.type(8 * a.itemsize)).astype(a.dtype)
     return high
 
 
@@ -74,7 +74,7 @@ values(
 values(("T <- T T T", WHOLE), {"mad.lo.T": lambda a, b, c: a * b + c})
 values(("W <- T T", TWICE), {"mul.wide.T": multiply_wide})
 values(("W <- T T W", TWICE), {"mad.wide.T": lambda a, b, c: multiply_wide(a, b) + c})
-values(("T <- T T", "u32 s32"), {"mul.hi.T": multiply_high})
+values(("T <- T T", "u16 s16 u32 s32"), {"mul.hi.T": multiply_high})
 values(("T <- T", f"{SIGNED} f32"), {"abs.T": np.abs, "neg.T": operator.neg})
 values(
     ("T <- T T", "s32"),

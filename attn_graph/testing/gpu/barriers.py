@@ -231,6 +231,7 @@ def init_mbarrier(m: Program, g: Threads, address: Array, count: Array) -> None:
         found = shared.occupants.pop(offset, None)
         if found is not None and not found.is_idle:
             m.fault(f"the mbarrier at byte {offset} is initialised again while it is in use")
+        shared.ledger.inits.add(m.line)
         shared.store(m, "mbarrier.init", np.array([warp]), np.array([offset]), ZEROS)
         number = barriers.agents.setdefault(offset, len(barriers.agents))
         if number >= MOST_MBARRIERS:
@@ -249,7 +250,7 @@ def invalidate_mbarrier(m: Program, g: Threads, address: Array) -> None:
             m.fault(f"the mbarrier at byte {offset} is invalidated while it is in use")
         del m.part(Shared).occupants[offset]
         m.part(Barriers).phases[offset] = found.passed + found.phase
-        m.part(Shared).ledger.invalidations.add(m.line)
+        m.part(Shared).ledger.inits.add(m.line)
         m.part(Shared).store(m, "mbarrier.inval", np.array([warp]), np.array([offset]), ZEROS)
 
 

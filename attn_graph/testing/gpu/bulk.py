@@ -12,8 +12,9 @@ import numpy as np
 from attrs import define, field
 
 from attn_graph.testing.gpu.barriers import Barriers
-from attn_graph.testing.gpu.copies import HINT, MAP_ALIGNED, PIECE, TensorMap, TileCopy
+from attn_graph.testing.gpu.copies import HINT, MAP_ALIGNED, PIECE, TileCopy
 from attn_graph.testing.gpu.faults import Omission
+from attn_graph.testing.gpu.maps import TensorMap
 from attn_graph.testing.gpu.matrices import swizzle
 from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.program import SHARED, Program
@@ -180,7 +181,7 @@ def store_tile(
 ) -> None:
     """A box goes to a tensor; its part outside the tensor is dropped."""
     for warp, threads, (at, place, *corner) in stores(m, g, (source, tensor, *first), False):
-        tile = TensorMap.read(m.parameter_at(int(place)))
+        tile = TensorMap.at(m, warp, int(place))
         corner = [int(x.astype(np.int64)) for x in corner]
         if len(corner) != len(tile.box):
             m.fault(f"{len(corner)} coordinates for a tensor map of {len(tile.box)} axes")

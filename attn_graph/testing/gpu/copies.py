@@ -5,23 +5,22 @@ Both take effect as late as possible: at a wait of a thread, or when nobody can 
 
 from __future__ import annotations
 
-import struct
-from math import prod
 from typing import final
 
 import numpy as np
 from attrs import define, field, frozen
 
 from attn_graph.testing.gpu.barriers import Barriers, MBarrier, places
-from attn_graph.testing.gpu.matrices import SPANS, swizzle
+from attn_graph.testing.gpu.faults import Omission
+from attn_graph.testing.gpu.maps import TensorMap
+from attn_graph.testing.gpu.matrices import swizzle
 from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.program import SHARED, Program
 from attn_graph.testing.gpu.regions import Access
 from attn_graph.testing.gpu.rules import Array, action
 from attn_graph.testing.gpu.shared import Shared
-from attn_graph.testing.gpu.threads import Threads
+from attn_graph.testing.gpu.threads import WARP, Threads
 
-MAP = struct.Struct("<Q5Q4Q5I2B2B")  # as driver.c writes tensor maps
 PIECE = 16  # bytes: sizes and places of the copy engine are multiples of it
 MAP_ALIGNED = 128  # bytes; where the copy engine writes
 
@@ -31,15 +30,15 @@ MAP_ALIGNED = 128  # bytes; where the copy engine writes
 class ThreadCopies:
     """Copies of threads by one instruction that have not landed, with the group of each."""
 
-    warps: Array
+    threads: Array
     groups: Array
     offsets: Array
     data: Array
     line: int
 
     def select(self, some: Array) -> ThreadCopies:
-        warps, groups, offsets = self.warps[some], self.groups[some], self.offsets[some]
-        return ThreadCopies(warps, groups, offsets, self.data[some], self.line)
+        threads, groups, offsets = self.threads[some], self.groups[some], self.offsets[some]
+        return ThreadCopies(threads, groups, offsets, self.data[some], self.line)
 
     def land(self, memory: Array) -> None:
         size = self.data.shape[1]
@@ -61,6 +60,7 @@ class TileCopy:
         """A warp begins it: all uses of its target must come before it."""
         shared, agents = m.part(Shared), np.array([self.mbarrier.agent])
         cells, ledger = np.unique(shared.cells(self.offsets, PIECE))[None], shared.ledger
+        shared.forget(m, self.offsets, PIECE)
         ledger.check_free(m, "a copy of the copy engine", np.array([warp]), cells, proxy=True)
         ledger.note_write(m, agents, np.array([self.mbarrier.time]), cells)
         m.part(Copies).tiles.append(self)
@@ -87,7 +87,9 @@ class Tracking:
 
     def land(self, m: Program) -> None:
         m.line, agent = self.line, m.clocks.agent("copy", self.warp)
-        m.part(Copies).land_groups(m, np.array([self.warp]), np.array([self.group], np.int32))
+        done = np.full(m.launch.threads, -1, np.int32)
+        done[self.warp * WARP : (self.warp + 1) * WARP] = self.group
+        m.part(Copies).land_groups(m, done)
         known = self.mbarrier.seen[0]
         known[agent] = max(known[agent], self.group)
         self.mbarrier.arrive(m, self.arrivals)
@@ -98,14 +100,14 @@ class Tracking:
 class Copies:
     """Copies that have not landed. group: of each warp the number of its open group.
 
-    A commit ends a group, and so does an mbarrier that waits for it. commits: the groups ended by
-    commits.
+    A commit ends a group, and so does an mbarrier that waits for it. commits: of each warp the
+    groups ended by commits, with the lanes that did so.
     """
 
     group: Array
     threads: list[ThreadCopies] = field(factory=list[ThreadCopies])
     tiles: list[TileCopy | Tracking] = field(factory=list["TileCopy | Tracking"])
-    commits: dict[int, list[int]] = field(factory=dict[int, list[int]])
+    commits: dict[int, list[tuple[int, Array]]] = field(factory=dict[int, list[tuple[int, Array]]])
 
     @classmethod
     def of(cls, m: Program) -> Copies:
@@ -121,21 +123,34 @@ class Copies:
         self.tiles.pop(m.random.randrange(len(self.tiles)) if m.random else 0).land(m)
         return True
 
-    def land_groups(self, m: Program, warps: Array, groups: Array) -> None:
-        waiting, done = list[ThreadCopies](), np.full(m.warps, -1, np.int32)
-        done[warps] = groups
+    def last_done(self, warp: int, pending: int) -> Array:
+        """Of each lane its last group but `pending`; -1: none."""
+        done, left = np.full(WARP, -1, np.int32), np.full(WARP, pending + 1)
+        for group, lanes in reversed(self.commits.get(warp, [])):
+            left -= lanes
+            done[lanes & (left == 0)] = group
+            if (left <= 0).all():
+                break
+        return done
+
+    def land_groups(self, m: Program, done: Array) -> None:
+        """Let copies land up to a group of each thread."""
+        waiting = list[ThreadCopies]()
         for copies in self.threads:
-            over = copies.groups <= done[copies.warps]
+            over = copies.groups <= done[copies.threads]
             copies.select(over).land(m.part(Shared).bytes)
             if not over.all():
                 waiting.append(copies.select(~over))
         self.threads = waiting
 
     def end(self, m: Program) -> None:
-        """The program ends. Raises Fault if copies are on their way."""
-        for line in [x.line for x in self.tiles] + [x.line for x in self.threads]:
-            m.line = line
-            m.fault("it ends before a copy has landed")
+        """The program ends: report copies on their way."""
+        for each in (*self.tiles, *self.threads):
+            m.line, text = each.line, "it ends before a copy has landed"
+            if isinstance(each, ThreadCopies):
+                m.report(Omission.COPIES, text)
+            else:
+                m.fault(text)
 
 
 @action(r"cp\.async\.c[ag]\.shared\.global", "<- @ @ # u32?")
@@ -160,16 +175,18 @@ def copy_async(
     m.part(Shared).forget(m, offsets, size)
     ledger.check_free(m, "cp.async", warps, cells)
     ledger.note_write(m, agents, groups, cells)
-    m.part(Copies).threads.append(ThreadCopies(warps, groups, offsets, data, m.line))
+    threads = g.take(np.arange(g.span.start, g.span.stop))
+    m.part(Copies).threads.append(ThreadCopies(threads, groups, offsets, data, m.line))
 
 
 @action(r"cp\.async\.commit_group", "<-")
 def commit_copies(m: Program, g: Threads) -> None:
     """The copies since the last commit become a group."""
-    copies, warps = m.part(Copies), m.together(g)
-    for warp in warps.tolist():
-        copies.commits.setdefault(warp, []).append(int(copies.group[warp]))
-    copies.group[warps] += 1
+    copies, flags = m.part(Copies), g.flags
+    for warp in g.warps.tolist():
+        made = int(copies.group[warp]), flags[g.lanes(warp)]
+        copies.commits.setdefault(warp, []).append(made)
+    copies.group[g.warps] += 1
 
 
 @action(r"cp\.async\.mbarrier\.arrive\.noinc\.shared(?:::cta)?\.b64", "<- @")
@@ -177,7 +194,7 @@ def arrive_after_copies(m: Program, g: Threads, address: Array) -> None:
     """Each thread arrives at an mbarrier as soon as its earlier copies have landed."""
     copies, lanes = m.part(Copies), g.owners
     offsets = np.array(places(m, g, address))
-    for warp in m.together(g).tolist():
+    for warp in g.warps.tolist():
         for offset in np.unique(offsets[lanes == warp]).tolist():
             mbarrier = m.part(Barriers).use(m, warp, offset)
             count = int((offsets[lanes == warp] == offset).sum())
@@ -195,77 +212,20 @@ def wait_for_all_copies(m: Program, g: Threads) -> None:
 
 @action(r"cp\.async\.wait_group", "<- #")
 def wait_for_copies(m: Program, g: Threads, pending: int) -> None:
-    """Wait until only the last `pending` groups of each thread are on their way."""
-    copies, warps = m.part(Copies), m.together(g)
-    ended = [copies.commits.get(warp, []) for warp in warps.tolist()]
-    over = [x[-1 - pending] if len(x) > pending else -1 for x in ended]
-    done = np.array(over, np.int32)
-    copies.land_groups(m, warps, done)
-    agents = m.clocks.agent("copy", warps)
-    m.clocks.known[warps, agents] = np.maximum(m.clocks.known[warps, agents], done)
+    """Wait until only the last `pending` groups of each thread are on their way.
 
-
-@final
-@frozen
-class TensorMap:
-    """A tensor as the copy engine sees it, innermost axis first. strides: bytes, from axis 1 on."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    item: int
-    span: int
-    nan: bool
-
-    @classmethod
-    def read(cls, contents: bytes) -> TensorMap:
-        """From the bytes written by driver.c."""
-        address, *rest = MAP.unpack_from(contents)
-        rank, item, mode, nan = rest[14:]
-        shape, strides, box = rest[:rank], rest[5 : 4 + rank], rest[9 : 9 + rank]
-        return cls(address, (*shape,), (*strides,), (*box,), item, SPANS[mode], bool(nan))
-
-    def places(self, first: tuple[int, ...]) -> tuple[Array, Array, Array]:
-        """Places of a box at `first` within the tensor: rows of the box, columns, and addresses of
-        the rows' first columns."""
-        columns = first[0] + np.arange(self.box[0])
-        (kept,) = np.nonzero((columns >= 0) & (columns < self.shape[0]))
-        above = np.array([first[1:], self.shape[1:], self.strides], np.int64)[..., None]
-        counts = np.indices(self.box[:0:-1]).reshape(len(self.box) - 1, prod(self.box[1:]))
-        at = counts[::-1] + above[0]
-        inside = ((at >= 0) & (at < above[1])).all(axis=0)
-        (rows,) = np.nonzero(inside & (kept.size > 0))
-        steps = (at * above[2]).sum(axis=0)[rows]
-        return rows, kept, (self.address + steps + columns[kept[:1]] * self.item).astype(np.uint64)
-
-    def fetch(self, m: Program, warp: int, bar: MBarrier, first: tuple[int, ...]) -> Array:
-        """A warp fetches the bytes of a box, [rows, bytes]; zeros outside of the tensor."""
-        rows, columns, at = self.places(first)
-        data = np.zeros((prod(self.box[1:]), self.box[0]), f"u{self.item}")
-        if rows.size:
-            who, many = bar.fetching(warp, len(at)), len(columns)
-            words = m.part(Memory).load(m, who, at, self.item, many, self.item)
-            data[np.ix_(rows, columns)] = words.T
-        return data.view(np.uint8)
-
-    def store(self, m: Program, who: Access, first: tuple[int, ...], data: Array) -> None:
-        """Write the bytes of a box, [rows, bytes], inside of the tensor."""
-        rows, columns, at = self.places(first)
-        if rows.size:
-            numbers = np.ascontiguousarray(data).view(f"u{self.item}")[np.ix_(rows, columns)].T
-            each = who.select(np.zeros(len(at), np.intp))
-            m.part(Memory).store(m, each, at, np.ascontiguousarray(numbers), align=self.item)
+    The warp then knows the latest of these; bytes of its other lanes have not landed all the same.
+    """
+    copies, flags, done = m.part(Copies), g.flags, np.full(m.launch.threads, -1, np.int32)
+    for warp in g.warps.tolist():
+        lanes, agent = flags[g.lanes(warp)], m.clocks.agent("copy", warp)
+        each = copies.last_done(warp, pending)[lanes]
+        done[warp * WARP : (warp + 1) * WARP][lanes] = each
+        m.clocks.known[warp, agent] = max(int(m.clocks.known[warp, agent]), int(each.max()))
+    copies.land_groups(m, done)
 
 
 TILE = r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(?:cta|cluster)\.global(?:\.tile)?"
-
-
-@action(r"prefetch\.tensormap", "<- @")
-def prefetch_map(m: Program, g: Threads, address: Array) -> None:
-    """Prefetch a tensor map; only its address is checked."""
-    for each in g.take(address).tolist():
-        m.parameter_at(each)
 
 
 HINT = r"(?:\.L2::cache_hint)?"  # of a cache: changes no result
@@ -284,7 +244,7 @@ def copy_tile(
     """The copy engine fetches a box of a tensor, and signals its bytes to an mbarrier."""
     bars = m.part(Shared).offsets(m, "an mbarrier", g.take(barrier), 8)
     for k, warp in enumerate(g.owners.tolist()):
-        tile = TensorMap.read(m.parameter_at(int(g.take(tensor)[k])))
+        tile = TensorMap.at(m, warp, int(g.take(tensor)[k]))
         corner = tuple(int(g.each(x)[k]) for x in first)
         mbarrier = m.part(Barriers).use(m, warp, int(bars[k]), proxy=True)
         if len(corner) != len(tile.box):

@@ -24,12 +24,15 @@ from attn_graph.lowering.cudnn.offline import compile_stand_in
 from attn_graph.machine.target import VIRTUAL, Target
 from attn_graph.machine.tensors import is_watched
 from attn_graph.plan.cache import cache as plans
+from attn_graph.testing.gpu.barriers import EACH, REGISTERS
 from attn_graph.testing.gpu.dsl import named_tensors, serve_package
 from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
 from attn_graph.testing.gpu.instructions import translate
 from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.program import Launch
+from attn_graph.testing.gpu.ptx import Kernel
 from attn_graph.testing.gpu.regions import Unset
+from attn_graph.testing.gpu.threads import WARP
 
 SOURCE = Path(__file__).with_name("driver.c")
 HIDDEN = 9  # arguments of a launcher before those of the kernel
@@ -97,7 +100,10 @@ class Launcher:
         active: Any = driver.active  # Any: a Driver, unknown to Triton's annotation
         gpu = active.gpu
         each = starmap(named_tensors, zip(self.names, arguments[HIDDEN:], strict=True))
-        gpu.execute(dict(chain.from_iterable(each)))
+        tensors = dict(chain.from_iterable(each))
+        if active.scratch:
+            tensors["the kernel's own memory"] = active.scratch.pop()
+        gpu.execute(tensors)
 
 
 def omissions_of(triton: str) -> frozenset[Omission]:
@@ -116,6 +122,7 @@ class VirtualGpu:
 
     target: the GPU. seed: for the order of programs, warps and copies; None: those furthest behind
     first. omits: faults that are only noted.
+    reachable: tensors that kernels reach by addresses stored in other tensors.
     notes: steps required by the PTX ISA but omitted by its kernels, harmlessly on known GPUs.
     kernels: the number of executed programs of each, by name.
     """
@@ -123,6 +130,7 @@ class VirtualGpu:
     target: Target
     seed: int | None = None
     omits: frozenset[Omission] = frozenset()
+    reachable: list[torch.Tensor] = field(factory=list[torch.Tensor], repr=False)
     notes: set[str] = field(factory=set[str])
     kernels: Counter[str] = field(factory=Counter[str])
     unset: Unset = field(factory=Unset, repr=False)
@@ -160,7 +168,8 @@ class VirtualGpu:
         if others != [1, 1]:
             raise UnknownInstructionError(f"{code} has a block of {[threads, *others]} threads")
         given = dict(zip(code.kernel.parameters, parameters, strict=True))
-        memory = Memory.around(tensors, self.unset)
+        reached = {f"reachable[{n}]": x for n, x in enumerate(self.reachable)}
+        memory = Memory.around({**tensors, **reached}, self.unset)
         drawn = self.seed, self.notes
         cores = self.target.multiprocessors or 1
         known = omits | self.omits
@@ -175,9 +184,10 @@ class Driver:
     def __init__(self, gpu: VirtualGpu) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self.gpu, self.texts = gpu, dict[str, str]()
+        self.gpu, self.texts, self.scratch = gpu, dict[str, str](), list[torch.Tensor]()
         self.target = GPUTarget("cuda", gpu.target.sm, 32)
-        self.utils = SimpleNamespace(**{**vars(load_launcher()), "load_binary": self.load_binary})
+        own = {"load_binary": self.load_binary, "get_device_properties": properties_of}
+        self.utils = SimpleNamespace(**{**vars(load_launcher()), **own})
         self.launcher_cls = Launcher
 
     def get_current_target(self) -> Any:  # Any: Triton's
@@ -192,6 +202,13 @@ class Driver:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+    def allocate(self, size: int, alignment: int, stream: object) -> torch.Tensor:
+        """Memory that a kernel about to be launched keeps for itself, in place of the user's."""
+        made = torch.empty(size + alignment, dtype=torch.int8)
+        start = -made.data_ptr() % alignment
+        self.scratch.append(made[start : start + size])
+        return self.scratch[-1]
 
     def get_benchmarker(self) -> Any:  # Any: a function that Triton calls
         return self.rate_equal
@@ -212,11 +229,24 @@ class Driver:
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
         loaded: tuple[int, ...] = load_launcher().load_binary(name, kernel, shared, device)
         text = LOADED[loaded[1]] = self.texts.pop(name)
-        sizes = [*parameter_sizes(text)]
+        kernel = translate(text).kernel
+        sizes = [*kernel.parameters.values()]
         array = (ctypes.c_uint * len(sizes))(*sizes)
         if not load_driver().describe_function(ctypes.c_void_p(loaded[1]), len(sizes), array):
             raise RuntimeError(f"{name} has {len(sizes)} parameters, too many for a virtual GPU")
-        return loaded
+        return *loaded[:2], registers_of_thread(kernel), *loaded[3:]
+
+
+def properties_of(device: object) -> dict[str, int]:
+    """The properties of the one GPU; kernels name it by the index of a tensor's device, or None."""
+    properties: dict[str, int] = load_launcher().get_device_properties(0)
+    return properties
+
+
+def registers_of_thread(kernel: Kernel) -> int:
+    """The most that each thread may have: without its assembler, nobody knows how many it uses."""
+    fit = REGISTERS // max(kernel.threads, WARP) // 8 * 8
+    return kernel.most_registers or min(EACH[-1] - 1, fit)
 
 
 def parameter_sizes(text: str) -> Iterator[int]:
@@ -259,6 +289,8 @@ def virtual_gpu(
         stand_in: Any = own  # Any: Triton's annotation names its base class
         driver.set_active(stand_in)
         hook.add(own.note_text)
+        allocator = SimpleNamespace(get=lambda: own.allocate, set=lambda given: None)
+        undo.enter_context(patch("triton.runtime._allocation._allocator", allocator))
         VIRTUAL.add(target)
         plans.clear()
         for name in ("empty", "empty_like", "empty_strided"):

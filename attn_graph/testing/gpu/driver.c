@@ -175,7 +175,9 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   if (config->blockDimX > 1024) return refuse("threads of a program", config->blockDimX, 1024);
   if (config->sharedMemBytes > (unsigned)f->shared)
     return refuse("bytes of shared memory", config->sharedMemBytes, f->shared);
-  if (config->numAttrs) return refuse("attributes of a launch", config->numAttrs, 0);
+  for (unsigned n = 0; n < config->numAttrs; n++) /* that it may begin early: here it does not */
+    if (config->attrs[n].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+      return refuse("number of a launch's attribute", config->attrs[n].id, 6);
   for (int n = 0; n < f->count; at += f->sizes[n++]) {
     if (at + f->sizes[n] > MOST_BYTES) return refuse("bytes of parameters", at, MOST_BYTES);
     memcpy(launch.parameters + at, parameters[n], f->sizes[n]);

@@ -30,25 +30,25 @@ from attrs import define, field
 
 from attn_graph.lowering.cudnn.offline import compile_stand_in
 from attn_graph.machine.target import Target
-from attn_graph.testing.gpu.copies import MAP
 from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
 from attn_graph.testing.gpu.instructions import translate
+from attn_graph.testing.gpu.maps import MAP, MAP_BYTES, MAP_RANK
 
 SOURCE = Path(__file__).with_name("dsl.c")
 NAME = "libcute_dsl_runtime.so"  # of the runtime: the DSL looks for it
 INTERFACE = "flash_attn.cute.interface"
-ENTRIES = ("_flash_attn_fwd", "_flash_attn_bwd")  # all calls of the package go through these
 OMITTED = {  # what the package's kernels for a major compute capability leave out; virtual GPUs
     # have the instructions of those for these alone
-    9: frozenset({Omission.ARRIVALS, Omission.EQUAL_STORES}),
+    9: frozenset(
+        {Omission.ARRIVALS, Omission.COPIES, Omission.EQUAL_STORES, Omission.UNWRITTEN_LOADS}
+    ),
     10: frozenset(Omission) - {Omission.UNEQUAL_STORES},
 }
 PLAIN = {2: [0], 4: [1, 1, 1], 6: []}  # attributes of a launch that change nothing: cooperation,
 # clusters of one program, and programs that may begin before those of the launch before end
 GPU = 2  # a kind of device, as DLPack numbers them
 DEVICE = 8  # bytes before the kind of device in a DLTensor
-MAP_BYTES, MAP_USED = 128, 64  # of a tensor map: its size, and the used ones
-MAP_RANK = 5  # the most axes
+MAP_USED = 64  # bytes of a tensor map that hold something
 MAP_KIND = 0x40002  # its kind, but for bits
 MAP_VARIES = 0x2067F0  # that hold the rank, the type, the swizzling, and if it is 128 KiB or more
 MAP_ITEMS = {6: 2, 7: 4, 10: 2}  # bytes of an element, by the number of its type: f16, f32, bf16
@@ -106,15 +106,17 @@ class Call:
 RUNNING: list[Call] = []  # the current call, if any
 GPUS: list[tuple[int, Execute]] = []  # major compute capabilities of virtual GPUs that serve the
 # package, and `VirtualGpu.execute_kernel` of each; the last one is in use
-COMPILED: dict[tuple[str, int], Compiled] = {}  # by function and GPU
+COMPILED: dict[tuple[str, int], dict[Any, Any]] = {}  # by function and GPU: the package's caches
 
 
-@final
-class Compiled(dict[Any, Any]):  # Any: keys and functions of the package
-    """The package's cache of compiled functions; these take tensors of the CPU."""
+def as_virtual(compile_function: Callable[..., Any]) -> Callable[..., Any]:  # Any: the DSL's
+    """The DSL's `compile`; its functions take tensors of the CPU."""
 
-    def __setitem__(self, key: Any, function: Any) -> None:  # Any: the package's
-        super().__setitem__(key, partial(call_compiled, function, function.artifacts.PTX))
+    def compiled(*arguments: Any, **options: Any) -> Any:
+        function = compile_function(*arguments, **options)
+        return partial(call_compiled, function, function.artifacts.PTX)
+
+    return compiled
 
 
 def call_compiled(function: Any, text: str, *arguments: Any) -> None:  # Any: the DSL's
@@ -321,6 +323,7 @@ class OnImport(MetaPathFinder):
 @contextmanager
 def patch_package(interface: Any, target: Target) -> Iterator[None]:  # Any: the package is untyped
     """Within this block the package compiles for a GPU, and takes tensors of the CPU."""
+    from cutlass import cute
     from cutlass.base_dsl.dsl import DSLSingletonMeta
     from cutlass.utils import HardwareInfo
     from flash_attn.cute import cute_dsl_utils, utils
@@ -338,14 +341,14 @@ def patch_package(interface: Any, target: Target) -> Iterator[None]:  # Any: the
         change(HardwareInfo, "get_device_multiprocessor_count", lambda self: target.multiprocessors)
         for home in (cute_dsl_utils, utils):
             change(home, "from_dlpack", as_fake(home.from_dlpack))
+        change(cute, "compile", as_virtual(cute.compile))
         interface._get_device_arch.cache_clear()
         undo.callback(interface._get_device_arch.cache_clear)
         for name, function in [*vars(interface).items()]:
-            if hasattr(function, "compile_cache"):
-                own = COMPILED.setdefault((name, target.sm), Compiled())
-                change(function, "compile_cache", own)
-        for name in ENTRIES:
-            change(interface, name, on_gpu(getattr(interface, name)))
+            if hasattr(function, "compile_cache"):  # all calls go through these
+                served = on_gpu(function)
+                served.compile_cache = COMPILED.setdefault((name, target.sm), {})
+                change(interface, name, served)
         yield
 
 
@@ -378,7 +381,7 @@ def as_fake(convert: Callable[..., Any]) -> Callable[..., Any]:  # Any: the DSL'
     return described
 
 
-def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:  # Any: the package's
+def on_gpu(function: Callable[..., Any]) -> Any:  # Any: a function of the package's
     """A function of the package; during its calls all tensors claim to be on a GPU."""
 
     @wraps(function)

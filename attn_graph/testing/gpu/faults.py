@@ -22,6 +22,7 @@ class Omission(Enum):
 
     ARRIVALS = auto()  # nobody waits for the last ones at an mbarrier or a barrier
     COMMITS = auto()  # nor for a commit of products
+    COPIES = auto()  # nor for the last cp.async, whose bytes are not used
     BULK_STORES = auto()  # nor until bulk stores have read shared memory
     TENSOR_LOADS = auto()  # no tcgen05.wait::ld before registers are used: ptxas waits
     EQUAL_STORES = auto()  # several programs store to one place, all of them equal bytes

@@ -11,6 +11,7 @@ from attn_graph.testing.gpu import (  # noqa: F401  # for their rules
     copies,
     floats,
     lanes,
+    maps,
     memory,
     products,
     shared,

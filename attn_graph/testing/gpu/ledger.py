@@ -9,6 +9,7 @@ import numpy as np
 from attrs import define, field
 
 from attn_graph.testing.gpu.clocks import Clocks
+from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.rules import Array
 
@@ -18,7 +19,8 @@ from attn_graph.testing.gpu.rules import Array
 class Ledger:
     """The last write and the last reads of each cell. readers: the agents that may read here.
 
-    invalidations: lines of PTX that end an mbarrier; the ISA leaves open if they write.
+    inits: lines of PTX by which mbarriers begin or end, or tensor memory is taken: GPUs order these
+    before copies that come after a barrier.
     """
 
     clocks: Clocks
@@ -26,7 +28,7 @@ class Ledger:
     readers: Array
     memory: str
     grain: int = 1
-    invalidations: set[int] = field(factory=set[int])
+    inits: set[int] = field(factory=set[int])
     writer: Array = field(init=False)
     time: Array = field(init=False)
     line: Array = field(init=False)
@@ -63,8 +65,11 @@ class Ledger:
         unset = writers < 0
         if unset.any():
             where = self.memory if may_be_unset else self.describe(int(cells[unset].flat[0]))
-            report = m.note if may_be_unset else m.fault
-            report(f"{text} of {where}, to which nothing was written")
+            text_unset = f"{text} of {where}, to which nothing was written"
+            if may_be_unset:
+                m.note(text_unset)
+            else:
+                m.report(Omission.UNWRITTEN_LOADS, text_unset)
         unseen = (self.clocks.known[row, writers] < times) & (writers != own)
         if unseen.any():
             self.blame(m, f"{text} of", "is not ordered after the write by", cells, unseen)
@@ -78,13 +83,13 @@ class Ledger:
         late = self.clocks.is_generic(writers) & (self.clocks.fenced[row, writers] < times)
         if not late.any():
             return
-        ended = np.isin(self.line[cells], [*self.invalidations])
-        stores = late & (writers < self.clocks.warps) & ~ended
+        inits = np.isin(self.line[cells], [*self.inits])
+        stores = late & (writers < self.clocks.warps) & ~inits
         if stores.any():
             self.blame(
                 m, f"{text} of", "has no fence.proxy.async after the write by", cells, stores
             )
-        for name, some in (("cp.async", late & ~ended), ("mbarrier.inval", late & ended)):
+        for name, some in (("cp.async", late & ~inits), ("an init or inval", late & inits)):
             lines = ", ".join(map(str, np.unique(self.line[cells[some]])))
             if lines:
                 m.note(f"{text} has no fence.proxy.async after {name} in PTX line {lines}")

@@ -295,6 +295,14 @@ class Program:
     def jump(self, threads: Threads, block: int) -> None:
         threads.put(self.at, np.full(threads.count, block, np.int32))
 
+    def jump_to(self, threads: Threads, numbers: Array, blocks: list[int]) -> None:
+        """Each thread goes on with the block of its number."""
+        numbers = np.broadcast_to(numbers, threads.count)
+        if (threads.take(numbers) >= len(blocks)).any():
+            self.fault(f"a jump to a label behind the last of {len(blocks)}")
+        goals = np.array(blocks, np.int32)[np.minimum(numbers, len(blocks) - 1)]
+        threads.put(self.at, goals)
+
     def branch(self, threads: Threads, condition: Array, yes: int, no: int) -> None:
         threads.put(self.at, np.where(condition, np.int32(yes), np.int32(no)))
 

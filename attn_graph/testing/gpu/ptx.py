@@ -22,7 +22,8 @@ ASSERTION = "call.__assertfail"
 CALLED = {"vprintf", "__assertfail"}  # functions that kernels may call
 LOCAL = "__local_depot"  # the name of the memory of a thread
 CALL = re.compile(r"call(?:\.uni)?\s+(?:\([^)]*\),\s*)?(\w+)\b.*")
-JUMPS = ("bra", "bra.uni", "ret", "exit")
+JUMPS = ("bra", "bra.uni", "brx.idx", "brx.idx.uni", "ret", "exit")
+GOALS = re.compile(r"\bbra(?:\.uni)?\s+([\w$]+)\s*;|\.branchtargets\s+([^;]*);")
 STATEMENT = re.compile(
     r"\s*(?:(?P<brace>[{}])"
     r"|\.loc\s+(?P<file>\d+)\s+(?P<line>\d+)[^\n]*"
@@ -178,7 +179,8 @@ class Scope:
 @final
 @define
 class Reader:
-    """The state of reading a kernel's body. goals: the targets of jumps."""
+    """The state of reading a kernel's body. goals: the targets of jumps. tables: of those that
+    choose by a number, by label."""
 
     goals: frozenset[str]
     registers: dict[str, str] = field(factory=dict[str, str])
@@ -188,6 +190,8 @@ class Reader:
     count: int = 0
     source: str = ""
     used: int | None = None
+    name: str = ""
+    tables: dict[str, Vector] = field(factory=dict[str, Vector])
 
     def enter(self, rest: str) -> None:
         """A brace opens: its labels may be used before their definition."""
@@ -202,7 +206,7 @@ class Reader:
 
     def label(self, name: str) -> None:
         """The next instruction begins a block, if it is the target of a jump."""
-        label = self.unique(name)
+        label = self.name = self.unique(name)
         if self.blocks[-1] and name in self.goals:
             self.blocks.append([])
         self.labels[label] = len(self.blocks) - 1
@@ -214,6 +218,8 @@ class Reader:
             kind, _, names = rest.strip(" .").partition(" ")
             for name in parts_of(names):
                 self.declare(name, kind)
+        elif word == ".branchtargets":
+            self.tables[self.name] = self.vector(rest)
         elif mask := re.match(r'\.pragma "used_bytes_mask (0x[0-9a-fA-F]+)"', text):
             self.used = int(mask[1], 16)
 
@@ -252,6 +258,8 @@ class Reader:
         name = self.unique(text)
         if text == "_":
             return Ignored()
+        if name in self.tables:
+            return self.tables[name]
         if name in self.registers:
             return Register(name)
         return Special(text[1:]) if text.startswith("%") else Symbol(name)
@@ -338,7 +346,8 @@ def read_body(text: str, at: int) -> Reader:
         n: path.rpartition("/")[2] for n, path in re.findall(r'\.file\s+(\d+)\s+"([^"]+)"', text)
     }
     ends = [m.start() for m in re.finditer("\n", text)]
-    reader = Reader(frozenset(re.findall(r"\bbra(?:\.uni)?\s+([\w$]+)\s*;", text)))
+    goals = (name.strip() for found in GOALS.findall(text) for name in ",".join(found).split(","))
+    reader = Reader(frozenset(goals))
     while reader.scopes:
         match = STATEMENT.match(text, at)
         if match is None:

@@ -14,7 +14,7 @@ from attn_graph.testing.gpu.barriers import Barriers, MBarrier
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.ledger import Ledger
 from attn_graph.testing.gpu.matrices import Tile
-from attn_graph.testing.gpu.products import as_factors, load_tile
+from attn_graph.testing.gpu.products import BYTES, as_factors, load_tile
 from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.rules import Array, action
 from attn_graph.testing.gpu.shared import Shared
@@ -25,6 +25,7 @@ QUARTER = 32  # lanes accessible to a warp
 SPANS = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes swizzled together, by a descriptor's mode
 # What an instruction's kind and the number in its descriptor make of an operand.
 KINDS = {("f16", 0): "f16", ("f16", 1): "bf16", ("tf32", 2): "tf32"}
+KINDS |= {("f8f6f4", 0): "e4m3", ("f8f6f4", 1): "e5m2"}
 UNSET = 0x7FBADBAD  # in unwritten columns: NaN
 
 
@@ -135,6 +136,7 @@ def allocate(m: Program, g: Threads, target: Array, number: Array) -> None:
         tensor.taken[free[0] : free[0] + columns], tensor.blocks[free[0]] = True, columns
         offsets = m.part(Shared).offsets(m, "tcgen05.alloc", target[g.lanes(warp)][:1], 4)
         data = np.array([[free[0]]], np.uint32).view(np.uint8)
+        m.part(Shared).ledger.inits.add(m.line)
         m.part(Shared).store(m, "tcgen05.alloc", np.array([warp]), offsets, data)
 
 
@@ -210,7 +212,7 @@ def wait_for_tensor(m: Program, g: Threads, way: str) -> None:
     times[warps] += 1
 
 
-MMA = T5 + "mma" + ONE + r"\.kind::(?P<kind>f16|tf32)"
+MMA = T5 + "mma" + ONE + r"\.kind::(?P<kind>f16|tf32|f8f6f4)"
 
 
 @action(MMA, "<- @ & u64 u32 pred")
@@ -225,7 +227,7 @@ def multiply_in_tensor_memory(
     *given: Any,  # Any: see below
     kind: str,
 ) -> None:
-    """D = A B + D, or A B: [rows,k] [k,n], k 16 or, for tf32, 8.
+    """D = A B + D, or A B: [rows,k] [k,n], in which k elements have 32 bytes.
 
     D is in tensor memory; A is there or, like B, in shared memory. Products of a program follow
     each other; a commit signals their end.
@@ -259,7 +261,7 @@ class Factor:
 
     @property
     def size(self) -> int:
-        return 4 if self.kind == "tf32" else 2
+        return BYTES[self.kind]
 
 
 @final
@@ -322,7 +324,7 @@ def read_tile(m: Program, warp: int, descriptor: int, factor: Factor) -> Array:
     """An operand [rows, k] in shared memory, by its descriptor: see products.read_operand."""
     start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     mode = descriptor >> 61 & 7
-    if mode not in SPANS or descriptor >> 49 & 7 or (factor.turned and factor.size == 4):
+    if mode not in SPANS or descriptor >> 49 & 7 or (factor.turned and factor.size != 2):
         m.refuse(f"the matrix descriptor {descriptor:#x}")
     tile = Tile(start, lead, stride, SPANS[mode], factor.rows, factor.turned, factor.size)
     agents, times = np.array([m.clocks.tensor]), np.array([m.part(TensorMemory).time])

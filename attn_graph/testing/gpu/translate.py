@@ -471,6 +471,13 @@ class BlockWriter:
         opcode, operands, labels = self.step.opcode, self.step.operands, self.shape.kernel.labels
         if opcode in ("ret", "exit"):
             return f"m.leave(g, {self.guard() if self.step.guard else None}, {self.at + 1})"
+        if opcode.startswith("brx"):
+            goals = [labels[x.name] for x in items(operands[1]) if isinstance(x, Symbol)]
+            if self.step.guard:
+                self.refuse("a condition")
+            return (
+                f"m.line = {self.step.line}; m.jump_to(g, {self.read(operands[0], 'u32')}, {goals})"
+            )
         assert isinstance(operands[0], Symbol)
         goal = labels[operands[0].name]
         if not self.step.guard:
