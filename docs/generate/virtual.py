@@ -18,6 +18,7 @@ from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.gpu import VirtualGpu, virtual_gpu
 from attn_graph.testing.rule import distance, expect_gradients, expect_outputs
 from attn_graph.testing.tensors import cotangents_for
+from docs.generate.fa4_tests import kept_part
 from docs.generate.pages import table
 from tests.support.virtual_cases import (
     CASES,
@@ -67,7 +68,10 @@ The PTX ISA asks for more than Triton {triton} writes. The virtual GPU notes the
 {notes}
 
 [The guide](../guides/run-without-a-gpu.md#errors-it-reports) says of each why GPUs bear it.
-"""
+
+## FlashAttention 4's own tests
+
+{tests}"""
 
 
 @final
@@ -180,6 +184,7 @@ def main() -> None:
         shown="; ".join(SHOWN_BODIES),
         bodies="; ".join(BODIES),
         notes=note_list(tally),
+        tests=kept_part(PAGE.read_text("utf-8")),
     )
     PAGE.write_text(text, encoding="utf-8")
 

@@ -69,7 +69,7 @@ def test_a_bulk_copy_lets_an_mbarrier_know(seed: int, size: int) -> None:
 
 ONE = STORE.format(size=16)
 FAULTS = {  # statements, and what is wrong with them
-    "a bulk store's read of shared memory, byte 0 has no fence.proxy.async": (
+    "a bulk store's read of shared memory, bytes 0 to 3 has no fence.proxy.async": (
         f"{FILL} bar.warp.sync -1; {ONE} {END}"
     ),
     "is not ordered after the read by a bulk store of warp 0": (

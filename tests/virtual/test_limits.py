@@ -132,9 +132,10 @@ def test_a_result_has_the_bits_that_the_isa_says(body: str, due: int) -> None:
 
 
 OWN = "cp.async.ca.shared.global [%r1], [%d3], 4; cp.async.commit_group;"
-FILLED = (  # each lane copies its number, the lower half of the warp then 7 to the same place
+FILLED = (  # each lane stores its number, to which place some then copy another
     "mov.b32 %r5, global_smem; mad.lo.s32 %r1, %r0, 4, %r5; mul.wide.u32 %d2, %r0, 4;"
-    "add.s64 %d3, %d0, %d2; add.s64 %d4, %d1, %d2; st.shared.b32 [%r1], %r0; setp.lt.u32 %p1, %r0, 16;"
+    "add.s64 %d3, %d0, %d2; add.s64 %d4, %d1, %d2; st.shared.b32 [%r1], %r0;"
+    "setp.lt.u32 %p1, %r0, 16;"
 )
 
 

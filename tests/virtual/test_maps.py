@@ -143,5 +143,5 @@ def test_launchers_divide_by_registers_and_name_no_device() -> None:
         properties = active.utils.get_device_properties(None)
         kernel = PROBES.copy_early.warmup(torch.zeros(64), torch.zeros(64), N=64, grid=(1,))
         kernel._init_handles()
-        assert 24 <= kernel.n_regs <= 255
+        assert 24 <= kernel.n_regs <= 256
     assert properties["multiprocessor_count"] == device.target.multiprocessors

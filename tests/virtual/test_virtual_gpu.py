@@ -182,7 +182,7 @@ RACES = {  # what two warps do, and what is wrong; %p1: the first one
     "a load of bytes of x is not ordered after the store by warp 0": (
         "@%p2 st.global.b32 [%d0], %r0; @!%p1 ld.global.b32 %r1, [%d0];"
     ),
-    "a load of shared memory, byte 0 is not ordered after the write by warp 0": (
+    "a load of shared memory, bytes 0 to 3 is not ordered after the write by warp 0": (
         "@%p2 st.shared.b32 [global_smem], %r0; @!%p1 ld.shared.b32 %r1, [global_smem];"
     ),
     "is not ordered after the read by warp 0": (

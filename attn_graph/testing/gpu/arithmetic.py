@@ -106,7 +106,8 @@ def add_down(a: Array, b: Array) -> Array:
 
 def flush(a: Array) -> Array:
     """Numbers below 2^-126 as zeros with their sign."""
-    return np.where(np.abs(a) < LEAST_NORMAL, a * F32(0), a)
+    small = np.abs(a) < LEAST_NORMAL
+    return np.where(small, a * F32(0), a) if small.any() else a
 
 
 def extreme(choose: Callable[..., Array], zeros: Callable[..., Array]) -> Callable[..., Array]:
@@ -117,9 +118,11 @@ def extreme(choose: Callable[..., Array], zeros: Callable[..., Array]) -> Callab
 
     def chosen(a: Array, *others: Array) -> Array:
         for b in others:
-            whole = zeros(a.view(U32), b.view(U32)).view(F32)
-            a = np.where((a == 0) & (b == 0), whole, choose(a, b))
-        return np.where(np.isnan(a), NAN, a)
+            both, first, a = (a == 0) & (b == 0), a, choose(a, b)
+            if both.any():
+                a = np.where(both, zeros(first.view(U32), b.view(U32)).view(F32), a)
+        missing = np.isnan(a)
+        return np.where(missing, NAN, a) if missing.any() else a
 
     return chosen
 

@@ -13,12 +13,12 @@ from attrs import define, field
 from attn_graph.testing.gpu.clocks import MOST_MBARRIERS
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.program import POISON, Program
+from attn_graph.testing.gpu.ptx import REGISTERS
 from attn_graph.testing.gpu.regions import Access
 from attn_graph.testing.gpu.rules import Array, action
 from attn_graph.testing.gpu.shared import MBARRIER, Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
-REGISTERS = 65536  # of a multiprocessor
 EACH = range(24, 257, 8)  # of a thread, as setmaxnreg sets them
 MOST_BARRIERS, MOST_ARRIVALS = 16, 2**20 - 1  # of a program; at an mbarrier
 ZEROS = np.zeros((1, MBARRIER), np.uint8)  # the bytes of an mbarrier
@@ -291,7 +291,7 @@ def wait_for_phase(
 
     limit: a time after which d is false; callers with a limit try again.
     """
-    threads = g.take(np.arange(g.span.start, g.span.stop))
+    threads = g.numbers
     waits = np.stack([g.owners, places(m, g, address), g.each(parity)])
     passed = np.zeros(len(threads), bool)
     for warp, offset, wanted in np.unique(waits, axis=1).T.tolist():
@@ -325,7 +325,7 @@ class RegisterPool:
 
     @classmethod
     def of(cls, m: Program) -> RegisterPool:
-        each = m.launch.code.kernel.most_registers or REGISTERS // m.launch.threads // 8 * 8
+        each = m.launch.code.kernel.registers_of_thread(m.launch.threads)
         return cls(np.full(m.warps, each), REGISTERS - m.launch.threads * each)
 
 

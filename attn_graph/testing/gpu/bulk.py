@@ -50,7 +50,7 @@ class BulkGroups:
             m.report(Omission.BULK_STORES, "it ends before the wait for a bulk store")
 
     def storing(self, g: Threads) -> Array:
-        threads = set(threads_of(g))
+        threads = {*g.numbers.tolist()}
         return np.array([w for w, own in self.owners.items() if own <= threads], np.intp)
 
     def read(self, m: Program, warp: int, threads: frozenset[int], offsets: Array) -> Array:
@@ -154,17 +154,12 @@ def stores(
 ) -> Iterator[tuple[int, frozenset[int], Any]]:  # Any: numbers of NumPy's
     """Each warp, its storing threads, and their operands. All may store equal bytes."""
     taken = np.array([g.each(x).astype(np.uint64) for x in operands])
-    threads, warps = np.array(threads_of(g)), g.owners
+    threads, warps = g.numbers, g.owners
     for warp in g.warps.tolist():
         own = warps == warp
         if own.sum() > 1 and (add or (taken[:, own] != taken[:, own][:, :1]).any()):
             m.refuse("threads of a warp begin several bulk stores")
         yield warp, frozenset(threads[own].tolist()), taken[:, own][:, 0]
-
-
-def threads_of(g: Threads) -> list[int]:
-    numbers: list[int] = g.take(np.arange(g.span.start, g.span.stop)).tolist()
-    return numbers
 
 
 @action(

@@ -34,7 +34,7 @@ class Calls:
         at = g.take(address).astype(np.int64)
         if ((at < 0) | (at + size > self.memory.shape[1])).any():
             m.fault(f"{size} bytes at {at.max()} of {self.memory.shape[1]} bytes of a thread")
-        threads = g.take(np.arange(g.span.start, g.span.stop))
+        threads = g.numbers
         return threads[:, None], at[:, None] + np.arange(size)
 
 
@@ -67,7 +67,7 @@ def print_text(m: Program, g: Threads) -> None:
     """Each thread prints a line."""
     calls = m.part(Calls)
     texts, places = (g.each(calls.given[name]).tolist() for name in ("param0", "param1"))
-    threads = g.take(np.arange(g.span.start, g.span.stop)).tolist()
+    threads = g.numbers.tolist()
     for thread, text, at in zip(threads, texts, places, strict=True):
         print(fill(m.text_at(text), calls.memory[thread], at), end="")
 
@@ -80,11 +80,8 @@ def fill(text: str, memory: Array, at: int) -> str:
         form, long, kind = found.groups()
         if kind == "%":
             return "%"
-        dtype = (
-            np.dtype("f8")
-            if kind in "feEgG"
-            else np.dtype(("i" if kind in "di" else "u") + ("8" if long or kind in "ps" else "4"))
-        )
+        width = "8" if long or kind in "ps" else "4"
+        dtype = np.dtype("f8" if kind in "feEgG" else ("i" if kind in "di" else "u") + width)
         at = -(-at // dtype.itemsize) * dtype.itemsize
         number: Any = memory[at : at + dtype.itemsize].view(dtype)[0].item()
         at += dtype.itemsize
@@ -97,7 +94,7 @@ def fill(text: str, memory: Array, at: int) -> str:
 def fail(m: Program, g: Threads) -> None:
     """A tl.device_assert does not hold."""
     text = m.text_at(int(g.each(m.part(Calls).given["param0"])[0]))
-    first = int(g.take(np.arange(g.span.start, g.span.stop))[0])
+    first = int(g.numbers[0])
     m.fault(f"an assertion fails in thread {first}: {text}")
 
 

@@ -175,8 +175,7 @@ def copy_async(
     m.part(Shared).forget(m, offsets, size)
     ledger.check_free(m, "cp.async", warps, cells)
     ledger.note_write(m, agents, groups, cells)
-    threads = g.take(np.arange(g.span.start, g.span.stop))
-    m.part(Copies).threads.append(ThreadCopies(threads, groups, offsets, data, m.line))
+    m.part(Copies).threads.append(ThreadCopies(g.numbers, groups, offsets, data, m.line))
 
 
 @action(r"cp\.async\.commit_group", "<-")

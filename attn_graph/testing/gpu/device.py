@@ -24,15 +24,12 @@ from attn_graph.lowering.cudnn.offline import compile_stand_in
 from attn_graph.machine.target import VIRTUAL, Target
 from attn_graph.machine.tensors import is_watched
 from attn_graph.plan.cache import cache as plans
-from attn_graph.testing.gpu.barriers import EACH, REGISTERS
 from attn_graph.testing.gpu.dsl import named_tensors, serve_package
 from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
 from attn_graph.testing.gpu.instructions import translate
 from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.program import Launch
-from attn_graph.testing.gpu.ptx import Kernel
 from attn_graph.testing.gpu.regions import Unset
-from attn_graph.testing.gpu.threads import WARP
 
 SOURCE = Path(__file__).with_name("driver.c")
 HIDDEN = 9  # arguments of a launcher before those of the kernel
@@ -186,7 +183,7 @@ class Driver:
 
         self.gpu, self.texts, self.scratch = gpu, dict[str, str](), list[torch.Tensor]()
         self.target = GPUTarget("cuda", gpu.target.sm, 32)
-        own = {"load_binary": self.load_binary, "get_device_properties": properties_of}
+        own = {"load_binary": self.load_binary, "get_device_properties": self.get_properties}
         self.utils = SimpleNamespace(**{**vars(load_launcher()), **own})
         self.launcher_cls = Launcher
 
@@ -196,6 +193,10 @@ class Driver:
     def get_current_device(self) -> int:
         """A number that no GPU has, by which Triton keeps kernels apart."""
         return 1000 + self.gpu.target.sm
+
+    def get_properties(self, device: int | None) -> Any:  # Any: numbers by name
+        """Of the one GPU; its number is that of tensors of the CPU, None."""
+        return load_launcher().get_device_properties(0)
 
     def get_current_stream(self, device: object) -> int:
         return 0
@@ -229,24 +230,12 @@ class Driver:
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
         loaded: tuple[int, ...] = load_launcher().load_binary(name, kernel, shared, device)
         text = LOADED[loaded[1]] = self.texts.pop(name)
-        kernel = translate(text).kernel
-        sizes = [*kernel.parameters.values()]
+        found = translate(text).kernel
+        sizes = [*found.parameters.values()]
         array = (ctypes.c_uint * len(sizes))(*sizes)
         if not load_driver().describe_function(ctypes.c_void_p(loaded[1]), len(sizes), array):
             raise RuntimeError(f"{name} has {len(sizes)} parameters, too many for a virtual GPU")
-        return *loaded[:2], registers_of_thread(kernel), *loaded[3:]
-
-
-def properties_of(device: object) -> dict[str, int]:
-    """The properties of the one GPU; kernels name it by the index of a tensor's device, or None."""
-    properties: dict[str, int] = load_launcher().get_device_properties(0)
-    return properties
-
-
-def registers_of_thread(kernel: Kernel) -> int:
-    """The most that each thread may have: without its assembler, nobody knows how many it uses."""
-    fit = REGISTERS // max(kernel.threads, WARP) // 8 * 8
-    return kernel.most_registers or min(EACH[-1] - 1, fit)
+        return *loaded[:2], found.registers_of_thread(found.threads), *loaded[3:]
 
 
 def parameter_sizes(text: str) -> Iterator[int]:

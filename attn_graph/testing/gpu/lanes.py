@@ -17,8 +17,6 @@ REDUCTIONS = {  # NaN counts only if all are NaN
     "xor": np.bitwise_xor,
 }
 LANES = np.arange(WARP, dtype=np.int64)
-
-
 EVERY = 0xFFFFFFFF  # the mask of all lanes
 
 

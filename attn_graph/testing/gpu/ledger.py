@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -44,7 +45,9 @@ class Ledger:
         self.row[self.readers] = np.arange(len(self.readers))
 
     def describe(self, cell: int) -> str:
-        return f"{self.memory}, {'byte' if self.grain else 'cell'} {cell * (self.grain or 1)}"
+        if not self.grain:
+            return f"{self.memory}, cell {cell}"
+        return f"{self.memory}, bytes {cell * self.grain} to {(cell + 1) * self.grain - 1}"
 
     def check_seen(
         self,
@@ -65,14 +68,11 @@ class Ledger:
         unset = writers < 0
         if unset.any():
             where = self.memory if may_be_unset else self.describe(int(cells[unset].flat[0]))
-            text_unset = f"{text} of {where}, to which nothing was written"
-            if may_be_unset:
-                m.note(text_unset)
-            else:
-                m.report(Omission.UNWRITTEN_LOADS, text_unset)
+            report = m.note if may_be_unset else partial(m.report, Omission.UNWRITTEN_LOADS)
+            report(f"{text} of {where}, to which nothing was written")
         unseen = (self.clocks.known[row, writers] < times) & (writers != own)
         if unseen.any():
-            self.blame(m, f"{text} of", "is not ordered after the write by", cells, unseen)
+            self.blame(m, f"{text} of", "is not ordered after the write by", row, cells, unseen)
         if proxy:
             self.check_fenced(m, text, row, cells, writers, times)
 
@@ -86,9 +86,8 @@ class Ledger:
         inits = np.isin(self.line[cells], [*self.inits])
         stores = late & (writers < self.clocks.warps) & ~inits
         if stores.any():
-            self.blame(
-                m, f"{text} of", "has no fence.proxy.async after the write by", cells, stores
-            )
+            fault = "has no fence.proxy.async after the write by"
+            self.blame(m, f"{text} of", fault, row, cells, stores)
         for name, some in (("cp.async", late & ~inits), ("an init or inval", late & inits)):
             lines = ", ".join(map(str, np.unique(self.line[cells[some]])))
             if lines:
@@ -113,7 +112,7 @@ class Ledger:
         if unseen.any() and same is not None:
             unseen &= ~same()[:, None]
         if unseen.any():
-            self.blame(m, f"{text} to", "is not ordered after the write by", cells, unseen)
+            self.blame(m, f"{text} to", "is not ordered after the write by", row, cells, unseen)
         if proxy:
             self.check_fenced(m, text, row, cells, writers, times)
         known = self.clocks.known[warps][:, self.readers].T[:, :, None]
@@ -121,19 +120,27 @@ class Ledger:
         if own >= 0 and own in self.readers:
             late[self.row[own]] = False
         if late.any():
-            reader, *at = np.argwhere(late)[0]
-            cell = int(cells[tuple(at)])
-            who = self.clocks.name(int(self.readers[reader]))
-            m.fault(
-                f"{text} to {self.describe(cell)} is not ordered after the read by {who} in PTX "
-                f"line {self.read_line[cell]}"
-            )
+            reader, fault = np.argwhere(late)[0][0], "is not ordered after the read by"
+            who = self.clocks.name(int(self.readers[reader])), self.read_line
+            self.blame(m, f"{text} to", fault, row, cells, late[reader], who)
 
-    def blame(self, m: Program, text: str, fault: str, cells: Array, wrong: Array) -> None:
-        """Raise Fault with the write that an access does not come after."""
-        cell = int(cells[wrong].flat[0])
-        who = self.clocks.name(int(self.writer[cell]))
-        m.fault(f"{text} {self.describe(cell)} {fault} {who} in PTX line {self.line[cell]}")
+    def blame(
+        self,
+        m: Program,
+        text: str,
+        fault: str,
+        warps: Array,
+        cells: Array,
+        wrong: Array,
+        before: tuple[str, Array] | None = None,
+    ) -> None:
+        """Raise Fault with an access, and the last write; or who came before it, and its lines."""
+        row, column = np.argwhere(wrong)[0]
+        cell, warp = int(cells[row, column]), self.clocks.name(int(warps[row, 0]))
+        who, lines = before or (self.clocks.name(int(self.writer[cell])), self.line)
+        here, cited = f"{text} {self.describe(cell)}", m.cite(int(lines[cell]))
+        first = f"before it, {who} in {cited}"
+        m.fault(f"{here} {fault} {who} in {cited}", f"{here} by {warp}", first)
 
     def note_read(self, m: Program, agents: Array, times: Array, cells: Array) -> None:
         self.reads[self.row[agents][:, None], cells] = times[:, None]

@@ -75,10 +75,6 @@ class Launch:
         x, y, _ = self.grid
         return number % x, number // x % y, number // (x * y)
 
-    def place_of(self, era: int) -> tuple[int, int, int]:
-        """Where the program of an era is in the grid."""
-        return self.place(self.eras[era])
-
 
 @final
 @define(eq=False)
@@ -147,7 +143,9 @@ class Program:
 
     def acquire(self, addresses: Array) -> None:
         """Come after what other programs did before they released these places."""
-        made = {id(x): x for at in addresses.tolist() if (x := self.released.get(at)) is not None}
+        made = {
+            id(x): x for at in addresses.tolist() if (x := self.launch.released.get(at)) is not None
+        }
         for eras in made.values():
             known = np.zeros(len(self.launch.eras), bool)
             known[: len(eras)] = eras
@@ -162,12 +160,8 @@ class Program:
         if self.ordered is not None:
             eras[: len(self.ordered)] = self.ordered
         eras[self.first_era :] = True
-        self.released.update(dict.fromkeys(addresses.tolist(), eras))
+        self.launch.released.update(dict.fromkeys(addresses.tolist(), eras))
         self.begin_era()
-
-    @property
-    def released(self) -> dict[int, Array]:
-        return self.launch.released
 
     def is_unordered(self, eras: Array) -> Array:
         """True for accesses by other programs that this one does not come after."""
@@ -242,7 +236,7 @@ class Program:
 
     def cite(self, line: int) -> str:
         """A line of the PTX, and of the source."""
-        return f"PTX line {line}, {sources(self.launch.code).get(line, '')}".rstrip(", ")
+        return f"PTX line {line}, {self.launch.code.sources.get(line, '')}".rstrip(", ")
 
     # Values that a program has
 
@@ -260,8 +254,8 @@ class Program:
             "ntid": (self.launch.threads, 1, 1),
         }
         alone = {"tid": 0, "cluster_ctaid": 0, "cluster_ctarank": 0, "cluster_nctarank": 1}
-        alone |= {"smid": self.number % self.launch.multiprocessors}
-        alone |= {"nsmid": self.launch.multiprocessors}
+        cores = self.launch.multiprocessors
+        alone |= {"smid": self.number % cores, "nsmid": cores}
         if word not in {**axes, **alone}:
             self.refuse(f"the register %{name}")
         value = axes[word]["xyz".index(axis)] if word in axes else alone[word]
@@ -339,10 +333,6 @@ class Program:
         for block in np.unique(at[at >= 0]).tolist():
             if any(step.opcode == ASSERTION for step in code.kernel.blocks[block]):
                 code.functions[block](self, self.registers, Threads(threads.span, at == block))
-
-
-def sources(code: Translation) -> dict[int, str]:
-    return {step.line: step.source for block in code.kernel.blocks for step in block}
 
 
 def new_registers(code: Translation, threads: int) -> tuple[list[Array], Array]:

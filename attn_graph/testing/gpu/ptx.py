@@ -14,6 +14,7 @@ from attn_graph.testing.gpu.faults import UnknownInstructionError
 
 BITS = {"pred": 1, "b8": 8, "b16": 16, "b32": 32, "b64": 64, "f32": 32, "f64": 64, "u32": 32}
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+REGISTERS = 65536  # of a multiprocessor
 ALONE = (  # each of these is a block by itself: threads wait there, or others go on
     *("bar.sync", "barrier.sync", "bar.arrive", "barrier.arrive", "mbarrier.try_wait"),
     "setmaxnreg",
@@ -151,6 +152,10 @@ class Kernel:
     undefined: frozenset[str]
     texts: Mapping[str, bytes]
     local: int
+
+    def registers_of_thread(self, threads: int) -> int:
+        """The most that each may have; only the assembler knows how many it uses."""
+        return self.most_registers or min(256, REGISTERS // max(threads, 1) // 8 * 8)
 
 
 def registers_of(operand: Operand) -> Iterator[str]:

@@ -114,7 +114,10 @@ class Record:
         era, cited = int(self.era[unit]), m.cite(int(self.line[unit]))
         if era >= m.first_era:
             return m.clocks.name(int(self.agent[unit])), cited
-        return "several programs" if era == MANY else f"program {m.launch.place_of(era)}", cited
+        return (
+            "several programs" if era == MANY else f"program {m.launch.place(m.launch.eras[era])}",
+            cited,
+        )
 
 
 @final

@@ -72,6 +72,11 @@ class Threads:
         return whole
 
     @property
+    def numbers(self) -> Array:
+        """The number of each active thread."""
+        return self.take(np.arange(self.span.start, self.span.stop))
+
+    @property
     def owners(self) -> Array:
         return self.take(warps_of(self.span.start, self.span.stop))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -58,6 +59,11 @@ class Translation:
 
     def __str__(self) -> str:
         return self.kernel.name
+
+    @cached_property
+    def sources(self) -> Mapping[int, str]:
+        """The place in the source of each line of the PTX."""
+        return {step.line: step.source for step in steps_of(self.kernel)}
 
 
 def translate_kernel(kernel: Kernel) -> Translation:
