@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attn_graph.testing.gpu import Omission, UnknownInstructionError
+from attn_graph.testing.gpu import Fault, Omission, UnknownInstructionError
 from tests.support.ptx_bodies import COPY, HERE, SUM
 from tests.support.ptx_programs import run_ptx
 
@@ -159,3 +159,18 @@ def test_a_wait_lets_the_last_groups_of_each_lane_go_on() -> None:
         omits=omits,
     )
     assert out.tolist() == [*range(100, 116), *range(16, 32)]
+
+
+WAIT = (  # a barrier whose first phase is over, and a wait for a phase of a parity
+    "setp.eq.b32 %p1, %r0, 0; mov.b32 %r1, global_smem; bar.warp.sync -1;"
+    "@%p1 mbarrier.init.shared::cta.b64 [%r1], 1; bar.warp.sync -1;"
+    "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1]; bar.warp.sync -1;"
+    "mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], {parity};"
+)
+
+
+def test_a_wait_reads_the_lowest_bit_of_a_parity_and_says_so() -> None:
+    notes = run_ptx(WAIT.format(parity=-2), {"x": torch.zeros(8)})
+    assert any("neither 0 nor 1" in note for note in notes)
+    with pytest.raises(Fault, match="deadlock"):
+        run_ptx(WAIT.format(parity=-1), {"x": torch.zeros(8)})

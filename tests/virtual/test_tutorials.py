@@ -34,13 +34,14 @@ pytestmark = [
 class Tutorial:
     """kernels: that it launches. edits: of its text. calls: of its functions, after it has run.
 
-    major: the least compute capability, over ten.
+    major: the least compute capability, over ten. late: calls on GPUs with a copy engine.
     """
 
     kernels: tuple[str, ...]
     edits: Mapping[str, str] = {}
     calls: tuple[tuple[Any, ...], ...] = ()
     major: int = 8
+    late: tuple[tuple[Any, ...], ...] = ()
 
 
 SIZES = (128, 256, 64)
@@ -56,7 +57,9 @@ TUTORIALS = {
         {"1151, 8192": "9, 300"},
     ),
     "06-fused-attention": Tutorial(
-        ("_attn_fwd", "_attn_bwd_preprocess", "_attn_bwd"), calls=(*ATTENTION,)
+        ("_attn_fwd", "_attn_bwd_preprocess", "_attn_bwd"),
+        calls=(*ATTENTION,),
+        late=(("test_op", 1, 2, 128, 64, False, True, "bwd", "triton-fp16"),),  # specialized warps
     ),
     "07-extern-functions": Tutorial(
         ("asin_kernel",),
@@ -142,7 +145,8 @@ def test_a_tutorial_of_triton_runs(name: str, gpu: str, tmp_path: Path) -> None:
         if device.target.sm < 10 * tutorial.major:
             pytest.skip(f"it is for compute capability {tutorial.major}.0 on")
         module = run(name, text, tmp_path, device)
-        for function, *given in tutorial.calls:
+        late = tutorial.late if device.target.sm >= 90 else ()
+        for function, *given in (*tutorial.calls, *late):
             getattr(module, function)(*given)
     extra = BY_COPY_ENGINE.get(name, ()) if device.target.sm >= 90 else ()
     assert {*device.kernels} == {*tutorial.kernels, *extra}

@@ -273,7 +273,7 @@ def arrive_at_mbarrier(
 @action(r"mbarrier\.try_wait\.parity\.acquire\.cta" + MB, "pred <- @ u32")
 def look_at_phase(m: Program, g: Threads, address: Array, parity: Array) -> Array:
     """d: the phase of this parity is over. It does not wait; a GPU waits for a time of its own."""
-    parities = g.each(parity).tolist()
+    parities = lowest_bits(m, g.each(parity)).tolist()
     passed = np.zeros(len(parities), bool)
     for k, (warp, offset) in enumerate(zip(g.owners.tolist(), places(m, g, address), strict=True)):
         mbarrier = m.part(Barriers).use(m, warp, offset)
@@ -292,7 +292,7 @@ def wait_for_phase(
     limit: a time after which d is false; callers with a limit try again.
     """
     threads = g.numbers
-    waits = np.stack([g.owners, places(m, g, address), g.each(parity)])
+    waits = np.stack([g.owners, places(m, g, address), lowest_bits(m, g.each(parity))])
     passed = np.zeros(len(threads), bool)
     for warp, offset, wanted in np.unique(waits, axis=1).T.tolist():
         lanes = (waits == np.array([[warp], [offset], [wanted]])).all(axis=0)
@@ -306,6 +306,13 @@ def wait_for_phase(
             m.explain(warp, f"waits for a phase of parity {wanted} of the {text}")
     g.where(~g.spread(passed)).put(m.blocked, np.ones(g.count, bool))
     return g.where(g.spread(passed)) if passed.any() else None
+
+
+def lowest_bits(m: Program, parities: Array) -> Array:
+    """What GPUs read of parities; the ISA has 0 and 1 alone."""
+    if (parities > 1).any():
+        m.note(f"an mbarrier is waited for with the parity {parities.max():#x}, neither 0 nor 1")
+    return parities & 1
 
 
 def places(m: Program, g: Threads, address: Array) -> list[int]:

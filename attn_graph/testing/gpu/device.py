@@ -144,7 +144,7 @@ class VirtualGpu:
             return  # of no program
         text, contents = LOADED[record.function], BytesIO(bytes(record.parameters))
         sizes = (tuple(record.grid), tuple(record.block), record.shared)
-        parameters = [contents.read(size) for size in parameter_sizes(text)]
+        parameters = [contents.read(size) for size in translate(text).kernel.parameters.values()]
         self.execute_kernel(text, sizes, parameters, tensors, omissions_of(version("triton")))
 
     def execute_kernel(
@@ -236,10 +236,6 @@ class Driver:
         if not load_driver().describe_function(ctypes.c_void_p(loaded[1]), len(sizes), array):
             raise RuntimeError(f"{name} has {len(sizes)} parameters, too many for a virtual GPU")
         return *loaded[:2], found.registers_of_thread(found.threads), *loaded[3:]
-
-
-def parameter_sizes(text: str) -> Iterator[int]:
-    yield from translate(text).kernel.parameters.values()
 
 
 @contextmanager

@@ -239,11 +239,6 @@ def translate_map(contents: bytes) -> bytes:
 # The package
 
 
-def is_served(target: Target) -> bool:
-    """True if the package is installed and has kernels for a GPU with a virtual counterpart."""
-    return target.sm // 10 in OMITTED and find_package() is not None
-
-
 def find_package() -> object:
     """The package's module spec, without importing it; None if it is missing."""
     home = find_spec("flash_attn")
@@ -254,7 +249,7 @@ def find_package() -> object:
 @contextmanager
 def serve_package(target: Target, execute: Execute) -> Iterator[None]:
     """Within this block the package's functions run on a virtual GPU, if it has kernels for it."""
-    if not is_served(target):
+    if target.sm // 10 not in OMITTED or find_package() is None:
         yield
         return
     with ExitStack() as undo:
