@@ -101,7 +101,7 @@ class Copies:
     """Copies that have not landed. group: of each warp the number of its open group.
 
     A commit ends a group, and so does an mbarrier that waits for it. commits: of each warp the
-    groups ended by commits, with the lanes that did so.
+    groups ended by commits, with their lanes.
     """
 
     group: Array

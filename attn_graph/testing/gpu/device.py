@@ -119,7 +119,7 @@ class VirtualGpu:
 
     target: the GPU. seed: for the order of programs, warps and copies; None: those furthest behind
     first. omits: faults that are only noted.
-    reachable: tensors that kernels reach by addresses stored in other tensors.
+    reachable: tensors found by kernels at addresses stored in other tensors.
     notes: steps required by the PTX ISA but omitted by its kernels, harmlessly on known GPUs.
     kernels: the number of executed programs of each, by name.
     """
@@ -205,7 +205,7 @@ class Driver:
         return torch.device("cpu")
 
     def allocate(self, size: int, alignment: int, stream: object) -> torch.Tensor:
-        """Memory that a kernel about to be launched keeps for itself, in place of the user's."""
+        """Memory for the next kernel's own use, in place of the user's."""
         made = torch.empty(size + alignment, dtype=torch.int8)
         start = -made.data_ptr() % alignment
         self.scratch.append(made[start : start + size])

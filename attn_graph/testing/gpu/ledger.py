@@ -21,7 +21,7 @@ class Ledger:
     """The last write and the last reads of each cell. readers: the agents that may read here.
 
     inits: lines of PTX by which mbarriers begin or end, or tensor memory is taken: GPUs order these
-    before copies that come after a barrier.
+    before copies behind a barrier.
     """
 
     clocks: Clocks

@@ -41,7 +41,7 @@ PLAIN = {"element_stride": 1, "interleave_layout": 0}  # fields with one known v
 @final
 @define(eq=False)
 class Maps:
-    """Maps of a program. stale: addresses of those that changed since the last fence for them."""
+    """Maps of a program. stale: addresses of those changed since the last fence for them."""
 
     stale: set[int] = field(factory=set[int])
 
@@ -65,7 +65,7 @@ class TensorMap:
 
     @classmethod
     def at(cls, m: Program, warp: int, address: int) -> TensorMap:
-        """The map that a warp uses: a parameter, or one that the kernel made. Raises Fault."""
+        """The map used by a warp: a parameter, or made by the kernel. Raises Fault."""
         if address >= PARAMETERS:
             return cls.read(m.parameter_at(address))
         who, at = Access.by(m, "a tensor map's use of", np.array([warp])), np.array([address])
@@ -159,7 +159,7 @@ def publish_map(m: Program, g: Threads, target: Array, source: Array, size: int)
 
 @action(r"fence\.proxy\.tensormap::generic\.acquire\.(?:cta|cluster|gpu|sys)", "<- @ #")
 def fence_map(m: Program, g: Threads, address: Array, size: int) -> None:
-    """The copy engine may use a map that has changed."""
+    """The copy engine may use a changed map."""
     m.part(Maps).stale.difference_update(g.take(address).tolist())
 
 

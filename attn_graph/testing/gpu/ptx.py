@@ -184,8 +184,8 @@ class Scope:
 @final
 @define
 class Reader:
-    """The state of reading a kernel's body. goals: the targets of jumps. tables: of those that
-    choose by a number, by label."""
+    """The state of reading a kernel's body. goals: the targets of jumps. tables: those of
+    jumps by a number, by label."""
 
     goals: frozenset[str]
     registers: dict[str, str] = field(factory=dict[str, str])
