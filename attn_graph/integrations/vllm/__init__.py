@@ -9,21 +9,25 @@ from __future__ import annotations
 import os
 
 SWITCH = "ATTN_GRAPH_VLLM"
-BACKENDS = "attn_graph.integrations.vllm.backend"
+BACKENDS = {  # by their places in vLLM's registry, which vLLM fills on CPUs without a choice
+    "CPU_ATTN": "attn_graph.integrations.vllm.backend.CpuBackend",
+    "CPU_MLA": "attn_graph.integrations.vllm.latent.LatentBackend",
+    "AMX_MLA": "attn_graph.integrations.vllm.latent.LatentBackend",
+}
 
 
 def register() -> None:
     """Make the backends known to vLLM, which calls this once or more in each process.
 
-    The place CUSTOM has ours: vLLM never takes it by itself. On CPUs vLLM has one backend for each
-    kind of attention and no choice: with the switch set to 1, ours is in its place.
+    CUSTOM is a free place, and vLLM takes it only if it is chosen. On CPUs nothing can be chosen:
+    with the switch set to 1, ours are in the places of vLLM's own.
     Raises ValueError for a switch other than 0 and 1.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, f"{BACKENDS}.GpuBackend")
-    if is_on():
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{BACKENDS}.CpuBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, "attn_graph.integrations.vllm.backend.GpuBackend")
+    for place, path in BACKENDS.items() if is_on() else ():
+        register_backend(AttentionBackendEnum[place], path)
 
 
 def is_on() -> bool:
