@@ -34,6 +34,6 @@ def append(pool: Tensor, cells: Cells, x: Tensor, scale: Tensor) -> None:
     the nearest number and within the range."""
     if pool.dtype in FLOAT8.values():
         top = torch.finfo(pool.dtype).max
-        x = x.float().div_(scale).clamp_(-top, top).to(pool.dtype).view(torch.uint8)
+        x = (x.float() / scale).clamp_(-top, top).to(pool.dtype).view(torch.uint8)
         pool = pool.view(torch.uint8)  # PyTorch has no index_put of 8 bits with a fraction
     pool.index_put_(cells, x)
