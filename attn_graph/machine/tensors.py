@@ -37,6 +37,14 @@ def read_array(x: Any) -> Any:  # Any: whatever is passed for a tensor
     return torch.from_dlpack(x)  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
+def read_arrays(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """`read_array` of each, without a call where all are tensors."""
+    for x in tensors:
+        if not isinstance(x, torch.Tensor):
+            return tuple(map(read_array, tensors))
+    return tuple(tensors)
+
+
 def is_distributed(t: torch.Tensor) -> bool:
     kind = dtensor_class()
     return kind is not None and isinstance(t, kind)

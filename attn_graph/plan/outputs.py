@@ -20,7 +20,7 @@ from attn_graph.machine.tensors import (
     ROOM,
     as_it_lies,
     is_distributed,
-    read_array,
+    read_arrays,
     require_as_declared,
 )
 from attn_graph.spec import TensorSpec
@@ -46,7 +46,7 @@ def write_outputs(
     require_untraced()
     if named or len(tensors) != plan.count:
         tensors = plan.arranged(tensors, named)
-    rooms, tensors = list_rooms(plan, out), tuple(map(read_array, tensors))
+    rooms, tensors = list_rooms(plan, out), read_arrays(tensors)
     wants = admit(plan, tensors)
     require_rooms(plan, rooms, tensors)
     refuse_derivatives(wants, tensors, rooms)
@@ -72,7 +72,7 @@ def fill_rooms(plan: Plan, rooms: Tensors, tensors: Tensors, write: Write | None
 def list_rooms(plan: Plan, out: object) -> Tensors:
     """The tensors of `out`. Raises PlanMismatchError unless they are as many as results."""
     given = tuple(out) if isinstance(out, Sequence) and not plan.single else (out,)
-    rooms = tuple(map(read_array, given))
+    rooms = read_arrays(given)
     if len(rooms) != len(plan.graph.outputs):
         names = ", ".join(output_names(plan.graph))
         raise PlanMismatchError(

@@ -17,6 +17,7 @@ from attn_graph.machine.fitting import Fit
 from attn_graph.machine.tensors import (
     arrange,
     read_array,
+    read_arrays,
     require_as_declared,
     require_device,
     stranger_problem,
@@ -55,7 +56,7 @@ class Prepared:
             return plan(*every, out=out)
         if out is not None:
             return write_outputs(plan, every, {}, out, self.write)
-        every = tuple(map(read_array, every))
+        every = read_arrays(every)
         recorded = admit(plan, every) and torch.is_grad_enabled()
         if recorded or (forward_ad._current_level >= 0 and has_tangent(every)):
             return plan(*every)
