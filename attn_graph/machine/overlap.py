@@ -15,15 +15,33 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     False is certain. True may be wrong for tensors that take turns in memory, unless their elements
     keep to different parts of equally long pieces, as q, k and v of one product do.
     """
+    return find_overlap((a,), (b,)) is not None
+
+
+def find_overlap(
+    rooms: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[int, int] | None:
+    """The first room that `may_overlap` a tensor or an earlier room: its number, and the other's
+    among tensors and rooms. None without one."""
+    ends, every = list[tuple[int, int]](), (*tensors, *rooms)
+    for x in every:  # by loops: a call with results given has a few tensors, and calls take longer
+        start, last = x.data_ptr(), 0
+        for n, step in zip(x.shape, x.stride(), strict=True):
+            last += (n - 1) * step
+        ends.append((start, start + (last + 1) * x.itemsize))
+    for n, (start, stop) in enumerate(ends[len(tensors) :]):
+        for m, (other, end) in enumerate(ends[: len(tensors) + n]):
+            if start < end and other < stop and shares_pieces(rooms[n], every[m]):
+                return n, m
+    return None
+
+
+def shares_pieces(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """`may_overlap` of tensors whose extents cross."""
     if not (a.numel() and b.numel()):
         return False
-    start, other = a.data_ptr(), b.data_ptr()
-    if start < other:
-        if start + byte_extent(a) <= other:
-            return False
-    elif other + byte_extent(b) <= start:
-        return False
     one, two = long_axes(a), long_axes(b)
+    start, other = a.data_ptr(), b.data_ptr()
     return not any(
         parts_differ(start, one, other, two, (a, b), step) for _, step in (*one, *two) if step
     )
@@ -45,16 +63,8 @@ def long_axes(x: torch.Tensor) -> list[tuple[int, int]]:
     return [(n, step * x.itemsize) for n, step in pairs if n > 1]
 
 
-def byte_extent(x: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    last = 0  # by a loop: a call with results given has a few tensors, and a sum would be calls
-    for n, step in zip(x.shape, x.stride(), strict=True):
-        last += (n - 1) * step
-    return (last + 1) * x.itemsize
-
-
 def byte_reach(axes: Axes, x: torch.Tensor) -> int:
-    """`byte_extent` along some axes alone."""
+    """Bytes from the first element to the end of the last, along some axes."""
     return sum((n - 1) * step for n, step in axes) + x.itemsize
 
 

@@ -15,7 +15,7 @@ from attn_graph.ir.vjp import output_names
 from attn_graph.lowering.backend import Write
 from attn_graph.machine.ambient import has_tangent, require_untraced
 from attn_graph.machine.likeness import NESTED, look_at
-from attn_graph.machine.overlap import may_overlap, overlaps_itself
+from attn_graph.machine.overlap import find_overlap, overlaps_itself
 from attn_graph.machine.tensors import (
     ROOM,
     as_it_lies,
@@ -144,13 +144,11 @@ def room_specs(plan: Plan, rooms: Tensors, tensors: Tensors) -> dict[str, Tensor
 
 def require_apart(plan: Plan, rooms: Tensors, tensors: Tensors) -> None:
     """Raise PlanMismatchError if a result would be written over an input, or over another."""
-    for n, room in enumerate(rooms):
-        for m, other in enumerate((*tensors, *rooms[:n])):
-            if may_overlap(room, other):
-                names = [*plan.names, *(f"out {name}" for name in output_names(plan.graph))]
-                own = names[len(tensors) + n]
-                raise PlanMismatchError(
-                    f"{own}: expected memory of its own, got some of {names[m]}'s; pass another "
-                    "tensor",
-                    way_out="",
-                )
+    if (pair := find_overlap(rooms, tensors)) is not None:
+        n, m = pair
+        names = [*plan.names, *(f"out {name}" for name in output_names(plan.graph))]
+        raise PlanMismatchError(
+            f"{names[len(tensors) + n]}: expected memory of its own, got some of {names[m]}'s; "
+            "pass another tensor",
+            way_out="",
+        )

@@ -27,11 +27,12 @@ from attn_graph.lowering.cpu.fused_slots import fill_addend
 from attn_graph.lowering.cpu.sequences import lies_by_head, select_rows
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.rates import CpuRates
-from attn_graph.masks import KeyLengths
+from attn_graph.masks import And, Band, KeyLengths, Prefix, QueryLengths, flatten_join
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, TensorSpec, accumulator
 
 Tensors = Sequence[torch.Tensor]
+STRIPS = (Band, Prefix, KeyLengths, QueryLengths)  # masks of which a row sees neighbouring keys
 NOWHERE = Place(0, 0, 0, 0, 1, 1, 1)  # soft caps do not ask where a score is
 Rooms = Mapping[int, torch.Tensor]  # for gathered pages, by the number of the operand
 PARTS_BYTES = 2**23  # of the results of pages, before they are joined
@@ -120,6 +121,16 @@ class PageWay:
         return self.by_kernel and all(
             x.dtype == self.factors and x.unit_last and not any(s % ALIGNED for s in x.strides[:3])
             for x in self.specs[1:3]
+        )
+
+    @cached_property
+    def sees_strip(self) -> bool:
+        """True if the one row of a sequence sees all keys that count and no others: nothing but
+        bands, prefixes and lengths hides keys, and no modifier adds to scores."""
+        node = self.node
+        parts = () if node.mask is None else flatten_join(And, node.mask)
+        return all(isinstance(part, STRIPS) for part in parts) and (
+            not node.modifiers or not self.by_kernel
         )
 
     # Prices
@@ -214,9 +225,9 @@ class PageWay:
             reading = torch.zeros_like(ordinals(len(span)))
             reading[pages - span.start] = ordinals(len(pages))
             readers, local = owner[reading], local[reading]
-        addend = self.addend(own[readers], local, rows, operands)
-        unseen = None if addend is None else fused_cpu.find_unseen(addend)
         ends = first[readers], stop[readers]
+        addend = self.addend(own[readers], local, ends, rows, operands)
+        unseen = None if addend is None else fused_cpu.find_unseen(addend)
         return PageEntries(
             own, rows, lines, owner, pages, span, readers, local, ends, addend, unseen
         )
@@ -235,13 +246,19 @@ class PageWay:
         return range(low, high + 1) if int(times.max()) == 1 else None
 
     def addend(
-        self, entries: torch.Tensor, local: torch.Tensor, rows: int, operands: Tensors
-    ) -> torch.Tensor | None:
+        self, entries: torch.Tensor, local: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor],
+        rows: int, operands: Tensors,
+    ) -> torch.Tensor | None:  # fmt: skip
         """What is added to the scores of entries, -inf at keys that a row does not see; None if
-        nothing is. entries: of each its sequence, by number in the batch."""
+        nothing is. entries: of each its sequence, by number in the batch. ends: as `seen`."""
         node, (G, r), P = self.node, self.heads, self.lying.page
         if node.mask is None and not (node.modifiers and self.by_kernel):
             return None
+        if rows == 1 and self.sees_strip:
+            hidden = self.outside(local, ends)[:, None, None]
+            return torch.zeros(hidden.shape, dtype=accumulator(self.factors)).masked_fill_(
+                hidden, -INF
+            )
         given, line = node.split(operands[: len(node.takes)]), ordinals(r * rows)
         at = Place(
             entries.view(-1, 1, 1, 1),
@@ -341,10 +358,14 @@ class PageWay:
 
     def cleared(self, x: torch.Tensor, entries: PageEntries, part: slice) -> torch.Tensor:
         """x [n,G,P,D] with 0 in rows that are not keys of the sequence that reads them."""
-        P = self.lying.page
-        j = entries.local[part, None] * P + ordinals(P)
-        first, stop = (edge[part, None] for edge in entries.seen)
-        return x.masked_fill_(((j < first) | (j >= stop))[:, None, :, None], 0.0)
+        ends = entries.seen[0][part], entries.seen[1][part]
+        return x.masked_fill_(self.outside(entries.local[part], ends)[:, None, :, None], 0.0)
+
+    def outside(self, local: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Booleans [n,P], true for rows of entries that are not keys which count."""
+        j = local[:, None] * self.lying.page + ordinals(self.lying.page)
+        first, stop = (edge[:, None] for edge in ends)
+        return (j < first) | (j >= stop)
 
     def join(
         self, entries: PageEntries, operands: Tensors, x: torch.Tensor, lse: torch.Tensor
