@@ -88,7 +88,7 @@ class Memo:
     mode. content: the plan as text, made at first use. With named sizes: `sizes` of the last call,
     and `unsized`, the check of everything else in its tensors, and True if one requires grad.
     rooms: sizes and looks of the caller's tensors for results, checked last. fits: the checks of
-    inputs given in advance, by their names.
+    inputs given in advance, by their names; given: the looks that passed last, by these.
     """
 
     looks: list[Look | None] = field(factory=list)
@@ -100,6 +100,7 @@ class Memo:
     sizes: tuple[int, ...] = ()
     rooms: list[object] = field(factory=list)
     fits: dict[tuple[str, ...], Fit] = field(factory=dict)
+    given: dict[tuple[str, ...], list[Look | None]] = field(factory=dict)
     unsized: tuple[Check, bool] = (never, False)
     recorded: Plan | None = None
 
