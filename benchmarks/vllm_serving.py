@@ -1,6 +1,7 @@
-"""Throughput in vLLM, by its own CPU kernel and by ours: `.vllm/bin/python -m benchmarks.vllm_serving`.
+"""Throughput in vLLM, by its own CPU kernel and by ours, in the venv of `make vllm`.
 
-Two engines of one process take turns. CPU seconds of one thread are compared: other programs may run.
+Two engines of one process take turns. CPU seconds of one thread are compared, so that other
+programs may run.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Runs in turn; one more round times the attention of layers, where it counts."""
     with ExitStack() as stack:
         engines = {
-            who: stack.enter_context(engine(folder, case, who == "ours")) for who in ("vllm", "ours")
+            who: stack.enter_context(engine(folder, case, who == "ours"))
+            for who in ("vllm", "ours")
         }
         made = {who: generate(llm, case) for who, llm in engines.items()}  # warms up
         pairs = zip(*made.values(), strict=True)
@@ -97,7 +99,8 @@ def main() -> None:
             print(
                 f"{name}: throughput {median(each['throughput']):.2f} of vLLM's "
                 f"({min(each['throughput']):.2f} to {max(each['throughput']):.2f}), "
-                f"{each['equal answers']} of {each['requests']} answers equal; us of a layer {layers}",
+                f"{each['equal answers']} of {each['requests']} answers equal; "
+                f"us of a layer {layers}",
                 flush=True,
             )
     print(save("vllm", rows))

@@ -37,7 +37,7 @@ def read_array(x: Any) -> Any:  # Any: whatever is passed for a tensor
     return torch.from_dlpack(x)  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
-def read_arrays(tensors: Sequence[Any]) -> tuple[Any, ...]:
+def read_arrays(tensors: Sequence[Any]) -> tuple[Any, ...]:  # Any: as `read_array`
     """`read_array` of each, without a call where all are tensors."""
     for x in tensors:
         if not isinstance(x, torch.Tensor):

@@ -1,10 +1,10 @@
-"""vLLM's layers on this library, without vLLM: caches in its layouts, steps, masks, registration."""
+"""vLLM's layers, without vLLM: caches in its layouts, steps, masks, registration."""
 
 from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from importlib import import_module
 from itertools import permutations
@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.integrations import vllm
-from attn_graph.integrations.vllm.cells import FLOAT8, append, find_cells, split_cache
-from attn_graph.integrations.vllm.layers import Kind, Layer
-from attn_graph.integrations.vllm.steps import Capacity, Step
+from attn_graph.integrations.vllm.cells import FLOAT8, find_cells, split_cache, write_cells
+from attn_graph.integrations.vllm.layers import Kind, ServedLayer
+from attn_graph.integrations.vllm.steps import Capacity, ServingStep
 from attn_graph.lowering.cpu.packed import PackedRun
 from attn_graph.testing.rule import Expectation
 from attn_graph.testing.strategies import seeds
@@ -56,7 +56,7 @@ def test_new_rows_go_to_their_slots_in_every_layout_and_to_no_others(
     cells = find_cells(torch.tensor(slots), P)
     new = torch.randn(2, len(slots), G, D).to(dtype)
     for pool, x in zip(pools, new, strict=True):
-        append(pool, cells, x, ONE)
+        write_cells(pool, cells, x, ONE)
     for t, slot in enumerate(slots):
         if slot >= 0:
             before[1, slot // P, :, slot % P] = torch.cat([new[0, t], new[1, t]], -1)
@@ -70,7 +70,7 @@ def test_rows_in_8_bits_are_rounded_to_the_nearest_number(name: str, seed: int) 
     torch.manual_seed(seed)
     dtype, scale = FLOAT8[name], torch.tensor(0.5)
     cache, x = torch.zeros(2, 1, 4, 16, dtype=torch.uint8), 500 * torch.randn(4, 1, 8)
-    append(split_cache(cache, name)[0], find_cells(torch.arange(4, 8), 4), x, scale)
+    write_cells(split_cache(cache, name)[0], find_cells(torch.arange(4, 8), 4), x, scale)
     top = torch.finfo(dtype).max
     due = (x / scale).clamp(-top, top).to(dtype)
     assert torch.equal(split_cache(cache, name)[0][1].float(), due.float())
@@ -80,7 +80,7 @@ class Operators(TorchDispatchMode):
     """The names of PyTorch's operators that run meanwhile."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.names = set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,7 +102,7 @@ def keeps(kind: Kind, causal: bool, rows: int, keys: int) -> Tensor:
     return keep if kind.window is None else keep & (far.abs() < kind.window)
 
 
-def attend(kind: Kind, causal: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+def attend(kind: Kind, causal: bool, sinks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The formula, for q [M,H,D], k and v [N,G,D], in the wider of float32 and their dtype."""
     k, v = (x.repeat_interleave(kind.H // kind.G, 1) for x in (k, v))
     s = torch.einsum("mhd,nhd->hmn", q, k) * kind.scale
@@ -128,7 +128,7 @@ class Batch:
     def lengths(self) -> list[int]:
         return [sum(pair) for pair in zip(self.before, self.new, strict=True)]
 
-    def step(self, page: int, width: int, causal: bool = True) -> Step:
+    def step(self, page: int, width: int, causal: bool = True) -> ServingStep:
         """The step. Page 0 is of nobody; the table holds nonsense past a sequence's pages."""
         B, tokens = len(self.new), sum(self.new)
         table = torch.full((B, width), 10**6, dtype=I32)
@@ -140,15 +140,17 @@ class Batch:
             slots += [int(table[b, i // page]) * page + i % page for i in range(old, n)]
         starts = torch.tensor([0, *self.new], dtype=I32).cumsum(0, dtype=I32)
         cells = find_cells(torch.tensor(slots), page)
-        return Step(tokens, starts, torch.tensor(self.lengths, dtype=I32), table, cells, causal)
+        return ServingStep(
+            tokens, starts, torch.tensor(self.lengths, dtype=I32), table, cells, causal
+        )
 
 
 @frozen
 class Run:
     """A layer, a step, and the tensors of a call, with what its sequences had before."""
 
-    layer: Layer
-    step: Step
+    layer: ServedLayer
+    step: ServingStep
     cache: Tensor
     q: Tensor
     k: Tensor
@@ -182,7 +184,7 @@ def run_of(kind: Kind, batch: Batch, page: int, width: int, causal: bool = True)
             rows.append(torch.cat([earlier, x[first : first + new]]))
         whole.append(rows)
     sinks = torch.randn(H) if kind.sinks else None
-    return Run(Layer(kind, Capacity(64, 16), sinks), step, cache, q, k, v, *whole)
+    return Run(ServedLayer(kind, Capacity(64, 16), sinks), step, cache, q, k, v, *whole)
 
 
 KINDS = st.builds(
@@ -212,7 +214,9 @@ def test_a_step_attends_to_the_cache_as_vllm_means_it(
     for keys, values, new in zip(run.keys, run.values, batch.new, strict=True):
         rows = slice(first, first := first + new)
         narrow = run.q[rows], keys, values
-        due, low = (attend(kind, causal, *map(to, narrow), sinks) for to in (Tensor.double, Tensor.float))
+        due, low = (
+            attend(kind, causal, sinks, *map(to, narrow)) for to in (Tensor.double, Tensor.float)
+        )
         Expectation("o", due, low, values.abs()).check(out[rows])
     assert (out[run.step.tokens :] == 7.0).all()  # rows that pad
 
@@ -224,13 +228,13 @@ def test_an_encoder_attends_to_a_steps_own_keys(kind: Kind, new: list[int], seed
     kind = Kind(kind.H, kind.G, kind.D, kind.scale, kind.window, encodes=True)
     q, k, v = (torch.randn(sum(new) + 2, heads, kind.D) for heads in (kind.H, kind.G, kind.G))
     starts = torch.tensor([0, *new], dtype=I32).cumsum(0, dtype=I32)
-    step = Step(sum(new), starts, torch.tensor(new, dtype=I32), None, None, False)
+    step = ServingStep(sum(new), starts, torch.tensor(new, dtype=I32), None, None, False)
     out = torch.empty_like(q)
-    Layer(kind, Capacity(128, 8)).attend(step, q, k, v, None, out, ONES)
+    ServedLayer(kind, Capacity(128, 8)).attend(step, q, k, v, None, out, ONES)
     first = 0
     for n in new:
         rows = slice(first, first := first + n)
-        due = attend(kind, False, *(x[rows].double() for x in (q, k, v)), torch.zeros(kind.H))
+        due = attend(kind, False, torch.zeros(kind.H), *(x[rows].double() for x in (q, k, v)))
         torch.testing.assert_close(out[rows].double(), due, rtol=1e-5, atol=1e-5)
 
 
@@ -278,7 +282,7 @@ def test_new_lengths_build_and_lower_nothing(model: str, monkeypatch: pytest.Mon
         return lower(run, *of)
 
     monkeypatch.setattr(PackedRun, "make_part", make_part)
-    layer, builds = Layer(KINDS_OF_MODELS[model], Capacity(64, 16)), list[int]()
+    layer, builds = ServedLayer(KINDS_OF_MODELS[model], Capacity(64, 16)), list[int]()
     for token in range(6):
         lowered.clear()
         run = run_of(layer.kind, decoding(8, token), 32, 4)
@@ -313,13 +317,16 @@ def test_a_gpus_backend_takes_every_kind_of_layer(
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """vLLM's registry with our places alone, as what was registered."""
-    places = Enum("AttentionBackendEnum", ["CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA", "OTHER"])
+    places = Enum("places", ["CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA", "OTHER"])
     made = dict[str, str]()
     name = "vllm.v1.attention.backends.registry"
     for n in range(1, name.count(".") + 1):
         parent = ".".join(name.split(".")[:n])
         monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-    register: Callable[..., None] = lambda place, path: made.__setitem__(place.name, path)  # noqa: E731
+
+    def register(place: Enum, path: str) -> None:
+        made[place.name] = path
+
     fake: Any = SimpleNamespace(AttentionBackendEnum=places, register_backend=register)
     monkeypatch.setitem(sys.modules, name, fake)
     return made

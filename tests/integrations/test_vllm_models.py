@@ -12,10 +12,12 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM for CPUs, in a venv of its own: make vllm")
 
 from attrs import evolve
+from torch import Tensor
 
 import attn_graph as ag
 from attn_graph.integrations import vllm
-from attn_graph.integrations.vllm.layers import Kind
+from attn_graph.integrations.vllm.layers import Kind, ServedLayer
+from attn_graph.integrations.vllm.steps import Capacity
 from attn_graph.lowering.cpu.packed import PackedRun
 from tests.lowering.test_python_calls import count_calls
 from tests.support.vllm_models import Answers, Case, choose_backend, embed, engine, generate
@@ -87,14 +89,14 @@ def test_embeddings_are_those_of_vllms_own_kernel(tmp_path: Path) -> None:
 
 
 MUTANTS: dict[str, tuple[str, Callable[[Kind], Kind]]] = {
-    "a window of one key more": ("mistral", lambda kind: evolve(kind, window=(kind.window or 0) + 1)),
-    "a window of one key less": ("mistral", lambda kind: evolve(kind, window=(kind.window or 0) - 1)),
+    "a window of one key more": ("mistral", lambda kind: evolve(kind, window=49)),
+    "a window of one key less": ("mistral", lambda kind: evolve(kind, window=47)),
     "no window": ("gemma3", lambda kind: evolve(kind, window=None)),
     "no sinks": ("gptoss", lambda kind: evolve(kind, sinks=False)),
     "no soft cap": ("gemma2", lambda kind: evolve(kind, soft_cap=None)),
     "no slopes": ("bloom", lambda kind: evolve(kind, slopes=None)),
     "another scale": ("llama", lambda kind: evolve(kind, scale=1.02 * kind.scale)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", MUTANTS)
@@ -104,13 +106,13 @@ def test_a_fault_in_a_kind_of_layer_shows(
     from attn_graph.integrations.vllm import backend
 
     model, change = MUTANTS[fault]
-    own, layer = answer(tmp_path, Case(model), ours=False), backend.Layer
+    own = answer(tmp_path, Case(model), ours=False)
 
-    def faulty(kind: Kind, room: Any, sinks: Any) -> Any:
+    def faulty(kind: Kind, room: Capacity, sinks: Tensor | None) -> ServedLayer:
         kind = change(kind)
-        return layer(kind, room, sinks if kind.sinks else None)
+        return ServedLayer(kind, room, sinks if kind.sinks else None)
 
-    monkeypatch.setattr(backend, "Layer", faulty)
+    monkeypatch.setattr(backend, "ServedLayer", faulty)
     assert differing(own, answer(tmp_path, Case(model), ours=True)) > 0
 
 
@@ -177,15 +179,20 @@ def test_a_layer_of_vllm_costs_few_python_calls(
     """Its write and its call, of the last layer of a step of decoding."""
     from attn_graph.integrations.vllm.backend import LayerAttention
 
-    counts = dict[str, list[int]](forward=[], do_kv_cache_update=[])
-    for name, own in counts.items():
+    counts: dict[str, list[int]] = {"forward": [], "do_kv_cache_update": []}
 
-        def counted(self: Any, *args: Any, _own: Any = own, _run: Any = getattr(LayerAttention, name), **named: Any) -> Any:  # noqa: E501  # fmt: skip
+    def count(name: str) -> None:
+        run = getattr(LayerAttention, name)
+
+        def counted(*args: Any, **named: Any) -> Any:
             made = list[Any]()
-            _own.append(count_calls(lambda: made.append(_run(self, *args, **named))) - 1)
+            counts[name].append(count_calls(lambda: made.append(run(*args, **named))) - 1)
             return made[0]
 
         monkeypatch.setattr(LayerAttention, name, counted)
+
+    for name in counts:
+        count(name)
     case = Case("llama", B, (9,), tokens=12, engine={"max_num_seqs": B})
     with engine(tmp_path, case, ours=True) as llm:
         generate(llm, case)
@@ -200,5 +207,8 @@ def test_vllm_loads_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_backend(ours=False)
     monkeypatch.setenv(vllm.SWITCH, "1")
     load_plugins_by_group("vllm.general_plugins")["attn_graph"]()
-    assert AttentionBackendEnum.CPU_ATTN.get_class().__module__ == "attn_graph.integrations.vllm.backend"
+    assert (
+        AttentionBackendEnum.CPU_ATTN.get_class().__module__
+        == "attn_graph.integrations.vllm.backend"
+    )
     assert AttentionBackendEnum.CUSTOM.get_class().get_name() == "CUSTOM"

@@ -272,7 +272,10 @@ def generate(llm: Any, case: Case) -> Answers:
     sampling = SamplingParams(max_tokens=case.tokens, **{**given, **case.sampling})
     made = llm.generate(case.prompts(), sampling, use_tqdm=False)
     return [
-        [([*x.token_ids], [next(iter(d.values())).logprob for d in x.logprobs]) for x in each.outputs]
+        [
+            ([*x.token_ids], [next(iter(d.values())).logprob for d in x.logprobs])
+            for x in each.outputs
+        ]
         for each in made
     ]
 

@@ -21,17 +21,22 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from attn_graph.errors import GraphError
 from attn_graph.integrations.vllm.cells import FLOAT8, find_cells
-from attn_graph.integrations.vllm.layers import Kind, Layer
-from attn_graph.integrations.vllm.steps import Capacity, Step
+from attn_graph.integrations.vllm.layers import Kind, ServedLayer
+from attn_graph.integrations.vllm.steps import Capacity, ServingStep
 
+OfVllm = Any  # its objects: vLLM is not where types are checked
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
-class StepBuilder(AttentionMetadataBuilder[Step]):
+class StepBuilder(AttentionMetadataBuilder[ServingStep]):
     """Makes the step of layers with one cache spec. It reads no tensor on the host."""
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        self,
+        kv_cache_spec: OfVllm,
+        layer_names: list[str],
+        vllm_config: OfVllm,
+        device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if isinstance(kv_cache_spec, CrossAttentionSpec):
@@ -44,7 +49,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> Step:
+    ) -> ServingStep:
         given = common_attn_metadata
         causal, B, T = given.causal, given.num_reqs, given.num_actual_tokens
         if isinstance(causal, Tensor):
@@ -54,10 +59,10 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         table = None if self.encodes else given.block_table_tensor[:B]
         cells = None if self.encodes else find_cells(given.slot_mapping[:T], self.page)
         starts, lengths = given.query_start_loc[: B + 1], given.seq_lens[:B]
-        return Step(T, starts, lengths, table, cells, causal and not self.encodes)
+        return ServingStep(T, starts, lengths, table, cells, causal and not self.encodes)
 
 
-class LayerAttention(AttentionImpl[Step]):
+class LayerAttention(AttentionImpl[ServingStep]):
     """A layer of vLLM. kv_sharing_target_layer_name: another layer writes the cache; vLLM calls
     `do_kv_cache_update` of that one alone."""
 
@@ -90,16 +95,16 @@ class LayerAttention(AttentionImpl[Step]):
         )
         limits = get_current_vllm_config().scheduler_config
         room = Capacity(limits.max_num_batched_tokens, limits.max_num_seqs)
-        self.layer = Layer(kind, room, sinks)
+        self.layer = ServedLayer(kind, room, sinks)
 
     def forward(
         self,
-        layer: Any,
+        layer: OfVllm,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | None,
+        attn_metadata: ServingStep | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -113,7 +118,7 @@ class LayerAttention(AttentionImpl[Step]):
         return output
 
     def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self, layer: OfVllm, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         if self.layer.kind.encodes:
             return
@@ -142,7 +147,7 @@ class GpuBackend(AttentionBackend):
         return StepBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: OfVllm = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
 
     @classmethod

@@ -29,7 +29,7 @@ def find_cells(slots: Tensor, page: int) -> Cells:
     return slots.div(page, rounding_mode="floor"), slots.remainder(page)
 
 
-def append(pool: Tensor, cells: Cells, x: Tensor, scale: Tensor) -> None:
+def write_cells(pool: Tensor, cells: Cells, x: Tensor, scale: Tensor) -> None:
     """Write x [T,G,D] to cells of a pool [n,P,G,D]. In 8 bits a cell holds x / scale, rounded to
     the nearest number and within the range."""
     if pool.dtype in FLOAT8.values():

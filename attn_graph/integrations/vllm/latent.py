@@ -19,6 +19,8 @@ from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import Dim
 
+OfVllm = Any  # its objects: vLLM is not where types are checked
+
 
 class LatentAttention(CPUMLAImpl):
     """A layer. plan: made by its first step."""
@@ -29,8 +31,8 @@ class LatentAttention(CPUMLAImpl):
         self.plan: Plan | None = None
 
     def forward_mqa(
-        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any,
-        layer: Any,
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: OfVllm,
+        layer: OfVllm,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """q [B,H,576], perhaps as its parts of 512 and 64, cache [n,P,576] -> o [B,H,512]."""
         q = torch.cat(q, -1) if isinstance(q, tuple) else q.contiguous()
@@ -47,7 +49,9 @@ class LatentAttention(CPUMLAImpl):
                 kv_lengths=TensorSpec((size,), ints),
             )
             self.plan = compile_graph(graph)
-        o = self.plan(q[:, :, None], pool, pages=pages, kv_lengths=attn_metadata.decode.seq_lens[:B])
+        o = self.plan(
+            q[:, :, None], pool, pages=pages, kv_lengths=attn_metadata.decode.seq_lens[:B]
+        )
         assert isinstance(o, Tensor)
         return o.squeeze(2), None
 

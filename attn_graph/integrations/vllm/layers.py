@@ -1,4 +1,4 @@
-"""A layer's attention: its graph, its plans, and its part in a step. Nothing of vLLM is imported."""
+"""A layer's attention: its graph, its plans, its part in a step. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from attn_graph.compiler import compile as compile_graph
-from attn_graph.integrations.vllm.cells import FLOAT8, append, split_cache
-from attn_graph.integrations.vllm.steps import Call, Capacity, Step
+from attn_graph.integrations.vllm.cells import FLOAT8, split_cache, write_cells
+from attn_graph.integrations.vllm.steps import Call, Capacity, ServingStep
 from attn_graph.ir.builder import attention
 from attn_graph.ir.graph import Graph
 from attn_graph.masks import Causal, Mask, Window
@@ -82,7 +82,7 @@ class Kind:
 
 @final
 @define(eq=False)
-class Layer:
+class ServedLayer:
     """One layer, in all steps. sinks [H]: one more logit of each head. plans: by what a call
     depends on apart from sizes. cache, pools: the last cache, and its k and v."""
 
@@ -99,14 +99,16 @@ class Layer:
             self.cache, self.pools = cache, split_cache(cache, self.kind.kv_cache_dtype)
         return self.pools
 
-    def append(self, step: Step, k: Tensor, v: Tensor, cache: Tensor, scales: Scales) -> None:
+    def append(
+        self, step: ServingStep, k: Tensor, v: Tensor, cache: Tensor, scales: Scales
+    ) -> None:
         """Write the keys and values of a step's tokens, the first of k and v [T,G,D]."""
         assert step.cells is not None
         for pool, x, scale in zip(self.split(cache), (k, v), scales, strict=True):
-            append(pool, step.cells, x[: step.tokens], scale)
+            write_cells(pool, step.cells, x[: step.tokens], scale)
 
     def attend(
-        self, step: Step, q: Tensor, k: Tensor, v: Tensor, cache: Tensor | None, out: Tensor,
+        self, step: ServingStep, q: Tensor, k: Tensor, v: Tensor, cache: Tensor | None, out: Tensor,
         scales: Scales,
     ) -> None:  # fmt: skip
         """Write o to the first rows of out [T,H,D]. cache: whose keys are read; None: k and v
@@ -125,12 +127,12 @@ class Layer:
             more = *more, *(x.view(1, 1, 1, 1) for x in scales)
         call(q, *pair, *more, out=out)
 
-    def plan(self, step: Step, q: Tensor, k: Tensor, v: Tensor) -> Plan:
+    def plan(self, step: ServingStep, q: Tensor, k: Tensor, v: Tensor) -> Plan:
         graph = self.kind.graph(step.causal, self.room, q, k, v, step.table)
         plan = self.plans[step.causal, q.stride()] = compile_graph(graph)
         return plan
 
-    def prepare(self, step: Step, plan: Plan) -> Call:
+    def prepare(self, step: ServingStep, plan: Plan) -> Call:
         """The plan with a step's tensors, for all layers that have it and the same slopes."""
         given = {"q_starts": step.starts}
         if step.table is None:

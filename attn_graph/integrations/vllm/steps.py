@@ -15,7 +15,7 @@ Call = Callable[..., Any]
 
 @final
 @frozen(eq=False)
-class Step:
+class ServingStep:
     """tokens: new ones, of all sequences. starts [B+1], lengths [B]: of the sequences, whose table
     [B,count] has their pages; None without a cache. cells: for the new tokens. causal: False if
     queries see later keys. calls: plans with these inputs, made by the first layer of a kind."""
