@@ -109,7 +109,8 @@ def neutral_state() -> Iterator[None]:
         temporarily_clear_interpreter_stack(),
         _ForceDispatchKeyGuard(*usual_keys()),
         without_autocast(),
-        torch.device("cpu"),
+        # only where a default device may be set: within it Python runs at every operation
+        torch.device("cpu") if _len_torch_function_stack() else nullcontext(),
     ):
         yield
 

@@ -272,6 +272,16 @@ def test_a_layer_that_decodes_costs_few_python_calls(model: str, B: int, most: i
         assert count_calls(once) <= most
 
 
+def test_a_steps_first_layer_costs_few_python_calls_in_inference_mode() -> None:
+    """vLLM runs in it. Tables are read there without a mode of functions, which would run Python
+    at every operation."""
+    run = run_of(LLAMA, decoding(8, 1), 32, 4)
+    with torch.inference_mode():
+        run.attend(torch.empty_like(run.q))
+        plan, *_ = run.layer.plans.values()
+        assert count_calls(lambda: run.layer.prepare(run.step, plan)) <= 400
+
+
 @pytest.mark.parametrize("model", KINDS_OF_MODELS)
 def test_new_lengths_build_and_lower_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ag.clear_cache()
