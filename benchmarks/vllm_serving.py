@@ -11,14 +11,18 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
 
 from attn_graph.integrations.vllm.backend import LayerAttention, StepBuilder
+from attn_graph.integrations.vllm.layers import ServedLayer
 from benchmarks.timing import save
 from tests.support.vllm_models import Case, engine, generate
 
@@ -31,7 +35,13 @@ JOBS = {
     ),
     "width 128, 2 layers, f32, 8 requests": Case("llama", 8, LENGTHS, tokens=40, engine=ONE_CACHE),
 }
-OWN = {"vllm": CPUAttentionBackendImpl, "ours": LayerAttention}
+TIMED = (  # whose method it is, the method, and what it is a part of
+    (CPUAttentionBackendImpl, "forward", "vllm layer"),
+    (CPUAttentionMetadataBuilder, "build", "vllm step"),
+    (LayerAttention, "forward", "our layer"),
+    (StepBuilder, "build", "our step"),
+    (ServedLayer, "prepare", "our preparing"),  # within the first layer of a step
+)
 
 
 class Clock:
@@ -53,6 +63,17 @@ class Clock:
         setattr(kind, name, timed)
         return lambda: setattr(kind, name, run)
 
+    def means(self) -> dict[str, float]:
+        """Microseconds of a layer and of a step, all layers' preparing being of the step."""
+        total = {part: 1e6 * sum(times) for part, times in self.spent.items()}
+        prepared = total["our preparing"]
+        return {
+            "vllm layer": 1e6 * mean(self.spent["vllm layer"]),
+            "vllm step": 1e6 * mean(self.spent["vllm step"]),
+            "our layer": (total["our layer"] - prepared) / len(self.spent["our layer"]),
+            "our step": (total["our step"] + prepared) / len(self.spent["our step"]),
+        }
+
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Runs in turn; one more round times the attention of layers, where it counts."""
@@ -71,8 +92,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
                 generate(llm, case)
                 spent[who].append(time.process_time() - start)
         clock = Clock()
-        undo = [clock.wrap(kind, "forward", who) for who, kind in OWN.items()]
-        undo.append(clock.wrap(StepBuilder, "build", "steps of ours"))
+        undo = [clock.wrap(*timed) for timed in TIMED]
         for llm in engines.values():
             generate(llm, case)
         for each in undo:
@@ -82,8 +102,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         "equal answers": equal,
         "seconds": spent,
         "throughput": [a / b for a, b in zip(spent["vllm"], spent["ours"], strict=True)],
-        "microseconds of a layer": {who: 1e6 * median(x) for who, x in clock.spent.items()},
-        "seconds of all layers": {who: sum(x) for who, x in clock.spent.items()},
+        "microseconds": clock.means(),
     }
 
 
@@ -95,12 +114,12 @@ def main() -> None:
         for name, case in JOBS.items():
             rows.append({"job": name, **measure(case, Path(folder))})
             each = rows[-1]
-            layers = {who: round(x) for who, x in each["microseconds of a layer"].items()}
+            parts = {part: round(x) for part, x in each["microseconds"].items()}
             print(
                 f"{name}: throughput {median(each['throughput']):.2f} of vLLM's "
                 f"({min(each['throughput']):.2f} to {max(each['throughput']):.2f}), "
                 f"{each['equal answers']} of {each['requests']} answers equal; "
-                f"us of a layer {layers}",
+                f"microseconds {parts}",
                 flush=True,
             )
     print(save("vllm", rows))
