@@ -23,7 +23,7 @@ import attn_graph as ag
 from attn_graph.integrations import vllm
 from attn_graph.integrations.vllm.cells import FLOAT8, find_cells, split_cache, write_cells
 from attn_graph.integrations.vllm.layers import Kind, ServedLayer
-from attn_graph.integrations.vllm.steps import Capacity, ServingStep
+from attn_graph.integrations.vllm.steps import UNREAD, Capacity, ServingStep, make_step
 from attn_graph.lowering.cpu.packed import PackedRun
 from attn_graph.testing.rule import Expectation
 from attn_graph.testing.strategies import seeds
@@ -88,10 +88,43 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_cells_are_found_without_reading_slots() -> None:
+def metadata(**more: Any) -> Any:
+    """vLLM's CommonAttentionMetadata of two requests and 3 tokens, with stale entries behind."""
+    given = {
+        "num_reqs": 2,
+        "num_actual_tokens": 3,
+        "query_start_loc": torch.tensor([0, 2, 3, 9, 9], dtype=I32),
+        "seq_lens": torch.tensor([2, 18, 7, 7], dtype=I32),
+        "block_table_tensor": torch.tensor([[4, 9, 9], [2, 1, 9], [7, 7, 7]], dtype=I32),
+        "slot_mapping": torch.tensor([64, 65, 17, 99, 99]),
+        "causal": True,
+        **dict.fromkeys(UNREAD),
+    }
+    return SimpleNamespace(**{**given, **more})
+
+
+def test_a_step_is_made_without_reading_tensors() -> None:
+    given = metadata()
     with Operators() as operators:
-        find_cells(torch.tensor([3, -1, 17]), 16)
+        step = make_step(given, 16)
     assert not any("local_scalar" in name for name in operators.names)
+    assert (step.tokens, step.starts.tolist(), step.lengths.tolist()) == (3, [0, 2, 3], [2, 18])
+    assert step.table is not None
+    assert step.cells is not None
+    assert step.table.tolist() == [[4, 9, 9], [2, 1, 9]]
+    assert [x.tolist() for x in step.cells] == [[4, 4, 1], [0, 1, 1]]
+    assert step.causal
+
+
+def test_an_encoders_step_has_no_cache_and_sees_later_keys() -> None:
+    step = make_step(metadata(), None)
+    assert (step.table, step.cells, step.causal) == (None, None, False)
+
+
+@pytest.mark.parametrize("name", [*UNREAD, "causal"])
+def test_a_step_with_what_layers_do_not_read_is_refused(name: str) -> None:
+    with pytest.raises(ag.GraphError, match=f"{name}: .*; choose another backend"):
+        make_step(metadata(**{name: torch.zeros(2)}), 16)
 
 
 def keeps(kind: Kind, causal: bool, rows: int, keys: int) -> Tensor:

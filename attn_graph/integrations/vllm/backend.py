@@ -20,11 +20,11 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionS
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from attn_graph.errors import GraphError
-from attn_graph.integrations.vllm.cells import FLOAT8, find_cells
+from attn_graph.integrations.vllm.cells import FLOAT8
 from attn_graph.integrations.vllm.layers import Kind, ServedLayer
-from attn_graph.integrations.vllm.steps import Capacity, ServingStep
+from attn_graph.integrations.vllm.steps import Capacity, OfVllm, ServingStep, make_step
 
-OfVllm = Any  # its objects: vLLM is not where types are checked
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # by vLLM's names of caches
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
@@ -41,8 +41,8 @@ class StepBuilder(AttentionMetadataBuilder[ServingStep]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if isinstance(kv_cache_spec, CrossAttentionSpec):
             raise GraphError(f"{layer_names[0]}: attention to an encoder's keys is not supported")
-        self.page: int = kv_cache_spec.block_size
-        self.encodes = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        encodes = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        self.page: int | None = None if encodes else kv_cache_spec.block_size
 
     def build(
         self,
@@ -50,16 +50,7 @@ class StepBuilder(AttentionMetadataBuilder[ServingStep]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> ServingStep:
-        given = common_attn_metadata
-        causal, B, T = given.causal, given.num_reqs, given.num_actual_tokens
-        if isinstance(causal, Tensor):
-            raise GraphError("causal: one flag for each request is not supported")
-        if given.mm_req_doc_ranges:
-            raise GraphError("mm_req_doc_ranges: images that see later keys are not supported")
-        table = None if self.encodes else given.block_table_tensor[:B]
-        cells = None if self.encodes else find_cells(given.slot_mapping[:T], self.page)
-        starts, lengths = given.query_start_loc[: B + 1], given.seq_lens[:B]
-        return ServingStep(T, starts, lengths, table, cells, causal and not self.encodes)
+        return make_step(common_attn_metadata, self.page)
 
 
 class LayerAttention(AttentionImpl[ServingStep]):
@@ -132,7 +123,7 @@ class GpuBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *HALVES, *FLOAT8]
 
     @staticmethod
     def get_name() -> str:
@@ -165,6 +156,14 @@ class GpuBackend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in (AttentionType.DECODER, *ENCODERS)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: OfVllm
+    ) -> str | None:
+        if HALVES.get(kv_cache_dtype or "auto", dtype) == dtype:
+            return None
+        return f"a cache in {kv_cache_dtype} needs queries in it, and they are in {dtype}"
 
 
 class CpuBackend(GpuBackend):

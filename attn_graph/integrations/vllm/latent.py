@@ -14,12 +14,11 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from attn_graph.compiler import compile as compile_graph
 from attn_graph.integrations.vllm.layers import SEQUENCES
+from attn_graph.integrations.vllm.steps import OfVllm
 from attn_graph.ir.builder import attention
 from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import Dim
-
-OfVllm = Any  # its objects: vLLM is not where types are checked
 
 
 class LatentAttention(CPUMLAImpl):

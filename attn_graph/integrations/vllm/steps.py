@@ -8,9 +8,17 @@ from typing import Any, final
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from attn_graph.integrations.vllm.cells import Cells
+from attn_graph.errors import GraphError
+from attn_graph.integrations.vllm.cells import Cells, find_cells
 
 Call = Callable[..., Any]
+WAY_OUT = "choose another backend, on CPUs by ATTN_GRAPH_VLLM=0"
+OfVllm = Any  # its objects: vLLM is not where types are checked
+UNREAD = {  # what a step of vLLM may have, by name, and this library's layers do not read
+    "mm_req_doc_ranges": "images whose tokens see later ones",
+    "rswa_prefix_lens": "windows that keep a prefix of each request",
+    "dcp_local_seq_lens": "keys of a sequence on several devices",
+}
 
 
 @final
@@ -36,3 +44,21 @@ class Capacity:
 
     tokens: int
     sequences: int
+
+
+def make_step(given: OfVllm, page: int | None) -> ServingStep:
+    """The step of vLLM's CommonAttentionMetadata. page: rows of a block; None: there is no cache.
+
+    Reads no tensor on the host. Raises GraphError for what would change results, unread.
+    """
+    for name, meaning in UNREAD.items():
+        if getattr(given, name) is not None:
+            raise GraphError(f"{name}: {meaning} are not supported; {WAY_OUT}")
+    if isinstance(given.causal, Tensor):
+        raise GraphError(f"causal: expected one flag, got one for each request; {WAY_OUT}")
+    B, T = given.num_reqs, given.num_actual_tokens
+    starts, lengths = given.query_start_loc[: B + 1], given.seq_lens[:B]
+    if page is None:
+        return ServingStep(T, starts, lengths, None, None, False)
+    cells = find_cells(given.slot_mapping[:T], page)
+    return ServingStep(T, starts, lengths, given.block_table_tensor[:B], cells, bool(given.causal))
