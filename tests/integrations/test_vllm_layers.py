@@ -117,14 +117,14 @@ def test_a_step_is_made_without_reading_tensors() -> None:
 
 
 def test_an_encoders_step_has_no_cache_and_sees_later_keys() -> None:
-    step = make_step(metadata(), None)
+    step = make_step(metadata(mm_req_doc_ranges={0: []}), None)  # a model of images, without any
     assert (step.table, step.cells, step.causal) == (None, None, False)
 
 
 @pytest.mark.parametrize("name", [*UNREAD, "causal"])
 def test_a_step_with_what_layers_do_not_read_is_refused(name: str) -> None:
     with pytest.raises(ag.GraphError, match=f"{name}: .*; choose another backend"):
-        make_step(metadata(**{name: torch.zeros(2)}), 16)
+        make_step(metadata(**{name: {1: [(0, 2)]} if "ranges" in name else torch.zeros(2)}), 16)
 
 
 def keeps(kind: Kind, causal: bool, rows: int, keys: int) -> Tensor:

@@ -52,7 +52,8 @@ def make_step(given: OfVllm, page: int | None) -> ServingStep:
     Reads no tensor on the host. Raises GraphError for what would change results, unread.
     """
     for name, meaning in UNREAD.items():
-        if getattr(given, name) is not None:
+        value = getattr(given, name)
+        if any(value.values()) if isinstance(value, dict) else value is not None:
             raise GraphError(f"{name}: {meaning} are not supported; {WAY_OUT}")
     if isinstance(given.causal, Tensor):
         raise GraphError(f"causal: expected one flag, got one for each request; {WAY_OUT}")
