@@ -1,4 +1,4 @@
-"""Tensors that share memory."""
+"""Memory shared by tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Axes = Sequence[tuple[int, int]]  # size and stride of each, in bytes
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if an element of one may lie in an element of the other.
 
-    False is certain. True may be wrong for tensors that take turns in memory, unless their elements
+    False is certain. True may be wrong for tensors taking turns in memory, unless their elements
     keep to different parts of equally long pieces, as q, k and v of one product do.
     """
     return find_overlap((a,), (b,)) is not None
@@ -37,7 +37,7 @@ def find_overlap(
 
 
 def shares_pieces(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """`may_overlap` of tensors whose extents cross."""
+    """`may_overlap`, if the extents of two tensors cross."""
     if not (a.numel() and b.numel()):
         return False
     one, two = long_axes(a), long_axes(b)

@@ -38,7 +38,7 @@ def read_array(x: Any) -> Any:  # Any: whatever is passed for a tensor
 
 
 def read_arrays(tensors: Sequence[Any]) -> tuple[Any, ...]:  # Any: as `read_array`
-    """`read_array` of each, without a call where all are tensors."""
+    """`read_array` of each, without a call if all are tensors."""
     for x in tensors:
         if not isinstance(x, torch.Tensor):
             return tuple(map(read_array, tensors))

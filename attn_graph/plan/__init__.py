@@ -88,7 +88,7 @@ class Memo:
     mode. content: the plan as text, made at first use. With named sizes: `sizes` of the last call,
     and `unsized`, the check of everything else in its tensors, and True if one requires grad.
     rooms: sizes and looks of the caller's tensors for results, checked last. fits: the checks of
-    inputs given in advance, by their names; given: the looks that passed last, by these.
+    inputs given in advance, by their names; given: the last looks to pass, by these.
     """
 
     looks: list[Look | None] = field(factory=list)

@@ -39,7 +39,7 @@ Tensors = tuple[torch.Tensor, ...]
 class Prepared:
     """A plan with some of its inputs. Call it with the others, by position or by name.
 
-    It computes what the plan does. A call that autograd records, or that is traced or transformed,
+    It computes as the plan does. A call recorded by autograd, or traced, or transformed,
     is a call of the plan. given: inputs by number, unchanged since. versions: PyTorch's counts of
     writes to them. write: calls that know them; None if the backend reads nothing in advance.
     """
@@ -109,8 +109,8 @@ def prepare_inputs(plan: Plan, named: Mapping[str, torch.Tensor]) -> Prepared:
 
 
 def require_known(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise PlanMismatchError unless inputs are as declared, as far as they alone tell. Those that
-    look as the last ones did are."""
+    """Raise PlanMismatchError unless inputs are as declared, as far as they alone tell. Inputs
+    like the last ones are."""
     looks, names = [*map(look_at, tensors.values())], (*tensors,)
     if None not in looks and plan.memo.given.get(names) == looks:
         return

@@ -53,7 +53,7 @@ class PageEntries:
 
     Entries of the kernel are the pages, or those of the span. readers, local: of each entry the
     sequence that reads it, counted as above, and which of its pages it is. seen: the first row that
-    counts, and the end. addend: of scores. unseen: rows that see no key.
+    counts, and the end. addend: of scores. unseen: rows without a key.
     """
 
     own: torch.Tensor
@@ -74,7 +74,7 @@ class PageEntries:
 class PageWay:
     """Runs few rows of sequences on pages.
 
-    most_pages: of a sequence of so many rows, where this way is cheaper than a run of its own.
+    most_pages: of a sequence of so many rows, if this way is cheaper than a run of its own.
     """
 
     lying: Lying
@@ -125,7 +125,7 @@ class PageWay:
 
     @cached_property
     def sees_strip(self) -> bool:
-        """True if the one row of a sequence sees all keys that count and no others: nothing but
+        """True if the one row of a sequence sees all its keys in `seen` and no others: nothing but
         bands, prefixes and lengths hides keys, and no modifier adds to scores."""
         node = self.node
         parts = () if node.mask is None else flatten_join(And, node.mask)
@@ -357,12 +357,12 @@ class PageWay:
             yield part, pair[0], pair[1]
 
     def cleared(self, x: torch.Tensor, entries: PageEntries, part: slice) -> torch.Tensor:
-        """x [n,G,P,D] with 0 in rows that are not keys of the sequence that reads them."""
+        """x [n,G,P,D] with 0 in rows outside the keys of their sequence."""
         ends = entries.seen[0][part], entries.seen[1][part]
         return x.masked_fill_(self.outside(entries.local[part], ends)[:, None, :, None], 0.0)
 
     def outside(self, local: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Booleans [n,P], true for rows of entries that are not keys which count."""
+        """Booleans [n,P], true for rows of entries outside the keys in `seen`."""
         j = local[:, None] * self.lying.page + ordinals(self.lying.page)
         first, stop = (edge[:, None] for edge in ends)
         return (j < first) | (j >= stop)

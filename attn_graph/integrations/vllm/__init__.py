@@ -17,7 +17,7 @@ BACKENDS = {  # by their places in vLLM's registry, which vLLM fills on CPUs wit
 
 
 def register() -> None:
-    """Make the backends known to vLLM, which calls this once or more in each process.
+    """Make the backends known to vLLM. It calls this once or more in each process.
 
     CUSTOM is a free place, and vLLM takes it only if it is chosen. On CPUs nothing can be chosen:
     with the switch set to 1, ours are in the places of vLLM's own.

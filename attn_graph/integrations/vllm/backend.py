@@ -55,7 +55,7 @@ class StepBuilder(AttentionMetadataBuilder[ServingStep]):
 
 class LayerAttention(AttentionImpl[ServingStep]):
     """A layer of vLLM. kv_sharing_target_layer_name: another layer writes the cache; vLLM calls
-    `do_kv_cache_update` of that one alone."""
+    `do_kv_cache_update` of the other alone."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class GpuBackend(AttentionBackend):
 
 
 class CpuBackend(GpuBackend):
-    """In the place of CPU_ATTN, the one backend that vLLM takes on CPUs."""
+    """In the place of CPU_ATTN, vLLM's one backend on CPUs."""
 
     @staticmethod
     def get_name() -> str:

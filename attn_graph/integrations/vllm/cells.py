@@ -23,8 +23,8 @@ def split_cache(cache: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor]:
 
 
 def find_cells(slots: Tensor, page: int) -> Cells:
-    """Where tokens go. slots [T]: page * P + row; -1 skips a token, which is written to page 0.
-    vLLM gives that page to no sequence. Reads nothing on the host."""
+    """The places of tokens. slots [T]: page * P + row; -1 skips a token: it goes to page 0, and
+    vLLM gives this page to no sequence. Reads nothing on the host."""
     slots = slots.clamp(min=0)
     return slots.div(page, rounding_mode="floor"), slots.remainder(page)
 

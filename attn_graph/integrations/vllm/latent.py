@@ -1,6 +1,6 @@
 """Latent attention (MLA) on CPUs: steps of decoding, over one latent row for each token.
 
-vLLM's own class computes prompts, which are not of the latent rows, and writes the cache.
+vLLM's own class computes prompts, from other tensors than the latent rows, and writes the cache.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ Scales = tuple[Tensor, Tensor]  # one number each, of k and of v
 class Kind:
     """What layers with one plan have in common.
 
-    H, G, D: heads of queries, of keys, and their size. window: keys that a query sees, its own
+    H, G, D: heads of queries, of keys, and their size. window: the keys seen by a query, its own
     among them; None for all. encodes: True if there is no cache, and queries see later keys.
     """
 
@@ -44,7 +44,7 @@ class Kind:
     kv_cache_dtype: str = "auto"
 
     def mask(self, causal: bool) -> Mask | None:
-        """The mask. A window that sees later keys too reaches as far to both sides."""
+        """The mask. Without `causal` a window reaches as far to both sides."""
         back = None if self.window is None else self.window - 1
         if not causal:
             return None if back is None else Window(back, back, "bottom_right")
@@ -83,7 +83,7 @@ class Kind:
 @final
 @define(eq=False)
 class ServedLayer:
-    """One layer, in all steps. sinks [H]: one more logit of each head. plans: by what a call
+    """One layer, in all steps. sinks [H]: one more logit of each head. plans: by all a call
     depends on apart from sizes. cache, pools: the last cache, and its k and v."""
 
     kind: Kind
@@ -111,7 +111,7 @@ class ServedLayer:
         self, step: ServingStep, q: Tensor, k: Tensor, v: Tensor, cache: Tensor | None, out: Tensor,
         scales: Scales,
     ) -> None:  # fmt: skip
-        """Write o to the first rows of out [T,H,D]. cache: whose keys are read; None: k and v
+        """Write o to the first rows of out [T,H,D]. cache: to be read; None: k and v
         [T,G,D] are."""
         n = step.tokens
         q, out = q[:n], out[:n]
@@ -133,7 +133,7 @@ class ServedLayer:
         return plan
 
     def prepare(self, step: ServingStep, plan: Plan) -> Call:
-        """The plan with a step's tensors, for all layers that have it and the same slopes."""
+        """The plan with a step's tensors, for all layers with it and the same slopes."""
         given = {"q_starts": step.starts}
         if step.table is None:
             given["kv_starts"] = step.starts

@@ -1,4 +1,4 @@
-"""A step of serving: what all layers with one cache spec read, and what they have prepared."""
+"""A step of serving: the tensors of all layers with one cache spec, and prepared plans."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ UNREAD = {  # what a step of vLLM may have, by name, and this library's layers d
 @final
 @frozen(eq=False)
 class ServingStep:
-    """tokens: new ones, of all sequences. starts [B+1], lengths [B]: of the sequences, whose table
-    [B,count] has their pages; None without a cache. cells: for the new tokens. causal: False if
+    """tokens: new ones, of all sequences. starts [B+1], lengths [B]: of the sequences. table
+    [B,count]: their pages; None without a cache. cells: for the new tokens. causal: False if
     queries see later keys. calls: plans with these inputs, made by the first layer of a kind."""
 
     tokens: int
@@ -49,7 +49,7 @@ class Capacity:
 def make_step(given: OfVllm, page: int | None) -> ServingStep:
     """The step of vLLM's CommonAttentionMetadata. page: rows of a block; None: there is no cache.
 
-    Reads no tensor on the host. Raises GraphError for what would change results, unread.
+    Reads no tensor on the host. Raises GraphError for inputs not read here.
     """
     for name, meaning in UNREAD.items():
         value = getattr(given, name)
