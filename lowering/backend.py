@@ -136,6 +136,7 @@ class Price:
 
     @property
     def is_known(self) -> bool:
+        """True for a forecast."""
         return self.seconds < UNKNOWN
 
 

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.integrations import vllm
-from attn_graph.integrations.vllm.cells import FLOAT8, find_cells, split_cache, write_cells
+from attn_graph.integrations.vllm.cells import FLOAT8, find_cells, split_cache
 from attn_graph.integrations.vllm.layers import Kind, ServedLayer
 from attn_graph.integrations.vllm.steps import UNREAD, Capacity, ServingStep, make_step
 from attn_graph.lowering.cpu.packed import PackedRun
+from attn_graph.nn.appending import write_rows
 from attn_graph.testing.rule import Expectation
 from attn_graph.testing.strategies import seeds
 from tests.lowering.test_python_calls import count_calls
@@ -56,7 +57,7 @@ def test_new_rows_go_to_their_slots_in_every_layout_and_to_no_others(
     cells = find_cells(torch.tensor(slots), P)
     new = torch.randn(2, len(slots), G, D).to(dtype)
     for pool, x in zip(pools, new, strict=True):
-        write_cells(pool, cells, x, ONE)
+        write_rows(pool, cells, x, ONE)
     for t, slot in enumerate(slots):
         if slot >= 0:
             before[1, slot // P, :, slot % P] = torch.cat([new[0, t], new[1, t]], -1)
@@ -70,7 +71,7 @@ def test_rows_in_8_bits_are_rounded_to_the_nearest_number(name: str, seed: int) 
     torch.manual_seed(seed)
     dtype, scale = FLOAT8[name], torch.tensor(0.5)
     cache, x = torch.zeros(2, 1, 4, 16, dtype=torch.uint8), 500 * torch.randn(4, 1, 8)
-    write_cells(split_cache(cache, name)[0], find_cells(torch.arange(4, 8), 4), x, scale)
+    write_rows(split_cache(cache, name)[0], find_cells(torch.arange(4, 8), 4), x, scale)
     top = torch.finfo(dtype).max
     due = (x / scale).clamp(-top, top).to(dtype)
     assert torch.equal(split_cache(cache, name)[0][1].float(), due.float())

@@ -30,12 +30,12 @@ any_append: Any = append_to_pages  # Any: called wrongly
 @pytest.fixture(
     scope="module",
     autouse=True,
-    params=["operations", "kernel"] if CPU.interprets else ["operations"],
+    params=["torch", "triton"] if CPU.interprets else ["torch"],
 )
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test runs by PyTorch's operations and, where Triton interprets, by the kernel."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "kernel":
+        if request.param == "triton":
             from attn_graph.kernels.appending import launch
 
             patch.setattr(appending, "write_on_host", partial(launch, interprets=True))
@@ -324,7 +324,7 @@ def test_places_outside_write_nothing(
     options: dict[str, Any], words: str, way: None, request: pytest.FixtureRequest
 ) -> None:
     k, v = POOL.clone(), POOL.clone()
-    if "kernel" in request.node.name:
+    if "triton" in request.node.name:
         return  # as on GPUs nothing is read on the host
     with pytest.raises(ag.PlanMismatchError, match=words):
         any_append(ROWS, ROWS, k, v, **options)

@@ -1,4 +1,4 @@
-"""The cache of a layer as vLLM lays it out: its keys and values, and writes of new ones."""
+"""The cache of a layer as vLLM lays it out: its keys and values, and the places of new ones."""
 
 from __future__ import annotations
 
@@ -27,13 +27,3 @@ def find_cells(slots: Tensor, page: int) -> Cells:
     vLLM gives this page to no sequence. Reads nothing on the host."""
     slots = slots.clamp(min=0)
     return slots.div(page, rounding_mode="floor"), slots.remainder(page)
-
-
-def write_cells(pool: Tensor, cells: Cells, x: Tensor, scale: Tensor) -> None:
-    """Write x [T,G,D] to cells of a pool [n,P,G,D]. In 8 bits a cell holds x / scale, rounded to
-    the nearest number and within the range."""
-    if pool.dtype in FLOAT8.values():
-        top = torch.finfo(pool.dtype).max
-        x = (x.float() / scale).clamp_(-top, top).to(pool.dtype).view(torch.uint8)
-        pool = pool.view(torch.uint8)  # PyTorch has no index_put of 8 bits with a fraction
-    pool.index_put_(cells, x)

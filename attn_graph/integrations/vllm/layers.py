@@ -9,11 +9,12 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from attn_graph.compiler import compile as compile_graph
-from attn_graph.integrations.vllm.cells import FLOAT8, split_cache, write_cells
+from attn_graph.integrations.vllm.cells import FLOAT8, split_cache
 from attn_graph.integrations.vllm.steps import Call, Capacity, ServingStep
 from attn_graph.ir.builder import attention
 from attn_graph.ir.graph import Graph
 from attn_graph.masks import Causal, Mask, Window
+from attn_graph.nn.appending import write_rows
 from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import Dim
@@ -105,7 +106,7 @@ class ServedLayer:
         """Write the keys and values of a step's tokens, the first of k and v [T,G,D]."""
         assert step.cells is not None
         for pool, x, scale in zip(self.split(cache), (k, v), scales, strict=True):
-            write_cells(pool, step.cells, x[: step.tokens], scale)
+            write_rows(pool, step.cells, x[: step.tokens], scale)
 
     def attend(
         self, step: ServingStep, q: Tensor, k: Tensor, v: Tensor, cache: Tensor | None, out: Tensor,
