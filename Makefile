@@ -179,8 +179,9 @@ bench: venv
 
 # On a machine with a GPU, by its own Python, torch and triton, without a network: WHEELS is a
 # folder with what it lacks. The same command goes on after an interruption; ITEMS names some.
+# MINUTES=9 begins nothing that would not end by then.
 gpu:
-	$(PYTHON) -m benchmarks.gpu $(WHEELS:%=--wheels %) $(OUT:%=--out %) $(ITEMS)
+	$(PYTHON) -m benchmarks.gpu $(WHEELS:%=--wheels %) $(OUT:%=--out %) $(MINUTES:%=--minutes %) $(ITEMS)
 
 clean:
 	rm -rf build dist site *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns .exits .vllm .gpu

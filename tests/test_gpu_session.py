@@ -163,23 +163,71 @@ sys.exit(session.run_session(arguments(Path(sys.argv[1])), items))
 """
 
 
-def test_an_interruption_loses_one_item_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    """SIGTERM while an item runs: its process ends too, what was measured is there."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_an_interruption_keeps_the_rows_of_its_item_and_the_same_command_goes_on(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """A signal while an item runs: its process ends too, what it has measured is there."""
     out, child = tmp_path / "out", tmp_path / "child"
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(out)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
         env=os.environ | {"REHEARSED_CHILD": str(child), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     wait_for(lambda: child.exists() and child.read_text() != "")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     page, _ = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED
     assert "interrupted: the same command goes on from here" in page
-    assert [*read_figures(out)["items"]] == ["succeed"]
+    done, cut = read_figures(out)["items"].values()
+    assert (done["state"], cut["state"]) == ("done", "interrupted")
+    assert cut["rows"] == [ROW]
+    assert cut["error"].startswith("interrupted after ")
     wait_for(lambda: not is_running(int(child.read_text())))  # its new parent has to reap it
-    items = [*map(make_item, ("succeed", "refuse"))]
+    items = [make_item("refuse"), make_item("succeed"), evolve(make_item("refuse"), name="hang")]
     session.run_session(arguments(out), items)
-    assert [*read_figures(out)["items"]] == ["succeed", "refuse"]
+    after = read_figures(out)["items"]
+    assert {name: x["state"] for name, x in after.items()} == {
+        "succeed": "done",
+        "hang": "failed",
+        "refuse": "failed",
+    }
+    assert after["hang"]["rows"] == [ROW]  # it gave none the second time
+
+
+def test_what_is_interrupted_comes_before_what_failed(tmp_path: Path) -> None:
+    items = [*map(make_item, ("refuse", "hang", "succeed"))]
+    outcomes = {"refuse": Outcome("failed", 1.0), "hang": Outcome("interrupted", 1.0)}
+    due = session.select_due(items, Results({}, outcomes))
+    assert [item.name for item in due] == ["hang", "succeed", "refuse"]
+
+
+def test_an_item_without_a_package_that_it_uses_is_not_done(tmp_path: Path) -> None:
+    items = [evolve(make_item("succeed"), uses=("pytest", "no-such-package"))]
+    assert session.run_session(arguments(tmp_path), items) == 1
+    outcome = read_figures(tmp_path)["items"]["succeed"]
+    assert outcome["state"] == "failed"
+    assert outcome["rows"] == [ROW]
+    assert outcome["error"].startswith("without no-such-package: not installed")
+    assert session.run_session(arguments(tmp_path), [make_item("succeed")]) == 0
+
+
+def test_make_passes_on_what_the_command_takes() -> None:
+    made = subprocess.run(
+        ["make", "-n", "gpu", "MINUTES=9", "WHEELS=wheels", "OUT=there", "PYTHON=python3"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = made.stdout.split()
+    assert words == [
+        "python3",
+        "-m",
+        "benchmarks.gpu",
+        "--wheels",
+        "wheels",
+        "--out",
+        "there",
+        "--minutes",
+        "9",
+    ]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -285,6 +333,7 @@ def test_the_first_try_says_which_backend_fails_and_how(
     assert [(row["backend"], row["pass"]) for row in rows] == [
         *(("triton", "forward"), ("triton", "backward")),
         *(("cudnn", "forward"), ("cudnn", "backward")),
+        *(("fa4", "forward"), ("fa4", "backward")),
     ]
     assert all(row["outcome"].startswith("ok: ") for row in rows)
 

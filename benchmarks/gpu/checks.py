@@ -61,10 +61,11 @@ def diagnose_machine(device: Device, emit: Emit) -> None:
 
 
 def try_first(device: Device, emit: Emit) -> None:
-    """Both passes of one graph by triton and cudnn, by the accuracy rule. Exits with failures."""
+    """Both passes of one graph by triton, cudnn and fa4, by the accuracy rule. Exits with
+    failures."""
     graph = simplify(device.fit(cases.smoke_case()).graph())
     failures = []
-    for backend in ("triton", "cudnn"):
+    for backend in ("triton", "cudnn", "fa4"):
         for title, each in (("forward", graph), ("backward", training_gradient(graph, None))):
             outcome = try_plan(device, each, backend)
             emit({"backend": backend, "pass": title, "outcome": outcome})

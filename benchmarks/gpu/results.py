@@ -18,7 +18,7 @@ from attrs import asdict, evolve, field, frozen
 from benchmarks.gpu.wheels import ROOT
 
 Row = dict[str, Any]  # Any: figures and words
-State = Literal["done", "failed", "timed out"]
+State = Literal["done", "failed", "timed out", "interrupted"]
 SOURCES = ("attn_graph", "kernels", "lowering", "benchmarks", "tests")
 IDENTITY = ("gpu", "libraries", "driver", "sources")  # what must be the same to go on
 
@@ -43,7 +43,11 @@ class Results:
     outcomes: Mapping[str, Outcome] = field(factory=dict[str, Outcome])
 
     def add(self, name: str, outcome: Outcome) -> Results:
-        """With one more outcome, or another one in its place."""
+        """With one more outcome, or another one in its place: of two that are not done, the one
+        with more rows keeps them."""
+        before = self.outcomes.get(name)
+        if before and outcome.state != "done" and len(before.rows) > len(outcome.rows):
+            outcome = evolve(outcome, rows=before.rows)
         return evolve(self, outcomes={**self.outcomes, name: outcome})
 
     def save(self, path: Path) -> None:

@@ -18,8 +18,15 @@ from typing import final
 from attrs import frozen
 
 from benchmarks.gpu.page import make_page
-from benchmarks.gpu.results import Outcome, Results, Row, describe_sources, open_results
-from benchmarks.gpu.wheels import ROOT
+from benchmarks.gpu.results import (
+    Outcome,
+    Results,
+    Row,
+    State,
+    describe_sources,
+    open_results,
+)
+from benchmarks.gpu.wheels import ROOT, is_installed
 
 LOG_LINES = 20  # of what a failed item printed last
 INTERRUPTED = 130
@@ -32,44 +39,56 @@ DEVICE = "benchmarks.gpu.device:Gpu"
 class Item:
     """A thing to do. function: "module:function", called with the device and `emit`.
 
-    estimate: seconds that it takes on an H200. limit: seconds after which it is ended.
+    estimate: seconds that it takes on an H200. limit: seconds after which it is ended. uses:
+    packages without which a part of it is left out, so that it is not done.
     """
 
     name: str
     function: str
     estimate: float
     limit: float
+    uses: tuple[str, ...] = ()
+
+    @property
+    def lacks(self) -> str:
+        """What is to be said of packages that it uses and that are not installed; "" of none."""
+        missing = [name for name in self.uses if not is_installed(name)]
+        return f"without {', '.join(missing)}: not installed" if missing else ""
 
 
+FLASH = ("flash-attn-4",)
+CUDNN = ("nvidia-cudnn-frontend",)
+BOTH = (*FLASH, *CUDNN)
 ITEMS = (  # in order of worth
     Item("doctor", "benchmarks.gpu.checks:diagnose_machine", 15, 90),
-    Item("smoke", "benchmarks.gpu.checks:try_first", 40, 120),
-    Item("tests: memory, streams", "benchmarks.gpu.checks:run_memory_tests", 60, 240),
-    Item("tests: cuDNN", "benchmarks.gpu.checks:run_cudnn_tests", 60, 240),
+    Item("smoke", "benchmarks.gpu.checks:try_first", 50, 150, BOTH),
+    Item("self-checks", "benchmarks.gpu.checks:prove_kernels", 60, 240, FLASH),
     Item("tests: kernels", "benchmarks.gpu.checks:run_kernel_tests", 150, 480),
-    Item("D 128", "benchmarks.gpu.tables:measure_wide", 100, 300),
-    Item("self-checks", "benchmarks.gpu.checks:prove_kernels", 60, 240),
+    Item("D 128", "benchmarks.gpu.tables:measure_wide", 100, 300, BOTH),
+    Item("windows", "benchmarks.gpu.tables:measure_windows", 80, 240, BOTH),
+    Item("host time", "benchmarks.gpu.calls:measure_host", 60, 180),
+    Item("decode", "benchmarks.gpu.tables:measure_decode", 60, 180, BOTH),
+    Item("Flex", "benchmarks.gpu.tables:measure_flex", 180, 360),
+    Item("raw cuDNN", "benchmarks.gpu.tables:measure_raw", 40, 120, CUDNN),
+    Item("tests: cuDNN", "benchmarks.gpu.checks:run_cudnn_tests", 60, 240, CUDNN),
+    Item("tests: memory, streams", "benchmarks.gpu.checks:run_memory_tests", 60, 240),
     Item("tests: others", "benchmarks.gpu.checks:run_other_tests", 30, 120),
+    Item("grouped heads", "benchmarks.gpu.tables:measure_groups", 60, 180, BOTH),
+    Item("soft cap", "benchmarks.gpu.tables:measure_soft_cap", 60, 180, BOTH),
+    Item("D 64", "benchmarks.gpu.tables:measure_narrow", 100, 300, BOTH),
+    Item("tiles", "benchmarks.gpu.tables:measure_tiles", 150, 300),
+    Item("graphs on two streams", "benchmarks.gpu.calls:measure_streams", 30, 90),
     Item("compute-sanitizer", "benchmarks.gpu.tools:sanitize", 60, 240),
     Item("ncu", "benchmarks.gpu.tools:profile", 30, 120),
-    Item("raw cuDNN", "benchmarks.gpu.tables:measure_raw", 40, 120),
     Item("tutorial", "benchmarks.gpu.tables:measure_tutorial", 60, 180),
-    Item("grouped heads", "benchmarks.gpu.tables:measure_groups", 60, 180),
-    Item("decode", "benchmarks.gpu.tables:measure_decode", 60, 180),
-    Item("Flex", "benchmarks.gpu.tables:measure_flex", 180, 360),
-    Item("tiles", "benchmarks.gpu.tables:measure_tiles", 150, 300),
-    Item("soft cap", "benchmarks.gpu.tables:measure_soft_cap", 60, 180),
-    Item("windows", "benchmarks.gpu.tables:measure_windows", 80, 240),
-    Item("D 64", "benchmarks.gpu.tables:measure_narrow", 100, 300),
-    Item("host time", "benchmarks.gpu.calls:measure_host", 60, 180),
-    Item("graphs on two streams", "benchmarks.gpu.calls:measure_streams", 30, 90),
 )
 MACHINE = Item("machine", "benchmarks.gpu.checks:describe_machine", 15, 90)
 
 
 def run_session(arguments: argparse.Namespace, items: Sequence[Item] = ITEMS) -> int:
     """Run what the arguments name, and print the page. The exit code: 0 where all is done."""
-    signal.signal(signal.SIGTERM, raise_interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, raise_interrupt)
     chosen = choose_items(arguments.items, items)
     print(list_items(items))
     if arguments.list:
@@ -91,7 +110,8 @@ def run_session(arguments: argparse.Namespace, items: Sequence[Item] = ITEMS) ->
 
 
 def raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM, which `timeout` and schedulers send, ends it as Ctrl-C does."""
+    """SIGTERM, which `timeout` and schedulers send, and SIGHUP of a lost connection end it as
+    Ctrl-C does."""
     raise KeyboardInterrupt
 
 
@@ -114,11 +134,11 @@ def list_items(items: Sequence[Item]) -> str:
 
 
 def select_due(items: Sequence[Item], results: Results) -> Iterator[Item]:
-    """What is not done: first what never ran, then what did not end well."""
-    yield from (item for item in items if item.name not in results.outcomes)
-    for item in items:
-        if item.name in results.outcomes and results.outcomes[item.name].state != "done":
-            yield item
+    """What is not done: first what never ran to its end, then what did not end well."""
+    states = {name: outcome.state for name, outcome in results.outcomes.items()}
+    open_ = (None, "interrupted")
+    yield from (item for item in items if states.get(item.name) in open_)
+    yield from (item for item in items if states.get(item.name) not in (*open_, "done"))
 
 
 def ask_machine(device: str) -> Row:
@@ -144,6 +164,8 @@ def run_items(
         outcome = run_item(item, device, min(item.limit, left))
         results = results.add(item.name, outcome)
         results.save(path)
+        if outcome.state == "interrupted":
+            raise KeyboardInterrupt
         print(f"{item.name}: {outcome.state} in {outcome.seconds:.0f} s, {len(outcome.rows)} rows")
         if outcome.error:
             print(outcome.error)
@@ -151,7 +173,8 @@ def run_items(
 
 
 def run_item(item: Item, device: str, limit: float) -> Outcome:
-    """One item in a process of its own, which is ended at the limit and on an interrupt."""
+    """One item in a process of its own, which is ended at the limit and on an interrupt. The rows
+    that it wrote until then are kept."""
     with TemporaryDirectory() as folder:
         log, rows = Path(folder, "log"), Path(folder, "rows")
         rows.touch()
@@ -162,14 +185,18 @@ def run_item(item: Item, device: str, limit: float) -> Outcome:
                 program, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
+            cut: State | None = None
             try:
-                code: int | None = process.wait(limit)
+                process.wait(limit)
             except subprocess.TimeoutExpired:
-                code = None
+                cut = "timed out"
+            except KeyboardInterrupt:
+                cut = "interrupted"
             finally:
                 end_group(process)
         seconds = round(time.monotonic() - start, 1)
-        return judge(code, seconds, limit, *read_rows(rows), log)
+        own = Ended(cut, process.returncode, seconds, limit)
+        return judge(item, own, *read_rows(rows), log)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -182,21 +209,41 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def judge(
-    code: int | None, seconds: float, limit: float, rows: list[Row], garbage: list[str], log: Path
-) -> Outcome:
-    """The outcome of a process that ended with a code; None: at the limit."""
-    problems = [f"{len(garbage)} lines are not rows, such as {garbage[0]!r}"] if garbage else []
-    if code is None:
-        problems.insert(0, f"ended after {limit:.0f} s")
-    elif code:
-        problems.insert(0, f"killed by signal {-code}" if code < 0 else f"exit code {code}")
-    elif not rows:
+@final
+@frozen
+class Ended:
+    """How a process ended. cut: why it was ended from here; None: by itself, with a code."""
+
+    cut: State | None
+    code: int
+    seconds: float
+    limit: float
+
+    @property
+    def problem(self) -> str:
+        """What is to be said of it; "" if it ended well."""
+        if self.cut == "timed out":
+            return f"ended after {self.limit:.0f} s"
+        if self.cut is not None:
+            return f"interrupted after {self.seconds:.0f} s"
+        if not self.code:
+            return ""
+        return f"killed by signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
+
+
+def judge(item: Item, ended: Ended, rows: list[Row], garbage: list[str], log: Path) -> Outcome:
+    """The outcome of an item whose process ended."""
+    problems = [ended.problem] if ended.problem else []
+    if garbage:
+        problems.append(f"{len(garbage)} lines are not rows, such as {garbage[0]!r}")
+    if not problems and not rows:
         problems.append("it gave no row")
-    state = "timed out" if code is None else "failed" if problems else "done"
+    if item.lacks:
+        problems.append(item.lacks)
+    state: State = ended.cut or ("failed" if problems else "done")
     last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
     error = "\n".join(("; ".join(problems), *last)) if problems else ""
-    return Outcome(state, seconds, error, tuple(rows))  # type: ignore[arg-type]  # one of the words
+    return Outcome(state, ended.seconds, error, tuple(rows))
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
