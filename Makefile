@@ -36,7 +36,7 @@ CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo check test slow all deep virtual peers-virtual tutorials-virtual fa4-virtual mutants tritons exits vllm kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo check test slow all deep virtual compiled peers-virtual tutorials-virtual fa4-virtual mutants tritons exits vllm kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -82,6 +82,10 @@ deep: venv
 # Our kernels as GPUs get them, executed on this CPU: masks, modifiers and layouts on every generation.
 virtual: venv
 	$(PYTEST) -m "slow and not gpu" tests/virtual
+
+# Every kernel in every row of tilings, compiled for each architecture: some hours, for a nightly job.
+compiled: venv
+	$(PYTEST) -m "slow and not gpu" $(EVERY) tests/lowering/test_kernels.py -k every_kernel_of_the_table
 
 # Kernels of other libraries, executed on this CPU against PyTorch.
 peers-virtual: .peers/installed

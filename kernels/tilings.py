@@ -1,4 +1,8 @@
-"""Tile sizes of the kernels: one table. Every row of it compiles clean."""
+"""Tile sizes of the kernels: one table.
+
+Tests hold part of it to the shared memory that there is and to few spilled registers; `make
+compiled` holds all of it, and says what does not.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +71,14 @@ def tiling(
     return DROPOUT.get((arch, itemsize, pass_, width), usual) if drops else usual
 
 
-def push_tiling(sm: int, itemsize: int, width: int, pass_: PushPass) -> Tiling:
-    """The tiling of a kernel of forward mode; arguments as in `tiling`."""
-    return INTERPRETED if sm == 0 else TABLE[table_arch(sm), itemsize, pass_][width][0]
+def push_tiling(sm: int, itemsize: int, width: int, pass_: PushPass, partial: bool) -> Tiling:
+    """The tiling of a kernel of forward mode; arguments as in `tiling`. partial: True if heads are
+    narrower than their tile, so that columns are compared with their size."""
+    if sm == 0:
+        return INTERPRETED
+    arch = table_arch(sm)
+    usual = TABLE[arch, itemsize, pass_][width][0]
+    return PARTIAL.get((arch, itemsize, pass_, width), usual) if partial else usual
 
 
 def split_tiling(sm: int, itemsize: int, width: int, rows: int) -> Tiling:
@@ -214,6 +223,28 @@ COPIED: dict[tuple[int, str, int], tuple[Tiling, Tiling, Tiling]] = {
 # And under a narrow mask, where larger tiles would hold many dropped places; its speed at a place,
 # as a share of the usual tile's.
 SHORT = {(90, "query_gradient", 128): (Tiling(64, 64, 4, 2), 0.85)}
+# In half precision, where a kernel gathers numbers at each place of a tile: their addresses take
+# registers, and copies ahead shared memory. By row of the table, pass and width. PLACED: a mask
+# reads a tensor by query and key, as KeepBlocks does.
+NARROW = (16, 32)
+PLACED: dict[tuple[int, str, int], Tiling] = {
+    **{(arch, "forward", width): Tiling(128, 64, 8, 2) for arch in ARCHS for width in NARROW},
+    **{(arch, "key_gradient", width): Tiling(64, 128, 8, 2) for arch in ARCHS for width in NARROW},
+    (80, "key_gradient", 64): Tiling(32, 64, 8, 2),
+    (100, "key_gradient", 64): Tiling(64, 128, 8, 2),
+}
+# GATHERED: a modifier reads a table by distance, as RelativeBias does, perhaps under a soft cap.
+GATHERED: dict[tuple[int, str, int], Tiling] = {
+    **{(90, "key_gradient", width): Tiling(32, 128, 8, 2) for width in NARROW},
+    **{(100, "key_gradient", width): Tiling(32, 64, 8, 2) for width in NARROW},
+    **{(100, "query_gradient", width): Tiling(128, 64, 8, 2) for width in (*NARROW, 64)},
+    (80, "key_gradient", 64): Tiling(32, 64, 8, 2),
+    (100, "key_gradient", 64): Tiling(32, 64, 8, 2),
+    (80, "key_gradient", 128): Tiling(32, 64, 8, 2),
+    (90, "query_gradient", 128): Tiling(128, 64, 8, 2),
+    (90, "key_gradient", 128): Tiling(32, 64, 8, 2),
+    (100, "key_gradient", 128): Tiling(32, 32, 8, 2),
+}
 # Tiles made for two programs on a multiprocessor, by row of the table, side and width: the variant
 # for one program alone there. And rows of the table with tiles of FULL warps that may be halved.
 FULL = 8  # warps for full speed of a multiprocessor
@@ -229,6 +260,14 @@ DROPOUT = {
     (90, 2, "forward", 128): Tiling(64, 64, 4, 2),
     (90, 2, "query_gradient", 128): Tiling(128, 64, 8, 2),
     (90, 2, "key_gradient", 128): Tiling(32, 64, 4, 2),
+}
+# In forward mode, if heads are narrower than their tile.
+PARTIAL = {
+    (80, 2, "push", 128): Tiling(32, 32, 8, 2),
+    (80, 2, "push_query_gradient", 128): Tiling(32, 32, 8, 2),
+    (80, 2, "push_key_gradient", 128): Tiling(32, 32, 8, 2, apart=True),
+    (100, 2, "push", 128): Tiling(64, 16, 8, 2),
+    (100, 2, "push_query_gradient", 128): Tiling(64, 16, 8, 2),
 }
 # Float32 has no matrix units here, and 80's tiles fit the least shared memory.
 TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}

@@ -8,8 +8,10 @@ from attn_graph.kernels.tilings import (
     ALONE,
     COPYING,
     FULL,
+    GATHERED,
     HALVED,
     HELD,
+    PLACED,
     SHORT,
     VARIANTS,
     WIDE_TF32,
@@ -51,11 +53,32 @@ def choose_tiling(
         short, speed = narrow
         walked, fewer = (walked_places(p, tile) for tile in (usual, short))
         usual = short if fewer < speed * walked else usual
-    if any("n" in data.axes for m in p.node.modifiers for data in m.needs.values()):
-        usual = fewer_in_flight(
-            usual
-        )  # a table's entries at the places of a tile are in flight too
+    if gathers_by_distance(p):  # entries at the places of a tile are in flight too
+        usual = fewer_in_flight(usual)
+    usual = gathering_tiling(p, target, pass_) or usual
     return usual if variant is None else VARIANTS[variant](usual)
+
+
+def gathers_by_distance(problem: Problem) -> bool:
+    """True if a modifier reads a table by distance."""
+    return any("n" in data.axes for m in problem.node.modifiers for data in m.needs.values())
+
+
+def gathers_by_place(problem: Problem) -> bool:
+    """True if the mask reads a tensor by query and key."""
+    mask = problem.node.mask
+    each = () if mask is None else (data.axes for data in mask.needs.values() if data)
+    return any({"i", "j"} <= {*axes} or {"x", "y"} <= {*axes} for axes in each)
+
+
+def gathering_tiling(problem: Problem, target: Target, pass_: Pass) -> Tiling | None:
+    """The tile of a kernel in half precision that gathers numbers at each place, if the table has
+    one for it."""
+    if target.interprets or problem.dtype.itemsize != 2:
+        return None
+    key = table_arch(target.sm), pass_, table_width(problem)
+    placed = PLACED.get(key) if gathers_by_place(problem) else None
+    return (GATHERED.get(key) if gathers_by_distance(problem) else None) or placed
 
 
 def collect_tiling(problem: Problem, target: Target, variant: str | None = None) -> Tiling:
@@ -73,7 +96,8 @@ def choose_push_tiling(
 ) -> Tiling:
     """The table's tiling for forward mode, or a variant."""
     width = table_width(problem)
-    usual = push_tiling(target.sm, problem.dtype.itemsize, width, pass_)
+    partial = not {problem.D, problem.E} <= {width}
+    usual = push_tiling(target.sm, problem.dtype.itemsize, width, pass_, partial)
     return usual if variant is None else VARIANTS[variant](usual)
 
 
