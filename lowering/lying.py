@@ -14,10 +14,11 @@ from typing import final
 import torch
 from attrs import evolve, field, frozen
 
+from attn_graph.ir.attention import Attention
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import value_spec
-from attn_graph.ir.packed import LENGTHS, PLACES, STARTS, Packed
+from attn_graph.ir.packed import LEAVES, LENGTHS, PLACES, STARTS, Packed, and_parts, full_sides
 from attn_graph.ir.packing import row_count
 from attn_graph.ir.scaling import KEY_SCALES, O_SCALE, SCALES, Dequantise, Quantise
 from attn_graph.lowering.facts import Facts
@@ -29,13 +30,17 @@ from attn_graph.lowering.problem import (
     has_problem,
     operand_specs,
 )
+from attn_graph.masks import Band, Mask
 from attn_graph.spec import TensorSpec, ValueType, dense_strides
 
 SIDES = {  # of operands and results
     **dict.fromkeys(("q", "o", "lse", "do", "dlse", "dq"), "rows"),
     **dict.fromkeys(("k", "v", "dk", "dv", *KEY_SCALES), "keys"),
 }
-COPIED = {"forward": ("v",), "backward": ("q", "k", "v", "do")}  # packed ones, by libraries
+# Packed operands that are multiplied by 0 in masked places, by pass: libraries copy them with 0 in
+# rows of no sequence, unless all rows are in one.
+COPIED = {"forward": ("v",), "backward": ("q", "k", "v", "do")}
+DECLARED = "all_rows=True declares that all rows are in sequences: none is copied or cleared then"
 
 
 @final
@@ -53,6 +58,8 @@ class Lying:
     """The scales of q, k and v, if a backend reads these in 8 bits, and of o, if it gives it so."""
     gapless: tuple[str, ...] = ()
     """The packed sides whose lengths are the differences of their starts."""
+    full: tuple[str, ...] = ()
+    """Those of them that are declared to have all rows in sequences."""
     alike: bool = False
     """True if packed q and k have equal lengths."""
     whole: Problem | None = field(default=None, eq=False, repr=False)
@@ -79,6 +86,7 @@ class Lying:
             tuple(operand_specs(graph, last)),
             declared_strides(graph, last, outs),
             gapless=tuple(s for s, (start, n) in pairs.items() if makers.get(n) == (start,)),
+            full=full_sides(graph, last),
             alike=len(pairs) == 2 and len({n for _, n in pairs.values()}) == 1,
         )
 
@@ -205,8 +213,33 @@ class Lying:
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
-        """The packed operands that libraries copy, as cuDNN multiplies masked places by 0."""
-        return COPIED["backward" if self.within.is_gradient else "forward"]
+        """The packed operands that libraries copy. Of do rows that see no key count too."""
+        names = COPIED["backward" if self.within.is_gradient else "forward"]
+        stay = {n for n in names if SIDES[n] in self.full}
+        if not self.sees_itself:
+            stay -= {"do"}
+        return tuple(n for n in names if SIDES[n] in self.sides and n not in stay)
+
+    @property
+    def same_starts(self) -> bool:
+        """True if q and k are packed by one tensor of starts."""
+        return self.alike and {*self.gapless} == {"rows", "keys"}
+
+    @property
+    def leaves_none(self) -> bool:
+        """True if no row is outside sequences, and no sequence lacks queries or keys that the other
+        side has."""
+        return self.same_starts and {*self.full} == {"rows", "keys"}
+
+    @cached_property
+    def sees_itself(self) -> bool:
+        """True if each row is in a sequence, and sees the key at its own place."""
+        return self.leaves_none and sees_itself(self.within.attention)
+
+    @property
+    def has_blind_rows(self) -> bool:
+        """True if a row may see no key, or belong to no sequence."""
+        return not self.sees_itself and self.stepped.has_blind_rows
 
     @cached_property
     def large(self) -> dict[str, TensorSpec]:
@@ -317,6 +350,18 @@ class Lying:
         assert lengths is not None  # only packed sides are gapless
         place = torch.arange(most, device=lengths.device)
         return (place >= lengths[:, None])[:, None, :, None]
+
+
+def sees_itself(node: Attention) -> bool:
+    """True if each query sees the key at its own place, where q and k have equal lengths."""
+    parts = [x for x in and_parts(node.mask) if x not in LEAVES.values()]
+    return not any(m.hides for m in node.modifiers) and all(map(keeps_own_place, parts))
+
+
+def keeps_own_place(part: Mask) -> bool:
+    if not isinstance(part, Band) or len(part.ragged) == 1:
+        return False
+    return (part.low is None or part.low <= 0) and (part.high is None or part.high >= 0)
 
 
 def pad_spec(x: TensorSpec, shape: tuple[int, ...], *, dense: bool) -> TensorSpec:

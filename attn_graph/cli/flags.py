@@ -132,6 +132,9 @@ GRAPH = (
         help="The most queries and keys of a packed sequence, by default all.",
     ),
     click.option(
+        "--all-rows", is_flag=True, help="Every packed row is in a sequence; for --packed."
+    ),
+    click.option(
         "--pages", metavar="COUNT", type=click.IntRange(1),
         help="COUNT pages for each sequence; k and v are pools of pages: PAGES,ROWS,G,D.",
     ),
@@ -228,6 +231,7 @@ def graph_of_flags(flags: Flags) -> ag.Graph:
         stats=flags["stats"],
         max_lengths=longest,
         finite_pages=flags["finite_pages"],
+        all_rows=flags["all_rows"],
         **more,
     )
 

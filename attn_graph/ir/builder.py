@@ -344,6 +344,7 @@ def attention(
     o_scale: TensorSpec | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
     finite_pages: bool = False,
+    all_rows: bool = False,
     modifiers: Sequence[Modifier | masks.Mask] = (),
     outputs: Mapping[str, TensorSpec | str] | None = None,
     **data: TensorSpec,
@@ -374,6 +375,8 @@ def attention(
     [H,T]; rows outside sequences are 0, and -inf in statistics. k and v of three axes are packed
     too, by `kv_starts` and `kv_lengths`, by default like q. Positions count within a sequence.
     `max_lengths`: the most queries and keys of a sequence, the M and N of a bias; by default all.
+    `all_rows=True` declares that every packed row is in a sequence: starts begin with 0 and end
+    with T. Backends of other libraries then read the tensors as they are, without copies.
 
     `pages` [B,count]: k and v are pools of pages, [n,P,G,D] and [n,P,G,E] in any memory order; pass
     a pool [n,G,P,D] as its transpose(1, 2). The keys of entry b are the rows of the pages pages[b,
@@ -418,7 +421,10 @@ def attention(
     b.check()  # equations are built of inputs and options that make sense
     x["v"] = x["k"].then(Leading(v)) if isinstance(v, int) else x["v"]
     narrow, x["q"] = x["q"], x["q"].dequantise(x["q_scale"], x["q"]) if "q_scale" in x else x["q"]
-    rows, keys = b.attempt(lambda: find_packed_sides(x, *longest, finite_pages)) or (None, None)
+    rows, keys = b.attempt(lambda: find_packed_sides(x, *longest, finite_pages, all_rows)) or (
+        None,
+        None,
+    )
     b.check()
     ends = {"q_lengths": rows and rows.lengths, "kv_lengths": keys and keys.lengths}
     x |= {name: lengths for name, lengths in ends.items() if lengths is not None}

@@ -12,8 +12,9 @@ from attrs import evolve, field, frozen
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.fused import Fused, Role
-from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.graph import Emit, Eqn, Gradients, Graph, Op, Values
 from attn_graph.ir.packing import (
+    Lengths,
     Pack,
     Unpack,
     count_sequences,
@@ -378,3 +379,26 @@ class Packed(Fused):
         count = len(self.op.takes)
         own, where = operands[:count], operands[count:]
         return self.op.push(self.within(emit, where), own, results, tangents[:count])
+
+
+def full_sides(graph: Graph, eqn: Eqn) -> tuple[str, ...]:
+    """The packed sides of an equation that are declared to have all rows in sequences."""
+    return tuple(side for side, op in lengths_by_side(graph, eqn).items() if op.all_rows)
+
+
+def lengths_by_side(graph: Graph, eqn: Eqn) -> dict[str, Lengths]:
+    """What makes the lengths of packed sides out of their starts, of an equation that is Packed."""
+    made = {
+        (*each.args, outs[0]): each.op
+        for each, outs in graph.numbered
+        if isinstance(each.op, Lengths)
+    }
+    where = packed_sides(eqn)
+    return {side: made[where[side]] for side in where if where[side] in made}
+
+
+def packed_sides(eqn: Eqn) -> dict[str, tuple[int, ...]]:
+    """The numbers of starts and lengths of each packed side of an equation."""
+    op: Packed = eqn.op.packed
+    _, where = op.split(eqn.args)
+    return {side: where[side] for side in op.sides}

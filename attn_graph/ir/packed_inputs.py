@@ -54,18 +54,20 @@ class Pages:
 
 
 def find_packed_sides(
-    x: dict[str, Value], M: int | None, N: int | None, finite: object
+    x: dict[str, Value], M: int | None, N: int | None, finite: object, all_rows: object
 ) -> tuple[Sequences | None, Sequences | Pages | None]:
     """The packing of q, and of k and v; None if not packed. M, N: from `two_sizes`. Raises
-    GraphError for either on a side that is not packed, and for `finite` without pages.
+    GraphError for either on a side that is not packed, for `finite` without pages, and for
+    `all_rows` without packed rows or beside their lengths.
     """
-    if problems := [*finite_problems(x, finite)]:
+    if problems := [*finite_problems(x, finite), *all_rows_problems(x, all_rows)]:
         raise GraphError(*problems)
+    ends = Lengths(bool(all_rows))
     rows: Sequences | None = None
     keys: Sequences | Pages | None = None
     if "q_starts" in x:
         starts = x["q_starts"]
-        lengths = x["q_lengths"] if "q_lengths" in x else starts.then(Lengths())
+        lengths = x["q_lengths"] if "q_lengths" in x else starts.then(ends)
         rows = Sequences(starts, lengths, size_of(x["q"]) if M is None else M)
     if "pages" in x:
         keys = Pages(x["pages"], x.get("kv_lengths"), bool(finite))
@@ -75,7 +77,7 @@ def find_packed_sides(
             lengths = x["kv_lengths"]
         else:
             alike = None if "kv_starts" in x else rows
-            lengths = alike.lengths if alike else starts.then(Lengths())
+            lengths = alike.lengths if alike else starts.then(ends)
         keys = Sequences(starts, lengths, size_of(x["k"]) if N is None else N)
     for name, side, size in (("M", rows, M), ("N", keys, N)):
         if size is not None and not isinstance(side, Sequences):
@@ -133,6 +135,25 @@ def finite_problems(x: dict[str, Value], finite: object) -> Iterator[str]:
         yield f"attention: finite_pages {show(finite)} is neither True nor False"
     elif finite and "pages" not in x:
         yield "attention: finite_pages=True speaks of pools, and pages= is not given"
+
+
+def all_rows_problems(x: dict[str, Value], all_rows: object) -> Iterator[str]:
+    packed = {"q_starts", "kv_starts"} & x.keys()
+    if not isinstance(all_rows, bool):
+        yield f"attention: all_rows {show(all_rows)} is neither True nor False"
+    elif all_rows and not packed:
+        yield (
+            "attention: all_rows=True speaks of packed rows, and neither q_starts= nor kv_starts= "
+            "is given"
+        )
+    elif all_rows:
+        packs_keys = "kv_starts" in x or len(x["k"].type.shape) == 3
+        sides = {"q_lengths": "q_starts" in x, "kv_lengths": packs_keys}
+        for name in (name for name, is_packed in sides.items() if is_packed and name in x):
+            yield (
+                f"attention: all_rows=True says that sequences take all rows, and {name} may leave "
+                f"some; leave out one of them"
+            )
 
 
 def two_sizes(most: object) -> tuple[int | None, int | None]:

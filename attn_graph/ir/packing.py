@@ -93,6 +93,16 @@ def require_first(name: str, starts: torch.Tensor) -> None:
         raise PlanMismatchError(f"{name}: expected 0 first, got {first}", way_out=way_out)
 
 
+def require_last(name: str, starts: torch.Tensor, total: int) -> None:
+    """Raise PlanMismatchError for starts that end before the last of `total` rows, or beyond, where
+    the graph declares that sequences take all rows."""
+    if len(starts) and (last := int(starts[-1])) != total:
+        raise PlanMismatchError(
+            f"{name}: ends with {last}, and all_rows=True declares sequences of all {total} rows",
+            way_out="end the last sequence with the last row, or leave out all_rows=True",
+        )
+
+
 def require_fitting(name: str, counts: Sequence[int], most: int) -> None:
     """Raise PlanMismatchError for lengths of padded tensors outside 0 to `most`."""
     if counts and not 0 <= min(counts) <= max(counts) <= most:
@@ -112,7 +122,12 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 @gives("n")
 @frozen
 class Lengths(Op):
-    """starts [B+1] -> lengths [B], of sequences without gaps: starts[b + 1] - starts[b]."""
+    """starts [B+1] -> lengths [B], of sequences without gaps: starts[b + 1] - starts[b].
+
+    all_rows: the sequences are declared to take all rows, so that the last start is their number.
+    """
+
+    all_rows: bool = field(default=False, converter=bool)
 
     def problems(self, starts: ValueType) -> Iterator[str]:
         yield from integer_problems("lengths", starts=starts)

@@ -45,10 +45,10 @@ from attn_graph.spec import FLOATS, NAMES, TensorSpec, layout_problem, to_number
 # The options of a call, in this order: those of a graph, then those of `compile`.
 GRAPH_OPTIONS = (
     *("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats", "max_lengths"),
-    *("finite_pages", "outputs", "v", "modifiers"),
+    *("finite_pages", "all_rows", "outputs", "v", "modifiers"),
 )
 MODIFIERS = GRAPH_OPTIONS.index("modifiers")
-PLAIN = (False, None, None, ())  # finite_pages to modifiers, of a call without them
+PLAIN = (False, False, None, None, ())  # finite_pages to modifiers, of a call without them
 OPTIONS = (*GRAPH_OPTIONS, *CHOICE)
 USUAL_CHOICE = tuple(CHOICE.values())
 SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself

@@ -106,6 +106,7 @@ def attention(
     o_scale: Tensor | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
     finite_pages: bool = False,
+    all_rows: bool = False,
     modifiers: Sequence[Modifier | Mask] = (),
     outputs: Mapping[str, TensorSpec | str] | None = None,
     backends: Sequence[str | Backend] | None = None,
@@ -133,7 +134,7 @@ def attention(
 
     With q_starts, q and o are packed [T,H,D]; with pages, k and v are pools [n,P,G,D]. Plans then
     have named sizes, unless `data` has other tensors: new batches, tables and numbers of rows share
-    a plan up to the next power of two. finite_pages: as there, for cuDNN.
+    a plan up to the next power of two. finite_pages, all_rows: as there, for libraries of others.
 
     q, k and v may be jagged nested tensors [B,H,j,D], k and v with the same offsets: they run as
     packed rows without a copy, and results are jagged with the lengths of q.
@@ -161,7 +162,7 @@ def attention(
     rate = read_number("rate", dropout) if isinstance(dropout, Tensor) else dropout
     options = (
         mask, scale, align, soft_cap, alibi is True, rate, stats, max_lengths, finite_pages,
-        None if outputs is None else plain_layouts(outputs), values, modifiers,
+        all_rows, None if outputs is None else plain_layouts(outputs), values, modifiers,
         backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
     )  # fmt: skip
     seeds: Sequence[Tensor | None] = (None, None)

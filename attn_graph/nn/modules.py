@@ -46,6 +46,7 @@ class Attention(torch.nn.Module):
         stats: bool | Sequence[str] = False,
         max_lengths: tuple[int | None, int | None] | None = None,
         finite_pages: bool = False,
+        all_rows: bool = False,
         modifiers: Sequence[Modifier | Mask] = (),
         **choice: Unpack[ChoiceOptions],
     ) -> None:
@@ -53,7 +54,8 @@ class Attention(torch.nn.Module):
         self.options: dict[str, Any] = {  # Any: a value for each
             "mask": mask, "scale": scale, "align": align, "soft_cap": soft_cap,
             "alibi": None if alibi is False else alibi, "dropout": dropout, "stats": stats,
-            "max_lengths": max_lengths, "finite_pages": finite_pages, "modifiers": modifiers,
+            "max_lengths": max_lengths, "finite_pages": finite_pages,
+            "all_rows": all_rows, "modifiers": modifiers,
             **complete(Attention, CHOICE, choice),
         }  # fmt: skip
 

@@ -157,6 +157,7 @@ class CallContent:
     stats: tuple[str, ...] | bool = False
     max_lengths: tuple[int | None, int | None] | None = None
     finite_pages: bool = False
+    all_rows: bool = False
     outputs: PlainLayouts | None = None
     v: int | None = None
     modifiers: tuple[str, ...] = ()

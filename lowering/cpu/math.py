@@ -18,6 +18,7 @@ from attrs import evolve
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.packed import full_sides
 from attn_graph.ir.packing import Lengths, require_first
 from attn_graph.ir.passes import keep_weights
 from attn_graph.ir.scaling import Dequantise, Quantise
@@ -223,7 +224,8 @@ def any_step(request: Request, eqn: Eqn) -> Step | None:
 
 def packed_run(request: Request, eqn: Eqn) -> PackedRun:
     lower, op = partial(lower_sequence, request), eqn.op.packed
-    lying = Lying(op, tuple(operand_specs(request.graph, eqn)))
+    specs, full = tuple(operand_specs(request.graph, eqn)), full_sides(request.graph, eqn)
+    lying = Lying(op, specs, full=full)
     own = own_products(request.target)
     rates = cpu_rates(torch.bfloat16 in own) if may_fuse(request) else None
     return PackedRun(eqn, lying, lower, gives_statistics(request.graph, eqn), rates)

@@ -22,8 +22,8 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.fused import Role
 from attn_graph.ir.graph import Eqn, Op
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.ir.packed import LENGTHS, Packed, with_operands
-from attn_graph.ir.packing import list_sequences, require_fitting, row_count
+from attn_graph.ir.packed import LENGTHS, PLACES, STARTS, Packed, with_operands
+from attn_graph.ir.packing import list_sequences, require_fitting, require_last, row_count
 from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.fused_calls import sink_gradient_of, wanted_sinks
@@ -169,6 +169,13 @@ class PackedRun:
         table, *ended = (operands[n] for n in where["keys"])
         used = checked_table((extents[1], self.lying.page), table, seen, *ended)
         return Places(rows, keys, seen, used.long())
+
+    def require_all_rows(self, operands: Tensors) -> None:
+        """Raise PlanMismatchError unless sequences take all rows of the sides that declare it."""
+        (where, _) = self.sources
+        for side in self.lying.full:
+            starts, total = operands[where[side][0]], row_count(operands[PLACES[side]].shape)
+            require_last(STARTS[side], starts, total)
 
     def extents(self, operands: Tensors) -> tuple[int, int]:
         """How many rows q has, and how many k, or how many pages. They matter for packed tensors
@@ -369,6 +376,7 @@ class PackedRun:
     ) -> list[torch.Tensor]:
         """The first results: the wanted ones."""
         extents = self.extents(operands)
+        self.require_all_rows(operands)
         if reading is None or not reading.fits(extents):
             reading = self.read(operands, extents)
         operands, others = expand_scales(self.op, operands), [*reading.others]
@@ -592,7 +600,7 @@ def any_packed_step(run: PackedRun, workspace: Workspace) -> Step:
 
 def packed_step(run: PackedRun, workspace: Workspace) -> Step:
     if not is_separable(run.op):
-        return padded_step(run.lying, run.layouts, run.lower, workspace)
+        return padded_step(run.lying, run.layouts, run.lower, workspace, run.require_all_rows)
     most = max(probe.workspace for probe in run.probes) + Scratch(run.rooms).bytes
     alone = max(probe.temporary for probe in run.probes) + run.held
     temporary = max(alone, run.held_by_pages)

@@ -311,10 +311,15 @@ def join_results(stats: Sequence[str], results: Tensors, more: Tensors) -> None:
 
 
 def padded_step(
-    lying: Lying, due: Sequence[TensorSpec], lower: Lower, workspace: Workspace
+    lying: Lying,
+    due: Sequence[TensorSpec],
+    lower: Lower,
+    workspace: Workspace,
+    check: Callable[[Tensors], None],
 ) -> Step:
     """Sequences padded to the longest possible one, in one graph. This is for steps dependent on a
-    sequence's number in the batch, or on the largest length. due: how results lie."""
+    sequence's number in the batch, or on the largest length. due: how results lie. check: raises
+    for operands of a call."""
     op, b, values = lying.packed, Builder(trusts=True), list[Value]()
     assert op is not None
     for n, (t, spec) in enumerate(zip(lying.padded, lying.specs, strict=True)):
@@ -324,6 +329,7 @@ def padded_step(
     orders = [*map(memory_order, due)]
 
     def run(operands: Tensors, _rooms: Views) -> Tensors:
+        check(operands)
         operands = op.with_seen_pages(operands)
         read = op.read(run_one, operands)
         if op.paged:

@@ -168,7 +168,7 @@ def describe_problem(request: Request) -> tuple[Case, CudnnCall]:
     case = read_case(request)
     assert case is not None  # why_not said so
     padded, in_order = needs_padding_mask(case), request.options.deterministic
-    call = describe_call(case.problem, padded=padded, deterministic=in_order)
+    call = describe_call(case.problem, padded=padded, deterministic=in_order, clears=case.clears)
     return case, pack_call(call, case.lying)
 
 

@@ -104,11 +104,12 @@ class CudnnCall:
 
 
 def describe_call(
-    problem: Problem, *, padded: bool = False, deterministic: bool = False
+    problem: Problem, *, padded: bool = False, deterministic: bool = False, clears: bool = True
 ) -> CudnnCall:
     """The call for a problem with a mask in cuDNN's terms.
 
-    padded: use a padding mask of full lengths even if no lengths are parts.
+    padded: use a padding mask of full lengths even if no lengths are parts. clears: True if do is
+    read as a dense copy, with 0 in rows without keys, if there may be any.
     """
     mask = translate_mask(problem)
     assert mask is not None  # the table of limits said so
@@ -123,7 +124,8 @@ def describe_call(
     }
     if problem.grad is None:
         return forward_call(problem, lengths, options | {"generate_stats": True})
-    return backward_call(problem, lengths, options | {"use_deterministic_algorithm": deterministic})
+    options |= {"use_deterministic_algorithm": deterministic}
+    return backward_call(problem, lengths, options, clears and problem.has_blind_rows)
 
 
 def band_options(mask: CudnnMask) -> dict[str, Option]:
@@ -160,23 +162,18 @@ def scale_slots(problem: Problem) -> Iterator[Slot]:
 
 
 def backward_call(
-    problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
+    problem: Problem, lengths: Sequence[Slot], options: dict[str, Option], clears: bool
 ) -> CudnnCall:
-    """The call of `sdpa_backward`; options: as the frontend takes them."""
+    """The call of `sdpa_backward`; options: as the frontend takes them. clears: True if do is read
+    as a dense copy."""
     assert problem.grad is not None
     given = problem.grad.split(problem.specs)
     results = [slot("o", "o", given.o)]
-    results += [slot("dO", "do", cotangent_spec(problem, given.do))] if given.do else []
+    if given.do:
+        results.append(slot("dO", "do", dense_like(given.do) if clears else given.do))
     inputs = (*operand_slots(problem), *results, lse_slot(problem), *lengths)
     outputs = tuple(gradient_slots(problem))
     return CudnnCall("sdpa_backward", inputs, outputs, tuple(options.items()))
-
-
-def cotangent_spec(problem: Problem, do: TensorSpec) -> TensorSpec:
-    """do as cuDNN reads it: a dense copy with 0 in rows without keys, if there may be any."""
-    if not problem.has_blind_rows:
-        return do
-    return dense_like(do)
 
 
 def operand_slots(problem: Problem) -> Iterator[Slot]:

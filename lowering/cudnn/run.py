@@ -35,13 +35,14 @@ from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.lowering.libraries.cudnn_case import Case
-from attn_graph.lowering.lying import SIDES, quantised_places
+from attn_graph.lowering.lying import DECLARED, SIDES, quantised_places
 from attn_graph.lowering.problem import (
     ALIGNED,
     find_misplaced,
     on_boundary,
     operand_specs,
     read_operands,
+    returns_lse,
 )
 from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms, require_aligned, room_or_new
 from attn_graph.machine.ambient import neutral_state
@@ -175,7 +176,7 @@ class Run:
                 raise PlanMismatchError(
                     *find_misplaced(zip(sources, given, strict=True)), way_out=""
                 )
-            made = {slot.source: self.blank(slot, x, room, rooms) for slot in self.call.outputs}
+            made = {slot.source: self.blank(slot, x, rooms) for slot in self.call.outputs}
             pack = dict(enumerate((*given, *made.values()), start=1))
             self.execute(pack, room.get("workspace"), device)
             if self.pairs_sides or "dsinks" in made:
@@ -192,8 +193,7 @@ class Run:
     def prepare(self, x: Named, room: Views) -> Named:
         """The tensors for cuDNN, by argument or by source."""
         ends = self.ends(x)
-        self.write_tables(x, room)
-        return {**self.clean(x), **room, **self.lengths(ends)}
+        return {**self.clean(x), **room, **self.write_tables(x, room), **self.lengths(ends)}
 
     # Tables
 
@@ -221,17 +221,27 @@ class Run:
             made[argument] = ends[side] * (ends[other] > 0) if side in apart else ends[side]
         return made
 
-    def write_tables(self, x: Named, room: Views) -> None:
-        """Write offsets in elements, and the table of pages."""
-        starts = {name: x[name] for name in STARTS.values() if name in x}
-        each = {id(t): t for t in starts.values()}  # both sides may have one tensor
-        longs = {key: t.long() for key, t in each.items()}
-        wide = {name: longs[id(t)] for name, t in starts.items()}
-        for slot in self.call.inputs:
-            if slot.step:
-                torch.mul(wide[slot.source], slot.step, out=room[slot.argument])
+    def write_tables(self, x: Named, room: Views) -> Named:
+        """Write the table of pages, and offsets in elements: those by one tensor of starts at once.
+        The offsets, by argument."""
+        made: Named = {}
+        for name, slots in self.offsets.items():
+            table = room[name][:, : slots[0].shape[0]]
+            torch.mul(self.steps(name, table), x[name], out=table)
+            made |= {slot.argument: row for slot, row in zip(slots, table, strict=True)}
         if self.case.is_paged:
             room["pages"].copy_(self.used_pages(x["pages"], x))
+        return made
+
+    @cached_property
+    def offsets(self) -> dict[str, list[Slot]]:
+        return offset_slots(self.call, self.case.lying.same_starts)
+
+    def steps(self, name: str, table: torch.Tensor) -> torch.Tensor:
+        """The elements from row to row of all offsets by the same starts, [count,1]."""
+        each = [slot.step for slot in self.offsets[name]]
+        device, dtype = table.device, table.dtype
+        return self.sizes.get((name, device), lambda: column_of(each, device, dtype))
 
     def used_pages(self, table: torch.Tensor, x: Named) -> torch.Tensor:
         """The table, with the first page of an entry that some query sees (0 without one) in place
@@ -244,13 +254,16 @@ class Run:
     # Arguments
 
     def clean(self, x: Named) -> Named:
-        """The operands, with copies of those that cuDNN multiplies by 0: in rows outside sequences,
-        and do, with lse = +inf, in rows without keys, as exp(s - lse) is 0 then."""
+        """The operands, lse of packed rows as [T,H], with copies of those that cuDNN multiplies by
+        0: in rows outside sequences, and do, with lse = +inf, in rows without keys, as exp(s - lse)
+        is 0 then."""
         given, absent = dict(x), self.absent(self.case.cleaned.values(), x)
         for name, side in self.case.cleaned.items():
             given[name] = zero_rows(self.copy(name, x[name]), absent[side])
+        if "lse" in x and "rows" in self.totals:
+            given["lse"] = x["lse"].T
         if self.case.clears:
-            lse = x["lse"].T if "rows" in self.totals else x["lse"]
+            lse = given["lse"]
             blind = lse == -INF
             given["do"] = self.copy("do", x["do"]).masked_fill_(blind[..., None], 0.0)
             given["lse"] = lse.new_empty(lse.shape).copy_(lse).masked_fill_(blind, INF)
@@ -290,11 +303,11 @@ class Run:
         shape = (T, slot.shape[1], slot.shape[3])
         return shape, dense_strides(shape)
 
-    def blank(self, slot: Slot, x: Named, room: Views, rooms: Rooms) -> torch.Tensor:
+    def blank(self, slot: Slot, x: Named, rooms: Rooms) -> torch.Tensor:
         """An empty result. It is 0 if cuDNN adds to it or leaves rows unwritten; lse has its value
         for rows without keys."""
         if slot.source == "lse" and slot.offsets:
-            return self.blank_lse(x, room["stats"])
+            return self.blank_lse(x)
         layout, fills = self.blanks[slot.source]
         made = room_or_new(rooms, slot.source, layout, x["q"].device)
         return made.zero_() if fills else made
@@ -305,17 +318,27 @@ class Run:
         return {
             slot.source: (
                 (*self.layout(slot), slot.dtype),
-                bool(slot.offsets or slot.source in SUMS)
-                or bool(self.totals and slot.source not in SIDES),
+                slot.source in SUMS or self.leaves_unwritten(slot),
             )
             for slot in self.call.outputs
         }
 
-    def blank_lse(self, x: Named, room: torch.Tensor) -> torch.Tensor:
+    def leaves_unwritten(self, slot: Slot) -> bool:
+        """True if cuDNN may leave rows of a result unwritten, or does not say that it writes all
+        of one without rows."""
+        if slot.source not in SIDES:
+            return bool(self.totals)
+        return bool(slot.offsets) and not self.case.lying.leaves_none
+
+    def blank_lse(self, x: Named) -> torch.Tensor:
         """lse [T,H] of rows without keys: -inf, or in a sequence without keys the sinks."""
+        shape = self.totals["rows"], self.case.problem.H
+        made = torch.empty(shape, dtype=torch.float32, device=x["q"].device)
+        if self.case.lying.leaves_none:
+            return made
         if "sinks" not in x or self.case.lying.alike:
-            return room.fill_(-INF)
-        return room.copy_(x["sinks"]).masked_fill_(self.absent(("rows",), x)["rows"][..., 0], -INF)
+            return made.fill_(-INF)
+        return made.copy_(x["sinks"]).masked_fill_(self.absent(("rows",), x)["rows"][..., 0], -INF)
 
     @cached_property
     def pairs_sides(self) -> bool:
@@ -333,10 +356,16 @@ class Run:
         for name, t in made.items():
             side = SIDES.get(name, "")
             if name == "lse" and side in self.totals:
-                made[name] = rooms[name].copy_(t.T) if name in rooms else t.T.contiguous()
+                made[name] = self.by_heads(t, rooms)
             elif self.pairs_sides and side and side not in self.totals:
                 empty = (ends[other[side]] == 0).view(-1, *(1 for _ in t.shape[1:]))
                 made[name] = self.without_partner(name, t, empty, x)
+
+    def by_heads(self, lse: torch.Tensor, rooms: Rooms) -> torch.Tensor:
+        """lse [T,H] as [H,T]: as it lies if only a gradient reads it."""
+        if not returns_lse(self.graph):
+            return lse.T
+        return rooms["lse"].copy_(lse.T) if "lse" in rooms else lse.T.contiguous()
 
     def without_partner(
         self, name: str, t: torch.Tensor, empty: torch.Tensor, x: Named
@@ -346,6 +375,29 @@ class Run:
             return t.masked_fill_(empty, 0.0)
         blind = x["sinks"][:, None] if "sinks" in x else t.new_full((), -INF)
         return torch.where(empty, blind, t, out=t)
+
+
+def offset_slots(call: CudnnCall, same_starts: bool) -> dict[str, list[Slot]]:
+    """The offsets of packed tensors by the tensor of starts, each a row of one table. same_starts:
+    True if q and k have one tensor."""
+    slots: dict[str, list[Slot]] = {}
+    for slot in call.inputs:
+        if slot.step:
+            slots.setdefault(STARTS["rows"] if same_starts else slot.source, []).append(slot)
+    return slots
+
+
+def offset_room(slots: Sequence[Slot]) -> Buffer:
+    """Memory for the table of some offsets: each row begins at a multiple of ALIGNED bytes."""
+    dtype = slots[0].dtype
+    each = ALIGNED // dtype.itemsize
+    return Buffer((len(slots), -(-slots[0].shape[0] // each) * each), dtype)
+
+
+def column_of(numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    with neutral_state():
+        host = torch.tensor(numbers, dtype=dtype)[:, None]
+    return copy_to(device, host, "strides of rows")
 
 
 def full_vector(
@@ -366,13 +418,14 @@ def zero_rows(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 def buffers(case: Case, call: CudnnCall, need: int) -> dict[str, Buffer]:
     """The memory of a call, by purpose. need: bytes of cuDNN's workspace."""
-    p, T, table = case.problem, case.lying.T, case.lying.pages
+    table = case.lying.pages
     room = {"workspace": Buffer((need,), torch.uint8)} if need else {}
-    room |= {x.argument: Buffer(x.shape[:1], x.dtype) for x in call.inputs if x.step}
+    room |= {
+        name: offset_room(slots)
+        for name, slots in offset_slots(call, case.lying.same_starts).items()
+    }
     if table:
         room["pages"] = Buffer(table.shape, torch.int32)
-    if T is not None and any(x.source == "lse" for x in call.outputs):
-        room["stats"] = Buffer((T, p.H), torch.float32)
     return room
 
 
@@ -382,14 +435,19 @@ def leased_bytes(case: Case, call: CudnnCall, need: int) -> int:
 
 
 def temporary_bytes(case: Case, call: CudnnCall, graph: Graph) -> int:
-    """Bytes of unwanted gradients computed by cuDNN, of casts and copies, and of marks of rows."""
+    """Bytes of unwanted gradients computed by cuDNN, of casts and copies, of marks of rows, and of
+    lse of packed rows, as [T,H] if [H,T] is given back."""
     grad, vectors = case.problem.grad, copied_vectors(graph)
     wanted = {"o", "lse", "amax"} if grad is None else {*grad.names}
     wanted -= {"dsinks"} if "sinks" in vectors else set()
     unasked = (slot_bytes(x, case) for x in call.outputs if x.source not in wanted)
-    copied = {*vectors, *case.cleaned, *["do"] * (grad is not None), *["lse"] * case.clears}
+    turned = "rows" in case.packed
+    copied = {*vectors, *case.cleaned, *["do"] * (grad is not None)}
+    copied |= {"lse"} if case.clears or turned else set()
     copies = (slot_bytes(x, case) for x in call.inputs if x.source in copied)
-    return sum(unasked) + sum(copies) + MARKS * sum(case.lying.totals.values())
+    lse = (slot_bytes(x, case) for x in call.outputs if x.source == "lse" and turned)
+    marked = sum(T for side, T in case.lying.totals.items() if side not in case.lying.full)
+    return sum(unasked) + sum(copies) + sum(lse) + MARKS * marked
 
 
 def slot_bytes(x: Slot, case: Case) -> int:
@@ -405,6 +463,8 @@ def run_notes(case: Case, call: CudnnCall, graph: Graph) -> Iterator[str]:
     for name, side in case.cleaned.items():
         where = "of no sequence" if side in case.packed else "past the lengths"
         yield f"{name} is copied, {sizes[name]}, with 0 in rows {where}"
+    if {*case.lying.gapless} - {*case.lying.full}:
+        yield DECLARED
     if case.problem.grad is not None:
         usual = "where it is broadcast, or begins off 16 bytes"
         where = "with 0 in rows that see nothing" if case.clears else usual

@@ -72,7 +72,7 @@ class Fa4Call:
         Raises Untraceable if the mask or a modifier can't be a kernel's function.
         """
         problem = lying.stepped
-        native = native_mask(problem, packed=lying.T is not None)
+        native = native_mask(lying)
         code = trace_problem(problem, with_mask=native is None)
         in_order = deterministic and problem.grad is not None  # lists have no order of sums
         lists: TileLists | MadeLists | None = None

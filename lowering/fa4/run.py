@@ -20,7 +20,7 @@ from attn_graph.lowering.fa4.call import CU_SEQLENS, NARROW, SEQUSED, Fa4Call, c
 from attn_graph.lowering.fa4.lists import MadeLists, TileLists
 from attn_graph.lowering.fa4.offline import keep_kernels_in
 from attn_graph.lowering.libraries.fa4_masks import copied_names, zeroed_names
-from attn_graph.lowering.lying import SIDES
+from attn_graph.lowering.lying import DECLARED, SIDES
 from attn_graph.lowering.problem import (
     ALIGNED,
     cotangent_note,
@@ -91,7 +91,12 @@ class Fa4Run:
     @cached_property
     def is_blind(self) -> bool:
         """True if rows may see no key."""
-        return self.call.problem.has_blind_rows
+        return self.call.lying.has_blind_rows
+
+    @cached_property
+    def leaves_unwritten(self) -> bool:
+        """True if kernels may leave rows unwritten: they write none past a length."""
+        return bool(self.call.ends) and not self.call.lying.leaves_none
 
     def starts(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The starts of sequences, by packed side."""
@@ -183,10 +188,10 @@ class Fa4Run:
             raise PlanMismatchError(*texts, way_out="")
         names = ("o", "lse") if with_lse else ("o",)
         results = new_results({n: self.results[n] for n in names}, own[0].device, rooms)
-        if call.ends:  # kernels write no row past a length
+        if self.leaves_unwritten:
             results["o"].zero_()
-        if call.ends and with_lse:
-            results["lse"].fill_(-INF)
+            if with_lse:
+                results["lse"].fill_(-INF)
         named["out"] = results["o"]
         if with_lse:
             named["lse"] = results["lse"]
@@ -223,7 +228,7 @@ class Fa4Run:
             blind = clear_blind_rows(dlse, read.lse) if self.is_blind else dlse
             named["dlse"] = blind.contiguous()
         gradients = new_results(self.gradients, lse.device, rooms)
-        if self.call.ends:  # kernels write no row past a length
+        if self.leaves_unwritten:
             gradients = {name: x.zero_() for name, x in gradients.items()}
         named |= gradients
         made = self.ask(named, own)
@@ -239,7 +244,8 @@ class Fa4Run:
         call, p = self.call, self.call.problem
         cleared = [SIDES[name] for name in self.cleaned]
         cleared += ["rows"] * (p.grad is not None and self.is_blind)
-        sides = [side for side in cleared if LENGTHS[side] in call.limited]
+        present = call.lying.full
+        sides = [x for x in cleared if LENGTHS[x] in call.limited and x not in present]
         if not sides:
             return {}
         known = {STARTS[packed]: x for packed, x in self.starts(own).items()}
@@ -333,11 +339,15 @@ class Fa4Run:
             absent = f"with 0 in rows {'of no sequence' if packed else 'past their length'}"
             how = absent if name in self.cleaned else f"to rows at multiples of {ALIGNED} bytes"
             yield f"{name} is copied, {format_bytes(spec.type.bytes)}, {how}"
+        if {*self.call.lying.gapless} - {*self.call.lying.full}:
+            yield DECLARED
+        otherwise = f"lies otherwise than in rows of {ALIGNED} bytes"
         if p.grad is not None and packed:
             size = format_bytes(self.call.tensors()["dout"].type.bytes)
-            yield f"do is copied, {size}, with 0 in rows that see nothing"
+            where = "with 0 in rows that see nothing" if self.is_blind else f"where it {otherwise}"
+            yield f"do is copied, {size}, {where}"
         elif p.grad is not None:
-            yield from cotangent_note(p, f"lies otherwise than in rows of {ALIGNED} bytes")
+            yield from cotangent_note(p, otherwise)
 
 
 def new_results(

@@ -67,8 +67,7 @@ class Case:
         cuDNN multiplies packed ones by 0 there, and of k and v that end by lengths no document
         says that it does not.
         """
-        copied = {n: SIDES[n] for n in self.lying.copied if n != "do"}
-        packed = {n: side for n, side in copied.items() if side in self.packed}
+        packed = {n: SIDES[n] for n in self.lying.copied if n != "do"}
         if "keys" in self.packed or self.is_paged or "kv_lengths" not in self.mask.lengths:
             return packed
         return packed | dict.fromkeys("kv", "keys")
@@ -77,7 +76,7 @@ class Case:
     def clears(self) -> bool:
         """True if do is copied, with 0 in rows without keys, and lse with +inf."""
         grad = self.problem.grad
-        return grad is not None and grad.with_do and self.problem.has_blind_rows
+        return grad is not None and grad.with_do and self.lying.has_blind_rows
 
     @property
     def copies(self) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ class Fa4Case:
     @property
     def native(self) -> NativeMask | None:
         """The mask as a native one."""
-        return native_mask(self.problem, "rows" in self.totals)
+        return native_mask(self.lying)
 
     @property
     def totals(self) -> dict[str, int]:

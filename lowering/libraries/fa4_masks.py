@@ -38,17 +38,18 @@ class NativeMask:
         return {"window_size_left": self.left, "window_size_right": self.right}
 
 
-def native_mask(problem: Problem, packed: bool = False) -> NativeMask | None:
-    """The mask as a native one; None for others. packed: True for packed q.
+def native_mask(lying: Lying) -> NativeMask | None:
+    """The mask as a native one; None for others.
 
     A query past its length sees its sink, but kernels given the length leave the sink out. A packed
     row outside all sequences sees none anyway.
     """
-    p, ends = problem, end_names(problem)
-    if "q_lengths" in ends and p.node.sinks and not packed:
+    p = lying.stepped
+    ends = end_names(p)
+    if "q_lengths" in ends and p.node.sinks and "rows" not in lying.sides:
         return None
     rest = [x for x in and_parts(p.node.mask) if x not in LEAVES.values()]
-    bounds = read_band(rest, ends) if ends else read_strip(p)
+    bounds = read_band(rest, ends, lying.alike) if ends else read_strip(p)
     if bounds is None or any(x is not None and not 0 <= x < 2**31 for x in bounds):
         return None
     return NativeMask(*bounds, ends)
@@ -60,11 +61,14 @@ def end_names(problem: Problem) -> tuple[str, ...]:
     return tuple(LENGTHS[side] for side, leaf in LEAVES.items() if leaf in parts)
 
 
-def read_band(parts: Sequence[Mask], ends: tuple[str, ...]) -> Bounds | None:
+def read_band(parts: Sequence[Mask], ends: tuple[str, ...], alike: bool) -> Bounds | None:
     """A query's left and right bound from the corner of its lengths. parts: the mask's other
-    conjuncts; None if they are not one band along this corner."""
+    conjuncts; None if they are not one band along this corner. alike: True if a sequence has as
+    many keys as queries, so that its corners are on one diagonal."""
     band = parts[0] if parts else Band(ragged=ends)
-    if len(parts) > 1 or not isinstance(band, Band) or {*band.ragged} != {*ends}:
+    if len(parts) > 1 or not isinstance(band, Band):
+        return None
+    if {*band.ragged} != {*ends} and not (alike and not band.ragged):
         return None
     return None if band.low is None else -band.low, band.high
 
@@ -85,9 +89,9 @@ def read_strip(problem: Problem) -> Bounds | None:
 def zeroed_names(lying: Lying) -> tuple[str, ...]:
     """Operands copied with 0 in their absent rows: kernels multiply these by 0, and NaN would stay
     NaN. v; in a gradient q, k and v. Kernels read no absent row of a page."""
-    p = lying.stepped
+    p, hidden = lying.stepped, {*lying.pools, *(n for n in "qkv" if SIDES[n] in lying.full)}
     names, ends = "v" if p.grad is None else "qkv", end_names(p)
-    return tuple(n for n in names if LENGTHS[SIDES[n]] in ends and n not in lying.pools)
+    return tuple(n for n in names if LENGTHS[SIDES[n]] in ends and n not in hidden)
 
 
 def copied_names(lying: Lying) -> tuple[str, ...]:
@@ -101,7 +105,7 @@ def copied_names(lying: Lying) -> tuple[str, ...]:
 def copies(lying: Lying) -> tuple[str, ...]:
     """The operands copied by a call, do among them if rows may see no key."""
     grad = lying.stepped.grad
-    clears = grad is not None and grad.with_do and lying.stepped.has_blind_rows
+    clears = grad is not None and grad.with_do and lying.has_blind_rows
     return (*copied_names(lying), *["do"] * clears)
 
 

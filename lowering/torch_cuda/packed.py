@@ -21,7 +21,7 @@ from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.forecast import forecast
-from attn_graph.lowering.lying import Lying, rows_outside
+from attn_graph.lowering.lying import DECLARED, Lying, rows_outside
 from attn_graph.lowering.problem import on_boundary, read_operands, select_outputs
 from attn_graph.lowering.reasons import (
     feature_reasons,
@@ -167,6 +167,10 @@ class PackedFlashCall:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, 0 in rows outside sequences, and lse, -inf there and in rows without keys."""
         o, lse = fused_cuda.packed_forward(q, k, v, sequences, self.lying.problem.node.scale)
+        if self.lying.sees_itself:
+            return o, lse
+        if "rows" in self.lying.full:
+            return o, lse.masked_fill_(lse == INF, -INF)
         nobody = rows_outside(sequences.starts[0], None, len(q))
         lse.masked_fill_(nobody | (lse == INF), -INF)
         return o.masked_fill_(nobody[:, None, None], 0.0), lse
@@ -176,13 +180,16 @@ class PackedFlashCall:
         o: torch.Tensor, lse: torch.Tensor, sequences: SequencePlaces,
     ) -> Gradients:  # fmt: skip
         """dq, dk and dv, 0 in rows of no sequence. lse: as `attend` gives it."""
-        scale, unseen = self.lying.problem.node.scale, lse.masked_fill(lse == -INF, INF)
+        scale = self.lying.problem.node.scale
+        unseen = lse if self.lying.sees_itself else lse.masked_fill(lse == -INF, INF)
         made = fused_cuda.packed_backward(do, q, k, v, o, unseen, sequences, scale)
         rows, keys = sequences.starts
         pairs = [*zip((rows, keys, keys), map(len, made), strict=True)]
-        each = {(id(starts), T): (starts, T) for starts, T in pairs}  # both may be one tensor
+        sides = zip(("rows", "keys", "keys"), made, pairs, strict=True)
+        left = [(x, *pair) for side, x, pair in sides if side not in self.lying.full]
+        each = {(id(starts), T): (starts, T) for _, starts, T in left}  # both may be one tensor
         nobody = {name: rows_outside(x, None, T) for name, (x, T) in each.items()}
-        for x, (starts, T) in zip(made, pairs, strict=True):
+        for x, starts, T in left:
             x.masked_fill_(nobody[id(starts), T][:, None, None], 0.0)
         return made
 
@@ -193,14 +200,15 @@ class PackedFlashCall:
         every, count = read_operands(self.graph, tensors), len(grad.ranks)
         read, sequences = grad.split(every[:count]), self.sequences(every[count:])
         q, k, v = map(on_boundary, read.own[:3])
-        lse, blind = read.lse.contiguous(), read.lse == -INF
+        lse = read.lse.contiguous()
+        blind = None if self.lying.sees_itself else read.lse == -INF
         do = torch.zeros_like(read.o) if read.do is None else read.do
-        do = do.masked_fill(blind.t()[..., None], 0.0)
+        do = on_boundary(do) if blind is None else do.masked_fill(blind.t()[..., None], 0.0)
         made = list(self.pull(do, q, k, v, on_boundary(read.o), lse, sequences))
         if read.dlse is not None:
             attend = partial(self.attend_heads, sequences)
             pull = partial(self.pull_heads, sequences)
-            dlse = read.dlse.masked_fill(blind, 0.0)
+            dlse = read.dlse if blind is None else read.dlse.masked_fill(blind, 0.0)
             dq, dk = through_lse(attend, pull, by_heads(q), by_heads(k), lse, dlse, node.scale)
             made[0].add_(by_heads(dq))
             made[1].add_(by_heads(dk))
@@ -225,10 +233,12 @@ class PackedFlashCall:
 
     def notes(self) -> Iterator[str]:
         yield "one call of PyTorch's flash kernel on packed tensors, as of varlen_attn"
+        if len(self.lying.full) < len(self.lying.sides):
+            yield DECLARED
         grad = self.lying.problem.grad
         if grad is not None and grad.with_dlse:
             yield "the gradient through lse by one more call of each pass, with k in place of v"
-        if grad is not None and grad.with_do:
+        if grad is not None and grad.with_do and not self.lying.sees_itself:
             size = format_bytes(self.lying.specs[0].type.bytes)
             yield f"do is copied, {size}, with 0 in rows that see nothing"
 
@@ -237,7 +247,8 @@ class PackedFlashCall:
         marks of rows outside sequences."""
         q = self.lying.specs[0]
         T, H, _ = q.shape
-        return q.type.bytes + T * (4 * H + 2 * H + 16)
+        marks = 0 if self.lying.sees_itself else T * (2 * H + 16)
+        return q.type.bytes + T * 4 * H + marks
 
     def kept_backward(self) -> int:
         """Bytes allocated by PyTorch beside the gradients, at most: sums in float32, gradients of
@@ -249,7 +260,8 @@ class PackedFlashCall:
         width = -(-D // 32) * 32
         sums = 4 * (T + ROUNDED * p.B) * H * (width + 1)
         heads = 2 * k.shape[0] * H * D * q.dtype.itemsize * (p.H > p.G)
-        rows = T * (8 * H + 16) + 16 * k.shape[0] + 2 * q.type.bytes
+        rows = T * 4 * H + 2 * q.type.bytes
+        rows += 0 if self.lying.sees_itself else T * (4 * H + 16) + 16 * k.shape[0]
         more = (4 * q.type.bytes + 3 * k.type.bytes) * grad.with_dlse
         return (sums + heads) * (1 + grad.with_dlse) + rows + more
 

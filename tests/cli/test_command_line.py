@@ -142,6 +142,7 @@ FLAGS = {
     "--dtype bfloat16": "q: bf16[2, 4, 8, 16]",
     "--packed 3 --q 20,4,16": "q_starts: i32[4]",
     "--packed 3 --q 20,4,16 --k 30,4,16": "kv_starts: i32[4]",
+    "--packed 3 --q 20,4,16 --all-rows": "lengths(q_starts, all_rows=True)",
     "--packed 3 --q 20,4,16 --max-lengths 9,7 --mask Keep()": "keep: bool[3, 4, 9, 7]",
     "--k 5,3,4,16 --pages 6 --lengths": "pages: i32[2, 6]",
     "--k 5,3,4,16 --pages 6 --mask Keep()": "keep: bool[2, 4, 8, 18]",
@@ -200,6 +201,7 @@ WRONG = {
         "pass --align top_left or --align bottom_right"
     ),
     "explain --q 1,2,8,8 --finite-pages": "finite_pages=True speaks of pools",
+    "explain --q 1,2,8,8 --all-rows": "all_rows=True speaks of packed rows",
     "explain --q 1,2,8,8 --target tpu": "target 'tpu' is not known",
     "explain --q 1,2,8,8 --backends nobody": "no backend is named 'nobody'",
     "explain --q 1,2,8,8 --max-workspace 1XB": "size '1XB' is not a number",

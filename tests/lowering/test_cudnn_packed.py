@@ -382,3 +382,21 @@ def test_keys_of_one_query_are_split_by_the_batch() -> None:
     assert [splits(decode(B=1, N=n)) for n in (512, 640, 1024, 65536)] == [1, 4, 8, 32]
     window = decode(mask=ag.Window(99, 0, "bottom_right"))
     assert splits(window) == 1
+
+
+@pytest.mark.parametrize("mask", [m.Band(1, 3), m.Band(-3, -1)])
+def test_a_row_that_a_band_hides_everything_from_is_cleared_though_all_rows_are_there(
+    mask: ag.Mask,
+) -> None:
+    """Its do may be NaN, and its lse is -inf, or cuDNN would divide by 0."""
+    x = SPEC((8, 4, 16), BRAIN)
+    options: dict[str, Any] = {"q_starts": SPEC((3,), I32), "max_lengths": (5, 5)}
+    graph = simplify(ag.attention(x, x, x, mask=mask, all_rows=True, **options))
+    case, _ = describe_problem(
+        Request(gradient_of(graph, torch.zeros(x.shape, dtype=BRAIN))[0], H200, Options())
+    )
+    assert case.clears
+    assert case.copies == ("do",)
+    seen = simplify(ag.attention(x, x, x, mask=m.Band(-3, 2), all_rows=True, **options))
+    back = gradient_of(seen, torch.zeros(x.shape, dtype=BRAIN))[0]
+    assert not describe_problem(Request(back, H200, Options()))[0].copies

@@ -103,11 +103,17 @@ def make_case(
     places |= {"q_lengths": batch.lengths(0), "kv_lengths": batch.lengths(1)}
     places = lay_places(places, seed) if anyhow else places
     ends: dict[str, Any] = {name: SPEC.like(places[name]) for name in m.LENGTHS}
-    where = {name: SPEC.like(places[name]) for name in ("q_starts", "kv_starts")}
+    named = ("q_starts",) if batch.is_alike else ("q_starts", "kv_starts")
+    where = {name: SPEC.like(places[name]) for name in named}
     mask = options.get("mask")
     ended = m.KeyLengths() & m.QueryLengths()
     both: dict[str, Any] = {**options, "mask": ended if mask is None else mask & ended, **ends}
-    own: dict[str, Any] = {**options, **where, **(ends if batch.gaps else {})}
+    own: dict[str, Any] = {
+        **options,
+        **where,
+        **(ends if batch.gaps else {}),
+        "all_rows": batch.full,
+    }
     whole, graph = attend(padded, both), attend(packed, {**own, "max_lengths": batch.most})
     tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
     tensors |= places
@@ -532,3 +538,56 @@ def test_a_vjp_of_padded_far_rows_is_finite_where_a_sequence_is_short(sinks: boo
     results = run_plan(forward, tensors)
     grads = run_plan(backward, [*tensors, *results, torch.ones(6, 1, 4)])
     assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("mask", [ag.Causal("bottom_right"), ag.Formula("i + b != j")])
+@pytest.mark.parametrize("side", ["q_starts", "kv_starts"])
+def test_starts_that_leave_rows_out_raise_where_all_rows_are_declared(
+    mask: ag.Mask, side: str
+) -> None:
+    """In a call on a CPU, also one of sequences padded to the longest, and in a check."""
+    x, starts = SPEC((9, 2, 4), torch.float32), SPEC((3,), I32)
+    graph = ag.attention(x, x, x, mask=mask, q_starts=starts, kv_starts=starts, all_rows=True)
+    tensors = {n: torch.randn(9, 2, 4) for n in "qkv"}
+    tensors |= {n: torch.tensor([0, 4, 9], dtype=I32) for n in ("q_starts", "kv_starts")}
+    plan = ag.compile(graph, target=CPU)
+    calls = plan, plan.check
+    for call in calls:
+        call(**tensors)
+    for last in (8, 0):
+        wrong = tensors | {side: torch.tensor([0, min(4, last), last], dtype=I32)}
+        for call in calls:
+            with pytest.raises(
+                ag.PlanMismatchError, match=f"{side}: ends with {last}, and all_rows"
+            ):
+                call(**wrong)
+
+
+def test_all_rows_speaks_of_packed_rows_without_lengths() -> None:
+    x, starts = SPEC((9, 2, 4), torch.float32), SPEC((3,), I32)
+    ends = SPEC((2,), I32)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"q_starts": starts, "q_lengths": ends}, "q_lengths may leave some"),
+        ({"q_starts": starts, "kv_lengths": ends}, "kv_lengths may leave some"),
+        ({}, "speaks of packed rows"),
+    ]
+    for options, words in wrong:
+        dense = x if options else SPEC((1, 2, 9, 4), torch.float32)
+        with pytest.raises(ag.GraphError, match=words):
+            ag.attention(dense, dense, dense, all_rows=True, **options)
+    with pytest.raises(ag.GraphError, match="all_rows 1 is neither True nor False"):
+        ag.attention(x, x, x, q_starts=starts, all_rows=1)  # type: ignore[arg-type]  # a mistake
+
+
+@given(cases())
+def test_all_rows_in_sequences_change_no_bit(case: Case) -> None:
+    """Where they are: a plan for a CPU reads the tensors alike."""
+    if not case.batch.full:
+        return
+    text = str(case.packed)
+    assert "all_rows=True" in text
+    assert ag.parse(text) == case.packed
+    open_ = ag.parse(text.replace(", all_rows=True", ""))
+    plans = [ag.compile(graph, target=CPU) for graph in (case.packed, open_)]
+    one, other = (run_plan(plan, case.packed_tensors) for plan in plans)
+    assert all(map(torch.equal, one, other))

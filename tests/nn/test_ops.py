@@ -32,7 +32,7 @@ BACKWARD = torch.ops.attn_graph.attention_backward.default
 USUAL: dict[str, Any] = {
     "mask": None, "scale": None, "align": None, "soft_cap": None, "alibi": False, "dropout": None,
     "stats": False, "max_lengths": None, "finite_pages": False,
-    "outputs": None, "v": None, "modifiers": (),
+    "all_rows": False, "outputs": None, "v": None, "modifiers": (),
     "backends": None, "avoid": (), "deterministic": False,
     "precision": None, "on_fallback": "ignore", "max_workspace": None, "batch_invariant": False,
 }  # fmt: skip
@@ -138,7 +138,7 @@ def test_all_that_a_call_says_is_in_its_text() -> None:
     others: dict[str, Any] = {
         "mask": ag.Causal(), "scale": (0.1).hex(), "align": "top_left", "soft_cap": (3.0).hex(),
         "alibi": True, "dropout": (0.5).hex(), "stats": ("lse",), "max_lengths": (7, None),
-        "finite_pages": True, "v": 5,
+        "finite_pages": True, "all_rows": True, "v": 5,
         "outputs": (("o", "bshd"), ("lse", ((2, 4, 6), "f32", (24, 1, 4)))),
         "modifiers": (ag.SoftCap(3.0), ag.Addend("real(i)")),
         "backends": ("math",), "avoid": ("math",), "deterministic": True, "precision": "tf32",

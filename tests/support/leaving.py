@@ -74,6 +74,7 @@ class Case:
 DEFAULTS: dict[str, Any] = {  # Any: options of `attention`, but for those of None
     "alibi": False,
     "finite_pages": False,
+    "all_rows": False,
     "dropout": 0.0,
     "stats": False,
     "modifiers": (),

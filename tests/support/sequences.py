@@ -22,12 +22,14 @@ SPEC = ag.TensorSpec
 
 @frozen
 class Batch:
-    """Sequences: rows and keys of each, and how many rows and keys lie unused after each."""
+    """Sequences: rows and keys of each, and how many rows and keys lie unused after each. full: no
+    row is unused, and the graph declares it."""
 
     rows: tuple[int, ...]
     keys: tuple[int, ...]
     unused: tuple[tuple[int, int], ...]
     gaps: bool
+    full: bool = False
 
     @property
     def most(self) -> tuple[int, int]:
@@ -42,7 +44,12 @@ class Batch:
 
     def total(self, side: int) -> int:
         """T: so many rows a packed tensor has."""
-        return int(self.starts(side)[-1]) + 2
+        return int(self.starts(side)[-1]) + 2 * (not self.full)
+
+    @property
+    def is_alike(self) -> bool:
+        """True if q and k may have one tensor of starts."""
+        return self.full and self.rows == self.keys
 
     def lengths(self, side: int) -> torch.Tensor:
         """lengths [B]."""
@@ -87,8 +94,14 @@ def batches(draw: DrawFn, least: int = 1) -> Batch:
     B = draw(st.integers(least, 4))
     rows, keys = (tuple(draw(lengths) for _ in range(B)) for _ in range(2))
     unused = tuple(draw(st.tuples(st.integers(0, 2), st.integers(0, 2))) for _ in range(B))
-    batch = Batch(rows, keys, unused, draw(st.booleans()))
-    return batch if min(batch.most) else evolve(batch, rows=(3, *rows[1:]), keys=(4, *keys[1:]))
+    gaps = draw(st.booleans())
+    full = not gaps and draw(st.booleans())
+    batch = Batch(rows, rows if full and draw(st.booleans()) else keys, unused, gaps, full)
+    return (
+        batch
+        if min(batch.most)
+        else evolve(batch, rows=(4, *batch.rows[1:]), keys=(4, *batch.keys[1:]))
+    )
 
 
 def numbers(spec: ag.TensorSpec, random: torch.Generator) -> torch.Tensor:
