@@ -388,7 +388,7 @@ def full_sides(graph: Graph, eqn: Eqn) -> tuple[str, ...]:
 
 def lengths_by_side(graph: Graph, eqn: Eqn) -> dict[str, Lengths]:
     """What makes the lengths of packed sides out of their starts, of an equation that is Packed."""
-    made = {
+    made: dict[tuple[int, ...], Lengths] = {
         (*each.args, outs[0]): each.op
         for each, outs in graph.numbered
         if isinstance(each.op, Lengths)
