@@ -158,7 +158,7 @@ def near(x: Tensor, ref: Tensor, dtype: torch.dtype) -> None:
 
 
 @given(cases(), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples * 8 // 5)
 def test_appending_then_attending_equals_attending_to_the_whole(case: Case, first: bool) -> None:
     q, k, v = case.rows()
     pools, table = case.pools(case.dtype, first), case.table
@@ -200,7 +200,7 @@ def test_appending_then_attending_equals_attending_to_the_whole(case: Case, firs
 
 
 @given(cases(), st.sampled_from([*QUANTISED, None]), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples * 8 // 5)
 def test_slots_and_padded_rows_write_what_tables_and_starts_write(
     case: Case, kind: torch.dtype | None, number: bool
 ) -> None:

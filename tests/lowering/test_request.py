@@ -139,6 +139,8 @@ def test_every_function_of_a_backend_takes_a_request() -> None:
     assert converted == {*FIELDS}
     assert {x.name for x in attrs.fields(Backend)} - converted == {
         "name",
+        "price",
+        "no_device",
         "one_size",
         "lays",
         "real",

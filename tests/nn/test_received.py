@@ -82,7 +82,7 @@ def test_received_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 9), st.integers(1, 9), st.booleans())
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples * 6 // 5)
 def test_all_keys_together_receive_one_from_each_row_that_sees_one(
     heads: int, shared: int, rows: int, keys: int, causal: bool
 ) -> None:

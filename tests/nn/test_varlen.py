@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attn_graph as ag
 from attn_graph.nn import varlen_attn
-from attn_graph.nn.calls import content_of_call, exact
+from attn_graph.nn.calls import PLAIN, content_of_call, exact
 from attn_graph.nn.functional import attention
 from attn_graph.testing.strategies import seeds
 from tests.support.tracing import traces
@@ -273,7 +273,7 @@ def test_compiled_code_serves_new_lengths() -> None:
 def test_opcheck_passes(paged: bool) -> None:
     mask = ag.Causal("bottom_right")
     names = ("kv_lengths", "q_starts", "pages") if paged else ("q_starts",)
-    usual = (None, None, False, None, ("lse",), (4, None if paged else 4), False, None, None, ())
+    usual = (None, None, False, None, ("lse",), (4, None if paged else 4), *PLAIN)
     text = content_of_call(names, mask, exact("scale", 0.5), *usual)
     q = torch.randn(6, 4, 8).requires_grad_()
     k = torch.randn(*((5, 2) if paged else (6,)), 2, 8).requires_grad_()

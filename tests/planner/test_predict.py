@@ -165,7 +165,7 @@ def test_nothing_is_predicted_without_a_rate(change: dict[str, Any]) -> None:
     assert "predicted" not in ag.explain(declare((1, 2, 256, 64), dtype=dtype), target=target).cause
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=settings().max_examples * 6 // 5)
 @given(
     st.sampled_from([1, 64, 384, 2048]), st.sampled_from([1, 2]), st.booleans(), st.booleans(),
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
