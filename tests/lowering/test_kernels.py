@@ -424,7 +424,7 @@ HARD = [  # that took the most registers or shared memory
 @pytest.mark.parametrize("name", ["slopes", "table", "table, soft cap"])
 @pytest.mark.parametrize("sm", [90, 100])
 def test_gradients_of_trained_modifiers_fit_the_shared_memory(sm: int, name: str) -> None:
-    check_fit(sm, 128, torch.bfloat16, 256, name, 1)
+    assert not [x for x in needs_of(sm, 128, torch.bfloat16, 256, name, 1) if x.is_over]
 
 
 @compiled
@@ -610,5 +610,6 @@ def test_kernels_under_a_soft_cap_compile_for_gpus_of_others(
 def amd_driver(make: Callable[[int], machine_code.Driver], sm: int) -> machine_code.Driver:
     """Stands for the driver of an MI300."""
     driver = make(sm)
+    driver.sm = 942  # a name of its own for kernels that Triton holds by device
     driver.target = GPUTarget("hip", "gfx942", 64)
     return driver
