@@ -541,7 +541,8 @@ def test_the_whole_command_on_a_played_gpu(tmp_path: Path) -> None:
     process = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     figures = read_figures(tmp_path)
     states = {name: x["state"] for name, x in figures["items"].items()}
-    assert states == dict.fromkeys(names, "done"), process.stdout
+    missing = {item.name for item in ITEMS if item.lacks}
+    assert states == {x: "failed" if x in missing else "done" for x in names}, process.stdout
     assert process.returncode == 1  # some are left
     assert figures["machine"]["gpu"] == "h200"
     assert figures["machine"]["commit"] == "abc"
