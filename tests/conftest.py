@@ -11,6 +11,9 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from tests.support.memory import Held, memory_problem, peak_memory
+
+HELD = Held()
 STORED = TemporaryDirectory()  # no test reads what another run stored, nor leaves anything
 os.environ["XDG_CACHE_HOME"] = STORED.name
 # A property in well under a second; `deep` draws ten times as many.
@@ -72,12 +75,18 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
     """A test fails that takes more memory than two at once may."""
-    from tests.support.memory import memory_problem, peak_memory
-
     before = peak_memory()
     result = yield
     if problem := memory_problem(before, peak_memory()):
         pytest.fail(problem)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, object, object]:
+    """Two workers stay below 6 GiB at the end of a run as they do at its beginning."""
+    result = yield
+    HELD.give_back()
     return result
 
 
@@ -89,15 +98,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def freed_memory_returns() -> Iterator[None]:
-    """Two workers stay below 6 GiB at the end of a run as they do at its beginning."""
-    from tests.support.memory import give_back
-
-    yield
-    give_back()
 
 
 @pytest.fixture

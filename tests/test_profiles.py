@@ -63,7 +63,11 @@ def test_a_deep_run_is_repeated_by_its_seed(tmp_path: Path) -> None:
 
 
 def test_a_test_fails_that_takes_more_memory_than_it_may() -> None:
-    assert not memory_problem(2**30, 2**30 + MOST)
-    assert not memory_problem(3 * MOST, 3 * MOST)  # earlier tests'
-    assert f"most is {MOST}" in memory_problem(2**30, 2**30 + MOST + 1)
-    assert peak_memory() > 0
+    held = 2**30, 3 * MOST  # by earlier tests
+    assert not memory_problem(held, (2**30 + MOST, 3 * MOST))
+    assert not memory_problem(held, held)
+    assert f"{held[0]} of its process; most is {MOST}" in memory_problem(
+        held, (2**30 + MOST + 1, 3 * MOST)
+    )
+    assert f"{held[1]} of its children" in memory_problem(held, (2**30, 4 * MOST + 1))
+    assert peak_memory()[0] > 0

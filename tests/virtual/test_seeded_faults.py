@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -37,9 +35,9 @@ def test_a_program_without_a_fault_is_clean_in_any_order(name: str) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row)[:150])
 def test_a_seeded_fault_is_reported(row: tuple[str, str, str, str]) -> None:
     name, old, new, words = row
-    with pytest.raises(Fault) as caught:
+    form = words.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(Fault, match=form):  # unnamed: its traceback would keep the memory
         run(name, old, new)
-    assert re.search(words.replace("(", r"\(").replace(")", r"\)"), str(caught.value))
 
 
 @pytest.mark.parametrize("row", KEPT, ids=lambda row: "-".join(row)[:150])
