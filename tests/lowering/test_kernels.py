@@ -424,7 +424,7 @@ HARD = [  # that took the most registers or shared memory
 @pytest.mark.parametrize("name", ["slopes", "table", "table, soft cap"])
 @pytest.mark.parametrize("sm", [90, 100])
 def test_gradients_of_trained_modifiers_fit_the_shared_memory(sm: int, name: str) -> None:
-    assert not [x for x in needs_of(sm, 128, torch.bfloat16, 256, name, 1) if x.is_over]
+    assert not [str(x) for x in needs_of(sm, 128, torch.bfloat16, 256, name, 1) if x.is_over]
 
 
 @compiled
@@ -447,7 +447,7 @@ def test_kernels_that_take_the_most_fit_and_spill_little(case: Any) -> None:
 def test_kernels_that_are_drawn_fit_the_shared_memory(
     sm: int, size: int, dtype: torch.dtype, name: str, pass_: int
 ) -> None:
-    assert not [x for x in needs_of(sm, size, dtype, 256, name, pass_) if x.is_over]
+    assert not [str(x) for x in needs_of(sm, size, dtype, 256, name, pass_) if x.is_over]
 
 
 @compiled
@@ -464,13 +464,13 @@ def test_every_kernel_of_the_table_fits_and_spills_little(
     every = product(SIZES, (torch.bfloat16, F32), LENGTHS, (0, 1))
     for size, dtype, M, pass_ in every:
         each = needs_of(sm, size, dtype, M, name, pass_)
-        wrong += [f"{x.case}: {x.code}" for x in each if x.is_too_much]
+        wrong += [str(x) for x in each if x.is_too_much]
     assert not wrong, "\n".join(wrong)
 
 
 def check_fit(sm: int, size: int, dtype: torch.dtype, M: int, name: str, pass_: int) -> None:
     """Assert that every kernel of a forward, or of a gradient, fits and spills little."""
-    assert not [x for x in needs_of(sm, size, dtype, M, name, pass_) if x.is_too_much]
+    assert not [str(x) for x in needs_of(sm, size, dtype, M, name, pass_) if x.is_too_much]
 
 
 @final
@@ -481,6 +481,10 @@ class Needs:
     case: str
     code: MachineCode
     sm: int
+
+    def __str__(self) -> str:
+        code = self.code
+        return f"{self.case}: {code.kernel} spills {code.spilled} bytes, {code.shared} shared"
 
     @property
     def is_over(self) -> bool:
