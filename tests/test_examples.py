@@ -176,7 +176,7 @@ def test_ctrl_c_ends_the_demo_in_one_line(tmp_path: Path) -> None:
         for _ in range(20):  # Python drops it in a destructor, so people press again
             demo.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                _, errors = demo.communicate(timeout=10)
+                _, errors = demo.communicate(timeout=30)
                 break
     assert (demo.returncode, errors) == (1, "stopped\n")
 
