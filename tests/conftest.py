@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -51,10 +52,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Beside other xdist workers one thread each: more would wait for each other. Triton's
     interpreter is spared what it does again and again.
 
+    A run in the background of a script ignores Ctrl-C, and what tests start would do so too: it
+    does not from here on.
+
     Where examples are random, all come from one seed; workers inherit it by the environment.
     """
     from attn_graph.machine.target import triton_interprets
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if triton_interprets():
         from tests.support.interpreter import spare_repetition
 
