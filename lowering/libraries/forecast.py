@@ -48,7 +48,8 @@ class Programs:
     @classmethod
     def of(cls, lying: Lying, rate: Rate) -> Programs:
         p, packed = lying.problem, "rows" in lying.sides
-        holds, splits = happens(rate.packs, p, packed), happens(rate.splits, p, packed)
+        holds = p.grad is None and happens(rate.packs, p, packed)
+        splits = p.grad is None and happens(rate.splits, p, packed)
         few = holds and rate.packs == "few_rows"
         tile = MOST_ROWS if packed and not few else rate.tile  # as for long sequences
         if p.M == 1 and not packed and rate.one is not None:
@@ -99,9 +100,7 @@ class Programs:
 
 
 def happens(when: When, problem: Problem, packed: bool) -> bool:
-    """True if a rate's rule applies: to forwards, and kernels for one query to padded ones."""
-    if problem.grad is not None:
-        return False
+    """True if a rate's rule applies to a forward: that of kernels for one query to padded ones."""
     match when:
         case "always":
             return True
