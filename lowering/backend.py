@@ -336,17 +336,16 @@ class Backend:
     All functions but `lower_any` see sizes as numbers, and the graph after all passes. Functions of
     three arguments, graph, target and options, work too. why_not: every reason against a graph on a
     target. Each is a Reason, or a plain text that completes "can't: " and is its own key; without
-    one, the backend takes the graph. price: of a call of any graph, taken or
-    not. lower: makes the graph run. It is called only without a
-    reason, and raises RefusedError for one that shows only then. foresees: the needs, for backends
-    slow to lower; the planner lowers for others. variants: names of other ways to lower, for tuning
-    to measure. device_test: a test to pass on this machine's device before the backend runs the
-    graph there, or None. lower_any: runs tensors of any sizes of at least 1, for a graph with Dims
-    as sizes; None if each size is lowered by itself, at its first call. one_size: True if building
-    is too slow for a plan of many sizes. lays: the places of the outputs written in any
-    declared layout (`Graph.layouts`). It sees no other layout: these outputs are copied. real:
-    True if only a real GPU runs it, not one that a CPU emulates. no_device: the reason against a
-    target of another kind; `why_not` is not asked then.
+    one, the backend takes the graph. price: of a call of any graph, taken or not. lower: makes the
+    graph run. It is called only without a reason, and raises RefusedError for one that shows only
+    then. foresees: the needs, for backends slow to lower; the planner lowers for others. variants:
+    names of other ways to lower, for tuning to measure. device_test: a test to pass on this
+    machine's device before the backend runs the graph there, or None. lower_any: runs tensors of
+    any sizes of at least 1, for a graph with Dims as sizes; None if each size is lowered by itself,
+    at its first call. one_size: True if building is too slow for a plan of many sizes. lays: the
+    places of the outputs written in any declared layout (`Graph.layouts`). It sees no other layout:
+    these outputs are copied. real: True if only a real GPU runs it, not one that a CPU emulates.
+    no_device: the reason against a target of another kind; `why_not` is not asked then.
     """
 
     name: str

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, final
 
 from attrs import field, frozen
 
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.vjp import training_gradient
 from attn_graph.lowering.problem import Problem, find_problem
-from attn_graph.machine.cache import remember
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from attn_graph.machine.cache import Remembers, remember
 
 
 @final
 @frozen
-class Facts:
+class Facts(Remembers):
     """A graph after all passes, as backends see it. Equal graphs share one record."""
 
     graph: Graph
-    answers: dict[tuple[object, ...], Any] = field(  # Any: of each question its own kind
-        factory=dict, init=False, eq=False, repr=False
-    )
+    answers: dict[tuple[object, ...], Any] = field(factory=dict, init=False, eq=False, repr=False)
 
     @cached_property
     def problem(self) -> Problem | None:
@@ -35,16 +29,6 @@ class Facts:
     def gradient(self, wants: tuple[str, ...] | None, *, through_lse: bool = False) -> Graph:
         """The graph of a training step's gradient."""
         return self.once(derive_gradient, wants, through_lse)
-
-    def once(
-        self, question: Callable[Concatenate[Facts, P], T], *more: P.args, **named: P.kwargs
-    ) -> T:
-        """The answer to a question of a module above this one, remembered with the graph."""
-        key = question, more, *named.items()
-        if key not in self.answers:
-            self.answers[key] = question(self, *more, **named)
-        answer: T = self.answers[key]
-        return answer
 
 
 def derive_gradient(facts: Facts, wants: tuple[str, ...] | None, through_lse: bool) -> Graph:

@@ -9,14 +9,33 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 from weakref import WeakSet
 
 from attrs import define, field, frozen
 
+P = ParamSpec("P")
+S = TypeVar("S", bound="Remembers")
 T = TypeVar("T")
 CAPACITY = 1024  # plans, and answers of each question about graphs: mostly some kilobytes each
 remember = lru_cache(CAPACITY)
+
+
+class Remembers:
+    """A value that keeps the answers to questions about it, of modules above its own."""
+
+    __slots__ = ()
+    answers: dict[tuple[object, ...], Any]  # a field of each class; Any: by question
+
+    def once(
+        self: S, question: Callable[Concatenate[S, P], T], *more: P.args, **named: P.kwargs
+    ) -> T:
+        """The answer to a question, worked out at its first call."""
+        key = question, more, *named.items()
+        if key not in self.answers:
+            self.answers[key] = question(self, *more, **named)
+        answer: T = self.answers[key]
+        return answer
 
 
 @final

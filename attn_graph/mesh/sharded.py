@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import string_at
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from attrs import evolve, field, frozen
@@ -20,6 +20,7 @@ from attn_graph.ir.packed import TOTALS, Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.philox import WORDS
 from attn_graph.lowering.request import Request
+from attn_graph.machine.cache import Remembers
 from attn_graph.machine.target import Target
 from attn_graph.masks.moving import Box
 from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges, divide_heads
@@ -30,8 +31,6 @@ from attn_graph.spec import TensorSpec
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-P = ParamSpec("P")
-T = TypeVar("T")
 UNPACKED = str.maketrans({TOTALS["rows"]: "i", TOTALS["keys"]: "j"})  # axes of all packed rows
 STARTS = {"rows": "<", "keys": ">"}  # letters of the starts of packed sequences
 AXES = {
@@ -75,7 +74,7 @@ class Known:
 
 @final
 @frozen(cache_hash=True, repr=False)
-class Sharded(Compilable[ShardedPlan, Outlook]):
+class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
     """An attention computed by the ranks of a mesh together. Made by `shard`.
 
     Immutable and compared by content: `Sharded.parse(str(x)) == x`. `holdings` is each rank's part.
@@ -88,6 +87,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
     method: Method | None  # None: nobody needs what others have
     known: tuple[Known, ...]
     holdings: tuple[Holding, ...]
+    answers: dict[tuple[object, ...], Any] = field(factory=dict, init=False, eq=False, repr=False)
 
     def compile(self, request: Request, group: ProcessGroup | None) -> ShardedPlan:
         """This process's plan, as `attn_graph.compile` gives it."""
@@ -100,20 +100,6 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         from attn_graph.mesh.explanation import explain_mesh  # which imports this module
 
         return explain_mesh(self, target, link)
-
-    @cached_property
-    def answers(self) -> dict[tuple[object, ...], Any]:  # Any: of each question its own kind
-        return {}
-
-    def once(
-        self, question: Callable[Concatenate[Sharded, P], T], *more: P.args, **named: P.kwargs
-    ) -> T:
-        """The answer to a question of a module above this one, remembered with the graph."""
-        key = question, more, *named.items()
-        if key not in self.answers:
-            self.answers[key] = question(self, *more, **named)
-        answer: T = self.answers[key]
-        return answer
 
     def by(self, method: Method | None) -> Sharded:
         """The same graph and parts by another method."""
