@@ -34,7 +34,7 @@ from benchmarks.gpu.session import INTERRUPTED, ITEMS, Item
 from tests.support import played_gpu
 from tests.support.gpu_items import ROW, arguments, make_item
 from tests.support.processes import is_running
-from tests.support.sources import ROOT
+from tests.support.sources import ROOT, what_make_runs
 
 MINUTES = 25  # that all items may take on an H200, by their own estimates
 TABLES = [x.name for x in ITEMS if x.function.partition(":")[0] == "benchmarks.gpu.tables"]
@@ -212,12 +212,8 @@ def test_an_item_without_a_package_that_it_uses_is_not_done(tmp_path: Path) -> N
 
 
 def test_make_passes_on_what_the_command_takes() -> None:
-    made = subprocess.run(
-        ["make", "-n", "gpu", "MINUTES=9", "WHEELS=wheels", "OUT=there", "PYTHON=python3"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    words = made.stdout.split()
-    assert words == [
+    given = ("MINUTES=9", "WHEELS=wheels", "OUT=there", "PYTHON=python3")
+    assert what_make_runs("gpu", *given).split() == [
         "python3",
         "-m",
         "benchmarks.gpu",

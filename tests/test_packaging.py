@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import attn_graph as ag
-from tests.support.sources import HOMES, ROOT, load_file, source_files
+from tests.support.sources import HOMES, ROOT, load_file, source_files, what_make_runs
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -69,11 +69,7 @@ def test_make_test_runs_twice_what_is_another_test_where_triton_compiles() -> No
 
 def test_the_demo_installs_only_the_library_and_what_examples_need() -> None:
     """What make would run if nothing were installed."""
-    program = ["make", "-n", "-W", "pyproject.toml", "demo"]
-    own = {name: x for name, x in os.environ.items() if name not in ("MAKEFLAGS", "INSTALL")}
-    commands = subprocess.run(
-        program, cwd=ROOT, env=own, capture_output=True, text=True, check=True
-    ).stdout
+    commands = what_make_runs("-W", "pyproject.toml", "demo")
     (install,) = re.findall(r"pip install -c constraints.txt (-e.*)", commands)  # with its progress
     assert install == "-e '.' -e '.[examples]'"
 

@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import os
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -45,3 +47,12 @@ def load_file(path: Path) -> ModuleType:
     with patch.object(sys, "path", [str(ROOT), *sys.path]):
         spec.loader.exec_module(module)
     return module
+
+
+def what_make_runs(*words: str) -> str:
+    """The commands that make would run in a shell of its own, whichever make runs this test."""
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "INSTALL")
+    own = {name: value for name, value in os.environ.items() if name not in outer}
+    return subprocess.run(
+        ["make", "-n", *words], cwd=ROOT, env=own, capture_output=True, text=True, check=True
+    ).stdout
