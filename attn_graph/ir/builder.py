@@ -184,8 +184,11 @@ class Builder:
         require_imports()
 
     def problem(self, *texts: str) -> None:
-        """Remember problems, with the line of the user's code that causes them."""
-        self.problems += [f"{text} (at {user_line()})" for text in texts]
+        """Remember problems once, with the line of the user's code that causes them."""
+        for text in texts:
+            told = f"{text} (at {user_line()})"
+            if told not in self.problems:  # q, k and v of one wrong length are one mistake
+                self.problems.append(told)
 
     def attempt(self, make: Callable[[], T]) -> T | None:
         """The result of `make`; None, with the problems remembered, if it raises GraphError."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import prod
 from typing import final
 
 import torch
@@ -170,6 +171,11 @@ class Unpack(OfSequences):
         yield from sequence_problems("unpack", starts, lengths)
         if len(x.shape) not in (2, 3):
             yield f"unpack: x {x} is neither [T,H,D] nor a statistic [H,T]"
+        elif prod(n for n in self.infer(x, starts)[0].shape if isinstance(n, int)) > MOST_INT64:
+            yield (
+                f"unpack: sequences of {self.length} rows, padded, have more than {MOST_INT64} "
+                "elements, and no tensor goes beyond; pass the longest length in max_lengths"
+            )
 
     def infer(self, x: ValueType, starts: ValueType, *_: ValueType) -> tuple[ValueType]:
         H, *last = x.shape[1:] if len(x.shape) > 2 else (x.shape or (0,))[:1]

@@ -287,7 +287,7 @@ def spec_problems(
         problems.append(f"spec: dtype {show(dtype)} {dtype_problem(dtype)}")
     if min(sizes, default=0) < 0:
         problems.append(f"spec: shape {shape} has a negative size; sizes are at least 0")
-    if max((*sizes, *steps), default=0) > MOST_INT64:
+    if max((*sizes, *steps, prod(sizes)), default=0) > MOST_INT64:
         problems.append(
             f"spec: shape {shape}, strides {strides}: no tensor goes beyond {MOST_INT64}"
         )

@@ -43,6 +43,8 @@ def wants(given: str) -> Callable[[], object]:
 
 # What is called, and a word that must be in what is told. tests/test_hostile.py passes anything as
 # each argument; here are parts of arguments, and ways out.
+STARTS = ag.TensorSpec((3,), I64)
+LONGEST: Any = {"q_starts": STARTS, "kv_starts": STARTS, "max_lengths": (2**62, 2**62)}
 ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "a size None in text": (parse("f32[None, 2]"), "line 2: (None, 2) are not integers"),
     "a size beyond all in text": (parse("f32[1e999, 2]"), "line 2: (1e309, 2) are not integers"),
@@ -65,6 +67,11 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "a bound beyond all tensors": (lambda: ag.Window(None, -(2**70)), "farther than"),
     "part of a size": (lambda: ag.TensorSpec((2.9, 3), F32), "(2.9, 3)"),  # type: ignore[arg-type]  # is wrong
     "a size beyond all": (lambda: ag.TensorSpec((2**70, 2), F32), "no tensor goes beyond"),
+    "elements beyond all": (lambda: ag.TensorSpec((2**40, 2**40), F32), "no tensor goes beyond"),
+    "rows beyond all, padded": (
+        lambda: ag.attention(*[ag.TensorSpec((6, 2, 8), F32)] * 3, **LONGEST),
+        "pass the longest length in max_lengths",
+    ),
     "outputs that nothing makes": (lambda: ag.Graph((), (), (3,)), "outputs (3,) of 0 values"),
     "operands that nothing makes": (
         lambda: ag.Graph(GRAPH.inputs, GRAPH.eqns[1:], (3,)),
