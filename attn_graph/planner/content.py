@@ -35,10 +35,8 @@ from attn_graph.rings import find
 
 PACKAGE = __name__.partition(".")[0]
 WORKSPACE = "workspace"
-PLAIN = (  # options that stand in a text as they are
-    *("deterministic", "batch_invariant", "max_workspace", "tune"),
-    *("precision", "avoid", "on_fallback"),
-)
+OTHERS = ("workspace", "store", "switches", "variant", "resized")
+PLAIN = tuple(f.name for f in attrs.fields(Options) if f.name not in OTHERS)  # stand in a text
 
 Names = tuple[tuple[str, int], ...]  # a user's own things: a name, a number among its namesakes
 

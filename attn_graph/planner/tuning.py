@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import final
 
 import torch
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from attn_graph.errors import GraphError, Reason
 from attn_graph.ir.graph import Graph, Input
@@ -104,6 +104,11 @@ def explain_choice(figures: Figures, ranked: Sequence[str], achieved: float | No
 # What is stored.
 
 
+UNMEASURED = (  # options that change no backend's time
+    *("workspace", "store", "tune", "variant", "avoid", "on_fallback", "resized"),
+)
+
+
 def tuning_key(request: Request) -> str:
     """The key of stored figures: everything they depend on, as a text."""
     text = {
@@ -113,11 +118,7 @@ def tuning_key(request: Request) -> str:
         "libraries": request.target.libraries,
         "machine": platform.node(),
         "threads": torch.get_num_threads(),
-        "deterministic": request.options.deterministic,
-        "batch_invariant": request.options.batch_invariant,
-        "precision": request.options.precision,
-        "switches": str(request.options.switches),
-        "max_workspace": request.options.max_workspace,
+        **asdict(request.options, recurse=False, filter=lambda x, _: x.name not in UNMEASURED),
     }
     return f"tune {json.dumps(text, sort_keys=True)}"
 
