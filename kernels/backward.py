@@ -23,6 +23,7 @@ from attn_graph.kernels.common import (
     head_ptr,
     line_of,
     live_tile_of,
+    numbers_in,
     place_program,
     present_sizes,
     round_to,
@@ -266,7 +267,7 @@ def add_query_gradient(
         )  # fmt: skip
     if do is not None:
         dp = scale_columns(
-            tl.dot(do, tl.trans(v.to(do.dtype)), input_precision=PRECISION),
+            tl.dot(do, tl.trans(numbers_in(v, do.dtype)), input_precision=PRECISION),
             v_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE,
         )  # fmt: skip
     z = None

@@ -19,6 +19,7 @@ from attn_graph.kernels.common import (
     line_of,
     list_at,
     listed_block,
+    numbers_in,
     place_program,
     present_sizes,
     round_to,
@@ -65,7 +66,7 @@ def contribution(
     s = multiply_pieces(q, k, PRECISION)
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if do is not None:
-        dp = tl.dot(do, tl.trans(v.to(do.dtype)), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(numbers_in(v, do.dtype)), input_precision=PRECISION)
     k_scale, v_scale = scale_heads(scales, scale_strides, b, g, None, 0, 0)
     s = scale_columns(s, k_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
     dp = scale_columns(dp, v_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)

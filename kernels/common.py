@@ -8,9 +8,25 @@ integers of the masks).
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# For e4m3_in_half, of four bytes: the first two as the upper halves of 16 bits, then the others.
+TWO_E4M3: tl.constexpr = tl.constexpr(
+    "".join(
+        f"""{{.reg .b32 x, size;
+        prmt.b32 x, $2, 0, {bytes_};
+        shr.b32 size, x, 1;
+        and.b32 size, size, 0x3F803F80;
+        and.b32 x, x, 0x80008000;
+        or.b32 x, x, size;
+        add.u32 size, size, 0x00800080;
+        and.b32 size, size, 0x40004000;
+        or.b32 ${n}, x, size;}}"""
+        for n, bytes_ in enumerate(("0x1404", "0x3424"))
+    )
+)
 FAR: tl.constexpr = tl.constexpr(1 << 30)  # beyond every position
 # Parameters of which no kernel is made for 1 or for multiples of 16 apart: it would gain nothing.
 SIZES = (
@@ -212,11 +228,28 @@ def round_to(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 @triton.jit
 def numbers_in(x, DTYPE: tl.constexpr):
     """x of 8 bits, or of DTYPE, in DTYPE, exactly. Bytes of integers become float16 by their bits,
-    between 1024 and 2048: GPUs convert integers as slowly as they divide."""
+    between 1024 and 2048: GPUs convert integers as slowly as they divide. Unsigned bytes are
+    float8_e4m3fn, for GPUs that do not convert it."""
+    if x.dtype == tl.uint8:
+        return (e4m3_in_half(x) * 256.0).to(DTYPE)
     if x.dtype == tl.int8 and tl.float16 == DTYPE:
         bits = x.to(tl.uint8, bitcast=True).to(tl.uint16) ^ 0x6480
         return bits.to(tl.float16, bitcast=True) - 1152.0
     return x.to(DTYPE)
+
+
+@triton.jit
+def e4m3_in_half(x):
+    """2^-8 of float8_e4m3fn, given as bytes: float16 has the same exponent and fraction. Of NaN,
+    which is 127 beside the sign, and of no other, 1 more carries into the exponent's first bit."""
+    if is_cuda():  # two at a time in 32 bits, which Triton would not do
+        return tl.inline_asm_elementwise(
+            TWO_E4M3, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:  # noqa: RET505 - Triton compiles one branch
+        bits = x.to(tl.uint16) << 7
+        bits = (bits & 0x3F80) | ((bits & 0x3F80) + 0x80 & 0x4000) | (bits << 1 & 0x8000)
+        return bits.to(tl.float16, bitcast=True)
 
 
 @triton.jit

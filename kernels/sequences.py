@@ -312,7 +312,7 @@ def scale_rows(
 ):  # fmt: skip
     """Rows x [ROWS,.] in the dtype of `like`, quantised ones times their scales, if these are."""
     return numbers_in(x, like.dtype) if len(scale) == 0 else (
-        x.to(tl.float32)
+        numbers_in(x, tl.float32)
         * key_rows(
             None, scale[0], scale[1], pages_ptr, line, b, g, first, count, POOL,
             1, ROWS, 1, WHOLE, PAGE, False,

@@ -17,6 +17,7 @@ from attn_graph.kernels.common import (
     count_tiles,
     dropout_keeps_tile,
     even_length,
+    numbers_in,
     present_sizes,
     softmax_step,
     tile_bounds,
@@ -154,7 +155,7 @@ def add_weights(
             None, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
             E, BLOCK_N, WIDTH_E, False, PAGE, UPCAST,
         )  # fmt: skip
-        dp = tl.dot(do, tl.trans(v.to(do.dtype)), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(numbers_in(v, do.dtype)), input_precision=PRECISION)
         dp = scale_columns(
             dp, v_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, False, PAGE
         )

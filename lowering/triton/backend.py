@@ -48,7 +48,6 @@ if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.triton.plan import Flash
 
 LEAST_SM = 80
-CONVERTS = 89  # from there on GPUs have instructions for float8_e4m3fn
 WIDEST, REST = 512, 64  # of a head, and of q's and k's beside: see kernels/pieces.py
 WIDEST_PUSHED = 128  # in forward mode: two sums of rows, and as many tangents, have no room beyond
 MOST_ROWS = 256  # of one tile
@@ -74,7 +73,7 @@ def why_not(request: Request) -> Iterator[Reason]:
         against += [*attention_reasons(work.problem, lying.totals), *lying_reasons(lying)]
         against += wide_heads(work.problem, WIDEST_PUSHED) if isinstance(work, Push) else ()
         against += large_tiles(work.problem, request.target)
-        against += conversion_reasons(work.problem, request.target)
+        against += conversion_reasons(work.problem)
     yield from dict.fromkeys(against)
     if not against:
         planned = (plan_reasons(part, request) for part in parts)
@@ -94,12 +93,9 @@ def target_reasons(target: Target) -> Iterator[Reason]:
         yield missing_library("triton", "pip install 'attn-graph[cuda]'")
 
 
-def conversion_reasons(problem: Problem, target: Target) -> Iterator[Reason]:
-    """Against quantised numbers that a GPU does not convert."""
+def conversion_reasons(problem: Problem) -> Iterator[Reason]:
+    """Against keys and values beyond the dtype of queries."""
     kinds = {spec.dtype for spec in problem.specs[1:3]}
-    if target.kind == "cuda" and target.sm < CONVERTS and torch.float8_e4m3fn in kinds:
-        limit = f"converts {torch.float8_e4m3fn} from sm_{CONVERTS} on"
-        yield Reason("float8", limit, f"the target has sm_{target.sm}")
     if problem.dtype == torch.float16 and (wider := kinds - {problem.dtype, *QUANTISED}):
         limit = "converts keys before it scales them, and float16 ends at 65504"
         yield Reason("converted", limit, f"k and v are in {', '.join(sorted(map(str, wider)))}")
@@ -310,6 +306,9 @@ def prepared_bytes(graph: Graph) -> int:
 def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
     if flash.problem.dtype == torch.float32 and "tf32" == precision != flash.precision:
         yield "float32 products without TF32: its tiles would not fit this GPU's shared memory"
+    if names := " and ".join(flash.as_bytes):
+        made = "becomes float16 by integer arithmetic, at up to twice the instructions of e5m2"
+        yield f"{names}: float8_e4m3fn {made}: sm_{flash.target.sm} has none for it"
     yield from flash.division.splitlines()
     for name, spec in flash.specs().items():
         if len(spec.shape) < 4:

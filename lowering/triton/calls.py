@@ -221,6 +221,7 @@ def name_operands(
     given = flash.problem.node.split(operands)
     data = (x for each in (*given.modifiers, given.mask) for x in each.values())
     named: Named = {"q": given.q, "k": given.k, "v": given.v, "sinks": given.sinks}
+    named |= {name: named[name].view(torch.uint8) for name in flash.as_bytes}
     named |= {"seed": given.seed, "offset": given.offset}
     named |= kernel_tensors(flash.lying, given.mask, tables)
     return named | {f"data.{k}": x for k, x in enumerate(data)}

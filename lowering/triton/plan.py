@@ -60,6 +60,7 @@ from attn_graph.spec import TensorSpec, dense_strides
 
 PARTS_OF_O: Pointers = {"parts_ptr": PARTS, "parts_lse_ptr": PARTS_LSE}  # of their merge
 FORWARDS = ("forward", "merge_parts")  # they store lse, or lse of parts
+CONVERTS = 89  # from there on GPUs have instructions for float8_e4m3fn
 NOT_INVARIANT = "the order of sums would follow the batch, which batch_invariant=True forbids"
 NO_MAXIMA = "parts of the largest score are not put together"
 
@@ -119,12 +120,20 @@ class Flash:
         """The specs of the large operands, by name."""
         return self.lying.large | (self.push.large if self.push else {})
 
+    @cached_property
+    def as_bytes(self) -> tuple[str, ...]:
+        """Those of k and v that kernels read as bytes, since the GPU does not convert them."""
+        kinds = zip("kv", self.lying.specs[1:3], strict=True)
+        software = self.target.sm < CONVERTS
+        return tuple(n for n, x in kinds if software and x.dtype == torch.float8_e4m3fn)
+
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor, by its name in launches."""
         p = self.problem
         wide = (*p.node.stats, "delta", "dlse", "tlse", "tdelta", "tdlse")
         dtypes = dict.fromkeys(("q", "k", "v", "o", "do", "tq", "tk", "tv", "tdo", "to"), p.dtype)
-        dtypes |= {n: x.dtype for n, x in zip("qkv", self.lying.specs, strict=False)}
+        specs = zip("qkv", self.lying.specs, strict=False)
+        dtypes |= {n: torch.uint8 if n in self.as_bytes else x.dtype for n, x in specs}
         dtypes |= dict.fromkeys(wide, torch.float32)
         dtypes |= dict.fromkeys(("seed", "offset"), torch.int64)
         sinks = p.by_role.sinks

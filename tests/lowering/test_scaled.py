@@ -248,9 +248,18 @@ def test_bytes_of_quantised_keys_are_halved_in_cost_and_explanation() -> None:
     assert "cudnn can't: reads no quantised keys beside another q, packed or in pages" in explained
     for name in ("torch_flash", "torch_efficient", "torch_cudnn"):
         assert f"{name}" in explained.split("can't: reads no quantised keys, and")[0]
-    assert "converts torch.float8_e4m3fn from sm_89 on" in str(
-        ag.explain(quantise_graph(plain, torch.float8_e4m3fn, 0), target="a100")
-    )
+
+
+SOFTWARE = "k and v: float8_e4m3fn becomes float16 by integer arithmetic"
+
+
+@pytest.mark.parametrize("name", ["a100", "rtx4090", "h100"])
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_gpus_before_float8_convert_it_and_say_so(kind: torch.dtype, name: str) -> None:
+    q, k = (ag.TensorSpec((1, 8, n, 64), torch.bfloat16) for n in (1, 4096))
+    told = str(ag.explain(quantise_graph(ag.attention(q, k, k), kind, 15), target=name))
+    assert told.startswith("triton runs this")
+    assert (SOFTWARE in told) == (name == "a100" and kind == torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("name", ["a100", "rtx4090", "h100", "h200", "b200"])

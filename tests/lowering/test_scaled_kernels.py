@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -25,12 +26,28 @@ from attn_graph.testing.tensors import tensors_for
 from tests.lowering import test_packed, test_paged
 from tests.lowering.test_sequences import gradient_is_taken
 from tests.support.kernels import CPU, interpreted
-from tests.support.quantised import Named, Own, all_kinds, kinds, quantise_graph, quantise_tensors
+from tests.support.quantised import (
+    Named,
+    Own,
+    all_kinds,
+    kinds,
+    quantise_graph,
+    quantise_tensors,
+    same_numbers,
+)
 from tests.support.sequences import draw_cotangents
 
 pytestmark = interpreted
 TRITON = ("triton",)
 few = settings(max_examples=2 * settings().max_examples // 5)  # each is interpreted
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_bytes_of_float8_are_converted_exactly(dtype: torch.dtype) -> None:
+    probes: Any = importlib.import_module("tests.support.triton_probes")  # it imports Triton
+    x, out = torch.arange(256, dtype=torch.uint8), torch.empty(256, dtype=dtype)
+    probes.bytes_as_numbers[(1,)](x, out, SIZE=256)
+    assert same_numbers(out, x)
 
 
 def assume_kernels(graph: ag.Graph) -> None:

@@ -73,3 +73,10 @@ def quantise_tensors(graph: ag.Graph, tensors: Named, seed: int) -> tuple[Own, O
         own[name] = lay_like(torch.exp2(power.float()), specs[name])
         plain[n] = lay_like((own[n].double() * own[name]).to(x.dtype), ag.TensorSpec.like(x))
     return own, plain
+
+
+def same_numbers(x: torch.Tensor, codes: torch.Tensor) -> bool:
+    """True if x is what bytes of float8_e4m3fn mean, bit by bit but for those of NaN."""
+    due = codes.view(torch.float8_e4m3fn).to(x.dtype)
+    same = x.isnan() & due.isnan() | (x == due) & (x.signbit() == due.signbit())
+    return bool(same.all())

@@ -14,6 +14,7 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.kernels.common import (
     dropout_keeps_tile,
     key_tiles,
+    numbers_in,
     place_program,
     query_tiles,
     round_to,
@@ -73,6 +74,13 @@ def rounded(x_ptr, out_ptr, SIZE: tl.constexpr):
     """out [SIZE] float32: x in bfloat16, as the interpreter has it."""
     at = tl.arange(0, SIZE)
     tl.store(out_ptr + at, round_to(tl.load(x_ptr + at), tl.bfloat16, True))
+
+
+@triton.jit
+def bytes_as_numbers(x_ptr, out_ptr, SIZE: tl.constexpr):
+    """out [SIZE]: bytes x of float8_e4m3fn in out's dtype."""
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, numbers_in(tl.load(x_ptr + at), out_ptr.dtype.element_ty))
 
 
 @final

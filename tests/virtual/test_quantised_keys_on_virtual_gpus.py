@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ import attn_graph as ag
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.gpu import virtual_gpu
 from attn_graph.testing.tensors import tensors_for
-from tests.support.quantised import quantise_graph
+from tests.support.quantised import quantise_graph, same_numbers
 from tests.support.virtual_cases import machine
 
 EACH, ONE = 0, 15  # seeds of `quantise_graph`: scales of each key, or one for the tensor
@@ -18,6 +21,8 @@ EACH, ONE = 0, 15  # seeds of `quantise_graph`: scales of each key, or one for t
 @pytest.mark.parametrize(
     ("sm", "kind", "dtype", "rows", "scales"),
     [
+        (80, torch.float8_e4m3fn, torch.bfloat16, 1, ONE),
+        (80, torch.float8_e4m3fn, torch.float16, 70, EACH),
         (90, torch.float8_e5m2, torch.float16, 1, EACH),
         (80, torch.int8, torch.bfloat16, 1, EACH),
         (80, torch.int8, torch.bfloat16, 1, ONE),
@@ -43,3 +48,12 @@ def test_a_kernel_reads_quantised_keys(
         tensors = tensors_for(graph, 1)
         check_outputs(plan, graph, tensors)
         check_gradients(plan, graph, tensors, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_gpus_without_instructions_for_float8_convert_it_exactly(dtype: torch.dtype) -> None:
+    probes: Any = importlib.import_module("tests.support.triton_probes")  # it imports Triton
+    x, out = torch.arange(256, dtype=torch.uint8), torch.empty(256, dtype=dtype)
+    with virtual_gpu(machine(80)):
+        probes.bytes_as_numbers[(1,)](x, out, SIZE=256, num_warps=2)
+    assert same_numbers(out, x)
