@@ -99,7 +99,11 @@ def write_heads(
     SIZE: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, EIGHT: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The heads [HEADS,SIZE] at x_ptr, rotated and divided by the scale, to out_ptr."""
+    """The heads [HEADS,SIZE] at x_ptr, rotated and divided by the scale, to out_ptr.
+
+    scale_strides: of a scale, the last None if all columns have one, then how many pages, lines,
+    heads and columns have one.
+    """
     d = tl.arange(0, WIDTH)[None, :]
     HALF: tl.constexpr = ROTATED // 2
     for start in range(0, HEADS, BLOCK):
@@ -118,9 +122,14 @@ def write_heads(
             x = tl.where(turned, x * cos + tl.where(first, -y, y) * sin, x)
         DTYPE: tl.constexpr = out_ptr.dtype.element_ty
         if scale_ptr is not None:
-            own = scale_ptr + page * scale_strides[0] + line * scale_strides[1]
-            scale = tl.load(own + h * scale_strides[2], mask=(h < HEADS) & there, other=1.0)
-            x = x / scale.to(WIDE)
+            own = scale_ptr + page // scale_strides[4] * scale_strides[0]
+            own += line // scale_strides[5] * scale_strides[1]
+            own += h // scale_strides[6] * scale_strides[2]
+            inner = (h < HEADS) & there
+            if scale_strides[3] is not None:
+                own += d // scale_strides[7] * scale_strides[3]
+                inner = inside & there
+            x = x / tl.load(own, mask=inner, other=1.0).to(WIDE)
         x = x / number
         to = out_ptr + h.to(tl.int64) * out_strides[2] + d * out_strides[3]
         tl.store(to, to_cache(x, DTYPE, EIGHT, UPCAST), mask=inside & writes)
@@ -194,7 +203,8 @@ def launch(
     given = [*rows, *room, pages, lengths, starts, slots, positions, *turns[:2]]
     held = [x if isinstance(x, Tensor) else None for x in scales]
     lying = [strides_of(x) for x in (*rows, *pools, pages)]
-    turned = [strides_of(x) for x in (*turns[:2], *held)]
+    turned: list[tuple[int | None, ...]] = [strides_of(x) for x in turns[:2]]
+    turned += [scale_steps(x, pool) for x, pool in zip(held, pools, strict=True)]
     steps = tuple(1 if x is None else x.stride(0) for x in (lengths, slots, positions))
     append_rows[(k.shape[0] * M,)](
         *given, *held, *lying, steps,
@@ -212,3 +222,13 @@ def strides_of(x: Any) -> tuple[int, ...]:  # Any: a tensor, or None
     if x is None:
         return NONE
     return tuple(0 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def scale_steps(scale: Tensor | None, pool: Tensor | None) -> tuple[int | None, ...]:
+    """The strides of a scale, and its blocks, as of `write_heads`."""
+    if scale is None or pool is None:
+        return NONE
+    *steps, last = strides_of(scale)
+    columns = None if scale.shape[-1] == 1 else last
+    pairs = zip(pool.shape, scale.shape, strict=True)
+    return *steps, columns, *(max(1, n // max(1, scales)) for n, scales in pairs)

@@ -39,6 +39,7 @@ from attn_graph.kernels.pieces import (
     key_pieces,
     multiply_pieces,
     query_pieces,
+    scale_ahead,
     scale_pieces,
     store_pieces,
     zero_pieces,
@@ -141,6 +142,7 @@ def query_gradient(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     BATCH: tl.constexpr, PAGE: tl.constexpr, PARTED: tl.constexpr,
+    K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
     CHANGE: tl.constexpr,
     BACK: tl.constexpr, PUSH: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
@@ -216,6 +218,7 @@ def query_gradient(
                 v_strides, k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale,
                 threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 PAGE, KEEP, CHANGE, BACK, PUSH, DROPOUT, MIXED, UPCAST, PRECISION,
+                K_BLOCKS, V_BLOCKS,
             )  # fmt: skip
     dq_head = head_at(dq_ptr, dq_strides, b, head, q_starts_ptr, row, 0)
     store_pieces(
@@ -232,6 +235,7 @@ def add_query_gradient(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, PUSH: tl.constexpr,
     DROPOUT: tl.constexpr, MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """dq [BLOCK_M,D] + ds k over keys `key`.. before `keys`, still to be scaled.
 
@@ -255,9 +259,13 @@ def add_query_gradient(
             tv_ptr, tv_strides, b, g, key, keys, None,
             E, BLOCK_N, WIDTH_E, not MIXED, False, UPCAST,
         )  # fmt: skip
+    k, k_rest = scale_ahead(
+        k, k_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL,
+        D, BLOCK_N, not MIXED, PAGE, K_BLOCKS,
+    )  # fmt: skip
     s = scale_columns(
-        multiply_pieces(q, k, PRECISION), k_scale, pages_ptr, pages, b, g, key, keys, POOL,
-        BLOCK_N, not MIXED, PAGE,
+        multiply_pieces(q, k, PRECISION), k_rest, pages_ptr, pages, b, g, key, keys, POOL,
+        BLOCK_N, not MIXED, PAGE, K_BLOCKS,
     )  # fmt: skip
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if do is not None or along is not None:
@@ -266,9 +274,14 @@ def add_query_gradient(
             E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
         )  # fmt: skip
     if do is not None:
+        values, v_scale = scale_ahead(
+            (v,), v_scale, do, pages_ptr, pages, b, g, key, keys, POOL,
+            E, BLOCK_N, not MIXED, PAGE, V_BLOCKS,
+        )  # fmt: skip
+        v = values[0]
         dp = scale_columns(
             tl.dot(do, tl.trans(numbers_in(v, do.dtype)), input_precision=PRECISION),
-            v_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE,
+            v_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE, V_BLOCKS,
         )  # fmt: skip
     z = None
     if DROPOUT:
@@ -286,8 +299,9 @@ def add_query_gradient(
         CHANGE, KEEP, BACK, PUSH, MIXED, False,
     )  # fmt: skip
     k = scale_pieces(
-        k, k_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE
-    )
+        k, k_rest, q[0], pages_ptr, pages, b, g, key, keys, POOL,
+        D, BLOCK_N, not MIXED, PAGE, K_BLOCKS,
+    )  # fmt: skip
     tds = round_to(tds, k_head.dtype.element_ty if len(k_scale) == 0 else k[0].dtype, UPCAST)
     dq = add_pieces(dq, tds, k, PRECISION)
     if tk is not None:

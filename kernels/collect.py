@@ -26,7 +26,7 @@ from attn_graph.kernels.common import (
     rows_of,
     tile_bounds,
 )
-from attn_graph.kernels.pieces import multiply_pieces, query_pieces
+from attn_graph.kernels.pieces import multiply_pieces, query_pieces, scale_ahead
 from attn_graph.kernels.scores import (
     drop,
     load_rest,
@@ -50,6 +50,7 @@ def contribution(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
     COLLECT: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """What each place of a tile [BLOCK_M,BLOCK_N] adds to the gradient; 0 outside of q and k."""
     i = (query + tl.arange(0, BLOCK_M))[:, None]
@@ -60,6 +61,14 @@ def contribution(
     q = query_pieces(None, q_head, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
     k = query_pieces(None, k_head, k_strides, b, g, key, keys, D, BLOCK_N, WIDTH_D, False, UPCAST)
     v = rows_of(v_ptr, v_strides, b, g, key, keys, E, BLOCK_N, WIDTH_E, UPCAST)
+    k_scale, v_scale = scale_heads(scales, scale_strides, b, g, None, 0, 0)
+    k, k_scale = scale_ahead(
+        k, k_scale, q[0], None, None, b, g, key, keys, 0, D, BLOCK_N, False, 0, K_BLOCKS
+    )
+    values, v_scale = scale_ahead(
+        (v,), v_scale, q[0], None, None, b, g, key, keys, 0, E, BLOCK_N, False, 0, V_BLOCKS
+    )
+    v = values[0]
     do = None if do_ptr is None else rows_of(
         do_ptr, do_strides, b, h, query, rows, E, BLOCK_M, WIDTH_E, UPCAST
     )  # fmt: skip
@@ -67,9 +76,8 @@ def contribution(
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if do is not None:
         dp = tl.dot(do, tl.trans(numbers_in(v, do.dtype)), input_precision=PRECISION)
-    k_scale, v_scale = scale_heads(scales, scale_strides, b, g, None, 0, 0)
-    s = scale_columns(s, k_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
-    dp = scale_columns(dp, v_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0)
+    s = scale_columns(s, k_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0, K_BLOCKS)
+    dp = scale_columns(dp, v_scale, None, None, b, g, key, keys, 0, BLOCK_N, False, 0, V_BLOCKS)
     z = None
     if DROPOUT:
         z = dropout_keeps_tile(
@@ -118,7 +126,7 @@ def collect_places(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
     PUSH: tl.constexpr, COLLECT: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of a gradient [B or 1, H or 1, M, N], summed along axes of size 1."""
     N = even_length(N, EVEN)
@@ -145,6 +153,7 @@ def collect_places(
                     b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N,
                     scale, keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                     KEEP, ENDS, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
+                    K_BLOCKS, V_BLOCKS,
                 )  # fmt: skip
     i = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     j = (column * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -167,6 +176,7 @@ def collect_lines(
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
     PUSH: tl.constexpr, COLUMN: tl.constexpr, COLLECT: tl.constexpr, DROPOUT: tl.constexpr,
     LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One program: the sums over keys for BLOCK_M queries, or, BY_KEYS, over queries for BLOCK_N.
 
@@ -206,7 +216,7 @@ def collect_lines(
             tq_strides, tk_strides, tv_strides, tdo_strides, scales, scale_strides,
             b, h, H, GROUP, row, column, M, N, scale, keep_scale, threshold,
             origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, ENDS, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
+            KEEP, ENDS, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION, K_BLOCKS, V_BLOCKS,
         )  # fmt: skip
         if COLUMN is None:
             total += tl.sum(share, 0 if BY_KEYS else 1)

@@ -46,7 +46,8 @@ def split_forward(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, COMMON: tl.constexpr, V_IN_K: tl.constexpr,
+    PAGE: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, COMMON: tl.constexpr,
+    V_IN_K: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
     CHANGE: tl.constexpr,
     FOLD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -110,6 +111,7 @@ def split_forward(
                 k_scale, v_scale, b, h, 1, H, M, N, keys, POOL, scale, 0, None,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 PAGE, 1, V_IN_K, KEEP, CHANGE, None, FOLD, False, MIXED, UPCAST, PRECISION,
+                K_BLOCKS, V_BLOCKS,
             )  # fmt: skip
 
     total = tl.sum(total, 1)

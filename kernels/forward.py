@@ -32,7 +32,7 @@ from attn_graph.kernels.common import (
     tile_bounds,
     walk_part,
 )
-from attn_graph.kernels.pieces import key_pieces, multiply_pieces, query_pieces
+from attn_graph.kernels.pieces import key_pieces, multiply_pieces, query_pieces, scale_ahead
 from attn_graph.kernels.scores import moving_rows, push_dot, push_scores
 from attn_graph.kernels.sequences import (
     LARGEST,
@@ -65,7 +65,7 @@ def forward(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     BATCH: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, PARTED: tl.constexpr,
-    COMMON: tl.constexpr, V_IN_K: tl.constexpr,
+    K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, COMMON: tl.constexpr, V_IN_K: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
     CHANGE: tl.constexpr,
     PUSH: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
@@ -83,8 +83,8 @@ def forward(
 
     With q_starts_ptr q is packed, T rows of each head, and so are o and the statistics [H,T]; with
     kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. With pages_ptr
-    k and v are POOL pages of PAGE rows; see kernels/sequences.py. scales: of quantised k and v, a
-    number a row, or None. COMMON: see `common_scales`.
+    k and v are POOL pages of PAGE rows; see kernels/sequences.py. scales: of quantised k
+    and v, or None. K_BLOCKS, V_BLOCKS, COMMON: see `scales_of` and `common_scales`.
 
     With tlse_ptr also to, which lies as o does, and tlse [B,H,M] as lse, from the tangents tq, tk,
     tv and tsinks, any of which may be absent; nothing is packed, in pages, quantised or PARTED.
@@ -135,6 +135,7 @@ def forward(
                 k_scale, v_scale, b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 PAGE, COLUMNS, V_IN_K, KEEP, CHANGE, PUSH, FOLD, DROPOUT, MIXED, UPCAST, PRECISION,
+                K_BLOCKS, V_BLOCKS,
             )  # fmt: skip
 
     total = tl.sum(total, 1)
@@ -204,7 +205,7 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
     V_IN_K: tl.constexpr, KEEP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
     FOLD: tl.constexpr, DROPOUT: tl.constexpr, MIXED: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_M,E], total [BLOCK_M,COLUMNS] and m [BLOCK_M] with keys `key`.. before `keys`
     too.
@@ -222,8 +223,14 @@ def attend(
         k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
+    k, k_scale = scale_ahead(
+        k, k_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL,
+        D, BLOCK_N, not MIXED, PAGE, K_BLOCKS,
+    )  # fmt: skip
     s = multiply_pieces(q, k, PRECISION)
-    s = scale_columns(s, k_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE)
+    s = scale_columns(
+        s, k_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE, K_BLOCKS
+    )
     if along is not None:
         tq, tk_ptr, tk_strides, tv_ptr, tv_strides = along
         tk = moving_rows(
@@ -257,8 +264,9 @@ def attend(
             E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
         )  # fmt: skip
     v = scale_rows(
-        v, v_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, not MIXED, PAGE
-    )
+        v, v_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL,
+        0, E, BLOCK_N, not MIXED, PAGE, V_BLOCKS,
+    )  # fmt: skip
     if len(v_scale) == 0 and v_head.dtype.element_ty.primitive_bitwidth > 8:
         p = round_to(p, v_head.dtype.element_ty, UPCAST)
     else:

@@ -53,16 +53,38 @@ def key_pieces(
 @triton.jit
 def scale_pieces(
     x, scale, like, pages_ptr, line, b, g, first, count, POOL,
-    ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """`scale_rows` of pieces."""
     one = scale_rows(
-        x[0], scale, like, pages_ptr, line, b, g, first, count, POOL, ROWS, WHOLE, PAGE
-    )
+        x[0], scale, like, pages_ptr, line, b, g, first, count, POOL,
+        0, SIZE if SIZE < HELD else HELD, ROWS, WHOLE, PAGE, BLOCKS,
+    )  # fmt: skip
     return (
         one,
-        scale_rows(x[1], scale, like, pages_ptr, line, b, g, first, count, POOL, ROWS, WHOLE, PAGE),
+        scale_rows(
+            x[1], scale, like, pages_ptr, line, b, g, first, count, POOL,
+            HELD, SIZE - HELD, ROWS, WHOLE, PAGE, BLOCKS,
+        ),
     ) if len(x) > 1 else (one,)  # fmt: skip
+
+
+@triton.jit
+def scale_ahead(
+    x, scale, like, pages_ptr, line, b, g, first, count, POOL,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Pieces of rows before a product, and the scales of its columns: none where columns of x have
+    scales of their own, which x is times then."""
+    return (
+        scale_pieces(
+            x, scale, like, pages_ptr, line, b, g, first, count, POOL,
+            SIZE, ROWS, WHOLE, PAGE, BLOCKS,
+        ),
+        (),
+    ) if BLOCKS[1] > 0 else (x, scale)  # fmt: skip
 
 
 @triton.jit

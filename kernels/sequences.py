@@ -293,14 +293,13 @@ def in_half(x, power):
 @triton.jit
 def scale_columns(
     x, scale, pages_ptr, line, b, g, first, count, POOL,
-    ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """x [.,ROWS], a product with quantised rows, times their scales; as is without these. One scale
     alone is of all rows, see `common_scales`."""
     return x if len(scale) == 0 else x * scale[0] if len(scale) == 1 else x * tl.trans(
-        key_rows(
-            None, scale[0], scale[1], pages_ptr, line, b, g, first, count, POOL,
-            1, ROWS, 1, WHOLE, PAGE, False,
+        scales_of(
+            scale, pages_ptr, line, b, g, first, count, POOL, 0, 1, ROWS, 1, WHOLE, PAGE, BLOCKS
         )
     )  # fmt: skip
 
@@ -308,16 +307,50 @@ def scale_columns(
 @triton.jit
 def scale_rows(
     x, scale, like, pages_ptr, line, b, g, first, count, POOL,
-    ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+    COLUMN: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    PAGE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Rows x [ROWS,.] in the dtype of `like`, quantised ones times their scales, if these are."""
+    """Rows x [ROWS,.] in the dtype of `like`, quantised ones times their scales, if these are.
+    COLUMN: the first of SIZE columns."""
     return numbers_in(x, like.dtype) if len(scale) == 0 else (
         numbers_in(x, tl.float32)
-        * key_rows(
-            None, scale[0], scale[1], pages_ptr, line, b, g, first, count, POOL,
-            1, ROWS, 1, WHOLE, PAGE, False,
+        * scales_of(
+            scale, pages_ptr, line, b, g, first, count, POOL,
+            COLUMN, SIZE, ROWS, x.shape[1], WHOLE, PAGE, BLOCKS,
         )
     ).to(like.dtype)  # fmt: skip
+
+
+@triton.jit
+def scales_of(
+    scale, pages_ptr, line, b, g, first, count, POOL,
+    COLUMN: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The scales of a tile of k or v: [ROWS,WIDTH], or [ROWS,1] if all columns have one.
+
+    They are read as rows of keys are. BLOCKS: how many rows and how many columns have one, 0: all;
+    they are powers of two, so a tile has whole blocks, or is within one.
+    """
+    EACH: tl.constexpr = 1 if BLOCKS[0] == 0 else BLOCKS[0]
+    SHARE: tl.constexpr = EACH if EACH < ROWS else ROWS
+    WIDE: tl.constexpr = BLOCKS[1]
+    COUNT: tl.constexpr = 1 if WIDE == 0 else SIZE // WIDE
+    ACROSS: tl.constexpr = 1 if WIDE == 0 else WIDTH // WIDE
+    TIMES: tl.constexpr = 1 if WIDE == 0 else WIDE
+    at, near = scale[0], line
+    if WIDE > 0:
+        at += (COLUMN // WIDE) * scale[1][3]
+    if PAGE and len(line) > 2:
+        near = line[0], line[1], line[2] // EACH
+    x = key_rows(
+        None, at, scale[1], pages_ptr, near, b, g, first // EACH, tl.cdiv(count, EACH), POOL,
+        COUNT, ROWS // SHARE, ACROSS, WHOLE, PAGE // EACH, False,
+    )  # fmt: skip
+    if SHARE * TIMES > 1:
+        apart = tl.broadcast_to(x[:, None, :, None], (ROWS // SHARE, SHARE, ACROSS, TIMES))
+        x = tl.reshape(apart, (ROWS, ACROSS * TIMES))
+    return x
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from attn_graph.kernels.common import (
     tile_of,
 )
 from attn_graph.kernels.forward import store_statistic, with_sink
-from attn_graph.kernels.pieces import key_pieces, multiply_pieces, query_pieces
+from attn_graph.kernels.pieces import key_pieces, multiply_pieces, query_pieces, scale_ahead
 from attn_graph.kernels.scores import load_statistics
 from attn_graph.kernels.sequences import (
     head_at,
@@ -50,6 +50,7 @@ def sum_weights(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH: tl.constexpr, PAGE: tl.constexpr,
+    K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
     CHANGE: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, FAR_LSE: tl.constexpr, WEIGHED: tl.constexpr,
@@ -109,7 +110,7 @@ def sum_weights(
             do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
             k_scale, v_scale, b, h, h // GROUP, H, M, N, keys, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N, PAGE, KEEP, CHANGE, DROPOUT, UPCAST,
-            PRECISION,
+            PRECISION, K_BLOCKS, V_BLOCKS,
         )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32)
@@ -136,6 +137,7 @@ def add_weights(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, KEEP: tl.constexpr,
     CHANGE: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """weighed [BLOCK_M,1] = sum_j p z do v^T, total and m [BLOCK_M] with keys `key`.. before `keys`
     too. See `softmax_step`."""
@@ -144,8 +146,14 @@ def add_weights(
         None, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
         D, BLOCK_N, WIDTH_D, False, PAGE, UPCAST,
     )  # fmt: skip
+    k, k_scale = scale_ahead(
+        k, k_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL,
+        D, BLOCK_N, False, PAGE, K_BLOCKS,
+    )  # fmt: skip
     s = multiply_pieces(q, k, PRECISION)
-    s = scale_columns(s, k_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, False, PAGE)
+    s = scale_columns(
+        s, k_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, False, PAGE, K_BLOCKS
+    )
     p, m, shrink = softmax_step(
         s, m, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, False, True
     )
@@ -155,9 +163,14 @@ def add_weights(
             None, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
             E, BLOCK_N, WIDTH_E, False, PAGE, UPCAST,
         )  # fmt: skip
+        values, v_scale = scale_ahead(
+            (v,), v_scale, do, pages_ptr, pages, b, g, key, keys, POOL,
+            E, BLOCK_N, False, PAGE, V_BLOCKS,
+        )  # fmt: skip
+        v = values[0]
         dp = tl.dot(do, tl.trans(numbers_in(v, do.dtype)), input_precision=PRECISION)
         dp = scale_columns(
-            dp, v_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, False, PAGE
+            dp, v_scale, pages_ptr, pages, b, g, key, keys, POOL, BLOCK_N, False, PAGE, V_BLOCKS
         )
         if DROPOUT:
             z = dropout_keeps_tile(

@@ -20,7 +20,14 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import value_spec
 from attn_graph.ir.packed import LEAVES, LENGTHS, PLACES, STARTS, Packed, and_parts, full_sides
 from attn_graph.ir.packing import row_count
-from attn_graph.ir.scaling import KEY_SCALES, O_SCALE, SCALES, Dequantise, Quantise
+from attn_graph.ir.scaling import (
+    KEY_SCALES,
+    O_SCALE,
+    SCALES,
+    Dequantise,
+    Quantise,
+    neighbours,
+)
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.problem import (
     PREPARING,
@@ -149,6 +156,21 @@ class Lying:
     def scales(self) -> tuple[str, ...]:
         """The names of the scales, if k and v are quantised."""
         return KEY_SCALES if self.packed and self.packed.scaled else ()
+
+    @cached_property
+    def row_axis(self) -> int:
+        """The axis of rows of k and v as they lie."""
+        return 0 if "keys" in self.sides else 1 if self.pages else 2
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """How many neighbours, of rows and of columns, have one scale of k, and how many of v, if
+        they are quantised; 0: all."""
+        axes, scales = (self.row_axis, -1), [self.tables[name] for name in self.scales]
+        return tuple(
+            (block_along(x, scale, axes[0]), block_along(x, scale, axes[1]))
+            for x, scale in zip(self.specs[1:3], scales, strict=False)
+        )
 
     @cached_property
     def pages(self) -> TensorSpec | None:
@@ -387,6 +409,12 @@ def rows_outside(starts: torch.Tensor, lengths: torch.Tensor | None, T: int) -> 
     last = torch.searchsorted(starts.contiguous(), row, right=True) - 1
     entry = last.clamp(0, len(lengths) - 1)
     return (row < starts[entry]) | (row >= starts[entry] + lengths[entry])
+
+
+def block_along(x: TensorSpec, scale: TensorSpec, axis: int) -> int:
+    """How many neighbours of x along an axis have one scale; 0: all."""
+    count = scale.shape[axis]
+    return 0 if count == 1 else neighbours(x.shape[axis], count)
 
 
 def quantised_places(graph: Graph) -> dict[str, int]:

@@ -9,7 +9,7 @@ from attrs import evolve
 from attn_graph.ir.graph import Graph, Input
 from attn_graph.ir.packed import PLACES, TOTALS
 from attn_graph.ir.packing import row_count
-from attn_graph.ir.scaling import Dequantise, Quantise
+from attn_graph.ir.scaling import Dequantise, Quantise, neighbours
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 
@@ -48,7 +48,7 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
         if n not in roles:  # nothing reads it
             return x
         each = zip(x.spec.shape, *(roles[n].shape(own) for own in (before, sizes)), strict=True)
-        shape = tuple(new if size == old else 1 for size, old, new in each)
+        shape = tuple(resize_axis(*sizes) for sizes in each)
         return Input(x.name, TensorSpec(shape, x.spec.dtype))
 
     inputs = tuple(resize(n, x) for n, x in enumerate(graph.inputs))
@@ -62,3 +62,10 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
         types += outs
         eqns.append(evolve(eqn, op=op, outs=outs))
     return evolve(graph, inputs=inputs, eqns=tuple(eqns), layouts=())
+
+
+def resize_axis(size: int, old: int, new: int) -> int:
+    """The size along an axis that is `new` long instead of `old`: scales of blocks keep these, as
+    far as they divide it."""
+    block = neighbours(old, size) if size > 1 or size == old else 0
+    return new // block if block and new % block == 0 else 1

@@ -389,10 +389,11 @@ def attention(
 
     `k_scale`, `v_scale`: k and v, in float8, int8 or another float than q, of 32 bits or fewer,
     stand for k * k_scale and v * v_scale; of 1.0 they convert k and v as kernels read them. Scales
-    are float32, with the axes of k and v, each full or 1, and 1 for the last. With `q_scale` too, q
-    stands for q * q_scale, and o is in bfloat16. None has a gradient. With `o_scale`, with the axes
-    of o, o is in the dtype of q and stands for o * o_scale, and the last result is amax, the
-    largest |o| before, one float32. Such a graph has no gradient.
+    are float32, with the axes of k and v, each a divisor: [B,G,N,D/32] for 32 elements of a row,
+    [B,G,N/32,D] for an element of 32 rows, and so on. With `q_scale` too, q stands for q * q_scale,
+    and o is in bfloat16. None has a gradient. With `o_scale`, with the axes of o, o is in the dtype
+    of q and stands for o * o_scale, and the last result is amax, the largest |o| before, one
+    float32. Such a graph has no gradient.
 
     `outputs` declares layouts of o and statistics, as `lay_out` takes them: {"o": "bshd"}, say.
 

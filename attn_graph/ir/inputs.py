@@ -245,8 +245,8 @@ def scale_fault(name: str, scale: tuple[int, ...], of: tuple[int, ...], axes: st
     elif len(scale) < len(of) == len(names):
         ways = list_readings(name, scale, dict(zip(names, (*of[:-1], 1), strict=True)), names)
     return (
-        f"has shape {[*scale]}, and a tensor {[*of]} needs {[*of[:-1], 1]}, each axis full or 1"
-        f"{ways}"
+        f"has shape {[*scale]}, and a tensor {[*of]} needs {len(of)} axes, each a divisor of its "
+        f"own: {[*of[:-1], 1]} for rows{ways}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
@@ -30,9 +30,9 @@ WEIGHT_SCALE = 16.0
 class Dequantise(Op):
     """x, scale, like -> x * scale, in the dtype of `like`, or in bfloat16 if that has 8 bits too.
 
-    x is in 8 bits, or in another float, of 32 bits or fewer; scale has its axes,
-    each full or 1, and 1 for the last. The result is dense, in the memory order of x. It has no
-    derivative by either.
+    x is in 8 bits, or in another float, of 32 bits or fewer; scale has its axes, each a divisor of
+    it: a number is for a block of neighbours. The result is dense, in the memory order of x. It has
+    no derivative by either.
     """
 
     def problems(self, x: ValueType, scale: ValueType, like: ValueType) -> Iterator[str]:
@@ -47,8 +47,8 @@ class Dequantise(Op):
         if not scales_fit(scale.shape, x.shape):
             due = (*x.shape[:-1], 1)
             yield (
-                f"dequantise: scale {scale} must have the axes of {x}, each full or 1, and 1 for "
-                f"the last: {list(due)} for rows, {[1] * len(due)} for the tensor"
+                f"dequantise: scale {scale} must have the axes of {x}, each a divisor of its own: "
+                f"{list(due)} for rows, {[1] * len(due)} for the tensor, others for blocks"
             )
 
     def infer(self, x: ValueType, scale: ValueType, like: ValueType) -> tuple[ValueType]:
@@ -57,7 +57,7 @@ class Dequantise(Op):
     def run(self, x: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
         dtype = stands_in(like.dtype)
         wide = accumulator(dtype)
-        whole = (x.to(wide) * scale.to(wide)).to(dtype)
+        whole = (x.to(wide) * spread(scale.to(wide), x.shape)).to(dtype)
         return (lay_in_order(whole, order_axes(x.shape, x.stride())),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
@@ -75,8 +75,7 @@ class Quantise(Op):
     """o, scale, like -> o / scale in the dtype of `like`, of 8 bits, and amax [] = max |o|.
 
     Rounded to the nearest, and no larger than the dtype's largest; of o in float64, as the
-    reference has it, neither. scale has the axes of o, each
-    full or 1, and 1 for the last. It has no derivative.
+    reference has it, neither. scale has the axes of o, each a divisor of it. It has no derivative.
     """
 
     def problems(self, o: ValueType, scale: ValueType, like: ValueType) -> Iterator[str]:
@@ -86,8 +85,8 @@ class Quantise(Op):
         if scale.dtype != torch.float32 or not scales_fit(scale.shape, o.shape):
             due = [1] * len(o.shape)
             yield (
-                f"quantise: scale {scale} must be of torch.float32, with the axes of {o}, each "
-                f"full or 1, and 1 for the last: {due} for the tensor"
+                f"quantise: scale {scale} must be of torch.float32, with the axes of {o}, each a "
+                f"divisor of its own: {due} for the tensor"
             )
 
     def infer(self, o: ValueType, scale: ValueType, like: ValueType) -> tuple[ValueType, ValueType]:
@@ -98,7 +97,7 @@ class Quantise(Op):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = o.to(accumulator(o.dtype))
         amax = wide.abs().amax() if o.numel() else wide.new_zeros(())
-        narrow = wide / scale
+        narrow = wide / spread(scale, o.shape)
         return narrow if o.dtype == torch.float64 else to_eight(narrow, like.dtype), amax
 
     def gradient_problems(self) -> Iterator[str]:
@@ -155,7 +154,21 @@ def weights_dtype(graph: Graph, precision: str) -> torch.dtype | None:
 
 
 def scales_fit(scale: tuple[int, ...], x: tuple[int, ...]) -> bool:
-    """True if a scale of this shape fits a tensor: each axis full or 1, the last 1."""
-    return len(scale) == len(x) and all(
-        n == 1 or n == m for n, m in zip(scale, (*x[:-1], 1), strict=True)
-    )
+    """True if a scale of this shape fits a tensor: it has as many axes, each a divisor."""
+    return len(scale) == len(x) and all(map(neighbours, x, scale))
+
+
+def neighbours(n: int, scales: int) -> int:
+    """How many along an axis of n share one of so many scales; 0 if these do not divide it."""
+    if scales in (1, n):
+        return 1 if scales == n else n or 1
+    each = int(n) // int(scales) if scales else 0
+    return each if scales * each == n else 0
+
+
+def spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A scale with its numbers repeated over their blocks; axes of 1 stay."""
+    for axis, (n, scales) in enumerate(zip(shape, scale.shape, strict=True)):
+        if 1 < scales < n:
+            scale = scale.repeat_interleave(n // scales, axis)
+    return scale

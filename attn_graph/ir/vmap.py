@@ -274,6 +274,11 @@ class MappedGraph:
                 f"{name} {own.spec} is mapped, and broadcasts over the {NOUNS[letter]}, of "
                 f"{self.full(letter)}: bring a copy that is expanded there"
             )
+        elif count not in (1, full := self.full(letter)) and not way.before:
+            yield (
+                f"{name} {own.spec} is for blocks of {full // count} {NOUNS[letter]}, which would "
+                "not lie side by side: bring a copy with one for each"
+            )
         elif self.fold(n, way).view(own.spec) is None:
             target = place if way.before else place + 1
             yield (

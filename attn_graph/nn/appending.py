@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import GraphError, PlanMismatchError, TensorError, show
 from attn_graph.ir.packing import list_sequences
-from attn_graph.ir.scaling import scales_fit, to_eight
+from attn_graph.ir.scaling import neighbours, scales_fit, spread, to_eight
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.imports import load_modules
 from attn_graph.nn.ops import KINDS, LIBRARY, NAME
@@ -61,8 +61,8 @@ def append_to_pages(
     rotated, 0 in rows without a place; without q the result is None.
 
     A pool in 8 bits holds x / scale, to nearest, and no larger than its largest. k_scale and
-    v_scale are as in `attention`: float32 with the axes of the pool, each full or 1, and 1 for the
-    last; or a number. A scale for each row has to hold the row's scale before the call.
+    v_scale are as in `attention`: float32 with the axes of the pool, each a divisor; or a number. A
+    scale for each row or block has to hold its number before the call.
 
     Raises TensorError for tensors of sizes or dtypes that disagree, GraphError if one needs a
     gradient or under a transform of torch.func, and on CPUs PlanMismatchError for places outside of
@@ -194,7 +194,7 @@ def pool_scale_problems(name: str, scale: Scale, pool: Tensor | None) -> Iterato
     ):
         yield (
             f"{name}_scale {scale.dtype} {[*scale.shape]} must be torch.float32 with the axes of "
-            f"pool_{name} {[*pool.shape]}, each full or 1, and 1 for the last"
+            f"pool_{name} {[*pool.shape]}, each a divisor of its own"
         )
 
 
@@ -264,10 +264,17 @@ def write_rows(
     """Write x [T,G,D] to a pool [n,P,G,D]; to one in 8 bits x / scale, to nearest and within its
     range. cells: the page of each row, and its line there."""
     if pool.dtype in QUANTISED:
-        own = scale.expand(*pool.shape[:3], 1)[cells] if isinstance(scale, Tensor) else scale
+        own = scales_at(scale, pool, *cells) if isinstance(scale, Tensor) else scale
         x = to_eight(x.to(accumulator(x.dtype)) / own, pool.dtype).view(torch.uint8)
         pool = pool.view(torch.uint8)  # PyTorch has no index_put of float8
     pool.index_put_(cells, x.to(pool.dtype))
+
+
+def scales_at(scale: Tensor, pool: Tensor, page: Tensor, line: Tensor) -> Tensor:
+    """The scales of rows of a pool, [T,G,D] or with axes of 1."""
+    blocks = map(neighbours, pool.shape[:2], scale.shape)
+    own = scale[tuple(x // n for x, n in zip((page, line), blocks, strict=True))]
+    return spread(own, (len(page), *pool.shape[2:]))
 
 
 def flat_rows(x: Tensor, kept: Tensor | None) -> Tensor:

@@ -349,7 +349,7 @@ def attend(c: Chain) -> Evaluation:
     weights = p * z if c.narrow is None else round_to_eight(p, c.narrow)
     o = torch.einsum("bhij,bhje->bhie", weights, per_head(c.v, H))
     largest = torch.where(keep, s, -INF).amax(-1) if N else s.new_full((B, H, M), -INF)
-    o8 = o if c.o_scale is None else o / c.o_scale
+    o8 = o if c.o_scale is None else o / expand_blocks(c.o_scale, o.shape).to(o.dtype)
     return Evaluation(tuple(steps), p, z, lse, largest.detach(), p * z, o, o8)
 
 
@@ -381,11 +381,19 @@ def cast(graph: Graph, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Te
     for eqn in graph.eqns:
         if isinstance(eqn.op, Dequantise):
             n, scale, _ = eqn.args
-            tensors[n] = tensors[n].double() * tensors[scale].double()
+            tensors[n] = tensors[n].double() * expand_blocks(tensors[scale], tensors[n].shape)
     return [
         x.detach().to("cpu", dtype).clone() if x.is_floating_point() else x.detach().cpu()
         for x in tensors
     ]
+
+
+def expand_blocks(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """A scale for each number of a tensor of this shape, in float64: that of its block."""
+    for axis, n in enumerate(shape):
+        block = n // max(1, scale.shape[axis])
+        scale = scale.index_select(axis, torch.arange(n, device=scale.device) // max(1, block))
+    return scale.double()
 
 
 def evaluate(

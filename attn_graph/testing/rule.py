@@ -29,6 +29,7 @@ from attn_graph.testing.formula import (
     cast,
     differentiate,
     evaluate,
+    expand_blocks,
     gradients,
     output_roles,
     per_head,
@@ -126,7 +127,8 @@ def expect_outputs(
     if narrow is not None:
         sizes["o"] = sizes["o"] + narrow_terms(c, attend(c), narrow)
     if c.o_scale is not None:
-        sizes |= {"o8": sizes["o"] / c.o_scale, "amax": largest(sizes["o"])}
+        each = expand_blocks(c.o_scale, sizes["o"].shape)
+        sizes |= {"o8": sizes["o"] / each, "amax": largest(sizes["o"])}
         refs = tuple(
             saturate(ref, t.dtype) for ref, t in zip(refs, graph.output_types, strict=True)
         )

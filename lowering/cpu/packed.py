@@ -54,6 +54,7 @@ from attn_graph.lowering.cpu.sequences import (
     key_bytes,
     meta_pages,
     padded_step,
+    repeat_rows,
     replace_lengths,
 )
 from attn_graph.lowering.lying import Lying
@@ -296,7 +297,13 @@ class PackedRun:
         """The operands of a sequence's op, with the keys of a part. k and v are dequantised."""
         own, takes = self.keys_of(part, span, start), [self.takes[n] for n in part.reads]
         cut = [
-            self.cut(operands[n], role, own if role.side == "keys" else span, rooms.get(n))
+            self.cut(
+                operands[n],
+                role,
+                own if role.side == "keys" else span,
+                rooms.get(n),
+                self.shares.get(n, 1),
+            )
             for n, role in zip(part.reads, takes, strict=True)
         ]
         return dequantise_keys(cut, self.op.scaled)
@@ -321,12 +328,19 @@ class PackedRun:
         rest = range(len(node.takes), len(op.takes) + 2 * self.op.scaled)
         return with_operands(op, evolve(node, mask=mask), kept), (*kept, *rest)
 
+    @cached_property
+    def shares(self) -> dict[int, int]:
+        """How many rows of k and of v have one scale, by the number of the operand of scales."""
+        first = len(self.op.op.takes)
+        return {first + n: rows or 1 for n, (rows, _) in enumerate(self.lying.blocks)}
+
     def cut(
-        self, x: torch.Tensor, role: Role, span: Span, room: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, role: Role, span: Span, room: torch.Tensor | None = None,
+        share: int = 1,
+    ) -> torch.Tensor:  # fmt: skip
         """The view of a tensor for one sequence, with one batch entry.
 
-        room: for gathering keys in pages.
+        room: for gathering keys in pages. share: so many rows have one of x, which is repeated.
         """
         sizes, entry = span.sizes, slice(span.entry, span.entry + 1)
         if not role.side:
@@ -338,14 +352,18 @@ class PackedRun:
             return x[tuple(slice(None) if all_ else full[axis] for axis, all_ in pairs)]
         first, n = (span.row, sizes.rows) if role.side == "rows" else (span.key, sizes.keys)
         if role.side == "keys" and span.pages is not None:
-            gathered = gather_pages(x, span.pages, n, room)
+            gathered = gather_pages(x, span.pages, -(-n // share), room)
+            gathered = repeat_rows(gathered, share, 0, n)
             if span.seen is not None:
                 gathered[:, :, : span.seen.start] = 0.0
                 gathered[:, :, span.seen.stop :] = 0.0
             return gathered
+        begin, end = first // share, -(-(first + n) // share)
         if role.side in self.lying.sides:
-            return cut_rows(x, first, n)
-        return x[entry, :, first : first + n]
+            rows = cut_rows(x, begin, end - begin)
+        else:
+            rows = x[entry, :, begin:end]
+        return repeat_rows(rows, share, first - begin * share, n)
 
     # A call
 
@@ -511,7 +529,8 @@ class PackedRun:
         and of the joined results of blocks."""
         sums = sum(x.type.bytes for x in self.layouts if x.dtype != self.specs[0].dtype)
         if self.op.scaled:  # in float32, times their scales, and rounded
-            sums += 3 * self.at_once["keys"] * key_bytes(self.lying)
+            wide = 3 + any(map(any, self.lying.blocks))  # scales of blocks are as many as numbers
+            sums += wide * self.at_once["keys"] * key_bytes(self.lying)
         if self.at_once["keys"] < self.most["keys"]:
             q = self.specs[0]
             rows = self.most["rows"] * q.shape[1] * (q.shape[-1] + 1)

@@ -19,7 +19,7 @@ from attn_graph.ir.ops import join_statistics
 from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, run_one, without_hidden
 from attn_graph.ir.paging import list_entries
 from attn_graph.ir.relative import RelativeBias
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.scaling import Dequantise, spread
 from attn_graph.kernels.merging import merge_
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.lying import Lying
@@ -184,11 +184,19 @@ def replace_lengths(mask: Mask, sizes: Sizes, ending: Sequence[str], most: dict[
 
 
 def expand_scales(op: Packed, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The operands, with a scale for each row of quantised ones."""
+    """The operands, with scales for each head, and for each row or block of rows of one."""
     x, first = [*operands], len(op.op.ranks)
     for n, scale in op.scales(operands).items():
-        x[first + n - 1] = scale.expand(*x[n].shape[:-1], 1)
+        shape, row = [*x[n].shape[:-1], scale.shape[-1]], row_axis(op, x[n])
+        if scale.shape[row] > 1:
+            shape[row] = scale.shape[row]
+        x[first + n - 1] = spread(scale, shape).expand(shape)
     return x
+
+
+def row_axis(op: Packed, x: torch.Tensor) -> int:
+    """The axis of rows of k or v as they lie."""
+    return 0 if x.ndim == 3 else 1 if op.paged else 2
 
 
 def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:
@@ -199,6 +207,11 @@ def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:
         return x.as_strided((1, x.shape[0], n), (0, head, row), x.storage_offset() + first * row)
     (_, H, D), (row, head, each) = x.shape, x.stride()
     return x.as_strided((1, H, n, D), (0, head, row, each), x.storage_offset() + first * row)
+
+
+def repeat_rows(x: torch.Tensor, times: int, skip: int, n: int) -> torch.Tensor:
+    """Rows of x [1,H,.,D], each as often in a row, without the first `skip`: n of them."""
+    return x if times == 1 else x.repeat_interleave(times, 2)[:, :, skip : skip + n]
 
 
 def gather_pages(

@@ -108,6 +108,8 @@ class LaunchList:
         sinks, tsinks = p.by_role.sinks, self.push.by_role.sinks if self.push else None
         each = ((name, lying.tables[name]) for name in lying.scales)
         scales = tuple(kernel_strides(lying, *x) for x in each)  # as those of k and v
+        pairs = zip(lying.blocks, scales, strict=True)  # a stride of 0: one for all
+        blocks = [(n * bool(x[2]), m * bool(x[3])) for (n, m), x in pairs] or [(0, 0)] * 2
         in_eight = bool(scales) and {x.dtype for x in p.specs[1:3]} <= {*QUANTISED}
         facts = {
             "numbers": self.code.numbers or None,
@@ -135,7 +137,9 @@ class LaunchList:
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "tsinks_stride": tsinks.strides[0] if tsinks else None,
             "scale_strides": scales or None,
-            "COMMON": in_eight and not any(x[2] or (lying.pages and x[0]) for x in scales),
+            "K_BLOCKS": blocks[0],
+            "V_BLOCKS": blocks[1],
+            "COMMON": in_eight and not any(x[2] or x[3] or (lying.pages and x[0]) for x in scales),
             "o_strides": kernel_strides(lying, "o", lying.o()),
         }
         large = lying.large | (self.push.large if self.push else {})

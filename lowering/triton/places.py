@@ -116,7 +116,8 @@ def kernel_dtypes(lying: Lying) -> dict[str, torch.dtype]:
 
 
 def lying_reasons(lying: Lying) -> Iterator[Reason]:
-    """Against packed tensors and pages beyond the kernels."""
+    """Against packed tensors, pages and scales beyond the kernels."""
+    yield from scale_reasons(lying)
     for name, x in lying.pools.items():
         if (x.shape[1] - 1) * x.strides[1] > MOST_INT32:
             limit = f"reads pages whose rows lie within {MOST_INT32} elements"
@@ -128,6 +129,25 @@ def lying_reasons(lying: Lying) -> Iterator[Reason]:
         if (lying.sides or lying.pages) and wanted and role not in ("q", "k", "v", "sinks"):
             limit = "has gradients of q, k, v and sinks of packed tensors"
             yield Reason(f"packed_gradient.{role}", limit, f"that of {role} is wanted")
+
+
+def scale_reasons(lying: Lying) -> Iterator[Reason]:
+    """Against scales of other blocks than the kernels read."""
+    for name, x, blocks in zip(lying.scales, lying.specs[1:3], lying.blocks, strict=False):
+        scale, last = lying.tables[name], len(x.shape) - 1
+        own, pairs = (
+            f"{name} is {scale} beside {x}",
+            enumerate(zip(scale.shape, x.shape, strict=True)),
+        )
+        if any(n not in (1, m) for at, (n, m) in pairs if at not in (lying.row_axis, last)):
+            limit = "has scales of blocks of rows and of columns; of other axes of each, or of all"
+            yield Reason(f"scale_axes.{name}", limit, own)
+        if any(n & (n - 1) for n in blocks):
+            limit = "has scales of 1, 2, 4, 8, ... rows or columns, or of all"
+            yield Reason(f"scale_blocks.{name}", limit, own)
+        if blocks[0] > 1 and "keys" in lying.sides:
+            limit = "has scales of blocks of rows of padded keys or pages, not of packed ones"
+            yield Reason(f"packed_scales.{name}", limit, own)
 
 
 def batch_room(sequences: int) -> int:

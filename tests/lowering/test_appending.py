@@ -15,10 +15,13 @@ from hypothesis.strategies import DrawFn
 from torch import Tensor
 
 import attn_graph as ag
+from attn_graph.ir.scaling import to_eight
 from attn_graph.nn import append_to_pages, appending
 from attn_graph.nn.functional import attention
 from attn_graph.spec import QUANTISED
+from attn_graph.testing.formula import expand_blocks
 from attn_graph.testing.rule import allowance, distance, expect_outputs
+from attn_graph.testing.strategies import seeds
 from tests.support.kernels import CPU
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -257,6 +260,25 @@ def test_a_scale_for_each_row_is_that_of_its_place() -> None:
         assert (pool[slot // 2, slot % 2].float() == due).all()
 
 
+@given(
+    st.sampled_from(QUANTISED),
+    *(st.sampled_from(sizes) for sizes in ((1, 3), (1, 2, 4), (1, 2), (1, 3, 12))),
+    seeds,
+)
+def test_a_row_is_written_by_the_scales_of_its_blocks(
+    kind: torch.dtype, n: int, P: int, G: int, D: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 2, 12, generator=random)
+    slots = torch.randperm(12, generator=random)[:3]
+    scale = torch.exp2(torch.randint(-6, 0, (n, P, G, D), generator=random).float())
+    pool = torch.zeros(3, 4, 2, 12).to(kind)
+    append_to_pages(x, None, pool, None, slot_mapping=slots, k_scale=scale)
+    by_row = expand_blocks(scale, pool.shape).flatten(0, 1)[slots]
+    due = to_eight(x.double() / by_row, kind)
+    assert pool.flatten(0, 1).view(torch.int8)[slots].equal(due.view(torch.int8))
+
+
 ROWS, POOL = torch.randn(3, 2, 8), torch.zeros(4, 2, 2, 8)
 SLOTS, TABLE = torch.tensor([0, 3, 5]), torch.tensor([[0, 1], [2, 3]])
 STARTS, LENGTHS = torch.tensor([0, 1, 3]), torch.tensor([2, 4])
@@ -296,7 +318,7 @@ def test_what_does_not_fit_is_named_with_the_edit(options: dict[str, Any], words
         ((ROWS, ROWS, POOL, POOL[..., :4]), {}, "differ in heads or head size"),
         ((ROWS, ROWS, POOL, POOL[:2]), {}, "differ in pages or heads"),
         ((ROWS, ROWS, BYTES, BYTES), {}, "pass k_scale="),
-        ((ROWS, None, BYTES, None), {"k_scale": torch.ones(2, 1, 1, 1)}, "each full or 1"),
+        ((ROWS, None, BYTES, None), {"k_scale": torch.ones(3, 1, 1, 1)}, "each a divisor"),
         ((ROWS.int(), None, POOL, None), {}, "new rows must be floats"),
         ((ROWS[None], None, POOL, None), {}, r"must be \[T,G,D\] with q_starts or slot_mapping"),
         ((ROWS, None, POOL[:, :0], None), {}, "pages of 0 rows"),

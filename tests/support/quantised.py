@@ -12,7 +12,7 @@ import attn_graph as ag
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.scaling import PAIRS
 from attn_graph.spec import QUANTISED, dense_strides
-from attn_graph.testing.formula import output_roles
+from attn_graph.testing.formula import expand_blocks, output_roles
 from tests.support.sequences import lay_like
 
 Named = Mapping[str, torch.Tensor]
@@ -23,10 +23,24 @@ all_kinds = st.sampled_from([*QUANTISED, *FLOATS_BESIDE])
 
 
 def scale_spec(shape: tuple[int, ...], seed: int) -> ag.TensorSpec:
-    """A scale with gaps, any axes of 1 or expanded, and 1 for the last."""
-    sizes = [1 if seed >> n & 1 else size for n, size in enumerate(shape[:-1])]
+    """A scale with gaps, any axes of 1 or expanded, for rows or for blocks of rows and columns.
+
+    Bits 0 to 3 of the seed choose axes of 1, bits 4 to 7 expanded ones, and 8 to 10 blocks: 0, of
+    all columns; 1 to 7, of the least number above 1 that divides an axis, or of one column.
+    """
+    blocks = seed >> 8 & 7
+    sizes = [1 if seed >> n & 1 else size for n, size in enumerate(shape[:-1])] + [1]
+    if blocks & 3:
+        sizes[-1] = shape[-1] // (1 if blocks & 2 else divisor(shape[-1]))
+    if blocks & 4:
+        sizes[:-1] = [n // divisor(n) if n > 1 else n for n in sizes[:-1]]
     steps = [s * (2 - 2 * (seed >> n + 4 & 1)) for n, s in enumerate(dense_strides(sizes))]
-    return ag.TensorSpec((*sizes, 1), torch.float32, (*steps, 0))
+    return ag.TensorSpec(tuple(sizes), torch.float32, tuple(steps))
+
+
+def divisor(n: int) -> int:
+    """The least number above 1 that divides n; 1 of 0 and 1."""
+    return next((x for x in range(2, n + 1) if n % x == 0), 1)
 
 
 def quantise_graph(graph: ag.Graph, kind: torch.dtype, seed: int, names: str = "kv") -> ag.Graph:
@@ -71,7 +85,8 @@ def quantise_tensors(graph: ag.Graph, tensors: Named, seed: int) -> tuple[Own, O
             own[n].copy_((x * 4).to(kind))
         power = torch.randint(-3, 2, specs[name].shape, generator=random)
         own[name] = lay_like(torch.exp2(power.float()), specs[name])
-        plain[n] = lay_like((own[n].double() * own[name]).to(x.dtype), ag.TensorSpec.like(x))
+        whole = own[n].double() * expand_blocks(own[name], x.shape)
+        plain[n] = lay_like(whole.to(x.dtype), ag.TensorSpec.like(x))
     return own, plain
 
 

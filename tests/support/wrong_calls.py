@@ -371,11 +371,11 @@ SHAPES: Wrong = {
         "k_scale[:, None, :, None] if it is [n,G]",
     ),
     "scales of other sizes": (
-        quantised(k_scale=torch.ones(3), v_scale=torch.ones(3)), "each axis full or 1",
+        quantised(k_scale=torch.ones(3), v_scale=torch.ones(3)), "each a divisor of its own",
     ),
     "scales along elements": (
-        quantised(k_scale=torch.ones(1, 1, 1, 2), v_scale=torch.ones(1, 1, 1, 2)),
-        "each axis full or 1",
+        quantised(k_scale=torch.ones(1, 1, 1, 3), v_scale=torch.ones(1, 1, 1, 3)),
+        "each a divisor of its own",
     ),
     "one query of each": (
         lambda: any_attention(Q[:, :, 0], POOL, POOL, pages=TABLE), "write q[:, :, None]",

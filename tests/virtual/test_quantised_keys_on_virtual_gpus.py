@@ -16,6 +16,7 @@ from tests.support.quantised import quantise_graph, same_numbers
 from tests.support.virtual_cases import machine
 
 EACH, ONE = 0, 15  # seeds of `quantise_graph`: scales of each key, or one for the tensor
+PAIRS, LINES = 1 << 8, 6 << 8  # of two columns; of one column of two keys
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ EACH, ONE = 0, 15  # seeds of `quantise_graph`: scales of each key, or one for t
         (90, torch.float8_e4m3fn, torch.bfloat16, 1, ONE),
         (100, torch.float8_e5m2, torch.bfloat16, 1, ONE),
         (100, torch.float8_e5m2, torch.bfloat16, 70, EACH),
+        (80, torch.int8, torch.bfloat16, 1, LINES),
+        (90, torch.float8_e4m3fn, torch.bfloat16, 70, PAIRS),
         pytest.param(90, torch.int8, torch.float16, 70, ONE, marks=pytest.mark.slow),
         pytest.param(120, torch.int8, torch.bfloat16, 70, EACH, marks=pytest.mark.slow),
         pytest.param(80, torch.int8, torch.float16, 70, EACH, marks=pytest.mark.slow),
