@@ -97,6 +97,8 @@ def move_modifier(modifier: Modifier, box: Box) -> Modifier:
             return modifier
         case RelativeBias():
             first = modifier.start[0] + box.rows.start, modifier.start[1] + box.keys.start
+            if box.lengths:
+                return evolve(modifier, ragged=(), start=first, whole=box.ends(modifier.ragged))
             sizes = modifier.whole or box.sizes[2:]
             return modifier if box.has_all_positions else evolve(modifier, start=first, whole=sizes)
         case Alibi():
@@ -115,10 +117,10 @@ def move_alibi(alibi: Alibi, box: Box) -> Modifier:
 
     A box of all queries and keys has that diagonal itself, so it keeps an Alibi with slopes.
     """
-    if box.has_all_positions:
+    if box.has_all_positions and not box.lengths:
         return evolve(alibi, default=alibi.default and len(box.heads) == box.sizes[1])
-    _, _, M, N = box.sizes
-    ragged = alibi.ragged if alibi.align == "bottom_right" else ()
+    M, N = box.ends(alibi.ragged)
+    ragged = alibi.ragged if alibi.align == "bottom_right" and not box.lengths else ()
     shift = box.rows.start - box.keys.start
     if alibi.align == "bottom_right":
         shift += (0 if "kv_lengths" in ragged else N) - (0 if "q_lengths" in ragged else M)

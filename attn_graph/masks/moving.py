@@ -8,7 +8,7 @@ computes an ordinary graph.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -36,7 +36,8 @@ WHOLE = "whole_"  # prefix of lengths that a box reads unchanged, counted from t
 class Box:
     """A box of places: some batch entries, heads, queries and keys of [B,H,M,N].
 
-    sizes: B, H, M and N.
+    sizes: B, H, M and N. lengths: of queries and keys of its one entry, if they are known; the box
+    then ends within them.
     """
 
     batch: range
@@ -44,6 +45,7 @@ class Box:
     rows: range
     keys: range
     sizes: tuple[int, int, int, int]
+    lengths: tuple[int, int] | None = None
 
     @classmethod
     def whole(cls, B: int, H: int, M: int, N: int) -> Box:
@@ -58,6 +60,11 @@ class Box:
         """True if it has all queries and keys: its positions are those of the whole."""
         _, _, M, N = self.sizes
         return self.rows == range(M) and self.keys == range(N)
+
+    def ends(self, ragged: Sequence[str]) -> tuple[int, int]:
+        """M and N, or the known lengths in their place, if `ragged` names those."""
+        (m, n), (_, _, M, N) = self.lengths or self.sizes[2:], self.sizes
+        return (m if "q_lengths" in ragged else M), (n if "kv_lengths" in ragged else N)
 
     def cut(self, x: torch.Tensor, axes: str) -> torch.Tensor:
         """A tensor's view of this box; an axis of size 1 stays, and one of no letter of "bhij"."""
@@ -82,7 +89,9 @@ def move_mask(mask: Mask, box: Box) -> Mask:
     match mask:
         case Join():
             return type(mask)(*(move_mask(x, box) for x in mask.parts))
-        case Band() if box.has_all_positions:
+        case KeyLengths() | QueryLengths() if box.lengths:
+            return Band()
+        case Band() if box.has_all_positions and not box.lengths:
             return mask
         case Band(low, high, ()):
             return Band(move_bound(low, shift), move_bound(high, shift))
@@ -109,9 +118,12 @@ def move_bound(bound: int | None, shift: int) -> int | None:
 
 
 def move_ragged(band: Band, box: Box) -> Mask:
-    """A band that lengths move, as comparisons with the lengths of whole sequences."""
-    _, _, M, N = box.sizes
+    """A band that lengths move: by known ones, or as comparisons with those of whole sequences."""
+    M, N = box.ends(band.ragged)
     shift = box.rows.start - box.keys.start
+    if box.lengths:
+        shift += N - M
+        return Band(move_bound(band.low, shift), move_bound(band.high, shift))
     shift += (0 if "kv_lengths" in band.ragged else N) - (0 if "q_lengths" in band.ragged else M)
     signs = {"kv_lengths": "-", "q_lengths": "+"}
     gap = " ".join(["j - i", *(f"{signs[name]} {WHOLE}{name}" for name in band.ragged)])

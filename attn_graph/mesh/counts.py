@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from attrs import evolve
@@ -12,7 +13,7 @@ from attn_graph.masks.moving import WHOLE, Box, cut_data
 from attn_graph.masks.places import Block, Keys, join_intervals
 from attn_graph.masks.regions import MOST_POINTS, Edge, Layer, Run
 from attn_graph.masks.tiles import bounds, check_tensors, count_pairs
-from attn_graph.mesh.sharded import Sharded
+from attn_graph.mesh.sharded import Sharded, common, shift
 
 
 def bound_mask(sharded: Sharded) -> tuple[Mask, Block]:
@@ -44,8 +45,7 @@ def count_seen(sharded: Sharded, rows: range) -> int:
     """The pairs of some queries, over all batch entries and heads; an upper bound unless all is
     known.
     """
-    B, H, _, N = sharded.sizes
-    return count_box(sharded, Box(range(B), range(H), rows, range(N), sharded.sizes))
+    return sum(count_box(sharded, box) for box in sharded.boxes(rows))
 
 
 def count_box(sharded: Sharded, box: Box) -> int:
@@ -54,12 +54,22 @@ def count_box(sharded: Sharded, box: Box) -> int:
     if kept is None:
         return count_moved(sharded, box)
     return len(box.heads) * sum(
-        len(range(max(batch.start, box.batch.start), min(batch.stop, box.batch.stop)))
+        len(common(batch, box.batch))
         * (sum_below(run, layer.rows, box.keys.stop) - sum_below(run, layer.rows, box.keys.start))
-        for batch, layers in kept
+        for batch, layers in entries_of(kept, box.batch)
         for layer in clip_layers(layers, box.rows)
         for run in layer.runs
     )
+
+
+def entries_of(kept: tuple[Kept, ...], batch: range) -> tuple[Kept, ...]:
+    """The layers of some batch entries."""
+    first = bisect_right(kept, batch.start, key=first_entry) - 1
+    return kept[max(0, first) : bisect_left(kept, batch.stop, key=first_entry)]
+
+
+def first_entry(kept: Kept) -> int:
+    return kept[0].start
 
 
 def sum_below(run: Run, rows: range, key: int) -> int:
@@ -88,14 +98,24 @@ def count_moved(sharded: Sharded, box: Box) -> int:
 
 def find_seen(sharded: Sharded, rows: range) -> Keys:
     """The keys possibly visible to any of some queries."""
+    intervals = [
+        (a + own.keys.start, min(b, len(own.keys)) + own.keys.start)
+        for own in sharded.find_stretches("i", rows)
+        for a, b in list_seen(sharded, own.batch, shift(common(own.rows, rows), -own.rows.start))
+        if a < len(own.keys)
+    ]
+    return Keys(join_intervals(sorted(intervals), gap=0))
+
+
+def list_seen(sharded: Sharded, batch: range, rows: range) -> list[tuple[int, int]]:
+    """The keys possibly visible to some queries of some batch entries, as intervals."""
     mask, block = sharded.once(bound_mask)
     kept = sharded.once(kept_layers)
     if kept is None:
-        return mask.span(evolve(block, rows=rows)) & block.all
-    intervals = [
+        return [*(mask.span(evolve(block, batch=batch, rows=rows)) & block.all).intervals]
+    return [
         (start.of(layer.rows[0]), stop.of(layer.rows[-1]))
-        for _, layers in kept
+        for _, layers in entries_of(kept, batch)
         for layer in clip_layers(layers, rows)
         for start, stop in layer.runs
     ]
-    return Keys(join_intervals(sorted(intervals), gap=0))

@@ -81,7 +81,7 @@ def explain_mesh(sharded: Sharded, target: Target, link: str | float | None) -> 
 
 def picture_owners(sharded: Sharded) -> tuple[tuple[int, ...], ...]:
     """The owners of tiles of an `Outlook`, by the query in the middle of each."""
-    _, _, M, N = sharded.sizes
+    M, N = sharded.totals
     if sharded.placement not in SEQUENCES or not M * N:
         return ()
     side = -(-max(M, N) // TILES)
@@ -94,7 +94,7 @@ def picture_owners(sharded: Sharded) -> tuple[tuple[int, ...], ...]:
 def list_owners(sharded: Sharded, rows: range, side: int) -> Iterator[int]:
     """The ranks of a line of tiles."""
     rank, seen = owner_of(sharded, rows[len(rows) // 2]), find_seen(sharded, rows)
-    N = sharded.sizes[3]
+    _, N = sharded.totals
     for first in range(0, N, side):
         within = seen & Keys.between(first, min(N, first + side))
         yield rank if within.intervals else -1
@@ -128,7 +128,9 @@ def list_figures(sharded: Sharded, target: Target, link: float | None) -> Iterat
 def list_hops(sharded: Sharded, rank: int) -> Iterator[Hop]:
     """A rank's steps in order; its own keys come first."""
     ranks = sharded.mesh.ranks
-    visits = {visit.step: visit for visit in sharded.once(visits_of, rank) if sharded.method}
+    visits = (
+        {visit.step: visit for visit in sharded.once(visits_of, rank)} if sharded.method else {}
+    )
     for step in range(ranks):
         to, source = (rank + step) % ranks, (rank - step) % ranks
         there, here = hop_flows(sharded, rank, to, source) if step else (Flow(), Flow())

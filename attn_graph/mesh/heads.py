@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import torch
 
-from attn_graph.kernels.merging import sink_
 from attn_graph.mesh.exchange import pack, post, unpack
 from attn_graph.mesh.layout import Ranges
-from attn_graph.mesh.schedule import Job
-from attn_graph.mesh.sharded import pair_chunks, take
+from attn_graph.mesh.schedule import Job, absent_rows
+from attn_graph.mesh.sharded import Sharded, pair_chunks, take
 from attn_graph.mesh.site import BoxCall, Site
 from attn_graph.mesh.totals import Cotangents, RowResults, Totals
 from attn_graph.mesh.traffic import count
@@ -37,7 +36,7 @@ def to_heads(site: Site, kinds: Kinds, tensors: Tensors) -> list[torch.Tensor]:
 
     Tensors [B,heads,part,...]; kinds: of each whether it has queries, q, or keys, k.
     """
-    mine, sizes = heads_of(site, site.rank), dict(zip("qk", site.sharded.sizes[2:], strict=True))
+    mine, sizes = heads_of(site, site.rank), dict(zip("qk", site.sharded.totals, strict=True))
 
     def cut(rank: int, kind: str, x: torch.Tensor) -> torch.Tensor:
         heads = heads_of(site, rank)[kind]
@@ -96,41 +95,61 @@ def swap(
     return {r: unpack(came.get(r, outgoing[r]), shapes[r]) for r in ranks}
 
 
-def attend_heads(site: Site, qkv: Tensors, inputs: Tensors) -> BoxCall:
-    """The attention of the rank's heads: all queries, all keys."""
-    box = site.sharded.own_box(site.rank)
-    return site.attend(Job(box, box.rows, box.keys), qkv, inputs)
+def attend_heads(site: Site, qkv: Tensors, inputs: Tensors) -> Iterator[BoxCall]:
+    """The attention of the rank's heads: all queries, all keys, of each sequence."""
+    heads = heads_of(site, site.rank)["q"]
+    for jobs in site.batches(site.sharded.once(list_wholes, heads)):
+        yield site.attend(jobs, qkv, inputs)
+
+
+def list_wholes(sharded: Sharded, heads: range) -> tuple[Job, ...]:
+    """Some heads of all queries and keys."""
+    return tuple(
+        Job(sharded.box(own, own.rows, own.keys, heads), own.rows, own.keys)
+        for own in sharded.stretches
+    )
+
+
+def lay_rows(like: torch.Tensor, pieces: Sequence[tuple[Ranges, torch.Tensor]]) -> torch.Tensor:
+    """Zeros with pieces at their chunks of positions; a piece that has all of them is itself it."""
+    if [chunks for chunks, _ in pieces] == [(range(like.shape[2]),)]:
+        return pieces[0][1]
+    whole = torch.zeros_like(like)
+    for chunks, part in pieces:
+        for place, piece in pair_chunks(whole, chunks, part):
+            place.copy_(piece)
+    return whole
 
 
 def prepare_heads(site: Site) -> None:
     """Plan the rank's heads. Raises NoBackendError."""
-    inputs, own = site.empty_inputs(), heads_of(site, site.rank)
-    sizes = dict(zip("qk", site.sharded.sizes[2:], strict=True))
+    inputs, own = site.unpack_all(site.empty_inputs()), heads_of(site, site.rank)
+    sizes = dict(zip("qk", site.sharded.totals, strict=True))
     given = zip("qkk", (inputs[n] for n in site.sharded.eqn.args[:3]), strict=True)
     shapes = ((x, (x.shape[0], len(own[kind]), sizes[kind], x.shape[3])) for kind, x in given)
-    attend_heads(site, [x.new_empty(shape) for x, shape in shapes], inputs)
+    next(attend_heads(site, [x.new_empty(shape) for x, shape in shapes], inputs), None)
 
 
 def head_shapes(site: Site) -> list[tuple[int, ...]]:
     """The shapes of the tensors saved by `forward_heads`."""
     sharded, own = site.sharded, heads_of(site, site.rank)
     q, k, v = (sharded.graph.types[n].shape for n in sharded.eqn.args[:3])
-    rows = q[0], len(own["q"]), q[2]
-    keys = [(k[0], len(own["k"]), k[2], x[3]) for x in (k, v)]
-    return [(*rows, q[3]), *keys, (*rows, v[3]), rows]
+    (M, N), B = sharded.totals, sharded.entries
+    rows = B, len(own["q"]), M
+    keys = [(B, len(own["k"]), N, x[-1]) for x in (k, v)]
+    return [(*rows, q[-1]), *keys, (*rows, v[-1]), rows]
 
 
 def forward_heads(site: Site, inputs: Tensors) -> tuple[RowResults, Tensors]:
     """The results of the rank's queries, and q, k, v, o and lse of its heads for the backward."""
     numbers, stats = site.sharded.eqn.args[:3], site.sharded.node.stats
     qkv = to_heads(site, "qkk", [inputs[n] for n in numbers])
-    o, *rows = attend_heads(site, qkv, inputs).forward()
-    sinks = site.sinks(inputs)
-    if sinks is not None:
-        own = heads_of(site, site.rank)["q"]
-        wide = o.to(rows[0].dtype)
-        sink_(wide, rows[0], sinks[own.start : own.stop])
-        o = wide.to(o.dtype)
+    own, heads = RowResults.empty(site, qkv[0], qkv[2].shape[3]), heads_of(site, site.rank)["q"]
+    for run in attend_heads(site, qkv, inputs):
+        own.add(run.rows, *run.forward())
+    absent = site.sharded.once(absent_rows, site.sharded.spans("i"))
+    own.join_sinks(site.sinks(inputs), heads, absent)
+    o, rows = own.o.to(qkv[0].dtype), [*own.rows.values()]
     results = RowResults.empty(site, inputs[numbers[0]], o.shape[3])
     outs = to_sequence(site, "q", [o]), to_sequence(site, "q" * len(stats), rows)
     for r in range(site.sharded.mesh.ranks):
@@ -150,10 +169,17 @@ def backward_heads(site: Site, inputs: Tensors, saved: Tensors, cotangents: Cota
     if site.sharded.has_lse:
         dlse = torch.zeros_like(cotangents.lse) if cotangents.dlse is None else cotangents.dlse
         (grads[1],) = to_heads(site, "q", [dlse])
-    run = attend_heads(site, qkv, inputs)
-    gradients = run.backward((o, lse), grads)
-    totals.add_more(run.here, gradients)
-    back = to_sequence(site, "qkk", [gradients.dq, gradients.dk, gradients.dv])
+    own, runs = Cotangents(o, lse, *grads), attend_heads(site, qkv, inputs)
+    each = [(run, run.backward(*own.of(run.rows))) for run in runs]
+    for run, gradients in each:
+        totals.add_more(run.here, gradients)
+    q, k, v = qkv
+    laid = [
+        lay_rows(q, [(run.rows, x.dq) for run, x in each]),
+        lay_rows(k, [(run.at, x.dk) for run, x in each]),
+        lay_rows(v, [(run.at, x.dv) for run, x in each]),
+    ]
+    back = to_sequence(site, "qkk", laid)
     for r in range(site.sharded.mesh.ranks):
         heads = heads_of(site, r)
         for n, kind, x in zip(site.sharded.eqn.args, "qkk", back[r], strict=False):

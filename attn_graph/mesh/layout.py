@@ -114,15 +114,38 @@ def divide_heads(H: int, G: int, ranks: int) -> list[tuple[range, range]]:
     ]
 
 
-def zigzag(size: int, ranks: int, grain: int = 1) -> list[Ranges]:
-    """Rank r has chunks r and 2 R - 1 - r of 2 R: under a causal mask all have equal work."""
-    chunks = divide(size, 2 * ranks, grain)
-    return [join_touching((chunks[r], chunks[-1 - r])) for r in range(ranks)]
+def spans_between(borders: Iterable[int], size: int) -> Ranges:
+    """`size` positions cut at some places."""
+    ends = sorted({0, size, *borders})
+    return tuple(range(a, b) for a, b in pairwise(ends)) or (range(size),)
 
 
-def contiguous(size: int, ranks: int, grain: int = 1) -> list[Ranges]:
-    """Rank r has chunk r of R."""
-    return [join_touching([own]) for own in chunk(size, ranks, grain)]
+def cut_at_borders(own: Iterable[range], spans: Ranges, grain: int) -> Ranges:
+    """The parts of ranges in each span, beginning at multiples of `grain` from its start."""
+
+    def place(at: int, span: range) -> int:
+        at = min(max(at, span.start), span.stop)
+        return at if at == span.stop else at - (at - span.start) % grain
+
+    each = (range(place(x.start, s), place(x.stop, s)) for x in own for s in spans)
+    return tuple(part for part in each if part)
+
+
+def zigzag(spans: Ranges, ranks: int, grain: int = 1) -> list[Ranges]:
+    """Rank r has, of each span, chunks r and 2 R - 1 - r of 2 R: equal work under a causal mask."""
+    each = [
+        [range(s.start + x.start, s.start + x.stop) for x in divide(len(s), 2 * ranks, grain)]
+        for s in spans
+    ]
+    return [
+        tuple(part for own in each for part in join_touching((own[r], own[-1 - r])))
+        for r in range(ranks)
+    ]
+
+
+def contiguous(spans: Ranges, ranks: int, grain: int = 1) -> list[Ranges]:
+    """Rank r has chunk r of R, cut at the borders of spans."""
+    return [cut_at_borders([own], spans, grain) for own in chunk(spans[-1].stop, ranks, grain)]
 
 
 def balance(work: Sequence[int]) -> float:
@@ -130,16 +153,20 @@ def balance(work: Sequence[int]) -> float:
     return max(work) * len(work) / sum(work) if sum(work) else 1.0
 
 
-def balance_chunks(size: int, ranks: int, weigh: Weigh, grain: int = 1) -> list[Ranges]:
+def balance_chunks(spans: Ranges, ranks: int, weigh: Weigh, grain: int = 1) -> list[Ranges]:
     """Chunks of queries for each rank, of equal numbers of queries and nearly equal pairs.
 
     The first within EVEN of the mean among the contiguous layout, zigzag, and ever smaller chunks
-    dealt by their counts; else the best one.
+    dealt by their counts; else the best one. Of several spans zigzag comes last: it parts each.
     """
+    size = spans[-1].stop
     fine = (divide(size, ranks * n, grain) for n in DEALT if ranks * n * grain <= size)
-    dealt = (deal(chunks, ranks, weigh) for chunks in fine)
+    dealt = (
+        [cut_at_borders(x, spans, grain) for x in deal(chunks, ranks, weigh)] for chunks in fine
+    )
     tries: list[tuple[float, list[Ranges]]] = []
-    for chunks in chain((contiguous(size, ranks, grain), zigzag(size, ranks, grain)), dealt):
+    near, even = [contiguous(spans, ranks, grain)], [zigzag(spans, ranks, grain)]
+    for chunks in chain(near, even, dealt) if len(spans) == 1 else chain(near, dealt, even):
         tries.append((balance([sum(weigh(own)) for own in chunks]), chunks))
         if tries[-1][0] <= EVEN:
             break

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from attrs import evolve
 
-from attn_graph.errors import GraphError
 from attn_graph.mesh.counts import count_seen
 from attn_graph.mesh.layout import (
+    SEQUENCES,
     Holding,
     Ranges,
     balance_chunks,
@@ -29,13 +29,13 @@ def place_ranks(whole: Sharded) -> Iterator[Holding]:
     )
     if whole.placement == "heads":
         yield from (evolve(all_, heads=h, groups=g) for h, g in whole.head_parts)
-    elif whole.starts:
-        yield from place_sequences(whole, all_)
-    elif whole.placement == "batch":
-        yield from (evolve(all_, batch=batch) for batch in chunk(B, ranks))
-    else:
+    elif whole.placement in SEQUENCES:
         rows, keys = place_positions(whole)
         yield from (evolve(all_, rows=i, keys=j) for i, j in zip(rows, keys, strict=True))
+    elif whole.starts:
+        yield from place_sequences(whole, all_)
+    else:
+        yield from (evolve(all_, batch=batch) for batch in chunk(B, ranks))
 
 
 def place_sequences(whole: Sharded, all_: Holding) -> Iterator[Holding]:
@@ -64,24 +64,17 @@ def ranges_between(places: Sequence[int], size: int) -> list[range]:
 
 def known_starts(whole: Sharded, letter: str) -> list[int]:
     """The starts of sequences. Raises GraphError if they are unknown."""
-    number = whole.starts[letter]
-    name, known = whole.graph.inputs[number].name, whole.constants
-    if number not in known:
-        raise GraphError(
-            f"shard: by 'batch' a rank's rows depend on {name}; pass {name}= with its numbers, or "
-            "divide by 'heads'; processes with batches of their own compile a graph of their own"
-        )
-    return [int(n) for n in known[number]]
+    return [int(n) for n in whole.numbers(whole.starts[letter])]
 
 
 def place_positions(whole: Sharded) -> tuple[list[Ranges], list[Ranges]]:
     """The chunks of queries and of keys of each rank."""
-    (_, _, M, N), ranks, grain = whole.sizes, whole.mesh.ranks, whole.grain
+    ranks, grain, rows, keys = whole.mesh.ranks, whole.grain, whole.spans("i"), whole.spans("j")
     if whole.placement == "zigzag":
-        return zigzag(M, ranks, grain), zigzag(N, ranks, grain)
+        return zigzag(rows, ranks, grain), zigzag(keys, ranks, grain)
     if whole.placement == "contiguous":
-        return contiguous(M, ranks, grain), contiguous(N, ranks, grain)
-    rows = balance_chunks(
-        M, ranks, lambda chunks: [whole.once(count_seen, c) for c in chunks], grain
+        return contiguous(rows, ranks, grain), contiguous(keys, ranks, grain)
+    own = balance_chunks(
+        rows, ranks, lambda chunks: [whole.once(count_seen, c) for c in chunks], grain
     )
-    return rows, rows if M == N else contiguous(N, ranks, grain)
+    return own, own if rows == keys else contiguous(keys, ranks, grain)

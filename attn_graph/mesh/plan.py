@@ -32,6 +32,7 @@ from attn_graph.mesh.exchange import compare_texts, pack, post, unpack
 from attn_graph.mesh.heads import backward_heads, forward_heads, prepare_heads
 from attn_graph.mesh.results import ShardedPlan
 from attn_graph.mesh.ring import backward_ring, forward_ring, prepare_ring
+from attn_graph.mesh.schedule import absent_rows
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.mesh.totals import Cotangents, Totals, lay_out_as
@@ -196,13 +197,15 @@ class RankPlan(ShardedPlan):
         """`run` with exchanged keys or heads; saved are o, lse, and more."""
         sharded, site = self.sharded, self.site
         saved: Tensors = ()
+        inputs = site.unpack_all(inputs)
         if sharded.method == "heads":
             results, saved = forward_heads(site, inputs)
         else:
             results = forward_ring(site, inputs)
-            results.join_sinks(site.sinks(inputs))
+            absent = sharded.once(absent_rows, site.holding.rows)
+            results.join_sinks(site.sinks(inputs), site.holding.heads, absent)
         nq = sharded.eqn.args[0]
-        rows = results.finish(inputs[nq].dtype, sharded.graph.inputs[nq].spec)
+        rows = results.finish(site, inputs[nq].dtype, sharded.graph.inputs[nq].spec)
         named = dict(zip(sharded.node.names, rows, strict=True))
         return [named[name] for name in sharded.output_names], (*rows[:2], *saved)
 
@@ -236,7 +239,8 @@ class RankPlan(ShardedPlan):
     ) -> Totals:
         """The gradients of the rank's inputs with exchanged keys or heads."""
         site, (o, lse, *more) = self.site.behind, saved
-        cotangents = self.read_cotangents(o, lse, grads)
+        inputs = site.unpack_all(inputs)
+        cotangents = self.read_cotangents(site.unpack(o), site.unpack(lse), grads)
         if self.sharded.method == "heads":
             totals = backward_heads(site, inputs, more, cotangents)
         else:
@@ -244,7 +248,7 @@ class RankPlan(ShardedPlan):
         if self.sharded.sinks is not None:
             sinks = inputs[self.sharded.sinks]
             totals.own(self.sharded.sinks).add_(cotangents.sink_gradient(sinks))
-        return totals
+        return totals.packed(site)
 
     def push_outputs(self, primals: Tensors, tangents: Mapping[int, torch.Tensor]) -> NoReturn:
         """Raises GraphError: forward mode is not supported."""
@@ -256,7 +260,7 @@ class RankPlan(ShardedPlan):
         """o, lse and their cotangents by the order of the outputs; 0 in blind rows."""
         named = dict(zip(self.sharded.output_names, grads, strict=True))
         do, dlse = (
-            None if x is None else clear_blind_rows(x, lse)
+            None if x is None else clear_blind_rows(self.site.unpack(x), lse)
             for x in (named.get("o"), named.get("lse"))
         )
         return Cotangents(o, lse, do, dlse)

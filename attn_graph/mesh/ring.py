@@ -38,7 +38,7 @@ def forward_ring(site: Site, inputs: Tensors) -> RowResults:
 
     def attend(guest: Guest) -> None:
         for run in runs_of(site, guest, q, inputs):
-            results.add(run.here.rows, *run.forward())
+            results.add(run.rows, *run.forward())
 
     travel(site, k, v, attend)
     return results
@@ -46,7 +46,7 @@ def forward_ring(site: Site, inputs: Tensors) -> RowResults:
 
 def prepare_ring(site: Site) -> None:
     """Plan the first box. Raises NoBackendError."""
-    inputs = site.empty_inputs()
+    inputs = site.unpack_all(site.empty_inputs())
     q, k, v = (inputs[i] for i in site.sharded.eqn.args[:3])
     for visit in site.sharded.once(visits_of, site.rank):
         shapes = key_shapes(k, v, visit.receives)
@@ -58,10 +58,8 @@ def prepare_ring(site: Site) -> None:
 
 def runs_of(site: Site, guest: Guest, q: torch.Tensor, inputs: Tensors) -> Iterator[BoxCall]:
     """The calls of a visit."""
-    for job in guest.visit.jobs:
-        keys = (x[:, :, job.at.start : job.at.stop] for x in (guest.k, guest.v))
-        queries = q[:, :, job.here.start : job.here.stop]
-        yield site.attend(job, (queries, *keys), inputs)
+    for jobs in site.batches(guest.visit.jobs):
+        yield site.attend(jobs, (q, guest.k, guest.v), inputs)
 
 
 def travel(site: Site, k: torch.Tensor, v: torch.Tensor, use: Callable[[Guest], None]) -> None:
@@ -168,12 +166,14 @@ def add_run(
     site: Site, totals: Totals, run: BoxCall, cotangents: Cotangents, shares: Tensors
 ) -> None:
     """Add the gradients of a box. shares: those of its keys."""
-    rows = run.here.rows
+    rows = run.rows
     gradients = run.backward(*cotangents.of(rows))
     nq = site.sharded.eqn.args[0]
-    totals.own(nq)[:, :, rows.start : rows.stop] += gradients.dq
-    for share, gradient in zip(shares, (gradients.dk, gradients.dv), strict=True):
-        share[:, :, run.at.start : run.at.stop] += gradient
+    sums = (totals.own(nq), *shares)
+    each = gradients.dq, gradients.dk, gradients.dv
+    for total, chunks, gradient in zip(sums, (rows, run.at, run.at), each, strict=True):
+        for place, piece in pair_chunks(total, chunks, gradient):
+            place += piece
     totals.add_more(run.here, gradients)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import final
 
 from attrs import frozen
@@ -11,7 +15,7 @@ from attn_graph.masks.moving import Box
 from attn_graph.masks.places import Keys, join_intervals
 from attn_graph.mesh.counts import find_seen
 from attn_graph.mesh.layout import Ranges
-from attn_graph.mesh.sharded import Sharded
+from attn_graph.mesh.sharded import Sharded, Stretch, shift
 
 
 @final
@@ -51,10 +55,14 @@ def seen_keys(sharded: Sharded) -> tuple[tuple[Keys, ...], ...]:
 def hull_within(keys: Keys, chunk: range, grain: int) -> range:
     """From the first to the last key of a set within a chunk; empty without any.
 
-    It begins at a multiple of `grain`, as chunks do.
+    It begins at a multiple of `grain` from the chunk's start.
     """
-    inside = (keys & Keys.between(chunk.start, chunk.stop)).hull.intervals
-    return range(inside[0][0] // grain * grain, inside[0][1]) if inside else range(0)
+    n = bisect_right(keys.intervals, chunk.start, key=itemgetter(1))
+    m = bisect_left(keys.intervals, chunk.stop, key=itemgetter(0))
+    if n >= m:
+        return range(0)
+    first, last = max(chunk.start, keys.intervals[n][0]), min(chunk.stop, keys.intervals[m - 1][1])
+    return range(first - (first - chunk.start) % grain, last)
 
 
 def join_sets(sets: Sequence[Keys]) -> Keys:
@@ -74,17 +82,34 @@ def needed_keys(sharded: Sharded, rank: int, source: int) -> Ranges:
 
 def list_jobs(sharded: Sharded, rank: int, chunks: Ranges) -> Iterator[Job]:
     """A rank's computations with some chunks of keys, contiguous in memory."""
-    own, start = sharded.holdings[rank], 0
+    start, queries = 0, sharded.once(place_queries, rank)
     for chunk in chunks:
-        here = 0
-        for rows, seen in zip(own.rows, sharded.once(seen_keys)[rank], strict=True):
-            keys = hull_within(seen, chunk, sharded.grain)
-            if keys and own.batch and own.heads:
-                box = Box(own.batch, own.heads, rows, keys, sharded.sizes)
-                at = range(start + keys.start - chunk.start, start + keys.stop - chunk.start)
-                yield Job(box, range(here, here + len(rows)), at)
-            here += len(rows)
+        for own in sharded.find_stretches("j", chunk):
+            for rows, here, seen in queries.get(own, ()):
+                if keys := hull_within(seen, chunk, sharded.grain):
+                    box = sharded.box(own, rows, keys, sharded.holdings[rank].heads)
+                    yield Job(box, here, shift(keys, start - chunk.start))
         start += len(chunk)
+
+
+def absent_rows(sharded: Sharded, rows: Ranges) -> Ranges:
+    """The queries of no sequence by their places in a tensor of these chunks."""
+    ends = pairwise(accumulate(map(len, rows), initial=0))
+    each = zip(rows, ends, strict=True)
+    return tuple(range(*here) for own, here in each if not any(sharded.find_stretches("i", own)))
+
+
+def place_queries(sharded: Sharded, rank: int) -> dict[Stretch, list[tuple[range, range, Keys]]]:
+    """A rank's chunks of queries by their stretch: with their places in the rank's own tensors, and
+    the keys they may see.
+    """
+    queries = defaultdict[Stretch, list[tuple[range, range, Keys]]](list)
+    own, seen = sharded.holdings[rank].rows, sharded.once(seen_keys)[rank]
+    ends = pairwise(accumulate(map(len, own), initial=0))
+    for rows, keys, here in zip(own, seen, ends, strict=True):
+        for stretch in sharded.find_stretches("i", rows):
+            queries[stretch].append((rows, range(*here), keys))
+    return queries
 
 
 def visits_of(sharded: Sharded, rank: int) -> tuple[Visit, ...]:

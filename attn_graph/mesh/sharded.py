@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import string_at
 from functools import cached_property
@@ -16,14 +17,23 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.boxes import Piece, move_attention
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph
-from attn_graph.ir.packed import TOTALS, Packed
-from attn_graph.ir.packing import Lengths
+from attn_graph.ir.packed import TOTALS, Packed, packed_sides
+from attn_graph.ir.packing import Lengths, list_sequences
 from attn_graph.ir.philox import WORDS
 from attn_graph.lowering.request import Request
 from attn_graph.machine.cache import Remembers
 from attn_graph.machine.target import Target
 from attn_graph.masks.moving import Box
-from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges, divide_heads
+from attn_graph.mesh.layout import (
+    SEQUENCES,
+    Holding,
+    Mesh,
+    Method,
+    Placement,
+    Ranges,
+    divide_heads,
+    spans_between,
+)
 from attn_graph.mesh.results import Outlook, ShardedPlan
 from attn_graph.printing.text import show_call
 from attn_graph.spec import TensorSpec
@@ -70,6 +80,22 @@ class Known:
         values, counts = torch.unique_consecutive(self.tensor.flatten(), return_counts=True)
         runs = zip(values.tolist(), counts.tolist(), strict=True)
         return f"{self.name}={self.spec}({', '.join(map(str, runs))})"
+
+
+@final
+@frozen
+class Stretch:
+    """Neighbouring queries and keys of the axes that ranks divide, of one length for some entries
+    of the batch: those of all entries, or of one packed sequence.
+    """
+
+    batch: range
+    rows: range
+    keys: range
+
+    def of(self, axis: str) -> range:
+        """Its queries, i, or keys, j."""
+        return self.rows if axis == "i" else self.keys
 
 
 @final
@@ -127,6 +153,11 @@ class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
         """The op of an attention on packed sequences or pages."""
         packed: Packed | None = self.whole[0].op.packed
         return packed
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """True if packed sequences are divided."""
+        return self.packed is not None and self.placement in SEQUENCES
 
     @property
     def packs_rows(self) -> bool:
@@ -212,6 +243,74 @@ class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
         known = {x.name for x in self.known}
         return tuple(n for n, i in enumerate(self.graph.inputs) if i.name not in known)
 
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """All of the batch; or each packed sequence, if these are divided.
+
+        Raises GraphError if that takes unknown starts or lengths.
+        """
+        B, _, M, N = self.sizes
+        if not self.cuts_sequences:
+            return (Stretch(range(B), range(M), range(N)),)
+        eqn, _ = self.whole
+        places = ([self.numbers(n) for n in own] for own in packed_sides(eqn).values())
+        rows, keys = (
+            [range(a, a + n) for a, n in list_sequences(starts, lengths, total, most)]
+            for (starts, lengths), total, most in zip(places, self.totals, (M, N), strict=True)
+        )
+        each = enumerate(zip(rows, keys, strict=True))
+        return tuple(Stretch(range(b, b + 1), i, j) for b, (i, j) in each)
+
+    @property
+    def entries(self) -> int:
+        """The batch entries of exchanged queries and keys: one if these are packed."""
+        return 1 if self.cuts_sequences else self.sizes[0]
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """The numbers of queries and of keys that ranks divide."""
+        return self.axis_sizes["i"], self.axis_sizes["j"]
+
+    def spans(self, axis: str) -> Ranges:
+        """The queries, i, or keys, j, cut at the borders of stretches."""
+        each = [x.of(axis) for x in self.stretches]
+        return spans_between((at for x in each for at in (x.start, x.stop)), self.axis_sizes[axis])
+
+    @cached_property
+    def stretch_starts(self) -> dict[str, list[int]]:
+        """The first query, i, and the first key, j, of each stretch."""
+        return {axis: [x.of(axis).start for x in self.stretches] for axis in "ij"}
+
+    def find_stretches(self, axis: str, places: range) -> Iterator[Stretch]:
+        """The stretches with some of these queries, i, or keys, j."""
+        starts = self.stretch_starts[axis]
+        first, stop = bisect_right(starts, places.start) - 1, bisect_left(starts, places.stop)
+        for own in self.stretches[max(0, first) : stop]:
+            if common(own.of(axis), places):
+                yield own
+
+    def boxes(self, rows: range) -> Iterator[Box]:
+        """Some queries, with all keys and heads: a box for each stretch."""
+        for own in self.find_stretches("i", rows):
+            yield self.box(own, common(own.rows, rows), own.keys, range(self.sizes[1]))
+
+    def box(self, own: Stretch, rows: range, keys: range, heads: range) -> Box:
+        """Places by their queries and keys in a stretch."""
+        lengths = (len(own.rows), len(own.keys)) if self.cuts_sequences else None
+        rows, keys = shift(rows, -own.rows.start), shift(keys, -own.keys.start)
+        return Box(own.batch, heads, rows, keys, self.sizes, lengths)
+
+    def numbers(self, number: int) -> torch.Tensor:
+        """The elements of starts or lengths. Raises GraphError if they are unknown."""
+        if number not in self.values:
+            name, how = self.graph.inputs[number].name, self.placement
+            raise GraphError(
+                f"shard: by {how!r} a rank's rows depend on {name}; pass {name}= with its numbers, "
+                "or divide by 'heads'; processes with batches of their own compile a graph of "
+                "their own"
+            )
+        return self.values[number]
+
     def piece(self, box: Box) -> Piece:
         """The attention of some places."""
         return move_attention(self.eqn, box)
@@ -229,10 +328,15 @@ class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
 
     def mask_data(self) -> dict[str, torch.Tensor]:
         """The known tensors of the mask, by the mask's names."""
-        inputs, values = self.node.split(self.eqn.args).mask, self.constants
-        made = [(eqn.args[0], out) for eqn, (out, *_) in self.graph.numbered[:-1]]
-        values |= {out: values[n].diff() for n, out in made if n in values}
+        inputs, values = self.node.split(self.eqn.args).mask, self.values
         return {name: values[n] for name, n in inputs.items() if n in values}
+
+    @property
+    def values(self) -> dict[int, torch.Tensor]:
+        """The known tensors, and the lengths that follow from them, by number."""
+        values = self.constants
+        made = [(eqn.args[0], out) for eqn, (out, *_) in self.graph.numbered[:-1]]
+        return values | {out: values[n].diff() for n, out in made if n in values}
 
     def divided_axis(self, shape: Sequence[int], axes: str) -> int | None:
         """The divided axis of a tensor; None: each rank has all of it. axes: as of `parts`."""
@@ -290,9 +394,17 @@ class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
         return [self.part(rank, x, letters) for rank in range(self.mesh.ranks)]
 
     def part(self, rank: int, x: torch.Tensor, letters: str) -> torch.Tensor:
-        """A rank's part of a tensor. Starts count from its first row."""
+        """A rank's part of a tensor. Starts count the rank's own rows."""
+        if self.cuts_sequences and letters in STARTS.values():
+            return x.new_tensor([self.count_before(rank, letters, int(at)) for at in x])
         own, first = take(x, self.parts(rank, x.shape, letters)), self.first_row(rank, letters)
         return own - first if first else own
+
+    def count_before(self, rank: int, letters: str, at: int) -> int:
+        """The number of a rank's rows, or keys, before one of all."""
+        own = self.holdings[rank]
+        chunks = own.rows if letters == STARTS["rows"] else own.keys
+        return sum(len(common(x, range(at))) for x in chunks)
 
     def first_row(self, rank: int, letters: str) -> int:
         """The row from which a rank's starts count; 0 for other tensors."""
@@ -308,6 +420,8 @@ class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
         if len(shards) != self.mesh.ranks:
             raise GraphError(f"shard: {len(shards)} shards of {self.mesh.ranks} ranks; give each")
         letters = self.letters_for(shards[0], axes)
+        if self.cuts_sequences and letters in STARTS.values():
+            return torch.stack([*shards]).sum(0, dtype=shards[0].dtype)
         named = {i.name: i.spec.shape for i in self.graph.inputs}
         sizes = self.axis_sizes
         shape = named.get(axes) or [
@@ -345,6 +459,16 @@ class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
         return "\n".join([str(self.graph), f"shard({', '.join(data)})", *ranks])
 
     __repr__ = __str__
+
+
+def common(a: range, b: range) -> range:
+    """The positions of both; empty without any."""
+    return range(max(a.start, b.start), max(a.start, b.start, min(a.stop, b.stop)))
+
+
+def shift(x: range, by: int) -> range:
+    """Positions, moved."""
+    return range(x.start + by, x.stop + by)
 
 
 def starts_of(eqn: Eqn) -> dict[str, int]:

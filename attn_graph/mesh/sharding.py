@@ -49,8 +49,10 @@ def shard(
     known: tensors of the mask, by name, whole: documents, lengths, starts. The plan holds them,
     calls don't pass them, and keys they hide are never sent.
 
-    Packed sequences, and keys in pages, are divided by "heads", or by "batch": each rank then has
-    whole sequences, of nearly equal rows, and their starts must be known.
+    Packed sequences are divided too. By "heads" each rank has all rows; else it takes known starts,
+    and lengths if there are some. By "batch" each has whole sequences, of nearly equal rows, by
+    "zigzag" two parts of each sequence, by the others parts of all rows. Keys in pages, and packed
+    queries with padded keys, are divided by "heads" and "batch" alone.
 
     Raises GraphError for anything but one attention, and for impossible divisions.
     """
@@ -111,11 +113,10 @@ def check_attention(graph: Graph, placement: Placement) -> None:
         raise GraphError(
             "shard: quantised keys and values are not divided; pass k * k_scale and v * v_scale"
         )
-    if ops[0].packed and placement in SEQUENCES:
+    if ops[0].packed and placement in SEQUENCES and ops[0].packed.sides != ("rows", "keys"):
         raise GraphError(
-            f"shard: sequences that are packed or in pages are divided whole, by 'batch', or by "
-            f"'heads', not by {show(placement)}; to divide each of them, put all in one row, with "
-            "segments= in place of starts"
+            f"shard: {show(placement)} divides sequences with packed queries and keys, and these "
+            "have padded ones, or pages; divide them whole, by 'batch', or by 'heads'"
         )
     if node.origin:
         raise GraphError(

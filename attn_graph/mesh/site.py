@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, final
 
 import torch
 from attrs import define, evolve, field, frozen
 
+from attn_graph.ir.attention import Attention
 from attn_graph.ir.boxes import Feed, Piece
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import LENGTHS, STARTS, Packed, and_parts
+from attn_graph.ir.packing import Lengths, heads_first
 from attn_graph.lowering.request import Request
 from attn_graph.machine.cache import CAPACITY
 from attn_graph.machine.likeness import look_at
+from attn_graph.masks import And, KeyLengths, QueryLengths, join_masks, needs_of
+from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.moving import Box
 from attn_graph.mesh.exchange import Line, tag_of
-from attn_graph.mesh.layout import Holding
+from attn_graph.mesh.layout import Holding, Ranges
 from attn_graph.mesh.schedule import Job
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.plan import Plan
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Tensors = Sequence[torch.Tensor]
+Jobs = tuple[Job, ...]
+ENDS = And(KeyLengths(), QueryLengths())  # in the mask of packed queries and keys
 
 
 @final
@@ -35,10 +43,13 @@ Tensors = Sequence[torch.Tensor]
 class Remembered:
     """A rank's memory: its boxes, their plans, constants by device, and the agreement of all ranks.
 
-    plans: by the box and the looks of its tensors.
+    batches: by their jobs. plans: by what is attended and the looks of its tensors. starts: by
+    lengths and device.
     """
 
     pieces: dict[Box, Piece] = field(factory=dict)
+    batches: dict[Jobs, tuple[Jobs, ...]] = field(factory=dict)
+    starts: dict[tuple[object, ...], torch.Tensor] = field(factory=dict)
     plans: dict[tuple[object, ...], Plan] = field(factory=dict)
     constants: dict[torch.device, dict[int, torch.Tensor]] = field(factory=dict)
     agrees: bool = False
@@ -120,31 +131,83 @@ class Site:
 
     def here(self, box: Box, rows: range) -> Box:
         """A box's places in the rank's tensors. rows: its queries in the rank's own."""
-        if self.sharded.method == "heads":
+        if self.sharded.method == "heads" or self.sharded.cuts_sequences:
             return box  # what it reads beside q, k and v is whole
         own = self.holding
-        sizes = len(own.batch), len(own.heads), sum(map(len, own.rows)), box.sizes[3]
         heads = range(box.heads.start - own.heads.start, box.heads.stop - own.heads.start)
+        sizes = len(own.batch), len(own.heads), sum(map(len, own.rows)), box.sizes[3]
         return Box(range(sizes[0]), heads, rows, box.keys, sizes)
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """A view [1,H,T,D] of packed queries or keys [T,H,D] of divided sequences, and [1,H,T] of
+        a statistic; other tensors as they are."""
+        return heads_first(x)[None] if self.sharded.cuts_sequences else x
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor that `unpack` shows."""
+        return heads_first(x[0]) if self.sharded.cuts_sequences else x
+
+    def unpack_all(self, inputs: Tensors) -> list[torch.Tensor]:
+        """The rank's inputs, with q, k and v unpacked."""
+        qkv = self.sharded.eqn.args[:3]
+        return [self.unpack(x) if n in qkv else x for n, x in enumerate(inputs)]
 
     def sinks(self, inputs: Tensors) -> torch.Tensor | None:
         """The sinks among the rank's inputs."""
         number = self.sharded.sinks
         return None if number is None else inputs[number]
 
-    def attend(self, job: Job, qkv: Tensors, inputs: Tensors) -> BoxCall:
-        """Attention of a job's box by its own plan, for both passes."""
-        piece, here = self.piece(job.box), self.here(job.box, job.here)
-        tensors = (*qkv, *piece.tensors(inputs, here))
-        return BoxCall(piece, here, job.at, self.plan(piece, tensors), tensors)
+    def batches(self, jobs: Jobs) -> tuple[Jobs, ...]:
+        """Jobs by call: those of one op in parts of sequences are one packed batch."""
+        if jobs not in self.memory.batches:
+            batches = dict[object, list[Job]]()
+            for job in jobs:
+                kind = self.kind(self.piece(job.box)) if self.sharded.cuts_sequences else None
+                batches.setdefault(kind or job, []).append(job)
+            self.memory.batches[jobs] = tuple(map(tuple, batches.values()))
+        return self.memory.batches[jobs]
 
-    def plan(self, piece: Piece, tensors: Tensors) -> Plan:
-        """The plan of a box, for tensors laid out like these."""
-        key = (piece.box, *map(look_at, tensors))
+    def kind(self, piece: Piece) -> Attention | None:
+        """The op of a box, if it reads nothing of its own places besides q, k and v."""
+        reads = any(x in feed.axes for feed in piece.feeds for x in "bij")
+        return None if reads or needs_of(piece.node.mask) else piece.node
+
+    def attend(self, jobs: Jobs, qkv: Tensors, inputs: Tensors) -> BoxCall:
+        """Attention of a box, or of a packed batch of some, by its own plan, for both passes.
+
+        qkv: the rank's own queries, and the keys and values of the visit.
+        """
+        piece, here = self.piece(jobs[0].box), self.here(jobs[0].box, jobs[0].here)
+        rows, at = tuple(job.here for job in jobs), tuple(job.at for job in jobs)
+        own = [take_chunks(x, chunks) for x, chunks in zip(qkv, (rows, at, at), strict=True)]
+        feeds = piece.tensors(inputs, here)
+        if len(jobs) == 1:
+            tensors = [*own, *feeds]
+            return BoxCall(piece, here, rows, at, self.plan(piece, tensors), tensors)
+        starts = [self.starts(chunks, own[0].device) for chunks in (rows, at)]
+        tensors = [*(heads_first(x[0]) for x in own), *feeds, *starts]
+        most = max(map(len, rows)), max(map(len, at))
+        return BoxCall(piece, here, rows, at, self.plan(piece, tensors, most), tensors)
+
+    def starts(self, chunks: Ranges, device: torch.device) -> torch.Tensor:
+        """The starts of chunks one after the other."""
+        lengths = (*map(len, chunks),)
+        if (lengths, device) not in self.memory.starts:
+            ends = [*accumulate(lengths, initial=0)]
+            self.memory.starts[lengths, device] = torch.tensor(ends, device=device)
+        return self.memory.starts[lengths, device]
+
+    def plan(self, piece: Piece, tensors: Tensors, most: tuple[int, int] | None = None) -> Plan:
+        """The plan of a box, for tensors laid out like these; or of a packed batch of boxes.
+
+        most: the most rows and keys of one in a batch.
+        """
+        key = (piece.node if most else piece.box, most, *map(look_at, tensors))
         if key not in self.memory.plans:
             if len(self.memory.plans) >= CAPACITY:  # strides that change with each call
                 self.memory.plans.clear()
-            self.memory.plans[key] = plan_graph(self.request.with_graph(box_graph(piece, tensors)))
+            graph = batch_graph(piece, tensors, *most) if most else box_graph(piece, tensors)
+            self.memory.plans[key] = plan_graph(self.request.with_graph(graph))
         return self.memory.plans[key]
 
     def piece(self, box: Box) -> Piece:
@@ -157,30 +220,42 @@ class Site:
 @final
 @frozen(eq=False)
 class BoxCall:
-    """The attention of a box, with its plan and tensors.
+    """The attention of a box, or of a packed batch of boxes, with its plan and tensors.
 
-    here: its places in the rank's own tensors. at: its keys in the tensors of the visit.
+    here: its places in the rank's own tensors beside q, k and v. rows: the queries of each box in
+    the rank's own. at: its keys in the tensors of the visit.
     """
 
     piece: Piece
     here: Box
-    at: range
+    rows: Ranges
+    at: Ranges
     plan: Plan
     tensors: Tensors
 
+    @property
+    def packs(self) -> bool:
+        """True for a batch."""
+        return len(self.rows) > 1
+
     def forward(self) -> Tensors:
         """o, lse, and further statistics."""
-        return self.plan.run(*self.tensors)[0]
+        results = self.plan.run(*self.tensors)[0]
+        return [heads_first(x)[None] for x in results] if self.packs else results
 
     def backward(self, saved: Tensors, grads: Sequence[torch.Tensor | None]) -> Gradients:
         """Gradients of q, k and v, and of further inputs. saved: o and lse of all keys; grads: of
         these, None for zero."""
         wants = [True, True, True, *self.trained()]
+        wants += [False] * (len(self.tensors) - len(wants))
+        if self.packs:
+            saved = [heads_first(x[0]) for x in saved]
+            grads = [None if x is None else heads_first(x[0]) for x in grads]
         cotangents = [*grads, *[None] * (len(self.plan.graph.outputs) - len(grads))]
         each = self.plan.pull(tuple(wants), (*self.tensors, *saved), cotangents)
         pairs = zip(self.piece.feeds, self.trained(), strict=True)
         more = zip([feed for feed, wanted in pairs if wanted], each[3:], strict=True)
-        dq, dk, dv = each[:3]
+        dq, dk, dv = (heads_first(x)[None] if self.packs else x for x in each[:3])
         return Gradients(dq, dk, dv, [*more])
 
     def trained(self) -> list[bool]:
@@ -206,3 +281,25 @@ def box_graph(piece: Piece, tensors: Tensors) -> Graph:
     names = ["q", "k", "v", *(f"{feed.name}_{n}" for n, feed in enumerate(piece.feeds))]
     values = [b.input(n, TensorSpec.like(x)) for n, x in zip(names, tensors, strict=True)]
     return b.graph(*b.emit(piece.node, *values))
+
+
+def batch_graph(piece: Piece, tensors: Tensors, rows: int, keys: int) -> Graph:
+    """The graph of boxes of one op as packed sequences; their starts come last."""
+    b = Builder(trusts=True)
+    names = ["q", "k", "v", *(f"{feed.name}_{n}" for n, feed in enumerate(piece.feeds))]
+    names += STARTS.values()
+    values = [b.input(n, TensorSpec.like(x)) for n, x in zip(names, tensors, strict=True)]
+    mask = canonical_mask(join_masks(And, [*and_parts(piece.node.mask), ENDS]), rows, keys)
+    lengths = {
+        LENGTHS[side]: b.emit(Lengths(all_rows=True), x)[0]
+        for side, x in zip(LENGTHS, values[-2:], strict=True)
+    }
+    op = Packed(evolve(piece.node, mask=mask), rows, keys)
+    ends = [lengths[name] for name in needs_of(mask)]
+    return b.graph(*b.emit(op, *values[:-2], *ends, *values[-2:]))
+
+
+def take_chunks(x: torch.Tensor, chunks: Ranges) -> torch.Tensor:
+    """The positions of chunks of [B,heads,any,...], one chunk after the other; a view of one."""
+    pieces = [x[:, :, own.start : own.stop] for own in chunks]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)

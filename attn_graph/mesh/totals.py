@@ -12,7 +12,8 @@ from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.ops import STATISTICS, join_statistics
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.masks.moving import Box
-from attn_graph.mesh.site import Gradients, Site
+from attn_graph.mesh.layout import Ranges
+from attn_graph.mesh.site import Gradients, Site, take_chunks
 from attn_graph.mesh.traffic import shared_inputs
 from attn_graph.spec import INF, TensorSpec, accumulator, dense_strides, memory_order
 
@@ -41,8 +42,14 @@ class RowResults:
         more = site.sharded.node.without_gradient
         return cls(o, rows | {name: STATISTICS[name]().run(s)[0] for name in more})
 
-    def add(self, rows: range, o: torch.Tensor, *stats: torch.Tensor) -> None:
-        """Join the results of some queries over further keys."""
+    def add(self, chunks: Ranges, *results: torch.Tensor) -> None:
+        """Join o and the statistics of chunks of queries over further keys."""
+        pieces = [x.split([*map(len, chunks)], 2) for x in results]
+        for rows, *each in zip(chunks, *pieces, strict=True):
+            self.add_rows(rows, *each)
+
+    def add_rows(self, rows: range, o: torch.Tensor, *stats: torch.Tensor) -> None:
+        """Join those of one chunk."""
         at = slice(rows.start, rows.stop)
         own = {name: x[:, :, at] for name, x in self.rows.items()}
         given = dict(zip(own, stats, strict=True))
@@ -54,14 +61,16 @@ class RowResults:
             self.seen.add(rows)
         join_statistics(own, given)
 
-    def join_sinks(self, sinks: torch.Tensor | None) -> None:
-        """Join sinks [H], once all keys are in."""
+    def join_sinks(self, sinks: torch.Tensor | None, heads: range, absent: Ranges) -> None:
+        """Join sinks [H] of its heads, once all keys are in, except in the rows of no sequence."""
         if sinks is not None:
-            sink_(self.o, self.rows["lse"], sinks)
+            sink_(self.o, self.rows["lse"], sinks[heads.start : heads.stop])
+            for own in absent:
+                self.rows["lse"][:, :, own.start : own.stop] = -INF
 
-    def finish(self, dtype: torch.dtype, like: TensorSpec) -> list[torch.Tensor]:
+    def finish(self, site: Site, dtype: torch.dtype, like: TensorSpec) -> list[torch.Tensor]:
         """o in a dtype and in the memory order of a spec, then the statistics."""
-        return [lay_out_as(self.o, dtype, like), *self.rows.values()]
+        return [lay_out_as(site.pack(self.o), dtype, like), *map(site.pack, self.rows.values())]
 
 
 def lay_out_as(x: torch.Tensor, dtype: torch.dtype, spec: TensorSpec) -> torch.Tensor:
@@ -82,12 +91,10 @@ class Cotangents:
     do: torch.Tensor | None
     dlse: torch.Tensor | None
 
-    def of(self, rows: range) -> tuple[Tensors, Sequence[torch.Tensor | None]]:
+    def of(self, rows: Ranges) -> tuple[Tensors, Sequence[torch.Tensor | None]]:
         """Of some queries: (o, lse), (do, dlse)."""
-        cut = [
-            x if x is None else x[:, :, rows.start : rows.stop]
-            for x in (self.o, self.lse, self.do, self.dlse)
-        ]
+        own = self.o, self.lse, self.do, self.dlse
+        cut = [None if x is None else take_chunks(x, rows) for x in own]
         return cut[:2], cut[2:]  # type: ignore[return-value]  # o and lse are there
 
     def sink_gradient(self, sinks: torch.Tensor) -> torch.Tensor:
@@ -142,6 +149,12 @@ class Totals:
         """The total of an input; zeros for an unused one."""
         total = self.of[number]
         return torch.zeros_like(like) if total is None else total
+
+    def packed(self, site: Site) -> Totals:
+        """These totals, with those of q, k and v laid out as the inputs."""
+        qkv = site.sharded.eqn.args[:3]
+        each = enumerate(self.of)
+        return Totals([site.pack(x) if n in qkv and x is not None else x for n, x in each])
 
     def add_more(self, here: Box, gradients: Gradients) -> None:
         """Add a box's gradients of inputs besides q, k and v."""

@@ -38,7 +38,8 @@ def flow_between(sharded: Sharded, a: int, b: int) -> Flow:
     if sharded.method == "heads":
         return sums + heads_flow(sharded, a, b)
     _, k, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
-    each = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    _, keys = sharded.totals
+    each = (prod(k.shape) + prod(v.shape)) // max(1, keys) * k.dtype.itemsize
     there, back = (each * count(sharded.once(needed_keys, *x)) for x in ((b, a), (a, b)))
     return sums + Flow(there, there + back)
 
@@ -50,7 +51,7 @@ def heads_flow(sharded: Sharded, a: int, b: int) -> Flow:
     output; then dq, dk and dv back.
     """
     q, _, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
-    B, D, E, item = q.shape[0], q.shape[3], v.shape[3], q.dtype.itemsize
+    B, D, E, item = sharded.entries, q.shape[-1], v.shape[-1], q.dtype.itemsize
     wide = accumulator(q.dtype).itemsize
 
     def size(of: int, to: int, row: int, key: int) -> int:

@@ -238,6 +238,10 @@ BEYOND: tuple[Any, ...] = (  # Any: text and numbers
 LENGTHS: dict[str, Any] = {"kv_lengths": FULL, "q_lengths": FULL}
 SEVERAL = cast(Any, ["nvlink"])
 PACKED = ag.attention(ROW, ROW, ROW, q_starts=ag.TensorSpec((3,), torch.int64))
+POOL = ag.TensorSpec((6, 4, 2, 8), torch.float32)
+PAGED = ag.attention(
+    ag.TensorSpec((2, 4, 5, 8), torch.float32), POOL, POOL, pages=ag.TensorSpec((2, 3), torch.int64)
+)
 WRONG: dict[str, Any] = {  # by what is said
     "placements 'rows' is none of batch": lambda: ag.shard(PLAIN, MESH, "rows"),  # type: ignore[arg-type]
     'balanced; for the sequence say "balanced"': lambda: ag.shard(PLAIN, MESH, "context"),  # type: ignore[arg-type]
@@ -293,9 +297,11 @@ WRONG: dict[str, Any] = {  # by what is said
     "kv_lengths is a Tensor of layout torch.strided on meta": lambda: ag.shard(
         SHORT, MESH, "batch", kv_lengths=torch.empty(1, dtype=torch.int64, device="meta")
     ),
-    "packed or in pages are divided whole, by 'batch', or by 'heads', not by 'zigzag'": (
-        lambda: ag.shard(PACKED, MESH, "zigzag")
+    "'zigzag' divides sequences with packed queries and keys, and these have padded ones, or": (
+        lambda: ag.shard(PAGED, MESH, "zigzag")
     ),
+    "by 'zigzag' a rank's rows depend on q_starts; pass q_starts= with its numbers, or divide by "
+    "'heads'": lambda: ag.shard(PACKED, MESH, "zigzag"),
     "a rank's rows depend on q_starts; pass q_starts= with its numbers": lambda: ag.shard(
         PACKED, MESH, "batch"
     ),

@@ -158,15 +158,18 @@ def test_ranks_compute_what_one_device_does(crew: Crew, ranks: int, data: st.Dat
 def packed_graphs(draw: st.DrawFn, ranks: int) -> tuple[Sharded, Case]:
     """Any attention of packed sequences over ranks."""
     case = draw(cases(draw(st.sampled_from([torch.float32, torch.bfloat16]))))
-    placement: Placement = draw(st.sampled_from(["batch", "heads"]))
+    placement: Placement = draw(st.sampled_from(PLACEMENTS))
     readable = [n for n, x in case.tensors.items() if x.dtype not in FLOATS]
     names = draw(st.sets(st.sampled_from(readable)))
-    names |= {"q_starts", "kv_starts"} if placement == "batch" else set()
-    known: dict[str, Any] = {n: case.tensors[n] for n in names}
+    names |= {"q_starts", "kv_starts"} if placement != "heads" else set()
+    names |= {"q_lengths", "kv_lengths"} if placement in SEQUENCES else set()
+    has = {i.name for i in case.packed.inputs}
+    known: dict[str, Any] = {n: case.tensors[n] for n in names & has}
+    method = draw(st.sampled_from(METHODS)) if placement in SEQUENCES else None
     try:
-        return ag.shard(case.packed, ag.Mesh(ranks), placement, **known), case
+        return ag.shard(case.packed, ag.Mesh(ranks), placement, method=method, **known), case
     except ag.GraphError as error:
-        assume("no mask reads" not in str(error))
+        assume(not any(x in str(error) for x in ("method 'heads'", "no mask reads")))
         raise
 
 
@@ -229,7 +232,7 @@ def compile_calls(rank: int, group: Any, graphs: list[Sharded]) -> bool:
 
     def train(plan: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         o, lse = plan(2 * q, k, v=v)
-        loss: torch.Tensor = (o.sin().sum(-1) + lse).sum()
+        loss: torch.Tensor = o.sin().sum() + lse.sum()
         return loss
 
     compiled = torch.compile(train, fullgraph=True, backend="aot_eager")
@@ -254,6 +257,14 @@ def test_compiled_code_calls_plans_of_ranks(crew: Crew) -> None:
         ag.shard(ag.attention(x, x, x, mask=mask, stats=True), ag.Mesh(2), placement, method=method)
         for mask in (ag.Causal(), ag.Window(2))
         for placement, method in ways
+    ]
+    row, starts = ag.TensorSpec((16, 4, 4), torch.float32), torch.tensor([0, 6, 16])
+    packed = ag.attention(
+        row, row, row, mask=ag.Causal(), q_starts=ag.TensorSpec.like(starts), stats=True
+    )
+    graphs += [
+        ag.shard(packed, ag.Mesh(2), "zigzag", method=method, q_starts=starts)
+        for method in ("ring", "heads")
     ]
     assert all(crew.run(2, compile_calls, graphs))
 
