@@ -155,10 +155,12 @@ def test_ranks_compute_what_one_device_does(crew: Crew, ranks: int, data: st.Dat
 
 
 @st.composite
-def packed_graphs(draw: st.DrawFn, ranks: int) -> tuple[Sharded, Case]:
+def packed_graphs(
+    draw: st.DrawFn, ranks: int, placements: Sequence[Placement]
+) -> tuple[Sharded, Case]:
     """Any attention of packed sequences over ranks."""
     case = draw(cases(draw(st.sampled_from([torch.float32, torch.bfloat16]))))
-    placement: Placement = draw(st.sampled_from(PLACEMENTS))
+    placement = draw(st.sampled_from(placements))
     readable = [n for n, x in case.tensors.items() if x.dtype not in FLOATS]
     names = draw(st.sets(st.sampled_from(readable)))
     names |= {"q_starts", "kv_starts"} if placement != "heads" else set()
@@ -177,7 +179,20 @@ def packed_graphs(draw: st.DrawFn, ranks: int) -> tuple[Sharded, Case]:
 @given(st.data())
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_divide_packed_sequences(crew: Crew, ranks: int, data: st.DataObject) -> None:
-    sharded, case = data.draw(packed_graphs(ranks))
+    check_packed(crew, data, *data.draw(packed_graphs(ranks, ("batch", "heads"))))
+
+
+@settings(max_examples=settings().max_examples * 2 // 5)
+@given(st.data())
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_divide_parts_of_packed_sequences(
+    crew: Crew, ranks: int, data: st.DataObject
+) -> None:
+    check_packed(crew, data, *data.draw(packed_graphs(ranks, SEQUENCES)))
+
+
+def check_packed(crew: Crew, data: st.DataObject, sharded: Sharded, case: Case) -> None:
+    """Compare with one device, both passes."""
     assert ag.types.Sharded.parse(str(sharded)) == sharded
     cotangents = draw_cotangents(sharded.graph, case.batch, data.draw(strategies.seeds))
     tensors = {i.name: case.tensors[i.name] for i in case.packed.inputs}

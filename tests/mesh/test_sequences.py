@@ -18,6 +18,9 @@ import attn_graph as ag
 from attn_graph.mesh.layout import SEQUENCES, Method, Placement
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import BoxCall
+from attn_graph.spec import FLOATS
+from attn_graph.testing.tensors import tensors_for
+from tests.mesh.test_run import run_ranks
 from tests.support.ranks import Crew
 
 
@@ -84,7 +87,7 @@ def test_parts_of_sequences_are_all_there(
 def test_balanced_parts_of_uneven_sequences_have_equal_work() -> None:
     lengths = [4096, 17, 900, 1, 2500, 333, 7000, 64]
     for ranks in (2, 4, 8):
-        each: dict[Placement, Any] = {p: divide(lengths, ranks, p)[0] for p in SEQUENCES}
+        each = {p: divide(lengths, ranks, p)[0] for p in SEQUENCES}
         found = {p: ag.explain(x, target="h200").balance for p, x in each.items()}
         assert found["balanced"] <= 1.02
         assert found["zigzag"] <= 1.02
@@ -155,3 +158,27 @@ def compare_dtensors(rank: int, group: Any, sharded: Sharded) -> bool:
 def test_dtensors_of_packed_rows_give_dtensors(crew: Crew) -> None:
     sharded, _ = divide([5, 0, 11, 4], 2, "contiguous")
     assert all(crew.run(2, compare_dtensors, sharded))
+
+
+@pytest.mark.parametrize("placement", ["batch", "heads", *SEQUENCES])
+def test_sinks_and_dropout_of_packed_sequences_are_those_of_one_device(
+    crew: Crew, placement: Placement
+) -> None:
+    starts = torch.tensor([0, 9, 9, 23, 28])
+    row, sinks = (ag.TensorSpec(shape, torch.float32) for shape in ((30, 4, 8), (4,)))
+    graph = ag.attention(
+        row, row, row, mask=ag.Causal(), q_starts=ag.TensorSpec.like(starts), sinks=sinks,
+        dropout=0.5, stats=True,
+    )  # fmt: skip
+    sharded = ag.shard(graph, ag.Mesh(2), placement, q_starts=starts)
+    names = [i.name for i in graph.inputs]
+    tensors = dict(zip(names, tensors_for(graph, 0), strict=True)) | {"q_starts": starts}
+    leaves = {n: x.requires_grad_(x.dtype in FLOATS) for n, x in tensors.items()}
+    due: Any = ag.compile(graph, target="cpu")(**leaves)
+    cotangents = [torch.ones_like(x) for x in due]
+    wanted = [x for x in leaves.values() if x.requires_grad]
+    gradients = torch.autograd.grad(due, wanted, cotangents)
+    plain = {n: x.detach() for n, x in leaves.items()}
+    outputs, each = run_ranks(crew, sharded, plain, cotangents)
+    for x, ref in zip((*outputs, *each.values()), (*due, *gradients), strict=True):
+        torch.testing.assert_close(x, ref)
