@@ -137,7 +137,7 @@ def attention(
     a plan up to the next power of two. finite_pages, all_rows: as there, for libraries of others.
 
     q, k and v may be jagged nested tensors [B,H,j,D], k and v with the same offsets: they run as
-    packed rows without a copy, and results are jagged with the lengths of q.
+    packed rows without a copy, holes too, and results are jagged with the lengths of q.
 
     stats may name "received" too: the sums of weights by key, [B,H,N], from a second pass, the
     gradient of o by values of a few columns; packed [H,S], in pages [H,n,P], in q's dtype, and

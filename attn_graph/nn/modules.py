@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
+from torch.nested import nested_tensor_from_jagged
 
 from attn_graph.errors import TensorError
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.masks import Align, Mask
 from attn_graph.nn.calls import Outputs
-from attn_graph.nn.functional import attention, scaled_dot_product_attention
-from attn_graph.nn.multihead import multi_head_attention
+from attn_graph.nn.functional import TOP_LEFT, attention, scaled_dot_product_attention
+from attn_graph.nn.jagged import (
+    jagged_problem,
+    lengths_of,
+    offsets_of,
+    row_places,
+    rows_without_holes,
+)
+from attn_graph.nn.multihead import Attend, multi_head_attention
 from attn_graph.planner.arguments import CHOICE, ChoiceOptions, complete, shows
 from attn_graph.printing.text import show_value
 from attn_graph.spec import layout_problem
@@ -76,9 +85,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     It loads state dicts of PyTorch's module, and its arguments mean the same. Pass
     need_weights=False: with need_weights=True, PyTorch's default, the call stays PyTorch's own,
-    since no fused kernel has the weights [B,H,M,N]. Dropout drops other places than PyTorch, by
-    seeds from the default generator. In eval mode without gradient PyTorch's Transformer layers
-    fuse a whole layer and bypass the module; `attn_graph.replace_sdpa` covers those.
+    since no fused kernel has the weights [B,H,M,N]. Jagged tensors [B,lengths,E] run too. Dropout
+    drops other places than PyTorch, by seeds from the default generator. In eval mode without
+    gradient PyTorch's Transformer layers fuse a whole layer and bypass the module;
+    `attn_graph.replace_sdpa` covers those.
     """
 
     __init__ = binds(
@@ -98,9 +108,19 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """The output, laid out like query, and the weights or None. Arguments as PyTorch's.
 
-        Raises AssertionError, RuntimeError and TensorError as PyTorch's module and function do, and
-        TensorError for sparse and jagged tensors, which PyTorch's module does not support either.
+        Jagged tensors [B,lengths,E], which PyTorch's module refuses, take is_causal=True without a
+        mask. Raises AssertionError, RuntimeError and TensorError as PyTorch's module and function
+        do, and TensorError for sparse tensors.
         """
+        if any(x.is_nested and x.layout == torch.jagged for x in (query, key, value)):
+            self.require_jagged(query, key, value, need_weights, key_padding_mask, attn_mask)
+            places = row_places(query, key, axis=1)
+            q = rows_without_holes(query)
+            k = q if key is query else rows_without_holes(key)
+            v = k if value is key else rows_without_holes(value)
+            attend = partial(attend_jagged_rows, places, TOP_LEFT if is_causal else None)
+            o = self.project(attend, q, k, v)
+            return nested_tensor_from_jagged(o, offsets_of(query), lengths_of(query)), None
         nested = any(x.is_nested and x.layout == torch.strided for x in (query, key, value))
         if not nested:  # PyTorch supports those if it fuses the layer
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
@@ -113,8 +133,24 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         turned = self.batch_first and query.ndim == 3
         if turned:
             query, key, value = transpose_alike(query, key, value)
+        o = self.project(
+            scaled_dot_product_attention, query, key, value, key_padding_mask, attn_mask, is_causal
+        )
+        return (o.transpose(0, 1) if turned else o), None
+
+    def project(
+        self,
+        attend: Attend,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """The output of `attend` between the projections. query [M,B,E], or without B."""
         o, _ = multi_head_attention(
-            scaled_dot_product_attention,
+            attend,
             query,
             key,
             value,
@@ -137,7 +173,46 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             v_proj_weight=self.v_proj_weight,
             is_causal=is_causal,
         )
-        return (o.transpose(0, 1) if turned else o), None
+        return o
+
+    def require_jagged(
+        self, query: Tensor, key: Tensor, value: Tensor, weights: bool, *masks: Tensor | None
+    ) -> None:
+        """Raise TensorError for what does not fit jagged tensors."""
+        problem = jagged_problem(query, key, value, axis=1)
+        if not problem and (weights or not self.batch_first):
+            wrong = "need_weights=True" if weights else "batch_first=False"
+            problem = f"{wrong} does not fit nested tensors; pass the other value"
+        if not problem and masks != (None, None):
+            problem = (
+                "a mask tensor does not fit nested tensors, which have lengths of their own; leave "
+                "it out, and pass is_causal=True for a causal mask"
+            )
+        if not problem and (self.bias_k is not None or self.add_zero_attn):
+            problem = "add_bias_kv and add_zero_attn do not fit nested tensors; build without them"
+        if problem:
+            raise TensorError(f"MultiheadAttention: {problem}")
+
+
+def attend_jagged_rows(
+    places: Mapping[str, Tensor],
+    mask: Mask | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    _: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+) -> Tensor:
+    """Attention of the packed rows of jagged tensors: q [1,H,T,D] -> o [1,H,T,E].
+
+    mask: stands in for those of `Attend`, which are none.
+    """
+    rows = (x[0].transpose(0, 1) for x in (q, k, v))
+    given: dict[str, Any] = {"mask": mask, "dropout": dropout, **places}  # Any: as of `attention`
+    o = attention(*rows, **given)
+    assert isinstance(o, Tensor)
+    return o.transpose(0, 1)[None]
 
 
 def require_dense(**tensors: Tensor | None) -> None:

@@ -141,7 +141,122 @@ def test_dropout_is_fixed_by_the_seed() -> None:
     assert torch.equal(*results)
 
 
-HOLES = torch.tensor([0, 1, 2]), torch.tensor([2, 3, 1])
+def with_holes(x: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]) -> Any:
+    """Some rows of each entry of x [B,M,...] as a jagged tensor, a view with the others between."""
+    places = torch.tensor(starts), torch.tensor(lengths)
+    return torch.nested.narrow(x, 1, *places, layout=torch.jagged)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=4),
+    st.sampled_from([None, ag.Causal(), ag.Window(1, 1, "bottom_right")]),
+    st.booleans(),
+)
+@example([(0, 2), (1, 3), (2, 1)], ag.Causal(), True)
+def test_rows_in_holes_are_never_seen(
+    rows: list[tuple[int, int]], mask: ag.Mask | None, compiles: bool
+) -> None:
+    """Both passes, and the forward under torch.compile; o has the holes of q."""
+    starts, lengths = zip(*rows, strict=True)
+    x = torch.randn(len(rows), 7, 4, 8)
+    for entry, (first, n) in zip(x, rows, strict=True):
+        entry[:first], entry[first + n :] = torch.nan, torch.nan
+    x.requires_grad_()
+    q = with_holes(x, starts, lengths).transpose(1, 2)
+    o, lse = F.attention(q, q, q, mask=mask, stats=True)
+    alone = [x[b : b + 1, i : i + n].transpose(1, 2) for b, (i, n) in enumerate(rows)]
+    due = [F.attention(part, part, part, mask=mask, stats=True) for part in alone]
+    for got, statistic, (exact, lse_due) in zip(*map(sequences, (o, lse)), due, strict=True):
+        torch.testing.assert_close(got, exact)
+        torch.testing.assert_close(statistic, lse_due)
+    assert (o + q).shape == q.shape
+    (grad,) = torch.autograd.grad([p.square().sum() for p in o.unbind()], x)
+    (exact,) = torch.autograd.grad([p.square().sum() for p, _ in due], x)
+    torch.testing.assert_close(grad, exact)
+    if compiles:
+
+        def run(y: Any) -> Any:
+            return F.attention(y, y, y, mask=mask)
+
+        attend = torch.compile(run, backend="aot_eager")
+        torch.testing.assert_close(attend(q.detach()).values(), o.values())
+
+
+def test_keys_of_other_lengths_may_have_holes() -> None:
+    q = as_jagged(draw_rows([3, 2], 4, 8))
+    k = with_holes(torch.randn(2, 7, 4, 8), (0, 4), (5, 2)).transpose(1, 2)
+    o = F.attention(q, k, k, mask=ag.Causal("bottom_right"))
+    for got, *parts in zip(*map(sequences, (o, q, k)), strict=True):
+        own, keys = (x.contiguous() for x in parts)
+        due = F.attention(own, keys, keys, mask=ag.Causal("bottom_right"))
+        torch.testing.assert_close(got, due)
+
+
+@given(LENGTHS, LENGTHS, st.booleans(), st.booleans())
+@example([3, 0, 5], [2, 4, 4], True, True)
+def test_multi_head_attention_of_jagged_tensors_is_that_of_each_sequence(
+    lengths: list[int], others: list[int], is_causal: bool, itself: bool
+) -> None:
+    """Of self and cross attention, with gradients; PyTorch's module refuses these tensors."""
+    others = lengths if itself else (others * 4)[: len(lengths)]
+    module = ag.nn.MultiheadAttention(8, 2, batch_first=True)
+    parts = [torch.randn(n, 8, requires_grad=True) for n in lengths]
+    keys = parts if itself else [torch.randn(n, 8, requires_grad=True) for n in others]
+    x = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    y = x if itself else torch.nested.as_nested_tensor(keys, layout=torch.jagged)
+    o, _ = module(x, y, y, need_weights=False, is_causal=is_causal)
+    assert o.shape == x.shape
+    inputs = [*module.parameters(), *parts]
+    due = []
+    for part, key in zip(parts, keys, strict=True):
+        mask = torch.ones(len(part), len(key), dtype=torch.bool).triu(1) if is_causal else None
+        due.append(module(part, key, key, need_weights=False, attn_mask=mask)[0])
+    torch.testing.assert_close(o.values(), torch.cat(due))
+    for got, exact in zip(
+        torch.autograd.grad(o.values().square().sum(), inputs, allow_unused=True),
+        torch.autograd.grad(torch.cat(due).square().sum(), inputs, allow_unused=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_multi_head_attention_never_sees_rows_in_holes() -> None:
+    """NaN there reaches no result, and no gradient of the parameters."""
+    module, rows = ag.nn.MultiheadAttention(8, 2, batch_first=True), ((0, 3), (2, 1), (1, 4))
+    values = torch.full((3, 6, 8), torch.nan)
+    for entry, (i, n) in zip(values, rows, strict=True):
+        entry[i : i + n] = torch.randn(n, 8)
+    x = with_holes(values, *zip(*rows, strict=True))
+    o, _ = module(x, x, x, need_weights=False)
+    parts = [values[b, i : i + n] for b, (i, n) in enumerate(rows)]
+    due = [module(part, part, part, need_weights=False)[0] for part in parts]
+    for got, exact in zip(o.unbind(), due, strict=True):
+        torch.testing.assert_close(got, exact)
+    each = (
+        torch.autograd.grad(torch.cat([*own]).square().sum(), [*module.parameters()])
+        for own in (o.unbind(), due)
+    )
+    for got, exact in zip(*each, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+
+
+MULTIHEAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "weights": ({}, {"need_weights": True}, "need_weights=True does not fit nested tensors"),
+    "order": ({"batch_first": False}, {}, "batch_first=False does not fit nested tensors"),
+    "padding": ({}, {"key_padding_mask": torch.zeros(2, 5)}, "pass is_causal=True for a causal"),
+    "zero": ({"add_zero_attn": True}, {}, "add_zero_attn do not fit nested tensors"),
+}
+
+
+@pytest.mark.parametrize("name", MULTIHEAD)
+def test_multi_head_attention_says_what_does_not_fit_jagged_tensors(name: str) -> None:
+    made, given_, text = MULTIHEAD[name]
+    x = torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 5)], layout=torch.jagged)
+    module = ag.nn.MultiheadAttention(8, 2, **{"batch_first": True, **made})
+    with pytest.raises(ag.TensorError, match=text):
+        module(x, x, x, **{"need_weights": False, **given_})
+
+
 Q = as_jagged(draw_rows([3, 2, 5], 4, 8))
 DENSE = torch.randn(3, 4, 5, 8)
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
@@ -154,17 +269,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "rows before heads": (
         lambda: F.attention(*[Q.transpose(1, 2)] * 3),
         r"lengths on axis 1; pass .* x.transpose\(1, 2\)",
-    ),
-    "holes": (
-        lambda: F.attention(
-            *[
-                torch.nested.narrow(
-                    torch.randn(3, 7, 4, 8), 1, *HOLES, layout=torch.jagged
-                ).transpose(1, 2)
-            ]
-            * 3
-        ),
-        r"holes between its rows; pass x.contiguous\(\)",
     ),
     "values of other lengths": (
         lambda: F.attention(Q, Q, as_jagged(draw_rows([3, 2, 5], 4, 8))),
