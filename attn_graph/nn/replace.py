@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from attrs import define, field
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -39,7 +40,11 @@ from attn_graph.planner.arguments import CHOICE, ChoiceOptions, complete, shows
 NEED_WEIGHTS = 15  # its place among the arguments of F.multi_head_attention_forward
 VARLEN = "torch_attn::_varlen_attn"  # the operator of torch.nn.attention.varlen
 PACKED_ROWS = "it has packed rows; attn_graph.nn.varlen_attn takes the same arguments"
-WEIGHTS = "need_weights=True returns the weights, but fused kernels never store them"
+WEIGHTS = (
+    "need_weights=True returns the weights, but fused kernels never store them; if nobody reads "
+    "them, replace_sdpa(weights=False) gives None in their place"
+)
+FLEX = "flex_attention stays PyTorch's: attn_graph.integrations.from_flex translates its mods"
 DEVICES = ("cpu", "cuda")
 ON_FALLBACK = [*CHOICE].index("on_fallback")
 
@@ -47,7 +52,11 @@ ON_FALLBACK = [*CHOICE].index("on_fallback")
 @shows(CHOICE)
 @contextmanager
 def replace_sdpa(
-    *, recognize_masks: bool = False, report: bool = False, **options: Unpack[ChoiceOptions]
+    *,
+    recognize_masks: bool = False,
+    weights: bool = True,
+    report: bool = False,
+    **options: Unpack[ChoiceOptions],
 ) -> Iterator[Report | None]:
     """Within this block, in this thread, plans compute PyTorch's attention.
 
@@ -60,14 +69,16 @@ def replace_sdpa(
     Options are those of `attn_graph.compile`. PyTorch still computes calls that no backend
     supports, nested tensors other than jagged ones [B,H,j,D], wrapper subclasses such as DTensor,
     devices other than "cpu" and "cuda", layers that return weights (need_weights=True), and
-    `varlen_attn` (call `attn_graph.nn.varlen_attn`). It also computes flex_attention, unseen by any
-    mode; `from_flex` translates its mods.
+    `varlen_attn` (call `attn_graph.nn.varlen_attn`), and flex_attention (`from_flex` translates its
+    mods), of which on_fallback="warn" says nothing.
     on_fallback applies to these, and to calls that only `math` supports: "ignore"; "warn"; or
     "raise", TensorError or NoBackendError.
 
     recognize_masks: read dense masks, and run a band, a prefix, documents or a padding at the end
     as masks of positions, segments and lengths; not in compiled regions. The host waits for each
     mask. The block keeps copies of the last few; a mask equal to its copy is not read again.
+    weights: with False layers give None in place of weights, need_weights=True or not, and plans
+    compute them: for code that leaves the weights unread, as `o, _ = layer(x, x, x)` does.
     report: `as` gives a `Report`, a table of the calls outside compiled regions.
 
     Meanwhile PyTorch's fused Transformer layers, which would bypass this, are off in the whole
@@ -75,7 +86,7 @@ def replace_sdpa(
     """
     choice = tuple(map(plain_option, complete(replace_sdpa, CHOICE, options).values()))
     table = Report() if report else None
-    with PASSING_BY.off(), Replacement(choice, recognize_masks, table):
+    with PASSING_BY.off(), Replacement(choice, recognize_masks, weights, table):
         yield table
 
 
@@ -127,10 +138,13 @@ class Arguments(NamedTuple):
 class Replacement(TorchFunctionMode):
     """The mode behind `replace_sdpa`; `choice` are values for CHOICE."""
 
-    def __init__(self, choice: Options, recognizes: bool, report: Report | None) -> None:
+    def __init__(
+        self, choice: Options, recognizes: bool, weights: bool, report: Report | None
+    ) -> None:
         super().__init__()
         self.choice = choice
         self.recognizes = recognizes
+        self.weights = weights
         self.readings = Readings()
         self.report = report
 
@@ -150,6 +164,11 @@ class Replacement(TorchFunctionMode):
         if isinstance(func, OpOverloadPacket) and func._qualified_op_name == VARLEN:
             run = partial(func, *args, **named)
             return self.run_left("varlen_attn", PACKED_ROWS, args[:3], run)
+        if func is flex_attention:  # in traced code, always: PyTorch compiles it by itself
+            if self.choice[ON_FALLBACK] == "raise":
+                raise RuntimeError(FLEX)
+            if self.report is not None:
+                self.report.meets_flex = True  # a count would compile anew at each call
         return func(*args, **named)
 
     def attend_by_heads(
@@ -159,6 +178,8 @@ class Replacement(TorchFunctionMode):
     ) -> tuple[Tensor, Tensor | None]:
         """`F.multi_head_attention_forward` with its attention replaced."""
         name, query = "multi_head_attention_forward", args[0] if args else named["query"]
+        if not self.weights:
+            args, named = without_weights(args, named)
         more = args[NEED_WEIGHTS:]
         needs = more[0] if more else named.get("need_weights", True)
         reason = WEIGHTS if needs else why_left(query, query, query)
@@ -237,6 +258,16 @@ class Replacement(TorchFunctionMode):
             raise TensorError(f'{text}; and on_fallback is "raise"')
         if self.choice[ON_FALLBACK] == "warn":
             warn_explicit(text, FallbackWarning, *user_frame(TORCH))
+
+
+def without_weights(
+    args: tuple[Any, ...],  # Any: as above
+    named: dict[str, Any],  # Any: as above
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: as above
+    """The arguments of `F.multi_head_attention_forward` with need_weights=False."""
+    if len(args) > NEED_WEIGHTS:
+        return (*args[:NEED_WEIGHTS], False, *args[NEED_WEIGHTS + 1 :]), named
+    return args, {**named, "need_weights": False}
 
 
 def is_symbolic() -> bool:

@@ -115,6 +115,7 @@ class Report:
     """
 
     tallies: dict[Usage, Tally] = field(factory=dict, init=False)
+    meets_flex: bool = field(default=False, init=False)  # True after a call of flex_attention
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -139,6 +140,8 @@ class Report:
         yield f"{count_calls(rows)} calls of attention, {count_calls(left)} left to PyTorch"
         if rows:
             yield from align_columns([HEAD, *(row.cells() for row in rows)])
+        if self.meets_flex:
+            yield "flex_attention stays PyTorch's; from_flex translates its mods"
         for row in left:
             yield f"{row.usage.site} stays PyTorch's, because"
             yield from (f"  - {reason}" for reason in row.usage.reasons)
@@ -148,7 +151,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
         """Plain numbers, texts, lists and dicts."""
-        return {"rows": [row.to_dict() for row in self.rows]}
+        return {
+            "rows": [row.to_dict() for row in self.rows],
+            "flex_attention": self.meets_flex,
+        }
 
     def _repr_html_(self) -> str:
         """For notebooks: the table as HTML."""

@@ -394,3 +394,62 @@ def test_packed_rows_stay_pytorchs_and_the_report_names_what_stands_in() -> None
     o = ag.nn.varlen_attn(x, x, x, starts, starts, 5, 5)
     assert isinstance(o, torch.Tensor)
     assert o.shape == x.shape
+
+
+def attend_unread(layer: torch.nn.MultiheadAttention, x: torch.Tensor) -> torch.Tensor:
+    """As code does that leaves need_weights at its default and drops the weights."""
+    o: torch.Tensor = layer(x, x, x)[0]
+    return o
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_weights_that_nobody_reads_are_left_out(compiles: bool) -> None:
+    torch.manual_seed(5)
+    layer, x = torch.nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 6, 32)
+    run = torch.compile(attend_unread, backend="eager") if compiles else attend_unread
+    due = attend_unread(layer, x)
+    with ag.replace_sdpa(weights=False, on_fallback="raise", report=True) as report:
+        o = run(layer, x)
+        assert layer(x, x, x)[1] is None
+    assert report is not None
+    assert all(row.usage.backend for row in report.rows)
+    torch.testing.assert_close(o, due)
+    for got, exact in zip(
+        torch.autograd.grad(o.square().sum(), [*layer.parameters()]),
+        torch.autograd.grad(due.square().sum(), [*layer.parameters()]),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_left_out_of_positional_calls_too() -> None:
+    """The arguments of the function behind the layer, up to need_weights, by their places."""
+    layer, x = torch.nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)
+    proj = layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0
+    out = layer.out_proj.weight, layer.out_proj.bias, False, None, True
+    with ag.replace_sdpa(weights=False, on_fallback="raise"):
+        o, weights = F.multi_head_attention_forward(x, x, x, 8, 2, *proj, *out)
+    assert weights is None
+    torch.testing.assert_close(o, layer(x, x, x)[0])
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_report_says_that_flex_attention_stays_pytorch_s(compiles: bool) -> None:
+    """By a mark that traced code sets and never reads, so that nothing compiles anew at a call."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = qkv()
+    run = torch.compile(flex_attention, backend="eager") if compiles else flex_attention
+    due = flex_attention(q, k, v)
+    with watched() as report:
+        assert "flex_attention" not in str(report)
+        for _ in range(2 * torch._dynamo.config.recompile_limit):
+            assert torch.equal(run(q, k, v), due)
+    assert "flex_attention stays PyTorch's; from_flex translates its mods" in str(report)
+    assert report.to_dict()["flex_attention"]
+    with (
+        ag.replace_sdpa(on_fallback="raise"),
+        pytest.raises(RuntimeError, match="flex_attention stays PyTorch's"),
+    ):
+        run(q, k, v)
