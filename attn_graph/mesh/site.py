@@ -179,13 +179,12 @@ class Site:
         """
         piece, here = self.piece(jobs[0].box), self.here(jobs[0].box, jobs[0].here)
         rows, at = tuple(job.here for job in jobs), tuple(job.at for job in jobs)
-        own = [take_chunks(x, chunks) for x, chunks in zip(qkv, (rows, at, at), strict=True)]
-        feeds = piece.tensors(inputs, here)
+        each, feeds = [*zip(qkv, (rows, at, at), strict=True)], piece.tensors(inputs, here)
         if len(jobs) == 1:
-            tensors = [*own, *feeds]
+            tensors = [*(take_chunks(x, chunks) for x, chunks in each), *feeds]
             return BoxCall(piece, here, rows, at, self.plan(piece, tensors), tensors)
-        starts = [self.starts(chunks, own[0].device) for chunks in (rows, at)]
-        tensors = [*(heads_first(x[0]) for x in own), *feeds, *starts]
+        starts = [self.starts(chunks, qkv[0].device) for chunks in (rows, at)]
+        tensors = [*(pack_chunks(x, chunks) for x, chunks in each), *feeds, *starts]
         most = max(map(len, rows)), max(map(len, at))
         return BoxCall(piece, here, rows, at, self.plan(piece, tensors, most), tensors)
 
@@ -194,7 +193,8 @@ class Site:
         lengths = (*map(len, chunks),)
         if (lengths, device) not in self.memory.starts:
             ends = [*accumulate(lengths, initial=0)]
-            self.memory.starts[lengths, device] = torch.tensor(ends, device=device)
+            starts = torch.tensor(ends, dtype=torch.int32, device=device)  # as all kernels take
+            self.memory.starts[lengths, device] = starts
         return self.memory.starts[lengths, device]
 
     def plan(self, piece: Piece, tensors: Tensors, most: tuple[int, int] | None = None) -> Plan:
@@ -297,6 +297,12 @@ def batch_graph(piece: Piece, tensors: Tensors, rows: int, keys: int) -> Graph:
     op = Packed(evolve(piece.node, mask=mask), rows, keys)
     ends = [lengths[name] for name in needs_of(mask)]
     return b.graph(*b.emit(op, *values[:-2], *ends, *values[-2:]))
+
+
+def pack_chunks(x: torch.Tensor, chunks: Ranges) -> torch.Tensor:
+    """The positions of chunks of [1,heads,any,D] as packed rows, dense, heads side by side."""
+    rows = heads_first(x[0])
+    return torch.cat([rows[own.start : own.stop] for own in chunks])
 
 
 def take_chunks(x: torch.Tensor, chunks: Ranges) -> torch.Tensor:

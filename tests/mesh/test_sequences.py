@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import attn_graph as ag
 from attn_graph.mesh.layout import SEQUENCES, Method, Placement
+from attn_graph.mesh.schedule import visits_of
 from attn_graph.mesh.sharded import Sharded
-from attn_graph.mesh.site import BoxCall
+from attn_graph.mesh.site import BoxCall, Site
 from attn_graph.spec import FLOATS
 from attn_graph.testing.tensors import tensors_for
 from tests.mesh.test_run import run_ranks
@@ -158,6 +159,21 @@ def compare_dtensors(rank: int, group: Any, sharded: Sharded) -> bool:
 def test_dtensors_of_packed_rows_give_dtensors(crew: Crew) -> None:
     sharded, _ = divide([5, 0, 11, 4], 2, "contiguous")
     assert all(crew.run(2, compare_dtensors, sharded))
+
+
+def test_batches_lie_as_libraries_of_gpus_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN and FlashAttention take packed rows with heads side by side, and starts in int32."""
+    sharded, _ = divide([64, 32, 48], 2, "zigzag", "ring")
+    nothing: Any = None  # neither a group nor a request is needed without plans
+    site = Site(sharded, 0, nothing, nothing)
+    monkeypatch.setattr(Site, "plan", lambda *_: None)
+    inputs = site.unpack_all(site.empty_inputs())
+    own = visits_of(sharded, 0)[0].jobs
+    for jobs in site.batches(own):
+        q, k, v, *starts = site.attend(jobs, inputs[:3], inputs).tensors
+        assert len(jobs) > 1
+        assert all(x.is_contiguous() for x in (q, k, v))
+        assert [x.dtype for x in starts] == [torch.int32] * 2
 
 
 @pytest.mark.parametrize("placement", ["batch", "heads", *SEQUENCES])
