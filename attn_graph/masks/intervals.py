@@ -8,7 +8,8 @@ from the data. With tensors as ends it does so for many tiles at once.
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any, NoReturn, final
 
 import torch
@@ -17,6 +18,7 @@ from attrs import frozen
 from attn_graph.masks.places import (
     Block,
     Keys,
+    Operators,
     Place,
     Strip,
     Untraceable,
@@ -30,30 +32,42 @@ WIDEST = 2**62  # no integer in a mask is expected to be larger
 MOST_KEYS = 2**14  # bounded one by one; of more, as many runs of keys
 
 
+ENDS: dict[str, Callable[..., tuple[Operand, Operand]]] = {  # of a to b and, if any, c to d
+    "add": lambda a, b, c, d: (a + c, b + d),
+    "sub": lambda a, b, c, d: (a - d, b - c),
+    "rsub": lambda a, b, c, d: (c - b, d - a),
+    "neg": lambda a, b, *_: (-b, -a),
+    "maximum": lambda a, b, c, d: (maximum(a, c), maximum(b, d)),
+    "minimum": lambda a, b, c, d: (minimum(a, c), minimum(b, d)),
+    "lt": lambda a, b, c, d: (b < c, a < d),
+    "le": lambda a, b, c, d: (b <= c, a <= d),
+    "gt": lambda a, b, c, d: (a > d, b > c),
+    "ge": lambda a, b, c, d: (a >= d, b >= c),
+    "and": lambda a, b, c, d: (a & c, b & d),
+    "or": lambda a, b, c, d: (a | c, b | d),
+    "invert": lambda a, b, *_: (b ^ True, a ^ True),
+}
+
+
 @final
 @frozen(eq=False)
-class Range:
+class Range(Operators):
     """The values from `least` to `most`. Of booleans: true everywhere, and true anywhere."""
 
     least: Operand
     most: Operand
 
-    def __add__(self, x: Operand) -> Range:
-        return Range(self.least + lower_end(x), self.most + upper_end(x))
-
-    __radd__ = __add__
-
-    def __sub__(self, x: Operand) -> Range:
-        return Range(self.least - upper_end(x), self.most - lower_end(x))
-
-    def __rsub__(self, x: Operand) -> Range:
-        return Range(lower_end(x) - self.most, upper_end(x) - self.least)
-
-    def __neg__(self) -> Range:
-        return Range(-self.most, -self.least)
+    def apply(self, name: str, *operands: Operand) -> Range:
+        x = operands[0] if operands else None
+        name = "invert" if name == "xor" and x is True else name
+        if name not in ENDS:
+            raise Untraceable(f"tile lists do not support {name}()")
+        low, high = (x.least, x.most) if isinstance(x, Range) else (x, x)
+        return Range(*ENDS[name](self.least, self.most, low, high))
 
     def __mul__(self, x: Operand) -> Range:
-        ends = [a * b for a in (self.least, self.most) for b in ends_of(x)]
+        others = (x.least, x.most) if isinstance(x, Range) else (x,)
+        ends = [a * b for a in (self.least, self.most) for b in others]
         return Range(reduce(minimum, ends), reduce(maximum, ends))
 
     __rmul__ = __mul__
@@ -76,24 +90,6 @@ class Range:
 
     __abs__ = abs
 
-    def maximum(self, x: Operand) -> Range:
-        return Range(maximum(self.least, lower_end(x)), maximum(self.most, upper_end(x)))
-
-    def minimum(self, x: Operand) -> Range:
-        return Range(minimum(self.least, lower_end(x)), minimum(self.most, upper_end(x)))
-
-    def __lt__(self, x: Operand) -> Range:
-        return Range(self.most < lower_end(x), self.least < upper_end(x))
-
-    def __le__(self, x: Operand) -> Range:
-        return Range(self.most <= lower_end(x), self.least <= upper_end(x))
-
-    def __gt__(self, x: Operand) -> Range:
-        return Range(self.least > upper_end(x), self.most > lower_end(x))
-
-    def __ge__(self, x: Operand) -> Range:
-        return Range(self.least >= upper_end(x), self.most >= lower_end(x))
-
     def __eq__(self, x: object) -> Range:  # type: ignore[override]  # as tensors do
         if x is self:
             return Range(self.least == self.least, self.most == self.most)
@@ -101,35 +97,14 @@ class Range:
         return Range(one, (self.least <= upper_end(x)) & (self.most >= lower_end(x)))
 
     def __ne__(self, x: object) -> Range:  # type: ignore[override]  # as tensors do
-        return (self == x) ^ True
+        return (self == x).apply("invert")
 
-    __hash__ = None  # type: ignore[assignment]  # == makes a range
-
-    def __and__(self, x: Operand) -> Range:
-        return Range(self.least & lower_end(x), self.most & upper_end(x))
-
-    __rand__ = __and__
-
-    def __or__(self, x: Operand) -> Range:
-        return Range(self.least | lower_end(x), self.most | upper_end(x))
-
-    __ror__ = __or__
-
-    def __xor__(self, x: Operand) -> Range:
-        if x is not True:
-            raise Untraceable("tile lists support masks of &, | and ~, and this one has another ^")
-        return Range(self.most ^ True, self.least ^ True)
-
-    def __invert__(self) -> Range:
-        return self ^ True
+    __hash__ = None  # == makes a range
 
     def __getattr__(self, name: str) -> Operand:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Untraceable(f"tile lists do not support {name}()")
-
-    def __bool__(self) -> bool:
-        raise Untraceable("the values of a tile have no single truth value")
+        return partial(self.apply, name)
 
 
 def select(condition: Operand, yes: Operand, no: Operand) -> Operand:
@@ -145,10 +120,6 @@ def lower_end(x: Operand) -> Operand:
 
 def upper_end(x: Operand) -> Operand:
     return x.most if isinstance(x, Range) else x
-
-
-def ends_of(x: Operand) -> tuple[Operand, ...]:
-    return (x.least, x.most) if isinstance(x, Range) else (x,)
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from attrs import field, frozen
@@ -31,6 +31,45 @@ def trace_definition(definition: Callable[..., Any], *given: Any) -> Any:  # Any
         raise
     except (AttributeError, IndexError, TypeError) as error:
         raise Untraceable(f"{definition.__qualname__} can't be traced: {error}") from error
+
+
+def operation(name: str) -> Callable[..., Any]:  # Any: whatever a class computes with
+    """An operator as an operation by name."""
+    return lambda term, *operands: term.apply(name, *operands)
+
+
+class Operators:
+    """Abstract: a term that is not a number. Python's operators are operations of `apply`, by their
+    names in the module `operator`, with an "r" before the name where the term comes second."""
+
+    __slots__ = ()
+
+    def apply(self, name: str, *operands: Any) -> Any:  # Any: as of operators
+        """The result of an operation. Raises Untraceable for an unknown one."""
+        raise NotImplementedError
+
+    __add__ = __radd__ = operation("add")
+    __sub__, __rsub__ = operation("sub"), operation("rsub")
+    __mul__ = __rmul__ = operation("mul")
+    __truediv__, __rtruediv__ = operation("truediv"), operation("rtruediv")
+    __floordiv__, __rfloordiv__ = operation("floordiv"), operation("rfloordiv")
+    __mod__, __rmod__ = operation("mod"), operation("rmod")
+    __and__ = __rand__ = operation("and")
+    __or__ = __ror__ = operation("or")
+    __xor__ = __rxor__ = operation("xor")
+    __lt__, __le__ = operation("lt"), operation("le")
+    __gt__, __ge__ = operation("gt"), operation("ge")
+    __neg__, __abs__, __invert__ = operation("neg"), operation("abs"), operation("invert")
+    __hash__ = None  # type: ignore[assignment]  # == makes a term
+
+    def __eq__(self, x: object) -> Any:  # Any: as of operators
+        return self.apply("eq", x)
+
+    def __ne__(self, x: object) -> Any:  # Any: as of operators
+        return self.apply("ne", x)
+
+    def __bool__(self) -> NoReturn:
+        raise Untraceable("a place that stands for many has no single truth value")
 
 
 def maximum(a: Term, b: Term) -> Term:

@@ -55,11 +55,12 @@ class RowBounds:
     def holds(self, x: Symbol) -> Symbol:
         """True for positions x within these bounds."""
         if self.first is None:
-            return x <= self.last
+            return x.apply("le", self.last)
         if self.last is None:
-            return x >= self.first
+            return x.apply("ge", self.first)
         count = (self.last - self.first).unary("tl.maximum({0} + 1, 0).to(tl.uint32)")
-        return (x - self.first).unary("({0}).to(tl.uint32)") < count
+        gap: Symbol = (x - self.first).unary("({0}).to(tl.uint32)")
+        return gap.apply("lt", count)
 
 
 def looser(

@@ -120,8 +120,11 @@ class Tracer:
     ) -> Tracer:  # fmt: skip
         """A tracer. Its numbers begin with the strides of all operands of masks and modifiers."""
         numbers = Numbers()
-        specs = [*read_specs(problem), *moved_specs(moved)]
-        axes = [*read_axes(problem), *moved_axes(problem, moved)]
+        tangents = (spec for tensors in moved or () for spec in tensors.values())
+        specs = [*read_specs(problem), *tangents]  # in the order of the operands
+        pairs = zip(problem.node.modifiers, moved or (), strict=moved is not None)
+        moved_axes = (x.needs[name].axes for x, tensors in pairs for name in tensors)
+        axes = [*read_axes(problem), *moved_axes]
         strides = tuple(
             numbers.add_strides(spec.strides, kernels_apart={"i", "j"} <= {*each})
             for spec, each in zip(specs, axes, strict=True)
@@ -446,17 +449,6 @@ def read_axes(problem: Problem) -> list[str]:
     node, operands = problem.node, problem.by_role
     each = [*zip(node.modifiers, operands.modifiers, strict=True), (node.mask, operands.mask)]
     return [x.needs[name].axes for x, tensors in each if x is not None for name in tensors]
-
-
-def moved_specs(moved: Moved | None) -> list[TensorSpec]:
-    """The specs of the tangents of modifiers' tensors, in the order of the operands."""
-    return [spec for tensors in moved or () for spec in tensors.values()]
-
-
-def moved_axes(problem: Problem, moved: Moved | None) -> list[str]:
-    """The axes, of "bhij", of the same tensors."""
-    pairs = zip(problem.node.modifiers, moved or (), strict=moved is not None)
-    return [x.needs[name].axes for x, tensors in pairs for name in tensors]
 
 
 def element_reach(spec: TensorSpec, owner: Mask | Modifier | None) -> int:

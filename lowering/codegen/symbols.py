@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import index, mul
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from attrs import define, evolve, field, frozen
 
-from attn_graph.masks.places import Untraceable
+from attn_graph.masks.places import Operators, Untraceable
 from attn_graph.spec import MOST_INT32
 
 Kind = Literal["int", "float", "bool"]
@@ -43,10 +43,10 @@ class Dialect:
 
 TRITON = Dialect(
     forms={
-        "not": "~{0}",
+        "invert": "~{0}",
         "never": "{0} & ~{0}",
         "always": "{0} | ~{0}",
-        "negative": "-{0}",
+        "neg": "-{0}",
         "maximum": "tl.maximum({0}, {1})",
         "minimum": "tl.minimum({0}, {1})",
         "where": "tl.where({0}, {1}, {2})",
@@ -169,9 +169,62 @@ def code_literal(value: object) -> tuple[str, Kind]:
     raise Untraceable(f"a symbol is combined with {value!r}, which is not a number")
 
 
+class Rule(NamedTuple):
+    """How an operation of a symbol, {0}, and another operand, {1}, is written.
+
+    Without a form the dialect has it. reach: of an integer, the most it may be, or minus this, by
+    default as of the symbol. kind: of the result, by default the wider of both. at_run_time: the
+    operand is read from `Numbers` if it is an integer.
+    """
+
+    form: str
+    reach: Callable[[Symbol, Operand], int] | None = None
+    kind: Kind | None = None
+    at_run_time: bool = False
+
+
+def reach_sum(a: Symbol, x: Operand) -> int:
+    return a.reach + limit_of(x)
+
+
+def reach_more(a: Symbol, x: Operand) -> int:
+    return max(a.reach, limit_of(x))
+
+
+def reach_bits(a: Symbol, x: Operand) -> int:
+    return 1 << reach_more(a, x).bit_length()
+
+
+RULES = {
+    "add": Rule("{0} + {1}", reach_sum, at_run_time=True),
+    "sub": Rule("{0} - {1}", reach_sum, at_run_time=True),
+    "rsub": Rule("{1} - {0}", reach_sum, at_run_time=True),
+    "mul": Rule("{0} * {1}", lambda a, x: a.reach * limit_of(x)),
+    "truediv": Rule("{0} / {1}", kind="float"),
+    "rtruediv": Rule("{1} / {0}", kind="float"),
+    "floordiv": Rule(
+        "floor_div({0}, {1})",
+        lambda a, x: a.reach // x + 1 if isinstance(x, int) and x > 0 else a.reach,
+    ),
+    "rfloordiv": Rule("floor_div({1}, {0})", lambda a, x: limit_of(x)),
+    "and": Rule("{0} & {1}", reach_bits),
+    "or": Rule("{0} | {1}", reach_bits),
+    "xor": Rule("{0} ^ {1}", reach_bits),
+    "maximum": Rule("", reach_more, at_run_time=True),
+    "minimum": Rule("", reach_more, at_run_time=True),
+    "lt": Rule("{0} < {1}", kind="bool", at_run_time=True),
+    "le": Rule("{0} <= {1}", kind="bool", at_run_time=True),
+    "gt": Rule("{0} > {1}", kind="bool", at_run_time=True),
+    "ge": Rule("{0} >= {1}", kind="bool", at_run_time=True),
+    "eq": Rule("{0} == {1}", kind="bool", at_run_time=True),
+    "ne": Rule("{0} != {1}", kind="bool", at_run_time=True),
+}
+CONSTANTS = {"and": ("never", ""), "or": ("", "always"), "xor": ("", "invert")}  # False, True
+
+
 @final
 @frozen(eq=False, repr=False)
-class Symbol:
+class Symbol(Operators):
     """A value of generated code. axes: of "b", "h", "i", "j". reach: of an integer, the most it may
     be, or minus this."""
 
@@ -195,24 +248,6 @@ class Symbol:
         reads = at_run_time and kind == self.kind == "int" and abs(x) <= MOST_NUMBER
         return (self.code.numbers.add(x) if reads else text), kind
 
-    def binary(
-        self, form: str, x: Operand, kind: Kind | None = None, at_run_time: bool = False,
-        reach: int | None = None,
-    ) -> Symbol:  # fmt: skip
-        """The value of `form` with this symbol as {0} and the other operand as {1}.
-
-        kind: of the result; by default the wider of both. reach: of an integer, the most it may be,
-        by default as of this symbol; beyond 32 bits it is computed in 64.
-        """
-        text, other = self.operand(x, at_run_time)
-        wider: Kind = "float" if "float" in (self.kind, other) else self.kind
-        reach, own = self.reach if reach is None else reach, self.text
-        if (kind or wider) == "int" and reach > MOST_INT32:
-            wide = self.code.form("long")
-            own = wide.format(own)
-            text = wide.format(text) if isinstance(x, Symbol) else text
-        return self.code.add_line(form.format(own, text), kind or wider, (self, x), reach)
-
     def unary(self, form: str, kind: Kind | None = None) -> Symbol:
         """The value of `form` with this symbol as {0}."""
         return self.code.add_line(form.format(self.text), kind or self.kind, (self,), self.reach)
@@ -221,107 +256,40 @@ class Symbol:
         """The value of a form of the dialect."""
         return self.unary(self.code.form(name), kind)
 
-    def sum_reach(self, x: Operand) -> int:
-        """The most a sum with another operand may be."""
-        return self.reach + limit_of(x)
-
-    def __add__(self, x: Operand) -> Symbol:
-        reach = self.sum_reach(x)
-        return self if is_zero(x) else self.binary("{0} + {1}", x, None, True, reach)
-
-    __radd__ = __add__
-
-    def __sub__(self, x: Operand) -> Symbol:
-        reach = self.sum_reach(x)
-        return self if is_zero(x) else self.binary("{0} - {1}", x, None, True, reach)
-
-    def __rsub__(self, x: Operand) -> Symbol:
-        return self.binary("{1} - {0}", x, None, True, self.sum_reach(x))
-
-    def __mul__(self, x: Operand) -> Symbol:
-        return self.binary("{0} * {1}", x, reach=self.reach * limit_of(x))
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, x: Operand) -> Symbol:
-        if isinstance(x, float) and x:
-            return self * (1 / x)
-        return self.binary("{0} / {1}", x, "float")
-
-    def __rtruediv__(self, x: Operand) -> Symbol:
-        return self.binary("{1} / {0}", x, "float")
-
-    def __floordiv__(self, x: Operand) -> Symbol:
-        known = isinstance(x, int) and x > 0
-        return self.binary("floor_div({0}, {1})", x, reach=self.reach // x + 1 if known else None)
-
-    def __rfloordiv__(self, x: Operand) -> Symbol:
-        return self.binary("floor_div({1}, {0})", x, reach=limit_of(x))
-
-    def __mod__(self, x: Operand) -> Symbol:
-        return self.__sub__((self // x) * x)
-
-    def __rmod__(self, x: Operand) -> Symbol:
-        rest: Symbol = x - (x // self) * self
-        return rest
-
-    def __pow__(self, x: Operand) -> Symbol:
-        return reduce(mul, [self] * index(x))  # no others
-
-    def __neg__(self) -> Symbol:
-        return self.wide().named("negative")
+    def apply(self, name: str, *operands: Operand) -> Symbol:
+        """The value of an operation, by its rule. Beyond 32 bits integers are computed in 64."""
+        if not operands:
+            return (self if name == "invert" else self.wide()).named(name)
+        (x,) = operands
+        if isinstance(x, bool) and self.kind == "bool" and name in CONSTANTS:
+            form = CONSTANTS[name][x]
+            return self.named(form) if form else self
+        if name in ("add", "sub") and isinstance(x, int) and x == 0:
+            return self
+        if name == "truediv" and isinstance(x, float) and x:
+            return self.apply("mul", 1 / x)
+        if name == "mod":
+            return self.apply("sub", (self // x) * x)
+        if name == "rmod":
+            rest: Symbol = x - (x // self) * self
+            return rest
+        rule = RULES[name]
+        text, other = self.operand(x, rule.at_run_time)
+        kind: Kind = rule.kind or ("float" if "float" in (self.kind, other) else self.kind)
+        reach, own = self.reach if rule.reach is None else rule.reach(self, x), self.text
+        if kind == "int" and reach > MOST_INT32:
+            wide = self.code.form("long")
+            own = wide.format(own)
+            text = wide.format(text) if isinstance(x, Symbol) else text
+        form = rule.form or self.code.form(name)
+        return self.code.add_line(form.format(own, text), kind, (self, x), reach)
 
     def wide(self) -> Symbol:
         """In 64 bits if 32 hold no negative of its least value."""
         return self.named("long") if self.kind == "int" and self.reach > MOST_INT32 else self
 
-    def __lt__(self, x: Operand) -> Symbol:
-        return self.binary("{0} < {1}", x, "bool", at_run_time=True)
-
-    def __le__(self, x: Operand) -> Symbol:
-        return self.binary("{0} <= {1}", x, "bool", at_run_time=True)
-
-    def __gt__(self, x: Operand) -> Symbol:
-        return self.binary("{0} > {1}", x, "bool", at_run_time=True)
-
-    def __ge__(self, x: Operand) -> Symbol:
-        return self.binary("{0} >= {1}", x, "bool", at_run_time=True)
-
-    def __eq__(self, x: object) -> Symbol:  # type: ignore[override]  # as tensors do
-        return self.binary("{0} == {1}", x, "bool", at_run_time=True)
-
-    def __ne__(self, x: object) -> Symbol:  # type: ignore[override]  # as tensors do
-        return self.binary("{0} != {1}", x, "bool", at_run_time=True)
-
-    __hash__ = None  # type: ignore[assignment]  # == makes a symbol
-
-    def __and__(self, x: Operand) -> Symbol:
-        if isinstance(x, bool) and self.kind == "bool":
-            return self if x else self.named("never")
-        return self.binary("{0} & {1}", x, reach=self.bits_reach(x))
-
-    __rand__ = __and__
-
-    def __or__(self, x: Operand) -> Symbol:
-        if isinstance(x, bool) and self.kind == "bool":
-            return self.named("always") if x else self
-        return self.binary("{0} | {1}", x, reach=self.bits_reach(x))
-
-    __ror__ = __or__
-
-    def __xor__(self, x: Operand) -> Symbol:
-        if isinstance(x, bool) and self.kind == "bool":
-            return self.named("not") if x else self
-        return self.binary("{0} ^ {1}", x, reach=self.bits_reach(x))
-
-    __rxor__ = __xor__
-
-    def __invert__(self) -> Symbol:
-        return self.named("not")
-
-    def bits_reach(self, x: Operand) -> int:
-        """The most that bits of two operands may make, or minus this."""
-        return 2 ** self.larger_reach(x).bit_length()  # type: ignore[no-any-return]  # of an integer
+    def __pow__(self, x: Operand) -> Symbol:
+        return reduce(mul, [self] * index(x))  # no others
 
     def truth(self) -> Symbol:
         """As a boolean: true unless it is 0."""
@@ -329,17 +297,7 @@ class Symbol:
 
     def logical_not(self) -> Symbol:
         """True if it is 0."""
-        return ~self.truth()
-
-    def maximum(self, x: Operand) -> Symbol:
-        return self.binary(self.code.form("maximum"), x, None, True, self.larger_reach(x))
-
-    def minimum(self, x: Operand) -> Symbol:
-        return self.binary(self.code.form("minimum"), x, None, True, self.larger_reach(x))
-
-    def larger_reach(self, x: Operand) -> int:
-        """The most either of two operands may be."""
-        return max(self.reach, limit_of(x))
+        return self.truth().named("invert")
 
     def where(self, yes: Operand, no: Operand) -> Symbol:
         """`yes` if this is true, else `no`."""
@@ -368,10 +326,10 @@ class Symbol:
     def addcmul(self, a: Operand, b: Operand, *, value: float = 1) -> Symbol:
         """self + value * a * b."""
         product = a * b
-        return self.__sub__(product) if value == -1 else self.__add__(value * product)
+        return self.apply("sub", product) if value == -1 else self.apply("add", value * product)
 
     def square(self) -> Symbol:
-        return self * self
+        return self.apply("mul", self)
 
     def ignore_axes(self, *_: object) -> Symbol:
         """Sums over axes and new axes change nothing: the kernels sum contributions themselves."""
@@ -384,18 +342,12 @@ class Symbol:
         if name in TRITON.functions:
             return lambda: self.named(name, "float")
         if name in METHODS:
-            return getattr(self, METHODS[name])  # type: ignore[no-any-return]  # a method
+            return partial(self.apply, METHODS[name])
         if name.endswith("_") and not name.startswith("_"):
             return getattr(self, name[:-1])  # type: ignore[no-any-return]  # a method
         if name.startswith("__"):
             raise AttributeError(name)
         raise Untraceable(f"generated code has no {name}(); it has {', '.join(sorted(KNOWN))}")
-
-    def abs(self) -> Symbol:
-        return self.wide().named("abs")
-
-    def __abs__(self) -> Symbol:
-        return self.abs()
 
     def refuse(self, *_: object, **__: object) -> Any:  # Any: it always raises
         """Raises Untraceable: a symbol has no value."""
@@ -416,25 +368,9 @@ class Symbol:
         )
 
 
-METHODS = {
-    "add": "__add__",
-    "sub": "__sub__",
-    "mul": "__mul__",
-    "div": "__truediv__",
-    "neg": "__neg__",
-}
-KNOWN = {
-    *TRITON.functions,
-    *METHODS,
-    "abs",
-    "addcmul",
-    "logical_not",
-    "maximum",
-    "minimum",
-    "square",
-    "to",
-    "where",
-}
+METHODS = {x: x for x in ("abs", "add", "maximum", "minimum", "mul", "neg", "sub")}
+METHODS |= {"div": "truediv"}  # operations by the names of tensors' methods
+KNOWN = {*TRITON.functions, *METHODS, "addcmul", "logical_not", "square", "to", "where"}
 
 
 def limit_of(x: Operand) -> int:

@@ -29,10 +29,10 @@ from attn_graph.spec import MOST_INT32, TensorSpec
 
 CUTE = Dialect(
     forms={
-        "not": "invert({0})",
+        "invert": "invert({0})",
         "never": "false_everywhere({0})",
         "always": "true_everywhere({0})",
-        "negative": "{0} * -1",
+        "neg": "{0} * -1",
         "maximum": "larger({0}, {1})",
         "minimum": "smaller({0}, {1})",
         "where": "pick({0}, {1}, {2})",
