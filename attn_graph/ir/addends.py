@@ -28,7 +28,9 @@ from attn_graph.masks.formulas import (
     evaluate_formula,
     place_names,
     read_formula,
+    require_syntax,
     require_text,
+    used_names,
 )
 from attn_graph.masks.places import Place, Term
 from attn_graph.spec import FLOATS
@@ -127,7 +129,7 @@ class Factor(Modifier):
     def number(self) -> float | None:
         """Its value, if it is constant."""
         node = read_formula(self.text)
-        if any(isinstance(x, ast.Name) and x.id in (*AXES, *self.needs) for x in ast.walk(node)):
+        if used_names(node) & {*AXES, *self.needs}:
             return None
         return float(evaluate_formula(node, functions_for(torch.float64)))
 
@@ -146,9 +148,11 @@ def check_term(step: Addend | Factor) -> ast.expr:
     """The syntax tree of a step's term. Raises GraphError unless it is one."""
     one, node = torch.ones((), device="cpu"), read_formula(step.text)
     check_elements((*step.elements, *step.integers))
+    own = (*AXES, *dict(step.elements), *dict(step.integers))
+    names = {**dict.fromkeys(own, one), **functions_for(one.dtype)}
+    require_syntax(node, names)
     check_constants(node)
-    names = (*AXES, *dict(step.elements), *dict(step.integers))
-    evaluate_formula(node, {**dict.fromkeys(names, one), **functions_for(one.dtype)})
+    evaluate_formula(node, names)
     return node
 
 
@@ -178,7 +182,7 @@ def degree(node: ast.expr, name: str) -> float:
             return max(degree(a, name), degree(b, name))
         case ast.UnaryOp(_, a) | ast.Call(ast.Name(id="real"), [a]):
             return degree(a, name)
-    return float("inf") if name in {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} else 0
+    return float("inf") if name in used_names(node) else 0
 
 
 def functions_for(dtype: torch.dtype) -> dict[str, Apply]:

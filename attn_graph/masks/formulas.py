@@ -1,13 +1,13 @@
 """Masks written as text: comparisons of integers.
 
-The text has Python's syntax, but Python does not execute it: operators and a few functions are
-applied to the place, which may be tensors, integers or symbols of generated code.
+The text has Python's syntax. Once each part of it is known to be a number, a name, an operator or
+one of a few functions, Python computes it for a place, which may be tensors, integers or symbols of
+generated code.
 """
 
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, final
 
@@ -25,28 +25,17 @@ AXES = "bhij"
 Elements = tuple[tuple[str, str], ...]  # the name of each tensor, and its axes, letters of "bhij"
 Apply = Callable[..., Term]
 
-OPERATORS: dict[type[ast.AST], Apply] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.USub: operator.neg,
-}
-COMPARISONS: dict[type[ast.AST], Apply] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}
+OPERATORS = (
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.USub),
+    *(ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq),
+)
 METHODS = ("cos", "exp", "exp2", "log", "log2", "rsqrt", "sigmoid", "sin", "sqrt", "tanh")
 FLEX_NAMES = {"q_idx": "i", "kv_idx": "j"}  # FlexAttention's names, and ours
 FUNCTIONS: Mapping[str, Apply] = {"abs": abs, "max": maximum, "min": minimum}
 PAIRS = ("max", "min")  # functions of two
-RESERVED = (*AXES, *FUNCTIONS, "real", *METHODS)
+CALLED = (*FUNCTIONS, "real", *METHODS)
+RESERVED = (*AXES, *CALLED)
+code_of = remember(lambda node: compile(ast.Expression(node), "<formula>", "eval"))
 
 
 def as_elements(values: Any) -> Elements:  # Any: pairs
@@ -94,29 +83,38 @@ def simplify_text(text: str) -> str:
 
 
 def evaluate_formula(node: ast.expr, names: Mapping[str, Term]) -> Term:
-    """The value of a formula for these names. Raises GraphError for other syntax."""
+    """The value of a formula, of which `require_syntax` knows each part, for these names."""
+    return eval(code_of(node), {}, names)
+
+
+def require_syntax(node: ast.expr, names: Collection[str]) -> None:
+    """Raise GraphError unless a formula has numbers, operators, and these names alone."""
+    parts: list[ast.expr] = []
     match node:
-        case ast.Name(id=name) if name in names:
-            return names[name]
-        case ast.Constant(value=int() | float() as number):
-            return number
-        case ast.BinOp(_, ast.FloorDiv() | ast.Mod(), b) if not is_positive(b):
+        case ast.Name(id=name) if name in names and name not in CALLED:
+            pass
+        case ast.Constant(value=int() | float()):
+            pass
+        case ast.BinOp(a, ast.FloorDiv() | ast.Mod(), ast.Constant(value=int() as n)) if n > 0:
+            parts = [a]
+        case ast.BinOp(_, ast.FloorDiv() | ast.Mod(), _):  # by 0, or rounding another way
             raise GraphError(
                 f"formula: {ast.unparse(node)}: the divisor must be a positive integer constant"
             )
-        case ast.BinOp(a, op, b) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](*(evaluate_formula(x, names) for x in (a, b)))
-        case ast.UnaryOp(op, a) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](evaluate_formula(a, names))
-        case ast.Compare(a, [op], [b]) if type(op) in COMPARISONS:
-            return COMPARISONS[type(op)](*(evaluate_formula(x, names) for x in (a, b)))
-        case ast.Call(ast.Name(id=name), [*args], []) if name in names and len(args) == 1 + (
-            name in PAIRS
+        case ast.BinOp(a, op, b) | ast.Compare(a, [op], [b]) if isinstance(op, OPERATORS):
+            parts = [a, b]
+        case ast.UnaryOp(op, a) if isinstance(op, OPERATORS):
+            parts = [a]
+        case ast.Call(ast.Name(id=name), [*parts], []) if (
+            name in names and name in CALLED and len(parts) == 1 + (name in PAIRS)
         ):
-            return names[name](*(evaluate_formula(x, names) for x in args))
-    known, text = ", ".join(sorted(names)), ast.unparse(node)
-    hint = f"; write {FLEX_NAMES[text]}" if text in FLEX_NAMES else ""
-    raise GraphError(f"formula: {text} is not read{hint}; it may name {known}")
+            pass
+        case _:
+            known, text = ", ".join(sorted(names)), ast.unparse(node)
+            hint = f"; write {FLEX_NAMES[text]}" if text in FLEX_NAMES else ""
+            raise GraphError(f"formula: {text} is not read{hint}; it may name {known}")
+    for part in parts:
+        require_syntax(part, names)
 
 
 def require_known_names(
@@ -160,11 +158,6 @@ def in_brackets(node: ast.expr) -> str:
     return f"({within})" if within else f'Formula("{ast.unparse(node)}")'
 
 
-def is_positive(node: ast.expr) -> bool:
-    """True for a positive integer constant: other divisors may be 0 or round another way."""
-    return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value > 0
-
-
 def check_constants(node: ast.expr) -> None:
     """Raise GraphError for a constant expression outside 64 bits."""
     for part in ast.walk(node):
@@ -176,6 +169,10 @@ def check_constants(node: ast.expr) -> None:
                     f"formula: {ast.unparse(part)} is {value}, beyond {MOST_INT64}, the largest "
                     "64-bit integer"
                 )
+
+
+def used_names(node: ast.expr) -> set[str]:
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
 def has_floats(node: ast.expr) -> bool:
@@ -197,18 +194,12 @@ def range_problems(text: str, elements: Elements, sizes: tuple[int, int, int, in
     }
     names = {**known, **FUNCTIONS}
     for part in ast.walk(read_formula(text)):
-        if isinstance(part, ast.BinOp) and has_integers_alone(part, names):
+        if isinstance(part, ast.BinOp) and not has_floats(part) and used_names(part) <= {*names}:
             made = evaluate_formula(part, names)
             ends = (made.least, made.most) if isinstance(made, Range) else (made,)
             if max(abs(float(x)) for x in ends) > MOST_INT64:
                 return [f"formula: {ast.unparse(part)} may be beyond 64 bits for sizes {sizes}"]
     return []
-
-
-def has_integers_alone(node: ast.expr, names: Collection[str]) -> bool:
-    """True for an expression of integers. names: those of integers, and of functions of them."""
-    named = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
-    return named <= set(names) and not has_floats(node)
 
 
 def place_names(at: Place, elements: Elements) -> dict[str, Term]:
@@ -244,10 +235,10 @@ class Formula(Mask):
             raise GraphError(f"formula: {self.text!r} is not one comparison; write {way_out}")
         if not isinstance(node, ast.Compare) or has_floats(node):
             raise GraphError(f"formula: {self.text!r} is not a comparison of integers")
-        check_constants(node)
         names = {**dict.fromkeys((*AXES, *dict(self.elements)), 1), **FUNCTIONS}
         require_known_names(self.text, node, self.elements, names)
-        evaluate_formula(node, names)
+        require_syntax(node, names)
+        check_constants(node)
 
     @property
     def needs(self) -> dict[str, Data]:

@@ -210,6 +210,9 @@ def test_a_formula_skips_what_it_empties() -> None:
         ("i // j < 2", "the divisor must be a positive integer"),
         ("i < j < 3", "is not one comparison"),
         ("open(i) < 3", "is not read"),
+        ("i(3) < j", "i(3) is not read"),
+        ("abs < i", "abs is not read"),
+        ("i < (2).bit_length", "is not read"),
     ],
 )
 def test_a_formula_that_is_none_is_an_error(text: str, problem: str) -> None:
