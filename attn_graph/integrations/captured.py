@@ -13,9 +13,9 @@ import torch
 from attrs import define, evolve, field
 from torch import fx
 
-from attn_graph.integrations.affine import MIRRORED, coefficients
 from attn_graph.integrations.terms import BLOCKS_OF, Element, Index, Real, Unread
 from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, QueryLengths, SameSegment
+from attn_graph.masks.canonical import MIRRORED, coefficients
 from attn_graph.masks.formulas import AXES, simplify_text
 from attn_graph.masks.joins import BLOCKS
 from attn_graph.spec import INF, INTEGERS
@@ -80,10 +80,11 @@ class Captured:
             where: tuple[slice | torch.Tensor, ...] = (*(slice(None),) * axis, inner.tensor)
             key = (tensor, axis, inner.tensor)
             return self.derive(place, axes + inner.axes, key, lambda: tensor[where])
-        if not isinstance(index, Index) or index.affine is None:
+        known = index.position if isinstance(index, Index) else None
+        if known is None or known.absolute:
             return None
-        first = index.affine.get("", 0)
-        (letter, times), *more = coefficients({**index.affine, "": 0}).items() or [("", 0)]
+        first = known.constant
+        (letter, times), *more = coefficients({**known.affine, "": 0}).items() or [("", 0)]
         if times != 1 or more or {letter, BLOCKS_OF.get(letter)} & {*axes}:
             return None
         key = (tensor, axis, letter, first)
@@ -178,7 +179,7 @@ class Captured:
             a, b, name = b, a, MIRRORED[name]
         if name in ("lt", "ge") and b.element and b.element.axes == "b":
             for letter, (data, leaf) in LENGTHS.items():
-                if a.is_axis(letter) and self.claim(data, b.element):
+                if a.affine == {letter: 1} and self.claim(data, b.element):
                     return leaf if name == "lt" else ~leaf
         return None
 

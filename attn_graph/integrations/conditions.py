@@ -14,6 +14,8 @@ from torch import Tensor
 
 from attn_graph.machine.ambient import is_traced
 from attn_graph.masks import Mask, Prefix, SameSegment
+from attn_graph.masks.canonical import MIRRORED
+from attn_graph.masks.places import Operators
 
 Kind = tuple[Tensor, Tensor]  # numbers of queries [B,M] and keys [B,N], which are equal or not
 
@@ -22,7 +24,7 @@ class UnreadableMaskError(Exception):
     """A mask function has no equivalent here. The text names the obstacle."""
 
 
-class MaskSymbol:
+class MaskSymbol(Operators):
     """Abstract: an argument of a mask function, or an intermediate value, without a value to branch
     on.
     """
@@ -33,36 +35,15 @@ class MaskSymbol:
     def __bool__(self) -> NoReturn:
         raise UnreadableMaskError("branches on a position")
 
-    def compare(self, name: str, other: object) -> Condition:
-        """The comparison by a function of `operator`, given by name.
-
-        Raises UnreadableMaskError if no mask expresses it.
-        """
-        raise UnreadableMaskError("compares something that is not a position")
-
-    def __lt__(self, other: object) -> Condition:
-        return self.compare("lt", other)
-
-    def __le__(self, other: object) -> Condition:
-        return self.compare("le", other)
-
-    def __gt__(self, other: object) -> Condition:
-        return self.compare("gt", other)
-
-    def __ge__(self, other: object) -> Condition:
-        return self.compare("ge", other)
-
-    def __eq__(self, other: object) -> Any:  # Any: a symbol, where others give a bool
-        return self.compare("eq", other)
-
-    def __ne__(self, other: object) -> Any:  # Any: a symbol, where others give a bool
-        return self.compare("ne", other)
+    def apply(self, name: str, *operands: Any) -> Any:  # Any: symbols, or numbers
+        """The result of an operation. Raises UnreadableMaskError if no mask expresses it."""
+        if name in MIRRORED:
+            raise UnreadableMaskError("compares something that is not a position")
+        raise UnreadableMaskError(f"does more than compare positions: it computes {name}")
 
     @classmethod
     def __torch_function__(cls, func: Any, *_: object) -> NoReturn:  # Any: of PyTorch
         raise UnreadableMaskError(f"calls {getattr(func, '__name__', func)} on a position")
-
-    __hash__ = None  # type: ignore[assignment]  # as of everything that compares by other than value
 
 
 @define(eq=False)

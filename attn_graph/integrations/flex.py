@@ -19,7 +19,6 @@ from torch.fx.proxy import TraceError
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from attn_graph.errors import GraphError, show
-from attn_graph.integrations.affine import MIRRORED
 from attn_graph.integrations.captured import Captured, Mod, Tensors, with_tables
 from attn_graph.integrations.terms import (
     DTYPES,
@@ -33,7 +32,6 @@ from attn_graph.integrations.terms import (
     Unread,
     apply_to_masks,
     apply_to_numbers,
-    as_mask,
     change_format,
     combine_indices,
     combine_reals,
@@ -43,10 +41,10 @@ from attn_graph.integrations.terms import (
     extreme_index,
     is_integer,
     is_number,
-    join,
 )
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier
 from attn_graph.masks import And, Mask, Or
+from attn_graph.masks.canonical import MIRRORED, as_mask, join_simply
 from attn_graph.masks.formulas import AXES, simplify_text
 
 Sizes = Sequence[int | None]
@@ -109,7 +107,7 @@ def from_flex(
     require_mod(mask_mod, "mask_mod(b, h, q_idx, kv_idx)")
     mask_mod = with_tables(mask_mod)
     try:
-        result = reader.walk(lambda b, h, i, j: mask_mod(b, h, i, j), [*map(Index.axis, AXES)])
+        result = reader.walk(lambda b, h, i, j: mask_mod(b, h, i, j), [*map(Index, AXES)])
     except Unread as error:
         if not dense:
             way_out = f"{A_FORMULA}, or {WAY_OUT}" if error.distance else WAY_OUT
@@ -135,12 +133,14 @@ def from_flex_score(
     a `Bias` [B,H,M,N]. Raises GraphError for it otherwise, and for other steps.
     """
     reader = Reader(Captured(check_sizes(sizes, dense)), dense)
-    names = [Score(), *map(Index.axis, AXES)]
+    names = [Score(), *map(Index, AXES)]
     require_mod(score_mod, "score_mod(score, b, h, q_idx, kv_idx)")
     score_mod = with_tables(score_mod)
     try:
         result = reader.walk(lambda s, b, h, i, j: score_mod(s, b, h, i, j), names)
-        steps = require_scores(result).finished().steps
+        if not isinstance(result, Score):
+            raise Unread(f"it returns {describe_term(result)} and no score")
+        steps = result.finished().steps
     except Unread as error:
         way_out = f"{WAY_OUT}, if it is added; any other step is a modifier of your own"
         raise GraphError(
@@ -191,13 +191,6 @@ def require_boolean(result: Term) -> Mask:
             f"from_flex: the mod returns {describe_term(result)}, and has to say true or false"
         )
     return as_mask(result)
-
-
-def require_scores(result: Term) -> Score:
-    """A score_mod's result. Raises Unread for others than scores."""
-    if not isinstance(result, Score):
-        raise Unread(f"it returns {describe_term(result)} and no score")
-    return result
 
 
 class Inliner(fx.Tracer):
@@ -392,7 +385,7 @@ class Reader:
         which, *two = a.ends
         kind = And if (which == "max") == (name in ("lt", "le")) else Or
         first, second = (self.apply(name, [each, b]) for each in two)
-        return join(kind, first, second)
+        return join_simply(kind, first, second)
 
     def apply_to_scores(self, name: str, operands: list[Term]) -> Score:
         """Scores after a sum, a product, or tanh. Raises Unread for other steps."""

@@ -15,14 +15,6 @@ from attrs import define, evolve
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attn_graph.integrations.affine import (
-    Affine,
-    Bounds,
-    add_affine,
-    bound_difference,
-    bound_distance,
-    diagonal_mask,
-)
 from attn_graph.integrations.conditions import (
     Condition,
     MaskSymbol,
@@ -31,6 +23,14 @@ from attn_graph.integrations.conditions import (
     as_condition,
 )
 from attn_graph.masks import Band, KeyLengths, Prefix
+from attn_graph.masks.canonical import (
+    MIRRORED,
+    Bounds,
+    Position,
+    coefficients,
+    compare_positions,
+    diagonal_mask,
+)
 from attn_graph.spec import INTEGERS
 
 ORDER = "puts the numbers of a tensor in order"
@@ -152,16 +152,15 @@ class BatchValue(MaskSymbol):
 
 
 @define(eq=False)
-class Position(MaskSymbol):
-    """The token of a query or a key, or its entry of a table.
+class TokenNumber(MaskSymbol):
+    """The token of a query or a key, its entry of a table, or the distance of two of these.
 
-    axis: "i" of a query, "j" of a key. shift: added to the token. table: the tensor read at the
-    token. own: the numbers [B or 1, M or N], if they are not the tokens.
+    at: affine in i and j. table: the tensor read at the tokens, if any. own: of a single token, the
+    numbers [B or 1, M or N], if they are not the tokens.
     """
 
     frame: Frame
-    axis: str
-    shift: int = 0
+    at: Position
     table: Tensor | None = None
     own: Tensor | None = None
 
@@ -173,34 +172,43 @@ class Position(MaskSymbol):
         """False, the start of transformers' `or`."""
         return Nowhere()
 
+    @property
+    def axis(self) -> str:
+        """i of a query, j of a key; "" of a distance."""
+        axes = coefficients({**self.at.affine, "": 0})
+        return "".join(axes) if [*axes.values()] == [1] and not self.at.absolute else ""
+
     def values(self) -> Tensor:
         """The numbers [B or 1, M or N] at this call's positions."""
-        return self.frame.tokens(self.axis)[None] + self.shift if self.own is None else self.own
+        if self.own is not None:
+            return self.own
+        return self.frame.tokens(self.axis)[None] + self.at.constant
 
-    def with_numbers(self, own: Tensor) -> Position:
+    def with_numbers(self, own: Tensor) -> TokenNumber:
         """Other numbers at these positions, not comparable by order to other positions."""
-        return Position(self.frame, self.axis, 0, own, own)
+        return TokenNumber(self.frame, Position({self.axis: 1}), own, own)
 
-    def read(self, table: Tensor) -> Position | Condition:
+    def read(self, table: Tensor) -> TokenNumber | Condition:
         """The entry of table [B, tokens] at the token; for a table of booleans, the places with
         True.
 
         Raises UnreadableMaskError for other tables, and for tokens outside.
         """
-        if self.own is not None:
+        if self.own is not None or not self.axis:
             raise UnreadableMaskError("indexes by something that is not a position")
         own = self.entries(rows_of_batch(table, self.frame.B))
         if own.dtype == torch.bool:
             return self.selection(own)
         require_integers(own)
-        return Position(self.frame, self.axis, 0, own if self.shift else table, own)
+        at = Position({self.axis: 1})
+        return TokenNumber(self.frame, at, own if self.at.constant else table, own)
 
     def entries(self, rows: Tensor) -> Tensor:
         """Columns of [B, tokens]: those of the tokens [B, M or N]."""
         count, first = self.frame.extent(self.axis)
         if isinstance(first, Tensor):
             return rows[:, self.values()[0]]
-        start = first + self.shift
+        start = first + self.at.constant
         if start < 0 or start + count > rows.shape[1]:
             raise UnreadableMaskError("indexes a tensor where it has no element")
         return rows[:, start : start + count]
@@ -220,92 +228,48 @@ class Position(MaskSymbol):
         B = self.frame.B
         return Condition(kinds=((q.expand(B, -1), kv.expand(B, -1)),), separates=tables)
 
-    def __add__(self, other: object) -> Position:
-        if isinstance(other, BatchValue):
-            return self.with_numbers(self.values() + other.values[:, None])
-        if not isinstance(other, int):
-            return NotImplemented
-        own = None if self.own is None else self.own + other
-        return Position(self.frame, self.axis, self.shift + other, self.table, own)
-
-    def __sub__(self, other: object) -> Any:  # Any: of two positions their difference
-        if isinstance(other, Position):
-            return self.minus(other)
-        if isinstance(other, BatchValue):
-            return self + BatchValue(-other.values)
-        return self + -other if isinstance(other, int) else NotImplemented
-
-    def minus(self, other: Position) -> Difference:
-        """The distance after another position. Raises UnreadableMaskError if numbers differ."""
-        if self.table is not other.table or not (self.table is None or self.frame.trusts):
-            raise UnreadableMaskError(ORDER)
-        ends = add_affine({self.axis: 1}, {other.axis: 1}, -1)
-        affine = {**ends, "": self.shift - other.shift}
-        return Difference(self.frame, affine, () if self.table is None else (self.table,))
-
-    def __floordiv__(self, size: object) -> Position:
-        if not isinstance(size, int):
-            return NotImplemented
-        return self.with_numbers(self.values() // size)
+    def apply(self, name: str, *operands: Any) -> Any:  # Any: symbols, or numbers
+        """A comparison, a sum with a number, a quotient, or a distance."""
+        x, known = operands[0] if operands else None, self.own is not None
+        if name in MIRRORED:
+            return self.compare(name, x)
+        if name == "abs" and not self.axis:
+            return TokenNumber(self.frame, abs(self.at), self.table)
+        if name in ("add", "sub") and isinstance(x, int):
+            own = getattr(operator, name)(self.own, x) if known else None
+            return TokenNumber(self.frame, self.at.apply(name, x), self.table, own)
+        if name in ("add", "sub") and isinstance(x, BatchValue) and self.axis:
+            return self.with_numbers(getattr(operator, name)(self.values(), x.values[:, None]))
+        if name == "floordiv" and isinstance(x, int) and self.axis:
+            return self.with_numbers(self.values() // x)
+        if name == "sub" and isinstance(x, TokenNumber) and self.axis and x.axis:
+            if self.table is not x.table or not (self.table is None or self.frame.trusts):
+                raise UnreadableMaskError(ORDER)
+            return TokenNumber(self.frame, self.at - x.at, self.table)
+        return super().apply(name, *operands)
 
     def compare(self, name: str, other: object) -> Condition:
         """In closed form; by equal numbers of queries and keys; or by numbers of either."""
-        if isinstance(other, Position):
+        if isinstance(other, TokenNumber) and self.axis and other.axis:
             counts = self.own is None and other.own is None  # tokens, in closed form below
-            if name in ("eq", "ne") and self.axis != other.axis and not counts:
-                q, kv = (self, other) if self.axis == "i" else (other, self)
-                common = self.table is other.table and not (self.shift or other.shift)
-                tables = (self.table,) if common and self.table is not None else ()
-                same = self.equal(q.values(), kv.values(), *tables)
-                return same if name == "eq" else ~same
-            difference = self.minus(other)
-            return difference.held(bound_difference(name, difference.affine))
+            if name not in ("eq", "ne") or self.axis == other.axis or counts:
+                distance: TokenNumber = self - other
+                return distance.compare(name, 0)
+            q, kv = (self, other) if self.axis == "i" else (other, self)
+            common = self.table is other.table and not (self.at.constant or other.at.constant)
+            tables = (self.table,) if common and self.table is not None else ()
+            same = self.equal(q.values(), kv.values(), *tables)
+            return same if name == "eq" else ~same
         if not isinstance(other, int):
-            return super().compare(name, other)
-        if self.own is None:
-            bounds = bound_difference(name, {self.axis: 1, "": self.shift - other})
-            if bounds is not None:
-                return self.frame.condition(bounds)
-        return self.selection(getattr(operator, name)(self.values(), other))
-
-
-@define(eq=False)
-class Difference(MaskSymbol):
-    """The distance of a token after another one: affine in the tokens i and j.
-
-    within: as of `Condition`. absolute: True for its absolute value.
-    """
-
-    frame: Frame
-    affine: Affine
-    within: tuple[Tensor, ...] = ()
-    absolute: bool = False
-
-    def __add__(self, other: object) -> Difference:
-        if not isinstance(other, int) or self.absolute:
-            return NotImplemented
-        return Difference(self.frame, add_affine(self.affine, {"": other}), self.within)
-
-    def __sub__(self, other: object) -> Difference:
-        return self + -other if isinstance(other, int) else NotImplemented
-
-    def __abs__(self) -> Difference:
-        return Difference(self.frame, self.affine, self.within, absolute=True)
-
-    def compare(self, name: str, other: object) -> Condition:
-        """In closed form, with an integer."""
-        if not isinstance(other, int):
-            return super().compare(name, other)
-        if self.absolute:
-            return self.held(bound_distance(name, self.affine, other))
-        return self.held(bound_difference(name, add_affine(self.affine, {"": -other})))
-
-    def held(self, bounds: Bounds | None) -> Condition:
-        """The places within bounds. Raises UnreadableMaskError without bounds."""
+            raise UnreadableMaskError("compares something that is not a position")
+        bounds = compare_positions(name, self.at, Position.of(other))
+        if self.axis and (bounds is None or self.own is not None):
+            return self.selection(getattr(operator, name)(self.values(), other))
         if bounds is None:
             raise UnreadableMaskError("compares a distance with something that is not a bound")
         made = self.frame.condition(bounds)
-        return Condition(made.mask, (), None, made.lengths, self.within, ends=made.ends)
+        within = () if self.table is None else (self.table,)
+        return Condition(made.mask, (), None, made.lengths, within, ends=made.ends)
 
 
 class ReadsOfTensors(TorchFunctionMode):
@@ -325,7 +289,7 @@ class ReadsOfTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def read_table(table: Tensor, where: Sequence[object]) -> BatchValue | Position | Condition:
+def read_table(table: Tensor, where: Sequence[object]) -> BatchValue | TokenNumber | Condition:
     """The element of a tensor at [b], [b, i] or [b, j]. Raises UnreadableMaskError for others."""
     first, *rest = where
     if not isinstance(first, Axis) or first.letter != "b" or table.ndim != len(where):
@@ -334,7 +298,7 @@ def read_table(table: Tensor, where: Sequence[object]) -> BatchValue | Position 
         values = rows_of_batch(table, first.B)
         require_integers(values)
         return BatchValue(values)
-    if len(rest) > 1 or not isinstance(rest[0], Position):
+    if len(rest) > 1 or not isinstance(rest[0], TokenNumber):
         raise UnreadableMaskError(INDEX)
     return rest[0].read(table)
 
@@ -361,7 +325,7 @@ def read_mask_function(function: MaskFunction, frame: Frame) -> Condition:
     Raises UnreadableMaskError, naming the part without an equivalent here.
     """
     b, h = Axis("b", frame.B), Axis("h", frame.B)
-    i, j = Position(frame, "i"), Position(frame, "j")
+    i, j = (TokenNumber(frame, Position({axis: 1})) for axis in "ij")
     try:
         with ReadsOfTensors():
             condition = as_condition(function(b, h, i, j)).closed()

@@ -16,21 +16,31 @@ import torch
 from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.integrations.affine import (
-    MIRRORED,
-    Affine,
-    Bounds,
-    add_affine,
-    bound_difference,
-    bound_distance,
-    coefficients,
-    diagonal_mask,
-)
 from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.masks import And, Causal, Mask, Not, Or, Prefix, Window
-from attn_graph.masks.formulas import AXES, METHODS, Elements, Formula, simplify_text
+from attn_graph.masks.canonical import (
+    POSITIONS,
+    Affine,
+    Position,
+    as_mask,
+    closed_form,
+    coefficients,
+    combine_masks,
+    negate,
+)
+from attn_graph.masks.formulas import (
+    AXES,
+    FUNCTIONS,
+    METHODS,
+    Elements,
+    Formula,
+    evaluate_formula,
+    read_formula,
+    simplify_text,
+)
 from attn_graph.masks.joins import BLOCKS
+from attn_graph.masks.places import Untraceable
 from attn_graph.spec import INF, INTEGERS
 
 SIGNS = {
@@ -43,14 +53,13 @@ DTYPES = {
     "half": torch.float16, "bfloat16": torch.bfloat16,
     "float": torch.float32, "double": torch.float64,
 }  # fmt: skip
+DISTANCES = {"i": 1, "j": -1}, {"i": -1, "j": 1}
 EXACT = (torch.float32, torch.float64)  # hold scores and positions
 Term = Any  # a value of this module, a mask, or a number
 HIDE = (
     "a finite number hides no key from a row without larger ones; write -float('inf'), which is a "
     "mask"
 )
-EVERYTHING: Mask = Window(None, None, "top_left")
-NOTHING: Mask = ~EVERYTHING
 CLOSE = 1e-12  # relative: 1 / cap times cap, in float64
 
 
@@ -106,63 +115,42 @@ class Element:
 class Index:
     """An integer at a place.
 
-    affine: None if it is not affine in b, h, i and j. inside: the integer under its absolute value.
     element: its element of a tensor. ends: "max" or "min", and the two integers it is that of.
     """
 
     text: str
     elements: Elements = ()
-    affine: Affine | None = None
-    inside: Index | None = None
     element: Element | None = None
     ends: tuple[str, Index, Index] | None = None
 
     @classmethod
     def of(cls, x: Index | int) -> Index:
         """An index, or a number as one."""
-        return x if isinstance(x, Index) else cls(f"({x})", affine={"": x})
-
-    @classmethod
-    def axis(cls, letter: str) -> Index:
-        """b, h, i or j itself."""
-        return cls(letter, affine={letter: 1})
-
-    def is_axis(self, letter: str) -> bool:
-        return self.affine is not None and coefficients(self.affine) == {letter: 1}
+        return x if isinstance(x, Index) else cls(f"({x})")
 
     @property
-    def number(self) -> int | None:
-        """Its constant value, if it has one."""
-        if self.affine is None or any(c for x, c in self.affine.items() if x):
+    def position(self) -> Position | None:
+        """As an integer affine in b, h, i and j, or an absolute value of one; None if it is not."""
+        names = {**dict(zip(AXES, POSITIONS, strict=True)), **FUNCTIONS}
+        try:
+            return Position.of(evaluate_formula(read_formula(self.text), names))
+        except (Untraceable, AttributeError, NameError):
             return None
-        return self.affine.get("", 0)
 
     @property
-    def is_distance(self) -> bool:
-        inner = self.inside and self.inside.affine
-        return bool(inner) and coefficients(inner or {}) in ({"i": 1, "j": -1}, {"i": -1, "j": 1})
+    def affine(self) -> Affine:
+        """The coefficients of its position, or within its absolute value; {} if it has none."""
+        return {} if self.position is None else coefficients(self.position.affine)
 
 
 def combine_indices(name: str, x: Index | int, y: Index | int) -> Index:
     """x + y, x - y, x * y, x // y or x % y. Raises Unread for a divisor below 1."""
     a, b = Index.of(x), Index.of(y)
-    affine: Affine | None = None
-    match name:
-        case "add" | "sub":
-            affine = combine_affine(a, b, 1 if name == "add" else -1)
-        case "mul":
-            n, other = (a.number, b) if a.number is not None else (b.number, a)
-            affine = None if n is None else combine_affine(Index.of(0), other, n)
-        case _ if b.number is None or b.number < 1:
+    if name in ("floordiv", "mod"):
+        divisor = None if b.position is None else b.position.number
+        if divisor is None or divisor < 1:
             raise Unread(f"it divides by {b.text}, which is not a positive number")
-    return Index(f"({a.text} {SIGNS[name]} {b.text})", unite(a.elements, b.elements), affine)
-
-
-def combine_affine(a: Index, b: Index, times: int) -> Affine | None:
-    """a + times * b; None if one of them is not affine."""
-    if a.affine is None or b.affine is None:
-        return None
-    return add_affine(a.affine, b.affine, times)
+    return Index(f"({a.text} {SIGNS[name]} {b.text})", unite(a.elements, b.elements))
 
 
 def extreme_index(name: str, x: Index | int, y: Index | int) -> Index:
@@ -181,72 +169,10 @@ def unite(a: Elements, b: Elements) -> Elements:
 
 def compare_indices(name: str, a: Index, b: Index) -> Mask:
     """The mask of a comparison: in closed form, or else a `Formula`."""
-    closed = closed_form(name, a, b)
-    if closed is not None:
-        return closed
     text = simplify_text(f"{a.text} {SIGNS[name]} {b.text}")
-    return Formula(text, unite(a.elements, b.elements))
-
-
-def closed_form(name: str, a: Index, b: Index) -> Mask | None:
-    """The comparison as bounds of j - i or of j; None if it is neither."""
-    if b.inside is not None and a.number is not None:
-        return closed_form(MIRRORED[name], b, a)
-    bounds = None
-    if a.inside is not None and a.inside.affine is not None and b.number is not None:
-        bounds = bound_distance(name, a.inside.affine, b.number)
-    elif (difference := combine_affine(a, b, -1)) is not None:
-        bounds = bound_difference(name, difference)
-    return None if bounds is None else mask_of_bounds(bounds)
-
-
-def mask_of_bounds(bounds: Bounds) -> Mask:
-    """The mask of the places within bounds."""
-    low, high, mask = bounds.low, bounds.high, EVERYTHING
-    if bounds.kind == "band":
-        mask = diagonal_mask(low, high, "top_left")
-    elif bounds.kind == "keys":
-        last = EVERYTHING if high is None else NOTHING if high < 0 else Prefix(high + 1)
-        mask = join(And, last, EVERYTHING if low is None or low <= 0 else ~Prefix(low))
-    return negate(mask) if bounds.outside else mask
-
-
-# Booleans
-
-
-def negate(mask: Mask) -> Mask:
-    """The complement of a mask: for a mask with one bound, again a mask with one bound."""
-    match mask:
-        case Causal():
-            return diagonal_mask(1, None, "top_left")
-        case Window(int() as left, None):
-            return diagonal_mask(None, -left - 1, "top_left")
-        case Window(None, int() as right):
-            return diagonal_mask(right + 1, None, "top_left")
-    return ~mask
-
-
-def join(kind: type[And] | type[Or], a: Mask, b: Mask) -> Mask:
-    """a & b or a | b, without parts deciding nothing or everything."""
-    neutral, absorbing = (EVERYTHING, NOTHING) if kind is And else (NOTHING, EVERYTHING)
-    if absorbing in (a, b):
-        return absorbing
-    if neutral in (a, b):
-        return b if a == neutral else a
-    return a & b if kind is And else a | b
-
-
-def combine_masks(name: str, x: Mask | bool, y: Mask | bool) -> Mask:
-    """x & y, x | y, or x ^ y."""
-    a, b = as_mask(x), as_mask(y)
-    if name == "xor":
-        return join(Or, join(And, a, negate(b)), join(And, negate(a), b))
-    return join(And if name == "and" else Or, a, b)
-
-
-def as_mask(x: Mask | bool) -> Mask:
-    """A mask, or a constant as one."""
-    return x if isinstance(x, Mask) else EVERYTHING if x else NOTHING
+    formula = Formula(text, unite(a.elements, b.elements))
+    closed = closed_form(formula)
+    return formula if closed is None else closed
 
 
 # Real numbers and scores
@@ -275,7 +201,8 @@ class Real:
             case Real():
                 return x
             case Index():
-                return cls(f"real({x.text})", distance=x.is_distance, integers=x.elements)
+                is_distance = x.affine in DISTANCES and x.text.startswith("abs")
+                return cls(f"real({x.text})", distance=is_distance, integers=x.elements)
             case _ if math.isfinite(x):
                 return cls(f"({float(x)})")
         raise Unread(f"it adds {x}; -inf by torch.where hides keys")
@@ -497,11 +424,11 @@ def apply_to_numbers(name: str, operands: list[Term]) -> Index | Real:
     """The result of an operation on numbers. Raises Unread for an unknown one."""
     match name, operands:
         case "neg", [Index() as a]:
-            return Index(f"(-{a.text})", a.elements, combine_affine(Index.of(0), a, -1))
+            return Index(f"(-{a.text})", a.elements)
         case "neg", [Real() as a]:
             return a.negative()
         case "abs", [Index() as a]:
-            return Index(f"abs({a.text})", a.elements, inside=a)
+            return Index(f"abs({a.text})", a.elements)
         case "clamp", [Index() as a, *ends] if all(x is None or is_integer(x) for x in ends):
             for each, x in zip(("max", "min"), ends, strict=False):
                 a = a if x is None else extreme_index(each, a, x)

@@ -13,8 +13,8 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.integrations.affine import diagonal_mask
 from attn_graph.masks import Align, Mask, SameSegment
+from attn_graph.masks.canonical import diagonal_mask
 from attn_graph.masks.formulas import Formula
 
 Tensors = dict[str, torch.Tensor]

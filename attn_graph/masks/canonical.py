@@ -1,13 +1,40 @@
-"""One form for equal masks where equality is easy to see, so that they share a plan."""
+"""One form for equal masks where equality is easy to see, so that they share a plan.
+
+A leaf that compares integers affine in the positions, a formula's or a user's, has a closed form:
+bounds of j - i or of j. The readers of other libraries' masks share the bounds; that of
+transformers runs under torch.compile, which can trace them.
+"""
 
 from __future__ import annotations
 
-from typing import TypeGuard
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeGuard, final
 
+from attrs import define, frozen
+
+from attn_graph.errors import GraphError
 from attn_graph.machine.cache import remember
-from attn_graph.masks.joins import And, Join, Mask, Not, Or, join_masks
-from attn_graph.masks.leaves import LEAVES, LENGTHS, Band, KeyLengths, QueryLengths, ragged_in
-from attn_graph.masks.places import Block, tighter
+from attn_graph.masks.joins import Align, And, Join, Mask, Not, Or, join_masks
+from attn_graph.masks.leaves import (
+    LEAVES,
+    LENGTHS,
+    Band,
+    Causal,
+    KeyLengths,
+    Prefix,
+    QueryLengths,
+    Window,
+    ragged_in,
+)
+from attn_graph.masks.places import (
+    Block,
+    Operators,
+    Place,
+    Untraceable,
+    tighter,
+    trace_definition,
+)
 from attn_graph.spec.dims import are_numbers, dims_in, surely_least
 
 EVERYTHING = Band()
@@ -66,6 +93,10 @@ def simplify_parts(mask: Mask, M: int, N: int) -> Mask:
             if isinstance(mask, And):
                 parts = intersect_bands(end_at_keys(parts) if M == 1 else parts)
             return join_masks(type(mask), parts)
+        case _ if not is_ours(mask):
+            known = (M, N) if are_numbers(M, N) else ()
+            closed = closed_form(mask, *known)
+            return mask if closed is None else simplify_parts(closed.resolved(M, N, ()), M, N)
         case _:
             return mask
 
@@ -120,3 +151,224 @@ def intersect_bands(parts: list[Mask]) -> list[Mask]:
 
 def is_fixed_band(mask: Mask) -> TypeGuard[Band]:
     return isinstance(mask, Band) and are_numbers(mask.low or 0, mask.high or 0)
+
+
+# Closed forms
+
+ALL: Mask = Window(None, None, "top_left")
+NOTHING: Mask = ~ALL
+Affine = Mapping[str, int]  # the coefficient of each axis; of "" the constant
+Kind = Literal["band", "keys", "all"]
+Shape = Literal["band", "keys", "queries", "constant"]
+SHAPES: dict[Shape, Affine] = {  # where the coefficient of j, or else of i, is 1
+    "band": {"i": -1, "j": 1},
+    "keys": {"j": 1},
+    "queries": {"i": 1},
+    "constant": {},
+}
+MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+class Bounds(NamedTuple):
+    """Places with j - i, of a band, or j, of keys, from `low` to `high`, both included.
+
+    None means no bound. outside: the other places. Kind "all" is all places, or none if `outside`.
+    """
+
+    kind: Kind
+    low: int | None = None
+    high: int | None = None
+    outside: bool = False
+
+    @property
+    def mask(self) -> Mask:
+        """The mask of these places."""
+        low, high, mask = self.low, self.high, ALL
+        if self.kind == "band":
+            mask = diagonal_mask(low, high, "top_left")
+        elif self.kind == "keys":
+            last = ALL if high is None else NOTHING if high < 0 else Prefix(high + 1)
+            mask = join_simply(And, last, ALL if low is None or low <= 0 else ~Prefix(low))
+        return negate(mask) if self.outside else mask
+
+
+def coefficients(affine: Affine) -> dict[str, int]:
+    """Those that are not 0."""
+    return {x: c for x, c in affine.items() if c}
+
+
+def add_affine(a: Affine, b: Affine, times: int = 1) -> Affine:
+    """a + times * b."""
+    return {x: a.get(x, 0) + times * b.get(x, 0) for x in {**a, **b}}
+
+
+def interval(name: str, t: int) -> tuple[int | None, int | None]:
+    """The least and the greatest integer comparing to t as `name` says; for `ne`, the
+    complement's.
+    """
+    match name:
+        case "le" | "lt":
+            return None, t - (name == "lt")
+        case "ge" | "gt":
+            return t + (name == "gt"), None
+        case _:
+            return t, t
+
+
+def diagonal_mask(low: int | None, high: int | None, align: Align) -> Mask:
+    """The mask low <= j - i' <= high, i' being the query on the diagonal of the alignment."""
+    if low is None and high == 0:
+        return Causal(align)
+    return Window(None if low is None else -low, high, align)
+
+
+def negate(mask: Mask) -> Mask:
+    """The complement of a mask: for a mask with one bound, again a mask with one bound."""
+    match mask:
+        case Causal():
+            return diagonal_mask(1, None, "top_left")
+        case Window(int() as left, None):
+            return diagonal_mask(None, -left - 1, "top_left")
+        case Window(None, int() as right):
+            return diagonal_mask(right + 1, None, "top_left")
+    return ~mask
+
+
+def join_simply(kind: type[And] | type[Or], a: Mask, b: Mask) -> Mask:
+    """a & b or a | b, without parts deciding nothing or everything."""
+    neutral, absorbing = (ALL, NOTHING) if kind is And else (NOTHING, ALL)
+    if absorbing in (a, b):
+        return absorbing
+    if neutral in (a, b):
+        return b if a == neutral else a
+    return a & b if kind is And else a | b
+
+
+def combine_masks(name: str, x: Mask | bool, y: Mask | bool) -> Mask:
+    """x & y, x | y, or x ^ y, by the names "and", "or" and "xor"."""
+    a, b = as_mask(x), as_mask(y)
+    if name == "xor":
+        return join_simply(Or, join_simply(And, a, negate(b)), join_simply(And, negate(a), b))
+    return join_simply(And if name == "and" else Or, a, b)
+
+
+def as_mask(x: Mask | bool) -> Mask:
+    """A mask, or a constant as one."""
+    return x if isinstance(x, Mask) else ALL if x else NOTHING
+
+
+@final
+@define(eq=False)  # torch.compile traces no frozen class
+class Position(Operators):
+    """An integer affine in the positions, as an operand of `keep`; with `absolute` its absolute
+    value."""
+
+    affine: Affine
+    absolute: bool = False
+
+    @classmethod
+    def of(cls, x: object) -> Position:
+        """A position, or an integer as one. Raises Untraceable for anything else."""
+        if type(x) is int:
+            return cls({"": x})
+        if isinstance(x, Position):
+            return x
+        raise Untraceable(f"a position is combined with {x!r}")
+
+    @property
+    def number(self) -> int | None:
+        """Its value, if it is constant."""
+        return None if self.absolute or coefficients({**self.affine, "": 0}) else self.constant
+
+    @property
+    def constant(self) -> int:
+        """The number added to the axes."""
+        return self.affine.get("", 0)
+
+    def apply(self, name: str, *operands: Any) -> Any:  # Any: a Position or Kept
+        others = [*map(Position.of, operands)]
+        if name in MIRRORED:
+            bounds = compare_positions(name, self, *others)
+            if bounds is None:
+                raise Untraceable(f"{name} of positions bounds neither j - i nor j")
+            return Kept(bounds.mask)
+        if not any(x.absolute for x in (self, *others)):
+            match name, others:
+                case "abs", []:
+                    return Position(self.affine, absolute=True)
+                case "neg", []:
+                    return Position(add_affine({}, self.affine, -1))
+                case (("add" | "sub"), [x]):
+                    return Position(add_affine(self.affine, x.affine, 1 if name == "add" else -1))
+                case "rsub", [x]:
+                    return x - self
+                case "mul", [Position(number=int() as n)]:
+                    return Position(add_affine({}, self.affine, n))
+                case "mul", [x] if self.number is not None:
+                    return x * self.number
+        raise Untraceable(f"{name} of positions is not affine")
+
+
+def compare_positions(name: str, a: Position, b: Position) -> Bounds | None:
+    """The places where one compares to the other; None if that bounds neither j - i nor j.
+
+    None also for == and != of an absolute value.
+    """
+    if b.absolute and a.number is not None:
+        return compare_positions(MIRRORED[name], b, a)
+    reach = b.number if a.absolute else 0
+    affine = a.affine if a.absolute else add_affine(a.affine, b.affine, -1)
+    axes = coefficients({**affine, "": 0})
+    sign = axes.get("j") or axes.get("i") or 1
+    signed = {x: sign * c for x, c in axes.items()}
+    shape: Shape | None = next((x for x, known in SHAPES.items() if known == signed), None)
+    if b.absolute or reach is None or shape is None:
+        return None
+    middle = -sign * affine.get("", 0)
+    if a.absolute:
+        if name in ("eq", "ne") or shape == "queries" or shape == "constant":
+            return None
+        most, outside = reach - (name in ("lt", "ge")), name in ("ge", "gt")
+        if most < 0:
+            return Bounds("all", outside=not outside)
+        return Bounds(shape, middle - most, middle + most, outside)
+    low, high = interval(name if sign > 0 else MIRRORED[name], middle)
+    if shape == "band" or shape == "keys":
+        return Bounds(shape, low, high, name == "ne")
+    last = math.inf if shape == "queries" else 0  # of the numbers from 0 that it may be
+    if (low or 0) <= 0 and (high is None or high >= last):
+        return Bounds("all", outside=name == "ne")
+    empty = (high is not None and high < 0) or (low or 0) > last
+    return Bounds("all", outside=name != "ne") if empty else None
+
+
+@final
+@frozen(eq=False)
+class Kept(Operators):
+    """A boolean of `keep` in closed form."""
+
+    mask: Mask
+
+    def apply(self, name: str, *operands: Any) -> Kept:  # Any: as of operators
+        if name == "invert":
+            return Kept(negate(self.mask))
+        (x,) = operands
+        if name not in ("and", "or", "xor") or not isinstance(x, Kept | bool):
+            raise Untraceable(f"{name} of booleans is not a mask")
+        return Kept(combine_masks(name, self.mask, x.mask if isinstance(x, Kept) else x))
+
+
+POSITIONS = tuple(Position({axis: 1}) for axis in "bhij")
+
+
+def closed_form(leaf: Mask, M: Any = None, N: Any = None) -> Mask | None:  # Any: None if unknown
+    """A leaf that compares positions, by bounds of j - i and of j; None for any other leaf."""
+    H: Any = None  # as above
+    if leaf.needs:
+        return None
+    b, h, i, j = POSITIONS
+    try:
+        kept = trace_definition(leaf.keep, Place(b, h, i, j, H, M, N))
+    except (Untraceable, GraphError):
+        return None
+    return kept.mask if isinstance(kept, Kept) else None
