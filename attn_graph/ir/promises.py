@@ -126,7 +126,7 @@ def attempt(who: str, run: Callable[[], Any]) -> tuple[Any, list[str]]:  # Any: 
 def problems_of_leaf(mask: Mask, sizes: Sizes) -> Iterator[str]:
     B, H, M, N = sizes
     who, data = type(mask).__name__, invent_tensors(mask.needs, sizes)
-    for bounds in ("span", "surely"):
+    for bounds in ("bound_keys", "span", "surely"):
         if getattr(type(mask), bounds) is not getattr(Mask, bounds):
             yield f"{who} defines {bounds}, which follows from keep; delete the method"
     everywhere = Block(range(B), range(min(H, 2)), range(M), H, M, N, data)

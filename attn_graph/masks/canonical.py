@@ -70,7 +70,7 @@ def keeps_everything(mask: Mask, M: int, N: int) -> bool:
     if next(dims_in(mask), None) is not None:
         return False
     everywhere = Block(range(1), range(1), range(M), 1, M, N)
-    return is_ours(mask) and mask.surely(everywhere).covers(0, N)
+    return is_ours(mask) and mask.bound_keys(everywhere)[0].covers(0, N)
 
 
 def is_ours(mask: Mask) -> bool:

@@ -157,13 +157,17 @@ class Mask(Declared):
         """True if query at.i sees key at.j. Use operators only, so that integers work too."""
         raise GraphError(f"{type(self).__name__} defines no keep(self, at)")
 
+    def bound_keys(self, block: Block) -> tuple[Keys, Keys]:
+        """`surely` and `span` of a block, from `keep` or `strip`."""
+        return bound_keys(self, block)
+
     def span(self, block: Block) -> Keys:
-        """A superset of the keys that any query of the block keeps, from `keep` or `strip`."""
-        return bound_keys(self, block)[1]
+        """A superset of the keys that any query of the block keeps."""
+        return self.bound_keys(block)[1]
 
     def surely(self, block: Block) -> Keys:
-        """A subset of the keys that every query of the block keeps, from `keep` or `strip`."""
-        return bound_keys(self, block)[0]
+        """A subset of the keys that every query of the block keeps."""
+        return self.bound_keys(block)[0]
 
     def strip(self, at: Place) -> Strip | None:
         """This mask as a strip along the diagonal; None if it is not one."""
@@ -338,11 +342,9 @@ class And(Pair):
         a, b = self.a.strip(at), self.b.strip(at)
         return None if a is None or b is None else a & b
 
-    def span(self, block: Block) -> Keys:
-        return self.a.span(block) & self.b.span(block)
-
-    def surely(self, block: Block) -> Keys:
-        return self.a.surely(block) & self.b.surely(block)
+    def bound_keys(self, block: Block) -> tuple[Keys, Keys]:
+        (surely, span), (surely_b, span_b) = self.a.bound_keys(block), self.b.bound_keys(block)
+        return surely & surely_b, span & span_b
 
     def __str__(self) -> str:
         return f"({' & '.join(map(str, flatten_join(And, self)))})"
@@ -356,11 +358,9 @@ class Or(Pair):
     def keep(self, at: Place) -> Term:
         return self.a.keep(at) | self.b.keep(at)
 
-    def span(self, block: Block) -> Keys:
-        return self.a.span(block) | self.b.span(block)
-
-    def surely(self, block: Block) -> Keys:
-        return self.a.surely(block) | self.b.surely(block)
+    def bound_keys(self, block: Block) -> tuple[Keys, Keys]:
+        (surely, span), (surely_b, span_b) = self.a.bound_keys(block), self.b.bound_keys(block)
+        return surely | surely_b, span | span_b
 
     def __str__(self) -> str:
         return f"({' | '.join(map(str, flatten_join(Or, self)))})"
@@ -384,11 +384,9 @@ class Not(Join):
     def keep(self, at: Place) -> Term:
         return self.a.keep(at) ^ True  # not `~`, which turns the integer 1 into -2
 
-    def span(self, block: Block) -> Keys:
-        return self.a.surely(block).outside(block.N)
-
-    def surely(self, block: Block) -> Keys:
-        return self.a.span(block).outside(block.N)
+    def bound_keys(self, block: Block) -> tuple[Keys, Keys]:
+        surely, span = self.a.bound_keys(block)
+        return span.outside(block.N), surely.outside(block.N)
 
     def __str__(self) -> str:
         return f"~{self.a}"

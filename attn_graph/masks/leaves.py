@@ -168,11 +168,8 @@ class Diagonal(Mask):
     def strip(self, at: Place) -> Strip | None:
         return self.resolved(at.M, at.N, ragged_in(at.data)).strip(at)
 
-    def span(self, block: Block) -> Keys:
-        return block.all if self.may_move(block) else super().span(block)
-
-    def surely(self, block: Block) -> Keys:
-        return block.none if self.may_move(block) else super().surely(block)
+    def bound_keys(self, block: Block) -> tuple[Keys, Keys]:
+        return (block.none, block.all) if self.may_move(block) else super().bound_keys(block)
 
     def may_move(self, block: Block) -> bool:
         """True if unknown lengths may move the diagonal."""

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any, NoReturn, final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.machine.ambient import is_traced
@@ -230,6 +230,11 @@ class Block:
         B, H, M, N = sizes
         return cls(range(B), range(H), range(M), H, M, N, data)
 
+    def split(self, rows: int) -> Iterator[Block]:
+        """Blocks of `rows` of its queries, in order; the last may have fewer."""
+        for at in range(0, len(self.rows), rows):
+            yield evolve(self, rows=self.rows[at : at + rows])
+
     @property
     def all(self) -> Keys:
         """All N keys."""
@@ -383,6 +388,19 @@ class Place:
         if isinstance(index, torch.Tensor):
             return torch.tensor(values, dtype=torch.float32, device=index.device)[index]
         return values[index] if isinstance(index, int) else index.among(values)
+
+    def within(self, b: range, h: range, i: range, j: range) -> Place:
+        """The places of these batch entries, heads, queries and keys, out of all; as views."""
+        if self.ranges == (b, h, i, j):
+            return self
+        return Place(
+            self.b[b.start : b.stop],
+            self.h[h.start : h.stop],
+            self.i[i.start : i.stop],
+            self.j[j.start : j.stop],
+            *(self.H, self.M, self.N, self.data),
+            (b, h, i, j),
+        )
 
     def reading(self, data: Mapping[str, Term]) -> Place:
         """This place with other tensors to read."""

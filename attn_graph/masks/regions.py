@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise, takewhile
 from typing import final
 
@@ -49,6 +49,17 @@ class Layer:
     rows: range
     runs: tuple[Run, ...]
 
+    def reach(self, rows: range) -> list[tuple[int, int]]:
+        """The keys that some of these queries keep, by run: edges never move back, and move by one
+        a query, so that none is left out between."""
+        return [(start.of(rows[0]), stop.of(rows[-1])) for start, stop in self.runs]
+
+    def bound_keys(self, rows: range) -> tuple[Keys, Keys]:
+        """The keys that all of these queries keep, and those that any keeps."""
+        first, last = rows[0], rows[-1]
+        within = [(a, b) for x, y in self.runs if (a := x.of(last)) < (b := y.of(first))]
+        return Keys(tuple(within)), Keys(join_intervals(self.reach(rows), gap=0))
+
 
 @final
 @frozen
@@ -70,12 +81,8 @@ class Region:
 
     @property
     def keys(self) -> Keys:
-        """The keys that some query keeps. Edges move by one a query, so runs leave no gaps."""
-        intervals = (
-            (start.of(layer.rows[0]), stop.of(layer.rows[-1]))
-            for layer in self.layers
-            for start, stop in layer.runs
-        )
+        """The keys that some query keeps."""
+        intervals = (keys for layer in self.layers for keys in layer.reach(layer.rows))
         return Keys(join_intervals(sorted(intervals), gap=0))
 
     def tiles(self, block: tuple[int, int]) -> int:
@@ -322,24 +329,29 @@ def merge_runs(runs: Iterable[Run], i: int) -> tuple[Run, ...]:
     return tuple(whole)
 
 
-def bound_region(mask: Mask, block: Block, size: int, *, outer: bool) -> Region:
-    """A bound on the kept places, from above if `outer`, else from below.
+Both = tuple[list[Region], list[Region]]  # upper and lower bound of the kept places
 
-    The mask is bounded over blocks of one or more lines of `size` queries and all batch entries.
+
+def bound_both(most: Mask, least: Mask, block: Block, size: int) -> Both:
+    """A bound from above on the places that `most` keeps, and one from below on those of `least`.
+
+    The masks are bounded over blocks of one or more lines of `size` queries and all batch entries.
     """
     lines = -(-len(block.rows) // size)
-    step = size * max(1, -(-lines // MOST_LAYERS))
-    return Region(
-        len(block.batch) * len(block.heads),
-        tuple(bound_layers(mask, block, step, outer)) if block.batch and block.heads else (),
-    )
+    count, same = len(block.batch) * len(block.heads), least == most
+    outer, inner = list[Layer](), list[Layer]()
+    for part in block.split(size * max(1, -(-lines // MOST_LAYERS))) if count else ():
+        surely, span = most.bound_keys(part)
+        surely = surely if same else least.bound_keys(part)[0]
+        outer.append(layer_of(part.rows, span if is_short(span) else span.hull))
+        inner.append(layer_of(part.rows, surely if is_short(surely) else part.none))
+    return [Region(count, tuple(outer))], [Region(count, tuple(inner))]
 
 
-def bound_layers(mask: Mask, block: Block, step: int, outer: bool) -> Iterator[Layer]:
-    """A layer for each `step` queries, from the mask's `span` or `surely`."""
-    for at in range(0, len(block.rows), step):
-        part = evolve(block, rows=block.rows[at : at + step])
-        keys = mask.span(part) if outer else mask.surely(part)
-        if len(keys.intervals) > MOST_RUNS:
-            keys = keys.hull if outer else part.none
-        yield Layer(part.rows, tuple((Edge(a), Edge(b)) for a, b in keys.intervals))
+def is_short(keys: Keys) -> bool:
+    return len(keys.intervals) <= MOST_RUNS
+
+
+def layer_of(rows: range, keys: Keys) -> Layer:
+    """Queries that keep the same keys."""
+    return Layer(rows, tuple([(Edge(a), Edge(b)) for a, b in keys.intervals]))

@@ -29,7 +29,7 @@ from attn_graph.masks.joins import (
 from attn_graph.masks.layers import find_regions
 from attn_graph.masks.leaves import Band
 from attn_graph.masks.places import Block, Place
-from attn_graph.masks.regions import Region, bound_region
+from attn_graph.masks.regions import Both, Region, bound_both
 from attn_graph.spec import TensorSpec, require_size
 
 UNKNOWN = "before the data are known"
@@ -106,10 +106,7 @@ def tiles(
     return Tiles(block, empty, total - empty - full, full, exact, estimated)
 
 
-Pair = tuple[list[Region], list[Region]]  # upper and lower bound of the kept places
-
-
-def find_both(most: Mask, least: Mask, block: Block) -> Pair | None:
+def find_both(most: Mask, least: Mask, block: Block) -> Both | None:
     """The regions of two masks if both are made of strips, else None."""
     outer = regions_of(most, block)
     inner = outer if least == most or outer is None else regions_of(least, block)
@@ -130,13 +127,6 @@ def known_regions(
     return find_regions(mask, Block(batch, heads, rows, H, M, N, {}))
 
 
-def bound_both(most: Mask, least: Mask, block: Block, size: int) -> Pair:
-    """A bound from above on `most` and from below on `least`, for each `size` queries."""
-    return [bound_region(most, block, size, outer=True)], [
-        bound_region(least, block, size, outer=False)
-    ]
-
-
 def decide_tiles(
     most: Mask, least: Mask, block: Block, tile: tuple[int, int]
 ) -> tuple[int, int] | None:
@@ -151,7 +141,7 @@ def decide_tiles(
     return empty, full
 
 
-def count_tiles_of(pair: Pair, block: Block, tile: tuple[int, int]) -> tuple[int, int]:
+def count_tiles_of(pair: Both, block: Block, tile: tuple[int, int]) -> tuple[int, int]:
     """(empty tiles of the upper bound, full tiles of the lower)."""
     lines, columns = -(-block.M // tile[0]), -(-block.N // tile[1])
     total, (outer, inner) = len(block.batch) * len(block.heads) * lines * columns, pair
@@ -177,16 +167,16 @@ def classify_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> to
 
 
 def bound_tiles(mask: Mask, block: Block, tile: tuple[int, int]) -> torch.Tensor:
-    """0 for each empty tile, 1 for a mixed one, 2 for a full one [lines, columns], int8: by `span`
-    and `surely` of each line, for all batch entries and heads at once. block: all queries; without
-    data the answer holds for any."""
+    """0 for each empty tile, 1 for a mixed one, 2 for a full one [lines, columns], int8: by the
+    bounds of each line, for all batch entries and heads at once. block: all queries; without data
+    the answer holds for any."""
     rows, columns = tile
     kinds = torch.zeros(-(-block.M // rows), -(-block.N // columns), dtype=torch.int8, device="cpu")
-    for x, line in enumerate(kinds):
-        part = evolve(block, rows=block.rows[x * rows : (x + 1) * rows])
-        for a, b in mask.span(part).intervals:
+    for line, part in zip(kinds, block.split(rows), strict=True):
+        surely, span = mask.bound_keys(part)
+        for a, b in span.intervals:
             line[a // columns : -(-b // columns)] = 1
-        for a, b in mask.surely(part).intervals:
+        for a, b in surely.intervals:
             line[-(-a // columns) : max(-(-a // columns), b // columns)] = 2
     return kinds
 
@@ -234,7 +224,7 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
         places = keep_places(most, whole)
         if places is not None:
             return cover_places(places, whole, G, most == least)
-        regions, estimated = [bound_region(most, whole, 1, outer=True)], True
+        regions, estimated = bound_both(most, least, whole, 1)[0], True
     widest = B * H * M * row_width(mask, N)  # wherever data move the bands
     return Coverage(
         min(widest, sum(region.pairs for region in regions)),
@@ -276,8 +266,7 @@ def keep_places(mask: Mask, block: Block) -> Iterator[torch.Tensor] | None:
     if each * len(block.rows) > MOST_PLACES:
         return None
     step, part = max(1, AT_ONCE // each), evolve(block, batch=batch, heads=heads)
-    some = (evolve(part, rows=block.rows[at : at + step]) for at in range(0, block.M, step))
-    return (ask_all(mask, x) for x in some)
+    return (ask_all(mask, x) for x in part.split(step))
 
 
 def ask_all(mask: Mask, block: Block) -> torch.Tensor:

@@ -114,8 +114,8 @@ def list_seen(sharded: Sharded, batch: range, rows: range) -> list[tuple[int, in
     if kept is None:
         return [*(mask.span(evolve(block, batch=batch, rows=rows)) & block.all).intervals]
     return [
-        (start.of(layer.rows[0]), stop.of(layer.rows[-1]))
+        keys
         for _, layers in entries_of(kept, batch)
         for layer in clip_layers(layers, rows)
-        for start, stop in layer.runs
+        for keys in layer.reach(layer.rows)
     ]

@@ -21,8 +21,9 @@ from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.fused_cpu import find_unseen
 from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.cpu.schedule import Cut, Part, Tile, place_within
+from attn_graph.lowering.cpu.schedule import Cut
 from attn_graph.lowering.problem import Problem
+from attn_graph.masks.parts import Part, Tile
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF
 
@@ -212,7 +213,7 @@ def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
 
 
 def slot_place(at: Place, slot: TileSlot, keys: range) -> Place:
-    return place_within(at, slot.tile.batch, slot.heads, slot.tile.rows, keys)
+    return at.within(slot.tile.batch, slot.heads, slot.tile.rows, keys)
 
 
 def addend_shape(tiles: FusedTiles, tile: Tile, part: Part) -> tuple[int, int, int, int]:

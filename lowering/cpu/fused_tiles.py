@@ -27,8 +27,6 @@ from attn_graph.lowering.cpu.schedule import (
     LEAST_FULL,
     MOST_TILES,
     ROW_BLOCKS,
-    Part,
-    Tile,
     choose_rows,
     count_looks,
     gather_parts,
@@ -48,6 +46,7 @@ from attn_graph.masks import Keep, KeepBlocks, needs_of
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.joins import leaves
 from attn_graph.masks.layers import is_layered, list_layers
+from attn_graph.masks.parts import Part, Tile
 from attn_graph.masks.places import Block
 from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec

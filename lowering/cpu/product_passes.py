@@ -30,7 +30,6 @@ from attn_graph.lowering.cpu.product_tiles import (
     moves_of,
     product_of,
 )
-from attn_graph.lowering.cpu.schedule import place_within
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 
@@ -218,7 +217,7 @@ class Here:
         tile, heads, at = self.slot.tile, self.slot.heads, 0
         for part in tile.parts:
             keys = range(part.start, part.stop)
-            place = place_within(self.call.places, tile.batch, heads, tile.rows, keys)
+            place = self.call.places.within(tile.batch, heads, tile.rows, keys)
             yield place, partial(self.cut, slice(at, at + len(part)))
             at += len(part)
 

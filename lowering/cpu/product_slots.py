@@ -16,10 +16,7 @@ from attn_graph.ir.philox import ALWAYS, ROOMS, WORDS, Compare, counters, draw_
 from attn_graph.kernels.hiding import Bits, hiding_bits
 from attn_graph.lowering.cpu.schedule import (
     Cut,
-    Part,
-    Tile,
     parts_of,
-    place_within,
     row_tiles,
 )
 from attn_graph.lowering.problem import Problem
@@ -27,6 +24,7 @@ from attn_graph.machine.ambient import is_traced, neutral_state
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks import Mask, needs_of
 from attn_graph.masks.canonical import is_ours
+from attn_graph.masks.parts import Part, Tile
 from attn_graph.masks.places import Block, Place, join_intervals
 from attn_graph.spec import TensorSpec
 
@@ -157,7 +155,7 @@ class TileGrid:
         few = len(tile.rows) * (part.stop - part.start) <= MOST_HELD
         if few and self.holds and type(scores) is torch.Tensor and scores.is_cpu:
             return held_bits(mask, tile.rows, keys, (at.H, at.M, at.N), scores.dtype)
-        here = place_within(at, tile.batch, slot.heads, tile.rows, keys)
+        here = at.within(tile.batch, slot.heads, tile.rows, keys)
         keep = torch.as_tensor(mask.keep(here), device=scores.device)
         return hiding_bits(keep, scores.dtype)
 

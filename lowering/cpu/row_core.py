@@ -14,7 +14,6 @@ from attn_graph.kernels.hiding import hide_
 from attn_graph.kernels.products import LOG2_E, drop_, multiply_, softmax_backward
 from attn_graph.kernels.row_sums import has_whole_rows, sum_rows_
 from attn_graph.lowering.cpu.product_slots import ProductSlot, TileGrid
-from attn_graph.lowering.cpu.schedule import place_within
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF
@@ -289,7 +288,7 @@ class Spot:
     def place(self) -> Place:
         slot = self.slot
         keys = range(self.tiles.problem.N)
-        return place_within(self.places, slot.tile.batch, slot.heads, slot.tile.rows, keys)
+        return self.places.within(slot.tile.batch, slot.heads, slot.tile.rows, keys)
 
     def change(self, s: torch.Tensor) -> None:
         """Add biases to the scores of this tile, and hide its masked places. Caps are a step of the

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, islice
 from math import log2, prod
-from typing import Literal, final
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import CpuRates
 from attn_graph.masks import Mask
 from attn_graph.masks.layers import Kept
-from attn_graph.masks.places import Block, Keys, Place, join_intervals
-from attn_graph.masks.regions import Layer, Run
+from attn_graph.masks.parts import Part, Tile, cut_parts, exact_parts
+from attn_graph.masks.places import Block
+from attn_graph.masks.regions import Layer
 
 ROW_BLOCKS = (32, 512)  # queries of a tile: the kernel's own blocks, and a cache's worth
 FEW_REPEATS = 2  # windows of queries moved along, not worth a tile that repeats
@@ -30,91 +30,6 @@ LEAST_FULL = 512  # keys: a longer run without mask is worth a call of its own a
 BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
 MOST_TILES = 2**13  # listed and made ready ahead of calls; beyond, each call lists them
 Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
-
-
-@final
-@frozen
-class Part:
-    """Neighbouring keys [start, stop) of a tile. full: every query keeps all of them; causal:
-    the first query keeps the first one, the next one more, and so on; mixed: the mask must say.
-
-    gathered: several runs of keys in their place, copied to lie side by side.
-    """
-
-    start: int
-    stop: int
-    kind: Literal["full", "mixed", "causal"]
-    gathered: tuple[range, ...] = ()
-
-    def __len__(self) -> int:
-        return sum(map(len, self.gathered)) if self.gathered else self.stop - self.start
-
-    @property
-    def runs(self) -> tuple[range, ...]:
-        """Its keys, in runs without a hole."""
-        return self.gathered or (range(self.start, self.stop),)
-
-    def area(self, rows: int) -> int:
-        """Computed scores of `rows` queries; of a causal part the kept ones."""
-        keys = len(self)
-        if self.kind != "causal":
-            return rows * keys
-        side = min(rows, keys)
-        return side * (side + 1) // 2 + (rows - side) * keys
-
-
-@final
-@frozen
-class Tile:
-    """Queries `rows` of the batch entries `batch` against the keys of `parts`. groups: its
-    key/value heads; None: all.
-
-    repeat > 1: this many copies in all, each with queries and keys moved on by those of `rows`.
-    """
-
-    batch: range
-    rows: range
-    parts: tuple[Part, ...]
-    groups: range | None = None
-    repeat: int = 1
-
-    def heads(self, x: int, G: int) -> range:
-        """Its heads among the x heads of a tensor. G: all key/value heads."""
-        if self.groups is None:
-            return range(x)
-        return range(self.groups.start * x // G, self.groups.stop * x // G)
-
-    @property
-    def keys(self) -> int:
-        return sum(map(len, self.parts))
-
-    @property
-    def area(self) -> int:
-        """Computed scores, for one head; of a causal part the kept ones."""
-        return self.entries * sum(part.area(len(self.rows)) for part in self.parts)
-
-    @property
-    def entries(self) -> int:
-        """The batch entries of its calls."""
-        return len(self.batch) * self.repeat
-
-    @property
-    def is_mixed(self) -> bool:
-        return any(part.kind == "mixed" for part in self.parts)
-
-
-def place_within(at: Place, b: range, h: range, i: range, j: range) -> Place:
-    """The places of these batch entries, heads, queries and keys, out of all; as views."""
-    if at.ranges == (b, h, i, j):
-        return at
-    return Place(
-        at.b[b.start : b.stop],
-        at.h[h.start : h.stop],
-        at.i[i.start : i.stop],
-        at.j[j.start : j.stop],
-        *(at.H, at.M, at.N, at.data),
-        (b, h, i, j),
-    )
 
 
 # Prices
@@ -175,31 +90,15 @@ def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ..
     """The possible keys of a block of queries; full runs of `least_full` keys stand alone."""
     if mask is None:
         return (Part(0, block.N, "full"),) if block.N else ()
-    span, sure = mask.span(block).bridged(BRIDGE), mask.surely(block)
-    return tuple(part for a, b in span.intervals for part in split_interval(a, b, sure, least_full))
-
-
-def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:
-    if sure.covers(start, stop):
-        yield Part(start, stop, "full")
-        return
-    at = start
-    for a, b in (sure & Keys.between(start, stop)).intervals:
-        if b - a >= least_full:
-            yield from [Part(at, a, "mixed")] if at < a else []
-            yield Part(a, b, "full")
-            at = b
-    yield from [Part(at, stop, "mixed")] if at < stop else []
+    return cut_parts(mask.bound_keys(block), least_full, BRIDGE)
 
 
 def row_tiles(problem: Problem, whole: Block, rows: int, groups: range | None = None) -> list[Tile]:
     """A tile for each block of `rows` queries. groups: of some key/value heads."""
-    tiles = []
-    for at in range(0, problem.M, rows):
-        tile = Tile(whole.batch, range(at, min(at + rows, problem.M)), (), groups)
-        block = evolve(whole, heads=tile.heads(problem.H, problem.G), rows=tile.rows)
-        tiles.append(evolve(tile, parts=parts_of(problem.node.mask, block, LEAST_FULL)))
-    return tiles
+    tile = Tile(whole.batch, whole.rows, (), groups)
+    blocks = evolve(whole, heads=tile.heads(problem.H, problem.G)).split(rows)
+    mask = problem.node.mask
+    return [evolve(tile, rows=x.rows, parts=parts_of(mask, x, LEAST_FULL)) for x in blocks]
 
 
 def gather_parts(tile: Tile, least: int, most: int) -> Tile:
@@ -319,14 +218,14 @@ def tiles_of_layer(
                 yield from move_tile(tile, at * step, min(most, count - at))
     for at in range(0, len(queries), rows):
         block = queries[at : at + rows]
-        yield Tile(batch, block, block_parts(layer.runs, block))
+        yield Tile(batch, block, block_parts(layer, block))
 
 
 def first_window(problem: Problem, batch: range, layer: Layer, rates: CpuRates) -> Tile:
     """The first block of a layer of which all blocks are alike."""
-    keys = sum(len(part) for part in block_parts(layer.runs, layer.rows[:1]))
+    keys = sum(len(part) for part in block_parts(layer, layer.rows[:1]))
     rows = choose_rows(problem, rates, keys, calls=0)
-    return Tile(batch, layer.rows[:rows], block_parts(layer.runs, layer.rows[:rows]))
+    return Tile(batch, layer.rows[:rows], block_parts(layer, layer.rows[:rows]))
 
 
 def count_windows(problem: Problem, tile: Tile) -> int:
@@ -347,23 +246,6 @@ def moves_along(layer: Layer) -> bool:
     return all(edge.moves for run in layer.runs for edge in run)
 
 
-def exact_parts(run: Run, rows: range) -> Iterator[Part]:
-    """A run with one first key: the keys kept by all queries, and a triangle if its end moves.
-
-    The triangle's first key is the last one of the first query, so each of its queries keeps a key.
-    """
-    start, stop = run
-    first, last = stop.of(rows.start), stop.of(rows[-1])
-    begin, full = start.of(rows.start), first - 1 if first < last else first
-    if begin < full:
-        yield Part(begin, full, "full")
-    if first < last:
-        yield Part(full, last, "causal")
-
-
-def block_parts(runs: Sequence[Run], rows: range) -> tuple[Part, ...]:
+def block_parts(layer: Layer, rows: range) -> tuple[Part, ...]:
     """Parts of a block of queries, with some runs that begin later from query to query."""
-    a, b = rows[0], rows[-1]
-    pieces = join_intervals([(start.of(a), stop.of(b)) for start, stop in runs], BRIDGE)
-    sure = Keys(tuple((x, y) for s, e in runs if (x := s.of(b)) < (y := e.of(a))))
-    return tuple(part for piece in pieces for part in split_interval(*piece, sure, LEAST_FULL))
+    return cut_parts(layer.bound_keys(rows), LEAST_FULL, BRIDGE)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any, final
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from attn_graph import masks as m
 from attn_graph.lowering.cpu import schedule
 from attn_graph.masks import tiles as counts
 from attn_graph.masks.layers import find_regions
+from attn_graph.masks.parts import Tile
 from attn_graph.masks.places import Block, Place, Strip, Term
-from attn_graph.masks.regions import Region, bound_region, floor_sum
+from attn_graph.masks.regions import Region, bound_both, floor_sum
 from attn_graph.testing import mask_formula
 from attn_graph.testing.mask_check import MaskCase, mask_cases
 
@@ -207,11 +209,10 @@ def test_planning_lists_few_tiles_whatever_the_sizes(mask: m.Mask, alibi: bool) 
     x = ag.TensorSpec((1, 1, 10**9, 8), torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         made = Counter[str]()
-        tile = schedule.Tile
 
-        def note(*args: Any, **named: Any) -> schedule.Tile:  # Any: fields of a tile
+        def note(*args: Any, **named: Any) -> Tile:  # Any: fields of a tile
             made["tiles"] += 1
-            return tile(*args, **named)
+            return Tile(*args, **named)
 
         patch.setattr(schedule, "Tile", note)
         ag.explain(ag.attention(x, x, x, mask=mask, alibi=alibi), target="cpu")
@@ -257,8 +258,7 @@ def test_bounds_by_few_blocks_lack_no_place_and_have_none_too_many(
     total = sum(tile_kinds(due, block))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attn_graph.masks.regions.MOST_LAYERS", most_layers)
-        outer = bound_region(most, whole, block[0], outer=True)
-        inner = bound_region(least, whole, block[0], outer=False)
+        (outer,), (inner,) = bound_both(most, least, whole, block[0])
     assert len(outer.layers) <= most_layers
     assert outer.pairs >= due.sum() >= inner.pairs
     assert outer.queries >= due.any(3).sum()
@@ -275,6 +275,27 @@ class Blocks(m.Mask):
 
     def keep(self, at: Place) -> Term:
         return at.i // self.size == at.j // self.size
+
+
+READERS: dict[str, Callable[[m.Mask, Block], Any]] = {  # of the bounds of 8 blocks of queries
+    "tiles of a list": lambda mask, whole: counts.bound_tiles(mask, whole, (128, 128)),
+    "an estimate": lambda mask, whole: bound_both(mask, mask, whole, 128),
+    "parts on a CPU": lambda mask, whole: [
+        schedule.parts_of(mask, block, 64) for block in whole.split(128)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_mask_is_evaluated_once_for_both_bounds_of_a_block(name: str) -> None:
+    """By its `keep` at ranges, alone and within joins."""
+    whole = Block.whole((1, 1, 1024, 1024), {})
+    for mask in (Blocks(64), ~Blocks(64) & CAUSAL | Blocks(3)):
+        with pytest.MonkeyPatch.context() as patch:
+            keep = Mock(side_effect=Blocks.keep)
+            patch.setattr(Blocks, "keep", lambda mask, at, keep=keep: keep(mask, at))
+            READERS[name](mask, whole)
+        assert keep.call_count == 8 * str(mask).count("Blocks")
 
 
 HUGE = 10**12
