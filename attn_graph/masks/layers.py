@@ -6,6 +6,7 @@ grows with edges and documents, not with queries and keys; data are read once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import cast
@@ -24,10 +25,11 @@ from attn_graph.masks.regions import (
     Region,
     Run,
     bound_entries,
+    bounds_of,
+    count_elements,
     count_points,
     entry_at,
     find_layers,
-    group_entries,
     list_strips,
 )
 
@@ -50,48 +52,57 @@ def is_layered(mask: Mask, block: Block) -> bool:
 
 
 def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
-    """The layers of each run of batch entries with equal layers.
+    """The layers of each run of batch entries with equal layers, as few as there can be.
 
     None if they are not known exactly, if finding them takes evaluating the mask at more than
     `most_points` places, and for documents that are small or in pieces. The block has all data.
     """
+    kept = find_kept(mask, block, most_points)
+    return None if kept is None else [(batch, join_layers(layers)) for batch, layers in kept]
+
+
+def find_kept(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
+    """`list_layers`, before they are joined: the same runs have keys between them, and before and
+    behind them, at all queries of a layer."""
+    if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
+        return []
     block = evolve(block, data={n: widen(n, x) for n, x in (block.data or {}).items()})
     segmented, rest = split_documents(mask)
     if segmented:
         return cut_documents(rest, block)
-    at = entry_at(block, *block.batch)
+    batch = block.batch if len(block.batch) <= MOST_POINTS else block.batch[:2]
+    at = entry_at(block, *batch)
     whole = mask.strip(at)
     strips = list_strips(mask, at) if whole is None else [whole]
     if strips is None:
         return None
-    kinds = [*group_equal(bound_entries(strips, len(block.batch)), block.batch)]
-    rows, keys = range(block.M), range(block.N)
-    if whole is not None:
-        return [(b, join_layers(layers_of_strip(kind[0], rows, keys))) for b, kind in kinds]
-    if sum(count_points(kind, block) for _, kind in kinds) > most_points:
+    alike = all(count_elements(term) == 1 for strip in strips for term in bounds_of(strip))
+    if not alike and len(batch) < len(block.batch):
         return None
-    return [
-        (b, join_layers(find_layers(mask, kind, entry_at(block, b.start)))) for b, kind in kinds
-    ]
+    kinds = bound_entries(strips, 1 if alike else len(batch))
+    first = dict(zip(reversed(kinds), reversed(batch), strict=False))
+    if whole is None and sum(count_points(kind, block) for kind in first) > most_points:
+        return None
+    layers: dict[Bounds, tuple[Layer, ...]] = {}
+    for kind, entry in first.items():
+        if whole is None:
+            layers[kind] = find_layers(mask, kind, entry_at(block, entry))
+        else:
+            layers[kind] = (*layers_of_strip(kind[0], range(block.M), range(block.N)),)
+    runs = [(block.batch, kinds[0])] if alike else group_equal(kinds, block.batch)
+    return [(each, layers[kind]) for each, kind in runs]
 
 
 def find_regions(mask: Mask, block: Block) -> list[Region] | None:
-    """A region for each kind of batch entry of a mask made of strips, or of documents.
-
-    None for any other mask, and for one with too many edges. The block has all data.
-    """
-    if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
-        return []
-    if split_documents(mask)[0]:
-        kept = list_layers(mask, block, MOST_POINTS)
-        return None if kept is None else [Region(len(b) * len(block.heads), x) for b, x in kept]
-    kinds = group_entries(mask, block)
-    if kinds is None or sum(count_points(strips, block) for _, _, strips in kinds) > MOST_POINTS:
+    """A region for each kind of batch entry, of a mask with layers; None for any other mask, and
+    for one with too many edges. The block has all data."""
+    kept = find_kept(mask, block, MOST_POINTS)
+    if kept is None:
         return None
-    return [
-        Region(count * len(block.heads), find_layers(mask, strips, entry_at(block, entry)))
-        for count, entry, strips in kinds
-    ]
+    counts = Counter[tuple[Layer, ...]]()
+    for batch, layers in kept:
+        counts[layers] += len(batch)
+    return [Region(n * len(block.heads), layers) for layers, n in counts.items()]
 
 
 def widen(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -181,8 +192,8 @@ def cut_documents(rest: Mask | None, block: Block) -> list[Kept] | None:
     at = block.batch.start
     for (bound, pieces), same in groupby(zip(bounds, documents, strict=True)):
         count = sum(1 for _ in same)
-        layers = (x for rows, keys in pieces for x in layers_of_strip(bound, rows, keys))
-        kept.append((range(at, at + count), join_layers(layers)))
+        layers = [x for rows, keys in pieces for x in layers_of_strip(bound, rows, keys)]
+        kept.append((range(at, at + count), tuple(layers)))
         at += count
     return kept
 

@@ -9,7 +9,6 @@ a sum of arithmetic series. All sums are Python integers.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, takewhile
 from typing import final
@@ -206,23 +205,6 @@ def entry_at(block: Block, *entries: int) -> Place:
 
 
 Bounds = tuple[tuple[int | None, ...], ...]  # low, high, keys and rows of each strip
-Kind = tuple[int, int, Bounds]  # how many batch entries are alike, the first of them, its strips
-
-
-def group_entries(mask: Mask, block: Block) -> list[Kind] | None:
-    """The batch entries by their strips; None for a mask that is not made of strips."""
-    some = list_strips(mask, entry_at(block, *block.batch[:2]))
-    if some is None:
-        return None
-    terms = [term for strip in some for term in bounds_of(strip)]
-    batch = block.batch
-    if all(count_elements(term) == 1 for term in terms):
-        return [(len(batch), batch.start, bound_entries(some, 1)[0])]
-    if len(batch) > MOST_POINTS:
-        return None
-    kinds = bound_entries(list_strips(mask, entry_at(block, *batch)) or [], len(batch))
-    first = dict(zip(reversed(kinds), reversed(batch), strict=True))
-    return [(count, first[kind], kind) for kind, count in Counter(kinds).items()]
 
 
 def count_elements(term: Term | None) -> int:

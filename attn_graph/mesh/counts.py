@@ -28,8 +28,6 @@ def bound_mask(sharded: Sharded) -> tuple[Mask, Block]:
 def kept_layers(sharded: Sharded) -> tuple[Kept, ...] | None:
     """The kept places as layers of queries; None if they can only be counted."""
     mask, block = sharded.once(bound_mask)
-    if 0 in sharded.sizes:
-        return ()
     kept = list_layers(mask, block, MOST_POINTS)
     return None if kept is None else tuple(kept)
 

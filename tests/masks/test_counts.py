@@ -233,6 +233,25 @@ def test_documents_of_any_length_are_counted_exactly() -> None:
     assert (found.mixed, found.full, found.exact) == (2**13, 8 * 2**10 * (2**10 - 1) // 2, True)
 
 
+@many
+@given(st.lists(st.integers(16, 40), min_size=1, max_size=3), st.integers(-40, 40), sides, blocks)
+@example([32, 33], 0, (1, 1), (64, 64))
+@example([16, 16], 0, (1, 1), (1, 3))
+def test_documents_are_counted_in_tiles_of_any_size(
+    lengths: list[int], high: int, low: tuple[int, int], block: tuple[int, int]
+) -> None:
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    data = {"q_segments": numbers, "kv_segments": numbers}
+    L = len(numbers[0])
+    whole = Block.whole((1, 1, L, L), data)
+    for band in (m.Band(None, high), m.Band(high - low[0] * low[1], high)):
+        mask = m.SameSegment() & band
+        found = find_regions(mask, whole)
+        assert found is not None
+        due = mask.keep(Place.of(whole, range(L))).expand(1, 1, L, L)
+        check_regions(found, L, due, block)
+
+
 def test_a_long_run_of_keys_that_all_queries_keep_needs_no_mask() -> None:
     block = Block(range(1), range(1), range(3000, 3128), 1, 6000, 6000)
     parts = schedule.parts_of(m.Band(-3000, 0), block, 2048)
@@ -275,6 +294,13 @@ class Blocks(m.Mask):
 
     def keep(self, at: Place) -> Term:
         return at.i // self.size == at.j // self.size
+
+
+def test_a_mask_of_one_strip_is_counted_without_evaluating_it() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Near, "keep", None)
+        found = ag.tiles(Near(5) & Near(7), 256, 256)
+    assert (found.empty, found.mixed, found.full, found.exact) == (0, 4, 0, True)
 
 
 READERS: dict[str, Callable[[m.Mask, Block], Any]] = {  # of the bounds of 8 blocks of queries
