@@ -63,8 +63,8 @@ def simplify_mask(mask: Mask, M: int, N: int) -> Mask:
 def keeps_everything(mask: Mask, M: int, N: int) -> bool:
     """True if a mask surely keeps every place, in all batch entries and heads.
 
-    One entry and one head stand for all, as in the library's leaves; a user's leaf may differ, so
-    it counts as unknown. Dims count as their largest size, which covers smaller ones too unless the
+    One entry and one head stand for all: bounds hold for each. A user's leaf counts as unknown,
+    since evaluating it takes time. Dims count as their largest size, which covers smaller ones too unless the
     bounds of the mask move with them.
     """
     if next(dims_in(mask), None) is not None:

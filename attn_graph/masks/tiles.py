@@ -134,10 +134,10 @@ def decide_tiles(
     pair = find_both(most, least, block)
     if pair is not None:
         return count_tiles_of(pair, block, tile)
-    some, every = (flag_tiles(mask, block, tile) for mask in (most, least))
-    if some is None or every is None:
+    flags = flag_both(most, least, block, tile)
+    if flags is None:
         return None
-    empty, full = (int(x.sum()) * multiplicity(x, block) for x in (~some[0], every[1]))
+    empty, full = (int(x.sum()) * multiplicity(x, block) for x in (~flags[0], flags[1]))
     return empty, full
 
 
@@ -157,9 +157,10 @@ def classify_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> to
     most, least = bounds(mask, block)
     pair = find_both(most, least, block)
     if pair is None:
-        some, every = (flag_tiles(x, block, tile) for x in (most, least))
-        if some is not None and every is not None:
-            return some[0][0, 0].to(torch.int8) + every[1][0, 0]
+        flags = flag_both(most, least, block, tile)
+        if flags is not None:
+            some, every = (x[0, 0].to(torch.int8) for x in flags)
+            return some + every
         pair = bound_both(most, least, block, tile[0])
     outer, inner = pair
     lacking = [region.outside(block.N) for region in inner]
@@ -286,6 +287,13 @@ def differing_ranges(mask: Mask, block: Block) -> tuple[range, range]:
 
 
 Flags = tuple[torch.Tensor, torch.Tensor]  # some place, and every place, of each tile
+
+
+def flag_both(most: Mask, least: Mask, block: Block, tile: tuple[int, int]) -> Flags | None:
+    """The tiles with a place of `most`, and those that `least` keeps whole."""
+    some = flag_tiles(most, block, tile)
+    every = some if least == most else flag_tiles(least, block, tile)
+    return None if some is None or every is None else (some[0], every[1])
 
 
 def flag_tiles(mask: Mask, block: Block, tile: tuple[int, int]) -> Flags | None:

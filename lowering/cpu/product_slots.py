@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import product
 from math import prod
 from operator import itemgetter
 from typing import final
@@ -53,18 +54,9 @@ LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
 
 
 @final
-@frozen
-class Chunk:
-    """Batch entries and key/value heads computed together."""
-
-    batch: range
-    groups: range
-
-
-@final
 @frozen(eq=False)
 class ProductSlot:
-    """A tile of a chunk, made ready for calls.
+    """A tile, made ready for calls.
 
     heads: its query heads. shape: how many batch entries, groups, query heads a group and queries;
     lines: (n, L), how many products and rows of each; grid: (batch, heads, rows, -1). rows: cuts
@@ -325,29 +317,28 @@ def find_unmasked_rows(problem: Problem) -> int:
     return min(UNMASKED_ROWS, max(MOST_ROWS, PLACES // problem.N))
 
 
-def list_chunks(problem: Problem, batch: int, groups: int) -> Iterator[Chunk]:
-    """The batch entries and key/value heads computed together, in order."""
-    p = problem
-    for b in range(0, p.B, batch):
-        for g in range(0, p.G, groups):
-            yield Chunk(range(b, min(b + batch, p.B)), range(g, min(g + groups, p.G)))
-
-
 def list_slots(
     problem: Problem, rows: int, batch: int, groups: int, data: Mapping[str, torch.Tensor] | None
 ) -> Iterator[ProductSlot]:
     """All tiles of these sizes, given the mask's tensors; None: they have all keys."""
-    for chunk in list_chunks(problem, batch, groups):
-        for start in range(0, problem.M, rows):
-            queries = range(start, min(start + rows, problem.M))
-            yield make_slot(problem, chunk, queries, data)
+    p = problem
+    for b, g, i in product(
+        split_length(p.B, batch), split_length(p.G, groups), split_length(p.M, rows)
+    ):
+        yield make_slot(p, b, g, i, data)
+
+
+def split_length(length: int, size: int) -> list[range]:
+    """The positions in pieces of `size`; the last may be shorter."""
+    whole = range(length)
+    return [whole[at : at + size] for at in whole[::size]]
 
 
 def make_slot(
-    problem: Problem, chunk: Chunk, rows: range, data: Mapping[str, torch.Tensor] | None
+    problem: Problem, b: range, g: range, rows: range, data: Mapping[str, torch.Tensor] | None
 ) -> ProductSlot:
+    """The tile of some batch entries, key/value heads and queries."""
     p, r = problem, problem.H // problem.G
-    b, g = chunk.batch, chunk.groups
     heads = range(g.start * r, g.stop * r)
     parts: tuple[Part, ...] = (Part(0, p.N, "mixed"),)
     if data is not None:

@@ -303,6 +303,15 @@ def test_a_mask_of_one_strip_is_counted_without_evaluating_it() -> None:
     assert (found.empty, found.mixed, found.full, found.exact) == (0, 4, 0, True)
 
 
+def test_an_exact_count_of_tiles_evaluates_each_place_once() -> None:
+    with counting() as calls:
+        found = ag.tiles(STRIPED, 512, 512)
+        kinds = counts.classify_tiles(STRIPED, Block.whole((1, 1, 512, 512), {}), (128, 128))
+    assert found.exact
+    assert int((kinds == 1).sum()) == found.mixed
+    assert sum(calls) <= 2 * (512**2 + 8)  # and looks if batch entries and heads differ
+
+
 READERS: dict[str, Callable[[m.Mask, Block], Any]] = {  # of the bounds of 8 blocks of queries
     "tiles of a list": lambda mask, whole: counts.bound_tiles(mask, whole, (128, 128)),
     "an estimate": lambda mask, whole: bound_both(mask, mask, whole, 128),
