@@ -64,8 +64,8 @@ def keeps_everything(mask: Mask, M: int, N: int) -> bool:
     """True if a mask surely keeps every place, in all batch entries and heads.
 
     One entry and one head stand for all: bounds hold for each. A user's leaf counts as unknown,
-    since evaluating it takes time. Dims count as their largest size, which covers smaller ones too unless the
-    bounds of the mask move with them.
+    since evaluating it takes time. Dims count as their largest size, which covers smaller ones too
+    unless the bounds of the mask move with them.
     """
     if next(dims_in(mask), None) is not None:
         return False

@@ -9,32 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import cast
+from typing import cast, final
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
-from attn_graph.masks.joins import And, Mask, flatten_join, join_masks
+from attn_graph.masks.joins import And, Join, Mask, flatten_join, join_masks
 from attn_graph.masks.leaves import LENGTHS, SameSegment
-from attn_graph.masks.places import Block, Strip
-from attn_graph.masks.regions import (
-    MOST_POINTS,
-    Bounds,
-    Edge,
-    Layer,
-    Region,
-    Run,
-    bound_entries,
-    bounds_of,
-    count_elements,
-    count_points,
-    entry_at,
-    find_layers,
-    list_strips,
-)
+from attn_graph.masks.places import Block, Place, Strip, Term
+from attn_graph.masks.regions import Edge, Layer, Region, Run
 
+MOST_POINTS = 2**17  # evaluations of a mask, over all batch entries: a good half second
 LEAST_DOCUMENT = 16  # queries or keys, on average; smaller documents are not cut out one by one
 Bound = tuple[int | None, ...]  # of one strip: low, high, keys and rows
+Bounds = tuple[Bound, ...]  # of the strips that a mask is joined from
 Document = tuple[range, range]  # queries, and the keys that carry their number
 Kept = tuple[range, tuple[Layer, ...]]  # neighbouring batch entries, and the layers of each
 
@@ -169,6 +157,122 @@ def join_edges(a: Edge, b: Edge, above: range, below: range) -> Edge | None:
     if a == b or (len(below) == 1 and a.of(below.start) == b.of(below.start)):
         return a
     return b if len(above) == 1 and a.of(above.start) == b.of(above.start) else None
+
+
+# Strips. Lines bound each: keys before v, queries before u, diagonals j = i + d. Between two queries
+# at which lines cross, the edges of all strips keep their order along the keys. There a mask is
+# evaluated once for each run of keys between two edges.
+
+
+def entry_at(block: Block, *entries: int) -> Place:
+    """The place of some batch entries, for any query and key."""
+    b = torch.tensor(entries, device="cpu").reshape(-1, 1, 1, 1)
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
+    return Place(b, zero, zero, zero, block.H, block.M, block.N, block.data or {})
+
+
+def count_elements(term: Term | None) -> int:
+    """The elements of a bound: one, or one for each batch entry."""
+    return 1 if term is None else torch.as_tensor(term).numel()
+
+
+def bounds_of(strip: Strip) -> tuple[Term | None, ...]:
+    return strip.low, strip.high, strip.keys, strip.rows
+
+
+def bound_entries(strips: Sequence[Strip], entries: int) -> list[Bounds]:
+    columns = [[list_bounds(term, entries) for term in bounds_of(strip)] for strip in strips]
+    return [tuple(tuple(term[b] for term in strip) for strip in columns) for b in range(entries)]
+
+
+def list_bounds(term: Term | None, entries: int) -> list[int | None]:
+    if term is None:
+        return [None] * entries
+    bounds: list[int | None] = torch.as_tensor(term).flatten().expand(entries).tolist()
+    return bounds
+
+
+def list_strips(mask: Mask, at: Place) -> list[Strip] | None:
+    """The strips that a mask is joined from; None if a leaf is not a strip."""
+    if not isinstance(mask, Join):
+        strip = mask.strip(at)
+        return None if strip is None else [strip]
+    all_strips: list[Strip] = []
+    for part in mask.parts:
+        strips = list_strips(part, at)
+        if strips is None:
+            return None
+        all_strips += strips
+    return all_strips
+
+
+@final
+@frozen
+class Lines:
+    """The lines that bound strips, each once: diagonals j = i + d, keys v and queries u."""
+
+    diagonals: tuple[int, ...]
+    keys: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, strips: Bounds, M: int, N: int) -> Lines:
+        lows, highs, keys, rows = zip(*strips, strict=True)
+        after = [high + 1 for high in highs if high is not None]
+        return cls(
+            tuple({d for d in (*lows, *after) if d is not None and -M < d < N}),
+            tuple({v for v in keys if v is not None and 0 < v < N}),
+            tuple({u for u in rows if u is not None and 0 < u < M}),
+        )
+
+    def breaks(self, M: int, N: int) -> list[int]:
+        """The queries at which edges may come, go or cross, and the next ones; also 0 and M."""
+        crossings = {v - d for d in self.diagonals for v in (0, *self.keys, N)}
+        changes = {*self.rows, *crossings, *(i + 1 for i in crossings)}
+        return [0, *sorted(i for i in changes if 0 < i < M), M]
+
+    def edges(self, i: int, N: int) -> list[Edge]:
+        """The edges at query i, in order from 0 to N, one at each key."""
+        moving = {i + d: Edge(d, 1) for d in self.diagonals if 0 < i + d < N}
+        edges = {0: Edge(0)} | moving | {v: Edge(v) for v in self.keys} | {N: Edge(N)}
+        return [edges[at] for at in sorted(edges)]
+
+
+def count_points(strips: Bounds, block: Block) -> int:
+    """An upper bound of the evaluations of a mask of these strips."""
+    lines = Lines.of(strips, block.M, block.N)
+    d, v, u = len(lines.diagonals), len(lines.keys), len(lines.rows)
+    return (2 * d * (v + 2) + u + 1) * (d + v + 1)
+
+
+def find_layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
+    """The layers of a mask of these strips in the batch entry of `at`."""
+    lines = Lines.of(strips, at.M, at.N)
+    rows = [range(a, b) for a, b in pairwise(lines.breaks(at.M, at.N))]
+    edges = [lines.edges(part.start, at.N) for part in rows]
+    where = [
+        (part.start, edge.of(part.start))
+        for part, x in zip(rows, edges, strict=True)
+        for edge in x[:-1]
+    ]
+    i, j = torch.tensor(where, device="cpu").unbind(1)
+    keep = torch.as_tensor(mask.keep(evolve(at, i=i, j=j))).expand(at.b.shape[:-1] + i.shape)
+    flags = iter(keep.flatten().tolist())
+    return tuple(
+        Layer(part, merge_runs((run for run in pairwise(x) if next(flags)), part.start))
+        for part, x in zip(rows, edges, strict=True)
+    )
+
+
+def merge_runs(runs: Iterable[Run], i: int) -> tuple[Run, ...]:
+    """The runs of a layer from query i on; runs that touch become one."""
+    whole: list[Run] = []
+    for start, stop in runs:
+        if whole and whole[-1][1].of(i) == start.of(i):
+            whole[-1] = (whole[-1][0], stop)
+        else:
+            whole.append((start, stop))
+    return tuple(whole)
 
 
 # Documents.
