@@ -159,8 +159,8 @@ def join_edges(a: Edge, b: Edge, above: range, below: range) -> Edge | None:
     return b if len(above) == 1 and a.of(above.start) == b.of(above.start) else None
 
 
-# Strips. Lines bound each: keys before v, queries before u, diagonals j = i + d. Between two queries
-# at which lines cross, the edges of all strips keep their order along the keys. There a mask is
+# Strips. Lines bound each: keys before v, queries before u, diagonals j = i + d. Between queries at
+# which lines cross, the edges of all strips keep their order along the keys. There a mask is
 # evaluated once for each run of keys between two edges.
 
 
