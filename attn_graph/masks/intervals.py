@@ -13,7 +13,7 @@ from functools import partial, reduce
 from typing import Any, NoReturn, final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from attn_graph.masks.places import (
     Block,
@@ -52,10 +52,14 @@ ENDS: dict[str, Callable[..., tuple[Operand, Operand]]] = {  # of a to b and, if
 @final
 @frozen(eq=False)
 class Range(Operators):
-    """The values from `least` to `most`. Of booleans: true everywhere, and true anywhere."""
+    """The values from `least` to `most`. Of booleans: true everywhere, and true anywhere.
+
+    ends: the first and the last, of queries or of keys in steps of one: nothing looks for them.
+    """
 
     least: Operand
     most: Operand
+    ends: tuple[int, int] | None = field(default=None, kw_only=True)
 
     def apply(self, name: str, *operands: Operand) -> Range:
         x = operands[0] if operands else None
@@ -161,18 +165,18 @@ class Bounded:
             if first < 0 or last >= part.shape[axis] or last < first:
                 raise Untraceable(f"elements {first} to {last} of {part.shape[axis]} are read")
             if isinstance(at, Range) and isinstance(at.least, torch.Tensor) and at.least.ndim:
-                if by_key is not None or not torch.equal(at.least, at.most):
+                if by_key is not None or not (at.ends or torch.equal(at.least, at.most)):
                     raise Untraceable("a tensor is read at another place for each query and key")
                 by_key = axis
-                each = torch.arange(first, last + 1, dtype=at.least.dtype, device="cpu")
-                if not torch.equal(at.least, each):  # to copy them takes most of a look
+                if at.ends is None:  # else a view: to copy elements takes most of a look
                     part = part.index_select(axis, at.least)
                     continue
             part = part.narrow(axis, first, last + 1 - first)
         flags = part.dtype == torch.bool
         part = part.view(torch.uint8) if flags else part  # its extremes take a twentieth of `any`
-        others = [axis for axis in range(part.ndim) if axis != by_key]
+        others = [axis for axis, n in enumerate(part.shape) if axis != by_key and n > 1]
         ends = [x(others) if others else part for x in (part.amin, part.amax)]
+        ends = [x.flatten() if by_key is not None else x.reshape(()) for x in ends]
         return Range(*(x.view(torch.bool) if flags else x.long() for x in ends))
 
 
@@ -180,6 +184,8 @@ def end_points(at: Operand) -> tuple[int, int]:
     """The first and the last index of entries, of ranges, one or many, or of a number."""
     if isinstance(at, Entries):
         return at.cells.start, at.cells.stop - 1
+    if isinstance(at, Range) and at.ends is not None:
+        return at.ends
     least, most = (torch.as_tensor(x, device="cpu") for x in (lower_end(at), upper_end(at)))
     return int(least.amin()), int(most.amax())
 
@@ -187,8 +193,11 @@ def end_points(at: Operand) -> tuple[int, int]:
 def ranged_place(block: Block, run: int) -> Place:
     """All places of a block: the range of its queries, and each run of `run` keys by itself."""
     first = torch.arange(0, block.N, run, device="cpu")
-    keys = Range(first, first if run == 1 else (first + run - 1).clamp(max=block.N - 1))
-    rows = Range(*(torch.tensor(i, device="cpu") for i in (block.rows.start, block.rows[-1])))
+    keys = Range(first, first, ends=(0, block.N - 1))
+    if run > 1:
+        keys = Range(first, (first + run - 1).clamp(max=block.N - 1))
+    i = block.rows.start, block.rows[-1]
+    rows = Range(*(torch.tensor(x, device="cpu") for x in i), ends=i)
     data = {name: Bounded(x.cpu()) for name, x in (block.data or {}).items()}
     sizes = block.H, block.M, block.N
     return Place(Entries(block.batch), Entries(block.heads), rows, keys, *sizes, data)

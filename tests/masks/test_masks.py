@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
-from typing import final
+from typing import Any, final
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph import masks as m
@@ -158,6 +159,31 @@ def test_bounds_from_keep_are_as_close_as_a_bands() -> None:
     known = evolve(block, data=data)
     assert Own("first by key").span(known) == Own("first by key").surely(known) == Keys(((0, 48),))
     assert Own("first by key").span(block) == block.all
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts PyTorch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mask", [m.Keep(), m.SameSegment()], ids=str)
+def test_finding_the_keys_of_a_block_takes_few_operations(mask: m.Mask) -> None:
+    """A CPU does so for each block of queries of each call."""
+    numbers = torch.arange(512)[None] // 128
+    keep = (numbers[0][:, None] == numbers)[None, None]
+    data = {"keep": keep, "q_segments": numbers, "kv_segments": numbers}
+    block = Block(range(1), range(1), range(128), 1, 512, 512, {n: data[n] for n in mask.needs})
+    with Dispatched() as operations:
+        surely, span = mask.bound_keys(block)
+    assert surely == span == Keys.between(0, 128)
+    assert operations.count <= 55
 
 
 def test_a_join_surely_keeps_what_its_parts_say_together() -> None:
