@@ -285,6 +285,18 @@ def test_bounds_by_few_blocks_lack_no_place_and_have_none_too_many(
     assert total - inner.outside(whole.N).tiles(block) <= full
 
 
+@given(mask_cases(), sides)
+def test_tiles_of_a_list_lack_no_place_and_full_ones_have_all(
+    drawn: MaskCase, block: tuple[int, int]
+) -> None:
+    mask = drawn.mask.resolved(*drawn.sizes[2:], m.ragged_in(drawn.mask.needs))
+    kinds = counts.bound_tiles(mask, whole_of(drawn), block)
+    for line, rows in zip(kinds.tolist(), brute(drawn, mask).split(block[0], 2), strict=False):
+        for kind, tile in zip(line, rows.split(block[1], 3), strict=False):
+            assert kind > 0 or not tile.any()
+            assert kind < 2 or tile.all()
+
+
 @final
 @frozen
 class Blocks(m.Mask):
