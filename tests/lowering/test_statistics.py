@@ -423,7 +423,7 @@ def test_ranks_join_a_statistic_that_is_new() -> None:
     site: Any = SimpleNamespace(sharded=sharded)  # Any: all that `empty` reads of a site
     rows = RowResults.empty(site, torch.zeros(1, 2, 6, 8), 8)
     o, three = torch.zeros(1, 2, 4, 8), torch.ones(1, 2, 4)
-    rows.add(range(4), o, three, three, three)
-    rows.add(range(4), o, three, 2 * three, 5 * three)
+    rows.add((range(4),), o, three, three, three)
+    rows.add((range(4),), o, three, 2 * three, 5 * three)
     assert rows.rows["max"][0, 0].tolist() == [2.0] * 4 + [-INF] * 2
     assert rows.rows["seen"][0, 0].tolist() == [6.0] * 4 + [0.0] * 2

@@ -21,7 +21,7 @@ from attn_graph.lowering.cpu import schedule
 from attn_graph.masks import tiles as counts
 from attn_graph.masks.layers import find_regions
 from attn_graph.masks.parts import Tile
-from attn_graph.masks.places import Block, Place, Strip, Term
+from attn_graph.masks.places import Block, Place, Strip, Term, Untraceable
 from attn_graph.masks.regions import Region, bound_both, floor_sum
 from attn_graph.testing import mask_formula
 from attn_graph.testing.mask_check import MaskCase, mask_cases
@@ -309,8 +309,11 @@ class Blocks(m.Mask):
 
 
 def test_a_mask_of_one_strip_is_counted_without_evaluating_it() -> None:
+    def keep(_: Near, at: Place) -> Term:
+        raise Untraceable(f"places {at.i} are evaluated")
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Near, "keep", None)
+        patch.setattr(Near, "keep", keep)
         found = ag.tiles(Near(5) & Near(7), 256, 256)
     assert (found.empty, found.mixed, found.full, found.exact) == (0, 4, 0, True)
 
