@@ -7,7 +7,7 @@ compiled` holds all of it, and says what does not.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, final, get_args
 
@@ -32,7 +32,9 @@ LEAST_SHARED = min(SHARED.values())
 class Tiling:
     """BLOCK_M queries by BLOCK_N keys at a time, on `warps` warps, `stages` tiles in flight.
 
-    apart: one launch for dk and one for dv, because the registers cannot hold both sums.
+    apart: one launch for dk and one for dv, because the registers cannot hold both sums. spills:
+    the most bytes of a thread's registers that kernels move to memory, if over FEW_SPILLED, since
+    smaller tiles are predicted to be slower all the same.
     """
 
     block_m: int
@@ -40,6 +42,7 @@ class Tiling:
     warps: int
     stages: int
     apart: bool = False
+    spills: int = 0
 
     @property
     def options(self) -> tuple[int, int]:
@@ -52,33 +55,38 @@ class Tiling:
 
 
 def tiling(
-    sm: int, itemsize: int, width: int, pass_: Pass, modified: bool, drops: bool,
-    copied: bool, decided: bool,
-) -> Tiling:  # fmt: skip
-    """The tiling of a kernel.
+    sm: int, itemsize: int, width: int, pass_: Pass, modified: bool, copied: bool, decided: bool
+) -> Tiling:
+    """The tiling of a kernel without a feature of its own.
 
     sm: compute capability, 90 for 9.0; 0 is Triton's interpreter, faster with few tiles. itemsize:
     bytes of an element. width: the larger of the padded head sizes. modified: True if modifiers
-    change the scores. drops: True with dropout. copied: True if the copy engine brings all tiles.
-    decided: True if data decide the mask.
+    change the scores. copied: True if the copy engine brings all tiles. decided: True if data
+    decide the mask.
     """
     if sm == 0:
         return INTERPRETED
     arch = table_arch(sm)
-    usual = TABLE[arch, itemsize, pass_][width][modified]
+    usual = TABLE[arch, itemsize, pass_][width]["modified" if modified else "plain"]
     if copied and (rows := COPIED.get((arch, pass_, width))):
         usual = rows[1 if modified else 2 * decided]
-    return DROPOUT.get((arch, itemsize, pass_, width), usual) if drops else usual
+    return usual
 
 
-def push_tiling(sm: int, itemsize: int, width: int, pass_: PushPass, partial: bool) -> Tiling:
-    """The tiling of a kernel of forward mode; arguments as in `tiling`. partial: True if heads are
-    narrower than their tile, so that columns are compared with their size."""
+def own_tiling(
+    sm: int, itemsize: int, width: int, pass_: Pass | PushPass, features: Iterable[str]
+) -> Tiling | None:
+    """The tiling of the first of a kernel's features that has one of its own; arguments as in
+    `tiling`."""
     if sm == 0:
-        return INTERPRETED
-    arch = table_arch(sm)
-    usual = TABLE[arch, itemsize, pass_][width][0]
-    return PARTIAL.get((arch, itemsize, pass_, width), usual) if partial else usual
+        return None
+    tiles = TABLE[table_arch(sm), itemsize, pass_][width]
+    return next((tiles[name] for name in features if name in tiles), None)
+
+
+def push_tiling(sm: int, itemsize: int, width: int, pass_: PushPass) -> Tiling:
+    """The tiling of a kernel of forward mode; arguments as in `tiling`."""
+    return INTERPRETED if sm == 0 else TABLE[table_arch(sm), itemsize, pass_][width]["plain"]
 
 
 def split_tiling(sm: int, itemsize: int, width: int, rows: int) -> Tiling:
@@ -127,6 +135,7 @@ def shared_memory(sm: int) -> int:
 
 
 LEAST = 16  # queries or keys at a time in matrix units
+FEW_SPILLED = 256  # bytes of a thread's registers in memory that no tile has to name
 # From this many rows on, Triton gives products of float32 to the tensor cores of sm_100. They round
 # factors to TF32, even if a kernel asks for IEEE: seen with dropout, under 3.6.0 to 3.7.1.
 IMPRECISE_ROWS = 64
@@ -174,32 +183,35 @@ WIDE_SPLIT = {
     4: dict.fromkeys(ARCHS, (16, 8, 1)),
 }
 
-# (compute capability, bytes of an element, pass): width: tiles without and with modifiers. In half
-# precision and 64 or 128 wide, the tiles of 80, 90 and 120, and of 100 for dk and dv without
-# modifiers, are the fastest candidates predicted by docs/generate/predict.py: most resident warps,
-# then fewest instructions for a score, and a few spilled registers if the whole wins. All others
-# are the largest tried without spills under Triton 3.7.1. docs/reports/kernels.md has the compiled
-# figures of most of them, and a test compiles part of it again, under other versions too.
-# Products of float32 have fewer than IMPRECISE_ROWS rows on 100.
-Table = dict[tuple[int, int, str], dict[int, tuple[Tiling, ...]]]
+# (compute capability, bytes of an element, pass): width: feature: tile. In half precision and 64 or
+# 128 wide, the tiles of 80, 90 and 120, and of 100 for dk and dv without modifiers, are the fastest
+# candidates predicted by docs/generate/predict.py: most resident warps, then fewest instructions of
+# a score, and a few spilled registers if the whole wins. All others are the largest tried without
+# spills under Triton 3.7.1, or with as many as they say. docs/reports/kernels.md has the compiled
+# figures of most of them, and a test compiles part of it again, under other versions too. Products
+# of float32 have fewer than IMPRECISE_ROWS rows on 100.
+Table = dict[tuple[int, int, str], dict[int, dict[str, Tiling]]]
+NONE = "-"  # a feature has no tile of its own
 
 
 def read_cell(cell: str) -> Tiling:
-    """`128x64/8.2`: queries x keys, warps, stages; a quote behind it sets `apart`."""
-    rows, columns, warps, stages = map(int, re.split(r"[x/.]", cell.rstrip("'")))
-    return Tiling(rows, columns, warps, stages, cell.endswith("'"))
+    """`128x64/8.2`: queries x keys, warps, stages; then a quote sets `apart`, and `~512` spills."""
+    sizes, _, spills = cell.partition("~")
+    rows, columns, warps, stages = map(int, re.split(r"[x/.]", sizes.rstrip("'")))
+    return Tiling(rows, columns, warps, stages, sizes.endswith("'"), int(spills or 0))
 
 
 def read_tilings() -> Table:
-    """The tilings of tilings.txt, plain and modified, by capability, bytes, pass and width."""
+    """The tilings of tilings.txt, by capability, bytes and pass, then by width, then by feature."""
     table: Table = {}
     lines = Path(__file__).with_name("tilings.txt").read_text(encoding="utf-8").splitlines()
     for line in (x for x in lines if not x.startswith("#")):
-        arch, itemsize, pass_, _, *cells = line.split()
+        arch, itemsize, pass_, feature, *cells = line.split()
         for sm in ARCHS if arch == "*" else [int(arch)]:
             by_width = table.setdefault((sm, int(itemsize), pass_), {})
             for width, cell in zip(WIDTHS, cells, strict=False):
-                by_width[width] = (*by_width.get(width, ()), read_cell(cell))
+                tiles = by_width.setdefault(width, {})
+                tiles |= {} if cell == NONE else {feature: read_cell(cell)}
     return table
 
 
@@ -223,28 +235,6 @@ COPIED: dict[tuple[int, str, int], tuple[Tiling, Tiling, Tiling]] = {
 # And under a narrow mask, where larger tiles would hold many dropped places; its speed at a place,
 # as a share of the usual tile's.
 SHORT = {(90, "query_gradient", 128): (Tiling(64, 64, 4, 2), 0.85)}
-# In half precision, where a kernel gathers numbers at each place of a tile: their addresses take
-# registers, and copies ahead shared memory. By row of the table, pass and width. PLACED: a mask
-# reads a tensor by query and key, as KeepBlocks does.
-NARROW = (16, 32)
-PLACED: dict[tuple[int, str, int], Tiling] = {
-    **{(arch, "forward", width): Tiling(128, 64, 8, 2) for arch in ARCHS for width in NARROW},
-    **{(arch, "key_gradient", width): Tiling(64, 128, 8, 2) for arch in ARCHS for width in NARROW},
-    (80, "key_gradient", 64): Tiling(32, 64, 8, 2),
-    (100, "key_gradient", 64): Tiling(64, 128, 8, 2),
-}
-# GATHERED: a modifier reads a table by distance, as RelativeBias does, perhaps under a soft cap.
-GATHERED: dict[tuple[int, str, int], Tiling] = {
-    **{(90, "key_gradient", width): Tiling(32, 128, 8, 2) for width in NARROW},
-    **{(100, "key_gradient", width): Tiling(32, 64, 8, 2) for width in NARROW},
-    **{(100, "query_gradient", width): Tiling(128, 64, 8, 2) for width in (*NARROW, 64)},
-    (80, "key_gradient", 64): Tiling(32, 64, 8, 2),
-    (100, "key_gradient", 64): Tiling(32, 64, 8, 2),
-    (80, "key_gradient", 128): Tiling(32, 64, 8, 2),
-    (90, "query_gradient", 128): Tiling(128, 64, 8, 2),
-    (90, "key_gradient", 128): Tiling(32, 64, 8, 2),
-    (100, "key_gradient", 128): Tiling(32, 32, 8, 2),
-}
 # Tiles made for two programs on a multiprocessor, by row of the table, side and width: the variant
 # for one program alone there. And rows of the table with tiles of FULL warps that may be halved.
 FULL = 8  # warps for full speed of a multiprocessor
@@ -254,21 +244,6 @@ ALONE = {
     (90, "queries", 128): "twice the keys and warps",
 }
 HALVED = ((80, "queries"), (90, "queries"), (90, "keys"), (120, "queries"), (120, "keys"))
-# With dropout, if other tiles are faster then: its bits take registers of their own.
-DROPOUT = {
-    (90, 2, "forward", 64): Tiling(64, 64, 4, 2),
-    (90, 2, "forward", 128): Tiling(64, 64, 4, 2),
-    (90, 2, "query_gradient", 128): Tiling(128, 64, 8, 2),
-    (90, 2, "key_gradient", 128): Tiling(32, 64, 4, 2),
-}
-# In forward mode, if heads are narrower than their tile.
-PARTIAL = {
-    (80, 2, "push", 128): Tiling(32, 32, 8, 2),
-    (80, 2, "push_query_gradient", 128): Tiling(32, 32, 8, 2),
-    (80, 2, "push_key_gradient", 128): Tiling(32, 32, 8, 2, apart=True),
-    (100, 2, "push", 128): Tiling(64, 16, 8, 2),
-    (100, 2, "push_query_gradient", 128): Tiling(64, 16, 8, 2),
-}
 # Float32 has no matrix units here, and 80's tiles fit the least shared memory.
 TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}
 
@@ -276,6 +251,6 @@ TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}
 for (_, itemsize, pass_), tiles in TABLE.items():
     if itemsize == 4 and pass_ in get_args(Pass):
         tile = Tiling(16, 16, 8, 1, pass_ == "key_gradient")
-        tiles[HELD] = tile, tile
+        tiles[HELD] = {"plain": tile, "modified": tile}
 WIDE_GRADIENT = 139264  # bytes of shared memory of these in a gradient, by machine code,
 WIDE_TF32 = 163840  # and of tiles 256 wide with TF32

@@ -178,7 +178,7 @@ class FlashBuilder(LaunchList):
 
     def finish(self) -> Flash:
         made = tuple(self.launches), self.buffers, self.tables, dict(self.results())
-        more = "\n".join(filter(None, self.notes)), self.lying, self.push
+        more = "\n".join(dict.fromkeys(filter(None, self.notes))), self.lying, self.push
         return Flash(self.problem, self.target, self.code, self.precision, *made, *more)
 
     def results(self) -> Iterator[tuple[str, ResultLayout]]:

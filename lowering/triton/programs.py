@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from attn_graph.kernels.tilings import (
     ALONE,
     COPYING,
     FULL,
-    GATHERED,
     HALVED,
     HELD,
-    PLACED,
     SHORT,
     VARIANTS,
     WIDE_TF32,
     Pass,
     PushPass,
     Tiling,
+    own_tiling,
     padded_head_size,
     push_tiling,
     shared_memory,
@@ -44,18 +45,18 @@ def choose_tiling(
     dense: True if operands are neither packed nor in pages.
     """
     p = problem
-    width = table_width(p)
-    modified, drops = bool(p.node.modifiers), p.node.dropout > 0
+    width, modified = table_width(p), bool(p.node.modifiers)
     copied = dense and copies_tiles(p, target) and all(map(is_copied_in_tiles, p.specs[:3]))
     decided = p.node.mask is not None and bool(p.node.mask.needs)
-    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops, copied, decided)
+    of = target.sm, p.dtype.itemsize, width, pass_
+    usual = tiling(*of, modified, copied, decided)
     if copied and not modified and (narrow := short_tiling(p, target, pass_)):
         short, speed = narrow
         walked, fewer = (walked_places(p, tile) for tile in (usual, short))
         usual = short if fewer < speed * walked else usual
     if gathers_by_distance(p):  # entries at the places of a tile are in flight too
         usual = fewer_in_flight(usual)
-    usual = gathering_tiling(p, target, pass_) or usual
+    usual = own_tiling(*of, features_of(p)) or usual
     return usual if variant is None else VARIANTS[variant](usual)
 
 
@@ -71,14 +72,16 @@ def gathers_by_place(problem: Problem) -> bool:
     return any({"i", "j"} <= {*axes} or {"x", "y"} <= {*axes} for axes in each)
 
 
-def gathering_tiling(problem: Problem, target: Target, pass_: Pass) -> Tiling | None:
-    """The tile of a kernel in half precision that gathers numbers at each place, if the table has
-    one for it."""
-    if target.interprets or problem.dtype.itemsize != 2:
-        return None
-    key = table_arch(target.sm), pass_, table_width(problem)
-    placed = PLACED.get(key) if gathers_by_place(problem) else None
-    return (GATHERED.get(key) if gathers_by_distance(problem) else None) or placed
+def features_of(problem: Problem) -> Iterator[str]:
+    """What may have a tile of its own, what takes the most registers first."""
+    if gathers_by_distance(problem):
+        yield "gathered"
+    if gathers_by_place(problem):
+        yield "placed"
+    if any(m.needs for m in problem.node.modifiers):
+        yield "biased"
+    if problem.node.dropout:
+        yield "dropout"
 
 
 def collect_tiling(problem: Problem, target: Target, variant: str | None = None) -> Tiling:
@@ -96,8 +99,9 @@ def choose_push_tiling(
 ) -> Tiling:
     """The table's tiling for forward mode, or a variant."""
     width = table_width(problem)
-    partial = not {problem.D, problem.E} <= {width}
-    usual = push_tiling(target.sm, problem.dtype.itemsize, width, pass_, partial)
+    of = target.sm, problem.dtype.itemsize, width, pass_
+    partial = () if {problem.D, problem.E} <= {width} else ("partial",)
+    usual = own_tiling(*of, partial) or push_tiling(*of)
     return usual if variant is None else VARIANTS[variant](usual)
 
 
