@@ -246,7 +246,7 @@ class LaunchList:
         tiles = self.describe(tile, [x for x in ["q", "k", "v", "do"] if f"{x}_desc" in takes])
         others = [name for name in takes if name not in {*tensors, *sources, *tiles}]
         rest = {name: facts.get(name) for name in others}
-        if tile.spills and kernel in PASS_OF:
+        if tile.spills:
             some = f"{kernel}: registers run short, and up to {tile.spills:,} bytes of a thread's"
             self.notes.append(f"{some} lie in memory; smaller tiles are predicted to be slower")
         self.launches.append(Launch(kernel, lines, tensors, rest, sources, *tile.options, tiles))

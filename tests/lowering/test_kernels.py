@@ -399,9 +399,9 @@ def test_rows_are_summed_again_without_spilling(sm: int) -> None:
 MORE_SPILLED = 0 if IS_OF_THIS else 768  # by other versions than the one that tiles are chosen by
 
 
-def most_spilled(tile: Tiling | None) -> int:
+def most_spilled(tile: Tiling) -> int:
     """The most bytes of a thread's registers that a kernel may keep in memory."""
-    return (tile.spills if tile and tile.spills else FEW_SPILLED) + MORE_SPILLED
+    return (tile.spills or FEW_SPILLED) + MORE_SPILLED
 
 
 LENGTHS = (256, 4096)  # of few programs, which have smaller blocks, and of many
@@ -447,6 +447,7 @@ HARD = [  # that took the most registers or shared memory
     (100, 256, torch.bfloat16, 4096, "pages", 1),
     (100, 128, torch.bfloat16, 4096, "slopes", 1),
     (100, 256, torch.bfloat16, 4096, "blocks", 1),
+    (100, 256, torch.bfloat16, 4096, "dropout", 1),
     (120, 128, torch.bfloat16, 4096, "blocks", 0),
     (100, 256, F32, 4096, "soft cap", 1),
 ]
@@ -540,8 +541,8 @@ def needs_of(
     assert lying is not None
     case, dense = f"sm_{sm}, {dtype}, D {size}, M {M}, {name}", lying.packed is None
     for code in REPORT.compile_launches(REPORT.Flash.plan(lying, target)):
-        of = PASS_OF.get(code.kernel)
-        tile = choose_tiling(lying.flat, target, of, None, dense) if of else None
+        of = PASS_OF.get(code.kernel, "query_gradient")  # as of rows whose weights are summed
+        tile = choose_tiling(lying.flat, target, of, None, dense)
         yield Needs(case, code, sm, most_spilled(tile))
 
 
