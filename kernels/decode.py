@@ -28,12 +28,13 @@ from attn_graph.kernels.forward import attend, divide_sums, store_part, store_st
 from attn_graph.kernels.pieces import pieces_at
 from attn_graph.kernels.sequences import (
     common_scales,
+    few_rows_of_entry,
     head_at,
     length_of,
     line_at,
     pages_of,
-    rows_of_entry,
     scale_heads,
+    sequence_extent,
 )
 
 
@@ -47,7 +48,7 @@ def split_forward(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, COMMON: tl.constexpr,
-    V_IN_K: tl.constexpr,
+    V_IN_K: tl.constexpr, SHORT: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
     CHANGE: tl.constexpr,
     FOLD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -59,20 +60,22 @@ def split_forward(
     parts_lse [B,H*SPLITS,M,2], see `store_part`; a row that sees nothing of a part has no part.
 
     With q_starts_ptr q is packed, and so are parts [H*SPLITS,T,E] and parts_lse [H*SPLITS,T,2]. M
-    is the most of a sequence then; blocks beyond its own rows are empty.
+    is the most of a sequence then; blocks beyond its own rows are empty. SHORT: sequences with an
+    extent above M have no parts, and the others M rows each, [H*SPLITS,B*M,E].
     """
     N = even_length(N, EVEN)
     blocks = tl.cdiv(GROUP * M, BLOCK_M)
     pid = tl.program_id(0)
     block, part, head = pid % blocks, pid // blocks % SPLITS, pid // blocks // SPLITS
     g, b = head % G, head // G
-    first, M, extent = rows_of_entry(q_starts_ptr, q_lengths_ptr, q_steps, b, T, M)
+    first, M, place, length, begin, stop = few_rows_of_entry(
+        q_starts_ptr, q_lengths_ptr, q_steps, b, B, T, M, SHORT
+    )
     if q_starts_ptr is not None:
-        stop = tl.where(b == B - 1, T, first + extent)
         for n in range(g * GROUP, tl.where(block == 0, (g + 1) * GROUP, 0)):
-            line_ptr = parts_lse_ptr + 2 * line_of(0, n * SPLITS + part, H * SPLITS, T)
-            store_absent(line_ptr, 0, tl.where(b == 0, first, 0), BLOCK_M)
-            store_absent(line_ptr, first + M, stop, BLOCK_M)
+            line_ptr = parts_lse_ptr + 2 * line_of(0, n * SPLITS + part, H * SPLITS, length)
+            store_absent(line_ptr, begin, place, BLOCK_M)
+            store_absent(line_ptr, place + M, stop, BLOCK_M)
     row, each = block * BLOCK_M + tl.arange(0, BLOCK_M), M
     if q_starts_ptr is not None:
         each = tl.maximum(M, 1)
@@ -117,7 +120,7 @@ def split_forward(
     total = tl.sum(total, 1)
     blind = total == 0
     total = tl.where(blind, 1.0, total)
-    line = line_at(q_starts_ptr, b, h * SPLITS + part, H * SPLITS, first, M, T) + i
+    line = line_at(q_starts_ptr, b, h * SPLITS + part, H * SPLITS, place, M, length) + i
     store_part(parts_lse_ptr, line, m[:, None], total[:, None], blind[:, None], there[:, None])
     out = tl.arange(0, WIDTH_E)[None, :]
     saw = (there & (blind == 0))[:, None] & (out < E)
@@ -161,9 +164,10 @@ def part_of_tiles(
 
 @triton.jit(do_not_specialize=("sinks_stride", *SIZES))
 def merge_parts(
-    parts_ptr, parts_lse_ptr, o_ptr, lse_ptr, sinks_ptr, o_strides, sinks_stride, H, PARTS, M,
+    parts_ptr, parts_lse_ptr, o_ptr, lse_ptr, sinks_ptr, q_starts_ptr, o_strides, q_steps,
+    sinks_stride, H, PARTS, M, T,
     E: tl.constexpr, WIDTH_E: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
-    FOLD: tl.constexpr, UPCAST: tl.constexpr,
+    SHORT: tl.constexpr, FOLD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of o [B,H,M,E] and of lse [B,H,M] from their parts, in order.
 
@@ -171,9 +175,18 @@ def merge_parts(
     scores as FOLD says; the maximum is -inf where a row saw nothing of a part. AT_ONCE parts are
     merged at a time. lse is in C order, and not stored where lse_ptr is None. The sink of the head
     enters here, where sinks_ptr is not None.
+
+    SHORT: parts have as many rows of each sequence, and o has T rows; those of a sequence with an
+    extent up to SHORT are merged.
     """
     block, h, b = place_program(tl.cdiv(M, ROWS), H, 1, False)
     first = block * ROWS
+    own, stop, past, length = first, M, M, M
+    if SHORT:
+        start, extent = sequence_extent(q_starts_ptr, q_steps, first // SHORT, T)
+        extent = tl.where(extent > SHORT, 0, extent)
+        own, past, length = start + first % SHORT, start + extent, T
+        stop = first - first % SHORT + extent
     line = line_of(b, h, H, M)
     slot = tl.arange(0, ROWS * AT_ONCE)  # the parts of a row, then those of the next
     i, one = first + slot // AT_ONCE, slot % AT_ONCE
@@ -182,19 +195,19 @@ def merge_parts(
         sink = in_scores(tl.load(sinks_ptr + h * sinks_stride).to(tl.float32), FOLD)
         m = tl.maximum(m, sink)
     for n in range(0, PARTS, AT_ONCE):
-        own, _, _ = load_part(parts_lse_ptr, n + one, PARTS, line, i, M)
-        m = tl.maximum(m, tl.max(tl.reshape(own, (ROWS, AT_ONCE)), 1))
+        most, _, _ = load_part(parts_lse_ptr, n + one, PARTS, line, i, M, stop)
+        m = tl.maximum(m, tl.max(tl.reshape(most, (ROWS, AT_ONCE)), 1))
     safe = tl.where(m == float("-inf"), 0.0, m)
     each = tl.reshape(tl.broadcast_to(safe[:, None], (ROWS, AT_ONCE)), (ROWS * AT_ONCE,))
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH_E], tl.float32)
     col = tl.arange(0, WIDTH_E)[None, :]
     for n in range(0, PARTS, AT_ONCE):
-        own, size, at = load_part(parts_lse_ptr, n + one, PARTS, line, i, M)
+        most, size, at = load_part(parts_lse_ptr, n + one, PARTS, line, i, M, stop)
         # Products are chosen before they are added: fused with a sum they would not be rounded, so
         # that warps which hold one row, and add in another order, would differ in the last bit.
-        saw = own != float("-inf")
-        weight = tl.where(saw, raise_to(own - each, FOLD) * tl.exp2(size), 0.0)
+        saw = most != float("-inf")
+        weight = tl.where(saw, raise_to(most - each, FOLD) * tl.exp2(size), 0.0)
         kept = saw[:, None] & (col < E)
         part = tl.load(parts_ptr + at[:, None] * E + col, mask=kept, other=0.0)
         part = tl.where(kept, part * weight[:, None], 0.0)
@@ -202,22 +215,22 @@ def merge_parts(
         total += tl.sum(tl.reshape(weight, (ROWS, AT_ONCE)), 1)
     if sinks_ptr is not None:  # but to the rows of no sequence
         row = first + tl.arange(0, ROWS)
-        _, size, _ = load_part(parts_lse_ptr, 0, PARTS, line, row, M)
+        _, size, _ = load_part(parts_lse_ptr, 0, PARTS, line, row, M, stop)
         total += tl.where(size == float("-inf"), 0.0, raise_to(sink - safe, FOLD))
     blind = total == 0
     total = tl.where(blind, 1.0, total)
     o_head = head_ptr(o_ptr, o_strides, b, h)
-    store_rows(o_head, o_strides, first, M, acc / total[:, None], E, ROWS, WIDTH_E, UPCAST)
+    store_rows(o_head, o_strides, own, past, acc / total[:, None], E, ROWS, WIDTH_E, UPCAST)
     if lse_ptr is not None:
         lse = tl.where(blind, float("-inf"), natural(safe, FOLD) + tl.log2(total) * LN2)
-        store_statistic(lse_ptr + line, lse, first, M, ROWS)
+        store_statistic(lse_ptr + line_of(b, h, H, length), lse, own, past, ROWS)
 
 
 @triton.jit
-def load_part(ptr, n, PARTS, line, i, M):
-    """What `store_part` stored of rows i in parts n, and where each lies; -inf and 0 past the last
-    row and the last part."""
+def load_part(ptr, n, PARTS, line, i, M, stop):
+    """What `store_part` stored of rows i in parts n, and where each lies; -inf and 0 from `stop`
+    on and past the last part."""
     at = line * PARTS + tl.cast(n, tl.int64) * M + i
-    inside = (n < PARTS) & (i < M)
+    inside = (n < PARTS) & (i < stop)
     most = tl.load(ptr + 2 * at, mask=inside, other=float("-inf"))
     return most, tl.load(ptr + 2 * at + 1, mask=inside, other=0.0), at

@@ -66,6 +66,7 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     BATCH: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, PARTED: tl.constexpr,
     K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, COMMON: tl.constexpr, V_IN_K: tl.constexpr,
+    SHORT: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, SEEN: tl.constexpr,
     CHANGE: tl.constexpr,
     PUSH: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
@@ -82,9 +83,10 @@ def forward(
     `merge_parts`.
 
     With q_starts_ptr q is packed, T rows of each head, and so are o and the statistics [H,T]; with
-    kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. With pages_ptr
-    k and v are POOL pages of PAGE rows; see kernels/sequences.py. scales: of quantised k
-    and v, or None. K_BLOCKS, V_BLOCKS, COMMON: see `scales_of` and `common_scales`.
+    kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. Sequences with
+    an extent up to SHORT are left to `split_forward`. With pages_ptr k and v are POOL pages of PAGE
+    rows; see kernels/sequences.py. scales: of quantised k and v, or None. K_BLOCKS, V_BLOCKS,
+    COMMON: see `scales_of` and `common_scales`.
 
     With tlse_ptr also to, which lies as o does, and tlse [B,H,M] as lse, from the tangents tq, tk,
     tv and tsinks, any of which may be absent; nothing is packed, in pages, quantised or PARTED.
@@ -93,7 +95,7 @@ def forward(
     heads = count_parts(H, PARTS, PARTED)
     place, block, head, b, row, M, extent, line = place_rows(
         q_starts_ptr, q_lengths_ptr, q_steps, lists_ptr, lists_strides, B, heads, M, T, TOGETHER,
-        BATCH, BLOCK_M, LAST_FIRST, LISTED,
+        BATCH, BLOCK_M, LAST_FIRST, LISTED, SHORT,
     )  # fmt: skip
     h, part = head_and_part(head, PARTS, PARTED)
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)

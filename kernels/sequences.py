@@ -28,22 +28,24 @@ AT_ONCE: tl.constexpr = tl.constexpr(4096)
 @triton.jit
 def place_in_sequences(
     starts_ptr, lengths_ptr, steps, B, H, T, MOST, TOGETHER,
-    BATCH: tl.constexpr, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr,
+    BATCH: tl.constexpr, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """block, h, b of this program, then the first row, the length and the extent of its sequence.
 
     The extent is its rows and the unused ones after it. All T rows are in the blocks of some
-    sequence, of length 0 where they are of none: b is any then. BATCH: at least B + 2, or more than
-    AT_ONCE. MOST: the most rows of a sequence. Programs beyond the last block have extent 0.
+    sequence, of length 0 where they are of none: b is any then. But sequences with an extent up to
+    SHORT have no blocks. BATCH: at least B + 2, or more than AT_ONCE. MOST: the most rows of a
+    sequence. Programs beyond the last block have extent 0.
     """
-    place, h, _ = place_program(tl.cdiv(T, BLOCK) + B + 2, H, TOGETHER, LAST_FIRST)
+    blocks = tl.cdiv(T, BLOCK) + tl.minimum(B, T // (SHORT + 1)) + 2
+    place, h, _ = place_program(blocks, H, TOGETHER, LAST_FIRST)
     COUNT: tl.constexpr = BATCH if BATCH < AT_ONCE else AT_ONCE
     slot, earlier, first, extent, blocks = blocks_of(
-        0, 0, place, starts_ptr, steps[0], B, T, COUNT, BLOCK
+        0, 0, place, starts_ptr, steps[0], B, T, COUNT, BLOCK, SHORT
     )
     if BATCH > AT_ONCE:
         for n in range(COUNT, B + 2, COUNT):
-            of_these = blocks_of(n, blocks, place, starts_ptr, steps[0], B, T, COUNT, BLOCK)
+            of_these = blocks_of(n, blocks, place, starts_ptr, steps[0], B, T, COUNT, BLOCK, SHORT)
             slot, earlier = slot + of_these[0], earlier + of_these[1]
             first, extent = first + of_these[2], extent + of_these[3]
             blocks = of_these[4]
@@ -55,8 +57,9 @@ def place_in_sequences(
 
 @triton.jit
 def blocks_of(
-    begin, before, place, starts_ptr, step, B, T, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):
+    begin, before, place, starts_ptr, step, B, T,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
     """Of sequences begin - 1 to begin + COUNT - 2, whose blocks have `before` others before them:
     the one that block `place` is of, counted from -1 on as 0, how many blocks come before those of
     that one, its first row and its extent, all 0 if it is none of them; and `before` of the next.
@@ -69,6 +72,8 @@ def blocks_of(
     stop = clamp(tl.load(starts_ptr + n * step, mask=n <= B, other=T), T)
     extents = tl.maximum(stop - start, 0)
     blocks = (extents + BLOCK - 1) // BLOCK
+    if SHORT:
+        blocks = tl.where((extents <= SHORT) & (n > 0) & (n <= B), 0, blocks)
     ends = before + tl.cumsum(blocks, 0)
     begins = ends - blocks
     here = (begins <= place) & (place < ends)
@@ -81,6 +86,7 @@ def blocks_of(
 def place_rows(
     starts_ptr, lengths_ptr, steps, lists_ptr, lists_strides, B, H, M, T, TOGETHER,
     BATCH: tl.constexpr, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, LISTED: tl.constexpr,
+    SHORT: tl.constexpr = 0,
 ):  # fmt: skip
     """place, block, h, b of this program, then the first row of its batch entry, how many rows it
     has and writes, and where the line of its head begins in statistics, at that row.
@@ -93,7 +99,7 @@ def place_rows(
         row, extent = 0, M
     else:
         block, h, b, row, M, extent = place_in_sequences(
-            starts_ptr, lengths_ptr, steps, B, H, T, M, TOGETHER, BATCH, BLOCK, LAST_FIRST
+            starts_ptr, lengths_ptr, steps, B, H, T, M, TOGETHER, BATCH, BLOCK, LAST_FIRST, SHORT
         )
         place = block
     return place, block, h, b, row, M, extent, line_at(starts_ptr, b, h, H, row, M, T)
@@ -123,10 +129,36 @@ def rows_of_entry(starts_ptr, lengths_ptr, steps, b, T, M):
     """
     first, count, extent = 0, M, M
     if starts_ptr is not None:
-        first = clamp(tl.load(starts_ptr + b * steps[0]), T)
-        extent = tl.maximum(clamp(tl.load(starts_ptr + (b + 1) * steps[0]), T) - first, 0)
+        first, extent = sequence_extent(starts_ptr, steps, b, T)
         count = clamp(tl.load(lengths_ptr + b * steps[1]), tl.minimum(extent, M))
     return first, count, extent
+
+
+@triton.jit
+def sequence_extent(starts_ptr, steps, b, T):
+    """The first row of sequence b, and how many there are until the next one begins."""
+    first = clamp(tl.load(starts_ptr + b * steps[0]), T)
+    return first, tl.maximum(clamp(tl.load(starts_ptr + (b + 1) * steps[0]), T) - first, 0)
+
+
+@triton.jit
+def few_rows_of_entry(starts_ptr, lengths_ptr, steps, b, B, T, M, SHORT: tl.constexpr):
+    """The first row of batch entry b and how many it has; then in a line of all parts: where this
+    entry's rows begin, the length of the line, and from where to where it stores, absent rows too.
+
+    starts_ptr: of packed rows; None: each entry has M. SHORT: a line has M rows of each entry, of
+    which those with a larger extent have none.
+    """
+    first, count, extent = rows_of_entry(starts_ptr, lengths_ptr, steps, b, T, M)
+    place, line, begin, stop = first, T, first, first + extent
+    if SHORT:
+        extent = tl.where(extent > M, 0, extent)
+        count = tl.minimum(count, extent)
+        place, line = b * M, B * M
+        begin, stop = place, place + extent
+    elif starts_ptr is not None:
+        begin, stop = tl.where(b == 0, 0, first), tl.where(b == B - 1, T, stop)
+    return first, count, place, line, begin, stop
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem
 
 FILLED = 0.8  # of a GPU: beyond this share nothing is divided
@@ -10,6 +11,7 @@ MOST_PARTS = 128
 LEAST = 256  # positions of a part: fewer take as long to join as to walk
 MOST_QUERIES = 64  # of one tile of few queries,
 MOST_ROWS = 256  # and queries of heads on common keys: some tiles, reading them from L2
+MOST_SHORT = 16  # of a sequence in a batch with longer ones: a power of two, within the least tile
 WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
 
 
@@ -39,4 +41,21 @@ def is_decoding(problem: Problem) -> bool:
     """True if queries are few enough for all heads on a key to be rows of one tile."""
     p = problem
     few = p.M <= MOST_QUERIES and p.M * (p.H // p.G) <= MOST_ROWS
-    return few and p.grad is None and not p.node.dropout and "max" not in p.node.stats
+    return few and may_fold(p)
+
+
+def may_fold(problem: Problem) -> bool:
+    """True if kernels for few queries exist, however many there are."""
+    node = problem.node
+    return problem.grad is None and not node.dropout and "max" not in node.stats
+
+
+def short_rows(lying: Lying) -> int:
+    """The most rows of a sequence that has its heads on a key as rows of one tile, in a batch with
+    longer ones: prompts beside decoding steps, as servers make them. 0 for other batches: if all
+    sequences may be as long as the longest, and if keys are packed as well, few of few rows."""
+    p = lying.problem
+    most = min(MOST_SHORT, MOST_ROWS // (p.H // p.G))
+    mixed = lying.T is not None and "keys" not in lying.sides and lying.fewest < p.B
+    folds = mixed and most > 0 and may_fold(p) and not is_decoding(p)
+    return 1 << most.bit_length() - 1 if folds else 0

@@ -27,11 +27,12 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.planner.*",),
     tuple(f"attn_graph.lowering.{backend}.*" for backend in BACKENDS),
     ("attn_graph.lowering.codegen.*", "attn_graph.lowering.libraries.*"),
+    ("attn_graph.lowering.parts",),
     ("attn_graph.lowering.lying",),
     (
         *("attn_graph.lowering", "attn_graph.lowering.finishing", "attn_graph.lowering.folding"),
-        *("attn_graph.lowering.parts", "attn_graph.lowering.processes"),
-        *("attn_graph.lowering.small_graphs", "attn_graph.lowering.through_lse"),
+        *("attn_graph.lowering.processes", "attn_graph.lowering.small_graphs"),
+        "attn_graph.lowering.through_lse",
     ),
     (
         *("attn_graph.lowering.reasons", "attn_graph.lowering.rooms"),

@@ -7,7 +7,9 @@ all are left out, copies ahead of a kernel are not. Equal times are ordered by t
 programs move between the multiprocessors and memory, or its cache.
 
 Lengths of sequences are data. Packed tensors are priced as the fewest sequences with all their
-rows, each as long as allowed, and pages as if every sequence had all of its own.
+rows, each as long as allowed, and pages as if every sequence had all of its own. Queries packed
+over a cache may be prompts and decoding steps: the price is that of as few prompts, and of a step
+of each other sequence.
 """
 
 from __future__ import annotations
@@ -16,17 +18,61 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attn_graph.lowering.backend import UNPRICED, Price
+from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.lying import Lying
-from attn_graph.lowering.parts import LEAST, WORTH, choose_parts, is_decoding
+from attn_graph.lowering.parts import LEAST, WORTH, choose_parts, is_decoding, short_rows
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, read_rates
 from attn_graph.lowering.request import Request
-from attn_graph.lowering.shares import distinct_elements, known_shares
+from attn_graph.lowering.shares import count_pairs_once, distinct_elements, known_shares
+from attn_graph.spec import TensorSpec
 
 MOST_ROWS = 128  # of one program
+
+
+@final
+@frozen
+class EqualSequences:
+    """Sequences of equal lengths: so many entries of a padded problem, with flops and bytes.
+
+    again: bytes of values within keys, for backends that read them a second time.
+    """
+
+    problem: Problem
+    packed: bool
+    entries: int
+    flops: float
+    bytes: float
+    again: float
+
+
+def split_by_length(facts: Facts) -> tuple[EqualSequences, ...]:
+    """The work of one attention, or its gradient: all of it, or of prompts and of steps."""
+    lying, share = facts.once(Lying.of), facts.once(known_shares)[-1]
+    assert lying is not None
+    p, entries, mixed = lying.problem, lying.fewest, short_rows(lying) > 0
+    if lying.T is not None and mixed:
+        entries = max(1, -(-(lying.T - p.B) // (p.M - 1)))
+    keys, part = lying.specs[1], entries / lying.fewest
+    again = distinct_elements(keys) // p.D * p.E * keys.dtype.itemsize if p.node.v_in_k else 0
+    each = part * share.flops, part * share.bytes, part * again
+    prompts = EqualSequences(p, "rows" in lying.sides, entries, *each)
+    return (prompts, steps_of(p, p.B - entries)) if mixed and entries < p.B else (prompts,)
+
+
+def steps_of(problem: Problem, entries: int) -> EqualSequences:
+    """The work of one packed query of each of so many sequences."""
+    p = problem
+    q, k, v, *others = p.specs
+    one = evolve(p, specs=(TensorSpec((p.B, p.H, 1, p.D), q.dtype), k, v, *others))
+    seen = count_pairs_once(p.node.mask, (entries, p.H, p.G, 1, p.N))
+    again = seen.keys * p.E * v.dtype.itemsize
+    moved = seen.queries * (p.D + p.E) * q.dtype.itemsize + seen.keys * p.D * k.dtype.itemsize
+    moved, again = (moved, again) if p.node.v_in_k else (moved + again, 0)
+    return EqualSequences(one, True, entries, 2 * seen.pairs * (p.D + p.E), moved, again)
 
 
 @final
@@ -46,15 +92,15 @@ class Programs:
     splits: bool
 
     @classmethod
-    def of(cls, lying: Lying, rate: Rate) -> Programs:
-        p, packed = lying.problem, "rows" in lying.sides
+    def of(cls, work: EqualSequences, rate: Rate) -> Programs:
+        p, packed = work.problem, work.packed
         holds = p.grad is None and happens(rate.packs, p, packed)
         splits = p.grad is None and happens(rate.splits, p, packed)
         few = holds and rate.packs == "few_rows"
         tile = MOST_ROWS if packed and not few else rate.tile  # as for long sequences
         if p.M == 1 and not packed and rate.one is not None:
             tile = rate.one
-        return cls(p, lying.fewest, tile, p.H // p.G if holds else 1, splits)
+        return cls(p, work.entries, tile, p.H // p.G if holds else 1, splits)
 
     @cached_property
     def rows(self) -> int:
@@ -150,17 +196,16 @@ def forecast(
     peak = peak_of(target, name, p.dtype, max(p.D, p.E), backward=p.grad is not None)
     if peak is None:
         return UNPRICED
-    programs, work = Programs.of(lying, rate), facts.once(known_shares)[-1]
-    parts = programs.parts(rate.fills * processors)
-    filled, busy = programs.fullness(processors)
-    moved = work.bytes
-    if rate.rereads and p.node.v_in_k:  # values that are a part of each key are read again
-        keys = lying.specs[1]
-        moved += distinct_elements(keys) // p.D * p.E * keys.dtype.itemsize
-    seconds = least_seconds(
-        work.flops * programs.padding, peak * filled, moved, bandwidth * busy, int(parts > 1)
-    )
+    seconds, traffic = 0.0, 0
+    for work in facts.once(split_by_length):
+        programs = Programs.of(work, rate)
+        parts = programs.parts(rate.fills * processors)
+        filled, busy = programs.fullness(processors)
+        moved = work.bytes + work.again * rate.rereads
+        flops = work.flops * programs.padding
+        seconds += least_seconds(flops, peak * filled, moved, bandwidth * busy, int(parts > 1))
+        traffic += programs.traffic(parts)
     specs = lying.large
     for operand in copies(request):  # read and written
         seconds += read_rates().launch + 2 * specs[operand].type.bytes / bandwidth
-    return Price(seconds, programs.traffic(parts))
+    return Price(seconds, traffic)

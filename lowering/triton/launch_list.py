@@ -131,6 +131,7 @@ class LaunchList:
             "V_IN_K": reads_v_in_k(p),
             "FOLD": p.folds_scale,
             "BLIND": self.blind if p.grad else 0,
+            "SHORT": 0,
             "DROPOUT": rate > 0,
             "UPCAST": self.target.interprets,
             "PRECISION": self.precision,

@@ -46,12 +46,13 @@ def row_lines(lying: Lying) -> tuple[int, int, int]:
     return (p.B, p.H, p.M) if lying.T is None else (1, p.H, lying.T)
 
 
-def row_programs(lying: Lying, block: int) -> int:
-    """Programs of one for each block of queries of each head."""
+def row_programs(lying: Lying, block: int, short: int = 0) -> int:
+    """Programs of one for each block of queries of each head. short: packed sequences of so many
+    rows or fewer have none."""
     p = lying.problem
     if lying.T is None:
         return -(-p.M // block) * p.H * p.B
-    return (-(-lying.T // block) + p.B + 2) * p.H
+    return most_blocks(lying.T, block, p.B, short) * p.H
 
 
 def key_programs(lying: Lying, block: int, heads: int) -> int:
@@ -59,7 +60,13 @@ def key_programs(lying: Lying, block: int, heads: int) -> int:
     p = lying.problem
     if lying.T_keys is None:
         return -(-p.N // block) * heads * p.B
-    return (-(-lying.T_keys // block) + p.B + 2) * heads
+    return most_blocks(lying.T_keys, block, p.B) * heads
+
+
+def most_blocks(T: int, block: int, B: int, short: int = 0) -> int:
+    """The most blocks of B sequences with more than `short` rows, T in all, and of the rows around
+    them."""
+    return -(-T // block) + min(B, T // (short + 1)) + 2
 
 
 def kernel_pointers(lying: Lying) -> dict[str, str]:

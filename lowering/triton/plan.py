@@ -8,7 +8,7 @@ from math import prod
 from typing import final
 
 import torch
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from attn_graph.kernels.tilings import (
     DELTA,
@@ -202,38 +202,47 @@ class FlashBuilder(LaunchList):
         """Add the launch of the forward, or the launches of its parts for few queries."""
         options = self.variant, self.most, self.invariant
         division = None if self.push else divide_keys(self.lying, self.target, *options)
-        if division is None:
-            self.whole_forward()
-        else:
+        if division is not None:
             self.split_forward(division)
+        if division is None or division.short:
+            self.whole_forward(division.short if division else 0)
 
     def split_forward(self, division: KeyDivision) -> None:
         """Add the launches of parts of the keys, and of their merge."""
-        p, tile = self.problem, division.tile
-        self.buffers |= parts_buffers(self.lying, division.parts)
-        lines = p.B * p.G * division.parts * blocks(division.rows, tile.block_m)
+        p, tile, short = self.problem, division.tile, division.short
+        self.buffers |= parts_buffers(self.lying, division.parts, short)
+        rows = division.queries * (p.H // p.G)
+        lines = p.B * p.G * division.parts * blocks(rows, tile.block_m)
         fixed = {"SPLITS": division.parts, "EACH": division.each}
+        fixed |= {"M": division.queries, "SHORT": short}
         self.launch("split_forward", lines, tile, PARTS_OF_O, fixed)
-        self.merge(division.parts, MERGE)
+        joined = evolve(MERGE_ROWS, block_m=min(short, MERGE_ROWS.block_m)) if short else MERGE
+        self.merge(division.parts, joined, p.B * short, SHORT=short)
         self.notes.append(describe_division(self.lying, self.target, division))
 
-    def merge(self, parts: int, tile: Tiling, **fixed: object) -> None:
-        """Add the launch to join the parts of o. tile: rows of a program, and parts at a time."""
+    def merge(self, parts: int, tile: Tiling, rows: int = 0, **fixed: object) -> None:
+        """Add the launch to join the parts of o. tile: rows of a program, and parts at a time.
+
+        rows: how many have parts; 0: all.
+        """
         B, H, M = row_lines(self.lying)
+        M = rows or M
         fixed |= {"PARTS": parts, "M": M, "ROWS": tile.block_m, "AT_ONCE": tile.block_n}
         self.launch("merge_parts", B * H * blocks(M, tile.block_m), tile, PARTS_OF_O, fixed)
 
-    def whole_forward(self) -> None:
+    def whole_forward(self, short: int) -> None:
         """Add the launch with one program for a block of queries, or the launches with several for
-        one block and another to join their parts."""
-        way = self.divide("forward", NO_MAXIMA if "max" in self.problem.node.stats else "")
+        one block and another to join their parts. short: without sequences of so many rows or
+        fewer, whose blocks nobody shares."""
+        barrier = NO_MAXIMA if "max" in self.problem.node.stats else ""
+        way = self.divide("forward", barrier, whole=short > 0)
         lists, listed = self.listed(way.tile, by_keys=False)
-        fixed = listed | self.share_rows("forward", way, lists)
+        fixed = listed | self.share_rows("forward", way, lists) | {"SHORT": short}
         if way.parts > 1:
             self.buffers |= parts_buffers(self.lying, way.parts)
             lists = lists | {"o_ptr": PARTS, "lse_ptr": PARTS_LSE}
             fixed["o_strides"] = self.parts_strides(PARTS)
-        lines = row_programs(self.lying, way.tile.block_m) * way.parts
+        lines = row_programs(self.lying, way.tile.block_m, short) * way.parts
         self.launch("forward", lines, way.tile, lists, fixed)
         if way.parts > 1:
             self.merge(way.parts, MERGE_ROWS, sinks_ptr=None)  # the first part has them
@@ -304,8 +313,8 @@ class FlashBuilder(LaunchList):
             elif way.summands > 1:
                 self.sum_parts(f"parts.{name}", n)
 
-    def divide(self, pass_: Pass, barrier: str = "") -> Division:
-        """How the work of a block is divided among programs."""
+    def divide(self, pass_: Pass, barrier: str = "", whole: bool = False) -> Division:
+        """How the work of a block is divided among programs. whole: each takes all of its tiles."""
         flat, target, pushes = self.lying.flat, self.target, self.push is not None
         tile, half = self.tilings(pass_)
         processors = processors_of(target)
@@ -314,7 +323,7 @@ class FlashBuilder(LaunchList):
         room = None if self.most is None else self.most - Scratch(self.buffers).bytes
         barrier = NOT_INVARIANT if self.invariant else barrier
         of = self.problem, flat, target, pass_, tile, half, processors, room
-        division = divide_work(*of, whole=pushes, barrier=barrier)
+        division = divide_work(*of, whole=pushes or whole, barrier=barrier)
         self.notes.append(division.note)
         return division
 

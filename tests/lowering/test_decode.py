@@ -29,6 +29,8 @@ from tests.support.sequences import Batch
 CPU = ag.Target.of("cpu")
 SPEC = ag.TensorSpec
 NAN = float("nan")
+EMPTY: st.SearchStrategy[int] = st.nothing()
+PROMPTS = st.integers(MOST_QUERIES + 1, MOST_QUERIES + 6)  # rows of what is no step
 
 
 def lying(graph: ag.Graph) -> Lying:
@@ -168,21 +170,27 @@ def test_the_parts_are_the_whole(step: tuple[ag.Graph, int]) -> None:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[Batch, int]:
+def batches(draw: st.DrawFn, prompts: st.SearchStrategy[int] = EMPTY) -> tuple[Batch, int]:
     """Sequences of 0 to 16 rows, most of them of one, and the query heads of a group: up to 64 rows
-    of a tile of 16 or more."""
+    of a tile of 16 or more. prompts: lengths of others."""
     most = draw(st.sampled_from([1, 1, 2, 5, 16]))
-    rows = draw(st.lists(st.one_of(st.just(1), st.integers(0, most)), min_size=1, max_size=4))
+    lengths = st.one_of(st.just(1), st.integers(0, most))
+    rows = draw(st.lists(lengths, min_size=1, max_size=4))
+    if not prompts.is_empty:
+        rows = draw(st.permutations([*rows, draw(prompts)]))
     keys = tuple(draw(st.sampled_from([0, 1, 31, 64, 98, 130, 200])) for _ in rows)
     unused = tuple(draw(st.tuples(st.integers(0, 40), st.integers(0, 2))) for _ in rows)
-    batch = Batch((*rows[1:], max(1, rows[0])), (*keys[1:], max(1, keys[0])), unused, True)
+    least = 1 if prompts.is_empty else 130  # of keys: for fewer, steps have no launch of their own
+    batch = Batch((*rows[1:], max(1, rows[0])), (*keys[1:], max(least, keys[0])), unused, True)
     return evolve(batch, gaps=draw(st.booleans())), draw(st.sampled_from([1, 3, 4, 8]))
 
 
 @st.composite
-def packed_steps(draw: st.DrawFn, in_pages: bool) -> test_packed.Case | test_paged.Case:
+def packed_steps(
+    draw: st.DrawFn, in_pages: bool, prompts: st.SearchStrategy[int] = EMPTY
+) -> test_packed.Case | test_paged.Case:
     """Few packed queries against packed keys or pages, with any mask and modifier."""
-    (batch, r), seed = draw(batches()), draw(st.integers(0, 99))
+    (batch, r), seed = draw(batches(prompts)), draw(st.integers(0, 99))
     G, dtype = draw(st.sampled_from([1, 2])), draw(dtypes.filter(lambda x: x.itemsize < 8))
     D, E = draw(st.sampled_from([16, 8])), draw(st.sampled_from([16, 5]))
     page = draw(st.sampled_from([1, 3, 16, 64])) if in_pages else 1
@@ -213,6 +221,25 @@ def test_packed_rows_are_divided_as_padded_ones(
         test_packed.check_case(plan, case)
     else:
         test_paged.check_case(case, plan)
+
+
+@interpreted
+@given(case=packed_steps(True, PROMPTS), invariant=st.booleans())
+@settings(max_examples=3 * settings().max_examples // 5)  # each is interpreted
+def test_steps_beside_prompts_are_divided_as_those_alone(
+    case: test_paged.Case, invariant: bool
+) -> None:
+    """And no row of a prompt, of a step, or of no sequence is left out."""
+    plan = ag.compile(case.graph, backends=("triton",), batch_invariant=invariant)
+    said = str(plan.explain())
+    batch = case.batch  # all of its sequences may be prompts if there are rows for that
+    assert ("split_forward" in said) == (batch.total(0) <= (len(batch.rows) - 1) * batch.most[0])
+    ag.default_workspace().release()
+    results = run_plan(plan, case.inputs)
+    test_paged.check_results(case, results)
+    outside = [batch.outside(x) for x in results]
+    assert outside[0].eq(0).all()
+    assert all(x.eq(-torch.inf).all() for x in outside[1:])
 
 
 @interpreted

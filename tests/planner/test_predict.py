@@ -15,7 +15,7 @@ import attn_graph as ag
 from attn_graph.ir.vjp import training_gradient
 from attn_graph.lowering.backend import Price
 from attn_graph.lowering.facts import facts_of
-from attn_graph.lowering.libraries.forecast import Programs
+from attn_graph.lowering.libraries.forecast import Programs, split_by_length
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.rates import read_rates
 from attn_graph.lowering.request import Options, Request
@@ -127,11 +127,10 @@ def test_equal_predictions_are_ordered_by_what_programs_move(target: str, G: int
 
 def test_cudnn_has_about_as_many_parts_on_an_a100_as_in_its_plan() -> None:
     """266,368 bytes of workspace for 32 heads of 128 are 16 parts of each, with two statistics."""
-    layout = facts_of(forward(declare((1, 32, 1, 128), (1, 32, 8192, 128)))).once(Lying.of)
-    assert layout is not None
+    (work,) = split_by_length(facts_of(forward(declare((1, 32, 1, 128), (1, 32, 8192, 128)))))
     assert 266_368 // (4 * 32 * (128 + 2)) == 16
     rate = read_rates().gpus["cudnn", 80]
-    assert Programs.of(layout, rate).parts(rate.fills * 108) == pytest.approx(16, abs=2)
+    assert Programs.of(work, rate).parts(rate.fills * 108) == pytest.approx(16, abs=2)
 
 
 def test_fewer_pairs_take_less_time_and_no_pair_is_left_out() -> None:
@@ -341,6 +340,22 @@ def test_few_packed_queries_of_a_sequence_take_as_long_as_padded_ones(
         (x, launched), (due, usual) = (price(graph, place) for graph in (packed, padded))
         assert x <= 1.15 * due
         assert launched == usual
+
+
+@pytest.mark.parametrize("target", catalogue.GPUS)
+@pytest.mark.parametrize("steps", [16, 128])
+def test_prompts_beside_steps_take_as_long_as_each_alone(target: str, steps: int) -> None:
+    """Of each model of the catalogue, by the kernels of each."""
+    place, N, rows = ag.Target.of(target), 8192, 2048
+    for model in catalogue.DECODERS.values():
+        mixed = forward(catalogue.paged(model, steps + 1, N, (rows + steps, rows)))
+        each = [(1, (rows, rows)), (steps, (steps, 1))]
+        apart = [price(forward(catalogue.paged(model, B, N, q)), place) for B, q in each]
+        made, launches = price(mixed, place)
+        total = sum(seconds for seconds, _ in apart)
+        assert total / 1.15 <= made <= 1.15 * total
+        kernels = [name for _, of_these in reversed(apart) for name, _ in of_these]
+        assert [name for name, _ in launches] == kernels
 
 
 def price(graph: ag.Graph, place: ag.Target) -> tuple[float, list[tuple[str, int]]]:

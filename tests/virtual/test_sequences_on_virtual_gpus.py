@@ -26,11 +26,12 @@ from tests.support.virtual_cases import CASES, SHOWN, by_turns, check_shown, mac
 
 SIZES = Sizes((70, 1, 0), (71, 9, 40), ((3, 35), (0, 2), (0, 0)), (2, 1), 64)
 STEPS = Sizes((1, 0, 5, 1), (300, 9, 131, 40), ((3, 2), (0, 2), (40, 0), (0, 0)), (8, 2), 64)
+MIXED = Sizes((1, 70, 0, 5, 1), (131, 300, 9, 40, 77), ((0, 0),) * 5, (8, 2), 64)
 STEPPED = ("causal", "sinks, gaps", "soft cap, alibi", "listed", "packed chunks", "a row a page")
 PUSHED = ("causal, groups", "window", "soft cap", "alibi", "bf16", "f32", "segments")
 TWICE = ("causal, groups", "soft cap", "f32", "segments", "dropout", "bias", "slopes")
 QUICK = {(80, "packed, gaps"), (90, "pages, packed chunks"), (90, "tangents, window")}
-QUICK |= {(sm, "steps, packed chunks") for sm in (80, 90, 100)}
+QUICK |= {(sm, f"{kind}, packed chunks") for sm in (80, 90, 100) for kind in ("steps", "mixed")}
 
 
 def plan_on(device: VirtualGpu, graph: ag.Graph) -> ag.Plan:
@@ -64,6 +65,14 @@ def run_steps(device: VirtualGpu, name: str) -> None:
     assert {"split_forward", "merge_parts"} <= {*device.kernels}
 
 
+def run_mixed(device: VirtualGpu, name: str) -> None:
+    """One packed query of some sequences, and many of another: two kinds of programs."""
+    case = paged_case(name, MIXED)
+    plan = plan_on(device, case.graph)
+    test_paged.check_case(case, plan, "cpu")
+    assert {"split_forward", "merge_parts", "forward"} <= {*device.kernels}
+
+
 def run_freed(device: VirtualGpu, name: str) -> None:
     case = freed_case(name, SIZES)
     check_freed(case, plan_on(device, case.graph), "cpu")
@@ -83,6 +92,7 @@ BODIES = {
     **{f"packed, {name}": (run_packed, name) for name in PACKED},
     **{f"pages, {name}": (run_paged, name) for name in PAGED},
     **{f"steps, {name}": (run_steps, name) for name in (*PACKED, *PAGED) if name in STEPPED},
+    **{f"mixed, {name}": (run_mixed, name) for name, (_, packed, *_) in PAGED.items() if packed},
     **{f"tangents, {name}": (run_tangents, name) for name in PUSHED},
     **{f"tangents of gradients, {name}": (run_gradient_tangents, name) for name in TWICE},
 }
