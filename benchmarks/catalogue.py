@@ -192,6 +192,9 @@ PHASES: dict[str, Callable[[Model], ag.Graph]] = {
     "step, pages, packed, 256 x 2048": partial(paged, B=256, N=2048, rows=(256, 1)),
     "4 tokens, pages, packed, 64 x 8192": partial(paged, B=64, N=8192, rows=(256, 4)),
     "prompts, pages, packed, 8 x 4096": partial(paged, B=8, N=4096, rows=(8192, 2048)),
+    "prompt of 2048 and 64 steps, pages, packed, 65 x 8192": partial(
+        paged, B=65, N=8192, rows=(2112, 2048)
+    ),
 }
 
 

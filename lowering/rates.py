@@ -17,7 +17,7 @@ from attn_graph.spec import HALF, NAMES
 FILLS = 2  # programs of four warps that a multiprocessor runs at once
 LEAST_TILE = 16  # rows of a matrix product
 Shares = tuple[tuple[int, float], ...]  # (head size, share of the peak)
-When = Literal["always", "one_query", "few_rows", "never"]
+When = Literal["always", "many_keys", "one_query", "few_rows", "never"]
 
 
 @final

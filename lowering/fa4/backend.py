@@ -110,14 +110,15 @@ def describe_fa4(request: Request) -> Fa4Call:
     """The call for a graph within the limits."""
     options, listed = request.options, request.options.variant == LISTED
     limits = options.deterministic, options.max_workspace
-    return request.facts.once(make_fa4_call, request.target, *limits, listed)
+    shares = not options.batch_invariant
+    return request.facts.once(make_fa4_call, request.target, *limits, listed, shares)
 
 
 def make_fa4_call(
-    facts: Facts, target: Target, deterministic: bool, most: int | None, listed: bool
+    facts: Facts, target: Target, deterministic: bool, most: int | None, listed: bool, shares: bool
 ) -> Fa4Call:
     """most: bytes of workspace; None: no limit. listed: True to have each call list tiles, even if
-    that can't save time."""
+    that can't save time. shares: True if the batch may decide how many programs share keys."""
     from attn_graph.lowering.fa4.call import Fa4Call
     from attn_graph.lowering.fa4.lists import MadeLists, may_repay
     from attn_graph.lowering.lying import Lying
@@ -130,7 +131,8 @@ def make_fa4_call(
         runs = "triton" in dict(target.libraries)
         return runs and fits and (listed or may_repay(lists, lying.stepped, target))
 
-    return Fa4Call.of(lying, target.sm, deterministic, admits)
+    processors = target.multiprocessors if shares else None
+    return Fa4Call.of(lying, target.sm, deterministic, admits, processors)
 
 
 def lower(request: Request) -> Executable:

@@ -23,6 +23,7 @@ from attn_graph.lowering.fa4.lists import (
 from attn_graph.lowering.libraries.fa4_masks import (
     NativeMask,
     copied_names,
+    count_splits,
     end_names,
     forward_tile,
     native_mask,
@@ -48,7 +49,7 @@ class Fa4Call:
 
     code: the functions of mask and modifiers. lists: of tiles, made with the plan or by each call;
     None: all are visited. narrow: True for forward tiles of half as many keys, for kernels short
-    of registers; lists are of whole ones still.
+    of registers; lists are of whole ones still. splits: how many programs share the keys of a head.
     """
 
     lying: Lying
@@ -58,6 +59,7 @@ class Fa4Call:
     lists: TileLists | MadeLists | None
     deterministic: bool = False
     narrow: bool = False
+    splits: int = 1
 
     @classmethod
     def of(
@@ -66,8 +68,10 @@ class Fa4Call:
         sm: int,
         deterministic: bool = False,
         admits: Callable[[MadeLists], bool] = lambda _: True,
+        processors: int | None = None,
     ) -> Fa4Call:
-        """admits: True for lists that each call may make.
+        """admits: True for lists that each call may make. processors: of the GPU; None: no program
+        may share keys with others.
 
         Raises Untraceable if the mask or a modifier can't be a kernel's function.
         """
@@ -85,7 +89,8 @@ class Fa4Call:
                 lists = made
             else:
                 lists = make_lists(problem, tile, exact=exact)
-        return cls(lying, sm, native, code, lists, in_order)
+        splits = count_splits(lying, sm, processors) if processors and lists is None else 1
+        return cls(lying, sm, native, code, lists, in_order, splits=splits)
 
     @cached_property
     def problem(self) -> Problem:
@@ -146,6 +151,7 @@ class Fa4Call:
         lists = self.lists
         mask = (self.native or NativeMask()).arguments
         own = self.most | ({"tile_mn": [*NARROW]} if self.narrow else {})
+        own |= {"num_splits": self.splits} if self.splits > 1 else {}
         return {
             "sm": self.sm,
             "backward": self.problem.grad is not None,

@@ -291,7 +291,8 @@ class Fa4Run:
         own = sum(x.nbytes for x in lists.tensors) if isinstance(lists, TileLists) else 0
         own += sum(spec.type.bytes for spec in self.copied.values())
         if p.grad is None:
-            return own
+            parts = self.call.splits * (self.call.splits > 1)
+            return own + 4 * parts * p.H * self.call.rounded("rows", 1) * (p.E + 1)
         rows, keys = self.call.rounded("rows", 128), self.call.rounded("keys", 256)
         widths = [-(-n // 64) * 64 for n in (p.D, p.E)]
         sums = 4 * p.H * rows * (widths[0] + 2)
@@ -332,6 +333,8 @@ class Fa4Run:
             yield f"each call lists tiles of {tile} by the mask's tensors; empty ones are skipped"
         elif native is None:
             yield "the mask is a function of each place; no tile is skipped"
+        if (splits := self.call.splits) > 1:
+            yield f"{splits} programs share the keys of a head; another kernel joins their parts"
         if self.call.narrow:
             queries, keys = NARROW
             yield f"tiles of {queries} x {keys}: kernels with more keys in a tile spill too much"

@@ -15,6 +15,7 @@ from attn_graph.masks.places import Place
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 Bounds = tuple[int | None, int | None]
+LEAST_SPLIT, MOST_SPLITS = 4, 128  # tiles of keys up to which nothing is split, and the most parts
 
 
 @final
@@ -122,3 +123,18 @@ def forward_tile(sm: int, problem: Problem) -> tuple[int, int]:
         return 128, (80 if p.D > 192 else 112) if wide else 128 if p.D <= 192 else 80
     two = p.M * (p.H // p.G) > 128 and p.E != 256
     return 256 if two else 128, 128
+
+
+def count_splits(lying: Lying, sm: int, processors: int) -> int:
+    """How many programs share the keys of a head in a forward for sm_100, which a caller has to ask
+    for: interface.py, num_splits_heuristic. Heads of a group are rows of one tile. Packed sequences
+    have none, since another kernel would count the parts of each first."""
+    p, native = lying.stepped, native_mask(lying)
+    if p.grad is not None or sm // 10 not in (10, 11) or p.D != p.E or lying.sides:
+        return 1
+    rows, keys = forward_tile(sm, p)
+    seen = p.N
+    if native is not None and native.left is not None:
+        seen = min(seen, native.left + (p.N if native.right is None else native.right) + 1 + rows)
+    tiles, programs = -(-seen // keys), p.B * p.G * -(-p.M * (p.H // p.G) // rows)
+    return 1 if tiles <= LEAST_SPLIT else max(1, min(processors // programs, MOST_SPLITS, tiles))

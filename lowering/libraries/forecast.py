@@ -22,6 +22,7 @@ from attrs import evolve, frozen
 
 from attn_graph.lowering.backend import UNPRICED, Price
 from attn_graph.lowering.facts import Facts
+from attn_graph.lowering.libraries.fa4_masks import LEAST_SPLIT
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.parts import LEAST, WORTH, choose_parts, is_decoding, short_rows
 from attn_graph.lowering.problem import Problem
@@ -150,6 +151,8 @@ def happens(when: When, problem: Problem, packed: bool) -> bool:
     match when:
         case "always":
             return True
+        case "many_keys":
+            return problem.D == problem.E and problem.N > LEAST_SPLIT * MOST_ROWS and not packed
         case "one_query":
             return problem.M == 1 and not packed
         case "few_rows":

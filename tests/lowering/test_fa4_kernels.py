@@ -127,3 +127,31 @@ def test_planning_imports_neither_the_package_nor_its_compiler() -> None:
     told = ag.explain(make(mask=JOINED), target=H200, backends=("fa4",))
     assert "fa4 runs this on " in str(told)
     assert not {"cutlass", "flash_attn", "flash_attn.cute"} & sys.modules.keys()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "invariant", "splits"),
+    [
+        ((1, 8, 1, 32768), False, 18),  # 148 multiprocessors, 8 programs
+        ((1, 8, 65, 32768), False, 9),  # 260 rows of a group: two tiles of 256
+        ((4, 8, 1, 32768), False, 4),
+        ((1, 8, 1, 512), False, 1),  # four tiles
+        ((64, 8, 1, 32768), False, 1),
+        ((1, 8, 1, 32768), True, 1),
+    ],
+)
+def test_programs_share_keys_by_the_packages_heuristic(
+    sizes: tuple[int, int, int, int], invariant: bool, splits: int
+) -> None:
+    """On sm_100 alone; their parts are told and count as memory."""
+    B, G, M, N = sizes
+    q, k = (ag.TensorSpec((B, *n, 128), torch.bfloat16) for n in ((4 * G, M), (G, N)))
+    for target, due in ((B200, splits), (H200, 1)):
+        request = Request(
+            simplify(ag.attention(q, k, k)), target, Options(batch_invariant=invariant)
+        )
+        call = fa4_backend.describe_fa4(request)
+        assert call.plain(True)["options"].get("num_splits", 1) == due
+        foreseen = BACKEND.foreseen(request)
+        assert any("programs share the keys" in note for note in foreseen.notes) == (due > 1)
+        assert foreseen.temporary == (due > 1) * due * 4 * B * 4 * G * M * (128 + 1)

@@ -211,3 +211,23 @@ def test_pages_of_keys_are_read_as_the_formula_says(sm: int, name: str) -> None:
         plan = plan_on(device, case.graph)
         test_paged.check_results(case, run_plan(plan, [freed[i.name] for i in case.graph.inputs]))
         assert device.programs
+
+
+# Few queries: programs share the keys of a head
+
+SHARED: dict[str, Callable[[], ag.Graph]] = {
+    "one query, groups": lambda: attention(1, 1300, H=4, G=1, dtype=BF16),
+    "causal, sinks": lambda: attention(
+        3, 1000, H=4, G=1, dtype=BF16, mask=CAUSAL, sinks=ag.TensorSpec((4,), torch.float32)
+    ),
+    "lengths": lambda: attention(2, 1000, G=1, dtype=BF16, mask=CAUSAL, kv_lengths=lengths(1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHARED)
+def test_keys_shared_among_programs_give_what_the_formula_says(kind: str) -> None:
+    with virtual_gpu(known(100)) as device:
+        outcome = execute(device, SHARED[kind](), 3, backend="fa4")
+        assert outcome.programs, outcome.refusal
+        assert any("combine" in name for name in device.kernels)
