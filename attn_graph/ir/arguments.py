@@ -183,11 +183,20 @@ def require_parameters(fn: Callable[..., object], names: Iterable[str]) -> None:
 def scale_problems(x: Mapping[str, TensorSpec]) -> Iterator[str]:
     """Quantised tensors without scales, and scales of q, k or v without those of k and v."""
     given = [name for name in SCALES if name in x]
-    missing = [name for name in KEY_SCALES if given and name not in x]
+    within = "v" not in x
+    missing = [name for name in KEY_SCALES[: 2 - within] if given and name not in x]
     if O_SCALE in x and SCALES[0] not in x:
         yield "attention: o_scale is given, and q_scale is not; o is quantised like q"
-    if given and "v" not in x:
-        yield "attention: quantised values are a tensor, not a number of the first elements of k"
+    if within and given not in ([], ["k_scale"]):
+        yield (
+            f"attention: v is a number of the first elements of k, and {', '.join(given)} are "
+            "given; such values have k_scale alone: for other scales pass a tensor for v"
+        )
+    elif within and given and x["k_scale"].shape[-1:] != (1,):
+        yield (
+            f"attention: k_scale {x['k_scale']} has scales of columns, and v is a number of the "
+            "first elements of k; pass a scale of rows, [...,1], or a tensor for v"
+        )
     elif missing:
         yield (
             f"attention: {given[0]} is given, and {missing[0]} is not; k and v are quantised "

@@ -367,7 +367,7 @@ def attention(
 
     `v` may be a number: the values are the first `v` elements of each key, v = k[..., :512] in
     absorbed latent attention (MLA). The plan takes q and k then, kernels that can read both once,
-    and the gradient by k has that by v in it.
+    and the gradient by k has that by v in it. Quantised keys have `k_scale` for both.
 
     `stats` names the statistics [B,H,M] returned after o, in order: "lse", the natural logarithm of
     the softmax's denominator, and "max", the largest score of each row, which has no gradient. True
@@ -423,7 +423,9 @@ def attention(
     b.problem(*option_problems(mask, align, scale, soft_cap))
     names = b.attempt(lambda: statistic_names(stats)) or ()
     b.check()  # equations are built of inputs and options that make sense
-    x["v"] = x["k"].then(Leading(v)) if isinstance(v, int) else x["v"]
+    if isinstance(v, int):
+        x["v"] = x["k"].then(Leading(v))
+        x |= {"v_scale": x["k_scale"]} if "k_scale" in x else {}
     narrow, x["q"] = x["q"], x["q"].dequantise(x["q_scale"], x["q"]) if "q_scale" in x else x["q"]
     rows, keys = b.attempt(lambda: find_packed_sides(x, *longest, finite_pages, all_rows)) or (
         None,

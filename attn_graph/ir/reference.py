@@ -193,7 +193,7 @@ def evaluate_low(
                 p * move_apart(torch.ones_like(lse), random, lse.abs().clamp(1, FAR))[..., None],
                 lse,
             )
-        return tuple(round_digits(x, low) if x.is_floating_point() else x for x in results)
+        return tuple(round_digits(x, low) if x.dtype in FLOATS else x for x in results)
 
     with plain_ops_on(device_of(tensors)):
         for eqn in graph.eqns:

@@ -375,11 +375,12 @@ def round_to_eight(p: Tensor, dtype: torch.dtype) -> Tensor:
 def cast(graph: Graph, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Inputs of the formula: floats in `dtype`, as leaves of a new autograd graph.
 
-    Quantised tensors are multiplied by their scales in float64, and rounded once.
+    Quantised tensors are multiplied by their scales in float64, and rounded once; values within
+    keys are multiplied with these.
     """
-    tensors = [*tensors]
+    tensors, count = [*tensors], len(tensors)
     for eqn in graph.eqns:
-        if isinstance(eqn.op, Dequantise):
+        if isinstance(eqn.op, Dequantise) and eqn.args[0] < count:
             n, scale, _ = eqn.args
             tensors[n] = tensors[n].double() * expand_blocks(tensors[scale], tensors[n].shape)
     return [

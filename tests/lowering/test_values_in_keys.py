@@ -18,15 +18,17 @@ from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.triton.programs import reads_v_in_k
 from attn_graph.planner.views import core_of
-from attn_graph.testing.agreement import run_gradients, run_plan
+from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan
 from attn_graph.testing.strategies import mask_options, score_options, seeds, shapes, specs
 from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.lowering.test_lowering import planned
+from tests.support.quantised import kinds, scale_spec
 
 CPU = ag.Target.of("cpu")
 BACKEND = "triton" if CPU.interprets else "math"
 SPEC = ag.TensorSpec
 SOME = -(-settings().max_examples // 3)
+HALF = (torch.half, torch.bfloat16)
 Pair = tuple[ag.Graph, ag.Graph]
 
 
@@ -90,6 +92,55 @@ def test_so_they_are_in_packed_rows_and_in_pages(paged: bool) -> None:
     lying = facts_of(core_of(simplify(graph))).once(Lying.of)
     assert lying is not None
     assert reads_v_in_k(lying.problem)
+
+
+@st.composite
+def quantised_pairs(draw: st.DrawFn) -> Pair:
+    """The same of keys in 8 bits, with scales of the tensor, of heads or of rows."""
+    size, dtype = draw(shapes(most=40, heads=4)), draw(st.sampled_from(HALF))
+    size = evolve(size, E=draw(st.integers(1, size.D)))
+    kind, seed = draw(kinds), draw(st.integers(0, 2**8 - 1))
+    k, scale = draw(specs(size.k, kind)), scale_spec(size.k, seed)
+    options = draw(mask_options(size)) | draw(score_options(size, dtype))
+    options |= {"stats": draw(st.booleans()), "k_scale": scale}
+    q, v = SPEC(size.q, dtype), SPEC(size.v, kind, k.strides)
+    return (
+        ag.attention(q, k, size.E, **options),
+        ag.attention(q, k, v, **options, v_scale=scale),
+    )
+
+
+@given(pair=quantised_pairs(), seed=seeds)
+@settings(max_examples=SOME)
+def test_values_in_quantised_keys_have_the_scales_of_keys(pair: Pair, seed: int) -> None:
+    graph, apart = pair
+    assert ag.parse(str(graph)) == graph
+    tensors = tensors_for(graph, seed)
+    given = {i.name: x for i, x in zip(graph.inputs, tensors, strict=True)}
+    given |= {"v": given["k"][..., : apart.inputs[2].spec.shape[-1]], "v_scale": given["k_scale"]}
+    beside = [given[i.name] for i in apart.inputs]
+    plan, other = planned(graph, BACKEND), planned(apart, BACKEND)
+    for a, b in zip(run_plan(plan, tensors), run_plan(other, beside), strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    check_outputs(plan, graph, tensors)
+    check_gradients(plan, graph, tensors, seed)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"v_scale": (1, 1, 1, 1)}, "k_scale, v_scale are given; .* pass a tensor for v"),
+        ({"k_scale": (1, 1, 1, 4)}, "has scales of columns, .* pass a scale of rows"),
+        ({"q_scale": (1, 1, 1, 1)}, "q_scale, k_scale are given"),
+        ({"k_scale": None}, "k is quantised; pass k_scale= in torch.float32"),
+    ],
+)
+def test_other_scales_of_values_in_keys_are_refused(more: dict[str, Any], text: str) -> None:
+    scales = {"k_scale": (1, 1, 1, 1)} | more
+    q, k = SPEC((1, 2, 3, 24), torch.half), SPEC((1, 2, 3, 24), torch.int8)
+    given: dict[str, Any] = {n: SPEC(x, torch.float32) for n, x in scales.items() if x}
+    with pytest.raises(ag.GraphError, match=text):
+        ag.attention(q, k, 16, **given)
 
 
 @pytest.mark.parametrize("size", [0, 25])

@@ -53,6 +53,33 @@ def test_a_kernel_reads_quantised_keys(
         check_gradients(plan, graph, tensors, 1)
 
 
+@pytest.mark.parametrize(
+    ("sm", "kind", "rows"),
+    [
+        (80, torch.int8, 1),
+        (90, torch.float8_e4m3fn, 1),
+        (100, torch.float8_e4m3fn, 1),
+        pytest.param(80, torch.float8_e4m3fn, 1, marks=pytest.mark.slow),
+        pytest.param(90, torch.float8_e4m3fn, 70, marks=pytest.mark.slow),
+    ],
+)
+def test_a_kernel_reads_values_within_quantised_keys(sm: int, kind: torch.dtype, rows: int) -> None:
+    """The cache of MLA in 8 bits: in pages, one scale for the pool or one for each row."""
+    q, pool = ag.TensorSpec((1, 20, 1, 576), torch.bfloat16), ag.TensorSpec((5, 16, 1, 576), kind)
+    one = (1, 1, 1, 1) if rows == 1 else (5, 16, 1, 1)
+    graph = ag.attention(
+        q, pool, 512, k_scale=ag.TensorSpec(one, torch.float32), stats=True,
+        pages=ag.TensorSpec((1, 5), torch.int32), kv_lengths=ag.TensorSpec((1,), torch.int32),
+    )  # fmt: skip
+    with virtual_gpu(machine(sm)) as device:
+        ag.default_workspace().release()
+        plan = ag.compile(graph, target=device.target, backends=("triton",))
+        given = {i.name: x for i, x in zip(graph.inputs, tensors_for(graph, 1), strict=True)}
+        given |= {"pages": torch.tensor([[3, 0, 4, 1, 2]], dtype=torch.int32)}
+        given |= {"kv_lengths": torch.tensor([70], dtype=torch.int32)}
+        assert plan.verify(**given).ok
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_gpus_without_instructions_for_float8_convert_it_exactly(dtype: torch.dtype) -> None:
     probes: Any = importlib.import_module("tests.support.triton_probes")  # it imports Triton
