@@ -55,7 +55,8 @@ def short_rows(lying: Lying) -> int:
     longer ones: prompts beside decoding steps, as servers make them. 0 for other batches: if all
     sequences may be as long as the longest, and if keys are packed as well, few of few rows."""
     p = lying.problem
-    most = min(MOST_SHORT, MOST_ROWS // (p.H // p.G))
-    mixed = lying.T is not None and "keys" not in lying.sides and lying.fewest < p.B
-    folds = mixed and most > 0 and may_fold(p) and not is_decoding(p)
-    return 1 << most.bit_length() - 1 if folds else 0
+    if lying.T is None or "keys" in lying.sides or lying.fewest == p.B:
+        return 0
+    each = max(1, lying.T // p.B)  # their sums in float32 have no more rows than q
+    most = min(MOST_SHORT, MOST_ROWS // (p.H // p.G), each)
+    return 1 << most.bit_length() - 1 if most and may_fold(p) and not is_decoding(p) else 0

@@ -71,7 +71,7 @@ def divide_keys(
     tiles = -(-p.N // tile.block_n)
     if invariant:
         each = 2 if target.interprets else FIXED_KEYS // tile.block_n
-        return KeyDivision(tile, M, -(-tiles // each), each, short)
+        return KeyDivision(tile, M, 1 if short else -(-tiles // each), each, short)
     each = -(-least_part(target, tile.block_n) // tile.block_n)
     blocks = p.B * -(-rows // tile.block_m)
     if lying.T is not None and not short:  # sequences may be shorter than the longest

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import MERGE
+from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.parts import LEAST, MOST_QUERIES, MOST_ROWS
 from attn_graph.lowering.rates import FILLS
@@ -70,6 +72,24 @@ def test_parts_fill_the_gpu(sizes: tuple[int, ...], parts: int) -> None:
     assert alone == many
     assert alone is not None
     assert alone.parts == -(-sizes[4] // FIXED_KEYS)
+
+
+@pytest.mark.parametrize(("T", "short"), [(4096, 16), (1088, 4), (200, 1)])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_sums_of_steps_beside_prompts_have_at_most_the_rows_of_q(
+    T: int, short: int, invariant: bool
+) -> None:
+    q, pool = SPEC((T, 32, 128), torch.bfloat16), SPEC((8, 2048, 8, 128), torch.bfloat16)
+    graph = ag.attention(
+        q, pool, pool, q_starts=SPEC((257,), torch.int32), max_lengths=(150, None),
+        pages=SPEC((256, 8), torch.int32), kv_lengths=SPEC((256,), torch.int32),
+    )  # fmt: skip
+    layout = Lying.of(facts_of(simplify(graph)))
+    assert layout is not None
+    division = divide_keys(layout, ag.Target.of("h200"), None, None, invariant)
+    assert division is not None
+    assert (division.short, division.parts) == (short, 1)
+    assert division.scratch(layout) <= 4 * max(T, 256) * 32 * (128 + 2)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +260,21 @@ def test_steps_beside_prompts_are_divided_as_those_alone(
     outside = [batch.outside(x) for x in results]
     assert outside[0].eq(0).all()
     assert all(x.eq(-torch.inf).all() for x in outside[1:])
+
+
+@interpreted
+def test_steps_of_some_rows_beside_a_prompt_have_their_places_and_sinks() -> None:
+    batch = Batch((5, 66, 1, 7), (130, 64, 31, 98), ((3, 0), (0, 1), (2, 0), (1, 1)), True)
+    layout = test_paged.Layout(16, heads_first=False, ended=True, packed=True)
+    shape = Shape(4, 2, 1, 66, 144, 16, 16)
+    sinks = SPEC((2,), torch.float32)
+    options = {"mask": ag.Causal("bottom_right"), "stats": True, "sinks": sinks}
+    case = test_paged.make_case(batch, layout, shape, torch.float32, options, 5)
+    results = run_plan(ag.compile(case.graph, backends=("triton",)), case.inputs)
+    test_paged.check_results(case, results)
+    o, lse = map(batch.outside, results)
+    assert o.eq(0).all()
+    assert lse.eq(-torch.inf).all()
 
 
 @interpreted
