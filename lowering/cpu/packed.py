@@ -216,7 +216,7 @@ class PackedRun:
         """The way of few rows on pages, if there is one."""
         if self.rates is None or refuse_entries(self.lying) is not None:
             return None
-        return PageWay(self.lying, self.rates)
+        return PageWay(self.lying, self.rates, self.gives)
 
     def read(self, operands: Tensors, extents: Sequence[int] = UNKNOWN) -> Reading:
         """What a call reads on the host. Of q, k and v it needs only the `extents`: a call with
@@ -230,8 +230,7 @@ class PackedRun:
         way, seen, few, others = self.by_pages, places.seen, dict[int, list[int]](), list[int]()
         if way is None or seen is None or places.table is None:
             return [], [*range(len(places.rows))]
-        page = self.lying.page
-        counts = [-(-s.stop // page) - s.start // page if s else 0 for s in seen]
+        counts = [*map(way.used, seen)]
         for b, ((_, length), pages) in enumerate(zip(places.rows, counts, strict=True)):
             rows = length if "rows" in self.ending else self.most["rows"]
             if rows > 0:
@@ -352,7 +351,7 @@ class PackedRun:
             return x[tuple(slice(None) if all_ else full[axis] for axis, all_ in pairs)]
         first, n = (span.row, sizes.rows) if role.side == "rows" else (span.key, sizes.keys)
         if role.side == "keys" and span.pages is not None:
-            gathered = gather_pages(x, span.pages, -(-n // share), room)
+            gathered = gather_pages(x, span.pages[None], room)[:, :, : -(-n // share)]
             gathered = repeat_rows(gathered, share, 0, n)
             if span.seen is not None:
                 gathered[:, :, : span.seen.start] = 0.0
@@ -375,6 +374,7 @@ class PackedRun:
         (_, P, G, _), keys = self.specs[1].shape, self.at_once["keys"]
         if self.by_pages is not None:  # of many sequences at once
             keys = max(keys, min(self.block, keys * int(self.entries)))
+            keys = max(keys, self.by_pages.width * P)
         rows = -(-keys // max(1, P)) * P * G
         pools = [n for n, side in enumerate(self.op.op.operand_sides) if side == "keys"]
         return {n: Buffer((rows * self.specs[n].shape[3],), self.specs[n].dtype) for n in pools}

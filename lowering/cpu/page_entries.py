@@ -1,9 +1,10 @@
-"""Few rows of sequences against keys in pages: each page is an entry of one batch.
+"""Few rows of sequences against keys in pages: some pages of a sequence are an entry of one batch.
 
-PyTorch's fused kernel runs once for the pages of many sequences, with an addend that hides all but
-a sequence's own keys. Its results are joined by lse. No length is in a plan, and pages that fill
-most of a range of the pool are read in place. Under soft caps, and for v of another head size,
-products of gathered pages are in the kernel's place.
+PyTorch's fused kernel runs once for the entries of many sequences, with an addend that hides all
+but a sequence's own keys. Its results are joined by lse. No length is in a plan, and pages that
+fill most of a range of the pool are read in place. Products of gathered pages are in the kernel's
+place under soft caps, for v of another head size, and in bfloat16, which the kernel packs before it
+multiplies: that takes longer than a few rows do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.products import FAR, softmax_
 from attn_graph.lowering.cpu.absent import copy_alike, is_finite
 from attn_graph.lowering.cpu.fused_slots import fill_addend
-from attn_graph.lowering.cpu.sequences import lies_by_head, select_rows
+from attn_graph.lowering.cpu.sequences import gather_pages
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.rates import CpuRates
 from attn_graph.masks import And, Band, KeyLengths, Prefix, QueryLengths, flatten_join
@@ -39,6 +40,7 @@ PARTS_BYTES = 2**23  # of the results of pages, before they are joined
 PACKS = 1e-6  # seconds: to begin a head of a page, where the kernel packs bfloat16
 CLEARED = 4  # parts of a room copied at once, where rows that nobody has hold NaN or Inf
 ALONE = 8  # product calls: a sequence by itself, planned anew for each length
+ENTRY = 128  # keys of gathered pages in an entry, or of one page
 ALIGNED = 4  # elements: rows that begin at multiples of them have equal bits wherever they lie
 
 
@@ -48,12 +50,13 @@ class PageEntries:
     """Sequences with equally many rows, and their pages.
 
     own: the sequences, by number. rows: how many each has. lines: these in a packed q, [B * rows].
-    owner: of each page its sequence, counted among these. pages: of each its number. span: the
-    range of pages read in place, if one is.
+    pages [n,width]: the pages of each run, the last one again where a sequence has no more. owner:
+    of each run its sequence, counted among these. span: the range of pages read in place, if one
+    is; a run is one page then.
 
-    Entries of the kernel are the pages, or those of the span. readers, local: of each entry the
-    sequence that reads it, counted as above, and which of its pages it is. seen: the first row that
-    counts, and the end. addend: of scores. unseen: rows without a key.
+    Entries of the kernel are the runs, or the pages of the span. readers, local: of each entry the
+    sequence that reads it, counted as above, and which of its pages is the first. seen: the first
+    row that counts, and the end. addend: of scores. unseen: rows without a key.
     """
 
     own: torch.Tensor
@@ -74,11 +77,13 @@ class PageEntries:
 class PageWay:
     """Runs few rows of sequences on pages.
 
-    most_pages: of a sequence of so many rows, if this way is cheaper than a run of its own.
+    gives: True if statistics are returned or read. most_pages: of a sequence of so many rows, if
+    this way is cheaper than a run of its own.
     """
 
     lying: Lying
     rates: CpuRates
+    gives: bool
     most_pages: Callable[[int], float] = field(
         init=False, default=Factory(lambda way: lru_cache(64)(way.count_pages), takes_self=True)
     )
@@ -105,15 +110,22 @@ class PageWay:
         return G, self.specs[0].shape[1] // G
 
     @cached_property
-    def by_kernel(self) -> bool:
-        """True if the kernel runs, and not products."""
+    def adds(self) -> bool:
+        """True if the kernel could run: all modifiers are part of the addend."""
         return fits_kernel(self.node, self.specs)
 
     @cached_property
     def factors(self) -> torch.dtype:
         """The dtype of the operands of the kernel, or of products."""
         dtype = self.specs[0].dtype
-        return dtype if dtype == torch.bfloat16 and self.by_kernel else accumulator(dtype)
+        return dtype if dtype == torch.bfloat16 and self.adds else accumulator(dtype)
+
+    @cached_property
+    def by_kernel(self) -> bool:
+        """True if the kernel runs, and not products. Products in bfloat16 round scores, which
+        statistics may not be of."""
+        rounds = self.factors == torch.bfloat16 and self.rates.native_half
+        return self.adds and (self.gives or not rounds)
 
     @cached_property
     def in_place(self) -> bool:
@@ -124,14 +136,23 @@ class PageWay:
         )
 
     @cached_property
+    def width(self) -> int:
+        """How many pages an entry has."""
+        return 1 if self.in_place else max(1, ENTRY // max(1, self.lying.page))
+
+    def used(self, seen: range) -> int:
+        """How many pages a sequence has in entries. seen: its keys that count."""
+        page = self.lying.page
+        pages = -(-seen.stop // page) - seen.start // page if seen else 0
+        return -(-pages // self.width) * self.width
+
+    @cached_property
     def sees_strip(self) -> bool:
         """True if the one row of a sequence sees all its keys in `seen` and no others: nothing but
         bands, prefixes and lengths hides keys, and no modifier adds to scores."""
         node = self.node
         parts = () if node.mask is None else flatten_join(And, node.mask)
-        return all(isinstance(part, STRIPS) for part in parts) and (
-            not node.modifiers or not self.by_kernel
-        )
+        return all(isinstance(part, STRIPS) for part in parts) and not (node.modifiers and self.adds)
 
     # Prices
 
@@ -148,7 +169,7 @@ class PageWay:
     @cached_property
     def begin_seconds(self) -> float:
         """To begin a page, apart from its rows."""
-        packs = self.factors == torch.bfloat16 and self.rates.native_half
+        packs = self.factors == torch.bfloat16 and self.rates.native_half and self.by_kernel
         return PACKS * self.heads[0] if packs else 0.0
 
     @cached_property
@@ -178,7 +199,7 @@ class PageWay:
         """Bytes of queries, results and addends of the most pages at once, and of pages that are
         converted. rows: of sequences, some numbers of them. room: numbers of gathered pages."""
         wide, (G, r), node, most = accumulator(self.factors).itemsize, self.heads, self.node, 0
-        longest = -(-self.lying.most["keys"] // max(1, self.lying.page))
+        longest = self.used(range(self.lying.most["keys"]))
         for m in rows:
             lines = m * r if node.modifiers or node.mask not in (None, KeyLengths()) else 1
             places = (G if node.modifiers else 1) * lines * self.lying.page
@@ -208,22 +229,23 @@ class PageWay:
     ) -> PageEntries:  # fmt: skip
         """sequences: their numbers, of `rows` each. starts, seen: of each its first row, and the
         keys that count. table: checked."""
-        P, own = self.lying.page, torch.tensor(sequences, device="cpu")
+        (P, W), own = (self.lying.page, self.width), torch.tensor(sequences, device="cpu")
         bounds = [(keys.start, keys.stop) for keys in seen]
         first, stop = torch.tensor(bounds, device="cpu").unbind(1)
         behind = torch.where(stop > first, (stop + P - 1) // P, first // P)
-        used = behind - first // P
-        owner = torch.repeat_interleave(ordinals(len(own)), used)
-        before = (used.cumsum(0) - used - first // P)[owner]
-        local = ordinals(len(owner)) - before
-        pages = table[own[owner], local]
+        count = (behind - first // P + W - 1) // W
+        owner = torch.repeat_interleave(ordinals(len(own)), count)
+        before = (count.cumsum(0) - count)[owner]
+        local = (ordinals(len(owner)) - before) * W + (first // P)[owner]
+        last = (behind - 1)[owner, None]
+        pages = table[own[owner, None], torch.minimum(local[:, None] + ordinals(W), last)]
         lines = None
         if "rows" in self.lying.sides:
             lines = (torch.tensor(starts, device="cpu")[:, None] + ordinals(rows)).flatten()
         span, readers = self.span_of(pages), owner
         if span is not None:
             reading = torch.zeros_like(ordinals(len(span)))
-            reading[pages - span.start] = ordinals(len(pages))
+            reading[pages[:, 0] - span.start] = ordinals(len(pages))
             readers, local = owner[reading], local[reading]
         ends = first[readers], stop[readers]
         addend = self.addend(own[readers], local, ends, rows, operands)
@@ -237,6 +259,7 @@ class PageWay:
         them. A page named twice is gathered."""
         if not (self.in_place and len(pages)):
             return None
+        pages = pages[:, 0]
         low, high = (int(x) for x in pages.aminmax())
         if (high + 1 - low) * self.read_seconds > len(pages) * (
             self.read_seconds + self.copy_seconds
@@ -252,35 +275,39 @@ class PageWay:
         """What is added to the scores of entries, -inf at keys that a row does not see; None if
         nothing is. entries: of each its sequence, by number in the batch. ends: as `seen`."""
         node, (G, r), P = self.node, self.heads, self.lying.page
-        if node.mask is None and not (node.modifiers and self.by_kernel):
+        plain = node.mask is None and not (node.modifiers and self.adds)
+        if plain and self.width == 1:
             return None
-        if rows == 1 and self.sees_strip:
-            hidden = self.outside(local, ends)[:, None, None]
+        hidden = self.outside(local, ends)[:, None, None]
+        if plain or (rows == 1 and self.sees_strip):
             return torch.zeros(hidden.shape, dtype=accumulator(self.factors)).masked_fill_(
                 hidden, -INF
             )
         given, line = node.split(operands[: len(node.takes)]), ordinals(r * rows)
+        keys = self.lying.most["keys"]
         at = Place(
             entries.view(-1, 1, 1, 1),
             (ordinals(G) * r).view(1, -1, 1, 1) + (line // rows).view(1, 1, -1, 1),
             (line % rows).view(1, 1, -1, 1),
-            (local * P).view(-1, 1, 1, 1) + ordinals(P),
+            # no key of the last pages named again is read
+            ((local * P).view(-1, 1, 1, 1) + ordinals(hidden.shape[-1])).clamp_(max=keys - 1),
             G * r,
             self.lying.most["rows"],
-            self.lying.most["keys"],
+            keys,
             # beyond int32 if the bounds of a band are added to lengths
             {name: x.long() if x.ndim == 1 else x for name, x in given.mask.items()},
         )
-        shape: Sequence[int] = (len(entries), G, len(line), P)
-        if not self.by_kernel:  # soft caps do not add
+        shape: Sequence[int] = (len(entries), G, len(line), hidden.shape[-1])
+        if not self.adds:  # soft caps do not
             node = evolve(node, modifiers=())
         if not node.modifiers:
             assert node.mask is not None
             keep = torch.as_tensor(node.mask.keep(at))
-            shape = *((1,) * (4 - keep.ndim) + keep.shape)[:3], P
+            shape = *((1,) * (4 - keep.ndim) + keep.shape)[:3], hidden.shape[-1]
         room = torch.empty(shape, dtype=accumulator(self.factors), device="cpu")
         mixed = node.mask is not None
-        return fill_addend(room, node, given.modifiers, node.restores, at, mixed)
+        addend = fill_addend(room, node, given.modifiers, node.restores, at, mixed)
+        return addend if self.width == 1 else addend.masked_fill(hidden, -INF)
 
     # A call
 
@@ -317,7 +344,7 @@ class PageWay:
         x, lse = made[0] if len(made) == 1 else map(torch.cat, zip(*made, strict=True))
         if entries.span is None:
             return x, lse
-        places = entries.pages - entries.span.start
+        places = entries.pages[:, 0] - entries.span.start
         return x.index_select(0, places), lse.index_select(0, places)
 
     def queries(self, entries: PageEntries, q: torch.Tensor) -> torch.Tensor:
@@ -337,7 +364,7 @@ class PageWay:
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Runs of entries, with their k and v [n,G,P,D]; gathered ones fit in the rooms."""
         total, span = entries.readers.shape[0], entries.span
-        step = max(1, rooms[1].numel() // max(1, prod(self.specs[1].shape[1:])))
+        step = rooms[1].numel() // max(1, self.width * prod(self.specs[1].shape[1:]))
         if span is not None:
             step = max(1, step // CLEARED) if clear else total
         scales = self.lying.op.packed.scales(operands)
@@ -348,9 +375,9 @@ class PageWay:
                     x = operands[n][span.start : span.stop][part].transpose(1, 2)
                     x = copy_alike(x) if clear else x
                 else:
-                    x = take_pages(operands[n], entries.pages[part], rooms[n])
+                    x = gather_pages(operands[n], entries.pages[part], rooms[n])
                 if n in scales:
-                    scale = take_pages(scales[n], entries.pages[part])
+                    scale = gather_pages(scales[n], entries.pages[part])
                     x = run_one(Dequantise(), x, scale, operands[0])
                 x = x.to(self.factors)
                 pair.append(self.cleared(x, entries, part) if clear else x)
@@ -362,8 +389,8 @@ class PageWay:
         return x.masked_fill_(self.outside(entries.local[part], ends)[:, None, :, None], 0.0)
 
     def outside(self, local: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Booleans [n,P], true for rows of entries outside the keys in `seen`."""
-        j = local[:, None] * self.lying.page + ordinals(self.lying.page)
+        """Booleans [n,width P], true for rows of entries outside the keys in `seen`."""
+        j = local[:, None] * self.lying.page + ordinals(self.lying.page * self.width)
         first, stop = (edge[:, None] for edge in ends)
         return (j < first) | (j >= stop)
 
@@ -424,32 +451,24 @@ def cut_runs(items: Sequence[int], sizes: Sequence[int], most: float) -> list[li
 def attend_by_products(
     node: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addend: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [n,G,R,D], k [n,G,P,D], v [n,G,P,E] -> o [n,G,R,E], lse [n,G,R], under soft caps.
+    """q [n,G,R,D], k [n,G,S,D], v [n,G,S,E] -> o [n,G,R,E], lse [n,G,R]. The addend has all
+    modifiers but soft caps.
 
-    Of dense operands, so that a page has equal bits beside any others.
+    Of dense operands, so that an entry has equal bits beside any others. Factors of half precision
+    round the scores.
     """
-    k, v = k.contiguous(), v.contiguous()
-    s = (q @ k.transpose(2, 3)).mul_(node.scale)
+    (n, G, R, _), wide = q.shape, accumulator(q.dtype)
+    q, k, v = (x.contiguous().flatten(0, 1) for x in (q, k, v))
+    s = torch.bmm(q, k.mT).to(wide).mul_(node.scale).view(n, G, R, -1)
     for modifier in node.modifiers:
-        change_(modifier, s, NOWHERE)
+        if not modifier.additive:
+            change_(modifier, s, NOWHERE)
     if addend is not None:
         s.add_(addend)
-    lse, total = (s.new_empty(*s.shape[:3], 1) for _ in range(2))
+    lse, total = (s.new_empty(n, G, R, 1) for _ in range(2))
     softmax_(s, lse, total)
-    return (s @ v).div_(total), lse.squeeze(3)
-
-
-def take_pages(
-    pool: torch.Tensor, pages: torch.Tensor, room: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Pages of a pool [n,P,G,D] as [k,G,P,D], in the memory order of the pool. room: for them, as
-    one axis; None: new memory."""
-    by_head = lies_by_head(pool)
-    x = pool.transpose(1, 2) if by_head else pool
-    shape = (pages.shape[0], *x.shape[1:])
-    out = None if room is None else room[: prod(shape)].view(shape)
-    taken = select_rows(x, pages, out)
-    return taken if by_head else taken.transpose(1, 2)
+    o = torch.bmm(s.to(q.dtype).flatten(0, 1), v).view(n, G, R, -1)
+    return o.to(wide).div_(total), lse.squeeze(3)
 
 
 def refuse_entries(lying: Lying) -> str | None:

@@ -215,24 +215,23 @@ def repeat_rows(x: torch.Tensor, times: int, skip: int, n: int) -> torch.Tensor:
 
 
 def gather_pages(
-    pool: torch.Tensor, pages: torch.Tensor, count: int, room: torch.Tensor | None = None
+    pool: torch.Tensor, pages: torch.Tensor, room: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The first `count` rows of some pages of a pool [n,P,G,D], as keys [1,G,count,D].
+    """Pages [k,W] of a pool [n,P,G,D], as keys [k,G,W P,D].
 
-    They lie in the memory order of the pool. room: for all rows of the pages, flat; None: new
-    memory.
+    They lie in the memory order of the pool. room: for them, flat; None: new memory.
     """
-    n, P, G, D = pool.shape
-    k, by_head = len(pages), pool.transpose(1, 2)
-    out = None if room is None else room[: k * P * G * D]
+    (n, P, G, D), (k, W) = pool.shape, pages.shape
+    out = None if room is None else room[: k * W * P * G * D]
     if not lies_by_head(pool):
-        rows = select_rows(pool, pages, out if out is None else out.view(k, P, G, D))
-        return rows.view(1, k * P, G, D).transpose(1, 2)[:, :, :count]
+        rows = select_rows(pool, pages.flatten(), out if out is None else out.view(k * W, P, G, D))
+        return rows.view(k, W * P, G, D).transpose(1, 2)
     each = pool.stride(0) // pool.stride(2)  # heads from page to page, of others between them too
-    heads = by_head.as_strided(((n - 1) * each + G, P, D), by_head.stride()[1:])
-    places = (pages * each + torch.arange(G, device=pages.device)[:, None]).flatten()
-    rows = select_rows(heads, places, out if out is None else out.view(G * k, P, D))
-    return rows.view(1, G, k * P, D)[:, :, :count]
+    _, row, head, number = pool.stride()
+    heads = pool.as_strided(((n - 1) * each + G, P, D), (head, row, number))
+    places = (pages[:, None] * each + torch.arange(G, device=pages.device)[:, None]).flatten()
+    rows = select_rows(heads, places, out if out is None else out.view(k * G * W, P, D))
+    return rows.view(k, G, W * P, D)
 
 
 def lies_by_head(pool: torch.Tensor) -> bool:
