@@ -56,7 +56,7 @@ class PageEntries:
 
     Entries of the kernel are the runs, or the pages of the span. readers, local: of each entry the
     sequence that reads it, counted as above, and which of its pages is the first. seen: the first
-    row that counts, and the end. addend: of scores. unseen: rows without a key.
+    row that counts, and the end. addend: of scores. unseen: rows without a key, for the kernel.
     """
 
     own: torch.Tensor
@@ -122,7 +122,7 @@ class PageWay:
 
     @cached_property
     def by_kernel(self) -> bool:
-        """True if the kernel runs, and not products. Products in bfloat16 round scores, which
+        """True if the kernel runs, and not products. Those of bfloat16 have coarser scores, which
         statistics may not be of."""
         rounds = self.factors == torch.bfloat16 and self.rates.native_half
         return self.adds and (self.gives or not rounds)
@@ -249,7 +249,8 @@ class PageWay:
             readers, local = owner[reading], local[reading]
         ends = first[readers], stop[readers]
         addend = self.addend(own[readers], local, ends, rows, operands)
-        unseen = None if addend is None else fused_cpu.find_unseen(addend)
+        blind = addend is not None and self.by_kernel
+        unseen = fused_cpu.find_unseen(addend) if blind else None
         return PageEntries(
             own, rows, lines, owner, pages, span, readers, local, ends, addend, unseen
         )
@@ -316,11 +317,15 @@ class PageWay:
     ) -> Sequence[int]:
         """Write the results of the sequences, o or o and lse. Returns the numbers of those to run
         by themselves: an lse is too coarse to join pages by it."""
-        o, lse = self.join(entries, operands, *self.attend(entries, operands, rooms))
+        parts = self.attend(entries, operands, rooms)
+        o, lse = self.join(entries, operands, *parts)
         if not (self.lying.finite or is_finite(o)):  # perhaps by rows that nobody has
-            o, lse = self.join(entries, operands, *self.attend(entries, operands, rooms, True))
+            parts = self.attend(entries, operands, rooms, True)
+            o, lse = self.join(entries, operands, *parts)
         self.write(entries, results, o, lse)
-        far = (lse.masked_fill(lse == -INF, 0.0).abs_() > FAR).flatten(1).any(1)
+        if not lse.numel() or torch.linalg.vector_norm(lse, INF).item() <= FAR:
+            return []
+        far = (lse.abs() > FAR).logical_and_(self.sees(entries, parts[1])).flatten(1).any(1)
         return [b for b, is_far in zip(entries.own.tolist(), far.tolist(), strict=True) if is_far]
 
     def attend(
@@ -332,8 +337,9 @@ class PageWay:
         q = self.queries(entries, operands[0])
         for part, k, v in self.keys(entries, operands, rooms, clear):
             addend, unseen = entries.addend, entries.unseen
-            if addend is not None and unseen is not None and addend.shape[0] > 1:
-                addend, unseen = addend[part], unseen[part]
+            if addend is not None and addend.shape[0] > 1:
+                addend = addend[part]
+                unseen = unseen if unseen is None else unseen[part]
             if self.by_kernel:
                 made.append(fused_cpu.attend(q[part], k, v, scale, False, addend, unseen))
             else:
@@ -400,21 +406,20 @@ class PageWay:
         """o [B,G,R,E] and lse [B,G,R] of the sequences, from those of pages. Pages are added in the
         order of their keys."""
         G, r = self.heads
-        owner, shape = entries.owner, (entries.own.shape[0], G, r * entries.rows)
-        places = owner.view(-1, 1, 1).expand_as(lse)
-        top = lse.new_full(shape, -INF).scatter_reduce_(0, places, lse, "amax")
-        sinks = operands[self.sinks] if self.sinks else None
-        if sinks is not None:
-            sinks = sinks.to(lse.dtype).repeat_interleave(entries.rows).view(shape[1:])
-            top = top.maximum(sinks)
-        top.masked_fill_(top == -INF, 0.0)
-        w = (lse - top.index_select(0, owner)).exp_()
-        total = torch.zeros_like(top).index_add_(0, owner, w)
-        if sinks is not None:
-            total += (sinks - top).exp_()
+        shape, owner = (entries.own.shape[0], G, r * entries.rows), entries.owner
+        w = lse.exp()  # without the largest first: of sequences where that matters `run` says no
+        total = lse.new_zeros(shape).index_add_(0, owner, w)
+        if self.sinks:
+            sinks = operands[self.sinks].to(lse.dtype).exp()
+            total += sinks.repeat_interleave(entries.rows).view(shape[1:])
         parts = x.to(lse.dtype).mul_(w[..., None])  # of x itself, or of a copy in wider precision
         o = lse.new_zeros((*shape, x.shape[3])).index_add_(0, owner, parts)
-        return o.div_(total.masked_fill(total == 0.0, 1.0)[..., None]), top.add_(total.log())
+        return o.div_(total.masked_fill(total == 0.0, 1.0)[..., None]), total.log()
+
+    def sees(self, entries: PageEntries, lse: torch.Tensor) -> torch.Tensor:
+        """Booleans [B,G,R], true for rows with a key. lse: of entries."""
+        seen = lse.new_zeros(entries.own.shape[0], *lse.shape[1:])
+        return seen.index_add_(0, entries.owner, (lse > -INF).to(lse.dtype)) > 0
 
     def write(
         self, entries: PageEntries, results: Tensors, o: torch.Tensor, lse: torch.Tensor
@@ -454,18 +459,22 @@ def attend_by_products(
     """q [n,G,R,D], k [n,G,S,D], v [n,G,S,E] -> o [n,G,R,E], lse [n,G,R]. The addend has all
     modifiers but soft caps.
 
-    Of dense operands, so that an entry has equal bits beside any others. Factors of half precision
-    round the scores.
+    Of dense operands, so that an entry has equal bits beside any others. A product of bfloat16 is
+    rounded to it: a second one gives the rest, half as many bits again.
     """
     (n, G, R, _), wide = q.shape, accumulator(q.dtype)
-    q, k, v = (x.contiguous().flatten(0, 1) for x in (q, k, v))
-    s = torch.bmm(q, k.mT).to(wide).mul_(node.scale).view(n, G, R, -1)
+    q, k, v = q.flatten(0, 1), k.contiguous().flatten(0, 1), v.contiguous().flatten(0, 1)
+    product = torch.bmm(q, k.mT)
+    s = product.to(wide)
+    if wide != q.dtype:
+        s += torch.baddbmm(product, q, k.mT, beta=-1)
+    s = s.mul_(node.scale).view(n, G, R, -1)
     for modifier in node.modifiers:
         if not modifier.additive:
             change_(modifier, s, NOWHERE)
     if addend is not None:
         s.add_(addend)
-    lse, total = (s.new_empty(n, G, R, 1) for _ in range(2))
+    lse, total = s.new_empty(2, n, G, R, 1)
     softmax_(s, lse, total)
     o = torch.bmm(s.to(q.dtype).flatten(0, 1), v).view(n, G, R, -1)
     return o.to(wide).div_(total), lse.squeeze(3)

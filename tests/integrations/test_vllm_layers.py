@@ -60,7 +60,8 @@ def test_new_rows_go_to_their_slots_in_every_layout_and_to_no_others(
         write_rows(pool, cells, x, ONE)
     for t, slot in enumerate(slots):
         if slot >= 0:
-            before[1, slot // P, :, slot % P] = torch.cat([new[0, t], new[1, t]], -1)
+            for pool, x in zip(split_cache(before[1], "auto"), new, strict=True):
+                pool[slot // P, slot % P] = x[t]
     assert torch.equal(cache[1, 1:], before[1, 1:])  # page 0 is of nobody
     assert torch.equal(cache[0], before[0])
 

@@ -14,12 +14,17 @@ Cells = tuple[Tensor, Tensor]  # of each new token its page, and its row there
 
 
 def split_cache(cache: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor]:
-    """k and v [n,P,G,D], views of a cache [n,G,P,2D] in any memory order: K, then V in each row."""
-    pools = cache.transpose(1, 2)
+    """k and v [n,P,G,D], views of a cache [n,G,P,2D] in any memory order: K, then V in each row.
+    Where a head's rows lie beside each other, all of K is before all of V: CPUs read these at once.
+    """
     if kv_cache_dtype in FLOAT8:
-        pools = pools.view(FLOAT8[kv_cache_dtype])
-    k, v = pools.split(pools.shape[-1] // 2, -1)
-    return k, v
+        cache = cache.view(FLOAT8[kv_cache_dtype])
+    D = cache.shape[-1] // 2
+    if cache.stride(2) == cache.shape[-1]:
+        k, v = cache.flatten(2).unflatten(2, (2, cache.shape[2], D)).unbind(2)
+    else:
+        k, v = cache.split(D, -1)
+    return k.transpose(1, 2), v.transpose(1, 2)
 
 
 def find_cells(slots: Tensor, page: int) -> Cells:
