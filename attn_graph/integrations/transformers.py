@@ -123,7 +123,9 @@ def read_layer_mask(
 def refuse_tensors(others: Mapping[str, object]) -> None:
     """Raise GraphError for a keyword that holds a tensor and is not known to be only handed on."""
     for name, x in others.items():
-        if name not in HANDED_ON and any(isinstance(each, Tensor) for each in tree_leaves(x)):
+        if name in HANDED_ON or isinstance(x, bool | int | float | str | None):
+            continue
+        if any(isinstance(each, Tensor) for each in tree_leaves(x)):
             raise GraphError(
                 f"{name}: a layer passes this tensor to its attention, which {NAME} does not read; "
                 'call model.set_attn_implementation("eager")'
