@@ -152,7 +152,9 @@ class PageWay:
         bands, prefixes and lengths hides keys, and no modifier adds to scores."""
         node = self.node
         parts = () if node.mask is None else flatten_join(And, node.mask)
-        return all(isinstance(part, STRIPS) for part in parts) and not (node.modifiers and self.adds)
+        return all(isinstance(part, STRIPS) for part in parts) and not (
+            node.modifiers and self.adds
+        )
 
     # Prices
 
@@ -249,8 +251,9 @@ class PageWay:
             readers, local = owner[reading], local[reading]
         ends = first[readers], stop[readers]
         addend = self.addend(own[readers], local, ends, rows, operands)
-        blind = addend is not None and self.by_kernel
-        unseen = fused_cpu.find_unseen(addend) if blind else None
+        unseen = None
+        if addend is not None and self.by_kernel:
+            unseen = fused_cpu.find_unseen(addend)
         return PageEntries(
             own, rows, lines, owner, pages, span, readers, local, ends, addend, unseen
         )
@@ -331,7 +334,7 @@ class PageWay:
     def attend(
         self, entries: PageEntries, operands: Tensors, rooms: Rooms, clear: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [n,G,R,E] and lse [n,G,R] of each page, in the order of `pages`. clear: True reads 0 in
+        """o [n,G,R,E] and lse [n,G,R] of each run, in the order of `pages`. clear: True reads 0 in
         rows that nobody has as keys."""
         scale, made = self.node.scale, list[tuple[torch.Tensor, torch.Tensor]]()
         q = self.queries(entries, operands[0])
@@ -368,7 +371,7 @@ class PageWay:
     def keys(
         self, entries: PageEntries, operands: Tensors, rooms: Rooms, clear: bool
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Runs of entries, with their k and v [n,G,P,D]; gathered ones fit in the rooms."""
+        """Runs of entries, with their k and v [n,G,S,D]; gathered ones fit in the rooms."""
         total, span = entries.readers.shape[0], entries.span
         step = rooms[1].numel() // max(1, self.width * prod(self.specs[1].shape[1:]))
         if span is not None:
@@ -390,7 +393,7 @@ class PageWay:
             yield part, pair[0], pair[1]
 
     def cleared(self, x: torch.Tensor, entries: PageEntries, part: slice) -> torch.Tensor:
-        """x [n,G,P,D] with 0 in rows outside the keys of their sequence."""
+        """x [n,G,S,D] with 0 in rows outside the keys of their sequence."""
         ends = entries.seen[0][part], entries.seen[1][part]
         return x.masked_fill_(self.outside(entries.local[part], ends)[:, None, :, None], 0.0)
 
@@ -403,11 +406,11 @@ class PageWay:
     def join(
         self, entries: PageEntries, operands: Tensors, x: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [B,G,R,E] and lse [B,G,R] of the sequences, from those of pages. Pages are added in the
+        """o [B,G,R,E] and lse [B,G,R] of the sequences, from those of their entries, added in the
         order of their keys."""
         G, r = self.heads
         shape, owner = (entries.own.shape[0], G, r * entries.rows), entries.owner
-        w = lse.exp()  # without the largest first: of sequences where that matters `run` says no
+        w = lse.exp()  # of an lse within FAR no largest one has to be subtracted
         total = lse.new_zeros(shape).index_add_(0, owner, w)
         if self.sinks:
             sinks = operands[self.sinks].to(lse.dtype).exp()

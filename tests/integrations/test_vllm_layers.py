@@ -66,6 +66,13 @@ def test_new_rows_go_to_their_slots_in_every_layout_and_to_no_others(
     assert torch.equal(cache[0], before[0])
 
 
+def test_where_rows_of_a_head_are_neighbours_its_keys_lie_in_one_piece() -> None:
+    """As a CPU copies them at once, and not row by row."""
+    for half in split_cache(torch.empty(5, 2, 16, 64), "auto"):
+        assert half.shape == (5, 16, 2, 32)
+        assert half.stride() == (2 * 2 * 16 * 32, 32, 2 * 16 * 32, 1)
+
+
 @pytest.mark.parametrize("name", FLOAT8)
 @given(seeds)
 def test_rows_in_8_bits_are_rounded_to_the_nearest_number(name: str, seed: int) -> None:

@@ -1,4 +1,5 @@
-"""Few rows over pages: each page is an entry of one batch, and results are those of whole keys."""
+"""Few rows over pages: some of them are an entry of one batch, and results are those of whole
+keys."""
 
 from __future__ import annotations
 
@@ -14,10 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 import attn_graph as ag
+from attn_graph.ir.attention import Attention
 from attn_graph.lowering.cpu import page_entries, sequences
 from attn_graph.lowering.cpu.packed import PackedRun
 from attn_graph.lowering.cpu.page_entries import PageWay
 from attn_graph.lowering.cpu.sequences import gather_pages, lies_by_head
+from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.rates import cpu_rates
+from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import (
@@ -213,6 +218,35 @@ def test_other_sequences_change_no_bit_of_one(case: Case, seed: int) -> None:
     assert page
     for x, y in zip(alone, due, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.skipif("bf16" not in CPU.native, reason="this CPU has no products of bfloat16")
+@given(P=st.sampled_from([16, 64, 128]), scale=st.sampled_from([0.125, 1.0]), seed=seeds)
+@FEW
+def test_products_of_bfloat16_have_scores_of_more_bits(P: int, scale: float, seed: int) -> None:
+    """One product alone rounds a score of 60 to quarters, and an lse is as far off."""
+    random = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(3, 2, n, 64, generator=random).bfloat16() for n in (4, P, P))
+    _, lse = page_entries.attend_by_products(Attention(scale=scale), 2 * q, k, v, None)
+    due = torch.logsumexp(scale * (2 * q).double() @ k.double().mT, -1)
+    torch.testing.assert_close(lse.double(), due, rtol=1e-4, atol=1e-3)
+
+
+def test_sequences_in_bfloat16_run_by_products_where_the_cpu_has_some() -> None:
+    """PyTorch's kernel packs bfloat16 first: for a single row that takes longer. It gives
+    statistics, whose scores have all bits."""
+    pool, rows = SPEC((9, 16, 2, 64), torch.bfloat16), SPEC((3, 8, 64), torch.bfloat16)
+    for native, stats, due in (((), (), True), (("bf16",), (), False), (("bf16",), ("lse",), True)):
+        graph = ag.attention(
+            rows, pool, pool, stats=stats, q_starts=SPEC((4,), I32), kv_lengths=SPEC((3,), I32),
+            pages=SPEC((3, 4), I32), max_lengths=(1, None),
+        )  # fmt: skip
+        plan = ag.compile(graph, target=CPU)
+        lying = Lying.of(Request(plan.graph, CPU, ag.extend.Options()).facts)
+        assert lying is not None
+        way = PageWay(lying, cpu_rates("bf16" in native), bool(stats))
+        assert way.by_kernel == due
+        assert way.width == (1 if due else 8)
 
 
 @pytest.mark.parametrize("offset", [0.0, -(2.0**20), torch.finfo(torch.float32).min])

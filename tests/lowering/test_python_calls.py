@@ -24,6 +24,7 @@ DECODING = {"plain": 21, "capped": 50, "sinks": 49}  # calls, for one key more t
 MASKED, BIASED = 40, 30  # calls, with a mask tensor
 TRAINED, BIASED_TRAINED, PROMPT = 120, 300, 60
 PREPARED = {8: 120, 64: 120}  # calls, for a layer of a step, with one row of so many sequences
+NEW_PROMPT = 2_900  # for rows over pages of a length that was not there before
 UNPREPARED = 300  # and where the call itself reads lengths and tables
 TILES = 2
 PER_PART = 12  # a mask of two leaves and a join, or a modifier, asked at each call
@@ -210,6 +211,25 @@ def test_a_prompt_padded_on_the_left_is_one_tile() -> None:
     with torch.no_grad():
         prompt()
         assert count_calls(prompt) <= PROMPT
+
+
+def test_a_prompt_of_a_new_length_over_pages_is_planned_by_few_calls() -> None:
+    pool, T = ag.TensorSpec((20, 64, 4, 64), torch.bfloat16), ag.Dim("T", 512)
+    starts, lengths, table = (ag.TensorSpec(x, torch.int32) for x in ((2,), (1,), (1, 8)))
+    graph = ag.attention(
+        ag.TensorSpec((T, 16, 64), torch.bfloat16), pool, pool, mask=ag.Causal("bottom_right"),
+        q_starts=starts, kv_lengths=lengths, pages=table, max_lengths=(512, None),
+    )  # fmt: skip
+    plan = ag.compile(graph, target=Target.here("cpu"))
+    k, counts = torch.randn(20, 64, 4, 64).bfloat16(), list[int]()
+    for n in (300, 310, 325):
+        given = torch.tensor([0, n]).int(), torch.tensor([n]).int(), torch.arange(8).int()[None]
+        q = torch.randn(n, 16, 64).bfloat16()
+        x = dict(zip(("q_starts", "kv_lengths", "pages"), given, strict=True))
+        counts += [count_calls(lambda q=q, x=x: plan(q, k, k, **x)) for _ in range(2)]  # type: ignore[misc]
+    _, _, *later = counts
+    assert max(later[::2]) <= NEW_PROMPT
+    assert max(later[1::2]) <= UNPREPARED + TILES * 50
 
 
 def paged_step(B: int, length: int) -> dict[str, torch.Tensor]:
