@@ -264,7 +264,9 @@ def write_rows(
     """Write x [T,G,D] to a pool [n,P,G,D]; to one in 8 bits x / scale, to nearest and within its
     range. cells: the page of each row, and its line there."""
     if pool.dtype in QUANTISED:
-        own = scales_at(scale, pool, *cells) if isinstance(scale, Tensor) else scale
+        own = scale
+        if isinstance(scale, Tensor) and scale.ndim:  # not one number for all rows
+            own = scales_at(scale, pool, *cells)
         x = to_eight(x.to(accumulator(x.dtype)) / own, pool.dtype).view(torch.uint8)
         pool = pool.view(torch.uint8)  # PyTorch has no index_put of float8
     pool.index_put_(cells, x.to(pool.dtype))
