@@ -58,6 +58,14 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def inspection(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """vLLM inspects models in a process of its own, of 1.8 GB, before a test counts that of its
+    children."""
+    with engine(tmp_path_factory.mktemp("inspection"), Case("llama"), False):
+        pass
+
+
 def answer(folder: Path, case: Case, ours: bool) -> Answers:
     with engine(folder, case, ours) as llm:
         return generate(llm, case)
