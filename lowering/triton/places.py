@@ -124,7 +124,7 @@ def kernel_dtypes(lying: Lying) -> dict[str, torch.dtype]:
 
 def lying_reasons(lying: Lying) -> Iterator[Reason]:
     """Against packed tensors, pages and scales beyond the kernels."""
-    yield from scale_reasons(lying)
+    yield from block_reasons(lying)
     for name, x in lying.pools.items():
         if (x.shape[1] - 1) * x.strides[1] > MOST_INT32:
             limit = f"reads pages whose rows lie within {MOST_INT32} elements"
@@ -138,7 +138,7 @@ def lying_reasons(lying: Lying) -> Iterator[Reason]:
             yield Reason(f"packed_gradient.{role}", limit, f"that of {role} is wanted")
 
 
-def scale_reasons(lying: Lying) -> Iterator[Reason]:
+def block_reasons(lying: Lying) -> Iterator[Reason]:
     """Against scales of other blocks than the kernels read."""
     for name, x, blocks in zip(lying.scales, lying.specs[1:3], lying.blocks, strict=False):
         scale, last = lying.tables[name], len(x.shape) - 1

@@ -106,6 +106,22 @@ def test_a_cache_as_of_vllm_has_scales_between_the_bytes_of_a_row(
             due.check(x)
 
 
+def test_blocks_of_packed_rows_count_from_the_first_row_of_the_tensor() -> None:
+    random = torch.Generator().manual_seed(5)
+    k, k_scale = quantise(torch.randn(24, 2, 8, generator=random), 8, 1, 2)
+    v, v_scale = quantise(torch.randn(24, 2, 8, generator=random), 4, 1, 8)
+    starts = torch.tensor([0, 5, 6, 24], dtype=torch.int32)
+    q = torch.randn(4, 4, 8, generator=random)
+    where = {"q_starts": torch.tensor([0, 2, 3, 4], dtype=torch.int32), "kv_starts": starts}
+    packed, tensors = declare(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, **where)
+    pairs = {"k": (k, k_scale), "v": (v, v_scale)}
+    whole = {n: (x * expand_blocks(scale, x.shape)).float() for n, (x, scale) in pairs.items()}
+    plain, floats = declare(q=q, **whole, **where)
+    dues = run_plan(ag.compile(plain, target=CPU), floats)
+    for x, due in zip(run_plan(ag.compile(packed, target=CPU), tensors), dues, strict=True):
+        assert x.equal(due)
+
+
 @ways
 def test_a_wide_head_in_two_pieces_has_scales_of_each(backends: tuple[str, ...]) -> None:
     random = torch.Generator().manual_seed(3)
