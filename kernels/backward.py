@@ -246,7 +246,7 @@ def add_query_gradient(
     g = h // GROUP
     k = key_pieces(
         k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
-        D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
+        D // K_BLOCKS[2], BLOCK_N, WIDTH_D // K_BLOCKS[2], not MIXED, PAGE, UPCAST,
     )  # fmt: skip
     tk = None
     if along is not None:
@@ -271,7 +271,7 @@ def add_query_gradient(
     if do is not None or along is not None:
         v = key_rows(
             v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
-            E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
+            E // V_BLOCKS[2], BLOCK_N, WIDTH_E // V_BLOCKS[2], not MIXED, PAGE, UPCAST,
         )  # fmt: skip
     if do is not None:
         values, v_scale = scale_ahead(

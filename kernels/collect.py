@@ -59,8 +59,13 @@ def contribution(
     rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     q_head, k_head = head_ptr(q_ptr, q_strides, b, h), head_ptr(k_ptr, k_strides, b, g)
     q = query_pieces(None, q_head, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
-    k = query_pieces(None, k_head, k_strides, b, g, key, keys, D, BLOCK_N, WIDTH_D, False, UPCAST)
-    v = rows_of(v_ptr, v_strides, b, g, key, keys, E, BLOCK_N, WIDTH_E, UPCAST)
+    k = query_pieces(
+        None, k_head, k_strides, b, g, key, keys, D // K_BLOCKS[2], BLOCK_N, WIDTH_D // K_BLOCKS[2],
+        False, UPCAST,
+    )  # fmt: skip
+    v = rows_of(
+        v_ptr, v_strides, b, g, key, keys, E // V_BLOCKS[2], BLOCK_N, WIDTH_E // V_BLOCKS[2], UPCAST
+    )
     k_scale, v_scale = scale_heads(scales, scale_strides, b, g, None, 0, 0)
     k, k_scale = scale_ahead(
         k, k_scale, q[0], None, None, b, g, key, keys, 0, D, BLOCK_N, False, 0, K_BLOCKS

@@ -47,6 +47,7 @@ from attn_graph.kernels.sequences import (
     scale_heads,
     scale_rows,
     tiles_within,
+    unpair,
     within_sequence,
 )
 
@@ -223,7 +224,7 @@ def attend(
     g = h // GROUP
     k = key_pieces(
         k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
-        D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
+        D // K_BLOCKS[2], BLOCK_N, WIDTH_D // K_BLOCKS[2], not MIXED, PAGE, UPCAST,
     )  # fmt: skip
     k, k_scale = scale_ahead(
         k, k_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL,
@@ -263,8 +264,9 @@ def attend(
     if not V_IN_K:
         v = key_rows(
             v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
-            E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
+            E // V_BLOCKS[2], BLOCK_N, WIDTH_E // V_BLOCKS[2], not MIXED, PAGE, UPCAST,
         )  # fmt: skip
+    v = unpair(v, V_BLOCKS)
     v = scale_rows(
         v, v_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL,
         0, E, BLOCK_N, not MIXED, PAGE, V_BLOCKS,

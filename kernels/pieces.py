@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attn_graph.kernels.common import numbers_in, store_rows
-from attn_graph.kernels.sequences import key_rows, scale_rows, within_sequence
+from attn_graph.kernels.sequences import key_rows, scale_rows, unpair, within_sequence
 
 HELD: tl.constexpr = tl.constexpr(512)
 
@@ -76,8 +76,10 @@ def scale_ahead(
     SIZE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of rows before a product, and the scales of its columns: none where columns of x have
-    scales of their own, which x is times then."""
+    """Pieces of rows as loaded, before a product, and the scales of its columns: none where columns
+    of x have scales of their own, which x is times then."""
+    if BLOCKS[2] == 2:
+        x = (unpair(x[0], BLOCKS),)
     return (
         scale_pieces(
             x, scale, like, pages_ptr, line, b, g, first, count, POOL,

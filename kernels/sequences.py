@@ -354,6 +354,17 @@ def scale_rows(
 
 
 @triton.jit
+def unpair(x, BLOCKS: tl.constexpr):
+    """Rows of bytes [ROWS,WIDTH / 2] as int8 [ROWS,WIDTH], where each byte has two integers of 4
+    bits, the first in its lower half: they less 8. Others unchanged. BLOCKS: last, how many a byte
+    has."""
+    if BLOCKS[2] == 2:
+        low, high = (x & 15).to(tl.int8) - 8, (x >> 4).to(tl.int8) - 8
+        x = tl.reshape(tl.join(low, high), (x.shape[0], 2 * x.shape[1]))
+    return x
+
+
+@triton.jit
 def scales_of(
     scale, pages_ptr, line, b, g, first, count, POOL,
     COLUMN: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -144,7 +144,7 @@ def add_weights(
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     k = key_pieces(
         None, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
-        D, BLOCK_N, WIDTH_D, False, PAGE, UPCAST,
+        D // K_BLOCKS[2], BLOCK_N, WIDTH_D // K_BLOCKS[2], False, PAGE, UPCAST,
     )  # fmt: skip
     k, k_scale = scale_ahead(
         k, k_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL,
@@ -161,7 +161,7 @@ def add_weights(
     if do_ptr is not None:
         v = key_rows(
             None, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
-            E, BLOCK_N, WIDTH_E, False, PAGE, UPCAST,
+            E // V_BLOCKS[2], BLOCK_N, WIDTH_E // V_BLOCKS[2], False, PAGE, UPCAST,
         )  # fmt: skip
         values, v_scale = scale_ahead(
             (v,), v_scale, do, pages_ptr, pages, b, g, key, keys, POOL,

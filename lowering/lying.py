@@ -27,6 +27,7 @@ from attn_graph.ir.scaling import (
     Dequantise,
     Quantise,
     neighbours,
+    whole_shape,
 )
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.problem import (
@@ -38,7 +39,7 @@ from attn_graph.lowering.problem import (
     operand_specs,
 )
 from attn_graph.masks import Band, Mask
-from attn_graph.spec import TensorSpec, ValueType, dense_strides
+from attn_graph.spec import IN_PAIRS, TensorSpec, ValueType, dense_strides
 
 SIDES = {  # of operands and results
     **dict.fromkeys(("q", "o", "lse", "do", "dlse", "dq"), "rows"),
@@ -169,7 +170,7 @@ class Lying:
         axes, scales = (self.row_axis, -1), [self.tables[name] for name in self.scales]
         return tuple(
             (block_along(x, scale, axes[0]), block_along(x, scale, axes[1]))
-            for x, scale in zip(self.specs[1:3], scales, strict=False)
+            for x, scale in zip(map(whole_shape, self.specs[1:3]), scales, strict=False)
         )
 
     @cached_property
@@ -293,7 +294,10 @@ class Lying:
             return self.whole
         readers = self.packed.readers if self.packed else {}
         each = zip(self.within.takes, self.specs, self.padded, strict=True)
-        specs = [TensorSpec(t.shape, x.dtype) if role.side in readers else x for role, x, t in each]
+        specs = [  # numbers in pairs are as many as these would be, one a byte
+            TensorSpec(t.shape, x.dtype) if role.side in readers or t.shape != x.shape else x
+            for role, x, t in each
+        ]
         op = self.within
         return Problem(op.attention, tuple(specs), op.grad, self.lies, self.narrow)
 
@@ -411,10 +415,10 @@ def rows_outside(starts: torch.Tensor, lengths: torch.Tensor | None, T: int) -> 
     return (row < starts[entry]) | (row >= starts[entry] + lengths[entry])
 
 
-def block_along(x: TensorSpec, scale: TensorSpec, axis: int) -> int:
-    """How many neighbours of x along an axis have one scale; 0: all."""
+def block_along(shape: tuple[int, ...], scale: TensorSpec, axis: int) -> int:
+    """How many neighbours along an axis have one scale; 0: all."""
     count = scale.shape[axis]
-    return 0 if count == 1 else neighbours(x.shape[axis], count)
+    return 0 if count == 1 else neighbours(shape[axis], count)
 
 
 def quantised_places(graph: Graph) -> dict[str, int]:
@@ -432,6 +436,8 @@ def quantised_places(graph: Graph) -> dict[str, int]:
         return {}
     packed: Packed | None = main.op.packed
     if packed is None or packed != Packed(packed.op, scaled=True) or packed.forward is None:
+        return {}
+    if IN_PAIRS in (graph.types[n].dtype for n in main.args[1:3]):
         return {}
     q, q_scale, _ = first.args
     places = dict(zip(packed.roles, main.args, strict=True)) | {"q": q, "q_scale": q_scale}

@@ -14,7 +14,7 @@ from attn_graph import masks
 from attn_graph.errors import ArgumentError, GraphError, problems_of, show
 from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier, SoftCap
-from attn_graph.ir.scaling import KEY_SCALES, O_SCALE, PAIRS, SCALES
+from attn_graph.ir.scaling import KEY_SCALES, NARROW, O_SCALE, PAIRS, SCALES
 from attn_graph.printing.text import show_value
 from attn_graph.spec import FLOATS, QUANTISED, TensorSpec, ValueType
 
@@ -202,7 +202,8 @@ def scale_problems(x: Mapping[str, TensorSpec]) -> Iterator[str]:
             f"attention: {given[0]} is given, and {missing[0]} is not; k and v are quantised "
             "together, alone or with q"
         )
-    quantised = [pair for pair in PAIRS if pair[0] in x and x[pair[0]].dtype in QUANTISED]
+    kinds = {"q": QUANTISED}
+    quantised = [(n, scale) for n, scale in PAIRS if n in x and x[n].dtype in kinds.get(n, NARROW)]
     if lacking := [pair for pair in quantised if pair[1] not in {*given, *missing}]:
         names, scales = (" and ".join(each) for each in zip(*lacking, strict=True))
         code = scales.replace("scale", "scale=")

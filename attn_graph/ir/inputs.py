@@ -15,7 +15,15 @@ from attn_graph.ir.arguments import JOINED, PACKED, add_axes, pool_problems
 from attn_graph.ir.graph import Op, op_name
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.ir.packed_inputs import packed_problems
-from attn_graph.ir.scaling import PAIRS, SCALES, scales_fit, stands_in, takes_scale
+from attn_graph.ir.scaling import (
+    NARROW,
+    PAIRS,
+    SCALES,
+    scales_fit,
+    stands_in,
+    takes_scale,
+    whole_shape,
+)
 from attn_graph.machine.tensors import STARTS
 from attn_graph.masks.misfits import (
     cast_problem,
@@ -24,7 +32,7 @@ from attn_graph.masks.misfits import (
     misfit,
     rank_problem,
 )
-from attn_graph.spec import FLOATS, INTEGERS, NAMES, QUANTISED, ValueType, cast_code
+from attn_graph.spec import FLOATS, IN_PAIRS, INTEGERS, NAMES, ValueType, cast_code
 from attn_graph.spec.dims import are_numbers
 
 Types = Mapping[str, ValueType]
@@ -75,7 +83,7 @@ def dtype_faults(x: Types, needs: Needs) -> Iterator[Fault]:
     if main not in FLOATS:
         yield from join_faults((n, cast_problem(n, x[n].dtype, FLOATS)) for n in "qkv" if n in x)
         return
-    wrong = [n for n in "kv" if n in x and x[n].dtype not in (main, *QUANTISED)]
+    wrong = [n for n in "kv" if n in x and x[n].dtype not in (main, *NARROW)]
     by_kernels = " (k_scale= and v_scale= of 1.0 have kernels convert both)"
     yield from join_faults(
         (
@@ -164,6 +172,7 @@ def main_faults(x: Types) -> Iterator[Fault]:
     if not all(has_due_axes(x, name) for name in "qkv" if name in x):
         return
     q, k, B = x["q"], x["k"], batch_of(x)
+    D = whole_shape(k)[-1]
     axis, H = 2 if "pages" in x else 1, q.shape[1]
     heads = {n: x[n].shape[axis] for n in "kv" if n in x}
     dense = [n for n in "kv" if n in x and len(x[n].shape) == 4 and "pages" not in x]
@@ -172,8 +181,10 @@ def main_faults(x: Types) -> Iterator[Fault]:
         for n, G in heads.items()
         if are_numbers(H, G) and not divides(G, H)
     )
-    if k.shape[-1] != q.shape[-1]:
-        yield from join_faults([("k", misfit(len(k.shape) - 1, "d", k.shape[-1], q.shape[-1]))])
+    if q.shape[-1] != D:
+        fault = misfit(len(k.shape) - 1, "d", D, q.shape[-1])
+        pairs = f"; {k.dtype} has two numbers a byte, so write k.view(dtype) if it has other ones"
+        yield from join_faults([("k", fault + pairs * (k.dtype == IN_PAIRS))])
     yield from join_faults(
         (n, misfit(0, "b", x[n].shape[0], B) + repeat_code(n, x[n].shape, B))
         for n in dense
@@ -222,7 +233,7 @@ def size_faults(x: Types, needs: Needs, most: tuple[int | None, int | None]) -> 
         and sizes.keys() >= {*needs[name].axes} - {*"xyn"}
     )
     yield from join_faults(
-        (scale, scale_fault(scale, x[scale].shape, x[name].shape, scale_axes(x, name)))
+        (scale, scale_fault(scale, x[scale].shape, whole_shape(x[name]), scale_axes(x, name)))
         for name, scale in PAIRS
         if scale in x and name in x
     )

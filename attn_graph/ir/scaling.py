@@ -10,13 +10,14 @@ from attrs import frozen
 
 from attn_graph.ir.graph import Emit, Gradients, Graph, Op, Values, gives, takes, with_values
 from attn_graph.machine.tensors import lay_in_order
-from attn_graph.spec import FLOATS, QUANTISED, ValueType, accumulator, order_axes
+from attn_graph.spec import FLOATS, IN_PAIRS, QUANTISED, ValueType, accumulator, order_axes
 
 SCALES = ("q_scale", "k_scale", "v_scale")
 KEY_SCALES = SCALES[1:]
 O_SCALE = "o_scale"
 PAIRS = tuple(zip("qkv", SCALES, strict=True))
 FLOATS_OF_8 = QUANTISED[:2]
+NARROW = (*QUANTISED, IN_PAIRS)  # of k and v
 CONVERTED = FLOATS[:3]  # of k and v beside a q in another one
 # Of weights before they are rounded to 8 bits. Kernels may hold weights up to 2^4 times the largest
 # so far (RESCALE_THRESHOLD of NVIDIA's for sm_100), and 2^4 * 2^4 is below 448, the end of e4m3.
@@ -30,21 +31,22 @@ WEIGHT_SCALE = 16.0
 class Dequantise(Op):
     """x, scale, like -> x * scale, in the dtype of `like`, or in bfloat16 if that has 8 bits too.
 
-    x is in 8 bits, or in another float, of 32 bits or fewer; scale has its axes, each a divisor of
-    it: a number is for a block of neighbours. The result is dense, in the memory order of x. It has
-    no derivative by either.
+    x is in 8 bits, in pairs of 4 a byte, or in another float, of 32 bits or fewer; scale has its
+    axes, each a divisor of it: a number is for a block of neighbours. The result is dense, in the
+    memory order of x. It has no derivative by either.
     """
 
     def problems(self, x: ValueType, scale: ValueType, like: ValueType) -> Iterator[str]:
-        if not takes_scale(x.dtype, stands_in(like.dtype)):
-            kinds = ", ".join(map(str, (*QUANTISED, *CONVERTED)))
+        main = stands_in(like.dtype)
+        if not takes_scale(x.dtype, main) or main not in FLOATS:
+            kinds = ", ".join(map(str, (*NARROW, *CONVERTED)))
             yield (
                 f"dequantise: {x} is in {x.dtype}, and scales are for tensors in {kinds}, other "
-                f"than {stands_in(like.dtype)} of q; multiply it by the scale, or leave scales out"
+                f"than {main} of q; multiply it by the scale, or leave scales out"
             )
         if scale.dtype != torch.float32:
             yield f"dequantise: scale {scale} must be of torch.float32"
-        if not scales_fit(scale.shape, x.shape):
+        if not scales_fit(scale.shape, whole_shape(x)):
             due = (*x.shape[:-1], 1)
             yield (
                 f"dequantise: scale {scale} must have the axes of {x}, each a divisor of its own: "
@@ -52,12 +54,13 @@ class Dequantise(Op):
             )
 
     def infer(self, x: ValueType, scale: ValueType, like: ValueType) -> tuple[ValueType]:
-        return (ValueType(x.shape, stands_in(like.dtype)),)
+        return (ValueType(whole_shape(x), stands_in(like.dtype)),)
 
     def run(self, x: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
         dtype = stands_in(like.dtype)
         wide = accumulator(dtype)
-        whole = (x.to(wide) * spread(scale.to(wide), x.shape)).to(dtype)
+        numbers = unpair(x) if x.dtype == IN_PAIRS else x
+        whole = (numbers.to(wide) * spread(scale.to(wide), numbers.shape)).to(dtype)
         return (lay_in_order(whole, order_axes(x.shape, x.stride())),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
@@ -108,8 +111,18 @@ class Quantise(Op):
 
 
 def takes_scale(dtype: torch.dtype, like: torch.dtype) -> bool:
-    """True for keys and values in 8 bits, or in another float than q: kernels convert them."""
-    return dtype in QUANTISED or (dtype in CONVERTED and dtype != like)
+    """True for keys and values in 8 or 4 bits, or in another float than q: kernels convert them."""
+    return dtype in NARROW or (dtype in CONVERTED and dtype != like)
+
+
+def whole_shape(x: ValueType) -> tuple[int, ...]:
+    """The shape of the numbers in a tensor: twice as many as bytes if they lie in pairs."""
+    return (*x.shape[:-1], 2 * x.shape[-1]) if x.dtype == IN_PAIRS else x.shape
+
+
+def unpair(x: torch.Tensor) -> torch.Tensor:
+    """The integers of 4 bits in bytes, less 8: the first in the lower half."""
+    return torch.stack([x & 15, x >> 4], -1).flatten(-2).to(torch.int8) - 8
 
 
 def to_eight(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

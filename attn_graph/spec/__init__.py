@@ -29,6 +29,7 @@ DTYPES = {
     "f8e4m3": torch.float8_e4m3fn,
     "f8e5m2": torch.float8_e5m2,
     "i8": torch.int8,
+    "i4x2": torch.uint8,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CASTS = {  # the methods of tensors
@@ -45,6 +46,7 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # of keys and values, with scales
+IN_PAIRS = torch.uint8  # of keys and values alone: two integers of 4 bits a byte
 LAYOUTS = tuple("".join(letters) for letters in permutations("bhsd"))
 MOST_INT32, MOST_INT64 = 2**31 - 1, 2**63 - 1  # the latter of sizes and strides: PyTorch's most
 

@@ -26,7 +26,7 @@ from attn_graph.ir.relative import RelativeBias
 from attn_graph.ir.scaling import Dequantise, Quantise
 from attn_graph.ir.views import Leading
 from attn_graph.masks.places import Place
-from attn_graph.spec import INF
+from attn_graph.spec import IN_PAIRS, INF
 from attn_graph.testing.mask_formula import Data, Places, evaluate_mask
 
 Tensor = torch.Tensor
@@ -382,11 +382,19 @@ def cast(graph: Graph, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Te
     for eqn in graph.eqns:
         if isinstance(eqn.op, Dequantise) and eqn.args[0] < count:
             n, scale, _ = eqn.args
-            tensors[n] = tensors[n].double() * expand_blocks(tensors[scale], tensors[n].shape)
+            x = halves_of(tensors[n]) if tensors[n].dtype == IN_PAIRS else tensors[n].double()
+            tensors[n] = x * expand_blocks(tensors[scale], x.shape)
     return [
         x.detach().to("cpu", dtype).clone() if x.is_floating_point() else x.detach().cpu()
         for x in tensors
     ]
+
+
+def halves_of(x: Tensor) -> Tensor:
+    """The integers in the lower and the upper half of each byte, less 8, side by side."""
+    halves = torch.empty((*x.shape[:-1], 2 * x.shape[-1]), dtype=torch.float64, device=x.device)
+    halves[..., ::2], halves[..., 1::2] = x % 16, x // 16
+    return halves - 8
 
 
 def expand_blocks(scale: Tensor, shape: Sequence[int]) -> Tensor:

@@ -11,7 +11,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.scaling import O_SCALE, SCALES
-from attn_graph.spec import TensorSpec, ValueType, dense_strides
+from attn_graph.spec import IN_PAIRS, TensorSpec, ValueType, dense_strides
 
 BETWEEN = 77  # integers in gaps, never to be read
 EXTREME = 1e4  # scores this far from 0: exp(s) is 0 or inf in any dtype
@@ -79,6 +79,8 @@ def filler(
             return torch.rand(count, generator=random) < share
         if not type_.shape:  # seed or offset: all 64 bits
             return torch.randint(-(2**63), 2**63 - 1, (count,), generator=random)
+        if kind == IN_PAIRS:
+            return torch.randint(256, (count,), generator=random).to(kind)
         if kind == torch.int8:
             return torch.randint(-6, 7, (count,), generator=random).to(kind)
         return torch.randint(most + 1, (count,), generator=random).to(kind)

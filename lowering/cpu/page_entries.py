@@ -30,7 +30,7 @@ from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.rates import CpuRates
 from attn_graph.masks import And, Band, KeyLengths, Prefix, QueryLengths, flatten_join
 from attn_graph.masks.places import Place
-from attn_graph.spec import INF, TensorSpec, accumulator
+from attn_graph.spec import IN_PAIRS, INF, TensorSpec, accumulator
 
 Tensors = Sequence[torch.Tensor]
 STRIPS = (Band, Prefix, KeyLengths, QueryLengths)  # masks of which a row sees neighbouring keys
@@ -493,6 +493,8 @@ def refuse_entries(lying: Lying) -> str | None:
         return "it gives o and lse without dropout"
     if not fits_kernel(node, lying.specs) and not (node.is_capped and aligns(k) and aligns(v)):
         return "the kernel adds to scores, and products are under soft caps"
+    if IN_PAIRS in (k.dtype, v.dtype):
+        return "a byte has one number"
     return None if 0 not in (*k.shape[1:], *v.shape[1:]) else "pages have no numbers"
 
 

@@ -14,7 +14,7 @@ from attrs import evolve
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.scaling import NARROW, Dequantise
 from attn_graph.lowering.backend import UNKNOWN, UNPRICED, Backend, Executable, Price
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.finishing import cut_last, finish
@@ -40,7 +40,7 @@ from attn_graph.lowering.triton.places import kernel_strides, lying_reasons, ord
 from attn_graph.lowering.triton.work import Push, Single, Work, lying_of, split_graph
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
-from attn_graph.spec import MOST_INT32, QUANTISED, TensorSpec
+from attn_graph.spec import IN_PAIRS, MOST_INT32, TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
     from attn_graph.lowering.codegen.device_code import DeviceCode
@@ -96,7 +96,10 @@ def target_reasons(target: Target) -> Iterator[Reason]:
 def conversion_reasons(problem: Problem) -> Iterator[Reason]:
     """Against keys and values beyond the dtype of queries."""
     kinds = {spec.dtype for spec in problem.specs[1:3]}
-    if problem.dtype == torch.float16 and (wider := kinds - {problem.dtype, *QUANTISED}):
+    if IN_PAIRS in kinds and problem.D > WIDEST:
+        limit = f"has heads of at most {WIDEST} beside keys of two numbers a byte"
+        yield Reason("wide_pairs", limit, f"q has D = {problem.D}")
+    if problem.dtype == torch.float16 and (wider := kinds - {problem.dtype, *NARROW}):
         limit = "converts keys before it scales them, and float16 ends at 65504"
         yield Reason("converted", limit, f"k and v are in {', '.join(sorted(map(str, wider)))}")
 

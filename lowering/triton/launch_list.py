@@ -11,6 +11,7 @@ from attrs import Factory, define, field
 
 from attn_graph.ir.modifiers import SoftCap
 from attn_graph.ir.philox import flat_origin, threshold
+from attn_graph.ir.scaling import NARROW
 from attn_graph.kernels.tilings import (
     Pass,
     PushPass,
@@ -51,7 +52,7 @@ from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks import Mask, needs_of
 from attn_graph.masks.places import Untraceable
-from attn_graph.spec import QUANTISED, dense_strides
+from attn_graph.spec import IN_PAIRS, dense_strides
 
 Fixed = dict[str, Any]  # arguments of a kernel
 PUSHED: dict[Pass, PushPass] = {
@@ -110,7 +111,8 @@ class LaunchList:
         scales = tuple(kernel_strides(lying, *x) for x in each)  # as those of k and v
         pairs = zip(lying.blocks, scales, strict=True)  # a stride of 0: one for all
         blocks = [(n * bool(x[2]), m * bool(x[3])) for (n, m), x in pairs] or [(0, 0)] * 2
-        in_eight = bool(scales) and {x.dtype for x in p.specs[1:3]} <= {*QUANTISED}
+        each = [1 + (x.dtype == IN_PAIRS) for x in p.specs[1:3]]  # numbers a byte
+        in_eight = bool(scales) and {x.dtype for x in p.specs[1:3]} <= {*NARROW}
         facts = {
             "numbers": self.code.numbers or None,
             "GROUP": p.H // p.G,
@@ -138,8 +140,8 @@ class LaunchList:
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "tsinks_stride": tsinks.strides[0] if tsinks else None,
             "scale_strides": scales or None,
-            "K_BLOCKS": blocks[0],
-            "V_BLOCKS": blocks[1],
+            "K_BLOCKS": (*blocks[0], each[0]),
+            "V_BLOCKS": (*blocks[1], each[-1]),
             "COMMON": in_eight and not any(x[2] or x[3] or (lying.pages and x[0]) for x in scales),
             "o_strides": kernel_strides(lying, "o", lying.o()),
         }

@@ -230,3 +230,82 @@ def test_repeated_scales_are_those_of_the_formula() -> None:
     scale = torch.arange(12.0).view(2, 1, 3, 2)
     due = scale.repeat_interleave(2, 0).repeat_interleave(4, 2).repeat_interleave(8, 3)
     assert expand_blocks(scale, (4, 1, 12, 16)).equal(due.double())
+
+
+def in_pairs(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """x in two integers a byte, and a scale for so many elements of a row."""
+    split = x.float().unflatten(-1, (-1, columns))
+    scale = split.abs().amax(-1, keepdim=True) / 7
+    four = ((split / scale).round() + 8).flatten(-2).to(torch.uint8)
+    return four[..., ::2] | four[..., 1::2] << 4, scale[..., 0]
+
+
+@ways
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32], ids=str)
+def test_keys_in_4_bits_are_their_numbers_times_scales(
+    backends: tuple[str, ...], rows: int, dtype: torch.dtype
+) -> None:
+    random = torch.Generator().manual_seed(rows)
+    k, k_scale = in_pairs(torch.randn(2, 2, 70, 64, generator=random), GROUP)
+    v, v_scale = quantise(torch.randn(2, 2, 70, 32, generator=random), 1, 1, 1, GROUP)
+    q = torch.randn(2, 4, rows, 64, generator=random).to(dtype)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    attend(backends, q=q, k=k, v=v, **scales)
+    attend(backends, q=q, k=k, v=k, k_scale=k_scale, v_scale=torch.ones(1, 1, 1, 1) / 8)
+
+
+def test_the_lower_half_of_a_byte_is_the_first_number() -> None:
+    v = torch.tensor([[[[0x1F, 0x80]]]], dtype=torch.uint8)
+    one = torch.ones(1, 1, 1, 1)
+    o = ag.nn.functional.attention(torch.ones(1, 1, 1, 4), v, v, k_scale=one, v_scale=one)
+    assert o.flatten().tolist() == [7, -7, -8, 0]
+
+
+def test_bytes_of_4_bits_are_a_quarter_of_bfloat16() -> None:
+    shapes = {"q": (1, 8, 1, 64), "k": (1, 8, 4096, 64), "v": (1, 8, 4096, 64)}
+    plain = ag.attention(**{n: ag.TensorSpec(shape, BF16) for n, shape in shapes.items()})
+    four = specs_of(**shapes, k_scale=(1, 1, 1, 1), v_scale=(1, 1, 1, 1))
+    four |= {n: ag.TensorSpec((1, 8, 4096, 32), torch.uint8) for n in "kv"}
+    graph = ag.attention(**four)
+    assert "k: i4x2[1, 8, 4096, 32]" in str(graph)
+    costs = [cost(simplify(x), ag.Target.of("h100")).forward.bytes for x in (plain, graph)]
+    assert costs[1] / costs[0] < 0.26
+    for name in ("a100", "h100", "b200"):
+        text = str(ag.explain(graph, target=name))
+        assert text.startswith("triton runs this")
+        assert text.count("reads no quantised keys") >= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (2, 2, 5, 16)}, "uint8 has two numbers a byte, so write k.view(dtype) if it has"),
+        ({"k_scale": None, "v_scale": None}, "k and v are quantised; pass k_scale= and v_scale="),
+        ({"k_scale": (1, 1, 1, 3)}, "a tensor [2, 2, 5, 16] needs 4 axes, each a divisor"),
+    ],
+)
+def test_wrong_pairs_are_refused_in_words(change: dict[str, Any], message: str) -> None:
+    shapes: dict[str, Any] = {"q": (2, 2, 3, 16), "k": (2, 2, 5, 8), "v": (2, 2, 5, 8)}
+    shapes |= {"k_scale": (1, 1, 1, 2), "v_scale": (1, 1, 1, 1)} | change
+    specs = specs_of(**{n: shape for n, shape in shapes.items() if shape is not None})
+    specs |= {n: ag.TensorSpec(shapes[n], torch.uint8) for n in "kv"}
+    with pytest.raises(ag.GraphError, match=re.escape(message)):
+        ag.attention(**specs)
+
+
+def test_heads_beyond_one_piece_in_pairs_are_refused_by_name() -> None:
+    shapes = {"q": (1, 2, 1, 576), "k_scale": (1, 1, 1, 1), "v_scale": (1, 1, 1, 1)}
+    pairs = {n: ag.TensorSpec((1, 1, 32, 288), torch.uint8) for n in "kv"}
+    text = str(ag.explain(ag.attention(**specs_of(**shapes), **pairs), target="h100"))
+    assert text.startswith("math runs this")
+    assert "has heads of at most 512 beside keys of two numbers a byte" in text
+
+
+def test_4_bits_are_no_queries_and_are_not_appended() -> None:
+    q, one = torch.zeros(1, 1, 1, 4, dtype=torch.uint8), torch.ones(1, 1, 1, 1)
+    with pytest.raises(ag.GraphError, match=r"uint8.*must be|q.*uint8"):
+        declare(q=q, k=q, v=q, q_scale=one, k_scale=one, v_scale=one)
+    x, pool = torch.zeros(1, 1, 8), torch.zeros(1, 1, 1, 4, dtype=torch.uint8)
+    with pytest.raises(ag.GraphError, match="pool_k"):
+        ag.nn.append_to_pages(x, None, pool, None, slot_mapping=torch.tensor([0]), k_scale=one)

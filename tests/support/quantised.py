@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.builder import Builder
-from attn_graph.ir.scaling import PAIRS
-from attn_graph.spec import QUANTISED, dense_strides
-from attn_graph.testing.formula import expand_blocks, output_roles
+from attn_graph.ir.scaling import NARROW, PAIRS
+from attn_graph.spec import IN_PAIRS, QUANTISED, dense_strides, memory_order
+from attn_graph.testing.formula import expand_blocks, halves_of, output_roles
 from tests.support.sequences import lay_like
 
 Named = Mapping[str, torch.Tensor]
 Own = dict[str, torch.Tensor]
 FLOATS_BESIDE = (torch.float16, torch.bfloat16, torch.float32)  # of keys, q in another
 kinds = st.sampled_from(QUANTISED)
-all_kinds = st.sampled_from([*QUANTISED, *FLOATS_BESIDE])
+all_kinds = st.sampled_from([*NARROW, *FLOATS_BESIDE])
 
 
 def scale_spec(shape: tuple[int, ...], seed: int) -> ag.TensorSpec:
@@ -51,7 +51,7 @@ def quantise_graph(graph: ag.Graph, kind: torch.dtype, seed: int, names: str = "
     b, specs = Builder(), {i.name: i.spec for i in graph.inputs}
     if kind == specs["q"].dtype:
         assume(False)
-    kinds = {n: ag.TensorSpec(specs[n].shape, kind, specs[n].strides) for n in names}
+    kinds = {n: narrow_spec(specs[n], kind) for n in names}
     x = {n: b.input(n, kinds.get(n, spec)) for n, spec in specs.items()}
     pairs = [(n, name) for n, name in PAIRS if n in names]
     scales = {name: b.input(name, scale_spec(specs[n].shape, seed)) for n, name in pairs}
@@ -71,6 +71,16 @@ def quantise_graph(graph: ag.Graph, kind: torch.dtype, seed: int, names: str = "
     return b.build(*results)
 
 
+def narrow_spec(spec: ag.TensorSpec, kind: torch.dtype) -> ag.TensorSpec:
+    """A tensor of as many numbers in another dtype, with the same gaps but for those in pairs."""
+    if kind != IN_PAIRS:
+        return ag.TensorSpec(spec.shape, kind, spec.strides)
+    if spec.shape[-1] % 2:
+        assume(False)
+    shape = (*spec.shape[:-1], spec.shape[-1] // 2)
+    return ag.TensorSpec(shape, kind, dense_strides(shape, memory_order(spec)))
+
+
 def quantise_tensors(graph: ag.Graph, tensors: Named, seed: int) -> tuple[Own, Own]:
     """Tensors for `quantise_graph`, and for the graph before: the same numbers, exact in any dtype,
     since scales are powers of two."""
@@ -78,14 +88,19 @@ def quantise_tensors(graph: ag.Graph, tensors: Named, seed: int) -> tuple[Own, O
     own, plain = dict(tensors), dict(tensors)
     for n, name in ((n, name) for n, name in PAIRS if name in specs):
         x, kind = tensors[n], specs[n].dtype
-        own[n] = lay_like((x * 4).nan_to_num(127).round().to(kind), specs[n])
+        first = x[..., : specs[n].shape[-1]]
+        own[n] = lay_like((first * 4).nan_to_num(127).round().to(kind), specs[n])
         if kind in FLOATS_BESIDE:  # numbers of q's dtype and of this
             own[n].copy_((x * 4).to(torch.float8_e5m2).to(kind))
         elif kind.is_floating_point:
             own[n].copy_((x * 4).to(kind))
+        elif kind == IN_PAIRS:
+            four = (x * 4).nan_to_num(7).round().clamp(-8, 7).int() + 8
+            own[n].copy_(four[..., ::2] + 16 * four[..., 1::2])
         power = torch.randint(-3, 2, specs[name].shape, generator=random)
         own[name] = lay_like(torch.exp2(power.float()), specs[name])
-        whole = own[n].double() * expand_blocks(own[name], x.shape)
+        numbers = halves_of(own[n]) if kind == IN_PAIRS else own[n].double()
+        whole = numbers * expand_blocks(own[name], x.shape)
         plain[n] = lay_like(whole.to(x.dtype), ag.TensorSpec.like(x))
     return own, plain
 

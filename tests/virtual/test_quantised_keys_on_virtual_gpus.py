@@ -31,6 +31,8 @@ PAIRS, LINES = 1 << 8, 6 << 8  # of two columns; of one column of two keys
         (100, torch.float8_e5m2, torch.bfloat16, 1, ONE),
         (100, torch.float8_e5m2, torch.bfloat16, 70, EACH),
         (80, torch.int8, torch.bfloat16, 1, LINES),
+        (80, torch.uint8, torch.float16, 1, ONE),
+        (90, torch.uint8, torch.bfloat16, 70, PAIRS),
         (90, torch.float8_e4m3fn, torch.bfloat16, 70, PAIRS),
         pytest.param(90, torch.int8, torch.float16, 70, ONE, marks=pytest.mark.slow),
         pytest.param(120, torch.int8, torch.bfloat16, 70, EACH, marks=pytest.mark.slow),
