@@ -47,7 +47,7 @@ from attn_graph.kernels.sequences import (
     scale_heads,
     scale_rows,
     tiles_within,
-    unpair,
+    unpack_pairs,
     within_sequence,
 )
 
@@ -266,7 +266,7 @@ def attend(
             v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
             E // V_BLOCKS[2], BLOCK_N, WIDTH_E // V_BLOCKS[2], not MIXED, PAGE, UPCAST,
         )  # fmt: skip
-    v = unpair(v, V_BLOCKS)
+    v = unpack_pairs(v, V_BLOCKS)
     v = scale_rows(
         v, v_scale, q[0], pages_ptr, pages, b, g, key, keys, POOL,
         0, E, BLOCK_N, not MIXED, PAGE, V_BLOCKS,

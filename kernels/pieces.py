@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attn_graph.kernels.common import numbers_in, store_rows
-from attn_graph.kernels.sequences import key_rows, scale_rows, unpair, within_sequence
+from attn_graph.kernels.sequences import key_rows, scale_rows, unpack_pairs, within_sequence
 
 HELD: tl.constexpr = tl.constexpr(512)
 
@@ -79,7 +79,7 @@ def scale_ahead(
     """Pieces of rows as loaded, before a product, and the scales of its columns: none where columns
     of x have scales of their own, which x is times then."""
     if BLOCKS[2] == 2:
-        x = (unpair(x[0], BLOCKS),)
+        x = (unpack_pairs(x[0], BLOCKS),)
     return (
         scale_pieces(
             x, scale, like, pages_ptr, line, b, g, first, count, POOL,

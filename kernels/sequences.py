@@ -354,7 +354,7 @@ def scale_rows(
 
 
 @triton.jit
-def unpair(x, BLOCKS: tl.constexpr):
+def unpack_pairs(x, BLOCKS: tl.constexpr):
     """Rows of bytes [ROWS,WIDTH / 2] as int8 [ROWS,WIDTH], where each byte has two integers of 4
     bits, the first in its lower half: they less 8. Others unchanged. BLOCKS: last, how many a byte
     has."""

@@ -16,7 +16,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.ir.scaling import KEY_SCALES, NARROW, O_SCALE, PAIRS, SCALES
 from attn_graph.printing.text import show_value
-from attn_graph.spec import FLOATS, QUANTISED, TensorSpec, ValueType
+from attn_graph.spec import FLOATS, IN_PAIRS, QUANTISED, TensorSpec, ValueType
 
 EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
     *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
@@ -203,6 +203,8 @@ def scale_problems(x: Mapping[str, TensorSpec]) -> Iterator[str]:
             "together, alone or with q"
         )
     kinds = {"q": QUANTISED}
+    if "q" in x and x["q"].dtype == IN_PAIRS:  # bytes of something else
+        kinds |= {"k": QUANTISED, "v": QUANTISED}
     quantised = [(n, scale) for n, scale in PAIRS if n in x and x[n].dtype in kinds.get(n, NARROW)]
     if lacking := [pair for pair in quantised if pair[1] not in {*given, *missing}]:
         names, scales = (" and ".join(each) for each in zip(*lacking, strict=True))

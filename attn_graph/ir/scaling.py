@@ -10,7 +10,15 @@ from attrs import frozen
 
 from attn_graph.ir.graph import Emit, Gradients, Graph, Op, Values, gives, takes, with_values
 from attn_graph.machine.tensors import lay_in_order
-from attn_graph.spec import FLOATS, IN_PAIRS, QUANTISED, ValueType, accumulator, order_axes
+from attn_graph.spec import (
+    FLOATS,
+    IN_PAIRS,
+    QUANTISED,
+    TensorSpec,
+    ValueType,
+    accumulator,
+    order_axes,
+)
 
 SCALES = ("q_scale", "k_scale", "v_scale")
 KEY_SCALES = SCALES[1:]
@@ -115,7 +123,7 @@ def takes_scale(dtype: torch.dtype, like: torch.dtype) -> bool:
     return dtype in NARROW or (dtype in CONVERTED and dtype != like)
 
 
-def whole_shape(x: ValueType) -> tuple[int, ...]:
+def whole_shape(x: ValueType | TensorSpec) -> tuple[int, ...]:
     """The shape of the numbers in a tensor: twice as many as bytes if they lie in pairs."""
     return (*x.shape[:-1], 2 * x.shape[-1]) if x.dtype == IN_PAIRS else x.shape
 

@@ -111,7 +111,7 @@ class LaunchList:
         scales = tuple(kernel_strides(lying, *x) for x in each)  # as those of k and v
         pairs = zip(lying.blocks, scales, strict=True)  # a stride of 0: one for all
         blocks = [(n * bool(x[2]), m * bool(x[3])) for (n, m), x in pairs] or [(0, 0)] * 2
-        each = [1 + (x.dtype == IN_PAIRS) for x in p.specs[1:3]]  # numbers a byte
+        held = [1 + (x.dtype == IN_PAIRS) for x in p.specs[1:3]]  # numbers a byte
         in_eight = bool(scales) and {x.dtype for x in p.specs[1:3]} <= {*NARROW}
         facts = {
             "numbers": self.code.numbers or None,
@@ -140,8 +140,8 @@ class LaunchList:
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "tsinks_stride": tsinks.strides[0] if tsinks else None,
             "scale_strides": scales or None,
-            "K_BLOCKS": (*blocks[0], each[0]),
-            "V_BLOCKS": (*blocks[1], each[-1]),
+            "K_BLOCKS": (*blocks[0], held[0]),
+            "V_BLOCKS": (*blocks[1], held[-1]),
             "COMMON": in_eight and not any(x[2] or x[3] or (lying.pages and x[0]) for x in scales),
             "o_strides": kernel_strides(lying, "o", lying.o()),
         }

@@ -259,12 +259,14 @@ def test_the_lower_half_of_a_byte_is_the_first_number() -> None:
     v = torch.tensor([[[[0x1F, 0x80]]]], dtype=torch.uint8)
     one = torch.ones(1, 1, 1, 1)
     o = ag.nn.functional.attention(torch.ones(1, 1, 1, 4), v, v, k_scale=one, v_scale=one)
+    assert isinstance(o, Tensor)
     assert o.flatten().tolist() == [7, -7, -8, 0]
 
 
 def test_bytes_of_4_bits_are_a_quarter_of_bfloat16() -> None:
     shapes = {"q": (1, 8, 1, 64), "k": (1, 8, 4096, 64), "v": (1, 8, 4096, 64)}
-    plain = ag.attention(**{n: ag.TensorSpec(shape, BF16) for n, shape in shapes.items()})
+    wide: dict[str, Any] = {n: ag.TensorSpec(shape, BF16) for n, shape in shapes.items()}
+    plain = ag.attention(**wide)
     four = specs_of(**shapes, k_scale=(1, 1, 1, 1), v_scale=(1, 1, 1, 1))
     four |= {n: ag.TensorSpec((1, 8, 4096, 32), torch.uint8) for n in "kv"}
     graph = ag.attention(**four)
@@ -296,7 +298,7 @@ def test_wrong_pairs_are_refused_in_words(change: dict[str, Any], message: str) 
 
 def test_heads_beyond_one_piece_in_pairs_are_refused_by_name() -> None:
     shapes = {"q": (1, 2, 1, 576), "k_scale": (1, 1, 1, 1), "v_scale": (1, 1, 1, 1)}
-    pairs = {n: ag.TensorSpec((1, 1, 32, 288), torch.uint8) for n in "kv"}
+    pairs: dict[str, Any] = {n: ag.TensorSpec((1, 1, 32, 288), torch.uint8) for n in "kv"}
     text = str(ag.explain(ag.attention(**specs_of(**shapes), **pairs), target="h100"))
     assert text.startswith("math runs this")
     assert "has heads of at most 512 beside keys of two numbers a byte" in text
@@ -309,3 +311,14 @@ def test_4_bits_are_no_queries_and_are_not_appended() -> None:
     x, pool = torch.zeros(1, 1, 8), torch.zeros(1, 1, 1, 4, dtype=torch.uint8)
     with pytest.raises(ag.GraphError, match="pool_k"):
         ag.nn.append_to_pages(x, None, pool, None, slot_mapping=torch.tensor([0]), k_scale=one)
+
+
+def test_4_bits_beside_8_bit_queries_run_on_triton() -> None:
+    names = ("q_scale", "k_scale", "v_scale")
+    specs = specs_of(q=(2, 4, 300, 64), **dict.fromkeys(names, (1, 1, 1, 1)))
+    specs |= {"q": ag.TensorSpec((2, 4, 300, 64), torch.float8_e4m3fn)}
+    specs |= {n: ag.TensorSpec((2, 4, 300, 32), torch.uint8) for n in "kv"}
+    for name in ("h100", "b200"):
+        text = str(ag.explain(ag.attention(**specs), target=name, precision="fp8"))
+        assert text.startswith("triton runs this")
+        assert "cudnn can't: reads no quantised keys beside another q" in text
