@@ -29,7 +29,7 @@ DTYPES = {
     "f8e4m3": torch.float8_e4m3fn,
     "f8e5m2": torch.float8_e5m2,
     "i8": torch.int8,
-    "i4x2": torch.uint8,
+    "u8": torch.uint8,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CASTS = {  # the methods of tensors

@@ -429,6 +429,6 @@ DTYPES: Wrong = {
     "seed of int32": (attend(dropout=0.5, seed=LENGTHS[0], offset=LENGTHS[0]), "seed.long()"),
     "plan of half": (plan_of(Q.half(), Q.half(), Q.half()), "q.float()"),
     "plan of bytes": (plan_of(Q.byte(), Q, Q), "q"),
-    "spec of bytes": (lambda: ag.TensorSpec((2, 8), torch.uint8), "torch.uint8"),
+    "spec of shorts": (lambda: ag.TensorSpec((2, 8), torch.int16), "torch.int16"),
 }
 WRONG: Wrong = WORDS | OPTIONS | SHAPES | DTYPES
