@@ -47,6 +47,12 @@ def divide(a: Array, b: Array) -> Array:
     return quotient
 
 
+def add_halves(a: Array, b: Array) -> Array:
+    """a + b, the lower 16 bits and the upper ones by themselves."""
+    low, high = a & U32(0xFFFF), a >> U32(16)
+    return (low + b & U32(0xFFFF)) | (high + (b >> U32(16)) << U32(16))
+
+
 def multiply_wide(a: Array, b: Array) -> Array:
     """a * b, with twice as many bits."""
     return np.multiply(a, b, dtype=f"{a.dtype.kind}{2 * a.itemsize}")
@@ -259,6 +265,7 @@ values(("T <- T u32", BITS), {"shl.T": shift_left})
 values(("T <- T u32", f"{WHOLE} {BITS}"), {"shr.T": shift_right})
 values(("T <- T u32 u32", "u32 u64"), {"bfe.T": extract})
 values(("T <- T u32 u32", "s32"), {"bfe.T": extract_signed})
+values(("b32 <- b32 b32", ""), {"add.s16x2 add.u16x2": add_halves})
 values(("b32 <- b32 b32 u32 u32", ""), {"bfi.b32": insert})
 values(("b32 <- b32 b32 b32", ""), {"prmt.b32": permute_bytes})
 values(("b32 <- b32 b32 b32 b32", ""), {"lop3.b32": look_up_bits})
