@@ -197,6 +197,11 @@ def scale_problems(x: Mapping[str, TensorSpec]) -> Iterator[str]:
             f"attention: k_scale {x['k_scale']} has scales of columns, and v is a number of the "
             "first elements of k; pass a scale of rows, [...,1], or a tensor for v"
         )
+    elif within and x["k"].dtype == IN_PAIRS:
+        yield (
+            f"attention: k is {x['k'].dtype}, of two numbers a byte, and v is a number of the "
+            "first elements of k; pass a tensor for v, k[..., :E // 2]"
+        )
     elif missing:
         yield (
             f"attention: {given[0]} is given, and {missing[0]} is not; k and v are quantised "

@@ -322,3 +322,11 @@ def test_4_bits_beside_8_bit_queries_run_on_triton() -> None:
         text = str(ag.explain(ag.attention(**specs), target=name, precision="fp8"))
         assert text.startswith("triton runs this")
         assert "cudnn can't: reads no quantised keys beside another q" in text
+
+
+def test_values_within_keys_in_4_bits_are_refused_with_their_view() -> None:
+    k, one = torch.zeros(1, 2, 5, 8, dtype=torch.uint8), torch.ones(1, 1, 1, 1)
+    attend_to = ag.nn.functional.attention
+    with pytest.raises(ag.GraphError, match=re.escape("pass a tensor for v, k[..., :E // 2]")):
+        attend_to(torch.zeros(1, 2, 3, 16), k, 8, k_scale=one)
+    attend_to(torch.zeros(1, 2, 3, 16), k, k[..., :4], k_scale=one, v_scale=one)
