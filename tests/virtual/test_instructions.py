@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from attn_graph.testing.gpu import instructions
-from attn_graph.testing.gpu.arithmetic import FLOAT8
+from attn_graph.testing.gpu.floats import FLOAT8
 from attn_graph.testing.gpu.program import PARAMETERS
 from attn_graph.testing.gpu.rules import DTYPES, VALUES
 from tests.support.ptx_programs import run_ptx

@@ -1,39 +1,86 @@
-"""Instructions on floating-point numbers: of 16 and 64 bits, approximations, and rounding.
+"""Instructions on floating-point numbers. PTX ISA 9.7.3 to 9.7.6 and 9.7.9.
 
-PTX ISA 9.7.3 to 9.7.6 and 9.7.9. Numbers of 16 bits are computed in float32, which has more than
-twice their bits, and rounded once.
+Approximations of a GPU are correctly rounded here. Numbers of 16 bits are computed in float32,
+which has more than twice their bits, and rounded once.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import torch
 
-from attn_graph.testing.gpu.arithmetic import (
-    F32,
-    F64,
-    NAN,
-    U16,
-    U32,
-    flush,
-    fuse,
-    half,
-    has_nan,
-    largest,
-    round_bfloat,
-    smallest,
-    stack,
-    truncate,
-    widen,
-)
-from attn_graph.testing.gpu.rules import Array, DType, values
+from attn_graph.testing.gpu.arithmetic import COMPARED, U16, U32, U64, convert
+from attn_graph.testing.gpu.rules import DTYPES, Array, DType, values
 
 Function = Callable[..., Array]
-FLOATS = "f32 f64"
+HALF, FLOATS = "f16 bf16", "f32 f64"
+LEAST_NORMAL = np.float32(2.0**-126)
+NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # as instructions of PTX make it
+F32, F64 = np.float32, np.float64
+
+
+def widen_bytes(numbers: Array) -> Array:
+    """The bits of numbers in float16, with PTX's for NaN."""
+    return np.where(np.isnan(numbers), U16(0x7FFF), numbers.view(U16))
+
+
+EIGHTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FLOAT8 = {  # each number of 8 bits in float16, by its bits
+    name: widen_bytes(torch.arange(256, dtype=torch.uint8).view(kind).half().numpy())
+    for name, kind in EIGHTS.items()
+}
+
+
+def fuse(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c. It is rounded to float64 first, which changes one result in about 2^29."""
+    return (a.astype(F64) * b + c).astype(F32)
+
+
+def add_down(a: Array, b: Array) -> Array:
+    """a + b, rounded towards minus infinity, by a sum that float64 may not hold exactly."""
+    a, b = a.astype(F64), b.astype(F64)
+    total = a + b
+    more = total - a
+    rest = (a - (total - more)) + (b - more)  # the rounding error of float64 (Knuth)
+    near = total.astype(F32)
+    above = np.isfinite(total) & ((near > total) | ((near == total) & (rest < 0)))
+    return np.where(above, np.nextafter(near, F32(-np.inf)), near)
+
+
+def flush(a: Array) -> Array:
+    """Numbers below 2^-126 as zeros with their sign."""
+    small = np.abs(a) < LEAST_NORMAL
+    return np.where(small, a * F32(0), a) if small.any() else a
+
+
+def extreme(choose: Function, zeros: Function) -> Function:
+    """The smallest or largest number, by a function of NumPy's; +0 is larger than -0.
+
+    zeros: of their bits. NaN has the bits of PTX.
+    """
+
+    def chosen(a: Array, *others: Array) -> Array:
+        for b in others:
+            both, first, a = (a == 0) & (b == 0), a, choose(a, b)
+            if both.any():
+                a = np.where(both, zeros(first.view(U32), b.view(U32)).view(F32), a)
+        missing = np.isnan(a)
+        return np.where(missing, NAN, a) if missing.any() else a
+
+    return chosen
+
+
+smallest, largest = extreme(np.fmin, operator.or_), extreme(np.fmax, operator.and_)
+
+
+def widen(a: Array) -> Array:
+    """Halves in float32: float16, or the bits of bfloat16."""
+    return a.astype(F32) if a.dtype.kind == "f" else (a.astype(U32) << U32(16)).view(F32)
 
 
 def with_flushing(function: Function) -> Function:
@@ -46,48 +93,6 @@ def with_nan(function: Function) -> Function:
     return lambda *x: np.where(np.isnan(sum(x)) & np.any(np.isnan(x), 0), NAN, function(*x))
 
 
-ROUNDED: dict[str, Function] = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
-APPROXIMATED: dict[str, Function] = {
-    "sqrt": np.sqrt,
-    "rsqrt": lambda a: F32(1) / np.sqrt(a),
-    "rcp": lambda a: F32(1) / a,
-    "sin": np.sin,
-    "cos": np.cos,
-}
-for name, function in ROUNDED.items():
-    values(
-        ("f32 <- f32 f32", ""),
-        {f"{name}.ftz.f32 {name}.rn.ftz.f32": with_flushing(function)},
-    )
-    values(("f64 <- f64 f64", ""), {f"{name}.f64 {name}.rn.f64": function})
-for name, function in APPROXIMATED.items():
-    values(
-        ("f32 <- f32", ""),
-        {f"{name}.approx.f32": function, f"{name}.approx.ftz.f32": with_flushing(function)},
-    )
-values(("f32 <- f32", ""), {"sqrt.rn.f32": np.sqrt, "sqrt.rn.ftz.f32": with_flushing(np.sqrt)})
-values(("f32 <- f32", ""), {"ex2.approx.f32": np.exp2, "abs.ftz.f32": with_flushing(np.abs)})
-values(("f32 <- f32", ""), {"neg.ftz.f32": with_flushing(np.negative)})
-values(
-    ("f32 <- f32 f32", ""),
-    {
-        "div.approx.f32": operator.truediv,
-        "div.full.ftz.f32 div.rn.ftz.f32 div.approx.ftz.f32": with_flushing(operator.truediv),
-        "min.ftz.f32": with_flushing(smallest),
-        "max.ftz.f32": with_flushing(largest),
-    },
-)
-values(
-    ("f32 <- f32 f32 f32?", ""),
-    {"min.NaN.f32": with_nan(smallest), "max.NaN.f32": with_nan(largest)},
-)
-values(("f64 <- f64 f64 f64", ""), {"fma.rn.f64": lambda a, b, c: fuse_exactly(a, b, c)})
-values(
-    ("f64 <- f64 f64", ""), {"div.rn.f64": operator.truediv, "min.f64": np.fmin, "max.f64": np.fmax}
-)
-values(("f64 <- f64", ""), {"abs.f64": np.abs, "neg.f64": operator.neg, "sqrt.rn.f64": np.sqrt})
-
-
 def fuse_exactly(a: Array, b: Array, c: Array) -> Array:
     """a * b + c in float64, rounded once: by fractions, one thread after another."""
     made = np.asarray(a * b + c, F64)
@@ -98,55 +103,25 @@ def fuse_exactly(a: Array, b: Array, c: Array) -> Array:
     return made
 
 
-# Comparisons; those with u are true for NaN
+def in_pairs(combine: Function) -> Function:
+    """An instruction on the two numbers in float32 that each operand of 64 bits holds."""
 
+    def both(*operands: Array) -> Array:
+        pairs = (np.ascontiguousarray(x).view(F32).reshape(-1, 2) for x in operands)
+        return np.ascontiguousarray(combine(*pairs)).view(U64).reshape(-1)
 
-COMPARED: dict[str, Function] = {
-    "eq": operator.eq,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-}
-
-
-def or_nan(compare: Function) -> Function:
-    return lambda a, b: compare(a, b) | has_nan(a, b)
-
-
-def compare_wide(compare: Function) -> Function:
-    """A comparison of bfloat16."""
-    return lambda a, b: compare(widen(a), widen(b))
-
-
-UNEQUAL: dict[str, Function] = {
-    "ne": lambda a, b: (a < b) | (a > b),
-    "neu": operator.ne,
-    "nan": has_nan,
-    "num": lambda a, b: ~has_nan(a, b),
-}
-UNORDERED = {f"{name}u": or_nan(compare) for name, compare in COMPARED.items()}
-values(("pred <- T T", "f16 f32"), {f"setp.{name}.T": x for name, x in UNORDERED.items()})
-values(
-    ("pred <- f64 f64", ""),
-    {f"setp.{name}.f64": x for name, x in (COMPARED | UNEQUAL | UNORDERED).items()},
-)
-values(
-    ("pred <- bf16 bf16", ""),
-    {
-        f"setp.{name}.bf16": compare_wide(x)
-        for name, x in (COMPARED | UNEQUAL | UNORDERED).items()
-        if name != "eq"
-    },
-)
-values(("T <- T T pred", "f64 f16"), {"selp.T": lambda a, b, c: np.where(c, a, b)})
-
-
-# Numbers of 16 bits, alone and in pairs
+    return both
 
 
 def round_float16(a: Array) -> Array:
     return a.astype(np.float16)
+
+
+def round_bfloat(a: Array) -> Array:
+    """The bits of a number in bfloat16, rounded to nearest even."""
+    bits = np.ascontiguousarray(a).view(U32)
+    rounded = (bits + U32(0x7FFF) + (bits >> U32(16) & U32(1))) >> U32(16)  # 1 if it is odd
+    return np.where(np.isnan(a), U16(0x7FFF), rounded).astype(U16)
 
 
 NARROW: dict[str, Function] = {"f16": round_float16, "bf16": round_bfloat}
@@ -156,83 +131,144 @@ def in_float32(function: Function, kind: str) -> Function:
     return lambda *x: NARROW[kind](function(*map(widen, x)))
 
 
-def in_pairs_of(function: Function, kind: str) -> Function:
+def halves_of(a: Array, kind: str) -> Array:
+    """The two numbers of 16 bits in 32, the lower one first, in float32."""
+    pair = np.stack([np.atleast_1d(x).astype(U16) for x in (a, a >> U32(16))])
+    return widen(pair.view(DTYPES[kind]))
+
+
+def stack(low: Array, high: Array, kind: str) -> Array:
+    """Two numbers in float32, as ones of 16 bits side by side."""
+    bits = (NARROW[kind](x).view(U16) for x in (low, high))
+    return next(bits) | next(bits).astype(U32) << U32(16)
+
+
+def in_halves(function: Function, kind: str) -> Function:
     """An instruction on two numbers of 16 bits side by side."""
-    dtype = np.dtype("f2" if kind == "f16" else "u2")
-
-    def both(*operands: Array) -> Array:
-        parts = (
-            NARROW[kind](function(*(widen(half(x, at).view(dtype)) for x in operands))).view(U16)
-            for at in (16, 0)
-        )
-        return stack(*parts)
-
-    return both
+    return lambda *x: stack(*function(*(halves_of(a, kind) for a in x)), kind)
 
 
-TWO: dict[str, Function] = {
-    "add": operator.add,
-    "add.rn": operator.add,
-    "sub": operator.sub,
-    "sub.rn": operator.sub,
-    "mul": operator.mul,
-    "mul.rn": operator.mul,
-    "min": smallest,
-    "max": largest,
-    "min.NaN": with_nan(smallest),
-    "max.NaN": with_nan(largest),
+def same(function: Function) -> Function:
+    return function
+
+
+def define(
+    kind: str,
+    count: int,
+    functions: Mapping[str, Function],
+    change: Callable[[Function], Function] = same,
+    held: str = "",
+) -> None:
+    """Instructions on `count` numbers of a kind, by names without it; held: by what they are."""
+    held = held or kind
+    named = {
+        " ".join(f"{name}.{kind}" for name in names.split()): change(function)
+        for names, function in functions.items()
+    }
+    values((f"{held} <-" + f" {held}" * count, ""), named)
+
+
+ROUNDED: dict[str, Function] = {
+    "add add.rn": operator.add,
+    "sub sub.rn": operator.sub,
+    "mul mul.rn": operator.mul,
 }
-ONE: dict[str, Function] = {"abs": np.abs, "neg": np.negative}
+SIGNS: dict[str, Function] = {"abs": np.abs, "neg": operator.neg}
+DOWN: dict[str, Function] = {"add.rm": add_down}
+FUSED: dict[str, Function] = {"fma.rn": fuse}
+NAMED_NAN: dict[str, Function] = {"min.NaN": with_nan(smallest), "max.NaN": with_nan(largest)}
+EXTREMES: dict[str, Function] = {"min": smallest, "max": largest}
+SINGLE: dict[int, dict[str, Function]] = {  # in float32, by the number of operands
+    1: {
+        "sqrt.approx sqrt.rn": np.sqrt,
+        "rsqrt.approx": lambda a: F32(1) / np.sqrt(a),
+        "rcp.approx rcp.rn": lambda a: F32(1) / a,
+        "sin.approx": np.sin,
+        "cos.approx": np.cos,
+        "ex2.approx": np.exp2,
+        "lg2.approx": np.log2,
+        **SIGNS,
+    },
+    2: {**ROUNDED, "div.full div.rn div.approx": operator.truediv},
+    3: FUSED,
+}
+for count, table in SINGLE.items():
+    define("f32", count, table)
+    define("ftz.f32", count, table, with_flushing, "f32")
+define("f32", 1, {"tanh.approx": np.tanh})
+define("f32", 2, DOWN)
+for kinds, change in (("f32", same), ("ftz.f32", with_flushing)):
+    values(("f32 <- f32 f32 f32?", ""), {f"{n}.{kinds}": change(x) for n, x in EXTREMES.items()})
+values(("f32 <- f32 f32 f32?", ""), {f"{n}.f32": x for n, x in NAMED_NAN.items()})
+define("f32x2", 2, ROUNDED | DOWN, in_pairs)
+define("f32x2", 3, FUSED, in_pairs)
+define("f64", 1, {**SIGNS, "sqrt.rn": np.sqrt})
+define("f64", 2, {**ROUNDED, "div.rn": operator.truediv, "min": np.fmin, "max": np.fmax})
+define("f64", 3, {"fma.rn": fuse_exactly})
+HALVES = {1: SIGNS, 2: ROUNDED | EXTREMES | NAMED_NAN, 3: FUSED}
 for kind in NARROW:
-    for count, table in ((3, {"fma.rn": fuse}), (2, TWO), (1, ONE)):
-        for name, function in table.items():
-            values(
-                (f"{kind} <-" + f" {kind}" * count, ""),
-                {f"{name}.{kind}": in_float32(function, kind)},
-            )
-            values(
-                ("b32 <-" + " b32" * count, ""),
-                {f"{name}.{kind}x2": in_pairs_of(function, kind)},
-            )
+    for count, table in HALVES.items():
+        define(kind, count, table, partial(in_float32, kind=kind))
+        define(f"{kind}x2", count, table, partial(in_halves, kind=kind), "b32")
+    once: dict[str, Function] = {"ex2.approx ex2.approx.ftz": np.exp2, "tanh.approx": np.tanh}
+    define(kind, 1, once, partial(in_float32, kind=kind))
+values(("f32 <- T T f32", HALF), {"fma.rn.f32.T": lambda a, b, c: fuse(widen(a), widen(b), c)})
+values(("f32 <- T f32", HALF), {"add.f32.T add.rn.f32.T": lambda a, b: widen(a) + b})
+
+
+# Comparisons: false for NaN, but for neu, nan, and those with u
+
+
+def has_nan(a: Array, b: Array) -> Array:
+    return np.isnan(a) | np.isnan(b)
+
+
+def or_nan(compare: Function) -> Function:
+    return lambda a, b: compare(a, b) | has_nan(a, b)
+
+
+def compare_wide(compare: Function) -> Function:
+    """A comparison of halves."""
+    return lambda a, b: compare(widen(a), widen(b))
+
+
+COMPARISONS: dict[str, Function] = {
+    **COMPARED,
+    **{f"{name}u": or_nan(compare) for name, compare in COMPARED.items()},
+    "ne": lambda a, b: (a < b) | (a > b),
+    "neu": operator.ne,
+    "nan": has_nan,
+    "num": lambda a, b: ~has_nan(a, b),
+}
+values(("pred <- T T", FLOATS), {f"setp.{name}.T": x for name, x in COMPARISONS.items()})
+values(
+    ("pred <- T T", HALF), {f"setp.{name}.T": compare_wide(x) for name, x in COMPARISONS.items()}
+)
+for kind in NARROW:
     values(
-        (f"{kind} <- {kind}", ""),
-        {
-            f"ex2.approx.{kind} ex2.approx.ftz.{kind}": in_float32(np.exp2, kind),
-            f"tanh.approx.{kind}": in_float32(np.tanh, kind),
-        },
+        ("pred|pred <- b32 b32", ""),
+        {f"setp.eq.{kind}x2": lambda *x, kind=kind: operator.eq(*(halves_of(a, kind) for a in x))},
     )
 
 
 # Conversions and rounding to whole numbers
 
 
+def truncate(a: Array, to: DType) -> Array:
+    """Towards zero, within the range of the type; NaN becomes 0."""
+    limits, whole = np.iinfo(to), np.where(np.isnan(a), 0, np.trunc(a.astype(F64)))
+    inside = whole.clip(limits.min, np.nextafter(F64(2.0) ** (limits.max.bit_length()), F64(0)))
+    most = whole >= F64(limits.max)  # of 64 bits, float64 has none
+    return np.where(most, to.type(limits.max), inside.astype(to))
+
+
 def to_whole(round_: Function) -> Callable[[Array, DType], Array]:
     return lambda a, to: truncate(round_(a), to)
 
 
-ROUNDINGS: dict[str, Function] = {
-    "rni": np.rint,
-    "rmi": np.floor,
-    "rpi": np.ceil,
-    "rzi": np.trunc,
-}
-for name, function in ROUNDINGS.items():
-    values(("T <- T", FLOATS), {f"cvt.{name}.T.T": function})
-    values(("f32 <- f32", ""), {f"cvt.{name}.ftz.f32.f32": with_flushing(function)})
-    wholes = "f32/s64 f32/u64 f64/s32 f64/u32 f64/s64 f64/u64 f32/s16 f32/u16 f32/s8 f32/u8"
-    known = "" if name == "rzi" else "f32/s32 f32/u32 "
-    values(("W <- T to", known + wholes), {f"cvt.{name}.W.T": to_whole(function)})
-values(("f64 <- f32", ""), {"cvt.f64.f32": lambda a: a.astype(F64)})
-values(("f32 <- f64", ""), {"cvt.rn.f32.f64": lambda a: a.astype(F32)})
-values(
-    ("W <- T to", "s32/f64 u32/f64 s64/f64 u64/f64 u16/f32 u8/f32 u16/f16 s32/f16 u32/f16"),
-    {"cvt.rn.W.T": lambda a, to: a.astype(to)},
-)
-values(
-    ("bf16 <- T", "s16 s32 s8 u8 u16 u32"), {"cvt.rn.bf16.T": lambda a: round_bfloat(a.astype(F32))}
-)
-values(("f16 <- bf16", ""), {"cvt.rn.f16.bf16": lambda a: round_float16(widen(a))})
-values(("f32 <- f32", ""), {"cvt.sat.f32.f32": lambda a: np.nan_to_num(a).clip(0, 1).astype(F32)})
+def widen_float8(table: Array) -> Callable[[Array], Array]:
+    """Both numbers of 8 bits in float16, which holds them exactly."""
+    return lambda a: table[a >> U16(8)].astype(U32) << U32(16) | table[a & U16(255)]
 
 
 def narrow_float8(kind: torch.dtype) -> Function:
@@ -250,58 +286,34 @@ def narrow_float8(kind: torch.dtype) -> Function:
     return both
 
 
-values(
-    ("b16 <- f32 f32", ""),
-    {
-        "cvt.rn.satfinite.e4m3x2.f32": narrow_float8(torch.float8_e4m3fn),
-        "cvt.rn.satfinite.e5m2x2.f32": narrow_float8(torch.float8_e5m2),
-    },
+ROUNDINGS: dict[str, Function] = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
+WHOLES = "f64/s32 f64/u32 f64/s64 f64/u64 " + " ".join(
+    f"f32/{sign}{bits}" for sign in "su" for bits in (8, 16, 32, 64)
 )
-
-
-# Bits, beside those of arithmetic
-
-
-def count_zeros(a: Array) -> Array:
-    """Zeros before the first one from above."""
-    found, bits = np.full(a.shape, 8 * a.itemsize, U32), 8 * a.itemsize
-    for n in range(bits):
-        found = np.where(a >> a.dtype.type(n) & a.dtype.type(1) != 0, U32(bits - 1 - n), found)
-    return found
-
-
-def reverse_bits(a: Array) -> Array:
-    out, bits = np.zeros_like(a), 8 * a.itemsize
-    for n in range(bits):
-        out |= (a >> a.dtype.type(n) & a.dtype.type(1)) << a.dtype.type(bits - 1 - n)
-    return out
-
-
-def funnel(a: Array, b: Array, by: Array, left: bool, wrap: bool) -> Array:
-    """The upper 32 bits of b and a, shifted left; or the lower ones, shifted right."""
-    whole = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    count = (by & U32(31) if wrap else np.minimum(by, U32(32))).astype(np.uint64)
-    moved = (whole << count) >> np.uint64(32) if left else whole >> count
-    return np.asarray(moved.astype(U32))
-
-
-def multiply_high_wide(a: Array, b: Array) -> Array:
-    """a * b >> 64."""
-    exact = a.astype(object) * b.astype(object)
-    return np.array([x >> 64 for x in exact], a.dtype)
-
-
-values(("u32 <- T", "b32 b64"), {"clz.T": count_zeros})
-values(("T <- T", "b32 b64"), {"brev.T": reverse_bits})
-values(("u32 <- b64", ""), {"popc.b64": lambda a: np.bitwise_count(a).astype(U32)})
+for name, function in ROUNDINGS.items():
+    values(("T <- T", FLOATS), {f"cvt.{name}.T.T": function})
+    values(("f32 <- f32", ""), {f"cvt.{name}.ftz.f32.f32": with_flushing(function)})
+    values(("W <- T to", WHOLES), {f"cvt.{name}.W.T": to_whole(function)})
 values(
-    ("b32 <- b32 b32 u32", ""),
-    {
-        f"shf.{way}.{mode}.b32": lambda a, b, c, left=way == "l", wrap=mode == "wrap": funnel(
-            a, b, c, left, wrap
-        )
-        for way in "lr"
-        for mode in ("wrap", "clamp")
-    },
+    ("W <- T to", "s8/f32 u8/f32 s16/f32 u16/f32 s32/f32 u32/f32 s64/f32 u64/f32 f64/f32 f32/f16"),
+    {"cvt.rn.W.T": convert},
 )
-values(("T <- T T", "u64 s64"), {"mul.hi.T": multiply_high_wide})
+values(
+    ("W <- T to", "s32/f64 u32/f64 s64/f64 u64/f64 s16/f16 u16/f16 s32/f16 u32/f16"),
+    {"cvt.rn.W.T": convert},
+)
+values(("W <- T to", "f32/f64"), {"cvt.W.T": convert})
+values(("f32 <- T", HALF), {"cvt.f32.T": widen})
+values(("bf16 <- f32", ""), {"cvt.rn.bf16.f32": round_bfloat})
+values(("bf16 <- f16", ""), {"cvt.bf16.f16": lambda a: round_bfloat(widen(a))})
+values(
+    ("bf16 <- T", "s16 s32 s8 u8 u16 u32"), {"cvt.rn.bf16.T": lambda a: round_bfloat(a.astype(F32))}
+)
+values(("f16 <- bf16", ""), {"cvt.rn.f16.bf16": lambda a: round_float16(widen(a))})
+values(("f32 <- f32", ""), {"cvt.sat.f32.f32": lambda a: np.nan_to_num(a).clip(0, 1).astype(F32)})
+for kind in NARROW:
+    packed = {f"cvt.rn.{kind}x2.f32": lambda a, b, kind=kind: stack(b, a, kind)}
+    values(("b32 <- f32 f32", ""), packed)
+for kind, table in FLOAT8.items():
+    values(("b32 <- b16", ""), {f"cvt.rn.f16x2.{kind}x2": widen_float8(table)})
+    values(("b16 <- f32 f32", ""), {f"cvt.rn.satfinite.{kind}x2.f32": narrow_float8(EIGHTS[kind])})

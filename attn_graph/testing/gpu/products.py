@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 from attrs import define
 
-from attn_graph.testing.gpu.arithmetic import FLOAT8, widen
+from attn_graph.testing.gpu.floats import FLOAT8, widen
 from attn_graph.testing.gpu.matrices import (
     Tile,
     left_fragment,
