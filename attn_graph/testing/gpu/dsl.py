@@ -15,8 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -258,10 +257,14 @@ def serve_package(target: Target, execute: Execute) -> Iterator[None]:
         GPUS.append((target.sm // 10, execute))
         if INTERFACE in sys.modules:
             undo.enter_context(patch_package(sys.modules[INTERFACE], target))
-        else:
-            finder = OnImport(lambda module: undo.enter_context(patch_package(module, target)))
-            undo.callback(sys.meta_path.remove, finder)
-            sys.meta_path.insert(0, finder)
+        execute_module = SourceFileLoader.exec_module
+
+        def execute_and_change(loader: SourceFileLoader, module: ModuleType) -> None:
+            execute_module(loader, module)
+            if module.__name__ == INTERFACE:
+                undo.enter_context(patch_package(module, target))
+
+        undo.enter_context(patch.object(SourceFileLoader, "exec_module", execute_and_change))
         yield
 
 
@@ -276,43 +279,6 @@ def environment(target: Target) -> dict[str, str]:
         "CUTE_DSL_KEEP": "ptx",
         "CUTE_DSL_DUMP_DIR": str(runtime.parent),
     }
-
-
-@final
-@define(eq=False)
-class OnImport(MetaPathFinder):
-    """Changes the package's interface as soon as it is imported."""
-
-    change: Callable[[ModuleType], object]
-    searching: bool = field(default=False, init=False)
-
-    def find_spec(
-        self,
-        name: str,
-        path: object = None,
-        target: object = None,
-    ) -> ModuleSpec | None:
-        """The module's spec by other finders, with a step after its execution."""
-        if name != INTERFACE or self.searching:
-            return None
-        self.searching = True
-        try:
-            spec = find_spec(name)
-        finally:
-            self.searching = False
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self.then_change(spec.loader)  # type: ignore[method-assign, assignment]
-        return spec
-
-    def then_change(self, loader: Loader) -> Callable[[ModuleType], None]:
-        """A function that executes the module, and then changes it."""
-        execute = loader.exec_module
-
-        def both(module: ModuleType) -> None:
-            execute(module)
-            self.change(module)
-
-        return both
 
 
 @contextmanager

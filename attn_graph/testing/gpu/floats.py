@@ -145,7 +145,12 @@ def stack(low: Array, high: Array, kind: str) -> Array:
 
 def in_halves(function: Function, kind: str) -> Function:
     """An instruction on two numbers of 16 bits side by side."""
-    return lambda *x: stack(*function(*(halves_of(a, kind) for a in x)), kind)
+
+    def both(*operands: Array) -> Array:
+        low, high = function(*(halves_of(x, kind) for x in operands))
+        return stack(low, high, kind)
+
+    return both
 
 
 def same(function: Function) -> Function:
@@ -314,6 +319,6 @@ values(("f32 <- f32", ""), {"cvt.sat.f32.f32": lambda a: np.nan_to_num(a).clip(0
 for kind in NARROW:
     packed = {f"cvt.rn.{kind}x2.f32": lambda a, b, kind=kind: stack(b, a, kind)}
     values(("b32 <- f32 f32", ""), packed)
-for kind, table in FLOAT8.items():
-    values(("b32 <- b16", ""), {f"cvt.rn.f16x2.{kind}x2": widen_float8(table)})
+for kind, numbers in FLOAT8.items():
+    values(("b32 <- b16", ""), {f"cvt.rn.f16x2.{kind}x2": widen_float8(numbers)})
     values(("b16 <- f32 f32", ""), {f"cvt.rn.satfinite.{kind}x2.f32": narrow_float8(EIGHTS[kind])})

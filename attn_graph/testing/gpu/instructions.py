@@ -6,7 +6,6 @@ from attn_graph.testing.gpu import (  # noqa: F401  # for their rules
     arithmetic,
     atomics,
     barriers,
-    bulk,
     calls,
     copies,
     floats,

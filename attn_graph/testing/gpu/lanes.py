@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from attn_graph.testing.gpu.program import POISON, Program
-from attn_graph.testing.gpu.rules import DTYPES, Array, action
+from attn_graph.testing.gpu.rules import DTYPES, Array, DType, action
 from attn_graph.testing.gpu.threads import WARP, Threads
 
 REDUCTIONS = {  # NaN counts only if all are NaN
@@ -83,47 +86,52 @@ def shuffle(
     return taken.reshape(-1), near.reshape(-1)
 
 
+def by_warp(
+    m: Program, g: Threads, lanes: Array, dtype: DType, join: Callable[[int, Array], Any]
+) -> Array:
+    """Values for all lanes that execute an instruction together, by their row and flags."""
+    joined = np.zeros((g.count // WARP, WARP), dtype)
+    for row, here in members(m, g, lanes):
+        joined[row, here] = join(row, here)
+    return joined.reshape(-1)
+
+
 @action(r"redux\.sync\.(?P<way>add|min|max|and|or|xor)\.(?P<type>[busf]32)", "{type} <- {type} u32")
 def reduce_warp(m: Program, g: Threads, a: Array, lanes: Array, way: str, type: str) -> Array:
     """d = the sum of a over the lanes, or their smallest, largest, and so on."""
-    reduced = np.zeros((g.count // WARP, WARP), DTYPES[type])
-    for row, here in members(m, g, lanes):
-        reduced[row, here] = REDUCTIONS[way].reduce(rows(g, a)[row, here], dtype=DTYPES[type])
-    return reduced.reshape(-1)
+    reduce, kind, values = REDUCTIONS[way].reduce, DTYPES[type], rows(g, a)
+    return by_warp(m, g, lanes, kind, lambda row, here: reduce(values[row, here], dtype=kind))
 
 
 @action(r"elect\.sync", "u32|pred <- u32")
 def elect(m: Program, g: Threads, lanes: Array) -> tuple[Array, Array]:
     """d = one of the lanes, p: this is it. It is the first here; other GPUs may choose another."""
-    chosen = np.zeros((g.count // WARP, WARP), np.uint32)
-    for row, here in members(m, g, lanes):
-        chosen[row, here] = np.flatnonzero(here)[0]
-    return chosen.reshape(-1), (chosen == LANES).reshape(-1)
+    chosen = by_warp(m, g, lanes, DTYPES["u32"], lambda row, here: np.flatnonzero(here)[0])
+    return chosen, (rows(g, chosen) == LANES).reshape(-1)
 
 
 @action(r"vote\.sync\.(?P<way>any|all)\.pred", "pred <- pred u32")
 def vote(m: Program, g: Threads, a: Array, lanes: Array, way: str) -> Array:
     """d: a is true in one of the lanes, or in all."""
-    found = np.zeros((g.count // WARP, WARP), bool)
-    for row, here in members(m, g, lanes):
-        found[row, here] = getattr(rows(g, a)[row, here], way)()
-    return found.reshape(-1)
+    join = getattr(np, way)
+    return by_warp(m, g, lanes, DTYPES["pred"], lambda row, here: join(rows(g, a)[row, here]))
 
 
 @action(r"vote\.sync\.ballot\.b32", "b32 <- pred u32")
 def ballot(m: Program, g: Threads, a: Array, lanes: Array) -> Array:
     """d = a bit for each lane: its a is true."""
-    bits = np.zeros((g.count // WARP, WARP), np.uint32)
-    for row, here in members(m, g, lanes):
-        bits[row, here] = ((rows(g, a)[row] & here).astype(np.int64) << LANES).sum()
-    return bits.reshape(-1)
+    return by_warp(m, g, lanes, DTYPES["u32"], lambda row, here: bits_of(rows(g, a)[row] & here))
+
+
+def bits_of(flags: Array) -> Array:
+    return np.asarray((flags.astype(np.int64) << LANES).sum(-1))
 
 
 @action(r"activemask\.b32", "b32 <-")
 def active_lanes(m: Program, g: Threads) -> Array:
     """d = a bit for each lane that executes it."""
     active = rows(g, g.flags)
-    return np.repeat((active.astype(np.int64) << LANES).sum(1), WARP).astype(np.uint32)
+    return np.repeat(bits_of(active), WARP).astype(np.uint32)
 
 
 @action(r"bar\.warp\.sync", "<- u32")

@@ -64,17 +64,23 @@ class TensorMap:
     nan: bool
 
     @classmethod
-    def at(cls, m: Program, warp: int, address: int) -> TensorMap:
-        """The map used by a warp: a parameter, or made by the kernel. Raises Fault."""
+    def at(cls, m: Program, warp: int, address: int, axes: int) -> TensorMap:
+        """The map of so many axes used by a warp: a parameter, or made by the kernel.
+
+        Raises Fault.
+        """
         if address >= PARAMETERS:
-            return cls.read(m.parameter_at(address))
-        who, at = Access.by(m, "a tensor map's use of", np.array([warp])), np.array([address])
-        words = m.part(Memory).load(m, who, at.astype(np.uint64), 8, MAP_BYTES // 8, MAP_BYTES)
+            made = cls.read(m.parameter_at(address))
+        else:
+            who, at = Access.by(m, "a tensor map's use of", np.array([warp])), np.array([address])
+            words = m.part(Memory).load(m, who, at.astype(np.uint64), 8, MAP_BYTES // 8, MAP_BYTES)
+            made = cls.read(words.tobytes())
         if address in m.part(Maps).stale:
             m.fault("a tensor map is used without fence.proxy.tensormap after its change")
-        made = cls.read(words.tobytes())
         if not 1 <= len(made.box) <= MAP_RANK or not made.item:
             m.fault(f"no tensor map is at {address:#x}")
+        if axes != len(made.box):
+            m.fault(f"{axes} coordinates for a tensor map of {len(made.box)} axes")
         return made
 
     @classmethod

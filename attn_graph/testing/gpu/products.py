@@ -112,22 +112,6 @@ class Products:
         m.at_end.append(made.end)
         return made
 
-    def check_read(self, m: Program, register: int, g: Threads) -> None:
-        """Raise Fault if a product on its way sets the register."""
-        warps = g.warp_index
-        if self.is_busy and (self.sums[self.row[register], warps] > self.done[warps]).any():
-            name = m.name_of(register)
-            m.fault(f"{name} is read before the wait for the product that sets it")
-
-    def check_write(self, m: Program, register: int, g: Threads) -> None:
-        """Raise Fault if a product on its way sets or reads the register."""
-        warps, row = g.warp_index, self.row[register]
-        self.fenced[row, warps] = False
-        for use, users in (("sets", self.sums), ("reads", self.factors)) if self.is_busy else ():
-            if (users[row, warps] > self.done[warps]).any():
-                name = m.name_of(register)
-                m.fault(f"{name} is set before the wait for a product that {use} it")
-
     def check_fence(self, m: Program, rows: Array, warps: Array) -> None:
         """Note registers set after the last wgmma.fence."""
         at = np.ix_(rows, warps)
@@ -164,14 +148,22 @@ class Products:
 
 @action("register.read", "<- #")
 def read_register(m: Program, g: Threads, register: int) -> None:
-    """Before a register of products is read."""
-    m.part(Products).check_read(m, register, g)
+    """Before a register is read. Raises Fault if a product on its way sets it."""
+    x, warps = m.part(Products), g.warp_index
+    if x.is_busy and (x.sums[x.row[register], warps] > x.done[warps]).any():
+        m.fault(f"{m.name_of(register)} is read before the wait for the product that sets it")
 
 
 @action("register.write", "<- #")
 def write_register(m: Program, g: Threads, register: int) -> None:
-    """Before a register of products is set."""
-    m.part(Products).check_write(m, register, g)
+    """Before a register is set. Raises Fault if a product on its way sets or reads it."""
+    x, warps = m.part(Products), g.warp_index
+    row = x.row[register]
+    x.fenced[row, warps] = False
+    for use, users in (("sets", x.sums), ("reads", x.factors)) if x.is_busy else ():
+        if (users[row, warps] > x.done[warps]).any():
+            name = m.name_of(register)
+            m.fault(f"{name} is set before the wait for a product that {use} it")
 
 
 @action(r"wgmma\.fence\.sync\.aligned", "<-")

@@ -81,15 +81,7 @@ class Ignored:
 @final
 @frozen
 class Vector:
-    """`{a, b}`."""
-
-    items: tuple[Operand, ...]
-
-
-@final
-@frozen
-class Pair:
-    """`a|b`, two results."""
+    """`{a, b}`; or `a|b`, two results."""
 
     items: tuple[Operand, ...]
 
@@ -104,7 +96,7 @@ class Address:
     coordinates: tuple[Operand, ...] = ()
 
 
-Operand = Register | Special | Immediate | Symbol | Ignored | Vector | Pair | Address
+Operand = Register | Special | Immediate | Symbol | Ignored | Vector | Address
 
 
 @final
@@ -162,7 +154,7 @@ def registers_of(operand: Operand) -> Iterator[str]:
     match operand:
         case Register(name):
             yield name
-        case Vector(items) | Pair(items):
+        case Vector(items):
             for item in items:
                 yield from registers_of(item)
         case Address(base, _, coordinates):
@@ -257,7 +249,7 @@ class Reader:
         if text[0] in "{[":
             return (self.address if text[0] == "[" else self.vector)(text[1:-1].strip())
         if "|" in text:
-            return Pair(tuple(self.operand(x.strip()) for x in text.split("|")))
+            return Vector(tuple(self.operand(x.strip()) for x in text.split("|")))
         if number := NUMBER.fullmatch(text):
             return Immediate(bits_of(number))
         name = self.unique(text)

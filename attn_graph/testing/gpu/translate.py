@@ -25,7 +25,6 @@ from attn_graph.testing.gpu.ptx import (
     Instruction,
     Kernel,
     Operand,
-    Pair,
     Register,
     Special,
     Symbol,
@@ -95,7 +94,7 @@ def store_bytes(step: Instruction) -> int:
 
 def items(operand: Operand) -> tuple[Operand, ...]:
     """The operands in a vector, or the operand itself."""
-    return operand.items if isinstance(operand, Vector | Pair) else (operand,)
+    return operand.items if isinstance(operand, Vector) else (operand,)
 
 
 def rule_of(step: Instruction) -> Rule:
