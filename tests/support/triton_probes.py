@@ -270,3 +270,10 @@ def multiply_turned(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     """out = a b^T, all [N,N]."""
     at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)
     tl.store(out_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at).T))
+
+
+@triton.jit
+def count_numbers(x_ptr, out_ptr, N: tl.constexpr, B: tl.constexpr):
+    """How often each number below B is in x."""
+    counts = tl.histogram(tl.load(x_ptr + tl.arange(0, N)), B)
+    tl.store(out_ptr + tl.arange(0, B), counts)

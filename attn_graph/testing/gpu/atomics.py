@@ -1,4 +1,4 @@
-"""Atomic operations on global memory. PTX ISA 9.7.13.5 atom and 9.7.13.6 red.
+"""Atomic operations on global and shared memory. PTX ISA 9.7.13.5 atom and 9.7.13.6 red.
 
 Programs run one after another, so a program that waits for a later one in the grid's order never
 goes on: it is a deadlock here, and may be one on a GPU that is full.
@@ -13,11 +13,11 @@ import numpy as np
 
 from attn_graph.testing.gpu.memory import CACHE, Memory
 from attn_graph.testing.gpu.program import Program
-from attn_graph.testing.gpu.regions import Access, Region
+from attn_graph.testing.gpu.regions import Access
 from attn_graph.testing.gpu.rules import DTYPES, VALUES, Array, action
+from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import Threads
 
-ORDERS = (".acquire", ".acq_rel", ".release")
 Change = Callable[..., Any]  # of arrays, or of single numbers
 CHANGES: dict[str, Change] = {  # of what is there, and operands; beside those of VALUES
     "exch": lambda old, new: new,
@@ -25,9 +25,10 @@ CHANGES: dict[str, Change] = {  # of what is there, and operands; beside those o
     "inc": lambda old, most: np.where(old >= most, 0, old + 1),
     "dec": lambda old, most: np.where((old == 0) | (old > most), most, old - 1),
 }
+WORDS = r"(?:\.(?:relaxed|acquire|release|acq_rel|cta|cluster|gpu|sys))*"
 NAME = (
-    r"\.global(?:\.(?P<scope>cta|cluster|gpu|sys))?(?P<order>\.relaxed|\.acquire|\.release|\.acq_rel)?"
-    r"(?:\.(?:cta|cluster|gpu|sys))?\.(?P<way>add|min|max|and|or|xor|exch|cas|inc|dec)(?:\.noftz)?"
+    rf"(?P<before>{WORDS})\.(?P<space>global|shared(?:::cta)?)(?P<after>{WORDS})"
+    r"\.(?P<way>add|min|max|and|or|xor|exch|cas|inc|dec)(?:\.noftz)?"
     + CACHE
     + r"(?P<many>\.v[248])?\.(?P<type>b?f16x2|[a-z]+\d+)"
 )
@@ -48,30 +49,48 @@ def change(
     address: Array,
     values: tuple[Array, ...],
     other: tuple[Array, ...] | None = None,
-    *,
-    scope: str | None,
-    order: str | None,
-    way: str,
-    many: str | None,
-    type: str,
+    **words: str | None,
 ) -> Array:
     """d = what was there; threads change it one after another."""
     at, operands = g.take(address), [g.take(g.stack(x)) for x in (values, other) if x is not None]
-    if order in (".acquire", ".acq_rel") and scope != "cta":
+    order = {*f"{words['before']}{words['after']}".split(".")}
+    change = change_global if words["space"] == "global" else change_shared
+    return g.spread(change(m, g, at, operands, order, str(words["way"]), str(words["type"])))
+
+
+def change_global(
+    m: Program, g: Threads, at: Array, operands: list[Array], order: set[str], way: str, type: str
+) -> Array:
+    """Of other programs, those acquire what came before a release that are not of `cta` alone."""
+    if order & {"acquire", "acq_rel"} and "cta" not in order:
         m.acquire(at)
     who = Access.by(m, "an atomic operation on", g.owners, stores=True, atomic=True, reads=True)
-    old = np.zeros_like(operands[0])
-    size = DTYPES[type].itemsize
+    old, size = np.zeros_like(operands[0]), DTYPES[type].itemsize
     for region, some, offsets in m.part(Memory).split(m, who.text, at, size * len(old)):
-        note_order(m, region, way, type, offsets)
+        note_order(m, region.name, way, type, offsets, region.atomic[offsets // region.unit].any())
         region.check(m, who.select(some), offsets, size * len(old))
         words = region.words(size).view(DTYPES[type])
         places = offsets // size + np.arange(len(old))[:, None]
-        given = [x[:, some] for x in operands]
-        old[:, some] = apply(m, change_of(way, type), words, places, given)
-    if order in (".release", ".acq_rel") and scope != "cta":
+        old[:, some] = apply(m, change_of(way, type), words, places, [x[:, some] for x in operands])
+    if order & {"release", "acq_rel"} and "cta" not in order:
         m.release_to(at)
-    return g.spread(old)
+    return old
+
+
+def change_shared(
+    m: Program, g: Threads, at: Array, operands: list[Array], order: set[str], way: str, type: str
+) -> Array:
+    if order & {"acquire", "release", "acq_rel"}:
+        m.refuse("an atomic operation on shared memory by which warps wait for each other")
+    shared, text, size = m.part(Shared), "an atomic operation", DTYPES[type].itemsize
+    offsets = shared.offsets(m, text, at, size * len(operands[0]))
+    shared.forget(m, offsets, size * len(operands[0]))
+    cells = shared.cells(offsets, size * len(operands[0]))
+    again = shared.ledger.add(m, text, g.owners, cells)
+    note_order(m, shared.ledger.memory, way, type, offsets, again)
+    places = offsets // size + np.arange(len(operands[0]))[:, None]
+    words = shared.words(size).view(DTYPES[type])
+    return apply(m, change_of(way, type), words, places, operands)
 
 
 @action("red" + NAME, "<- @ {type}*")
@@ -102,8 +121,7 @@ def apply(m: Program, change: Change, words: Array, places: Array, given: list[A
     return seen
 
 
-def note_order(m: Program, region: Region, way: str, kind: str, offsets: Array) -> None:
-    """Note sums of which the last bits depend on their order."""
-    again = region.atomic[offsets // region.unit].any() or len({*offsets.tolist()}) < len(offsets)
-    if way == "add" and "f" in kind and again:
-        m.note(f"floats are added to {region.name} in any order, on which the last bits depend")
+def note_order(m: Program, name: str, way: str, kind: str, offsets: Array, again: Any) -> None:
+    """Note sums of which the last bits depend on their order; again: with earlier ones."""
+    if way == "add" and "f" in kind and (again or len({*offsets.tolist()}) < len(offsets)):
+        m.note(f"floats are added to {name} in any order, on which the last bits depend")

@@ -188,6 +188,64 @@ def meet_at_barrier(
         m.part(Barriers).arrive(m, warp, numbers[at], counts[at], waits=way == "sync")
 
 
+@final
+@define(eq=False)
+class ClusterBarrier:
+    """The barrier of a cluster, which has one program here.
+
+    arrived, waited: how often each warp did. seen: by those that arrived, by phase. held: warps.
+    """
+
+    arrived: Array
+    waited: Array
+    seen: list[Array] = field(factory=list[Array])
+    held: list[int] = field(factory=list[int])
+
+    @classmethod
+    def of(cls, m: Program) -> ClusterBarrier:
+        made = cls(np.zeros(m.warps, np.int32), np.zeros(m.warps, np.int32))
+        m.on_idle.append(made.advance)
+        return made
+
+    def advance(self, m: Program) -> bool:
+        """Let those go on for whom all others have arrived or ended; True if any."""
+        there = ~m.gone.reshape(-1, WARP).all(1)
+        ready = [w for w in self.held if self.waited[w] < self.arrived[there].min()]
+        for warp in ready:
+            m.clocks.learn(warp, self.seen[self.waited[warp]])
+            self.waited[warp] += 1
+            self.held.remove(warp)
+            m.release(warp)
+        return bool(ready)
+
+
+@action(r"barrier\.cluster\.arrive(?P<order>\.release|\.relaxed)?(?:\.aligned)?", "<-")
+def arrive_in_cluster(m: Program, g: Threads, order: str | None) -> None:
+    """Warps arrive at the barrier of the cluster; `relaxed`: without what they have done."""
+    barrier = m.part(ClusterBarrier)
+    for warp in m.together(g).tolist():
+        phase = int(barrier.arrived[warp])
+        if phase != barrier.waited[warp]:
+            m.fault("barrier.cluster.arrive again before barrier.cluster.wait")
+        if phase == len(barrier.seen):
+            barrier.seen.append(m.clocks.nothing)
+        if order != ".relaxed":
+            m.clocks.tell(warp, barrier.seen[phase])
+        barrier.arrived[warp] += 1
+
+
+@action(r"barrier\.cluster\.wait(?:\.acquire)?(?:\.aligned)?", "<-", waits=True)
+def wait_in_cluster(m: Program, g: Threads) -> None:
+    """Warps wait until all of the cluster have arrived."""
+    barrier, warps = m.part(ClusterBarrier), m.together(g)
+    m.jump(g, m.block + 1)
+    for warp in warps.tolist():
+        if barrier.arrived[warp] == barrier.waited[warp]:
+            m.fault("barrier.cluster.wait without barrier.cluster.arrive before it")
+        barrier.held.append(warp)
+        m.hold(warp, "waits at the barrier of the cluster")
+
+
 @action(r"fence\.proxy\.async(?:\.(?P<memory>shared|global)(?:::(?:cta|cluster))?)?", "<-")
 def fence_proxy(m: Program, g: Threads, memory: str | None) -> None:
     """Copies and products may read and overwrite the writes known to a thread."""

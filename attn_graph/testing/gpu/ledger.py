@@ -21,7 +21,7 @@ class Ledger:
     """The last write and the last reads of each cell. readers: the agents that may read here.
 
     inits: lines of PTX by which mbarriers begin or end, or tensor memory is taken: GPUs order these
-    before copies behind a barrier.
+    before copies behind a barrier. added: times and lines of atomic operations, by warp.
     """
 
     clocks: Clocks
@@ -30,6 +30,7 @@ class Ledger:
     memory: str
     grain: int = 1
     inits: set[int] = field(factory=set[int])
+    added: dict[int, Array] = field(factory=dict[int, Array])
     writer: Array = field(init=False)
     time: Array = field(init=False)
     line: Array = field(init=False)
@@ -73,6 +74,7 @@ class Ledger:
         unseen = (self.clocks.known[row, writers] < times) & (writers != own)
         if unseen.any():
             self.blame(m, f"{text} of", "is not ordered after the write by", row, cells, unseen)
+        self.check_added(m, f"{text} of", row, cells, proxy)
         if proxy:
             self.check_fenced(m, text, row, cells, writers, times)
 
@@ -113,8 +115,13 @@ class Ledger:
             unseen &= ~same()[:, None]
         if unseen.any():
             self.blame(m, f"{text} to", "is not ordered after the write by", row, cells, unseen)
+        self.check_added(m, f"{text} to", row, cells, proxy)
         if proxy:
             self.check_fenced(m, text, row, cells, writers, times)
+        self.check_read(m, text, warps, cells, own)
+
+    def check_read(self, m: Program, text: str, warps: Array, cells: Array, own: int = -2) -> None:
+        """Raise Fault unless a write in each row comes after all reads there."""
         known = self.clocks.known[warps][:, self.readers].T[:, :, None]
         late = self.reads[:, cells] > known
         if own >= 0 and own in self.readers:
@@ -122,7 +129,31 @@ class Ledger:
         if late.any():
             reader, fault = np.argwhere(late)[0][0], "is not ordered after the read by"
             who = self.clocks.name(int(self.readers[reader])), self.read_line
-            self.blame(m, f"{text} to", fault, row, cells, late[reader], who)
+            self.blame(m, f"{text} to", fault, warps[:, None], cells, late[reader], who)
+
+    def check_added(self, m: Program, text: str, row: Array, cells: Array, proxy: bool) -> None:
+        """Raise Fault unless an access comes after the atomic operations of all warps there."""
+        for warp, (times, lines) in self.added.items():
+            late = times[cells] > (self.clocks.fenced if proxy else self.clocks.known)[row, warp]
+            if late.any():
+                who, fault = self.clocks.name(warp), "is not ordered after the atomic operation by"
+                self.blame(m, text, fault, row, cells, late, (who, lines))
+
+    def add(self, m: Program, text: str, warps: Array, cells: Array) -> bool:
+        """Warps change cells by atomic operations, in any order; True if others did so before.
+
+        Raises Fault unless these come after other writes and reads.
+        """
+        before, self.added = self.added, {}
+        self.check_seen(m, text, warps, cells)
+        self.check_read(m, text, warps, cells)
+        self.added = before
+        again = any(times[cells].any() for times, _ in before.values())
+        for warp in np.unique(warps).tolist():
+            made = self.added.setdefault(warp, np.zeros((2, self.cells), np.int32))
+            made[0, cells[warps == warp]] = self.clocks.now(np.array([warp]))
+            made[1, cells[warps == warp]] = m.line
+        return again
 
     def blame(
         self,
@@ -149,3 +180,5 @@ class Ledger:
     def note_write(self, m: Program, agents: Array, times: Array, cells: Array) -> None:
         self.writer[cells], self.time[cells] = agents[:, None], times[:, None]
         self.line[cells] = m.line
+        for added in self.added.values():
+            added[0, cells] = 0
