@@ -277,3 +277,19 @@ def count_numbers(x_ptr, out_ptr, N: tl.constexpr, B: tl.constexpr):
     """How often each number below B is in x."""
     counts = tl.histogram(tl.load(x_ptr + tl.arange(0, N)), B)
     tl.store(out_ptr + tl.arange(0, B), counts)
+
+
+@triton.jit
+def multiply_scaled(
+    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    A_KIND: tl.constexpr, B_KIND: tl.constexpr, VECTOR: tl.constexpr,
+):
+    """out [128,N] = a [128,K] b [N,K]^T, of A and B numbers a byte, VECTOR of them by one scale."""
+    i, j, k = tl.arange(0, 128)[:, None], tl.arange(0, N)[:, None], tl.arange(0, K // VECTOR)
+    a = tl.load(a_ptr + i * (K // A) + tl.arange(0, K // A)[None, :])
+    b = tl.load(b_ptr + j * (K // B) + tl.arange(0, K // B)[None, :])
+    a_scales = tl.load(a_scales_ptr + i * (K // VECTOR) + k[None, :])
+    b_scales = tl.load(b_scales_ptr + j * (K // VECTOR) + k[None, :])
+    out = tl.dot_scaled(a, a_scales, A_KIND, b.T, b_scales, B_KIND)
+    tl.store(out_ptr + i * N + tl.arange(0, N)[None, :], out)

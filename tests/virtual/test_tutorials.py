@@ -79,6 +79,15 @@ TUTORIALS = {
         {"nvidia.cublas.CublasLt(device_workspace)": "None"},
         (("validate", *SIZES, torch.float16),),
     ),
+    "10-block-scaled-matmul": Tutorial(
+        ("block_scaled_matmul_kernel",),
+        {  # numbers of 4 bits have no scales for cuBLAS, which its function returns all the same
+            "nvidia.cublas.CublasLt(cublas_workspace)": "None",
+            "# Flatten scales for cuBLAS": "a_scale_cublas = b_scale_cublas = None",
+        },
+        (*(("validate_block_scaled", 128, 256, 512, x) for x in ("nvfp4", "mxfp4", "mxfp8")),),
+        major=10,
+    ),
     "11-programmatic-dependent-launch": Tutorial(
         ("add_kernel",), calls=(("validate", 3000),), major=9
     ),

@@ -35,6 +35,9 @@ FLOAT8 = {  # each number of 8 bits in float16, by its bits
     for name, kind in EIGHTS.items()
 }
 
+FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], F32)  # e2m1, by its bits
+FLOAT4 = np.r_[FLOAT4, -FLOAT4]
+
 
 def fuse(a: Array, b: Array, c: Array) -> Array:
     """a * b + c. It is rounded to float64 first, which changes one result in about 2^29."""

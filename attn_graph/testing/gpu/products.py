@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 from attrs import define
 
-from attn_graph.testing.gpu.floats import FLOAT8, widen
+from attn_graph.testing.gpu.floats import FLOAT4, FLOAT8, widen
 from attn_graph.testing.gpu.matrices import (
     Tile,
     left_fragment,
@@ -32,7 +32,8 @@ ON_THEIR_WAY = 0x7FBADBAD  # in registers of a product before its wait
 
 
 KINDS = r"(?:f16|bf16|tf32|e4m3|e5m2)"
-BYTES = {"tf32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}  # of an element
+BYTES = {"tf32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1, "e2m1": 1}
+# of an element, but e2m1: of two
 
 
 @action(
@@ -275,6 +276,8 @@ def load_tile(
 
 def as_factors(bits: Array, kind: str) -> Array:
     """Elements of an operand as float32 factors."""
+    if kind == "e2m1":
+        return FLOAT4[np.stack([bits & 15, bits >> 4], -1)].reshape(len(bits), -1)
     if kind in FLOAT8:
         return FLOAT8[kind][bits].view(np.float16).astype(F32)
     if kind in ("s8", "u8"):

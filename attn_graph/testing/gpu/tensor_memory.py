@@ -26,6 +26,9 @@ SPANS = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes swizzled together, by a descripto
 # What an instruction's kind and the number in its descriptor make of an operand.
 KINDS = {("f16", 0): "f16", ("f16", 1): "bf16", ("tf32", 2): "tf32"}
 KINDS |= {("f8f6f4", 0): "e4m3", ("f8f6f4", 1): "e5m2"}
+KINDS |= {("mxf8f6f4", 0): "e4m3", ("mxf8f6f4", 1): "e5m2"}
+KINDS |= {("mxf4", 1): "e2m1", ("mxf4nvf4", 1): "e2m1"}
+EXPONENTS = np.r_[np.exp2(np.arange(-127, 128)), np.nan].astype(np.float32)  # ue8m0, by its bits
 UNSET = 0x7FBADBAD  # in unwritten columns: NaN
 
 
@@ -239,15 +242,71 @@ def multiply_in_tensor_memory(
     for n, (warp, *each) in enumerate(zip(g.owners.tolist(), *numbers, strict=True)):
         at, left_at, right_at, described, adds = map(int, each)
         changed = kept[:, n].repeat(QUARTER) >> np.tile(np.arange(QUARTER), 4) & 1 == 0
+        if described >> 4 & 3 != 1:
+            m.refuse(f"the instruction descriptor {described:#x}")
         product = Product.of(m, kind, described)
         right = read_tile(m, warp, right_at, product.right)
         if isinstance(a, tuple):
-            left = read_cells(m, warp, left_at, product.left)
+            words = read_words(m, warp, block_of(m, left_at, product.left.rows, 8))
+            left = as_factors(words.view(f"u{product.left.size}"), product.left.kind)
         else:
             left = read_tile(m, warp, left_at, product.left)
         cells, sums = block_of(m, at, *product.shape), left @ right.T
         rows = changed[cells[:, 0] // COLUMNS]
         multiply_once(m, warp, cells[rows], sums[rows], bool(adds))
+
+
+@action(T5 + "cp" + ONE + r"\.warpx4\.32x128b", "<- @ u64")
+def copy_scales(m: Program, g: Threads, target: Array, source: Array) -> None:
+    """Copy 32 rows of 16 bytes from shared memory to the lanes of each warp, behind products."""
+    given = zip(g.owners.tolist(), g.each(target).tolist(), g.each(source).tolist(), strict=True)
+    for warp, at, descriptor in given:
+        rows = read_tile(m, warp, descriptor, Factor("u8", QUARTER, False))[:, :16]
+        words = np.ascontiguousarray(rows.astype(np.uint8)).view(np.uint32)
+        write_cells(m, warp, "tcgen05.cp", block_of(m, at, LANES, 4), np.tile(words, (4, 1)))
+
+
+SCALED = T5 + "mma" + ONE + r"\.kind::(?P<kind>mxf8f6f4|mxf4|mxf4nvf4)\.block_scale"
+
+
+@action(SCALED + r"\.scale_vec::(?P<many>[124])X", "<- @ & u64 u32 @ @ pred")
+def multiply_scaled(
+    m: Program, g: Threads, d: Array, *operands: Any, kind: str, many: str
+) -> None:  # Any: descriptors of A, B and the product, the addresses of their scales, and a flag
+    """D = A B + D, or A B, in which elements side by side along k have one scale of `many`.
+
+    Scales are in tensor memory: of row r in lane r % 32, column r / 32, one in each byte.
+    """
+    numbers = [g.each(x).tolist() for x in (d, *operands)]
+    for warp, *each in zip(g.owners.tolist(), *numbers, strict=True):
+        at, left_at, right_at, bits, left_scales, right_scales, adds = map(int, each)
+        product = Product.of(m, kind, bits)
+        if bits >> 31 or product.left.rows != LANES:
+            m.refuse(f"the instruction descriptor {bits:#x}")
+        left, right = (
+            scale(m, warp, read_tile(m, warp, start, factor), scales, bits >> first & 3, bits, many)
+            for start, factor, scales, first in (
+                (left_at, product.left, left_scales, 29),
+                (right_at, product.right, right_scales, 4),
+            )
+        )
+        multiply_once(m, warp, block_of(m, at, *product.shape), left @ right.T, bool(adds))
+
+
+def scale(
+    m: Program, warp: int, items: Array, address: int, first: int, bits: int, many: str
+) -> Array:
+    """Elements [rows, k] by scales: `many` along k, the bytes of a word from `first` on."""
+    lane, row = address >> 16, np.arange(len(items))
+    lanes = lane + np.arange(0, LANES, QUARTER)[:, None] + row % QUARTER
+    columns = (address & 0xFFFF) + row // QUARTER + 0 * lanes
+    copies = read_words(m, warp, m.part(TensorMemory).cells(m, lanes, columns))
+    if first % int(many) or (copies != copies[0]).any():
+        m.fault(f"{many} scales from byte {first} on, or others in other quarters of the lanes")
+    parts = copies[0][:, None].view(np.uint8)
+    chosen = parts[:, first : first + int(many)]
+    scales = EXPONENTS[chosen] if bits >> 23 & 1 else as_factors(chosen, "e4m3")
+    return np.asarray(items * scales.repeat(items.shape[1] // int(many), axis=1))
 
 
 @final
@@ -278,7 +337,7 @@ class Product:
         kinds = [KINDS.get((kind, bits >> at & 7)) for at in (7, 10)]
         columns, rows = (bits >> 17 & 63) * 8, (bits >> 24 & 31) * 16
         left, right = kinds
-        if bits >> 4 & 3 != 1 or bits & 0x600F or not (left and right) or rows not in (64, 128):
+        if bits & 0x600F or not (left and right) or rows not in (64, 128):
             m.refuse(f"the instruction descriptor {bits:#x}")
         turned = [bool(bits >> at & 1) for at in (15, 16)]
         return cls(Factor(str(left), rows, turned[0]), Factor(str(right), columns, turned[1]))
@@ -288,28 +347,32 @@ class Product:
         return self.left.rows, self.right.rows
 
 
-def read_cells(m: Program, warp: int, address: int, factor: Factor) -> Array:
-    """An operand [rows, k] in tensor memory."""
+def read_words(m: Program, warp: int, cells: Array) -> Array:
+    """Words of tensor memory that a product reads."""
     tensor, core = m.part(TensorMemory), m.clocks.tensor
-    cells = block_of(m, address, factor.rows, 8)
     flat = cells.reshape(1, -1)
     tensor.ledger.check_seen(m, "tcgen05.mma", np.array([warp]), flat, own=core)
     tensor.ledger.note_read(m, np.array([core]), np.array([tensor.time]), flat)
-    words = np.ascontiguousarray(tensor.data[cells])
-    return as_factors(words.view(f"u{factor.size}"), factor.kind)
+    return np.ascontiguousarray(tensor.data[cells])
 
 
 def multiply_once(m: Program, warp: int, cells: Array, sums: Array, adds: bool) -> None:
     """Store one product, begun by a thread of a warp, or add it to the sums there."""
-    tensor, one, core = m.part(TensorMemory), np.array([warp]), m.clocks.tensor
-    m.clocks.tell(warp, tensor.before.setdefault(warp, m.clocks.nothing))
-    flat = cells.reshape(1, -1)
+    tensor, core = m.part(TensorMemory), m.clocks.tensor
     if adds:
-        tensor.ledger.check_seen(m, "tcgen05.mma", one, flat, own=core)
+        flat = cells.reshape(1, -1)
+        tensor.ledger.check_seen(m, "tcgen05.mma", np.array([warp]), flat, own=core)
         sums = sums + tensor.data[cells].view(np.float32)
-    tensor.ledger.check_free(m, "tcgen05.mma", one, flat, own=core)
+    write_cells(m, warp, "tcgen05.mma", cells, sums.astype(np.float32).view(np.uint32))
+
+
+def write_cells(m: Program, warp: int, text: str, cells: Array, words: Array) -> None:
+    """A tensor core writes words, on behalf of a thread of a warp."""
+    tensor, core, flat = m.part(TensorMemory), m.clocks.tensor, cells.reshape(1, -1)
+    m.clocks.tell(warp, tensor.before.setdefault(warp, m.clocks.nothing))
+    tensor.ledger.check_free(m, text, np.array([warp]), flat, own=core)
     tensor.ledger.note_write(m, np.array([core]), np.array([tensor.time]), flat)
-    tensor.data[cells] = sums.astype(np.float32).view(np.uint32)
+    tensor.data[cells] = words
 
 
 def block_of(m: Program, address: int, rows: int, columns: int) -> Array:
@@ -324,7 +387,8 @@ def read_tile(m: Program, warp: int, descriptor: int, factor: Factor) -> Array:
     """An operand [rows, k] in shared memory, by its descriptor: see products.read_operand."""
     start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     mode = descriptor >> 61 & 7
-    if mode not in SPANS or descriptor >> 49 & 7 or (factor.turned and factor.size != 2):
+    offset = mode and descriptor >> 49 & 7  # that of swizzling
+    if mode not in SPANS or offset or (factor.turned and factor.size != 2):
         m.refuse(f"the matrix descriptor {descriptor:#x}")
     tile = Tile(start, lead, stride, SPANS[mode], factor.rows, factor.turned, factor.size)
     agents, times = np.array([m.clocks.tensor]), np.array([m.part(TensorMemory).time])
