@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from attn_graph.testing.gpu.apart import run_launch
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.instructions import translate
 from attn_graph.testing.gpu.maps import MAP
@@ -29,6 +30,7 @@ def run_ptx(
     unset: Unset | None = None,
     omits: frozenset[Omission] = frozenset(),
     boxes: Mapping[str, tuple[int, int]] | None = None,
+    processes: int = 1,
 ) -> set[str]:
     """Execute statements, in which a tensor's name is the parameter with its address; the notes.
 
@@ -49,7 +51,7 @@ def run_ptx(
     memory = Memory.around(tensors, unset or Unset())
     sizes = (programs, 1, 1), threads, shared
     launch = Launch(translate(text), *sizes, given, memory, seed, omits=omits)
-    launch.run()
+    run_launch(launch, memory, processes)
     return launch.notes
 
 

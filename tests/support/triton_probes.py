@@ -281,9 +281,18 @@ def count_numbers(x_ptr, out_ptr, N: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def multiply_scaled(
-    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    A_KIND: tl.constexpr, B_KIND: tl.constexpr, VECTOR: tl.constexpr,
+    a_ptr,
+    a_scales_ptr,
+    b_ptr,
+    b_scales_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    A_KIND: tl.constexpr,
+    B_KIND: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """out [128,N] = a [128,K] b [N,K]^T, of A and B numbers a byte, VECTOR of them by one scale."""
     i, j, k = tl.arange(0, 128)[:, None], tl.arange(0, N)[:, None], tl.arange(0, K // VECTOR)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attn_graph.testing.gpu import UnknownInstructionError
 from attn_graph.testing.gpu.dsl import check_launch, translate_map
 from attn_graph.testing.gpu.maps import TensorMap
-from attn_graph.testing.gpu.matrices import SPANS
+from attn_graph.testing.gpu.products import SPANS
 
 TYPES = {6: 2, 7: 4, 10: 2}
 USED, BYTES = 64, 128

@@ -229,6 +229,7 @@ FLOATING: dict[str, Exact] = {
     "sub": exactly(lambda a, b: a - b),
     "mul": exactly(lambda a, b: a * b),
     "fma": exactly(lambda a, b, c: a * b + c),
+    "fma.rm": downward(lambda a, b, c: a * b + c),
     "abs": abs,
     "neg": lambda a: -a,
     "min": extreme(min),

@@ -131,8 +131,8 @@ def test_a_warp_that_has_ended_is_not_awaited_in_the_cluster() -> None:
     [
         (f"{STORE} barrier.cluster.arrive.relaxed.aligned; {WAIT} {LOAD}", "is not ordered after"),
         (f"{STORE} {ARRIVE} {LOAD} {WAIT}", "is not ordered after the write by warp 0"),
-        (WAIT, "barrier.cluster.wait without barrier.cluster.arrive"),
-        (f"{ARRIVE} {ARRIVE}", "barrier.cluster.arrive again"),
+        (WAIT, "barrier.cluster.wait without the other"),
+        (f"{ARRIVE} {ARRIVE}", "barrier.cluster.arrive without the other"),
         (f"@%p2 bra low;\n {ARRIVE} {WAIT}\nlow:\n bar.sync 0;", "deadlock"),
     ],
 )

@@ -218,8 +218,7 @@ values(("pred <- T T", WHOLE), {f"setp.{name}.T": x for name, x in COMPARED.item
 values(("pred <- T T", BITS), {"setp.eq.T": operator.eq})
 values(("pred <- T T", f"{WHOLE} {BITS}"), {"setp.ne.T": operator.ne})
 values(
-    ("T <- T T pred", f"{WHOLE} {BITS} f16 f32 f64"),
-    {"selp.T": lambda a, b, c: np.where(c, a, b)},
+    ("T <- T T pred", f"{WHOLE} {BITS} f16 f32 f64"), {"selp.T": lambda a, b, c: np.where(c, a, b)}
 )
 values(
     ("W <- T to", "u32/u16 u8/u16 u16/u32 u64/u32 u8/u32 u32/u64 u16/u64 u8/u64"),

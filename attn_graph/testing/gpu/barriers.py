@@ -79,9 +79,8 @@ class MBarrier:
         self.pending -= arrivals
         self.bytes += more_bytes
         if self.pending < 0:
-            m.fault(
-                f"the mbarrier at byte {self.offset} counts {self.count} arrivals, not one more"
-            )
+            where = f"at byte {self.offset}"
+            m.fault(f"the mbarrier {where} counts {self.count} arrivals, not one more")
         if self.pending or self.bytes:
             return
         np.maximum(self.done, self.seen, out=self.done)
@@ -118,10 +117,8 @@ class Barriers:
             )
         barrier = self.named.setdefault(number, Barrier(threads, m.line, m.clocks.nothing))
         if barrier.threads != threads:
-            m.fault(
-                f"barrier {number} is for {threads} threads here, and for {barrier.threads} in PTX "
-                f"line {barrier.line}"
-            )
+            known = f"{barrier.threads} in PTX line {barrier.line}"
+            m.fault(f"barrier {number} is for {threads} threads here, and for {known}")
         m.clocks.tell(warp, barrier.seen)
         barrier.arrived += WARP
         if waits:
@@ -144,9 +141,8 @@ class Barriers:
         ledger.note_read(m, warps, m.clocks.now(warps), cells)
         unfenced = proxy and not found.announced
         if unfenced and (m.clocks.fenced[warp, ledger.writer[cells]] < ledger.time[cells]).any():
-            m.note(
-                "an mbarrier is used by the other proxy without fence.proxy.async after its init"
-            )
+            way = "is used by the other proxy without fence.proxy.async after its init"
+            m.note(f"an mbarrier {way}")
         return found
 
     def wake(self, m: Program, mbarrier: MBarrier) -> None:
@@ -161,11 +157,9 @@ class Barriers:
         """
         for x in m.part(Shared).occupants.values():
             if isinstance(x, MBarrier) and not x.is_idle:
-                m.report(
-                    Omission.ARRIVALS,
-                    f"it ends while the mbarrier at byte {x.offset} expects {x.pending} arrivals "
-                    f"and {x.bytes} bytes",
-                )
+                awaited = f"{x.pending} arrivals and {x.bytes} bytes"
+                text = f"it ends while the mbarrier at byte {x.offset} expects {awaited}"
+                m.report(Omission.ARRIVALS, text)
         if self.named:
             text = f"it ends while warps are awaited at barriers {sorted(self.named)}"
             m.report(Omission.ARRIVALS, text)
@@ -198,7 +192,7 @@ class ClusterBarrier:
 
     arrived: Array
     waited: Array
-    seen: list[Array] = field(factory=list[Array])
+    seen: dict[int, Array] = field(factory=dict[int, Array])
     held: list[int] = field(factory=list[int])
 
     @classmethod
@@ -212,38 +206,34 @@ class ClusterBarrier:
         there = ~m.gone.reshape(-1, WARP).all(1)
         ready = [w for w in self.held if self.waited[w] < self.arrived[there].min()]
         for warp in ready:
-            m.clocks.learn(warp, self.seen[self.waited[warp]])
+            m.clocks.learn(warp, self.seen[int(self.waited[warp])])
             self.waited[warp] += 1
             self.held.remove(warp)
             m.release(warp)
         return bool(ready)
 
 
-@action(r"barrier\.cluster\.arrive(?P<order>\.release|\.relaxed)?(?:\.aligned)?", "<-")
-def arrive_in_cluster(m: Program, g: Threads, order: str | None) -> None:
-    """Warps arrive at the barrier of the cluster; `relaxed`: without what they have done."""
-    barrier = m.part(ClusterBarrier)
-    for warp in m.together(g).tolist():
-        phase = int(barrier.arrived[warp])
-        if phase != barrier.waited[warp]:
-            m.fault("barrier.cluster.arrive again before barrier.cluster.wait")
-        if phase == len(barrier.seen):
-            barrier.seen.append(m.clocks.nothing)
-        if order != ".relaxed":
-            m.clocks.tell(warp, barrier.seen[phase])
-        barrier.arrived[warp] += 1
-
-
-@action(r"barrier\.cluster\.wait(?:\.acquire)?(?:\.aligned)?", "<-", waits=True)
-def wait_in_cluster(m: Program, g: Threads) -> None:
-    """Warps wait until all of the cluster have arrived."""
+@action(
+    r"barrier\.cluster\.(?P<way>arrive|wait)(?P<order>\.\w+e|\.relaxed)?(?:\.aligned)?",
+    "<-",
+    waits=True,
+)
+def meet_in_cluster(m: Program, g: Threads, way: str, order: str | None) -> None:
+    """Warps arrive at the barrier of the cluster, or wait for all; `relaxed`: it orders nothing."""
     barrier, warps = m.part(ClusterBarrier), m.together(g)
     m.jump(g, m.block + 1)
     for warp in warps.tolist():
-        if barrier.arrived[warp] == barrier.waited[warp]:
-            m.fault("barrier.cluster.wait without barrier.cluster.arrive before it")
-        barrier.held.append(warp)
-        m.hold(warp, "waits at the barrier of the cluster")
+        phase, waits = int(barrier.waited[warp]), way == "wait"
+        if barrier.arrived[warp] - phase != waits:
+            m.fault(f"barrier.cluster.{way} without the other one, of arrive and wait, before it")
+        if waits:
+            barrier.held.append(warp)
+            m.hold(warp, "waits at the barrier of the cluster")
+            continue
+        barrier.arrived[warp] += 1
+        seen = barrier.seen.setdefault(phase, m.clocks.nothing)
+        if order != ".relaxed":
+            m.clocks.tell(warp, seen)
 
 
 @action(r"fence\.proxy\.async(?:\.(?P<memory>shared|global)(?:::(?:cta|cluster))?)?", "<-")

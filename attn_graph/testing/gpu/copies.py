@@ -14,8 +14,8 @@ from attrs import define, field, frozen
 from attn_graph.testing.gpu.barriers import Barriers, MBarrier, places
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.maps import TensorMap
-from attn_graph.testing.gpu.matrices import swizzle
 from attn_graph.testing.gpu.memory import Memory
+from attn_graph.testing.gpu.products import swizzle
 from attn_graph.testing.gpu.program import SHARED, Program
 from attn_graph.testing.gpu.regions import Access
 from attn_graph.testing.gpu.rules import Array, action

@@ -24,6 +24,7 @@ from attn_graph.lowering.cudnn.offline import compile_stand_in
 from attn_graph.machine.target import VIRTUAL, Target
 from attn_graph.machine.tensors import is_watched
 from attn_graph.plan.cache import cache as plans
+from attn_graph.testing.gpu.apart import run_launch
 from attn_graph.testing.gpu.dsl import named_tensors, serve_package
 from attn_graph.testing.gpu.faults import Omission, UnknownInstructionError
 from attn_graph.testing.gpu.instructions import translate
@@ -118,7 +119,7 @@ class VirtualGpu:
     """A GPU whose code the CPU executes.
 
     target: the GPU. seed: for the order of programs, warps and copies; None: those furthest behind
-    first. omits: faults that are only noted.
+    first. omits: faults that are only noted. processes: that share the programs of a launch.
     reachable: tensors found by kernels at addresses stored in other tensors.
     notes: steps required by the PTX ISA but omitted by its kernels, harmlessly on known GPUs.
     kernels: the number of executed programs of each, by name.
@@ -127,6 +128,7 @@ class VirtualGpu:
     target: Target
     seed: int | None = None
     omits: frozenset[Omission] = frozenset()
+    processes: int = 1
     reachable: list[torch.Tensor] = field(factory=list[torch.Tensor], repr=False)
     notes: set[str] = field(factory=set[str])
     kernels: Counter[str] = field(factory=Counter[str])
@@ -170,7 +172,8 @@ class VirtualGpu:
         drawn = self.seed, self.notes
         cores = self.target.multiprocessors or 1
         known = omits | self.omits
-        Launch(code, (x, y, z), threads, shared, given, memory, *drawn, known, cores).run()
+        launch = Launch(code, (x, y, z), threads, shared, given, memory, *drawn, known, cores)
+        run_launch(launch, memory, self.processes)
         self.kernels[code.kernel.name] += x * y * z
 
 
@@ -240,7 +243,11 @@ class Driver:
 
 @contextmanager
 def virtual_gpu(
-    name: str | Target, *, seed: int | None = None, omits: Collection[Omission] = ()
+    name: str | Target,
+    *,
+    seed: int | None = None,
+    omits: Collection[Omission] = (),
+    processes: int = 1,
 ) -> Iterator[VirtualGpu]:
     """Within this block Triton's kernels run on the CPU as on a GPU.
 
@@ -257,7 +264,7 @@ def virtual_gpu(
     from triton.runtime import driver
 
     target = Target.of(name) if isinstance(name, str) else name
-    gpu = VirtualGpu(target, seed, frozenset(omits))
+    gpu = VirtualGpu(target, seed, frozenset(omits), processes)
     if knobs.runtime.interpret or gpu.target in VIRTUAL:
         raise RuntimeError("Triton interprets kernels here, or another virtual GPU is in use")
     before = driver._active

@@ -24,17 +24,12 @@ NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # as instructions of PTX make it
 F32, F64 = np.float32, np.float64
 
 
-def widen_bytes(numbers: Array) -> Array:
-    """The bits of numbers in float16, with PTX's for NaN."""
-    return np.where(np.isnan(numbers), U16(0x7FFF), numbers.view(U16))
-
-
 EIGHTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-FLOAT8 = {  # each number of 8 bits in float16, by its bits
-    name: widen_bytes(torch.arange(256, dtype=torch.uint8).view(kind).half().numpy())
+FLOAT8 = {  # each number of 8 bits in float16, by its bits, with PTX's for NaN
+    name: np.where(np.isnan(x), U16(0x7FFF), x.view(U16))
     for name, kind in EIGHTS.items()
+    for x in (torch.arange(256, dtype=torch.uint8).view(kind).half().numpy(),)
 }
-
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], F32)  # e2m1, by its bits
 FLOAT4 = np.r_[FLOAT4, -FLOAT4]
 
@@ -156,15 +151,11 @@ def in_halves(function: Function, kind: str) -> Function:
     return both
 
 
-def same(function: Function) -> Function:
-    return function
-
-
 def define(
     kind: str,
     count: int,
     functions: Mapping[str, Function],
-    change: Callable[[Function], Function] = same,
+    change: Callable[[Function], Function] = lambda x: x,
     held: str = "",
 ) -> None:
     """Instructions on `count` numbers of a kind, by names without it; held: by what they are."""
@@ -197,17 +188,18 @@ SINGLE: dict[int, dict[str, Function]] = {  # in float32, by the number of opera
         "lg2.approx": np.log2,
         **SIGNS,
     },
-    2: {**ROUNDED, "div.full div.rn div.approx": operator.truediv},
-    3: FUSED,
+    2: {**ROUNDED, **DOWN, "div.full div.rn div.approx": operator.truediv},
+    3: {**FUSED, "fma.rm": lambda a, b, c: add_down(a.astype(F64) * b, c)},
 }
 for count, table in SINGLE.items():
     define("f32", count, table)
     define("ftz.f32", count, table, with_flushing, "f32")
 define("f32", 1, {"tanh.approx": np.tanh})
-define("f32", 2, DOWN)
-for kinds, change in (("f32", same), ("ftz.f32", with_flushing)):
-    values(("f32 <- f32 f32 f32?", ""), {f"{n}.{kinds}": change(x) for n, x in EXTREMES.items()})
-values(("f32 <- f32 f32 f32?", ""), {f"{n}.f32": x for n, x in NAMED_NAN.items()})
+FLUSHED = {f"{name}.ftz": with_flushing(x) for name, x in EXTREMES.items()}
+values(
+    ("f32 <- f32 f32 f32?", ""),
+    {f"{n}.f32": x for n, x in (EXTREMES | NAMED_NAN | FLUSHED).items()},
+)
 define("f32x2", 2, ROUNDED | DOWN, in_pairs)
 define("f32x2", 3, FUSED, in_pairs)
 define("f64", 1, {**SIGNS, "sqrt.rn": np.sqrt})
@@ -231,18 +223,12 @@ def has_nan(a: Array, b: Array) -> Array:
     return np.isnan(a) | np.isnan(b)
 
 
-def or_nan(compare: Function) -> Function:
-    return lambda a, b: compare(a, b) | has_nan(a, b)
-
-
-def compare_wide(compare: Function) -> Function:
-    """A comparison of halves."""
-    return lambda a, b: compare(widen(a), widen(b))
-
-
 COMPARISONS: dict[str, Function] = {
     **COMPARED,
-    **{f"{name}u": or_nan(compare) for name, compare in COMPARED.items()},
+    **{
+        f"{name}u": lambda a, b, compare=compare: compare(a, b) | has_nan(a, b)
+        for name, compare in COMPARED.items()
+    },
     "ne": lambda a, b: (a < b) | (a > b),
     "neu": operator.ne,
     "nan": has_nan,
@@ -250,7 +236,8 @@ COMPARISONS: dict[str, Function] = {
 }
 values(("pred <- T T", FLOATS), {f"setp.{name}.T": x for name, x in COMPARISONS.items()})
 values(
-    ("pred <- T T", HALF), {f"setp.{name}.T": compare_wide(x) for name, x in COMPARISONS.items()}
+    ("pred <- T T", HALF),
+    {f"setp.{n}.T": lambda a, b, x=x: x(widen(a), widen(b)) for n, x in COMPARISONS.items()},
 )
 for kind in NARROW:
     values(
@@ -318,7 +305,9 @@ values(
     ("bf16 <- T", "s16 s32 s8 u8 u16 u32"), {"cvt.rn.bf16.T": lambda a: round_bfloat(a.astype(F32))}
 )
 values(("f16 <- bf16", ""), {"cvt.rn.f16.bf16": lambda a: round_float16(widen(a))})
-values(("f32 <- f32", ""), {"cvt.sat.f32.f32": lambda a: np.nan_to_num(a).clip(0, 1).astype(F32)})
+SATURATED: dict[str, Function] = {"cvt.sat": lambda a: np.nan_to_num(a).clip(0, 1).astype(F32)}
+define("f32.f32", 1, SATURATED, held="f32")
+define("f32.f32", 1, {"cvt.ftz.sat": with_flushing(SATURATED["cvt.sat"])}, held="f32")
 for kind in NARROW:
     packed = {f"cvt.rn.{kind}x2.f32": lambda a, b, kind=kind: stack(b, a, kind)}
     values(("b32 <- f32 f32", ""), packed)

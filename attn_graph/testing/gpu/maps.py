@@ -14,8 +14,8 @@ import numpy as np
 from attrs import define, field, frozen
 
 from attn_graph.testing.gpu.barriers import MBarrier
-from attn_graph.testing.gpu.matrices import SPANS
 from attn_graph.testing.gpu.memory import Memory
+from attn_graph.testing.gpu.products import SPANS
 from attn_graph.testing.gpu.program import PARAMETERS, Program
 from attn_graph.testing.gpu.regions import Access
 from attn_graph.testing.gpu.rules import Array, action

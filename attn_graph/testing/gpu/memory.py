@@ -64,10 +64,9 @@ class Memory:
             region = self.regions[max(home, 0)]
             last = int(addresses[at].max()) + size
             if home < 0 or last > region.stop:
-                m.fault(
-                    f"{text} global memory at {last - size:#x}, which is in no tensor; "
-                    f"{region.name} is at {region.start:#x} to {region.stop:#x}"
-                )
+                near = f"{region.name} is at {region.start:#x} to {region.stop:#x}"
+                place = f"global memory at {last - size:#x}"
+                m.fault(f"{text} {place}, which is in no tensor; {near}")
             yield region, at, (addresses[at] - np.uint64(region.start)).astype(np.int64)
 
     def load(

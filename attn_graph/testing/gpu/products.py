@@ -1,39 +1,116 @@
 """Products of matrices: synchronous ones of a warp (mma), asynchronous ones of a group (wgmma).
 
-PTX ISA 9.7.14 and 9.7.15. Sums are in float32; a tensor core's own rounding is unknown.
+And places of elements: fragments in registers, and tiles in shared memory. PTX ISA 9.7.14,
+9.7.15.5 (layouts and descriptors of wgmma), 9.7.16.4 (those of tcgen05). Sums are in float32; a
+tensor core's own rounding is unknown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import final
 
 import numpy as np
-from attrs import define
+from attrs import define, frozen
 
 from attn_graph.testing.gpu.floats import FLOAT4, FLOAT8, widen
-from attn_graph.testing.gpu.matrices import (
-    Tile,
-    left_fragment,
-    places_of,
-    right_fragment,
-    spread_sums,
-    sum_fragment,
-)
-from attn_graph.testing.gpu.program import Program
+from attn_graph.testing.gpu.program import SHARED, Program
 from attn_graph.testing.gpu.rules import DTYPES, Array, action
 from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
 GROUP = 4  # warps
 F32 = np.float32
-SPANS = (16, 128, 64, 32)  # bytes swizzled together, by a descriptor's mode
+SPANS = (16, 32, 64, 128)  # bytes swizzled together, by a tensor map's mode; 16: none
+SWIZZLED = {0: 16, 2: 128, 4: 64, 6: 32}  # the same, by a descriptor's
 ON_THEIR_WAY = 0x7FBADBAD  # in registers of a product before its wait
 
 
 KINDS = r"(?:f16|bf16|tf32|e4m3|e5m2)"
 BYTES = {"tf32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1, "e2m1": 1}
 # of an element, but e2m1: of two
+
+
+def swizzle(addresses: Array, span: int) -> Array:
+    """Addresses of the bytes of a tile: bits 4 to 6 are changed by bits 7 to 9."""
+    moved = addresses >> 7 & (span // 16 - 1)
+    return np.asarray(addresses ^ moved << 4)
+
+
+@final
+@frozen
+class Tile:
+    """An operand [rows, k] in shared memory; k elements of `size` bytes have 32 bytes.
+
+    It lies in cores of 8 rows of `span` bytes. Not turned, k is contiguous, and cores are `stride`
+    bytes apart along the rows; without swizzling, `lead` bytes along k. Turned, rows are
+    contiguous, and cores are `lead` bytes apart along these, `stride` along k.
+    """
+
+    start: int
+    lead: int
+    stride: int
+    span: int
+    rows: int
+    turned: bool
+    size: int = 2
+
+    @property
+    def addresses(self) -> Array:
+        i, j = np.ogrid[: self.rows, : 32 // self.size]
+        lead, stride, span = self.lead, self.stride, self.span
+        if not self.turned:
+            j = j * self.size
+            along = j // 16 * lead + j % 16 if span == 16 else j
+            at = i // 8 * stride + i % 8 * span + along
+        elif span == 16:
+            at = i // 8 * stride + j // 8 * lead + j % 8 * 16 + i % 8 * 2
+        else:
+            at = i // (span // 2) * lead + j // 8 * stride + j % 8 * span + i % (span // 2) * 2
+        return swizzle(self.start + at.astype(np.int64), span)
+
+
+@lru_cache(maxsize=4096)
+def places_of(tile: Tile, grain: int, parts: int) -> tuple[Array, Array]:
+    """Offsets of elements, and the cells of each part; smaller parts repeat cells."""
+    offsets = tile.addresses - SHARED
+    cells = [np.unique(part // grain) for part in np.split(offsets, parts)]
+    most = max(map(len, cells))
+    return offsets, np.stack([np.pad(each, (0, most - len(each)), "edge") for each in cells])
+
+
+# Fragments: 32-bit registers [register, 32 w] of w warps to matrices [w, rows, columns]. In each
+# quad of lanes a lane has two elements side by side; eight quads have eight rows.
+
+
+def left_fragment(items: Array) -> Array:
+    """A [16, 8 n], from [4, 32 w, n]: registers are rows 0 and 8, then the second half of k."""
+    n = items.shape[-1]
+    x = items.reshape(2, 2, -1, 8, 4, n)  # half of k, rows 8, warp, row, quad, item
+    return x.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 8 * n)
+
+
+def right_fragment(items: Array) -> Array:
+    """B [8 n, 8], from [2, 32 w, n]: registers are the halves of k."""
+    n = items.shape[-1]
+    x = items.reshape(2, -1, 8, 4, n)  # half of k, warp, column, quad, item
+    return x.transpose(1, 0, 3, 4, 2).reshape(-1, 8 * n, 8)
+
+
+def sum_fragment(numbers: Array) -> Array:
+    """C [16, n], from [n / 2, 32 w]: pairs of columns, rows 0 and 8, then eight columns on."""
+    x = numbers.reshape(-1, 2, 2, numbers.shape[1] // 32, 8, 4)  # columns 8, rows 8, pair, w, row
+    return x.transpose(3, 1, 4, 0, 5, 2).reshape(x.shape[3], 16, -1)
+
+
+def spread_sums(sums: Array) -> Array:
+    """[n / 2, 32 w] from C [w, 16, n], the inverse of sum_fragment."""
+    x = sums.reshape(len(sums), 2, 8, -1, 4, 2)
+    return x.transpose(3, 1, 5, 0, 2, 4).reshape(-1, 32 * len(sums))
+
+
+# Products of a warp
 
 
 @action(
@@ -62,11 +139,6 @@ def multiply_fragments(
     first, second = left_fragment(elements(g.stack(a), left)), elements(g.stack(b), right)
     sums = first @ right_fragment(second) + sum_fragment(g.stack(c))
     return spread_sums(sums.astype(c[0].dtype))
-
-
-def cut_to_tf32(x: Array) -> Array:
-    """Numbers without the bits that TF32 lacks."""
-    return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def elements(registers: Array, kind: str) -> Array:
@@ -100,16 +172,9 @@ class Products:
     def of(cls, m: Program) -> Products:
         row = m.launch.code.row
         zeros = np.zeros((len(row), m.warps), np.int32)
-        made = cls(
-            group=np.ones(m.warps, np.int32),
-            done=np.zeros(m.warps, np.int32),
-            row=row,
-            registers=m.watched,
-            results=np.zeros(m.watched.shape, np.float32),
-            sums=zeros,
-            factors=zeros.copy(),
-            fenced=zeros.astype(bool),
-        )
+        results = np.zeros(m.watched.shape, np.float32)
+        group, done = np.ones(m.warps, np.int32), np.zeros(m.warps, np.int32)
+        made = cls(group, done, row, m.watched, results, zeros, zeros.copy(), zeros.astype(bool))
         m.at_end.append(made.end)
         return made
 
@@ -240,26 +305,25 @@ def one_value(m: Program, g: Threads, values: Array, lanes: slice) -> int:
 
 
 def read_operand(
-    m: Program,
-    warps: Array,
-    descriptor: int,
-    rows: int,
-    kind: str,
-    turned: bool,
-    parts: int = 1,
+    m: Program, warps: Array, descriptor: int, rows: int, kind: str, turned: bool, parts: int = 1
 ) -> Array:
-    """An operand [rows, k] in shared memory, by its descriptor. Each warp reads all, or its part.
+    """An operand [rows, k] in shared memory, by its descriptor. Each warp reads it, or a part."""
+    agents, times = m.clocks.agent("product", warps), m.part(Products).group[warps]
+    tile = tile_at(m, descriptor, rows, kind, turned)
+    return load_tile(m, warps, agents, times, tile, kind, parts)
 
-    Bits 0 to 13: the start, 16 to 29: lead, 32 to 45: stride, in units of 16 bytes; 62 and 63: the
-    mode of swizzling.
+
+def tile_at(m: Program, descriptor: int, rows: int, kind: str, turned: bool) -> Tile:
+    """The place of an operand.
+
+    Bits 0 to 13 of its descriptor: the start, 16 to 29: lead, 32 to 45: stride, in units of 16
+    bytes; 49 to 51: an offset of swizzling; 61 to 63: its mode.
     """
-    if descriptor >> 49 & 7:
-        m.refuse("a matrix descriptor with a base offset")
     start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
-    span, size = SPANS[descriptor >> 62 & 3], BYTES[kind]
-    tile = Tile(start, lead, stride, span, rows, turned, size)
-    agents = m.clocks.agent("product", warps)
-    return load_tile(m, warps, agents, m.part(Products).group[warps], tile, kind, parts)
+    span, size = SWIZZLED.get(descriptor >> 61 & 7, 0), BYTES[kind]
+    if not span or (span > 16 and descriptor >> 49 & 7) or (turned and size != 2):
+        m.refuse(f"the matrix descriptor {descriptor:#x}")
+    return Tile(start, lead, stride, span, rows, turned, size)
 
 
 def load_tile(
@@ -282,4 +346,6 @@ def as_factors(bits: Array, kind: str) -> Array:
         return FLOAT8[kind][bits].view(np.float16).astype(F32)
     if kind in ("s8", "u8"):
         return bits.view("i1" if kind == "s8" else "u1").astype(np.int32)
-    return cut_to_tf32(bits) if kind == "tf32" else widen(bits.view(DTYPES[kind]))
+    if kind == "tf32":  # without the bits that it lacks
+        return (bits.view(np.uint32) & np.uint32(0xFFFFE000)).view(F32)
+    return widen(bits.view(DTYPES[kind]))

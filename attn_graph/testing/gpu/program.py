@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from random import Random
 from typing import Any, NoReturn, Protocol, Self, TypeVar, final
@@ -61,11 +61,15 @@ class Launch:
     eras: list[int] = field(factory=lambda: [0])
     released: dict[int, Array] = field(factory=dict[int, Array])
 
-    def run(self) -> None:
-        """Every program, one after another. Raises Fault."""
+    def numbers(self) -> list[int]:
+        """The programs in their order."""
         numbers = [*range(prod(self.grid))]
         if self.seed is not None:
             Random(self.seed).shuffle(numbers)
+        return numbers
+
+    def run(self, numbers: Iterable[int]) -> None:
+        """Programs, one after another. Raises Fault."""
         with np.errstate(all="ignore"):
             for number in numbers:
                 Program(self, number).run()
@@ -183,9 +187,8 @@ class Program:
                 functions[at](self, self.registers, threads)
             elif not any(advance(self) for advance in self.on_idle):
                 self.line = 0
-                self.fault(
-                    "deadlock: " + "; ".join(f"warp {w} {x}" for w, x in self.waiting.items())
-                )
+                waiting = (f"warp {warp} {reason}" for warp, reason in self.waiting.items())
+                self.fault("deadlock: " + "; ".join(waiting))
         self.line = 0
         for check in self.at_end:
             check(self)

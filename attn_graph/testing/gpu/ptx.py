@@ -17,7 +17,7 @@ BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 REGISTERS = 65536  # of a multiprocessor
 ALONE = (  # each of these is a block by itself: threads wait there, or others go on
     *("bar.sync", "barrier.sync", "bar.arrive", "barrier.arrive", "mbarrier.try_wait"),
-    *("setmaxnreg", "barrier.cluster.wait"),
+    *("setmaxnreg", "barrier.cluster"),
 )
 ASSERTION = "call.__assertfail"
 CALLED = {"vprintf", "__assertfail"}  # functions that kernels may call

@@ -148,19 +148,10 @@ class Region:
         first = next(iter(tensors.values()))
         start, data = first.untyped_storage().data_ptr(), bytes_of(first)
         unit = min(t.itemsize for t in tensors.values())
-        units = len(data) // unit
-        return cls(
-            tensors=tensors,
-            start=start,
-            data=data,
-            unit=unit,
-            met=np.zeros(len(data) // PAGE + 1, bool),
-            valid=np.zeros(units, bool),
-            written=unset.written_of(start, unit),
-            last=Record.of(units),
-            reads=Record.of(units),
-            atomic=np.zeros(units, bool),
-        )
+        units, pages = len(data) // unit, len(data) // PAGE + 1
+        met, valid, atomic = (np.zeros(n, bool) for n in (pages, units, units))
+        last, reads, written = Record.of(units), Record.of(units), unset.written_of(start, unit)
+        return cls(tensors, start, data, unit, met, valid, written, last, reads, atomic)
 
     @property
     def name(self) -> str:
@@ -174,6 +165,25 @@ class Region:
     def words(self, size: int) -> Array:
         """The memory as numbers of `size` bytes."""
         return self.data[: len(self.data) // size * size].view(f"u{size}")
+
+    def touched(self) -> tuple[Array, Array, Array]:
+        """The units that the launch stored, their bytes, and the units that it read."""
+        size = PAGE // self.unit
+        near = (np.flatnonzero(self.met)[:, None] * size + np.arange(size)).reshape(-1)
+        near = near[near < self.valid.size]
+        stored, read = (near[x.era[near] != 0] for x in (self.last, self.reads))
+        return stored, self.units[stored], read
+
+    @property
+    def units(self) -> Array:
+        """The memory by units."""
+        return self.data[: self.valid.size * self.unit].reshape(-1, self.unit)
+
+    def put(self, units: Array, words: Array) -> None:
+        """Store the bytes of units, as another process did."""
+        self.units[units] = words
+        if self.written is not None:
+            self.written[units] = 1
 
     def are_valid(self, units: Array) -> bool:
         """True if all of these units belong to elements."""

@@ -13,8 +13,7 @@ from attrs import define, field, frozen
 from attn_graph.testing.gpu.barriers import Barriers, MBarrier
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.ledger import Ledger
-from attn_graph.testing.gpu.matrices import Tile
-from attn_graph.testing.gpu.products import BYTES, as_factors, load_tile
+from attn_graph.testing.gpu.products import BYTES, as_factors, load_tile, tile_at
 from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.rules import Array, action
 from attn_graph.testing.gpu.shared import Shared
@@ -22,7 +21,6 @@ from attn_graph.testing.gpu.threads import WARP, Threads
 
 LANES, COLUMNS = 128, 512
 QUARTER = 32  # lanes accessible to a warp
-SPANS = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes swizzled together, by a descriptor's mode
 # What an instruction's kind and the number in its descriptor make of an operand.
 KINDS = {("f16", 0): "f16", ("f16", 1): "bf16", ("tf32", 2): "tf32"}
 KINDS |= {("f8f6f4", 0): "e4m3", ("f8f6f4", 1): "e5m2"}
@@ -98,10 +96,8 @@ class TensorMemory:
     def cells(self, m: Program, rows: Array, columns: Array) -> Array:
         """Cells of lanes and columns. Raises Fault for missing ones."""
         if rows.max() >= LANES or columns.max() >= COLUMNS or not self.taken[columns].all():
-            m.fault(
-                f"lane {rows.max()}, column {columns.max()} of tensor memory, of which columns "
-                f"{sorted(self.blocks.items())} are allocated (first, number)"
-            )
+            taken = f"of which columns {sorted(self.blocks.items())} are allocated (first, number)"
+            m.fault(f"lane {rows.max()}, column {columns.max()} of tensor memory, {taken}")
         return rows * COLUMNS + columns
 
     def cells_of_warp(
@@ -384,14 +380,9 @@ def block_of(m: Program, address: int, rows: int, columns: int) -> Array:
 
 
 def read_tile(m: Program, warp: int, descriptor: int, factor: Factor) -> Array:
-    """An operand [rows, k] in shared memory, by its descriptor: see products.read_operand."""
-    start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
-    mode = descriptor >> 61 & 7
-    offset = mode and descriptor >> 49 & 7  # that of swizzling
-    if mode not in SPANS or offset or (factor.turned and factor.size != 2):
-        m.refuse(f"the matrix descriptor {descriptor:#x}")
-    tile = Tile(start, lead, stride, SPANS[mode], factor.rows, factor.turned, factor.size)
+    """An operand [rows, k] in shared memory, by its descriptor."""
     agents, times = np.array([m.clocks.tensor]), np.array([m.part(TensorMemory).time])
+    tile = tile_at(m, descriptor, factor.rows, factor.kind, factor.turned)
     return load_tile(m, np.array([warp]), agents, times, tile, factor.kind)
 
 
