@@ -46,11 +46,15 @@ def replace_field(a: int, b: int, start: int, count: int) -> int:
     return b & ~field | a << (start & 255) & field
 
 
-def signed_field(a: int, start: int, count: int) -> int:
+def signed_field(a: int, start: int, count: int, size: int = 32) -> int:
     """Bits that lie behind the last one are copies of the sign."""
-    count = min(count & 255, 32)
-    bits = a >> min(start & 255, 31) & ((1 << count) - 1)
+    count = min(count & 255, size)
+    bits = a >> min(start & 255, size - 1) & ((1 << count) - 1)
     return bits - (1 << count) if count and bits >> (count - 1) else bits
+
+
+def sum_of_halves(a: int, b: int) -> int:
+    return (a + b & 0xFFFF) | ((a >> 16) + (b >> 16) & 0xFFFF) << 16
 
 
 def bytes_by(a: int, b: int, c: int) -> int:
@@ -118,10 +122,9 @@ SIZED: dict[str, Exact] = {  # by the whole name: their results depend on the nu
     "bfe.u32": lambda a, start, count: field_of(a, start, count),
     "bfe.u64": lambda a, start, count: a >> (start & 255) & ((1 << min(count & 255, 64)) - 1),
     "bfe.s32": signed_field,
+    "bfe.s64": partial(signed_field, size=64),
+    **dict.fromkeys(("add.s16x2", "add.u16x2"), sum_of_halves),
     **dict.fromkeys(("mul.hi.u16", "mul.hi.s16"), lambda a, b: a * b >> 16),
-    **dict.fromkeys(
-        ("add.s16x2", "add.u16x2"), lambda a, b: (a + b) % 2**16 + ((a >> 16) + (b >> 16) << 16)
-    ),
     "mul.hi.u64": lambda a, b: a * b >> 64,
     "mul.hi.s64": lambda a, b: a * b >> 64,
 }

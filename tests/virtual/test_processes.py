@@ -34,7 +34,12 @@ MOVE = "@%p1 ld.global.u32 %r4, [%d13]; add.s32 %r4, %r4, 1; @%p1 st.global.u32 
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each launch in several processes: whether what these did was kept."""
     kept, run = list[bool](), apart.run_shares
-    monkeypatch.setattr(apart, "run_shares", lambda *x: kept.append(run(*x)) or kept[-1])
+
+    def run_and_note(*given: Any) -> bool:
+        kept.append(run(*given))
+        return kept[-1]
+
+    monkeypatch.setattr(apart, "run_shares", run_and_note)
     return kept
 
 
@@ -111,8 +116,8 @@ def test_an_attention_in_processes_has_the_same_bits(shared: list[bool]) -> None
     for processes in (1, 3):
         with virtual_gpu("h100", processes=processes) as device:
             plan = ag.compile(graph, target=device.target, backends=("triton",))
-            made.append((plan(*tensors_for(graph, 0)), device.notes, device.kernels))
-    (one, *same), (many, *others) = made
-    assert torch.equal(one, many)
-    assert same == others
+            o = plan(*tensors_for(graph, 0))
+            assert isinstance(o, torch.Tensor)
+            made.append((o.tolist(), device.notes, device.kernels))
+    assert made[0] == made[1]
     assert shared == [True]

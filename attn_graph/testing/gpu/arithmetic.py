@@ -37,12 +37,6 @@ def divide(a: Array, b: Array) -> Array:
     return quotient
 
 
-def add_halves(a: Array, b: Array) -> Array:
-    """a + b, the lower 16 bits and the upper ones by themselves."""
-    low, high = a & U32(0xFFFF), a >> U32(16)
-    return (low + b & U32(0xFFFF)) | (high + (b >> U32(16)) << U32(16))
-
-
 def multiply_wide(a: Array, b: Array) -> Array:
     """a * b, with twice as many bits."""
     return np.multiply(a, b, dtype=f"{a.dtype.kind}{2 * a.itemsize}")
@@ -59,6 +53,16 @@ def multiply_high_wide(a: Array, b: Array) -> Array:
     """a * b >> 64."""
     exact = a.astype(object) * b.astype(object)
     return np.array([x >> 64 for x in exact], a.dtype)
+
+
+def in_pairs(combine: Callable[..., Array], part: str, whole: str) -> Callable[..., Array]:
+    """An instruction on the two numbers that each operand holds, side by side."""
+
+    def both(*operands: Array) -> Array:
+        pairs = (np.ascontiguousarray(x).view(part).reshape(-1, 2) for x in operands)
+        return np.ascontiguousarray(combine(*pairs)).view(whole).reshape(-1)
+
+    return both
 
 
 values(
@@ -78,6 +82,7 @@ values(("W <- T T", TWICE), {"mul.wide.T": multiply_wide})
 values(("W <- T T W", TWICE), {"mad.wide.T": lambda a, b, c: multiply_wide(a, b) + c})
 values(("T <- T T", "u16 s16 u32 s32"), {"mul.hi.T": multiply_high})
 values(("T <- T T", "u64 s64"), {"mul.hi.T": multiply_high_wide})
+values(("b32 <- b32 b32", ""), {"add.s16x2 add.u16x2": in_pairs(operator.add, "u2", "u4")})
 values(("T <- T", SIGNED), {"abs.T": np.abs, "neg.T": operator.neg})
 values(
     ("T <- T T", "s32"),
@@ -114,11 +119,11 @@ def extract(a: Array, start: Array, count: Array) -> Array:
 
 def extract_signed(a: Array, start: Array, count: Array) -> Array:
     """`count` bits of a from bit `start` on, extended by the sign bit."""
-    first = np.minimum(start & U32(255), U32(31)).astype(I64)
-    wide = a.astype(I64) >> first
-    room = I64(64) - np.minimum(count & U32(255), U32(32)).astype(I64)
-    bits = (wide << np.minimum(room, I64(63))) >> np.minimum(room, I64(63))
-    return np.where(room == 64, I64(0), bits).astype(I32)
+    bits = 8 * a.itemsize
+    first = np.minimum(start & U32(255), U32(bits - 1)).astype(I64)
+    room = I64(64) - np.minimum(count & U32(255), U32(bits)).astype(I64)
+    moved = a.astype(I64) >> first << np.minimum(room, I64(63)) >> np.minimum(room, I64(63))
+    return np.where(room == 64, I64(0), moved).astype(a.dtype)
 
 
 def insert(a: Array, b: Array, start: Array, count: Array) -> Array:
@@ -185,8 +190,7 @@ values(("T <- T", "b32 b64"), {"brev.T": reverse_bits})
 values(("T <- T u32", BITS), {"shl.T": shift_left})
 values(("T <- T u32", f"{WHOLE} {BITS}"), {"shr.T": shift_right})
 values(("T <- T u32 u32", "u32 u64"), {"bfe.T": extract})
-values(("T <- T u32 u32", "s32"), {"bfe.T": extract_signed})
-values(("b32 <- b32 b32", ""), {"add.s16x2 add.u16x2": add_halves})
+values(("T <- T u32 u32", "s32 s64"), {"bfe.T": extract_signed})
 values(("b32 <- b32 b32 u32 u32", ""), {"bfi.b32": insert})
 values(("b32 <- b32 b32 b32", ""), {"prmt.b32": permute_bytes})
 values(("b32 <- b32 b32 b32 b32", ""), {"lop3.b32": look_up_bits})
@@ -221,11 +225,11 @@ values(
     ("T <- T T pred", f"{WHOLE} {BITS} f16 f32 f64"), {"selp.T": lambda a, b, c: np.where(c, a, b)}
 )
 values(
-    ("W <- T to", "u32/u16 u8/u16 u16/u32 u64/u32 u8/u32 u32/u64 u16/u64 u8/u64"),
+    ("W <- T to", "u32/u16 u8/u16 u16/u32 u64/u32 u8/u32 u32/u64 u16/u64 u8/u64 u64/u16"),
     {"cvt.W.T": convert},
 )
 values(
-    ("W <- T to", "s32/s64 s64/s32 s16/s32 s32/s16 s8/s16 s16/s64 s32/u64 s8/s32 s32/s8"),
+    ("W <- T to", "s32/s64 s64/s32 s16/s32 s32/s16 s8/s16 s16/s64 s32/u64 s8/s32 s32/s8 s64/s8"),
     {"cvt.W.T": convert},
 )
 values(("u64 <- u64", ""), {"cvta.param.u64": lambda a: a + U64(PARAMETERS)})

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from attn_graph.testing.gpu.arithmetic import COMPARED, U16, U32, U64, convert
+from attn_graph.testing.gpu.arithmetic import COMPARED, U16, U32, convert, in_pairs
 from attn_graph.testing.gpu.rules import DTYPES, Array, DType, values
 
 Function = Callable[..., Array]
@@ -99,16 +99,6 @@ def fuse_exactly(a: Array, b: Array, c: Array) -> Array:
             i, j, k = map(Fraction, map(float, x))
             made[n] = float(i * j + k)
     return made
-
-
-def in_pairs(combine: Function) -> Function:
-    """An instruction on the two numbers in float32 that each operand of 64 bits holds."""
-
-    def both(*operands: Array) -> Array:
-        pairs = (np.ascontiguousarray(x).view(F32).reshape(-1, 2) for x in operands)
-        return np.ascontiguousarray(combine(*pairs)).view(U64).reshape(-1)
-
-    return both
 
 
 def round_float16(a: Array) -> Array:
@@ -200,8 +190,8 @@ values(
     ("f32 <- f32 f32 f32?", ""),
     {f"{n}.f32": x for n, x in (EXTREMES | NAMED_NAN | FLUSHED).items()},
 )
-define("f32x2", 2, ROUNDED | DOWN, in_pairs)
-define("f32x2", 3, FUSED, in_pairs)
+for count, table in ((2, ROUNDED | DOWN), (3, FUSED)):
+    define("f32x2", count, table, partial(in_pairs, part="f4", whole="u8"))
 define("f64", 1, {**SIGNS, "sqrt.rn": np.sqrt})
 define("f64", 2, {**ROUNDED, "div.rn": operator.truediv, "min": np.fmin, "max": np.fmax})
 define("f64", 3, {"fma.rn": fuse_exactly})
