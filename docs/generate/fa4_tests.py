@@ -43,7 +43,7 @@ CHOSEN: Mapping[str, Mapping[str, str]] = {  # by GPU, then file: an expression 
     },
 }
 EXCUSED = {  # words of an error, and whose limit it is
-    "does not have barrier.cluster": "its backward for sm_100 with heads of 128 has programs in "
+    "arrive.shared::cluster": "its backward for sm_100 with heads of 128 has programs in "
     "pairs, clusters of two, which the virtual GPU does not have",
     "Expected IntTuple, whose leaves are integers": "the package compares a longest length that is "
     "a tensor with a number of its DSL, and raises ValueError before it launches anything",

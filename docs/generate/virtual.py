@@ -74,8 +74,8 @@ The PTX ISA asks for more than Triton {triton} writes. The virtual GPU notes the
 With Triton 3.7.1, for sm_90. *Known*: kernels of the library's sources, compiled with guessed
 arguments, of which every instruction is one that the virtual GPU has. Of Liger's 79 kernels 20 did
 not compile with ours; of flash-linear-attention's 446 a drawn part was tried, 156, and 29 did not.
-*Executed*: functions, both passes, against PyTorch, all of them right (`make peers-virtual`; for the
-tutorials `make tutorials-virtual`, on sm_80, sm_90 and sm_100).
+*Executed*: functions, both passes, against PyTorch, all of them right (`make peers-virtual`; for
+the tutorials `make tutorials-virtual`, on sm_80, sm_90 and sm_100).
 
 | library | known | executed |
 | --- | --- | --- |

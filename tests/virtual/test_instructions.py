@@ -163,7 +163,7 @@ def downward(formula: Exact) -> Exact:
         near = torch.tensor(nearest(exact))
         if Fraction(near.item()) > exact:
             near = torch.nextafter(near, torch.tensor(-math.inf))
-        return float(near) or plain
+        return float(near) if exact else plain
 
     return rounded
 

@@ -67,7 +67,8 @@ def change_global(
     who = Access.by(m, "an atomic operation on", g.owners, stores=True, atomic=True, reads=True)
     old, size = np.zeros_like(operands[0]), DTYPES[type].itemsize
     for region, some, offsets in m.part(Memory).split(m, who.text, at, size * len(old)):
-        note_order(m, region.name, way, type, offsets, region.atomic[offsets // region.unit].any())
+        again = bool(region.atomic[offsets // region.unit].any())
+        note_order(m, region.name, way, type, offsets, again)
         region.check(m, who.select(some), offsets, size * len(old))
         words = region.words(size).view(DTYPES[type])
         places = offsets // size + np.arange(len(old))[:, None]
@@ -121,7 +122,7 @@ def apply(m: Program, change: Change, words: Array, places: Array, given: list[A
     return seen
 
 
-def note_order(m: Program, name: str, way: str, kind: str, offsets: Array, again: Any) -> None:
+def note_order(m: Program, name: str, way: str, kind: str, offsets: Array, again: bool) -> None:
     """Note sums of which the last bits depend on their order; again: with earlier ones."""
     if way == "add" and "f" in kind and (again or len({*offsets.tolist()}) < len(offsets)):
         m.note(f"floats are added to {name} in any order, on which the last bits depend")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -87,7 +86,7 @@ def shuffle(
 
 
 def by_warp(
-    m: Program, g: Threads, lanes: Array, dtype: DType, join: Callable[[int, Array], Any]
+    m: Program, g: Threads, lanes: Array, dtype: DType, join: Callable[[int, Array], object]
 ) -> Array:
     """Values for all lanes that execute an instruction together, by their row and flags."""
     joined = np.zeros((g.count // WARP, WARP), dtype)

@@ -267,8 +267,8 @@ SCALED = T5 + "mma" + ONE + r"\.kind::(?P<kind>mxf8f6f4|mxf4|mxf4nvf4)\.block_sc
 
 @action(SCALED + r"\.scale_vec::(?P<many>[124])X", "<- @ & u64 u32 @ @ pred")
 def multiply_scaled(
-    m: Program, g: Threads, d: Array, *operands: Any, kind: str, many: str
-) -> None:  # Any: descriptors of A, B and the product, the addresses of their scales, and a flag
+    m: Program, g: Threads, d: Array, *operands: Array, kind: str, many: str
+) -> None:
     """D = A B + D, or A B, in which elements side by side along k have one scale of `many`.
 
     Scales are in tensor memory: of row r in lane r % 32, column r / 32, one in each byte.
