@@ -162,7 +162,7 @@ ROUNDED: dict[str, Function] = {
     "sub sub.rn": operator.sub,
     "mul mul.rn": operator.mul,
 }
-SIGNS: dict[str, Function] = {"abs": np.abs, "neg": operator.neg}
+SIGNS: dict[str, Function] = {"abs": np.abs, "neg": np.negative}
 DOWN: dict[str, Function] = {"add.rm": add_down}
 FUSED: dict[str, Function] = {"fma.rn": fuse}
 NAMED_NAN: dict[str, Function] = {"min.NaN": with_nan(smallest), "max.NaN": with_nan(largest)}
