@@ -1,7 +1,7 @@
-"""Programs of one launch in several processes, where none can know of another.
+"""Programs of one launch in several processes, if none can know of another.
 
 Each process is a copy of this one (fork): its stores to tensors stay in it. It runs a share of the
-programs, and hands back the bytes that it stored and the places that it read. If none of these are
+programs, and hands back the bytes it stored and the places it read. If none of these are
 another's, they are put into the tensors. If one has a fault, or two touch one place, nothing is
 kept: the programs run again, one after another, with every check between them.
 """
@@ -67,7 +67,7 @@ def run_shares(launch: Launch, memory: Memory, shares: list[list[int]]) -> bool:
 
 
 def run_share(launch: Launch, memory: Memory, numbers: list[int], pipe: Connection) -> None:
-    """Run programs, and send the notes and what they touched of each region; None for a fault."""
+    """Run programs, and send the notes and the places touched in each region; None for a fault."""
     try:
         launch.run(numbers)
     except (Fault, UnknownInstructionError):

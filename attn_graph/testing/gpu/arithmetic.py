@@ -56,7 +56,7 @@ def multiply_high_wide(a: Array, b: Array) -> Array:
 
 
 def in_pairs(combine: Callable[..., Array], part: str, whole: str) -> Callable[..., Array]:
-    """An instruction on the two numbers that each operand holds, side by side."""
+    """An instruction on the two numbers in each operand, side by side."""
 
     def both(*operands: Array) -> Array:
         pairs = (np.ascontiguousarray(x).view(part).reshape(-1, 2) for x in operands)

@@ -61,7 +61,7 @@ def change(
 def change_global(
     m: Program, g: Threads, at: Array, operands: list[Array], order: set[str], way: str, type: str
 ) -> Array:
-    """Of other programs, those acquire what came before a release that are not of `cta` alone."""
+    """In orders wider than `cta`, programs acquire the past of a release by others."""
     if order & {"acquire", "acq_rel"} and "cta" not in order:
         m.acquire(at)
     who = Access.by(m, "an atomic operation on", g.owners, stores=True, atomic=True, reads=True)

@@ -185,9 +185,9 @@ def meet_at_barrier(
 @final
 @define(eq=False)
 class ClusterBarrier:
-    """The barrier of a cluster, which has one program here.
+    """The barrier of a cluster of one program.
 
-    arrived, waited: how often each warp did. seen: by those that arrived, by phase. held: warps.
+    arrived, waited: how often each warp did. seen: by the arrived ones, by phase. held: warps.
     """
 
     arrived: Array
@@ -202,7 +202,7 @@ class ClusterBarrier:
         return made
 
     def advance(self, m: Program) -> bool:
-        """Let those go on for whom all others have arrived or ended; True if any."""
+        """Let waiting warps go on once all others have arrived or ended; True if any."""
         there = ~m.gone.reshape(-1, WARP).all(1)
         ready = [w for w in self.held if self.waited[w] < self.arrived[there].min()]
         for warp in ready:

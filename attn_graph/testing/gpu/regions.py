@@ -167,7 +167,7 @@ class Region:
         return self.data[: len(self.data) // size * size].view(f"u{size}")
 
     def touched(self) -> tuple[Array, Array, Array]:
-        """The units that the launch stored, their bytes, and the units that it read."""
+        """The stored units, their bytes, and the read units."""
         size = PAGE // self.unit
         near = (np.flatnonzero(self.met)[:, None] * size + np.arange(size)).reshape(-1)
         near = near[near < self.valid.size]

@@ -269,7 +269,7 @@ SCALED = T5 + "mma" + ONE + r"\.kind::(?P<kind>mxf8f6f4|mxf4|mxf4nvf4)\.block_sc
 def multiply_scaled(
     m: Program, g: Threads, d: Array, *operands: Array, kind: str, many: str
 ) -> None:
-    """D = A B + D, or A B, in which elements side by side along k have one scale of `many`.
+    """D = A B + D, or A B, with one of `many` scales for elements side by side along k.
 
     Scales are in tensor memory: of row r in lane r % 32, column r / 32, one in each byte.
     """
@@ -344,7 +344,7 @@ class Product:
 
 
 def read_words(m: Program, warp: int, cells: Array) -> Array:
-    """Words of tensor memory that a product reads."""
+    """Words of tensor memory, read by a product."""
     tensor, core = m.part(TensorMemory), m.clocks.tensor
     flat = cells.reshape(1, -1)
     tensor.ledger.check_seen(m, "tcgen05.mma", np.array([warp]), flat, own=core)
