@@ -81,9 +81,9 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
 
 
 def scaling_reason(ops: Sequence[Op]) -> Reason | None:
-    """Against quantised keys and values; None without them."""
+    """Against keys and values with scales, quantised or in another float; None without them."""
     if any(isinstance(op, Dequantise) or (op.packed and op.packed.scaled) for op in ops):
-        return Reason("quantised", "reads no quantised keys", "the graph has some")
+        return Reason("quantised", "reads no keys with scales", "the graph has some")
     return None
 
 

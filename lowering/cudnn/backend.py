@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
 
 VARIES = "chooses its kernel, and how it divides sums, by the size of the batch"
 HOME = "attn_graph.lowering.cudnn.backend:BACKEND"
-UNREAD = "reads no quantised keys beside another q, packed or in pages"
+UNREAD = "reads no keys with scales beside another q, packed or in pages"
 DOCUMENTED = 256  # the widest heads of its support matrix
 WIDE_ROWS, WIDE_KEYS = 200, (251, 700)  # the most queries, and the keys of self-checks
 

@@ -182,7 +182,7 @@ def test_other_backends_refuse_scales_of_blocks_and_triton_runs_both_passes(name
     text = str(ag.explain(ag.attention(**specs_of(**shapes, **scales)), target=name))
     assert text.startswith("triton runs this")
     assert "backward: triton runs this" in text
-    assert text.count("reads no quantised keys") >= 2
+    assert text.count("reads no keys with scales") >= 2
 
 
 def test_bytes_of_scales_are_counted() -> None:
@@ -276,7 +276,7 @@ def test_bytes_of_4_bits_are_a_quarter_of_bfloat16() -> None:
     for name in ("a100", "h100", "b200"):
         text = str(ag.explain(graph, target=name))
         assert text.startswith("triton runs this")
-        assert text.count("reads no quantised keys") >= 2
+        assert text.count("reads no keys with scales") >= 2
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_4_bits_beside_8_bit_queries_run_on_triton() -> None:
     for name in ("h100", "b200"):
         text = str(ag.explain(ag.attention(**specs), target=name, precision="fp8"))
         assert text.startswith("triton runs this")
-        assert "cudnn can't: reads no quantised keys beside another q" in text
+        assert "cudnn can't: reads no keys with scales beside another q" in text
 
 
 def test_values_within_keys_in_4_bits_are_refused_with_their_view() -> None:
