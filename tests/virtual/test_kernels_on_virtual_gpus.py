@@ -88,8 +88,8 @@ def test_warps_that_join_parts_agree_on_every_bit(
     where their order differed, the last bit was that of the warp that stored last."""
     usual = FlashBuilder.divide
 
-    def in_parts(self: FlashBuilder, pass_: Pass, *given: Any) -> Division:
-        own = usual(self, pass_, *given)
+    def in_parts(self: FlashBuilder, pass_: Pass, *given: Any, **named: Any) -> Division:
+        own = usual(self, pass_, *given, **named)
         return evolve(own, parts=3) if pass_ == "forward" else own
 
     monkeypatch.setattr(FlashBuilder, "divide", in_parts)
