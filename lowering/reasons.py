@@ -16,7 +16,7 @@ from attn_graph.ir.scaling import Dequantise
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.masks.canonical import CAUSAL
-from attn_graph.spec import NAMES
+from attn_graph.spec import NAMES, TensorSpec
 
 PACKING = (Unpack, Pack)
 PAGING = (Unpage, SumPages)
@@ -215,3 +215,15 @@ def scale_reasons(problem: Problem) -> Iterator[Reason]:
     if problem.low_scale:
         limit = "masks before it scales, which needs a scale above 0"
         yield Reason("masked_scale", limit, f"it is {problem.low_scale}")
+
+
+def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
+    """Reasons of PyTorch's fused CPU kernel. dtype: of its operands."""
+    actual = f"it is {NAMES[bias.dtype]}"
+    if not bias.unit_last:
+        limit = "needs a bias with stride 1 along its last axis"
+        yield Reason("bias_stride", limit, f"it has {bias.strides[-1]}")
+    if bias.dtype not in (dtype, torch.float32):
+        yield Reason("bias_dtype", f"adds a bias of dtype {NAMES[dtype]} or f32", actual)
+    elif dtype == torch.float64 and bias.dtype != dtype:
+        yield Reason("wide_bias_dtype", "adds a bias of dtype f64 to f64 scores", actual)

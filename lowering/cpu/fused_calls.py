@@ -107,12 +107,13 @@ class FusedRun:
         self, part: PartSlot, operands: Sequence[torch.Tensor], with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = operands[0], part.keys(operands[1]), part.keys(operands[2])
-        addend, unseen = None, None
+        node, addend = self.tiles.problem.node, None
         if part.part.kind == "mixed":
             addend = torch.where(operands[3], 0.0, -INF).to(q.dtype)
-            unseen = fused_cpu.find_unseen(addend) if with_lse else None
-        scale = self.tiles.problem.node.scale
-        return fused_cpu.attend(q, k, v, scale, part.causal, addend, unseen)
+        elif node.modifiers:
+            addend = operands[3]
+        unseen = fused_cpu.find_unseen(addend) if with_lse and addend is not None else None
+        return fused_cpu.attend(q, k, v, node.scale, part.causal, addend, unseen)
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors

@@ -41,6 +41,7 @@ from attn_graph.lowering.cpu.schedule import (
 )
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.lowering.rates import CpuRates
+from attn_graph.lowering.reasons import cpu_bias_reasons
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Keep, KeepBlocks, needs_of
 from attn_graph.masks.canonical import is_ours
@@ -198,15 +199,16 @@ class FusedTiles:
 
     @cached_property
     def only(self) -> Part | None:
-        """The keys of the kernel's only call, if it reads all operands in place and adds nothing to
-        scores. If they are "mixed", one tensor of booleans hides some of them."""
+        """The keys of the kernel's only call, if it reads all operands in place. If they are
+        "mixed", one tensor of booleans hides some of them; else the scores may have a bias."""
         p, static = self.problem, self.static
         packs = any(self.packs(name, spec) for name, spec in self.operands().items())
         if packs or static is None or not (self.is_whole(static) and self.is_direct):
             return None
         (part,) = static[0].parts
-        suits = part.kind != "mixed" or hides_by_booleans(p)
-        return part if suits and not p.node.modifiers else None
+        if p.node.modifiers:
+            return part if part.kind == "full" and adds_in_place(p) else None
+        return part if part.kind != "mixed" or hides_by_booleans(p) else None
 
     @property
     def alone(self) -> Part | None:
@@ -339,8 +341,8 @@ class FusedTiles:
 
     @cached_property
     def asked(self) -> int:
-        """Bytes for making an addend; 0 if the plan holds all of them."""
-        if self.holds:
+        """Bytes for making an addend; 0 if the plan holds all of them, or if it is the bias."""
+        if self.holds or (self.alone is not None and self.alone.kind == "full"):
             return 0
         return max((self.count_asked(at) for at in self.asked_blocks), default=0)
 
@@ -484,6 +486,12 @@ def hides_by_booleans(problem: Problem) -> bool:
     if p.grad is not None or not isinstance(mask, Keep):
         return False
     return prod(p.by_role.mask[mask.name].shape) <= MOST_BOOLEANS
+
+
+def adds_in_place(problem: Problem) -> bool:
+    """True if a forward adds one bias to its scores, as the kernel reads it."""
+    p = problem
+    return p.grad is None and p.node.is_biased and not any(cpu_bias_reasons(p.specs[3], p.dtype))
 
 
 def whole_tile(problem: Problem, kind: Literal["full", "mixed"]) -> Tile:

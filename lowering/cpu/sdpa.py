@@ -33,6 +33,7 @@ from attn_graph.lowering.problem import (
 )
 from attn_graph.lowering.reasons import (
     BY_THREADS,
+    cpu_bias_reasons,
     different_heads,
     no_elements,
     node_reasons,
@@ -44,7 +45,7 @@ from attn_graph.lowering.request import Request
 from attn_graph.lowering.steps import Work
 from attn_graph.lowering.through_lse import through_lse
 from attn_graph.machine.target import Target
-from attn_graph.spec import INF, NAMES, TensorSpec
+from attn_graph.spec import INF
 from attn_graph.spec.dims import are_numbers
 
 
@@ -79,17 +80,6 @@ def operand_reasons(problem: Problem) -> Iterator[Reason]:
             yield Reason(f"rows.{name}", limit, f"{name} is {spec}")
     if "bias" in named:
         yield from cpu_bias_reasons(named["bias"], problem.dtype)
-
-
-def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
-    actual = f"it is {NAMES[bias.dtype]}"
-    if not bias.unit_last:
-        limit = "needs a bias with stride 1 along its last axis"
-        yield Reason("bias_stride", limit, f"it has {bias.strides[-1]}")
-    if bias.dtype not in (dtype, torch.float32):
-        yield Reason("bias_dtype", f"adds a bias of dtype {NAMES[dtype]} or f32", actual)
-    elif dtype == torch.float64 and bias.dtype != dtype:
-        yield Reason("wide_bias_dtype", "adds a bias of dtype f64 to f64 scores", actual)
 
 
 def price(request: Request) -> Price:

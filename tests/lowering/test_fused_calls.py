@@ -9,9 +9,13 @@ import torch
 from attrs import evolve, frozen
 
 import attn_graph as ag
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.modifiers import Bias
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.hiding import hide_, hiding_bits
 from attn_graph.lowering.cpu import fused_tiles
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles
+from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import cpu_rates
 from attn_graph.masks.places import Place
 from attn_graph.testing.agreement import as_leaves, check_outputs, run_plan
@@ -91,6 +95,35 @@ def test_gradients_lie_as_their_inputs_do(mask: ag.Mask, dtype: torch.dtype) -> 
     (o,) = run_plan(plan, leaves)
     grads = torch.autograd.grad(o, leaves, torch.randn_like(o))
     assert [x.stride() for x in grads] == [x.stride() for x in leaves]
+
+
+ADDED = {  # dtypes of q and of the bias
+    "f32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "f32 beside bf16": (torch.bfloat16, torch.float32),
+    "f64": (torch.float64, torch.float64),
+    "f32 beside f64": (torch.float64, torch.float32),
+}
+
+
+@pytest.mark.parametrize("dtypes", ADDED)
+@pytest.mark.parametrize("shape", [(2, 4, 3, 70), (1, 4, 1, 70), (1, 1, 3, 70), (2, 1, 3, 1)])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("stats", [False, True])
+def test_a_bias_is_added_in_place_where_the_kernel_reads_it_so(
+    dtypes: str, shape: tuple[int, ...], turned: bool, stats: bool
+) -> None:
+    """Else, as where its keys lie apart, each call copies it to the workspace."""
+    dtype, own = ADDED[dtypes]
+    q, k = (ag.TensorSpec((2, 4, n, 8), dtype) for n in (3, 70))
+    bias = ag.TensorSpec(shape, own, layout="bhds" if turned else "bhsd")
+    graph = ag.attention(q, k, k, bias=bias, stats=stats)
+    tensors = tensors_for(graph, 1)
+    tensors[3][..., 1:2, :] = -INF  # a row without keys, if there are several
+    problem = Problem.of(Attention(0.125, (Bias(),)), (q, k, k, bias))
+    in_place = bias.unit_last and dtypes != "f32 beside f64"
+    assert (FusedTiles.plan(problem, RATES).addends == 0) == in_place
+    check_outputs(ag.compile(graph, target=PLAIN, backends=("math",)), graph, tensors)
 
 
 HALF = torch.float16

@@ -20,7 +20,12 @@ from attn_graph.testing.tensors import tensors_for
 # has fixes besides, which are searched when they are printed.
 EXPLAINED, FORWARD_EXPLAINED, FIXES_PRINTED = 5_400, 2_900, 2_850
 FIXED = 40  # calls, for a graph of no more parts than TILES
-DECODING = {"plain": 21, "capped": 50, "sinks": 49}  # calls, for one key more than before
+DECODING = {
+    "plain": 21,
+    "biased": 34,
+    "capped": 50,
+    "sinks": 49,
+}  # calls, for one key more than before
 MASKED, BIASED = 40, 30  # calls, with a mask tensor
 TRAINED, BIASED_TRAINED, PROMPT = 120, 300, 60
 PREPARED = {8: 120, 64: 120}  # calls, for a layer of a step, with one row of so many sequences
@@ -128,6 +133,8 @@ def test_a_token_more_takes_few_calls(kind: str) -> None:
     options = kinds.get(kind, {})
 
     def decode(N: int) -> object:
+        if kind == "biased":
+            options["bias"] = torch.randn(1, 8, 1, N)
         return attention(torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, N, 64), **options)
 
     for N in (66, 67):
@@ -152,13 +159,14 @@ def masks_of(dtype: torch.dtype, M: int, N: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", masks_of(torch.float32, 1, 1))
 @pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize("M", [1, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_repeated_call_with_a_mask_tensor_is_remembered(
-    kind: str, axes: int, dtype: torch.dtype
+    kind: str, axes: int, M: int, dtype: torch.dtype
 ) -> None:
-    """Whatever the axes of the mask and of the others."""
-    mask = masks_of(dtype, 33, 33)[kind]
-    q, k, v = (torch.randn(2, 4, 33, 32, dtype=dtype) for _ in range(3))
+    """Whatever the axes of the mask and of the others, and for one query as for several."""
+    mask = masks_of(dtype, M, 33)[kind]
+    q, k, v = (torch.randn(2, 4, n, 32, dtype=dtype) for n in (M, 33, 33))
     if axes == 3:
         q, k, v, mask = (x[-1] if x.ndim == 4 else x for x in (q, k, v, mask))
     most = MASKED if "booleans" in kind else BIASED
