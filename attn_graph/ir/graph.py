@@ -355,7 +355,7 @@ class Graph:
     @cached_property
     def numbered(self) -> tuple[tuple[Eqn, range], ...]:
         """Each equation with the numbers of its results."""
-        ends = [*accumulate((len(eqn.outs) for eqn in self.eqns), initial=len(self.inputs))]
+        ends = [*accumulate([len(eqn.outs) for eqn in self.eqns], initial=len(self.inputs))]
         return tuple(zip(self.eqns, starmap(range, pairwise(ends)), strict=True))
 
     def __str__(self) -> str:

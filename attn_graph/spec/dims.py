@@ -313,7 +313,7 @@ def floor_divide(a: int, b: int) -> int:
 
 
 def are_numbers(*sizes: int) -> bool:
-    return not any(isinstance(n, Dim) for n in sizes)
+    return Dim not in map(type, sizes)
 
 
 def surely_least(x: int) -> int:
