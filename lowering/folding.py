@@ -17,6 +17,7 @@ from attn_graph.errors import Reason
 from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.modifiers import Bias, Modifier, SoftCap
 from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.backend import Backend, Executable, Run, Tensors, Write
 from attn_graph.lowering.facts import Facts, facts_of
@@ -192,17 +193,21 @@ def fold_problem(problem: Problem) -> Problem | None:
 def tells_rows_apart(problem: Problem) -> bool:
     """True if a step of an attention depends on the query or on its head."""
     node = problem.node
-    if node.sinks or node.dropout or not node.is_capped:
+    if node.sinks or node.dropout:
         return True
-    return node.mask is not None and any(
-        reads_rows(leaf, problem.by_role.mask) for leaf in leaves(node.mask)
-    )
+    steps: list[tuple[Modifier | Mask, Mapping[str, TensorSpec]]] = []
+    steps += zip(node.modifiers, problem.by_role.modifiers, strict=True)
+    if node.mask is not None:
+        steps += [(leaf, problem.by_role.mask) for leaf in leaves(node.mask)]
+    return any(reads_rows(step, data) for step, data in steps)
 
 
-def reads_rows(leaf: Mask, data: Mapping[str, TensorSpec]) -> bool:
-    if isinstance(leaf, Keep | KeepBlocks):
-        return data[leaf.name].shape[1:3] != (1, 1)
-    return not isinstance(leaf, (KeyLengths, Prefix))
+def reads_rows(step: Modifier | Mask, data: Mapping[str, TensorSpec]) -> bool:
+    """data: the tensors of a modifier or of the mask."""
+    if isinstance(step, Bias | Keep | KeepBlocks):
+        name = "bias" if isinstance(step, Bias) else step.name
+        return data[name].shape[1:3] != (1, 1)
+    return not isinstance(step, (SoftCap, KeyLengths, Prefix))
 
 
 def fold_spec(spec: TensorSpec, problem: Problem) -> TensorSpec | None:

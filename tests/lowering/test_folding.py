@@ -27,12 +27,14 @@ FOLDED: dict[str, dict[str, Any]] = {  # options with which rows are alike
     "padding": {"keep": PADDING},
     "both": {"mask": ag.KeyLengths() & ag.Prefix(7), "kv_lengths": LENGTHS, "keep": PADDING},
     "soft cap": {"soft_cap": 3.0},
+    "bias": {"bias": ag.TensorSpec((2, 1, 1, 9), torch.float32), "keep": PADDING},
 }
 TOLD_APART: dict[str, dict[str, Any]] = {
     "causal": {"mask": ag.Causal("top_left")},
     "mask of rows": {"keep": ag.TensorSpec((2, 1, 3, 9), torch.bool)},
     "mask of heads": {"keep": ag.TensorSpec((2, 6, 1, 9), torch.bool)},
-    "bias": {"bias": ag.TensorSpec((1, 1, 1, 9), torch.float32)},
+    "bias of rows": {"bias": ag.TensorSpec((1, 1, 3, 9), torch.float32)},
+    "bias of heads": {"bias": ag.TensorSpec((1, 6, 1, 9), torch.float32)},
     "slopes": {"alibi": True, "align": "top_left"},
     "sinks": {"sinks": ag.TensorSpec((6,), torch.float32)},
     "dropout": {"dropout": 0.1},

@@ -23,6 +23,7 @@ FIXED = 40  # calls, for a graph of no more parts than TILES
 DECODING = {
     "plain": 21,
     "biased": 34,
+    "padded": 24,
     "capped": 50,
     "sinks": 49,
 }  # calls, for one key more than before
@@ -130,11 +131,11 @@ def test_a_token_more_takes_few_calls(kind: str) -> None:
         "capped": {"soft_cap": 30.0},
         "sinks": {"sinks": torch.randn(8)},
     }
-    options = kinds.get(kind, {})
+    options, heads = kinds.get(kind, {}), {"biased": 8, "padded": 1}
 
     def decode(N: int) -> object:
-        if kind == "biased":
-            options["bias"] = torch.randn(1, 8, 1, N)
+        if kind in heads:
+            options["bias"] = torch.randn(1, heads[kind], 1, N)
         return attention(torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, N, 64), **options)
 
     for N in (66, 67):

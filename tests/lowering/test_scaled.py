@@ -245,7 +245,9 @@ def test_bytes_of_quantised_keys_are_halved_in_cost_and_explanation() -> None:
     assert (costs[1].seconds or 1) < 0.51 * (costs[0].seconds or 0)
     explained = str(ag.explain(graph, target="h100"))
     assert explained.startswith("triton runs this")
-    assert "cudnn can't: reads no keys with scales beside another q, packed or in pages" in explained
+    assert (
+        "cudnn can't: reads no keys with scales beside another q, packed or in pages" in explained
+    )
     for name in ("torch_flash", "torch_efficient", "torch_cudnn"):
         assert f"{name}" in explained.split("can't: reads no keys with scales, and")[0]
 
