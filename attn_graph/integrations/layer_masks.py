@@ -19,6 +19,7 @@ from attn_graph.machine.cache import remember
 from attn_graph.masks import Mask
 from attn_graph.nn.calls import SEGMENTS
 from attn_graph.nn.ops import example_of
+from attn_graph.spec import INF
 
 Tensors = dict[str, Tensor]
 logger = logging.getLogger(__name__)
@@ -32,13 +33,15 @@ class MaskDescription(Tensor):
     with it gets this tensor, made anew each time, with a line in the log.
 
     arguments: `eager_mask`'s. keys: the number up to the last query's token, if a layer need read
-    no others.
+    no others. padding: its only tensor, `keep`, as numbers to add to scores, made once for all
+    layers; None if each layer had better read the booleans.
     """
 
     mask: Mask | None
     tensors: Tensors
     arguments: Mapping[str, Any]  # Any: those of transformers
     keys: int | None
+    padding: Tensor | None = None
     sized = True  # its own sizes are right; else those of the tensor are
 
     @classmethod
@@ -175,7 +178,10 @@ def decode_mask(
     if attention_mask is not None:
         tensors |= read_padding(attention_mask, frame)
     keys = None if kv_length == frame.N else frame.N
-    return MaskDescription.of(condition.mask, tensors, arguments, keys)
+    described = MaskDescription.of(condition.mask, tensors, arguments, keys)
+    if condition.mask is None and tensors.keys() == {"keep"}:
+        described.padding = add_padding(tensors["keep"], q_length, dtype)
+    return described
 
 
 def read_offset(q_offset: int | Tensor) -> int | Tensor:
@@ -218,6 +224,14 @@ def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
             if torch.equal(flags, first):
                 return {"kv_lengths": lengths}
     return {"keep": flags.contiguous()[:, None, None]}  # no strides of the whole, which grows
+
+
+def add_padding(keep: Tensor, M: int, dtype: torch.dtype) -> Tensor | None:
+    """`MaskDescription.padding`: while decoding on CPUs, whose kernel adds such numbers. In half
+    precision it is slower than products, which read booleans."""
+    if M > 1 or dtype not in (torch.float32, torch.float64) or not is_readable_now(keep, M):
+        return None
+    return torch.where(keep, 0.0, -INF).to(dtype)
 
 
 def boolean_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transformers

@@ -80,7 +80,8 @@ def attend_layer(
     if others:
         refuse_tensors(others)
     chosen = None if indices is None else select_keys(query, key, indices)
-    mask, tensors, n = read_layer_mask(module, query.shape[2], attention_mask, is_causal)
+    adds = softcap is None and s_aux is None
+    mask, tensors, n = read_layer_mask(module, query, attention_mask, is_causal, adds)
     if n is not None:
         key, value = key[:, :, :n], value[:, :, :n]
         position_bias = None if position_bias is None else position_bias[..., :n]
@@ -96,7 +97,7 @@ def attend_layer(
     options = (mask, scaling, None, softcap, False, dropout, sinks is not None, None, *PLAIN)
     note_call(module, {"q": query, "k": key, "v": value, **tensors}, options)
     # `attention` reads three times as many arguments at each call
-    named = order_inputs(tensors) if tensors else {}
+    named = order_inputs(tensors) if len(tensors) > 1 else tensors
     if dropout:
         named = {**named, **draw_seed(query.device)}
     o = attend_as(query, key, value, named, options)
@@ -108,15 +109,24 @@ def attend_layer(
 
 def read_layer_mask(
     module: torch.nn.Module,
-    M: int,
+    query: Tensor,
     attention_mask: MaskDescription | Tensor | None,
     is_causal: bool | None,
+    adds: bool,
 ) -> tuple[Mask | None, Tensors, int | None]:
-    """A layer's mask, its tensors, and the number of keys that it reads, None for all."""
+    """A layer's mask, its tensors, and the number of keys that it reads, None for all.
+
+    adds: True if padding may be numbers added to scores, which are otherwise as the kernel of a CPU
+    has them.
+    """
     if isinstance(attention_mask, MaskDescription):
-        return attention_mask.mask, {**attention_mask.tensors}, attention_mask.keys
+        padding, tensors = attention_mask.padding, attention_mask.tensors
+        if adds and padding is not None and padding.dtype == query.dtype:
+            return None, {"bias": padding}, attention_mask.keys
+        return attention_mask.mask, {**tensors}, attention_mask.keys
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask, given = read_mask(attention_mask, causal and M > 1 and attention_mask is None)
+    causal = causal and query.shape[2] > 1 and attention_mask is None
+    mask, given = read_mask(attention_mask, causal)
     return mask, {**given}, None
 
 

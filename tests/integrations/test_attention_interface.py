@@ -20,7 +20,9 @@ import transformers as hf
 from transformers import masking_utils
 
 from attn_graph.integrations import layer_masks
+from attn_graph.integrations import transformers as integration
 from attn_graph.integrations.transformers import HANDED_ON, attend_layer
+from attn_graph.nn.calls import attend_as
 from tests.support.tracing import traces
 
 B, H, M, D = 2, 4, 5, 8
@@ -126,6 +128,41 @@ def test_sinks_of_queries_are_rounded_once_more(dtype: torch.dtype) -> None:
     low = formula(q, k, v, None, sinks).double()
     allowed = 2 * (low - due).abs().max() + 2 * eps * due.abs().max()
     assert (o.double() - due).abs().max() <= allowed
+
+
+KEPT = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("others", [{}, {"softcap": 3.0}, {"s_aux": torch.ones(H)}])
+@pytest.mark.parametrize("M", [1, 2])
+def test_layers_of_a_token_share_the_numbers_of_its_padding(
+    M: int, others: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel adds them. Elsewhere each layer reads the booleans."""
+    given = list[tuple[str, Tensor]]()
+
+    def note(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Tensor], options: Any) -> Any:
+        given.extend((name, x) for name, x in named.items() if name != "sinks")
+        return attend_as(q, k, v, named, options)
+
+    monkeypatch.setattr(integration, "attend_as", note)
+    described = layer_masks.decode_mask(B, M, 5, 5 - M, attention_mask=KEPT, dtype=dtype)
+    q, k, v = draw_qkv(dtype=dtype)
+    for _ in range(2):
+        o = attend(q[:, :, :M], k, v, described, **others)
+    (name, first), (_, second) = given
+    adds = M == 1 and not others and dtype != torch.bfloat16
+    assert name == ("bias" if adds else "keep")
+    assert first is second
+    due = attend(q[:, :, :M], k, v, hidden(M, dtype), **others)
+    torch.testing.assert_close(o, due)
+
+
+def hidden(M: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of the last M tokens, [B,1,M,5]."""
+    seen = KEPT[:, None, None] & torch.ones(M, 5).tril(5 - M).bool()
+    return torch.zeros(B, 1, M, 5, dtype=dtype).masked_fill(~seen, -torch.inf)
 
 
 def test_a_row_without_keys_gives_0_whatever_its_sink() -> None:
