@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -23,9 +24,11 @@ from attn_graph.integrations import layer_masks
 from attn_graph.integrations import transformers as integration
 from attn_graph.integrations.transformers import HANDED_ON, attend_layer
 from attn_graph.nn.calls import attend_as
+from tests.lowering.test_python_calls import count_calls
 from tests.support.tracing import traces
 
 B, H, M, D = 2, 4, 5, 8
+CALLS = 22  # of Python, for a layer's attention in a step
 LAYER = nn.Module()
 HOLDERS: list[Callable[[Tensor], object]] = [
     lambda x: x, lambda x: [None, x], lambda x: (1.0, {"table": x}), lambda x: {"a": [x]},
@@ -157,6 +160,22 @@ def test_layers_of_a_token_share_the_numbers_of_its_padding(
     assert first is second
     due = attend(q[:, :, :M], k, v, hidden(M, dtype), **others)
     torch.testing.assert_close(o, due)
+
+
+def test_a_layer_takes_few_python_calls_for_a_token_beside_padding() -> None:
+    """And for one key more, as in each step; the integration's own are five."""
+
+    def decode(N: int) -> int:
+        q, (k, v) = draw(B, 8, 1, D), draw(2, B, 2, N, D)
+        mask = layer_masks.decode_mask(
+            B, 1, N, N - 1, attention_mask=F.pad(KEPT, (0, N - 5), value=True), dtype=q.dtype
+        )
+        more: dict[str, Any] = {"dropout": 0.0, "position_ids": KEPT, "use_cache": True}
+        return count_calls(lambda: attend_layer(LAYER, q, k, v, mask, scaling=0.5, **more))
+
+    with torch.no_grad():
+        *_, last = [decode(N) for N in (66, 67, 68)]
+    assert last <= CALLS
 
 
 def hidden(M: int, dtype: torch.dtype) -> Tensor:
