@@ -302,3 +302,26 @@ def multiply_scaled(
     b_scales = tl.load(b_scales_ptr + j * (K // VECTOR) + k[None, :])
     out = tl.dot_scaled(a, a_scales, A_KIND, b.T, b_scales, B_KIND)
     tl.store(out_ptr + i * N + tl.arange(0, N)[None, :], out)
+
+
+@triton.jit
+def multiply_padded(
+    a_ptr,
+    a_scales_ptr,
+    b,
+    b_scales_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    MAKES: tl.constexpr,
+):
+    """As above, of 8 and of 4 bits; b by a descriptor, or by a pointer for which it makes one."""
+    i, j, k = tl.arange(0, 128)[:, None], tl.arange(0, N)[:, None], tl.arange(0, K // 32)[None, :]
+    if MAKES:
+        b = tl.make_tensor_descriptor(b, [N, K // 2], [K // 2, 1], [N, K // 2])
+    right = b.load([0, 0])
+    left = tl.load(a_ptr + i * K + tl.arange(0, K)[None, :])
+    a_scales = tl.load(a_scales_ptr + i * (K // 32) + k)
+    b_scales = tl.load(b_scales_ptr + j * (K // 32) + k)
+    out = tl.dot_scaled(left, a_scales, "e4m3", right.T, b_scales, "e2m1")
+    tl.store(out_ptr + i * N + tl.arange(0, N)[None, :], out)

@@ -218,6 +218,15 @@ def to_whole(opcode: str, x: float) -> float:
     return 0 if x != x else min(max(rounded, least), most)
 
 
+def nearest_tf32(a: float) -> float:
+    """The nearest number with 10 bits after the first, the larger one of two; its sign."""
+    if not math.isfinite(a):
+        return a
+    step = Fraction(2) ** (max(math.frexp(a)[1], -125) - 11)
+    near = math.floor(abs(Fraction(a)) / step + Fraction(1, 2)) * step
+    return math.copysign(math.inf if near >= 2**128 else float(near), a)
+
+
 FLOATING: dict[str, Exact] = {
     "cvt.sat": lambda a: 0.0 if a != a else min(max(a, 0.0), 1.0),
     "min.NaN": lambda *given: min(given) if ordered(*given) else NAN,
@@ -248,6 +257,7 @@ FLOATING: dict[str, Exact] = {
     "setp.nan": lambda a, b: not ordered(a, b),
     "setp.num": ordered,
     "cvt": lambda a: a,
+    "cvt.rna.tf32": nearest_tf32,
 }
 TORCH: dict[str, Callable[..., torch.Tensor]] = {  # of float64, to two units in the last place
     "div": torch.div,

@@ -44,18 +44,54 @@ COPY = (
 )
 
 
-def copy(fields: tuple[tuple[str, int, str], ...] = FIELDS, fence: str = FENCE) -> torch.Tensor:
+PADDED = (  # of 128 numbers of 4 bits, the next 8 bytes of shared memory left free after 8
+    *(("box_dim", 32, x) for x in ("0, 128", "1, 1")),
+    *(("global_dim", 32, x) for x in ("0, 256", "1, 1")),
+    ("global_stride", 64, "0, 128"),
+    ("elemtype", 32, "14"),
+)
+KEPT = (
+    "mad.lo.s32 %r8, %r0, 4, %r1; mov.b32 %r9, 0f40E00000; st.shared.b32 [%r8], %r9;"
+    "fence.proxy.async.shared::cta; bar.warp.sync -1;"
+)
+STORE = (
+    "@%p1 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%d2, {%r7, %r7}], [%r1];"
+    "@%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;"
+)
+
+
+def copy(
+    fields: tuple[tuple[str, int, str], ...] = FIELDS, fence: str = FENCE, body: str = COPY
+) -> torch.Tensor:
     """What a warp reads of a matrix by a map that it made."""
     x, out = torch.arange(32.0).view(8, 4), torch.zeros(32)
     room = torch.zeros(256, dtype=torch.uint8)
     made = room[-room.data_ptr() % 128 :][:128]
-    body = START + "".join(FIELD.format(*each) for each in fields) + PUBLISH + fence + COPY
-    run_ptx(body, {"x": x, "out": out, "made": made})
+    set_fields = "".join(FIELD.format(*each) for each in fields)
+    run_ptx(START + set_fields + PUBLISH + fence + body, {"x": x, "out": out, "made": made})
     return out
 
 
 def test_a_map_made_by_a_kernel_is_used_as_one_of_the_host() -> None:
     assert torch.equal(copy(), torch.arange(32.0))
+
+
+def test_a_map_of_4_bits_leaves_8_of_16_bytes_as_they_are() -> None:
+    out = copy((*FIELDS[:2], *PADDED), FENCE, KEPT + COPY.replace("128;", "64;"))
+    assert out.view(-1, 4)[:, 2:].eq(7).all()
+    assert torch.equal(out.view(-1, 4)[:, :2], torch.arange(16.0).view(-1, 2))
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (COPY.replace("{%r7, %r7}", "{%r30, %r7}"), "begins at element 64, not a multiple of 128"),
+        (STORE, "a tensor map with padding, which is for loads"),
+    ],
+)
+def test_a_map_of_4_bits_is_for_loads_of_128_numbers(body: str, text: str) -> None:
+    with pytest.raises(Fault, match=text):
+        copy((*FIELDS[:2], *PADDED), FENCE, "mov.b32 %r30, 64;" + body)
 
 
 def test_a_map_used_without_a_fence_after_its_change_is_a_fault() -> None:

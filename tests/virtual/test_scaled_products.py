@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_graph.testing.gpu import Fault, UnknownInstructionError, virtual_gpu
+from attn_graph.testing.gpu import Fault, virtual_gpu
 from attn_graph.testing.gpu.device import LOADED
 
 PROBES: Any = importlib.import_module("tests.support.triton_probes")  # it imports Triton
@@ -20,6 +21,7 @@ FLOAT4 = torch.cat([FLOAT4, -FLOAT4])
 EIGHTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FORMS = [("e2m1", "e2m1", 32), ("e2m1", "e2m1", 16)]
 FORMS += [(a, b, 32) for a in EIGHTS for b in EIGHTS]
+FORMS += [("e4m3", "e2m1", 32), ("e2m1", "e5m2", 32)]
 few = settings(max_examples=max(2, settings().max_examples // 50))
 
 
@@ -44,15 +46,41 @@ def plain(x: torch.Tensor, scale: torch.Tensor, kind: str, vector: int) -> torch
     return torch.stack(parts, -1).flatten(1) * by.repeat_interleave(vector, 1)
 
 
-def multiply(a_kind: str, b_kind: str, vector: int, N: int, K: int, seed: int) -> torch.Tensor:
-    """How far a product on a virtual B200 is from that in float64, for its size without signs."""
+def same(b: torch.Tensor) -> torch.Tensor:
+    return b
+
+
+def describe(b: torch.Tensor, columns: int | None = None) -> object:
+    """A descriptor of a matrix, or of its first columns."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape = [len(b), columns or b.shape[1]]
+    return TensorDescriptor(b, shape, [*b.stride()], [*b.shape])
+
+
+def multiply(
+    a_kind: str,
+    b_kind: str,
+    vector: int,
+    N: int,
+    K: int,
+    seed: int,
+    padded: Callable[[torch.Tensor], object] | None = None,
+) -> torch.Tensor:
+    """How far a product on a virtual B200 is from that in float64, for its size without signs.
+
+    padded: of the right operand, if the copy engine pads it: the argument for the kernel.
+    """
     drawn = torch.Generator().manual_seed(seed)
     out = torch.empty(128, N)
     a, b = numbers(128, K, a_kind, drawn), numbers(N, K, b_kind, drawn)
     a_scales, b_scales = scales(128, K, vector, drawn), scales(N, K, vector, drawn)
     packed = (2 if kind == "e2m1" else 1 for kind in (a_kind, b_kind))
     given = (N, K, *packed, a_kind, b_kind, vector)
-    PROBES.multiply_scaled[(1,)](a, a_scales, b, b_scales, out, *given)
+    if padded is None:
+        PROBES.multiply_scaled[(1,)](a, a_scales, b, b_scales, out, *given)
+    else:
+        PROBES.multiply_padded[(1,)](a, a_scales, padded(b), b_scales, out, N, K, padded is same)
     left, right = plain(a, a_scales, a_kind, vector), plain(b, b_scales, b_kind, vector)
     return ((out - left @ right.T).abs() / (left.abs() @ right.abs().T + 1e-30)).max()
 
@@ -83,6 +111,16 @@ def test_scales_that_nothing_wrote_are_reported() -> None:
     PROBES.multiply_scaled.device_caches.clear()
 
 
-def test_numbers_of_4_bits_with_others_of_8_are_a_limit() -> None:
-    with virtual_gpu("b200"), pytest.raises(UnknownInstructionError, match="descriptor 0x"):
-        multiply("e4m3", "e2m1", 32, 64, 128, 0)
+@pytest.mark.parametrize("padded", [same, describe])
+@few
+@given(N=st.sampled_from([16, 64, 256]), K=st.sampled_from([128, 256]), seed=st.integers(0, 99))
+def test_numbers_of_4_bits_are_padded_by_the_copy_engine(
+    padded: Callable[[torch.Tensor], object], N: int, K: int, seed: int
+) -> None:
+    with virtual_gpu("b200"):
+        assert multiply("e4m3", "e2m1", 32, N, K, seed, padded) <= K * 2.0**-24
+
+
+def test_a_copy_of_4_bits_takes_rows_of_128_numbers() -> None:
+    with virtual_gpu("b200"), pytest.raises(RuntimeError, match="off a multiple of 128: 64"):
+        multiply("e4m3", "e2m1", 32, 64, 128, 0, lambda b: describe(b, 32))

@@ -47,6 +47,7 @@ class Tutorial:
 SIZES = (128, 256, 64)
 ATTENTION = (("test_op", 1, 2, 128, 64, causal, False, "bwd", "triton-fp16") for causal in (0, 1))
 ROOM = "C = torch.empty((M, N), device=DEVICE, dtype=A.dtype)"
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "mixed")
 TUTORIALS = {
     "01-vector-add": Tutorial(("add_kernel",), {"98432": "3000"}),
     "02-fused-softmax": Tutorial(("softmax_kernel",), {"1823": "37"}),
@@ -85,7 +86,7 @@ TUTORIALS = {
             "nvidia.cublas.CublasLt(cublas_workspace)": "None",
             "# Flatten scales for cuBLAS": "a_scale_cublas = b_scale_cublas = None",
         },
-        (*(("validate_block_scaled", 128, 256, 512, x) for x in ("nvfp4", "mxfp4", "mxfp8")),),
+        (*(("validate_block_scaled", 128, 256, 512, x) for x in FORMATS),),
         major=10,
     ),
     "11-programmatic-dependent-launch": Tutorial(

@@ -19,11 +19,7 @@ WHOLE = f"{UNSIGNED} {SIGNED}"
 TWICE = "u16/u32 s16/s32 u32/u64 s32/s64"  # types, and those of twice as many bits
 U16, U32, U64, I32, I64 = np.uint16, np.uint32, np.uint64, np.int32, np.int64
 COMPARED: dict[str, Callable[..., Array]] = {
-    "eq": operator.eq,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
+    name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge")
 }
 
 
@@ -224,12 +220,7 @@ values(("pred <- T T", f"{WHOLE} {BITS}"), {"setp.ne.T": operator.ne})
 values(
     ("T <- T T pred", f"{WHOLE} {BITS} f16 f32 f64"), {"selp.T": lambda a, b, c: np.where(c, a, b)}
 )
-values(
-    ("W <- T to", "u32/u16 u8/u16 u16/u32 u64/u32 u8/u32 u32/u64 u16/u64 u8/u64 u64/u16"),
-    {"cvt.W.T": convert},
-)
-values(
-    ("W <- T to", "s32/s64 s64/s32 s16/s32 s32/s16 s8/s16 s16/s64 s32/u64 s8/s32 s32/s8 s64/s8"),
-    {"cvt.W.T": convert},
-)
+CONVERTED = "u32/u16 u8/u16 u16/u32 u64/u32 u8/u32 u32/u64 u16/u64 u8/u64 u64/u16 "
+CONVERTED += "s32/s64 s64/s32 s16/s32 s32/s16 s8/s16 s16/s64 s32/u64 s8/s32 s32/s8 s64/s8"
+values(("W <- T to", CONVERTED), {"cvt.W.T": convert})
 values(("u64 <- u64", ""), {"cvta.param.u64": lambda a: a + U64(PARAMETERS)})

@@ -14,7 +14,7 @@ import numpy as np
 from attn_graph.testing.gpu.memory import CACHE, Memory
 from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.regions import Access
-from attn_graph.testing.gpu.rules import DTYPES, VALUES, Array, action
+from attn_graph.testing.gpu.rules import DTYPES, VALUES, Array, Arrays, action
 from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import Threads
 
@@ -47,8 +47,8 @@ def change(
     m: Program,
     g: Threads,
     address: Array,
-    values: tuple[Array, ...],
-    other: tuple[Array, ...] | None = None,
+    values: Arrays,
+    other: Arrays | None = None,
     **words: str | None,
 ) -> Array:
     """d = what was there; threads change it one after another."""
@@ -99,7 +99,7 @@ def reduce(
     m: Program,
     g: Threads,
     address: Array,
-    values: tuple[Array, ...],
+    values: Arrays,
     **words: Any,  # Any: as above
 ) -> None:
     """Like atom, without a result."""

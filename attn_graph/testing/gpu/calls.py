@@ -10,7 +10,7 @@ import numpy as np
 from attrs import define, field
 
 from attn_graph.testing.gpu.program import Program
-from attn_graph.testing.gpu.rules import DTYPES, Array, action, values
+from attn_graph.testing.gpu.rules import DTYPES, Array, Arrays, action, values
 from attn_graph.testing.gpu.threads import Threads
 
 values(("u64 <- u64", ""), {"cvta.local.u64 cvta.global.u64": lambda a: a})
@@ -39,9 +39,7 @@ class Calls:
 
 
 @action(r"st\.local(?:\.v[24])?\.(?P<type>[busf]\d+)", "<- @ {type}*")
-def store_local(
-    m: Program, g: Threads, address: Array, values: tuple[Array, ...], type: str
-) -> None:
+def store_local(m: Program, g: Threads, address: Array, values: Arrays, type: str) -> None:
     """Store numbers to the memory of each thread."""
     data = np.ascontiguousarray(g.take(g.stack(values)).T).view(np.uint8)
     calls = m.part(Calls)

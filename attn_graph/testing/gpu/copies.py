@@ -18,7 +18,7 @@ from attn_graph.testing.gpu.memory import Memory
 from attn_graph.testing.gpu.products import swizzle
 from attn_graph.testing.gpu.program import SHARED, Program
 from attn_graph.testing.gpu.regions import Access
-from attn_graph.testing.gpu.rules import Array, action
+from attn_graph.testing.gpu.rules import Array, Arrays, action
 from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
@@ -49,7 +49,7 @@ class ThreadCopies:
 @final
 @frozen(eq=False)
 class TileCopy:
-    """A copy of the copy engine that has not landed, in pieces."""
+    """A copy of the copy engine that has not landed, in pieces: of 8 bytes if these have gaps."""
 
     mbarrier: MBarrier
     phase: int
@@ -60,8 +60,9 @@ class TileCopy:
     def begin(self, m: Program, warp: int) -> None:
         """A warp begins it: all uses of its target must come before it."""
         shared, agents = m.part(Shared), np.array([self.mbarrier.agent])
-        cells, ledger = np.unique(shared.cells(self.offsets, PIECE))[None], shared.ledger
-        shared.forget(m, self.offsets, PIECE)
+        size, ledger = self.data.shape[1], shared.ledger
+        cells = np.unique(shared.cells(self.offsets, size))[None]
+        shared.forget(m, self.offsets, size)
         ledger.check_free(m, "a copy of the copy engine", np.array([warp]), cells, proxy=True)
         ledger.note_write(m, agents, np.array([self.mbarrier.time]), cells)
         m.part(Copies).tiles.append(self)
@@ -71,7 +72,8 @@ class TileCopy:
         m.line = self.line
         if self.mbarrier.phase != self.phase:
             m.fault("a copy lands in a later phase of its mbarrier than that in which it began")
-        m.part(Shared).bytes.reshape(-1, PIECE)[self.offsets // PIECE] = self.data
+        size = self.data.shape[1]
+        m.part(Shared).bytes.reshape(-1, size)[self.offsets // size] = self.data
         self.mbarrier.arrive(m, 0, -self.data.size)
 
 
@@ -229,15 +231,9 @@ TILE = r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(?:cta|cluster)\.global(?:\.ti
 HINT = r"(?:\.L2::cache_hint)?"  # of a cache: changes no result
 
 
-@action(TILE + r"\.mbarrier::complete_tx::bytes" + HINT, "<- @ @map @ u64?")
+@action(TILE + r"\.mbarrier::complete_tx::bytes" + HINT, "<- @ @map @ _?")
 def copy_tile(
-    m: Program,
-    g: Threads,
-    target: Array,
-    tensor: Array,
-    first: tuple[Array, ...],
-    barrier: Array,
-    hint: Array | None = None,
+    m: Program, g: Threads, target: Array, tensor: Array, first: Arrays, barrier: Array
 ) -> None:
     """The copy engine fetches a box of a tensor, and signals its bytes to an mbarrier."""
     bars = m.part(Shared).offsets(m, "an mbarrier", g.take(barrier), 8)
@@ -247,9 +243,9 @@ def copy_tile(
         mbarrier = m.part(Barriers).use(m, warp, int(bars[k]), proxy=True)
         if tile.nan:
             m.refuse("a tensor map with NaN outside of the tensor")
-        data = tile.fetch(m, warp, mbarrier, corner).reshape(-1, PIECE)
-        shared = m.part(Shared)
-        start = shared.offsets(m, "a copy", g.take(target)[k : k + 1], data.size, MAP_ALIGNED)
+        data = tile.fetch(m, warp, mbarrier, corner).reshape(-1, 8 if tile.padded else PIECE)
+        size, place = PIECE * len(data), g.take(target)[k : k + 1]
+        start = m.part(Shared).offsets(m, "a copy", place, size, MAP_ALIGNED)
         offsets = swizzle(SHARED + start + PIECE * np.arange(len(data)), tile.span) - SHARED
         TileCopy(mbarrier, mbarrier.phase, offsets, data, m.line).begin(m, warp)
 
@@ -328,16 +324,10 @@ def wait_for_stores(m: Program, g: Threads, pending: int, read: str | None) -> N
 
 @action(
     r"cp\.async\.bulk\.shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes" + HINT,
-    "<- @ @ u32 @ u64?",
+    "<- @ @ u32 @ _?",
 )
 def load_bytes(
-    m: Program,
-    g: Threads,
-    target: Array,
-    source: Array,
-    size: Array,
-    barrier: Array,
-    hint: Array | None = None,
+    m: Program, g: Threads, target: Array, source: Array, size: Array, barrier: Array
 ) -> None:
     """The copy engine fetches contiguous bytes, and signals an mbarrier."""
     given = [g.each(x) for x in (target, source, size, barrier)]
@@ -362,16 +352,10 @@ def pieces(m: Program, text: str, address: Array, size: int, align: int) -> Arra
 @action(
     r"cp\.(?:async|reduce\.async)\.bulk\.global\.shared::cta\.bulk_group(?P<add>\.add\.f32)?"
     + HINT,
-    "<- @ @ u32 u64?",
+    "<- @ @ u32 _?",
 )
 def store_bytes(
-    m: Program,
-    g: Threads,
-    target: Array,
-    source: Array,
-    size: Array,
-    hint: Array | None = None,
-    add: str | None = None,
+    m: Program, g: Threads, target: Array, source: Array, size: Array, add: str | None = None
 ) -> None:
     """Contiguous bytes go to global memory, or are added there."""
     for warp, threads, (to, at, count) in stores(m, g, (target, source, size), bool(add)):
@@ -398,19 +382,14 @@ def stores(
 
 @action(
     r"cp\.async\.bulk\.tensor\.[1-5]d\.global\.shared::cta(?:\.tile)?\.bulk_group" + HINT,
-    "<- @map @ u64?",
+    "<- @map @ _?",
 )
-def store_tile(
-    m: Program,
-    g: Threads,
-    tensor: Array,
-    first: tuple[Array, ...],
-    source: Array,
-    hint: Array | None = None,
-) -> None:
+def store_tile(m: Program, g: Threads, tensor: Array, first: Arrays, source: Array) -> None:
     """A box goes to a tensor; its part outside the tensor is dropped."""
     for warp, threads, (at, place, *corner) in stores(m, g, (source, tensor, *first), False):
         tile = TensorMap.at(m, warp, int(place), len(first))
+        if tile.padded:
+            m.fault("a bulk store by a tensor map with padding, which is for loads")
         corner = [int(x.astype(np.int64)) for x in corner]
         rows, size = int(np.prod(tile.box[1:])), tile.box[0] * tile.item
         plain = pieces(m, "a bulk store", at, rows * size, MAP_ALIGNED)

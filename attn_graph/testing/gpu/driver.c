@@ -123,8 +123,10 @@ CUresult cuPointerGetAttributes(unsigned n, CUpointer_attribute *attributes, voi
   return 0;
 }
 
+#define PADDED 16 /* in place of an element's bytes: 16 of 4 bits, and 8 bytes left free in copies */
+
 static int item_bytes(CUtensorMapDataType type) {
-  static const int bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+  static const int bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4, 0, PADDED};
   return (unsigned)type < sizeof bytes / sizeof *bytes ? bytes[type] : 0;
 }
 
@@ -139,10 +141,10 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
     cuuint32_t box[5];
     unsigned char rank, item, swizzle, fill;
   } out = {.address = (cuuint64_t)address};
-  int item = item_bytes(type);
+  int item = item_bytes(type), unit = item == PADDED ? 32 : 16;
   if ((size_t)map & 63) return refuse("bytes of a tensor map off a multiple of 64", (size_t)map & 63, 0);
-  if (!item || interleave) return refuse("a tensor map of this type, or interleaved", type, 12);
-  if ((size_t)address & 15) return refuse("bytes of a tensor off a multiple of 16", (size_t)address & 15, 0);
+  if (!item || interleave) return refuse("a tensor map of this type, or interleaved", type, 14);
+  if ((size_t)address % unit) return refuse("bytes of a tensor off a multiple", (size_t)address % unit, unit);
   if (rank < 1 || rank > 5) return refuse("axes of a tensor map", rank, 5);
   if (swizzle > CU_TENSOR_MAP_SWIZZLE_128B) return refuse("mode of swizzling", swizzle, 3);
   for (unsigned n = 0; n < rank; n++) {
@@ -152,11 +154,16 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
     out.shape[n] = shape[n], out.box[n] = box[n];
   }
   for (unsigned n = 0; n + 1 < rank; n++) {
-    if (strides[n] & 15) return refuse("bytes of a stride off a multiple of 16", strides[n] & 15, 0);
+    if (strides[n] % unit) return refuse("bytes of a stride off a multiple", strides[n] % unit, unit);
     if (strides[n] >= 1ull << 40) return refuse("bytes of a stride", strides[n], 1ull << 40);
     out.strides[n] = strides[n];
   }
-  long long row = (long long)box[0] * item, span = swizzle ? 16 << swizzle : 1 << 30;
+  if (item == PADDED) {
+    if (shape[0] % 128) return refuse("elements of 4 bits off a multiple of 128", shape[0] % 128, 0);
+    if (box[0] != 128) return refuse("elements of 4 bits of a box's row", box[0], 128);
+    if (swizzle % 3) return refuse("mode of swizzling of elements of 4 bits", swizzle, 3);
+  }
+  long long row = (long long)box[0] * (item == PADDED ? 1 : item), span = swizzle ? 16 << swizzle : 1 << 30;
   if (row & 15) return refuse("bytes of a box's row off a multiple of 16", row & 15, 0);
   if (row > span) return refuse("bytes of a box's row, more than are swizzled", row, span);
   out.rank = rank, out.item = item, out.swizzle = swizzle, out.fill = fill;

@@ -1,5 +1,6 @@
 """Errors of a virtual GPU."""
 
+import re
 from enum import Enum, auto
 from typing import final
 
@@ -35,21 +36,19 @@ class UnknownInstructionError(NotImplementedError):
     """A kernel has an instruction, modifier or directive unknown to the virtual GPU."""
 
 
-REMEDIES = {  # words of a fault, and the edit that usually helps
+REMEDIES = {  # words of a fault, as a regular expression, and the edit that usually helps
     "belong to no element": "mask the access by the tensor's shape, or correct its strides",
     "which is in no tensor": "mask the access by the tensor's shape, or pass that tensor too",
     "to which nothing was written": "write it first: a mask of the store, or another launch",
     "at no multiple of": "align the address, or do not promise its alignment (tl.multiple_of)",
     "stored by": "give each program places of its own, or use tl.atomic_add",
-    "read by program": "write the result to another tensor, or read it in a launch before",
-    "read by several programs": "write the result to another tensor, or read it in a launch before",
+    r"read by \w* ?program": "write the result to another tensor, or read it in a launch before",
     "added to by": "read sums in a launch after the one that adds them",
     "has no fence.proxy.async": "fence.proxy.async after the write, then the barrier",
     "by a copy of the copy engine": "wait for the phase of the mbarrier that counts the copy",
     "by an asynchronous copy": "cp.async.wait_group, then a barrier of the program",
     "by a bulk store": "wait for its group; without .read if what it wrote is used",
-    "by a product": "wait for the product, by its group or the commit's mbarrier",
-    "by a tensor core": "wait for the product, by its group or the commit's mbarrier",
+    "by a (product|tensor core)": "wait for the product, by its group or the commit's mbarrier",
     "by tcgen05": "tcgen05.wait::ld or ::st, then a barrier",
     "is not ordered after": "a barrier of the program between the two (tl.debug_barrier)",
     "two threads at once": "let one thread store, or all of them equal bytes",
@@ -63,4 +62,4 @@ REMEDIES = {  # words of a fault, and the edit that usually helps
 
 def remedy_for(text: str) -> str | None:
     """The edit that usually helps, by the first words of the table that a fault has."""
-    return next((edit for words, edit in REMEDIES.items() if words in text), None)
+    return next((edit for words, edit in REMEDIES.items() if re.search(words, text)), None)

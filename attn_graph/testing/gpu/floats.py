@@ -112,6 +112,12 @@ def round_bfloat(a: Array) -> Array:
     return np.where(np.isnan(a), U16(0x7FFF), rounded).astype(U16)
 
 
+def round_tf32(a: Array) -> Array:
+    """A number with the 10 bits of a tf32, rounded to nearest, and away from zero in the middle."""
+    bits = np.ascontiguousarray(a).view(U32)
+    return np.where(np.isnan(a), NAN, (bits + U32(0x1000) & U32(0xFFFFE000)).view(F32))
+
+
 NARROW: dict[str, Function] = {"f16": round_float16, "bf16": round_bfloat}
 
 
@@ -279,14 +285,9 @@ for name, function in ROUNDINGS.items():
     values(("T <- T", FLOATS), {f"cvt.{name}.T.T": function})
     values(("f32 <- f32", ""), {f"cvt.{name}.ftz.f32.f32": with_flushing(function)})
     values(("W <- T to", WHOLES), {f"cvt.{name}.W.T": to_whole(function)})
-values(
-    ("W <- T to", "s8/f32 u8/f32 s16/f32 u16/f32 s32/f32 u32/f32 s64/f32 u64/f32 f64/f32 f32/f16"),
-    {"cvt.rn.W.T": convert},
-)
-values(
-    ("W <- T to", "s32/f64 u32/f64 s64/f64 u64/f64 s16/f16 u16/f16 s32/f16 u32/f16"),
-    {"cvt.rn.W.T": convert},
-)
+NEAREST = "s8/f32 u8/f32 s16/f32 u16/f32 s32/f32 u32/f32 s64/f32 u64/f32 f64/f32 f32/f16 "
+NEAREST += "s32/f64 u32/f64 s64/f64 u64/f64 s16/f16 u16/f16 s32/f16 u32/f16"
+values(("W <- T to", NEAREST), {"cvt.rn.W.T": convert})
 values(("W <- T to", "f32/f64"), {"cvt.W.T": convert})
 values(("f32 <- T", HALF), {"cvt.f32.T": widen})
 values(("bf16 <- f32", ""), {"cvt.rn.bf16.f32": round_bfloat})
@@ -294,6 +295,7 @@ values(("bf16 <- f16", ""), {"cvt.bf16.f16": lambda a: round_bfloat(widen(a))})
 values(
     ("bf16 <- T", "s16 s32 s8 u8 u16 u32"), {"cvt.rn.bf16.T": lambda a: round_bfloat(a.astype(F32))}
 )
+values(("f32 <- f32", ""), {"cvt.rna.tf32.f32": round_tf32})
 values(("f16 <- bf16", ""), {"cvt.rn.f16.bf16": lambda a: round_float16(widen(a))})
 SATURATED: dict[str, Function] = {"cvt.sat": lambda a: np.nan_to_num(a).clip(0, 1).astype(F32)}
 define("f32.f32", 1, SATURATED, held="f32")

@@ -10,14 +10,9 @@ from attn_graph.testing.gpu.program import POISON, Program
 from attn_graph.testing.gpu.rules import DTYPES, Array, DType, action
 from attn_graph.testing.gpu.threads import WARP, Threads
 
-REDUCTIONS = {  # NaN counts only if all are NaN
-    "add": np.add,
-    "min": np.fmin,
-    "max": np.fmax,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
+REDUCTIONS: dict[str, np.ufunc] = {"and": np.bitwise_and, "or": np.bitwise_or}
+REDUCTIONS |= {"xor": np.bitwise_xor, "add": np.add}
+REDUCTIONS |= {"min": np.fmin, "max": np.fmax}  # NaN counts only if all are NaN
 LANES = np.arange(WARP, dtype=np.int64)
 EVERY = 0xFFFFFFFF  # the mask of all lanes
 

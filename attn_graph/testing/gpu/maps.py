@@ -24,7 +24,8 @@ from attn_graph.testing.gpu.threads import Threads
 
 MAP = struct.Struct("<Q5Q4Q5I2B2B")  # as driver.c writes tensor maps
 MAP_BYTES, MAP_RANK = 128, 5  # its size, and the most axes
-ITEMS = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)  # bytes of an element, by its type in PTX
+PADDED = 16  # in place of an element's bytes: 16 of 4 bits, and 8 bytes left free in copies
+ITEMS = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4, 0, PADDED)  # by the type in PTX
 FIELDS = {  # where MAP holds a field that kernels set, and its bytes
     "global_address": (0, 8),
     "global_dim": (8, 8),
@@ -53,7 +54,10 @@ class Maps:
 @final
 @frozen
 class TensorMap:
-    """A tensor as the copy engine sees it, innermost axis first. strides: bytes, from axis 1 on."""
+    """A tensor as the copy engine sees it, innermost axis first. strides: bytes, from axis 1 on.
+
+    item: bytes of an element; or of 16 elements of 4 bits, padded to 16 bytes in shared memory.
+    """
 
     address: int
     shape: tuple[int, ...]
@@ -62,6 +66,7 @@ class TensorMap:
     item: int
     span: int
     nan: bool
+    padded: bool = False
 
     @classmethod
     def at(cls, m: Program, warp: int, address: int, axes: int) -> TensorMap:
@@ -89,7 +94,10 @@ class TensorMap:
         address, *rest = MAP.unpack_from(contents)
         rank, item, mode, nan = rest[14:]
         shape, strides, box = rest[:rank], rest[5 : 4 + rank], rest[9 : 9 + rank]
-        return cls(address, (*shape,), (*strides,), (*box,), item, SPANS[mode & 3], bool(nan))
+        if padded := item == PADDED and rank > 0:
+            item, shape[0], box[0] = 8, shape[0] // 16, box[0] // 16
+        span = SPANS[mode & 3]
+        return cls(address, (*shape,), (*strides,), (*box,), item, span, bool(nan), padded)
 
     def places(self, first: tuple[int, ...]) -> tuple[Array, Array, Array]:
         """Places of a box at `first` within the tensor: rows of the box, columns, and addresses of
@@ -106,7 +114,9 @@ class TensorMap:
 
     def fetch(self, m: Program, warp: int, bar: MBarrier, first: tuple[int, ...]) -> Array:
         """A warp fetches the bytes of a box, [rows, bytes]; zeros outside of the tensor."""
-        rows, columns, at = self.places(first)
+        if self.padded and first[0] % 128:
+            m.fault(f"a padded copy begins at element {first[0]}, not a multiple of 128")
+        rows, columns, at = self.places((first[0] // 16, *first[1:]) if self.padded else first)
         data = np.zeros((prod(self.box[1:]), self.box[0]), f"u{self.item}")
         if rows.size:
             who, many = bar.fetching(warp, len(at)), len(columns)
@@ -141,7 +151,7 @@ def replace_field(
         if name not in FIELDS or axis >= MAP_RANK or (name == "elemtype" and number >= len(ITEMS)):
             m.refuse(f"a tensor map's {name} of {number}")
         start, size = FIELDS[name]
-        value = {"rank": number + 1, "elemtype": ITEMS[min(number, 12)]}.get(name, number)
+        value = ITEMS[number] if name == "elemtype" else number + (name == "rank")
         data = np.array([value], f"u{size}").view(np.uint8)[None]
         at = np.array([offset + start + size * axis])
         shared.store(m, "tensormap.replace", np.array([warp]), at, data)

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.regions import Access, Region, Unset
-from attn_graph.testing.gpu.rules import DTYPES, Array, action
+from attn_graph.testing.gpu.rules import DTYPES, Array, Arrays, action
 from attn_graph.testing.gpu.threads import Threads
 
 
@@ -133,13 +133,11 @@ CACHE = r"(?:\.(?:nc|c[agsv]|lu|w[bt]|L1::\w+|L2::\w+))*"  # changes no result
 MANY = CACHE + r"(?P<many>\.v[248])?\.(?P<type>[busf]\d+)"
 
 
-@action(rf"ld(?P<order>\.\w+)?{SCOPE}\.global" + MANY, "{type}* <- @ u64?")
+@action(rf"ld(?P<order>\.\w+)?{SCOPE}\.global" + MANY, "{type}* <- @ _?")
 def load_global(
     m: Program,
     g: Threads,
     address: Array,
-    hint: Array | None = None,
-    *,
     order: str | None,
     many: str | None,
     type: str,
@@ -154,26 +152,24 @@ def load_global(
     return g.spread(words.view(dtype))
 
 
-@action(r"createpolicy\.fractional\.L2::\w+\.b64", "u64 <- f32?")
-def make_policy(m: Program, g: Threads, fraction: Array | None = None) -> Array:
+@action(r"createpolicy\.fractional\.L2::\w+\.b64", "u64 <- _?")
+def make_policy(m: Program, g: Threads) -> Array:
     """d = how to keep lines in a cache, which changes no result."""
     return np.zeros(g.count, np.uint64)
 
 
-@action(r"prefetch\.global\.L[12]|discard\.global\.L2", "<- @ #?")
+@action(r"prefetch\.global\.L[12]|discard\.global\.L2", "<- _ _?")
 @action(r"(?:fence|membar)\.(?:(?:acq_rel|sc)\.)?(?:cta|gl|gpu|sys)", "<-")
-def do_nothing(m: Program, g: Threads, *given: object) -> None:
+def do_nothing(m: Program, g: Threads) -> None:
     """Caches change no result; the order of threads comes from barriers and atomic operations."""
 
 
-@action(rf"st(?P<order>\.\w+)?{SCOPE}\.global" + MANY, "<- @ {type}* u64?")
+@action(rf"st(?P<order>\.\w+)?{SCOPE}\.global" + MANY, "<- @ {type}* _?")
 def store_global(
     m: Program,
     g: Threads,
     address: Array,
-    values: tuple[Array, ...],
-    hint: Array | None = None,
-    *,
+    values: Arrays,
     order: str | None,
     many: str | None,
     type: str,

@@ -16,7 +16,7 @@ from attrs import define, frozen
 
 from attn_graph.testing.gpu.floats import FLOAT4, FLOAT8, widen
 from attn_graph.testing.gpu.program import SHARED, Program
-from attn_graph.testing.gpu.rules import DTYPES, Array, action
+from attn_graph.testing.gpu.rules import DTYPES, Array, Arrays, action
 from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
@@ -28,8 +28,8 @@ ON_THEIR_WAY = 0x7FBADBAD  # in registers of a product before its wait
 
 
 KINDS = r"(?:f16|bf16|tf32|e4m3|e5m2)"
-BYTES = {"tf32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1, "e2m1": 1}
-# of an element, but e2m1: of two
+BYTES = {"tf32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
+BYTES |= {"e2m1": 1, "b4x16_p64": 1}  # of an element, but here of two, also with gaps between them
 
 
 def swizzle(addresses: Array, span: int) -> Array:
@@ -45,7 +45,8 @@ class Tile:
 
     It lies in cores of 8 rows of `span` bytes. Not turned, k is contiguous, and cores are `stride`
     bytes apart along the rows; without swizzling, `lead` bytes along k. Turned, rows are
-    contiguous, and cores are `lead` bytes apart along these, `stride` along k.
+    contiguous, and cores are `lead` bytes apart along these, `stride` along k. gaps: of each 16
+    bytes along k the last 8 are unused.
     """
 
     start: int
@@ -55,10 +56,12 @@ class Tile:
     rows: int
     turned: bool
     size: int = 2
+    gaps: bool = False
 
     @property
     def addresses(self) -> Array:
         i, j = np.ogrid[: self.rows, : 32 // self.size]
+        j = j[:, j[0] % 16 < 8] if self.gaps else j
         lead, stride, span = self.lead, self.stride, self.span
         if not self.turned:
             j = j * self.size
@@ -124,13 +127,7 @@ def spread_sums(sums: Array) -> Array:
     "s32* <- b32* b32* s32*",
 )
 def multiply_fragments(
-    m: Program,
-    g: Threads,
-    a: tuple[Array, ...],
-    b: tuple[Array, ...],
-    c: tuple[Array, ...],
-    left: str,
-    right: str,
+    m: Program, g: Threads, a: Arrays, b: Arrays, c: Arrays, left: str, right: str
 ) -> Array:
     """D = A B + C: [16,k] [k,8] of each warp, k elements of 32 bytes; sums in 32 bits."""
     m.together(g)
@@ -300,7 +297,7 @@ def multiply_tiles(
 def one_value(m: Program, g: Threads, values: Array, lanes: slice) -> int:
     each = np.broadcast_to(values, g.count)[lanes]
     if (each != each[0]).any():
-        m.fault("lanes of a warp group have different operands of a product")
+        m.fault("lanes have different operands of an instruction of the whole warp or warp group")
     return int(each[0])
 
 
@@ -323,7 +320,7 @@ def tile_at(m: Program, descriptor: int, rows: int, kind: str, turned: bool) -> 
     span, size = SWIZZLED.get(descriptor >> 61 & 7, 0), BYTES[kind]
     if not span or (span > 16 and descriptor >> 49 & 7) or (turned and size != 2):
         m.refuse(f"the matrix descriptor {descriptor:#x}")
-    return Tile(start, lead, stride, span, rows, turned, size)
+    return Tile(start, lead, stride, span, rows, turned, size, kind == "b4x16_p64")
 
 
 def load_tile(
@@ -340,7 +337,7 @@ def load_tile(
 
 def as_factors(bits: Array, kind: str) -> Array:
     """Elements of an operand as float32 factors."""
-    if kind == "e2m1":
+    if kind in ("e2m1", "b4x16_p64"):
         return FLOAT4[np.stack([bits & 15, bits >> 4], -1)].reshape(len(bits), -1)
     if kind in FLOAT8:
         return FLOAT8[kind][bits].view(np.float16).astype(F32)

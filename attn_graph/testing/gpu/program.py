@@ -251,11 +251,8 @@ class Program:
         if name in by_thread:
             return by_thread[name].astype(np.uint32)
         word, _, axis = name.partition(".")
-        axes = {
-            "ctaid": self.place,
-            "nctaid": self.launch.grid,
-            "ntid": (self.launch.threads, 1, 1),
-        }
+        sizes = (self.launch.threads, 1, 1)
+        axes = {"ctaid": self.place, "nctaid": self.launch.grid, "ntid": sizes}
         alone = {"tid": 0, "cluster_ctaid": 0, "cluster_ctarank": 0, "cluster_nctarank": 1}
         cores = self.launch.multiprocessors
         alone |= {"smid": self.number % cores, "nsmid": cores}

@@ -12,7 +12,6 @@ from attrs import define, field, frozen
 
 from attn_graph.testing.gpu.faults import UnknownInstructionError
 
-BITS = {"pred": 1, "b8": 8, "b16": 16, "b32": 32, "b64": 64, "f32": 32, "f64": 64, "u32": 32}
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 REGISTERS = 65536  # of a multiprocessor
 ALONE = (  # each of these is a block by itself: threads wait there, or others go on

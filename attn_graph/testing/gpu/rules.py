@@ -2,7 +2,8 @@
 
 A form reads `results <- operands`. A kind of operand is a PTX type (`u32`, `f32`, `pred`), or
 `u32*` for a vector; `@` is an address in memory, `@map` a tensor map with coordinates, `#` a number
-in the text, `param` a place among the parameters. A `?` after it marks it as optional.
+in the text, `param` a place among the parameters; `_` changes no result, and the function lacks
+it. A `?` after it marks it as optional.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 
 Array = npt.NDArray[Any]  # one element for each thread
+Arrays = tuple[Array, ...]
 DType = np.dtype[Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 

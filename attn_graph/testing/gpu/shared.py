@@ -12,7 +12,7 @@ from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.ledger import Ledger
 from attn_graph.testing.gpu.program import SHARED, Program
 from attn_graph.testing.gpu.regions import UNSET
-from attn_graph.testing.gpu.rules import DTYPES, Array, action
+from attn_graph.testing.gpu.rules import DTYPES, Array, Arrays, action
 from attn_graph.testing.gpu.threads import WARP, Threads
 
 MBARRIER = 8  # bytes
@@ -116,9 +116,7 @@ def load_shared(
 
 
 @action(r"st\.shared(?:::cta)?(?:\.v[24])?\.(?P<type>[busf]\d+)", "<- @ {type}*")
-def store_shared(
-    m: Program, g: Threads, address: Array, values: tuple[Array, ...], type: str
-) -> None:
+def store_shared(m: Program, g: Threads, address: Array, values: Arrays, type: str) -> None:
     """Store a number at an address, or two or four contiguous ones."""
     unsigned = DTYPES[f"b{8 * DTYPES[type].itemsize}"]
     rows = g.stack(x.view(unsigned) for x in values)
@@ -148,12 +146,7 @@ def load_matrices(m: Program, g: Threads, address: Array, count: str, turned: st
 
 @action("st" + MATRIX, "<- @ b32*")
 def store_matrices(
-    m: Program,
-    g: Threads,
-    address: Array,
-    values: tuple[Array, ...],
-    count: str,
-    turned: str | None,
+    m: Program, g: Threads, address: Array, values: Arrays, count: str, turned: str | None
 ) -> None:
     """Each warp stores matrices of 8 x 8 halves, as ldmatrix loads them."""
     offsets, warps = rows_of_matrices(m, "stmatrix", g, address, int(count))

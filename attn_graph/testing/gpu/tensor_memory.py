@@ -13,7 +13,7 @@ from attrs import define, field, frozen
 from attn_graph.testing.gpu.barriers import Barriers, MBarrier
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.ledger import Ledger
-from attn_graph.testing.gpu.products import BYTES, as_factors, load_tile, tile_at
+from attn_graph.testing.gpu.products import BYTES, as_factors, load_tile, one_value, tile_at
 from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.rules import Array, action
 from attn_graph.testing.gpu.shared import Shared
@@ -23,8 +23,8 @@ LANES, COLUMNS = 128, 512
 QUARTER = 32  # lanes accessible to a warp
 # What an instruction's kind and the number in its descriptor make of an operand.
 KINDS = {("f16", 0): "f16", ("f16", 1): "bf16", ("tf32", 2): "tf32"}
-KINDS |= {("f8f6f4", 0): "e4m3", ("f8f6f4", 1): "e5m2"}
-KINDS |= {("mxf8f6f4", 0): "e4m3", ("mxf8f6f4", 1): "e5m2"}
+for mixed in ("f8f6f4", "mxf8f6f4"):
+    KINDS |= {(mixed, 0): "e4m3", (mixed, 1): "e5m2", (mixed, 5): "b4x16_p64"}
 KINDS |= {("mxf4", 1): "e2m1", ("mxf4nvf4", 1): "e2m1"}
 EXPONENTS = np.r_[np.exp2(np.arange(-127, 128)), np.nan].astype(np.float32)  # ue8m0, by its bits
 UNSET = 0x7FBADBAD  # in unwritten columns: NaN
@@ -125,7 +125,7 @@ def allocate(m: Program, g: Threads, target: Array, number: Array) -> None:
     """Allocate columns of tensor memory, and store the address of the first."""
     tensor = m.part(TensorMemory)
     for warp in m.together(g).tolist():
-        columns = number_of_warp(g, warp, number)
+        columns = one_value(m, g, number, g.lanes(warp))
         if columns not in (32, 64, 128, 256, 512) or tensor.relinquished:
             m.fault(f"tcgen05.alloc of {columns} columns, or after the permit is relinquished")
         tried = range(0, COLUMNS - columns + 1, QUARTER)
@@ -144,16 +144,12 @@ def deallocate(m: Program, g: Threads, address: Array, number: Array) -> None:
     """Give columns back."""
     tensor = m.part(TensorMemory)
     for warp in m.together(g).tolist():
-        columns, first = number_of_warp(g, warp, number), number_of_warp(g, warp, address)
+        columns, first = (one_value(m, g, x, g.lanes(warp)) for x in (number, address))
         if tensor.blocks.pop(first, 0) != columns:
             m.fault(f"columns {first} on, {columns} of tensor memory, are given back but not taken")
         tensor.taken[first : first + columns] = False
         cells = np.arange(LANES * COLUMNS).reshape(LANES, COLUMNS)[:, first : first + columns]
         tensor.ledger.check_free(m, "tcgen05.dealloc", np.array([warp]), cells.reshape(1, -1))
-
-
-def number_of_warp(g: Threads, warp: int, values: Array) -> int:
-    return int(np.broadcast_to(values, g.count)[g.lanes(warp)][0])
 
 
 @action(T5 + "relinquish_alloc_permit" + ONE + r"\.sync\.aligned", "<-")

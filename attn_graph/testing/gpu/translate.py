@@ -368,7 +368,8 @@ class BlockWriter:
         if is_product(step) or step.opcode.startswith(PRODUCT):
             self.flush(self.changed & self.shape.watched)
         kinds = [kind.rstrip("?") for kind in rule.operands]
-        arguments = [self.argument(x, kind) for x, kind in zip(given, kinds, strict=False)]
+        pairs = zip(given, kinds, strict=False)
+        arguments = [self.argument(x, kind) for x, kind in pairs if kind != "_"]
         function = self.give(rule.call)
         if rule.machine:
             self.act(rule, function, arguments, targets)
