@@ -91,15 +91,15 @@ checks. With processes: of the longest one, and of the process that starts them.
 
 | | sm_80 | sm_90 | sm_100 |
 | --- | --- | --- | --- |
-| the first version | 1.04 | 0.73 | 0.94 |
-| one process | 1.05 | 0.76 | 0.95 |
+| the first version | 1.06 | 0.73 | 0.94 |
+| one process | 1.18 | 0.81 | 0.91 |
 | 4 processes | 0.39 | 0.26 | 0.38 |
 | 8 processes | 0.27 | 0.20 | 0.25 |
 
-One process takes as long as the first version did. Its time goes to many calls of NumPy, none of
+One process takes 0.97 to 1.11 of the first version's time. It goes to many calls of NumPy, none of
 them over 7 %, on arrays of one program's threads, 128 to 384; several programs in one array would
-need another model of shared memory and of clocks. With 5 processes or more, and as many cores, a
-launch takes about a third.
+need another model of shared memory and of clocks. Where there are as many cores, 4 processes take
+0.32 to 0.42 of one's time, and 8 take 0.23 to 0.27.
 
 ## FlashAttention 4's own tests
 
