@@ -152,18 +152,19 @@ def exactly(formula: Exact) -> Exact:
     return rounded
 
 
-def downward(formula: Exact) -> Exact:
-    """A formula by exact arithmetic, rounded towards minus infinity."""
+def towards(way: str, formula: Exact) -> Exact:
+    """A formula by exact arithmetic, rounded down (rm), up (rp) or towards zero (rz)."""
+    goal = {"rm": -math.inf, "rp": math.inf, "rz": 0.0}[way]
 
     def rounded(*given: float) -> float:
         plain = float(formula(*given))
         if not math.isfinite(plain):
             return plain
         exact = formula(*map(Fraction, given))
-        near = torch.tensor(nearest(exact))
-        if Fraction(near.item()) > exact:
-            near = torch.nextafter(near, torch.tensor(-math.inf))
-        return float(near) if exact else plain
+        near = nearest(exact)
+        if near != exact and (near < exact) == (exact < goal):
+            return float(torch.nextafter(torch.tensor(near), torch.tensor(goal)))
+        return near if exact else plain
 
     return rounded
 
@@ -237,11 +238,12 @@ FLOATING: dict[str, Exact] = {
     "setp.gtu": lambda a, b: not ordered(a, b) or a > b,
     "setp.geu": lambda a, b: not ordered(a, b) or a >= b,
     "add": exactly(lambda a, b: a + b),
-    "add.rm": downward(lambda a, b: a + b),
+    **{f"add.{way}": towards(way, lambda a, b: a + b) for way in ("rm", "rp", "rz")},
+    **{f"mul.{way}": towards(way, lambda a, b: a * b) for way in ("rm", "rp", "rz")},
+    **{f"fma.{way}": towards(way, lambda a, b, c: a * b + c) for way in ("rm", "rp", "rz")},
     "sub": exactly(lambda a, b: a - b),
     "mul": exactly(lambda a, b: a * b),
     "fma": exactly(lambda a, b, c: a * b + c),
-    "fma.rm": downward(lambda a, b, c: a * b + c),
     "abs": abs,
     "neg": lambda a: -a,
     "min": extreme(min),

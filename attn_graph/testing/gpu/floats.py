@@ -39,15 +39,17 @@ def fuse(a: Array, b: Array, c: Array) -> Array:
     return (a.astype(F64) * b + c).astype(F32)
 
 
-def add_down(a: Array, b: Array) -> Array:
-    """a + b, rounded towards minus infinity, by a sum that float64 may not hold exactly."""
+def add_towards(a: Array, b: Array, way: str) -> Array:
+    """a + b, rounded down (rm), up (rp) or towards zero (rz), if float64 holds the sum or not."""
     a, b = a.astype(F64), b.astype(F64)
     total = a + b
     more = total - a
     rest = (a - (total - more)) + (b - more)  # the rounding error of float64 (Knuth)
     near = total.astype(F32)
-    above = np.isfinite(total) & ((near > total) | ((near == total) & (rest < 0)))
-    return np.where(above, np.nextafter(near, F32(-np.inf)), near)
+    above, below = ((f(near, total) | (near == total) & f(0, rest)) for f in (np.greater, np.less))
+    goal = {"rm": -np.inf, "rp": np.inf, "rz": 0}[way]
+    wrong = {"rm": above, "rp": below, "rz": np.where(total > 0, above, below)}[way]
+    return np.where(np.isfinite(total) & wrong, np.nextafter(near, F32(goal)), near)
 
 
 def flush(a: Array) -> Array:
@@ -169,7 +171,8 @@ ROUNDED: dict[str, Function] = {
     "mul mul.rn": operator.mul,
 }
 SIGNS: dict[str, Function] = {"abs": np.abs, "neg": np.negative}
-DOWN: dict[str, Function] = {"add.rm": add_down}
+TOWARDS = {way: partial(add_towards, way=way) for way in ("rm", "rp", "rz")}
+SUMS: dict[str, Function] = {f"add.{way}": add for way, add in TOWARDS.items()}
 FUSED: dict[str, Function] = {"fma.rn": fuse}
 NAMED_NAN: dict[str, Function] = {"min.NaN": with_nan(smallest), "max.NaN": with_nan(largest)}
 EXTREMES: dict[str, Function] = {"min": smallest, "max": largest}
@@ -184,9 +187,12 @@ SINGLE: dict[int, dict[str, Function]] = {  # in float32, by the number of opera
         "lg2.approx": np.log2,
         **SIGNS,
     },
-    2: {**ROUNDED, **DOWN, "div.full div.rn div.approx": operator.truediv},
-    3: {**FUSED, "fma.rm": lambda a, b, c: add_down(a.astype(F64) * b, c)},
+    2: {**ROUNDED, **SUMS, "div.full div.rn div.approx": operator.truediv},
+    3: {**FUSED},
 }
+for way, add in TOWARDS.items():
+    SINGLE[2][f"mul.{way}"] = lambda a, b, add=add: add(a.astype(F64) * b, np.full(a.shape, -0.0))
+    SINGLE[3][f"fma.{way}"] = lambda a, b, c, add=add: add(a.astype(F64) * b, c)
 for count, table in SINGLE.items():
     define("f32", count, table)
     define("ftz.f32", count, table, with_flushing, "f32")
@@ -196,7 +202,7 @@ values(
     ("f32 <- f32 f32 f32?", ""),
     {f"{n}.f32": x for n, x in (EXTREMES | NAMED_NAN | FLUSHED).items()},
 )
-for count, table in ((2, ROUNDED | DOWN), (3, FUSED)):
+for count, table in ((2, ROUNDED | SUMS), (3, FUSED)):
     define("f32x2", count, table, partial(in_pairs, part="f4", whole="u8"))
 define("f64", 1, {**SIGNS, "sqrt.rn": np.sqrt})
 define("f64", 2, {**ROUNDED, "div.rn": operator.truediv, "min": np.fmin, "max": np.fmax})
