@@ -36,7 +36,7 @@ CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo check test slow all deep virtual compiled peers-virtual tutorials-virtual fa4-virtual mutants tritons exits vllm kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo check test slow all deep virtual compiled peers-virtual peers-survey tutorials-virtual fa4-virtual mutants tritons exits vllm kernel-report virtual-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -90,6 +90,11 @@ compiled: venv
 # Kernels of other libraries, executed on this CPU against PyTorch.
 peers-virtual: .peers/installed
 	PYTHONPATH=.peers $(PYTEST) -m slow tests/virtual/test_peers.py
+
+# The instructions in all of their kernels, compiled and not executed: over an hour of one core.
+# PART=1/4 takes one kernel in four, SM=80 or SM=100 another GPU than sm_90.
+peers-survey: .peers/installed
+	PYTHONPATH=.peers:. $(BIN)/python -m docs.generate.peers
 
 # Triton's own tutorials, and FlashAttention 4's own tests, from a copy of their repositories:
 # TUTORIALS=.../triton/python/tutorials, FA4_TESTS=.../flash-attention/tests/cute.
