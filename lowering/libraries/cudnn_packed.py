@@ -17,7 +17,7 @@ from attn_graph.lowering.libraries.cudnn_violations import (
     far_entries,
     far_keys,
 )
-from attn_graph.lowering.limits import AMPERE, BACKWARD, FIRST, FORWARD, Limit
+from attn_graph.lowering.limits import AMPERE, BACKWARD, BLACKWELL, FIRST, FORWARD, Limit
 
 OFF_90_TO_119 = (AMPERE, range(120, 1000))
 
@@ -100,6 +100,16 @@ PACKED_LIMITS: tuple[Limit[Case], ...] = (
         MEASURED,
         BACKWARD,
         sm=(range(121, 1000),),
+    ),
+    Limit(
+        "packed_one_query",
+        lambda c: c.packed and c.problem.B == c.problem.M == 1,
+        "goes back through packed tensors of more than one query, and B = {c.problem.B}, M = "
+        "{c.problem.M}",
+        "planned without a device: its kernel does not compile in 9.20 to 9.27",
+        BACKWARD,
+        sm=(BLACKWELL,),
+        says="yes",
     ),
     Limit(
         "packed_in_order",

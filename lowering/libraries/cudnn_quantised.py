@@ -34,7 +34,7 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
         "quantised_architecture",
         lambda c: c.problem.scales and not 90 <= c.sm < 110,
         "multiplies 8 bits on sm_90 to sm_109, and the target has sm_{c.sm}",
-        FORWARD_HEADER,
+        f"{FORWARD_HEADER}; for sm_120 plans with o in 8 bits exist, and no page names them",
         says="unasked",
     ),
     Limit(
@@ -58,7 +58,7 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
         "quantised_dtypes",
         unlike_q,
         "multiplies tensors of one dtype, and {it[0]} is in {it[1]} beside another q",
-        MEASURED,
+        "planned without a device: taken from cuDNN 9.25, and no page says what weights round to",
         says="unasked",
     ),
     Limit(
@@ -75,6 +75,14 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
         "and " + WIDTHS,
         FORWARD_HEADER,
         sm=(BLACKWELL,),
+        says="unasked",
+    ),
+    Limit(
+        "quantised_heads_hopper",
+        lambda c: c.problem.scales and c.larger > 256,
+        "multiplies 8 bits in head sizes up to 256, and " + WIDTHS,
+        FORWARD_HEADER,
+        sm=(HOPPER,),
         says="unasked",
     ),
     Limit(

@@ -254,6 +254,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         BLACKWELL,
     ),
     "quantised_heads": ({**SCALED, "D": 256}, BLACKWELL),
+    "quantised_heads_hopper": ({**NARROWED, "D": 272}, {}),
     "quantised_modifiers": ({**SCALED, "modifiers": (CAP,)}, BLACKWELL),
     "packed_rows": (
         BOTH_ENDED,
@@ -278,6 +279,10 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pages_soft_cap": ({"modifiers": (CAP,)}, {"lies": PAGES}),
     "packed_version": (BOTH_ENDED, {"sm": 80, "backend": (9, 18, 0), "lies": PACKED}),
     "packed_statistics": ({**BOTH_ENDED, **BACK}, {"sm": 80, "lies": PACKED}),
+    "packed_one_query": (
+        {**BOTH_ENDED, "B": 1, "M": 1, "data": [TensorSpec((1,), torch.int32)] * 2, **BACK},
+        {"sm": 100, "lies": PACKED},
+    ),
     "packed_in_order": (
         {**ENDED, **BACK},
         {"sm": 80, "deterministic": True, "lies": PACKED_KEYS},
