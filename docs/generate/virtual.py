@@ -74,8 +74,9 @@ The PTX ISA asks for more than Triton {triton} writes. The virtual GPU notes the
 With Triton 3.7.1, for sm_90. *Known*: kernels of the library's sources, compiled with guessed
 arguments, of which every instruction is one that the virtual GPU has (`make peers-survey`). Of
 Liger's 82 kernels 11 did not compile; of flash-linear-attention's 346, those for Ascend left out,
-one in four was tried, 88, and 15 did not, or took over 40 seconds. *Executed*: functions, both passes, against PyTorch, all of them right (`make peers-virtual`; for
-the tutorials `make tutorials-virtual`, on sm_80, sm_90 and sm_100).
+one in four was tried, 88, and 15 did not, or took over 40 seconds. *Executed*: functions, both
+passes, against PyTorch, all of them right (`make peers-virtual`; for the tutorials
+`make tutorials-virtual`, on sm_80, sm_90 and sm_100).
 
 | library | known | executed |
 | --- | --- | --- |
