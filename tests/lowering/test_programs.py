@@ -77,8 +77,8 @@ def divided(pass_: Pass, splits: int = 1, parts: int = 1) -> Iterator[None]:
     """Within this block the work of a pass is divided so, whatever the sizes."""
     usual = FlashBuilder.divide
 
-    def divide(self: FlashBuilder, of: Pass, barrier: str = "") -> Division:
-        own = usual(self, of, barrier)
+    def divide(self: FlashBuilder, of: Pass, *given: Any, **named: Any) -> Division:
+        own = usual(self, of, *given, **named)
         return Division(own.tile, splits, parts) if of == pass_ else own
 
     with pytest.MonkeyPatch.context() as patch:
