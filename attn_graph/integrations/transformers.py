@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -120,10 +121,11 @@ def read_layer_mask(
     has them.
     """
     if isinstance(attention_mask, MaskDescription):
-        padding, tensors = attention_mask.padding, attention_mask.tensors
-        if adds and padding is not None and padding.dtype == query.dtype:
-            return None, {"bias": padding}, attention_mask.keys
-        return attention_mask.mask, {**tensors}, attention_mask.keys
+        if adds and not is_dynamo_compiling():  # which knows no parts of a mask made before
+            padding = attention_mask.padding
+            if padding is not None and padding.dtype == query.dtype:
+                return None, {"bias": padding}, attention_mask.keys
+        return attention_mask.mask, {**attention_mask.tensors}, attention_mask.keys
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and query.shape[2] > 1 and attention_mask is None
     mask, given = read_mask(attention_mask, causal)
