@@ -150,14 +150,14 @@ def few_rows_of_entry(starts_ptr, lengths_ptr, steps, b, B, T, M, SHORT: tl.cons
     which those with a larger extent have none.
     """
     first, count, extent = rows_of_entry(starts_ptr, lengths_ptr, steps, b, T, M)
-    place, line, begin, stop = first, T, first, first + extent
+    place, line, begin, stop = first, M, first, first + extent
     if SHORT:
         extent = tl.where(extent > M, 0, extent)
         count = tl.minimum(count, extent)
         place, line = b * M, B * M
         begin, stop = place, place + extent
     elif starts_ptr is not None:
-        begin, stop = tl.where(b == 0, 0, first), tl.where(b == B - 1, T, stop)
+        line, begin, stop = T, tl.where(b == 0, 0, first), tl.where(b == B - 1, T, stop)
     return first, count, place, line, begin, stop
 
 

@@ -612,7 +612,7 @@ def test_kernels_that_serve_spill_nothing(
         assert machine.registers <= 200
         assert PROCESSORS[sm].programs(machine.registers, machine.warps, machine.shared) >= 2
     for each in merge:
-        assert each.registers <= (56 if LATER or size == 256 else 48)
+        assert each.registers <= (58 if LATER or size == 256 else 48)
         assert not each.spilled
 
 
