@@ -152,8 +152,7 @@ def test_layers_of_a_token_share_the_numbers_of_its_padding(
     monkeypatch.setattr(integration, "attend_as", note)
     described = layer_masks.decode_mask(B, M, 5, 5 - M, attention_mask=KEPT, dtype=dtype)
     q, k, v = draw_qkv(dtype=dtype)
-    for _ in range(2):
-        o = attend(q[:, :, :M], k, v, described, **others)
+    o, _ = (attend(q[:, :, :M], k, v, described, **others) for _ in range(2))
     (name, first), (_, second) = given
     adds = M == 1 and not others and dtype != torch.bfloat16
     assert name == ("bias" if adds else "keep")
