@@ -207,7 +207,7 @@ class FusedTiles:
             return None
         (part,) = static[0].parts
         if p.node.modifiers:
-            return part if part.kind == "full" and adds_in_place(p) else None
+            return part if adds_in_place(p, part) else None
         return part if part.kind != "mixed" or hides_by_booleans(p) else None
 
     @property
@@ -488,10 +488,13 @@ def hides_by_booleans(problem: Problem) -> bool:
     return prod(p.by_role.mask[mask.name].shape) <= MOST_BOOLEANS
 
 
-def adds_in_place(problem: Problem) -> bool:
-    """True if a forward adds one bias to its scores, as the kernel reads it."""
+def adds_in_place(problem: Problem, part: Part) -> bool:
+    """True if a forward adds one bias to the scores of these keys, as the kernel reads it."""
     p = problem
-    return p.grad is None and p.node.is_biased and not any(cpu_bias_reasons(p.specs[3], p.dtype))
+    if part.kind != "full" or p.grad is not None or not p.node.is_biased:
+        return False
+    fits = not part.start and p.specs[3].shape[-1] in (1, part.stop)  # else a mask leaves fewer
+    return fits and not any(cpu_bias_reasons(p.specs[3], p.dtype))
 
 
 def whole_tile(problem: Problem, kind: Literal["full", "mixed"]) -> Tile:

@@ -152,3 +152,10 @@ def test_a_long_cache_in_half_precision_takes_some_megabytes() -> None:
         graph = five_queries(M=1, N=2**20, **options)
         memory = ag.compile(graph, target=CPU, backends=("math",)).executable.workspace
         assert memory <= 2 * fused_tiles.MOST_PACKED
+
+
+def test_a_mask_may_leave_fewer_keys_than_a_bias_has() -> None:
+    q, k, v = (torch.randn(1, 1, n, 4) for n in (1, 2, 2))
+    causal, bias = ag.Causal("top_left"), torch.randn(1, 1, 1, 2)
+    o = ag.nn.functional.attention(q, k, v, mask=causal, bias=bias, backends=["math"])
+    torch.testing.assert_close(o, v[:, :, :1])
