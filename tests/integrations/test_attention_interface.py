@@ -28,7 +28,7 @@ from tests.lowering.test_python_calls import count_calls
 from tests.support.tracing import traces
 
 B, H, M, D = 2, 4, 5, 8
-CALLS = 24  # of Python, for a layer's attention in a step
+CALLS = 23  # of Python, for a layer's attention in a step
 LAYER = nn.Module()
 HOLDERS: list[Callable[[Tensor], object]] = [
     lambda x: x, lambda x: [None, x], lambda x: (1.0, {"table": x}), lambda x: {"a": [x]},

@@ -37,7 +37,7 @@ def declare(**tensors: Tensor) -> tuple[ag.Graph, list[Tensor]]:
     return graph, [tensors[i.name] for i in graph.inputs]
 
 
-def attend(backends: tuple[str, ...], **tensors: Tensor) -> None:
+def check_attention(backends: tuple[str, ...], **tensors: Tensor) -> None:
     """Run both passes of these tensors, and hold them to the rule."""
     graph, given = declare(**tensors)
     plan = ag.compile(graph, target=CPU, backends=backends)
@@ -73,7 +73,7 @@ def test_a_cache_as_of_kivi_has_keys_by_channel_and_values_by_token(
     q = torch.randn(B, 4, rows, D, generator=random).to(dtype)
     lengths = torch.tensor([96, 37], dtype=torch.int32)
     scales = {"k_scale": k_scale.mT, "v_scale": v_scale}
-    attend(backends, q=q, k=by_channel.mT, v=v, kv_lengths=lengths, **scales)
+    check_attention(backends, q=q, k=by_channel.mT, v=v, kv_lengths=lengths, **scales)
 
 
 @ways
@@ -128,7 +128,7 @@ def test_a_wide_head_in_two_pieces_has_scales_of_each(backends: tuple[str, ...])
     k, k_scale = quantise(torch.randn(1, 1, 32, 576, generator=random), 1, 1, 1, 64)
     v, v_scale = quantise(torch.randn(1, 1, 32, 512, generator=random), 1, 1, 16, 128)
     q = torch.randn(1, 2, 1, 576, generator=random).to(BF16)
-    attend(backends, q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+    check_attention(backends, q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
 
 def test_gradients_of_a_bias_read_scales_of_blocks() -> None:
@@ -137,7 +137,7 @@ def test_gradients_of_a_bias_read_scales_of_blocks() -> None:
     v, v_scale = quantise(torch.randn(1, 2, 32, 16, generator=random), 1, 1, 1, 8)
     q, bias = torch.randn(1, 2, 24, 16, generator=random), torch.randn(1, 1, 24, 32)
     for backends in WAYS:
-        attend(backends, q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, bias=bias)
+        check_attention(backends, q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, bias=bias)
 
 
 def specs_of(**shapes: tuple[int, ...]) -> dict[str, Any]:
@@ -251,8 +251,8 @@ def test_keys_in_4_bits_are_their_numbers_times_scales(
     v, v_scale = quantise(torch.randn(2, 2, 70, 32, generator=random), 1, 1, 1, GROUP)
     q = torch.randn(2, 4, rows, 64, generator=random).to(dtype)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    attend(backends, q=q, k=k, v=v, **scales)
-    attend(backends, q=q, k=k, v=k, k_scale=k_scale, v_scale=torch.ones(1, 1, 1, 1) / 8)
+    check_attention(backends, q=q, k=k, v=v, **scales)
+    check_attention(backends, q=q, k=k, v=k, k_scale=k_scale, v_scale=torch.ones(1, 1, 1, 1) / 8)
 
 
 def test_the_lower_half_of_a_byte_is_the_first_number() -> None:
