@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import attn_graph as ag
 
-SIZES = (1, 8, 16384, 64)
+LONG = (16384, 64)  # M and D
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each profile prints two lines
 
 
@@ -85,15 +86,16 @@ def compile_soft_cap(sizes: tuple[int, ...]) -> ag.Plan:
     return ag.compile(ag.attention(x, x, x, mask=ag.Causal(), soft_cap=30.0), target="cpu")
 
 
-def main() -> None:
+def main(heads: str = "8") -> None:
     step(compile_soft_cap((1, 1, 64, 64)), (1, 1, 64, 64))  # threads, library buffers
-    plan, start = compile_soft_cap(SIZES), time.perf_counter()
-    growth, returned = step(plan, SIZES)
-    print(f"soft cap, causal, float32 {SIZES}: {plan.memory()}")
+    sizes = (1, int(heads), *LONG)
+    plan, start = compile_soft_cap(sizes), time.perf_counter()
+    growth, returned = step(plan, sizes)
+    print(f"soft cap, causal, float32 {sizes}: {plan.memory()}")
     print(f"forward and backward in {time.perf_counter() - start:.1f} s")
     print(f"arena {ag.default_workspace().bytes} bytes")
     print(f"peak growth {(growth - returned) / 2**20:.1f} MiB above inputs and outputs")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

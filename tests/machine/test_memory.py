@@ -487,11 +487,11 @@ def test_windows_that_overlap_are_added_a_few_at_a_time(heads: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_long_attention_stays_within_a_few_tiles() -> None:
-    """16384 x 16384 scores of 8 heads would be 8 GiB; 200 MiB are allowed."""
+    """16384 x 16384 scores of 2 heads would be 2 GiB; 100 MiB are allowed."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory"],
+        [sys.executable, "-m", "benchmarks.memory", "2"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     found = re.search(r"peak growth ([-\d.]+) MiB", done.stdout)
     assert found is not None, done.stdout
-    assert float(found[1]) < 200, done.stdout
+    assert float(found[1]) < 100, done.stdout
