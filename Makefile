@@ -20,9 +20,9 @@ define MARKED
 	TRITON_INTERPRET=1 $(BIN)/pytest -n $(JOBS) --durations 20 -m "$(1) and not gpu" $(INTERPRETED)
 endef
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
-INTERPRETED := $(wildcard $(addprefix tests/*/test_,absent.py appending.py calls.py converted.py copy_engine.py decode.py dropout_bits.py extensions.py fa4_lists.py far_rows.py formulas.py gpu_sequences.py lowering.py page_sums.py programs.py received.py rooms.py scale_blocks.py scaled_kernels.py sequences.py shared_keys.py small_operands.py statistics.py tables.py tangents.py tanh.py triton.py values_in_keys.py weight_sums.py wide_heads.py))
+INTERPRETED := $(wildcard $(addprefix tests/*/test_,absent.py appending.py calls.py conformance.py converted.py copy_engine.py decode.py dropout_bits.py extensions.py fa4_lists.py far_rows.py formulas.py gpu_sequences.py lowering.py page_sums.py programs.py received.py rooms.py scale_blocks.py scaled_kernels.py sequences.py shared_keys.py small_operands.py statistics.py tables.py tangents.py tanh.py triton.py values_in_keys.py weight_sums.py wide_heads.py))
 # Those of them that test something else where Triton compiles; all others run interpreted alone.
-COMPILED := $(wildcard $(addprefix tests/*/test_,absent.py appending.py extensions.py far_rows.py formulas.py lowering.py programs.py shared_keys.py small_operands.py statistics.py tables.py tangents.py values_in_keys.py weight_sums.py wide_heads.py))
+COMPILED := $(wildcard $(addprefix tests/*/test_,absent.py appending.py conformance.py extensions.py far_rows.py formulas.py lowering.py programs.py shared_keys.py small_operands.py statistics.py tables.py tangents.py values_in_keys.py weight_sums.py wide_heads.py))
 ONCE := $(patsubst %,--ignore=%,$(filter-out $(COMPILED),$(INTERPRETED)))
 # What is run again under other versions of Triton: how its language computes, not each of our cases.
 # All of them: make tritons AGAIN='$(INTERPRETED)'

@@ -14,7 +14,7 @@ from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import tensors_for
-from tests.lowering import test_packed, test_paged
+from tests.support import ragged
 
 CPU = Target.here("cpu")
 SPEC = ag.TensorSpec
@@ -40,18 +40,18 @@ def check_prepared(plan: ag.Plan, tensors: dict[str, torch.Tensor]) -> None:
             assert torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
-@given(test_paged.cases())
+@given(ragged.paged_cases())
 @FEW
-def test_a_prepared_call_over_pages_has_the_plans_bits(case: test_paged.Case) -> None:
+def test_a_prepared_call_over_pages_has_the_plans_bits(case: ragged.Case) -> None:
     check_prepared(ag.compile(case.graph, target=CPU), case.tensors)
 
 
-@given(test_packed.cases())
+@given(ragged.packed_cases())
 @FEW
-def test_a_prepared_call_on_packed_tensors_has_the_plans_bits(case: test_packed.Case) -> None:
-    names = (i.name for i in case.packed.inputs)
-    tensors = dict(zip(names, case.packed_tensors, strict=True))
-    check_prepared(ag.compile(case.packed, target=CPU), tensors)
+def test_a_prepared_call_on_packed_tensors_has_the_plans_bits(case: ragged.Case) -> None:
+    names = (i.name for i in case.graph.inputs)
+    tensors = dict(zip(names, case.inputs, strict=True))
+    check_prepared(ag.compile(case.graph, target=CPU), tensors)
 
 
 @given(graphs(), seeds)

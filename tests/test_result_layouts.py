@@ -27,7 +27,7 @@ from attn_graph.testing.strategies import (
     with_layouts,
 )
 from attn_graph.testing.tensors import cotangents_for, tensors_for
-from tests.lowering import test_packed, test_paged
+from tests.support import ragged
 from tests.support.quantised import kinds, quantise_graph, quantise_tensors
 from tests.support.sequences import lay_like
 
@@ -132,11 +132,11 @@ def test_results_of_single_steps_lie_as_those_of_one_attention(graph: ag.Graph, 
 
 
 @some
-@given(case=test_packed.cases(), paged=test_paged.cases(), seed=seeds)
+@given(case=ragged.packed_cases(), paged=ragged.paged_cases(), seed=seeds)
 def test_results_of_packed_and_paged_tensors_lie_so_too(
-    case: test_packed.Case, paged: test_paged.Case, seed: int
+    case: ragged.Case, paged: ragged.Case, seed: int
 ) -> None:
-    check_passes(*relaid(case.packed, case.packed_tensors, seed))
+    check_passes(*relaid(case.graph, case.inputs, seed))
     check_passes(*relaid(paged.graph, paged.inputs, seed))
 
 
@@ -145,15 +145,15 @@ BF16 = torch.bfloat16
 
 @some
 @given(
-    plain=graphs(dtype=st.just(BF16)), case=test_packed.cases(BF16), kind=kinds, seed=seeds,
+    plain=graphs(dtype=st.just(BF16)), case=ragged.packed_cases(BF16), kind=kinds, seed=seeds,
     names=st.sampled_from(("kv", "qkv", "qkvo")),
 )  # fmt: skip
 def test_results_of_quantised_tensors_lie_so_too(
-    plain: ag.Graph, case: test_packed.Case, kind: torch.dtype, seed: int, names: str
+    plain: ag.Graph, case: ragged.Case, kind: torch.dtype, seed: int, names: str
 ) -> None:
     for bare, given_ in (
         (plain, tensors_for(plain, seed)),
-        (case.packed, case.packed_tensors),
+        (case.graph, case.inputs),
     ):
         graph, tensors = relaid(bare, given_, seed)
         quantised = quantise_graph(graph, kind, seed, names if bare is plain else names[:3])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import product
-from math import prod
 from operator import and_
 from typing import Any
 
@@ -32,16 +31,15 @@ from attn_graph.testing.strategies import (
     specs,
 )
 from attn_graph.testing.tensors import cotangents_for, lay_anyhow, tensors_for
-from tests.lowering import test_packed, test_paged
 from tests.lowering.test_lowering import planned
-from tests.support.sequences import draw_cotangents, lay_like
+from tests.support.ragged import are_same, poison
+from tests.support.sequences import lay_like
 
 CPU = ag.Target.of("cpu")
 BACKEND = "triton" if CPU.interprets else "math"
 SPEC = ag.TensorSpec
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 KINDS = (F32, F16, BF16) if CPU.interprets else (F32, F16, BF16, F64)
-POISON = torch.tensor([float("nan"), float("inf"), -float("inf")])
 ENDED: dict[str, ag.Mask] = {"q_lengths": ag.QueryLengths(), "kv_lengths": ag.KeyLengths()}
 LENGTHS = {"q": "q_lengths", "do": "q_lengths", "k": "kv_lengths", "v": "kv_lengths"}
 QUERIES, KEYS = (1, 16, 64), (40, 64, 130 if CPU.interprets else 200)
@@ -67,12 +65,6 @@ SIZES = (  # of which every way of tiling takes some
     Shape(2, 4, 2, 5, 9, 8, 16),
     Shape(64, 2, 1, 2, 17, 8, 8),
 )
-
-
-def poison(shape: Sequence[int]) -> Tensor:
-    """NaN, Inf and -Inf by turns, one in each row: any that is seen changes a result."""
-    rows = torch.arange(prod(shape[:-1])).view(*shape[:-1], 1)
-    return POISON[rows % len(POISON)].expand(shape)
 
 
 @frozen
@@ -146,14 +138,6 @@ def cases(draw: DrawFn) -> Case:
     ends = {n: tuple(draw(st.integers(0, most[n])) for _ in range(size.B)) for n in sorted(names)}
     laid = [draw(specs(x, dtype).filter(lies_apart)) for x in (size.q, size.k, size.v)]
     return make_case(size, dtype, options, ends, draw(seeds), laid)
-
-
-def are_same(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
-    """Whether all have the same bits; one NaN is any other."""
-    pairs = zip(xs, ys, strict=True)
-    return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs) and all(
-        torch.equal(x.isnan(), y.isnan()) for x, y in zip(xs, ys, strict=True)
-    )
 
 
 def every_result(case: Case, plan: ag.Plan, spoilt: bool) -> list[Tensor]:
@@ -291,42 +275,3 @@ def test_keys_hidden_by_a_tensor_are_present(name: str, dtype: torch.dtype) -> N
         results.append([*run_plan(plan, tensors), *run_gradients(plan, tensors, [do]).values()])
     assert are_same(*([y[1:] for y in each] for each in results))
     assert results[1][0][0, :, :10].isnan().all()
-
-
-# Packed tensors and pages
-
-
-def fill(x: Tensor, spoilt: bool) -> Tensor:
-    """A tensor with poison or 0 where it is NaN, laid out alike."""
-    if not x.is_floating_point():
-        return x
-    values = poison(x.shape).to(x.dtype) if spoilt else torch.zeros_like(x)
-    return lay_like(x.where(~x.isnan(), values), SPEC.like(x))
-
-
-def check_spoilt(plan: ag.Plan, tensors: Sequence[Tensor], cotangents: Sequence[Any]) -> None:
-    """Poison in rows of none gives the bits that zeros give."""
-    results = list[list[Tensor]]()
-    for spoilt in (False, True):
-        given = [fill(x, spoilt) for x in tensors]
-        do = [None if x is None else fill(x, spoilt) for x in cotangents]
-        results.append([*run_plan(plan, given), *run_gradients(plan, given, do).values()])
-    assert are_same(*results)
-
-
-KIND = st.sampled_from(KINDS)
-
-
-@given(case=KIND.flatmap(lambda kind: test_packed.cases(dtype=kind)), seed=seeds)
-@settings(max_examples=max(1, FEW // 2))
-def test_rows_of_no_sequence_are_never_seen(case: test_packed.Case, seed: int) -> None:
-    plan = planned(case.packed, BACKEND)
-    cotangents = draw_cotangents(plan.graph, case.batch, seed)
-    check_spoilt(plan, case.packed_tensors, cotangents)
-
-
-@given(case=KIND.flatmap(lambda kind: test_paged.cases(dtype=kind)), seed=seeds)
-@settings(max_examples=max(1, FEW // 2))
-def test_unused_rows_of_pages_are_never_seen(case: test_paged.Case, seed: int) -> None:
-    plan = planned(case.graph, BACKEND)
-    check_spoilt(plan, case.inputs, test_paged.draw_cotangents(plan, seed))

@@ -33,12 +33,11 @@ from attn_graph.nn.functional import attention
 from attn_graph.spec import FLOATS, INF
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, seeds
-from tests.lowering import test_paged as paging
-from tests.lowering.test_absent import are_same, fill
-from tests.lowering.test_packed import Case, check_packed_gradients, check_results, make_case
+from tests.support import ragged
 from tests.support.cudnn_graphs import aligned, cudnn_options
 from tests.support.cudnn_model import Model
 from tests.support.freed_pages import free_hidden
+from tests.support.ragged import Case, are_same, check_pulled, check_results, fill, make_packed
 from tests.support.sequences import SPEC, Batch, batches
 
 VERSIONS = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.26.0"))
@@ -86,14 +85,14 @@ def cases(draw: DrawFn) -> Case:
     options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
     options["stats"] = draw(st.booleans())
     dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
-    return make_case(batch, shape, dtype, dims, options, draw(seeds))
+    return make_packed(batch, shape, dtype, dims, options, draw(seeds))
 
 
 def make_plain(batch: Batch, **options: Any) -> Case:
     """Four heads that share two of keys."""
     shape = Shape(len(batch.rows), 4, 2, *batch.most, 16, 16)
     dims = {"q": (0, 4, 16), "k": (1, 2, 16), "v": (1, 2, 16)}
-    return make_case(batch, shape, BRAIN, dims, options, 3)
+    return make_packed(batch, shape, BRAIN, dims, options, 3)
 
 
 KEYLESS, HALF_SINKS = (
@@ -119,9 +118,9 @@ def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
     case: Case, seed: int
 ) -> None:
     """To the bit, whatever is in rows of no sequence."""
-    simple = simplify(case.packed)
+    simple = simplify(case.graph)
     assume(not refusals(simple))
-    tensors = [*map(aligned, case.packed_tensors)]
+    tensors = [*map(aligned, case.inputs)]
     outputs, (o, lse) = modelled(simple)(*tensors)
     check_results(case, outputs)
     for x, i in zip(outputs, simple.outputs, strict=True):
@@ -134,7 +133,7 @@ def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
     gradients, _ = modelled(back)(*tensors, o, lse, do)
     assert are_same(modelled(back)(*empty, o, lse, fill(do, False))[0], gradients)
     cotangents = [do, *(None for _ in outputs[1:])]
-    check_packed_gradients(case, dict(zip(names, gradients, strict=True)), cotangents)
+    check_pulled(case, dict(zip(names, gradients, strict=True)), cotangents)
 
 
 PARTLY: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, list[int]]]] = {
@@ -276,7 +275,7 @@ def test_an_address_off_16_bytes_is_an_error_that_says_so() -> None:
     tensors = dict(case.tensors)
     room = torch.zeros(1 + tensors["q"].numel(), dtype=BRAIN)
     tensors["q"] = room[1:].view(tensors["q"].shape).copy_(tensors["q"])
-    simple = simplify(case.packed)
+    simple = simplify(case.graph)
     with pytest.raises(ag.PlanMismatchError, match=r"q: expected an address .* 2 bytes past"):
         modelled(simple)(*(tensors[i.name] for i in simple.inputs))
 
@@ -285,7 +284,7 @@ def test_an_address_off_16_bytes_is_an_error_that_says_so() -> None:
 
 
 @st.composite
-def paged_cases(draw: DrawFn) -> paging.Case:
+def paged_cases(draw: DrawFn) -> ragged.Case:
     """q packed or not, pages of 1 to 64 rows; the table holds anything past lengths."""
     batch, dtype, packed = draw(batches()), draw(HALVES), draw(st.booleans())
     P = draw(st.sampled_from([1, 2, 16, 64]))
@@ -299,8 +298,8 @@ def paged_cases(draw: DrawFn) -> paging.Case:
     options["stats"], ended = draw(st.booleans()), draw(st.booleans())
     batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
-    layout = paging.Layout(P, draw(st.booleans()), ended, packed)
-    return paging.make_case(batch, layout, shape, dtype, options, draw(seeds), finite=draw(OFTEN))
+    layout = ragged.Layout(P, draw(st.booleans()), ended, packed)
+    return ragged.make_paged(batch, layout, shape, dtype, options, draw(seeds), finite=draw(OFTEN))
 
 
 def is_declared(graph: Graph) -> bool:
@@ -309,7 +308,7 @@ def is_declared(graph: Graph) -> bool:
 
 
 @given(case=paged_cases())
-def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: paging.Case) -> None:
+def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: ragged.Case) -> None:
     """Whatever the rows hold that no query sees, unless they are declared finite, and whatever the
     table has for their pages."""
     simple = simplify(case.graph)
@@ -319,7 +318,7 @@ def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: paging.Cas
     if is_declared(simple):
         freed |= {n: freed[n].nan_to_num(3.0) for n in "kv"}
     outputs, _ = modelled(simple)(*(aligned(x) for x in freed.values()))
-    paging.check_results(case, outputs)
+    ragged.check_results(case, outputs)
 
 
 def test_pages_with_absent_keys_are_refused_until_they_are_declared_finite() -> None:

@@ -23,7 +23,7 @@ from attn_graph.masks import LENGTHS
 from attn_graph.testing.agreement import check_outputs, run_plan
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options
 from attn_graph.testing.tensors import tensors_for
-from tests.lowering import test_packed, test_paged
+from tests.support import ragged
 from tests.support.equipped import equip
 from tests.support.kernels import interpreted, problem_of
 from tests.support.sequences import Batch
@@ -208,7 +208,7 @@ def batches(draw: st.DrawFn, prompts: st.SearchStrategy[int] = EMPTY) -> tuple[B
 @st.composite
 def packed_steps(
     draw: st.DrawFn, in_pages: bool, prompts: st.SearchStrategy[int] = EMPTY
-) -> test_packed.Case | test_paged.Case:
+) -> ragged.Case:
     """Few packed queries against packed keys or pages, with any mask and modifier."""
     (batch, r), seed = draw(batches(prompts)), draw(st.integers(0, 99))
     G, dtype = draw(st.sampled_from([1, 2])), draw(dtypes.filter(lambda x: x.itemsize < 8))
@@ -220,34 +220,28 @@ def packed_steps(
     left_out = ("dropout", "seed", "offset", *LENGTHS)
     options = {n: x for n, x in options.items() if n not in left_out}
     if in_pages:
-        layout = test_paged.Layout(page, draw(st.booleans()), ended=True, packed=True)
-        return test_paged.make_case(batch, layout, shape, dtype, options, seed)
+        layout = ragged.Layout(page, draw(st.booleans()), ended=True, packed=True)
+        return ragged.make_paged(batch, layout, shape, dtype, options, seed)
     dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
-    return test_packed.make_case(batch, shape, dtype, dims, options, seed)
+    return ragged.make_packed(batch, shape, dtype, dims, options, seed)
 
 
 @interpreted
 @given(case=st.booleans().flatmap(packed_steps), invariant=st.booleans())
 @settings(max_examples=3 * settings().max_examples // 5)  # each is interpreted
-def test_packed_rows_are_divided_as_padded_ones(
-    case: test_packed.Case | test_paged.Case, invariant: bool
-) -> None:
+def test_packed_rows_are_divided_as_padded_ones(case: ragged.Case, invariant: bool) -> None:
     """And rows of no sequence are 0, and -inf in lse, also beside sinks."""
-    graph = case.packed if isinstance(case, test_packed.Case) else case.graph
-    plan = ag.compile(graph, backends=("triton",), batch_invariant=invariant)
+    plan = ag.compile(case.graph, backends=("triton",), batch_invariant=invariant)
     assert not invariant or "partial sums" in str(plan.explain())
     ag.default_workspace().release()  # scratch is new, and so nothing is written there
-    if isinstance(case, test_packed.Case):
-        test_packed.check_case(plan, case)
-    else:
-        test_paged.check_case(case, plan)
+    ragged.check_case(case, plan)
 
 
 @interpreted
 @given(case=packed_steps(True, PROMPTS), invariant=st.booleans())
 @settings(max_examples=3 * settings().max_examples // 5)  # each is interpreted
 def test_steps_beside_prompts_are_divided_as_those_alone(
-    case: test_paged.Case, invariant: bool
+    case: ragged.Case, invariant: bool
 ) -> None:
     """And no row of a prompt, of a step, or of no sequence is left out."""
     plan = ag.compile(case.graph, backends=("triton",), batch_invariant=invariant)
@@ -256,25 +250,19 @@ def test_steps_beside_prompts_are_divided_as_those_alone(
     assert ("split_forward" in said) == (batch.total(0) <= (len(batch.rows) - 1) * batch.most[0])
     ag.default_workspace().release()
     results = run_plan(plan, case.inputs)
-    test_paged.check_results(case, results)
-    outside = [batch.outside(x) for x in results]
-    assert outside[0].eq(0).all()
-    assert all(x.eq(-torch.inf).all() for x in outside[1:])
+    ragged.check_results(case, results)
 
 
 @interpreted
 def test_steps_of_some_rows_beside_a_prompt_have_their_places_and_sinks() -> None:
     batch = Batch((5, 66, 1, 7), (130, 64, 31, 98), ((3, 0), (0, 1), (2, 0), (1, 1)), True)
-    layout = test_paged.Layout(16, heads_first=False, ended=True, packed=True)
+    layout = ragged.Layout(16, heads_first=False, ended=True, packed=True)
     shape = Shape(4, 2, 1, 66, 144, 16, 16)
     sinks = SPEC((2,), torch.float32)
     options = {"mask": ag.Causal("bottom_right"), "stats": True, "sinks": sinks}
-    case = test_paged.make_case(batch, layout, shape, torch.float32, options, 5)
+    case = ragged.make_paged(batch, layout, shape, torch.float32, options, 5)
     results = run_plan(ag.compile(case.graph, backends=("triton",)), case.inputs)
-    test_paged.check_results(case, results)
-    o, lse = map(batch.outside, results)
-    assert o.eq(0).all()
-    assert lse.eq(-torch.inf).all()
+    ragged.check_results(case, results)
 
 
 @interpreted
@@ -282,10 +270,10 @@ def test_rows_of_no_sequence_have_no_sink_and_no_scratch() -> None:
     """Between sequences, and after the last."""
     batch = Batch((1, 0, 3), (150, 9, 40), ((2, 1), (0, 0), (35, 2)), True)
     options = {"mask": ag.Causal("bottom_right"), "sinks": SPEC((4,), torch.float32)}
-    case = test_packed.sequences(batch, options, torch.float32)
-    plan = ag.compile(case.packed, backends=("triton",), batch_invariant=True)
+    case = ragged.sequences(batch, options, torch.float32)
+    plan = ag.compile(case.graph, backends=("triton",), batch_invariant=True)
     ag.default_workspace().release()
-    test_packed.check_case(plan, case)
+    ragged.check_case(case, plan)
 
 
 def cache(capacity: int, lengths: list[int], H: int = 4, M: int = 1) -> tuple[ag.Graph, Any]:

@@ -29,10 +29,8 @@ from attn_graph.testing import backend_check
 from attn_graph.testing import strategies as drawn
 from attn_graph.testing.agreement import run_plan
 from tests.lowering import test_absent as absent
-from tests.lowering import test_paged
 from tests.lowering.test_lowering import refused
-from tests.lowering.test_packed import Case as Packed
-from tests.lowering.test_packed import check_case, check_gradients, make_case
+from tests.support import ragged
 from tests.support.cudnn_graphs import spaced
 from tests.support.fa4_model import call_model
 from tests.support.freed_pages import free_hidden
@@ -164,11 +162,11 @@ def test_absent_rows_are_never_seen(case: absent.Case, target: ag.Target) -> Non
     """The model multiplies them by 0, as the package does, and NaN stays NaN."""
     plan = plan_on(target, case.graph)
     zeros, poisoned = (absent.every_result(case, plan, spoilt) for spoilt in (False, True))
-    assert absent.are_same(poisoned, zeros)
+    assert ragged.are_same(poisoned, zeros)
 
 
 @st.composite
-def packed(draw: st.DrawFn) -> Packed:
+def packed(draw: st.DrawFn) -> ragged.Case:
     """Sequences with gaps or not, some of no rows or no keys."""
     batch, G = draw(batches()), draw(st.integers(1, 2))
     D, E = draw(st.sampled_from([(8, 8), (16, 16), (16, 8)]))
@@ -177,23 +175,23 @@ def packed(draw: st.DrawFn) -> Packed:
     options = {n: x for n, x in draw_options(draw, shape, dtype).items() if n not in LENGTHS}
     options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
     dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
-    return make_case(batch, shape, dtype, dims, options, draw(drawn.seeds))
+    return ragged.make_packed(batch, shape, dtype, dims, options, draw(drawn.seeds))
 
 
 @pytest.mark.usefixtures("modelled")
 @given(case=packed(), target=targets, seed=drawn.seeds)
 @fixed
-def test_packed_sequences_are_padded_ones(case: Packed, target: ag.Target, seed: int) -> None:
+def test_packed_sequences_are_padded_ones(case: ragged.Case, target: ag.Target, seed: int) -> None:
     """NaN lies in rows of no sequence, which the model multiplies by 0."""
-    plan = plan_on(target, case.packed)
-    check_case(plan, case)
-    check_gradients(plan, case, seed)
+    plan = plan_on(target, case.graph)
+    ragged.check_case(case, plan)
+    ragged.check_gradients(case, plan, seed)
     cotangents = draw_cotangents(plan.graph, case.batch, seed)
-    absent.check_spoilt(plan, case.packed_tensors, cotangents)
+    ragged.check_spoilt(plan, case.inputs, cotangents)
 
 
 @st.composite
-def paged(draw: st.DrawFn) -> test_paged.Case:
+def paged(draw: st.DrawFn) -> ragged.Case:
     """Keys in pages, NaN in rows that are nobody's, garbage in entries of the table past a length;
     queries packed or not."""
     batch, P, G = draw(batches()), draw(st.sampled_from((1, 3, 16))), draw(st.integers(1, 2))
@@ -206,9 +204,9 @@ def paged(draw: st.DrawFn) -> test_paged.Case:
     ended = ended or "kv_lengths" in options
     batch = evolve(batch, rows=batch.rows if is_packed else (M,) * shape.B)
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
-    layout = test_paged.Layout(P, draw(st.booleans()), ended, is_packed)
+    layout = ragged.Layout(P, draw(st.booleans()), ended, is_packed)
     seed, finite = draw(drawn.seeds), draw(st.booleans())
-    case = test_paged.make_case(batch, layout, shape, BF16, options, seed, finite=finite)
+    case = ragged.make_paged(batch, layout, shape, BF16, options, seed, finite=finite)
     if not finite:
         return case
     return evolve(case, tensors=case.tensors | {n: case.tensors[n].nan_to_num(3.0) for n in "kv"})
@@ -217,14 +215,14 @@ def paged(draw: st.DrawFn) -> test_paged.Case:
 @pytest.mark.usefixtures("modelled")
 @given(case=paged(), target=targets)
 @fixed
-def test_pages_are_keys_in_one_piece(case: test_paged.Case, target: ag.Target) -> None:
+def test_pages_are_keys_in_one_piece(case: ragged.Case, target: ag.Target) -> None:
     """Where the mask hides keys in pages from all queries, once they are declared finite."""
     assume("pages_hidden" not in keys_of(simplify(case.graph), target))
     plan = plan_on(target, case.graph)
     freed = case.tensors | {"pages": free_hidden(case.graph, case.tensors)["pages"]}
-    test_paged.check_results(case, run_plan(plan, [freed[i.name] for i in case.graph.inputs]))
-    zeros, poisoned = ([absent.fill(x, spoilt) for x in case.inputs] for spoilt in (False, True))
-    assert absent.are_same(run_plan(plan, poisoned), run_plan(plan, zeros))
+    ragged.check_results(case, run_plan(plan, [freed[i.name] for i in case.graph.inputs]))
+    zeros, poisoned = ([ragged.fill(x, spoilt) for x in case.inputs] for spoilt in (False, True))
+    assert ragged.are_same(run_plan(plan, poisoned), run_plan(plan, zeros))
 
 
 def test_pages_as_large_as_a_tile_are_refused_and_so_are_gradients_over_any() -> None:

@@ -21,7 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def half_graphs() -> Iterator[tuple[str, ag.Graph]]:
     """Those graphs, in half precision and of heads that its kernels have sizes for."""
-    sequences = {f"packed, {n}": packed_case(n, FEW, stats=True).packed for n in PACKED}
+    sequences = {f"packed, {n}": packed_case(n, FEW, stats=True).graph for n in PACKED}
     sequences |= {f"pages, {n}": paged_case(n, FEW, finite=True).graph for n in PAGED}
     for name, graph in ({n: make() for n, make in CASES.items()} | sequences).items():
         q = graph.inputs[0].spec

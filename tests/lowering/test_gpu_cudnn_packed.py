@@ -13,7 +13,6 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import seeds
-from tests.lowering import test_paged as paging
 from tests.lowering.test_cudnn_packed import (
     KEYLESS,
     TIGHT,
@@ -24,7 +23,8 @@ from tests.lowering.test_cudnn_packed import (
     paged_cases,
     refusals,
 )
-from tests.lowering.test_packed import Case, check_packed_gradients, check_results
+from tests.support import ragged
+from tests.support.ragged import Case, check_pulled, check_results
 from tests.support.sequences import Batch
 
 pytestmark = pytest.mark.gpu
@@ -59,35 +59,35 @@ def test_sequences_of_all_lengths_agree_with_the_formula(case: Case) -> None:
 
 
 def check_case(case: Case, seed: int) -> None:
-    plan = compiled(case.packed)
-    leaves = [x.requires_grad_(x.is_floating_point()) for x in on_gpu(case.packed, case.tensors)]
+    plan = compiled(case.graph)
+    leaves = [x.requires_grad_(x.is_floating_point()) for x in on_gpu(case.graph, case.tensors)]
     outputs = run_plan(plan, leaves)
     check_results(case, [x.detach().cpu() for x in outputs])
     do = case.batch.spoil(noise(outputs[0], seed), 0)
-    named = {i.name: x for i, x in zip(case.packed.inputs, leaves, strict=True) if x.requires_grad}
+    named = {i.name: x for i, x in zip(case.graph.inputs, leaves, strict=True) if x.requires_grad}
     grads = torch.autograd.grad(outputs[0], [*named.values()], do.cuda())
     found = dict(zip(named, (g.cpu() for g in grads), strict=True))
-    check_packed_gradients(case, found, [do, *(None for _ in outputs[1:])])
+    check_pulled(case, found, [do, *(None for _ in outputs[1:])])
 
 
 @given(case=paged_cases())
 @settings(max_examples=50)
-def test_pages_agree_with_the_formula(case: paging.Case) -> None:
+def test_pages_agree_with_the_formula(case: ragged.Case) -> None:
     assume(not refusals(simplify(case.graph)))
     if is_declared(simplify(case.graph)):
         pools = {n: case.tensors[n].nan_to_num(3.0) for n in "kv"}
         case = evolve(case, tensors=case.tensors | pools)
-    paging.check_case(case, compiled(case.graph), "cuda")
+    ragged.check_case(case, compiled(case.graph), "cuda")
 
 
 def test_starts_that_change_between_replays_are_read_anew() -> None:
     """Everything that depends on them is computed by what was captured."""
-    plan, tensors = compiled(LONG.packed), on_gpu(LONG.packed, LONG.tensors)
+    plan, tensors = compiled(LONG.graph), on_gpu(LONG.graph, LONG.tensors)
     before = run_plan(plan, tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         replayed = run_plan(plan, tensors)
-    for i, x in zip(LONG.packed.inputs, tensors, strict=True):
+    for i, x in zip(LONG.graph.inputs, tensors, strict=True):
         if i.name.endswith("starts"):
             x[1] = 40
         elif i.name.endswith("lengths"):

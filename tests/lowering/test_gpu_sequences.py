@@ -21,12 +21,12 @@ from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, seeds
 from benchmarks.gpu.device import capture_step
-from tests.lowering import test_packed, test_paged
 from tests.lowering.test_sequences import gradient_is_taken
+from tests.support import ragged
 from tests.support.equipped import equip
 from tests.support.freed_pages import free_hidden
 from tests.support.kernels import CPU
-from tests.support.sequences import I32, SPEC, Batch, gradients_on
+from tests.support.sequences import I32, SPEC, Batch, draw_cotangents, gradients_on
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 KINDS = st.sampled_from([F16, BF16, F32])
@@ -106,7 +106,7 @@ PACKED: dict[str, tuple[tuple[str, ...], torch.dtype, bool, Options]] = {
 }
 
 
-def packed_case(name: str, sizes: Sizes, *, stats: bool) -> test_packed.Case:
+def packed_case(name: str, sizes: Sizes, *, stats: bool) -> ragged.Case:
     """Attention of packed queries, keys and values, NaN in rows of no sequence. Where sequences
     have gaps, starts and lengths have strides too."""
     _, dtype, gaps, options = PACKED[name]
@@ -115,7 +115,7 @@ def packed_case(name: str, sizes: Sizes, *, stats: bool) -> test_packed.Case:
     shape = Shape(len(batch.rows), H, G, *batch.most, D, D)
     dims = {"q": (0, H, D), "k": (1, G, D), "v": (1, G, D)}
     options = {**options, **sinks, "stats": stats}
-    return test_packed.make_case(batch, shape, dtype, dims, options, 5, anyhow=gaps)
+    return ragged.make_packed(batch, shape, dtype, dims, options, 5, anyhow=gaps)
 
 
 @pytest.mark.parametrize(
@@ -124,20 +124,20 @@ def packed_case(name: str, sizes: Sizes, *, stats: bool) -> test_packed.Case:
 def test_packed_sequences_and_their_gradients(name: str, backend: str, device: str) -> None:
     """Through o, and where its backend has one, through lse."""
     case = packed_case(name, sizes_on(device, backend), stats=backend != "cudnn")
-    plan = plan_on(device, backend, case.packed)
-    test_packed.check_case(plan, case, device)
-    test_packed.check_gradients(plan, case, 7, device)
+    plan = plan_on(device, backend, case.graph)
+    ragged.check_case(case, plan, device)
+    ragged.check_gradients(case, plan, 7, device)
 
 
 @pytest.mark.gpu
-@given(case=KINDS.flatmap(lambda kind: test_packed.cases(dtype=kind)), seed=seeds)
+@given(case=KINDS.flatmap(lambda kind: ragged.packed_cases(dtype=kind)), seed=seeds)
 @settings(max_examples=10)
-def test_any_packed_sequences_on_a_gpu(case: test_packed.Case, seed: int) -> None:
+def test_any_packed_sequences_on_a_gpu(case: ragged.Case, seed: int) -> None:
     """Of any options: tests/lowering/test_sequences.py has them interpreted."""
-    plan = plan_on("cuda", "triton", case.packed)
-    test_packed.check_case(plan, case, "cuda")
-    if gradient_is_taken(case.packed):
-        test_packed.check_gradients(plan, case, seed, "cuda")
+    plan = plan_on("cuda", "triton", case.graph)
+    ragged.check_case(case, plan, "cuda")
+    if gradient_is_taken(case.graph):
+        ragged.check_gradients(case, plan, seed, "cuda")
 
 
 # Keys and values in pages
@@ -152,18 +152,18 @@ PAGED: dict[str, tuple[int, bool, torch.dtype, Options]] = {  # rows of a page, 
 }
 
 
-def paged_case(name: str, sizes: Sizes, finite: bool = False) -> test_paged.Case:
+def paged_case(name: str, sizes: Sizes, finite: bool = False) -> ragged.Case:
     """Attention over keys in pages of any order, NaN in rows that are nobody's keys, unless they
     are to be declared finite."""
     page, packed, dtype, options = PAGED[name]
     batch = sizes.batch(gaps=False)
     batch = batch if packed else Batch((33,) * len(batch.keys), batch.keys, batch.unused, False)
     M, N = batch.most
-    layout = test_paged.Layout(page, heads_first=page == 64, ended=True, packed=packed)
+    layout = ragged.Layout(page, heads_first=page == 64, ended=True, packed=packed)
     lengths = M, -(-N // page) * page
     shape = Shape(len(batch.rows), *sizes.heads, *lengths, sizes.size, sizes.size)
     given = {"mask": None, "stats": True, **options}
-    case = test_paged.make_case(batch, layout, shape, dtype, given, 5, finite=finite)
+    case = ragged.make_paged(batch, layout, shape, dtype, given, 5, finite=finite)
     if not finite:
         return case
     return evolve(case, tensors=case.tensors | {n: case.tensors[n].nan_to_num(3.0) for n in "kv"})
@@ -173,19 +173,19 @@ def paged_case(name: str, sizes: Sizes, finite: bool = False) -> test_paged.Case
 def test_keys_in_pages_and_their_gradients(name: str, backend: str, device: str) -> None:
     case = paged_case(name, sizes_on(device, backend))
     plan = plan_on(device, backend, case.graph)
-    test_paged.check_case(case, plan, device)
-    test_paged.check_gradients(case, plan, 7, device)
+    ragged.check_case(case, plan, device)
+    ragged.check_gradients(case, plan, 7, device)
 
 
 @pytest.mark.gpu
-@given(case=KINDS.flatmap(lambda kind: test_paged.cases(dtype=kind)), seed=seeds)
+@given(case=KINDS.flatmap(lambda kind: ragged.paged_cases(dtype=kind)), seed=seeds)
 @settings(max_examples=10)
-def test_any_pages_on_a_gpu(case: test_paged.Case, seed: int) -> None:
+def test_any_pages_on_a_gpu(case: ragged.Case, seed: int) -> None:
     """Of any options: tests/lowering/test_page_sums.py has them interpreted."""
     plan = plan_on("cuda", "triton", case.graph)
-    test_paged.check_case(case, plan, "cuda")
+    ragged.check_case(case, plan, "cuda")
     if gradient_is_taken(case.graph):
-        test_paged.check_gradients(case, plan, seed, "cuda")
+        ragged.check_gradients(case, plan, seed, "cuda")
 
 
 FREED: dict[str, tuple[int, int, torch.dtype, Options]] = {  # queries of an entry, rows of a page
@@ -198,26 +198,26 @@ FREED: dict[str, tuple[int, int, torch.dtype, Options]] = {  # queries of an ent
 }
 
 
-def freed_case(name: str, sizes: Sizes) -> test_paged.Case:
+def freed_case(name: str, sizes: Sizes) -> ragged.Case:
     """Attention over keys in pages, from which `free_hidden` frees some."""
     rows, page, dtype, options = FREED[name]
     batch = Batch((rows,) * len(sizes.keys), sizes.keys, ((0, 0),) * len(sizes.keys), False)
-    layout = test_paged.Layout(page, heads_first=rows == 1, ended=True, packed=rows > 20)
+    layout = ragged.Layout(page, heads_first=rows == 1, ended=True, packed=rows > 20)
     N = -(-batch.most[1] // page) * page
     shape = Shape(len(batch.rows), *sizes.heads, rows, N, sizes.size, sizes.size)
     keep = {"keep": SPEC((1, 1, rows, N), torch.bool)} if "Keep" in str(options["mask"]) else {}
-    return test_paged.make_case(batch, layout, shape, dtype, {"stats": True, **options, **keep}, 5)
+    return ragged.make_paged(batch, layout, shape, dtype, {"stats": True, **options, **keep}, 5)
 
 
-def check_freed(case: test_paged.Case, plan: ag.Plan, device: str) -> None:
+def check_freed(case: ragged.Case, plan: ag.Plan, device: str) -> None:
     """With NaN in rows of hidden keys, and numbers of no page in the table, both passes give what
     keys in one piece do."""
     freed = free_hidden(case.graph, case.tensors)
     given = [freed[i.name] for i in case.graph.inputs]
-    test_paged.check_results(case, [x.cpu() for x in run_plan(plan, [x.to(device) for x in given])])
-    cotangents = test_paged.draw_cotangents(plan, 7)
+    ragged.check_results(case, [x.cpu() for x in run_plan(plan, [x.to(device) for x in given])])
+    cotangents = case.cotangents(7)
     grads = gradients_on(device, plan, given, cotangents)
-    test_paged.check_paged_gradients(case, grads, cotangents)
+    ragged.check_pulled(case, grads, cotangents)
 
 
 @pytest.mark.parametrize(("name", "backend", "device"), jobs(dict.fromkeys(FREED, OURS)))
@@ -248,7 +248,7 @@ def test_tables_that_change_between_replays_are_read_anew(
     plan = plan_on(device, backend, case.graph)
     tensors = {n: x.to(device) for n, x in case.tensors.items()}
     leaves = [tensors[n].requires_grad_() for n in "qkv"]
-    cotangents = [x.to(device) for x in test_paged.draw_cotangents(plan, 7) if x is not None]
+    cotangents = [x.to(device) for x in case.cotangents(7) if x is not None]
 
     def step() -> Tensors:
         results = run_plan(plan, [tensors[i.name] for i in plan.graph.inputs])
@@ -338,7 +338,7 @@ def crowd_of(
     ends = torch.tensor(lengths, dtype=I32)
     used = torch.arange(common + own) * P < ends[:, None]
     where = {"q_starts": starts, "kv_lengths": ends}
-    where["pages"] = table.where(used, test_paged.GARBAGE[1])
+    where["pages"] = table.where(used, ragged.GARBAGE[1])
     graph = crowd_graph((q, k, v), where, BOTTOM)
     alone = [SPEC((1, *x), dtype) for x in ((heads[0], T, size), *[(heads[1], N, size)] * 2)]
     whole = ag.attention(*alone, keep=SPEC((1, 1, T, N), torch.bool), stats=True)
@@ -382,7 +382,8 @@ def test_many_sequences_begin_with_the_same_pages(name: str, backend: str, devic
 def test_pages_in_common_get_the_sum_of_all_gradients(name: str, backend: str, device: str) -> None:
     crowd = crowd_on(device, backend, name)
     plan = plan_on(device, backend, crowd.graph)
-    cotangents = [x for x in test_paged.draw_cotangents(plan, 7) if x is not None]
+    drawn = draw_cotangents(plan.graph, None, 7)
+    cotangents = [x for x in drawn if x is not None]
     crowd.check_gradients(gradients_on(device, plan, crowd.inputs, cotangents), *cotangents)
 
 
@@ -431,7 +432,7 @@ def test_packed_sequences_skip_on_no_h200(name: str) -> None:
     """Each backend of a case takes both its passes."""
     for backend in PACKED[name][0]:
         case = packed_case(name, FEW, stats=backend != "cudnn")
-        for graph in (case.packed, ag.vjp(case.packed)[1]):
+        for graph in (case.graph, ag.vjp(case.graph)[1]):
             assert not refusals(graph).get(backend)
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
 
 import attn_graph as ag
-from attn_graph import masks as m
 from attn_graph.ir.packed import Packed
-from attn_graph.ir.packing import Pack, Unpack
-from attn_graph.ir.passes import canonicalise, simplify
+from attn_graph.ir.packing import Unpack
+from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import evaluate
 from attn_graph.lowering.cpu.sequences import is_separable
 from attn_graph.machine.target import Target
@@ -24,18 +21,16 @@ from attn_graph.nn.functional import attention
 from attn_graph.spec import INF
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
-from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
+from attn_graph.testing.strategies import Shape, dtypes
+from tests.support.ragged import (
+    check_case,
+    check_gradients,
+    make_packed,
+    sequences,
+)
 from tests.support.sequences import (
-    FAR,
-    SIDES,
     Batch,
-    attend,
     batches,
-    by_padding,
-    draw_cotangents,
-    gradients_on,
-    lay_places,
-    numbers,
 )
 
 CPU = Target.here("cpu")
@@ -49,154 +44,6 @@ ALONE: tuple[dict[str, Any], ...] = (  # options with which a sequence is an att
 )
 
 
-@frozen
-class Case:
-    """The same attention on packed and on padded tensors."""
-
-    batch: Batch
-    packed: ag.Graph
-    padded: ag.Graph
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def padded_tensors(self) -> list[torch.Tensor]:
-        """The inputs of the padded graph."""
-        given = dict(self.tensors)
-        given |= {n: self.batch.pad(given[n], side) for n, side in (("q", 0), ("k", 1), ("v", 1))}
-        return [given[i.name] for i in self.padded.inputs]
-
-    @property
-    def packed_tensors(self) -> list[torch.Tensor]:
-        """The inputs of the packed graph."""
-        return [self.tensors[i.name] for i in self.packed.inputs]
-
-
-@st.composite
-def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> Case:
-    """Any masks, modifiers, sinks, dropout, statistics; NaN in rows of no sequence."""
-    batch, kind = draw(batches()), dtype or draw(dtypes)
-    G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
-    D, E = draw(st.sampled_from([4, 8, 3])), draw(st.sampled_from([4, 8, 3]))
-    shape = Shape(len(batch.rows), G * r, G, *batch.most, D, E)
-    align = draw(st.sampled_from(["top_left", "bottom_right"]))
-    options: dict[str, Any] = draw(mask_options(shape)) | draw(score_options(shape, kind))
-    options["align"] = align
-    given_stats = draw(st.sampled_from([False, True, ("lse", "max")])) if stats is None else stats
-    options |= {"stats": given_stats}
-    options = {n: x for n, x in options.items() if n not in m.LENGTHS}
-    options["mask"] = draw(by_padding(options["mask"]))
-    dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
-    return make_case(batch, shape, kind, dims, options, draw(seeds), far=draw(FAR))
-
-
-def make_case(
-    batch: Batch, shape: Shape, kind: torch.dtype, dims: dict[str, tuple[int, int, int]],
-    options: dict[str, Any], seed: int, *, anyhow: bool = True, far: float = 1.0,
-) -> Case:  # fmt: skip
-    """The two graphs, and tensors for both. anyhow: whether starts and lengths have gaps. far:
-    times q."""
-    random = torch.Generator().manual_seed(seed)
-    B = len(batch.rows)
-    packed = [SPEC((batch.total(s), h, d), kind) for s, h, d in dims.values()]
-    padded = [SPEC((B, h, batch.most[s], d), kind) for s, h, d in dims.values()]
-    places = {"q_starts": batch.starts(0), "kv_starts": batch.starts(1)}
-    places |= {"q_lengths": batch.lengths(0), "kv_lengths": batch.lengths(1)}
-    places = lay_places(places, seed) if anyhow else places
-    ends: dict[str, Any] = {name: SPEC.like(places[name]) for name in m.LENGTHS}
-    named = ("q_starts",) if batch.is_alike else ("q_starts", "kv_starts")
-    where = {name: SPEC.like(places[name]) for name in named}
-    mask = options.get("mask")
-    ended = m.KeyLengths() & m.QueryLengths()
-    both: dict[str, Any] = {**options, "mask": ended if mask is None else mask & ended, **ends}
-    own: dict[str, Any] = {
-        **options,
-        **where,
-        **(ends if batch.gaps else {}),
-        "all_rows": batch.full,
-    }
-    whole, graph = attend(padded, both), attend(packed, {**own, "max_lengths": batch.most})
-    tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
-    tensors |= places
-    tensors["q"] = tensors["q"] * far
-    for name, (side, _, _) in dims.items():
-        tensors[name] = batch.spoil(tensors[name], side)
-    return Case(batch, graph, whole, tensors)
-
-
-@given(cases())
-def test_packed_is_padded_with_lengths(case: Case) -> None:
-    check_case(ag.compile(case.packed, target=CPU), case)
-
-
-def check_case(plan: ag.Plan, case: Case, device: str = "cpu") -> None:
-    """Assert that a plan of packed tensors gives what padded ones give."""
-    results = run_plan(plan, [x.to(device) for x in case.packed_tensors])
-    check_results(case, [x.cpu() for x in results])
-
-
-def check_results(case: Case, results: Sequence[torch.Tensor]) -> None:
-    """Assert that packed results are those of padded tensors."""
-    dues = expect_outputs(case.padded, case.padded_tensors)
-    for x, due in zip(results, dues, strict=True):
-        padded = case.batch.pad(x)
-        there = torch.where(case.batch.real(padded), padded, due.ref.to(padded.dtype))
-        due.check(there, f"{case.packed}\n")
-        empty = -INF if x.ndim == 2 else 0.0
-        assert (case.batch.outside(x) == empty).all(), "rows of no sequence are written"
-
-
-@given(cases(), seeds)
-def test_gradients_of_packed_are_those_of_padded(case: Case, seed: int) -> None:
-    check_gradients(ag.compile(case.packed, target=CPU), case, seed)
-
-
-def check_gradients(plan: ag.Plan, case: Case, seed: int, device: str = "cpu") -> None:
-    """Gradients are those of padded tensors, and 0 in rows of no sequence."""
-    cotangents = draw_cotangents(plan.graph, case.batch, seed)
-    grads = gradients_on(device, plan, case.packed_tensors, cotangents)
-    check_packed_gradients(case, grads, cotangents)
-
-
-def check_packed_gradients(
-    case: Case, grads: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor | None]
-) -> None:
-    """The same of gradients by name. cotangents: of the packed results."""
-    padded = [None if x is None else case.batch.pad(x) for x in cotangents]
-    for name, due in expect_gradients(case.padded, case.padded_tensors, padded).items():
-        x, side = grads[name], SIDES.get(name)
-        due.check(x if side is None else case.batch.pad(x, side), f"{case.packed}\n")
-        if side is not None:
-            assert (case.batch.outside(x, side) == 0).all(), "rows of no sequence have a gradient"
-
-
-@given(cases(dtype=torch.float64))
-def test_the_slow_meaning_of_a_fused_graph_is_that_of_its_steps(case: Case) -> None:
-    tensors = [x.nan_to_num() for x in case.packed_tensors]
-    fused = simplify(case.packed)
-    for a, b in zip(evaluate(case.packed, tensors), evaluate(fused, tensors), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, equal_nan=True)
-    for graph in (case.packed, canonicalise(case.packed), fused):
-        assert ag.parse(str(graph)) == graph
-        shapes = [tuple(x.shape) for x in evaluate(graph, tensors)]
-        assert shapes == [t.shape for t in graph.output_types]
-
-
-@given(cases(stats=True))
-def test_one_op_is_left_and_nothing_is_padded(case: Case) -> None:
-    assert [type(e.op) for e in simplify(case.packed).eqns if isinstance(e.op, Packed)] == [Packed]
-    kinds = {type(e.op) for g in ag.vjp(case.packed) for e in g.eqns}
-    assert not kinds & {Pack, Unpack}
-
-
-def sequences(
-    batch: Batch, options: dict[str, Any], dtype: torch.dtype, *, anyhow: bool = True
-) -> Case:
-    """A batch of 4/2 heads of size 8."""
-    shape = Shape(len(batch.rows), 4, 2, *batch.most, 8, 8)
-    dims = {"q": (0, 4, 8), "k": (1, 2, 8), "v": (1, 2, 8)}
-    return make_case(batch, shape, dtype, dims, {**options, "stats": True}, 3, anyhow=anyhow)
-
-
 @pytest.mark.parametrize("options", ALONE, ids=str)
 @given(batch=batches(), dtype=dtypes)
 def test_packed_is_a_loop_over_sequences(
@@ -204,7 +51,7 @@ def test_packed_is_a_loop_over_sequences(
 ) -> None:
     """To the bit: so those before and after change nothing of one."""
     case = sequences(batch, options, dtype)
-    o, lse = run_plan(ag.compile(case.packed, target=CPU), case.packed_tensors)
+    o, lse = run_plan(ag.compile(case.graph, target=CPU), case.inputs)
     starts = [batch.starts(side).tolist() for side in (0, 1)]
     for b, (M, N) in enumerate(zip(batch.rows, batch.keys, strict=True)):
         q, k, v = (
@@ -308,13 +155,13 @@ def test_sequences_multiply_in_bfloat16_where_no_statistics_are_given(stats: boo
     dims = {"q": (0, 8, 64), "k": (1, 8, 64), "v": (1, 8, 64)}
     options = {"mask": ag.Causal("bottom_right"), "stats": stats}
     shape = Shape(2, 8, 8, *batch.most, 64, 64)
-    case = make_case(batch, shape, torch.bfloat16, dims, options, 3)
-    plan = ag.compile(case.packed, target=evolve(CPU, native=("bf16",)))
+    case = make_packed(batch, shape, torch.bfloat16, dims, options, 3)
+    plan = ag.compile(case.graph, target=evolve(CPU, native=("bf16",)))
     assert ("bf16 products" in plan.executable.notes[0]) != stats
-    check_case(plan, case)
-    check_gradients(plan, case, 3)
-    outputs, _ = plan.executable.run(*case.packed_tensors)
-    assert torch.equal(run_plan(plan, case.packed_tensors)[0], outputs[0])
+    check_case(case, plan)
+    check_gradients(case, plan, 3)
+    outputs, _ = plan.executable.run(*case.inputs)
+    assert torch.equal(run_plan(plan, case.inputs)[0], outputs[0])
 
 
 def test_a_step_that_knows_the_batch_runs_padded() -> None:
@@ -577,17 +424,3 @@ def test_all_rows_speaks_of_packed_rows_without_lengths() -> None:
             ag.attention(dense, dense, dense, all_rows=True, **options)
     with pytest.raises(ag.GraphError, match="all_rows 1 is neither True nor False"):
         ag.attention(x, x, x, q_starts=starts, all_rows=1)  # type: ignore[arg-type]  # a mistake
-
-
-@given(cases())
-def test_all_rows_in_sequences_change_no_bit(case: Case) -> None:
-    """Where they are: a plan for a CPU reads the tensors alike."""
-    if not case.batch.full:
-        return
-    text = str(case.packed)
-    assert "all_rows=True" in text
-    assert ag.parse(text) == case.packed
-    open_ = ag.parse(text.replace(", all_rows=True", ""))
-    plans = [ag.compile(graph, target=CPU) for graph in (case.packed, open_)]
-    one, other = (run_plan(plan, case.packed_tensors) for plan in plans)
-    assert all(map(torch.equal, one, other))

@@ -35,9 +35,9 @@ from attn_graph.testing.strategies import (
     seeds,
     sink_specs,
 )
-from tests.lowering.test_paged import Case, Layout, check_results, make_case
 from tests.support.freed_pages import free_hidden
 from tests.support.quantised import kinds, quantise_graph, quantise_tensors
+from tests.support.ragged import Case, Layout, check_results, make_paged
 from tests.support.sequences import Batch, lay_like
 
 CPU = Target.here("cpu")
@@ -90,7 +90,7 @@ def cases(draw: DrawFn) -> Case:
     options["stats"] = draw(st.booleans())
     layout = Layout(P, draw(st.booleans()), True, packed)
     far = draw(st.sampled_from((1.0, 1.0, 1.0, 30.0)))
-    return make_case(batch, layout, shape, kind, options, draw(seeds), far)
+    return make_paged(batch, layout, shape, kind, options, draw(seeds), far)
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def test_quantised_pages_run_so_too(case: Case, kind: torch.dtype, seed: int) ->
 @FEW
 def test_other_sequences_change_no_bit_of_one(case: Case, seed: int) -> None:
     """Whether pages are read in place, or gathered, and after which others."""
-    plan, page = ag.compile(case.graph, target=CPU), case.layout.page
+    plan, page = ag.compile(case.graph, target=CPU), case.tensors["k"].shape[1]
     due = run_plan(plan, case.inputs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PageWay, "span_of", lambda way, pages: None)

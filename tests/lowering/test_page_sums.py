@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.paging import SumPages
@@ -19,20 +17,18 @@ from attn_graph.lowering.triton.places import NAMED, ORDER, order_pages
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.testing.agreement import run_gradients
 from attn_graph.testing.rule import expect_gradients
-from attn_graph.testing.strategies import Shape, seeds
-from tests.lowering import test_paged
+from attn_graph.testing.strategies import Shape
 from tests.lowering.test_sequences import (
-    FEW,
-    HALF,
     I32,
     SPEC,
-    gradient_is_taken,
     inside_nan,
     interpreted,
     watch_around_results,
 )
+from tests.support import ragged
 from tests.support.sequences import Batch, lay_like
 
+HALF = (torch.float32, torch.float16, torch.bfloat16)
 THREE = Batch((2, 33, 0), (40, 1, 33), ((0, 0),) * 3, False)  # several tiles of rows and keys
 
 
@@ -43,26 +39,12 @@ def compile_both(graph: ag.Graph, **options: Any) -> ag.Plan:
 
 def make_case(
     page: int, packed: bool, options: dict[str, Any], dtype: torch.dtype = torch.float32
-) -> test_paged.Case:
+) -> ragged.Case:
     """Three entries in pages, grouped heads, NaN wherever no key is."""
     batch = THREE if packed else evolve(THREE, rows=(2, 2, 2))
-    layout = test_paged.Layout(page, heads_first=page == 5, ended=True, packed=packed)
+    layout = ragged.Layout(page, heads_first=page == 5, ended=True, packed=packed)
     shape = Shape(3, 2, 1, 33 if packed else 2, -(-40 // page) * page, 8, 8)
-    return test_paged.make_case(batch, layout, shape, dtype, options, 3)
-
-
-@interpreted
-@given(
-    case=st.sampled_from(HALF).flatmap(lambda kind: test_paged.cases(dtype=kind)),
-    seed=seeds,
-    invariant=st.booleans(),
-)
-@settings(max_examples=3 * FEW)
-def test_gradients_of_pages_are_those_of_their_rows(
-    case: test_paged.Case, seed: int, invariant: bool
-) -> None:
-    if gradient_is_taken(case.graph):
-        test_paged.check_gradients(case, compile_both(case.graph, batch_invariant=invariant), seed)
+    return ragged.make_paged(batch, layout, shape, dtype, options, 3)
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -80,13 +62,13 @@ def test_pages_of_every_size(page: int, options: dict[str, Any]) -> None:
     """Some tiles in a page, some pages in a tile; and the same bits in every run."""
     case = make_case(page, page % 3 == 1, options, HALF[page % 3])  # packed by turns
     plan = compile_both(case.graph)
-    test_paged.check_case(case, plan)
-    grads = test_paged.check_gradients(case, plan, 7)
-    again = run_gradients(plan, case.inputs, test_paged.draw_cotangents(plan, 7))
+    ragged.check_case(case, plan)
+    grads = ragged.check_gradients(case, plan, 7)
+    again = run_gradients(plan, case.inputs, case.cotangents(7))
     assert all(torch.equal(grads[name], again[name]) for name in grads)
 
 
-def share_pages(case: test_paged.Case) -> test_paged.Case:
+def share_pages(case: ragged.Case) -> ragged.Case:
     """The same, the first entry's pages being named by the third one too, and one of them twice."""
     pages = case.tensors["pages"].clone()
     pages[2] = pages[0]
@@ -113,7 +95,7 @@ def test_a_page_that_several_name_gets_the_sum(page: int, wanted: str) -> None:
     dues = expect_gradients(case.padded, case.padded_inputs, [do])
     for name, x in grads.items():
         pool = case.tensors[name]
-        (due,) = SumPages(len(pool), page, True).run(dues[name].ref.float(), *case.where)
+        (due,) = SumPages(len(pool), page, True).run(dues[name].ref.float(), *case.places)
         torch.testing.assert_close(x, due, rtol=1e-5, atol=1e-5)
         assert (x.masked_select(case.unused(x)) == 0).all()
 
@@ -139,7 +121,7 @@ def test_nothing_is_read_or_written_outside_whatever_tables_and_lengths_are(
     rooms = watch_around_results(monkeypatch)
     given_tensors = [inside_nan(tensors[i.name]) for i in case.graph.inputs]
     plan = compile_both(case.graph)
-    grads = run_gradients(plan, given_tensors, test_paged.draw_cotangents(plan, 3))
+    grads = run_gradients(plan, given_tensors, case.cotangents(3))
     assert len(rooms) == 5  # o, lse, dq, dk and dv
     assert not any(x.isnan().any() for x in grads.values())
 

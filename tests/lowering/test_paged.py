@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
-from operator import and_
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
 
 import attn_graph as ag
 from attn_graph import masks as m
-from attn_graph.ir.packed import Packed
-from attn_graph.ir.paging import SumPages, Unpage
-from attn_graph.ir.passes import simplify
-from attn_graph.ir.reference import evaluate
+from attn_graph.ir.paging import SumPages
 from attn_graph.lowering.cpu import sequences
 from attn_graph.lowering.cpu.packed import PackedRun
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import run_gradients, run_plan
-from attn_graph.testing.rule import expect_gradients, expect_outputs
-from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
+from attn_graph.testing.strategies import Shape, dtypes, seeds
+from tests.support.ragged import (
+    GARBAGE,
+    Case,
+    Layout,
+    check_gradients,
+    make_paged,
+    paged_cases,
+)
 from tests.support.sequences import (
-    FAR,
     Batch,
     attend,
     batches,
-    by_padding,
-    gradients_on,
     lay_like,
-    lay_places,
-    numbers,
 )
 
 CPU = Target.here("cpu")
 SPEC = ag.TensorSpec
 I32 = torch.int32
-GARBAGE = torch.tensor([-7, 10**6], dtype=I32)  # in entries of a table that nobody is to read
 
 
 @pytest.fixture(
@@ -56,200 +51,7 @@ def block_bytes(request: pytest.FixtureRequest) -> Iterator[None]:
     ag.clear_cache()
 
 
-@frozen
-class Layout:
-    """Rows of a page, whether a pool lies [n,G,P,D], whether kv_lengths are given, and q packed."""
-
-    page: int
-    heads_first: bool
-    ended: bool
-    packed: bool
-
-    def pool(self, x: torch.Tensor) -> torch.Tensor:
-        """A pool [n,P,G,D], lying so."""
-        return x.transpose(1, 2).contiguous().transpose(1, 2) if self.heads_first else x
-
-
-@frozen
-class Case:
-    """The same attention over pages, and over keys in one piece. batch: rows of q, and keys."""
-
-    batch: Batch
-    layout: Layout
-    graph: ag.Graph
-    padded: ag.Graph
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        """Those of the paged graph."""
-        return [self.tensors[i.name] for i in self.graph.inputs]
-
-    @property
-    def padded_inputs(self) -> list[torch.Tensor]:
-        """Those of the other."""
-        given = self.tensors | {n: self.gather(self.tensors[n]) for n in "kv"}
-        given["q"] = self.pad(given["q"])
-        return [given[i.name] for i in self.padded.inputs]
-
-    @property
-    def where(self) -> list[torch.Tensor]:
-        """The table, and the lengths if keys end by them."""
-        return [self.tensors[n] for n in ("pages", "kv_lengths")[: 1 + self.layout.ended]]
-
-    def gather(self, pool: torch.Tensor) -> torch.Tensor:
-        """The keys in one piece, [B,G,N,D]."""
-        return Unpage(self.layout.ended).run(pool, *self.where)[0]
-
-    def unused(self, pool: torch.Tensor) -> torch.Tensor:
-        """Which rows of a pool are nobody's keys, [n,P,1,1]."""
-        ones = torch.ones_like(self.gather(pool))[:, :1, :, :1]
-        (counts,) = SumPages(len(pool), self.layout.page, self.layout.ended).run(ones, *self.where)
-        return counts == 0
-
-    def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """What has the rows of q, padded."""
-        return self.batch.pad(x) if self.layout.packed else x
-
-    def real(self, x: torch.Tensor) -> torch.Tensor:
-        """Which rows of a padded result there are."""
-        return self.batch.real(x) if self.layout.packed else torch.ones_like(x, dtype=torch.bool)
-
-
-@st.composite
-def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> Case:
-    """Pages of 1 to 64 rows in any order, q padded or packed, any options, NaN where no key is."""
-    batch, kind, packed = draw(batches()), dtype or draw(dtypes), draw(st.booleans())
-    P = draw(st.sampled_from([1, 2, 3, 5, 16, 64]))
-    N = P * (-(-batch.most[1] // P) + draw(st.integers(0, 1)))
-    M = batch.most[0] if packed else draw(st.sampled_from([1, 2, 5]))
-    G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
-    D, E = draw(st.sampled_from([4, 8, 3])), draw(st.sampled_from([4, 8, 3]))
-    shape = Shape(len(batch.rows), G * r, G, M, N, D, E)
-    options = draw(mask_options(shape)) | draw(score_options(shape, kind))
-    options["align"] = draw(st.sampled_from(["top_left", "bottom_right"]))
-    options["stats"] = (
-        draw(st.sampled_from([False, True, ("lse", "max")])) if stats is None else stats
-    )
-    ended = draw(st.booleans()) or "kv_lengths" in options
-    batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
-    batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
-    layout = Layout(P, draw(st.booleans()), ended, packed)
-    options["mask"] = draw(by_padding(options["mask"]))
-    return make_case(batch, layout, shape, kind, options, draw(seeds), draw(FAR))
-
-
-def make_case(
-    batch: Batch, layout: Layout, shape: Shape, kind: torch.dtype, options: dict[str, Any],
-    seed: int, far: float = 1.0, finite: bool = False,
-) -> Case:  # fmt: skip
-    """The two graphs, and tensors for both. far: times q. finite: the pools are declared so."""
-    random, B, pages = torch.Generator().manual_seed(seed), shape.B, shape.N // layout.page
-    pool = B * pages + 2, layout.page, shape.G
-    k, v = (
-        layout.pool(torch.randn(*pool, d, generator=random).to(kind)) for d in (shape.D, shape.E)
-    )
-    q = SPEC((batch.total(0), shape.H, shape.D) if layout.packed else shape.q, kind)
-    order = torch.randperm(pool[0], generator=random)[: B * pages].view(B, pages).int()
-    used = torch.arange(pages) * layout.page < batch.lengths(1)[:, None]
-    garbage = GARBAGE[torch.randint(2, order.shape, generator=random)]
-    places = {"q_starts": batch.starts(0), "q_lengths": batch.lengths(0)}
-    places |= {"kv_lengths": batch.lengths(1), "pages": order.where(used, garbage)}
-    places = lay_places(places, seed)
-    ends: dict[str, Any] = {n: SPEC.like(places[n]) for n in m.LENGTHS}
-    options = options | {n: x for n, x in ends.items() if n in options}
-    own = options | {"pages": SPEC.like(places["pages"]), "finite_pages": finite}
-    own |= {"kv_lengths": ends["kv_lengths"]} if layout.ended else {}
-    if layout.packed:
-        own |= {"q_starts": SPEC.like(places["q_starts"]), "max_lengths": (shape.M, None)}
-        own |= {"q_lengths": ends["q_lengths"]} if batch.gaps else {}
-    graph = attend([q, SPEC.like(k), SPEC.like(v)], own)
-    both = {n: x for n, x in ends.items() if n in own or (layout.packed and n == "q_lengths")}
-    leaves = [m.KeyLengths()] * layout.ended + [m.QueryLengths()] * layout.packed
-    parts = leaves if options["mask"] is None else [options["mask"], *leaves]
-    mask = reduce(and_, parts) if parts else None
-    whole = [SPEC(s, kind) for s in (shape.q, shape.k, shape.v)]
-    padded = attend(whole, {**options, **both, "mask": mask})
-    tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
-    tensors |= places | {"k": k, "v": v, "q": tensors["q"] * far}
-    tensors |= {"q": batch.spoil(tensors["q"], 0)} if layout.packed else {}
-    case = Case(batch, layout, graph, padded, tensors)
-    for x in (k, v):
-        x.masked_fill_(case.unused(x), torch.nan)
-    return case
-
-
-@given(cases())
-def test_pages_are_keys_in_one_piece(case: Case) -> None:
-    check_case(case, ag.compile(case.graph, target=CPU))
-
-
-def check_case(case: Case, plan: ag.Plan, device: str = "cpu") -> None:
-    """A plan's results are those of keys in one piece."""
-    check_results(case, [x.cpu() for x in run_plan(plan, [x.to(device) for x in case.inputs])])
-
-
-def check_results(case: Case, results: Sequence[torch.Tensor]) -> None:
-    dues = expect_outputs(case.padded, case.padded_inputs)
-    for x, due in zip(results, dues, strict=True):
-        padded = case.pad(x)
-        there = torch.where(case.real(padded), padded, due.ref.to(padded.dtype))
-        due.check(there, f"{case.graph}\n")
-
-
-@given(cases(), seeds)
-def test_gradients_of_pages_are_those_of_their_rows(case: Case, seed: int) -> None:
-    check_gradients(case, ag.compile(case.graph, target=CPU), seed)
-
-
-def check_gradients(
-    case: Case, plan: ag.Plan, seed: int, device: str = "cpu"
-) -> dict[str, torch.Tensor]:
-    """A plan's gradients, which are those of keys in one piece, and 0 in rows that are nobody's
-    keys."""
-    cotangents = draw_cotangents(plan, seed)
-    grads = gradients_on(device, plan, case.inputs, cotangents)
-    check_paged_gradients(case, grads, cotangents)
-    return grads
-
-
-def check_paged_gradients(
-    case: Case, grads: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor | None]
-) -> None:
-    """The same of gradients by name."""
-    padded = [None if x is None else case.pad(x) for x in cotangents]
-    for name, due in expect_gradients(case.padded, case.padded_inputs, padded).items():
-        x = grads[name]
-        if name in ("k", "v"):
-            assert (x.masked_select(case.unused(x)) == 0).all(), "nobody's rows have a gradient"
-            x = case.gather(x)
-        due.check(case.pad(x) if name == "q" else x, f"{case.graph}\n")
-
-
-def draw_cotangents(plan: ag.Plan, seed: int) -> list[torch.Tensor | None]:
-    """A cotangent for each output that has a gradient."""
-    random, places = torch.Generator().manual_seed(seed), dict(enumerate(plan.graph.outputs))
-    return [
-        torch.randn(t.shape, generator=random).to(t.dtype)
-        if places[n] in plan.graph.differentiable_outputs
-        else None
-        for n, t in enumerate(plan.graph.output_types)
-    ]
-
-
-@given(cases(dtype=torch.float64))
-def test_the_slow_meaning_of_a_fused_graph_is_that_of_its_steps(case: Case) -> None:
-    tensors = [x.nan_to_num() if x.is_floating_point() else x for x in case.inputs]
-    fused = simplify(case.graph)
-    assert [type(e.op) for e in fused.eqns if isinstance(e.op, Packed)] == [Packed]
-    for a, b in zip(evaluate(case.graph, tensors), evaluate(fused, tensors), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    for graph in (case.graph, fused, *ag.vjp(case.graph)):
-        assert ag.parse(str(graph)) == graph
-        assert not {type(e.op) for e in graph.eqns if graph is not case.graph} & {Unpage, SumPages}
-
-
-@given(cases(), seeds)
+@given(paged_cases(), seeds)
 def test_the_order_of_pages_changes_no_bit(case: Case, seed: int) -> None:
     k, v, pages = (case.tensors[n] for n in ("k", "v", "pages"))
     order = torch.randperm(len(k), generator=torch.Generator().manual_seed(seed))
@@ -258,7 +60,7 @@ def test_the_order_of_pages_changes_no_bit(case: Case, seed: int) -> None:
     there = (pages >= 0) & (pages < len(k))
     renamed = pages.where(~there, moved[pages.where(there, 0)])
     tensors = case.tensors | {"pages": lay_like(renamed, SPEC.like(pages))}
-    tensors |= {n: case.layout.pool(x[order]) for n, x in (("k", k), ("v", v))}
+    tensors |= {n: lay_like(x[order], SPEC.like(x)) for n, x in (("k", k), ("v", v))}
     plan = ag.compile(case.graph, target=CPU)
     again = run_plan(plan, [tensors[i.name] for i in case.graph.inputs])
     for x, y in zip(run_plan(plan, case.inputs), again, strict=True):
@@ -290,7 +92,7 @@ def test_the_order_and_number_of_sequences_change_no_bit_of_one(
     N = page * -(-batch.most[1] // page)
     shape, layout = Shape(len(batch.keys), 4, 2, 2, N, 8, 8), Layout(page, False, True, False)
     options: dict[str, Any] = {"mask": None, "align": "bottom_right", "stats": True}
-    case = make_case(batch, layout, shape, dtype, options, seed)
+    case = make_paged(batch, layout, shape, dtype, options, seed)
     whole = cut_entries(case, [*range(shape.B)])
     do = torch.ones(shape.B, 4, 2, 8, dtype=dtype)
     plan = ag.compile(whole.graph, target=CPU)
@@ -306,14 +108,14 @@ def test_the_order_and_number_of_sequences_change_no_bit_of_one(
         moved = run_gradients(plan, other.inputs, [do[order], None])
         assert torch.equal(moved["q"], grads["q"][order])
         for name in ("k", "v"):
-            assert torch.equal(other.gather(moved[name]), case.gather(grads[name])[order])
+            assert torch.equal(other.pad(moved[name], name), case.pad(grads[name], name)[order])
 
 
 def test_sinks_have_a_gradient_through_lse_by_blocks_too() -> None:
     shape, layout = Shape(2, 4, 2, 2, 48, 8, 8), Layout(16, False, True, False)
     sinks, batch = SPEC((4,), torch.float32), Batch((2, 2), (48, 30), ((0, 0), (0, 0)), False)
     options = {"mask": None, "align": "bottom_right", "stats": True, "sinks": sinks}
-    case = make_case(batch, layout, shape, torch.float32, options, 0)
+    case = make_paged(batch, layout, shape, torch.float32, options, 0)
     check_gradients(case, ag.compile(case.graph, target=CPU), 0)
 
 

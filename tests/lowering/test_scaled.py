@@ -3,87 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.packed import Packed
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu import sequences
 from attn_graph.machine.target import Target
 from attn_graph.planner.cost import cost
 from attn_graph.spec import QUANTISED
-from attn_graph.testing.agreement import check_gradients, check_outputs, run_plan
-from attn_graph.testing.strategies import graphs, seeds
-from attn_graph.testing.tensors import tensors_for
-from tests.lowering import test_packed, test_paged
-from tests.support.quantised import Named, all_kinds, kinds, quantise_graph, quantise_tensors
+from tests.support.quantised import Named, quantise_graph
 from tests.support.tracing import Watch
 
 CPU = Target.here("cpu")
-some = settings(max_examples=settings().max_examples // 2)  # each plans anew, and checks twice
-BLOCKS = st.sampled_from([sequences.BLOCK_BYTES, 1])  # all keys, or one key or page at a time
-
-
-@contextmanager
-def planned(graph: ag.Graph, block: int) -> Iterator[ag.Plan]:
-    """A plan on a CPU that reads so many bytes of keys at a time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequences, "BLOCK_BYTES", block)
-        ag.clear_cache()
-        plan = ag.compile(graph, target=CPU)
-        assert [x.op.scaled for x in plan.graph.eqns if isinstance(x.op, Packed)] == [True]
-        yield plan
-    ag.clear_cache()
-
-
-@given(graphs(), all_kinds, BLOCKS, seeds)
-@some
-def test_quantised_keys_are_their_numbers_times_scales(
-    plain: ag.Graph, kind: torch.dtype, block: int, seed: int
-) -> None:
-    graph = quantise_graph(plain, kind, seed)
-    tensors = tensors_for(graph, seed)
-    with planned(graph, block) as plan:
-        assert ag.parse(str(graph)) == graph
-        assert ag.parse(str(plan.graph)) == plan.graph == simplify(graph)
-        check_outputs(plan, graph, tensors)
-        check_gradients(plan, graph, tensors, seed)
-
-
-@given(graphs(dtype=st.just(torch.bfloat16)), kinds, BLOCKS, seeds)
-def test_quantised_queries_too_are_their_numbers_times_scales(
-    plain: ag.Graph, kind: torch.dtype, block: int, seed: int
-) -> None:
-    graph = quantise_graph(plain, kind, seed, "qkv")
-    tensors = tensors_for(graph, seed)
-    with planned(graph, block) as plan:
-        assert ag.parse(str(graph)) == graph
-        assert ag.parse(str(plan.graph)) == plan.graph == simplify(graph)
-        assert graph.output_types == plain.output_types
-        check_outputs(plan, graph, tensors)
-
-
-@given(graphs(dtype=st.just(torch.bfloat16)), kinds, seeds)
-def test_o_too_is_quantised_with_its_largest_number(
-    plain: ag.Graph, kind: torch.dtype, seed: int
-) -> None:
-    graph = quantise_graph(plain, kind, seed, "qkvo")
-    assume(graph.inputs[-1].name == "o_scale")
-    tensors = tensors_for(graph, seed)
-    plan = ag.compile(graph, target=CPU)
-    assert ag.parse(str(graph)) == graph
-    assert ag.parse(str(plan.graph)) == plan.graph == simplify(graph)
-    check_outputs(plan, graph, tensors)
-    assert plan.verify(*tensors).allowed
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
@@ -110,43 +45,6 @@ def test_o_beyond_its_dtype_is_the_largest_number(kind: torch.dtype) -> None:
     _, amax = trained(**tensors, sinks=sinks)
     with pytest.raises(ag.GraphError, match="o in 8 bits has no gradient"):
         torch.autograd.backward(amax)
-
-
-@given(test_packed.cases(torch.bfloat16), test_paged.cases(torch.bfloat16), kinds, BLOCKS, seeds)
-@some
-def test_quantised_queries_are_packed_or_meet_pages(
-    packed: test_packed.Case, paged: test_paged.Case, kind: torch.dtype, block: int, seed: int
-) -> None:
-    results, plain = run_quantised(packed.packed, packed.tensors, kind, block, seed, "qkv")
-    test_packed.check_results(evolve(packed, tensors=plain), results)
-    results, plain = run_quantised(paged.graph, paged.tensors, kind, block, seed, "qkv")
-    test_paged.check_results(evolve(paged, tensors=plain), results)
-
-
-@given(test_packed.cases(), all_kinds, BLOCKS, seeds)
-def test_packed_quantised_keys_are_their_numbers_times_scales(
-    case: test_packed.Case, kind: torch.dtype, block: int, seed: int
-) -> None:
-    results, plain = run_quantised(case.packed, case.tensors, kind, block, seed)
-    test_packed.check_results(evolve(case, tensors=plain), results)
-
-
-@given(test_paged.cases(), all_kinds, BLOCKS, seeds)
-def test_quantised_pages_are_their_numbers_times_scales(
-    case: test_paged.Case, kind: torch.dtype, block: int, seed: int
-) -> None:
-    results, plain = run_quantised(case.graph, case.tensors, kind, block, seed)
-    test_paged.check_results(evolve(case, tensors=plain), results)
-
-
-def run_quantised(
-    graph: ag.Graph, tensors: Named, kind: torch.dtype, block: int, seed: int, names: str = "kv"
-) -> tuple[Sequence[torch.Tensor], dict[str, torch.Tensor]]:
-    """The results of quantised keys, and the tensors with the same keys in the graph's dtype."""
-    quantised = quantise_graph(graph, kind, seed, names)
-    own, plain = quantise_tensors(quantised, tensors, seed)
-    with planned(quantised, block) as plan:
-        return run_plan(plan, [own[i.name] for i in quantised.inputs]), plain
 
 
 def declare(tensors: Named) -> ag.Graph:

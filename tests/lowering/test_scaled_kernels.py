@@ -7,39 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.passes import simplify
-from attn_graph.lowering.request import Options, Request
-from attn_graph.lowering.triton.backend import BACKEND
 from attn_graph.testing.agreement import (
-    check_gradients,
     check_outputs,
-    run_gradients,
     run_plan,
 )
-from attn_graph.testing.strategies import graphs, seeds, shapes
-from attn_graph.testing.tensors import tensors_for
-from tests.lowering import test_packed, test_paged
-from tests.lowering.test_sequences import gradient_is_taken
 from tests.support.kernels import CPU, interpreted
 from tests.support.quantised import (
-    Named,
-    Own,
-    all_kinds,
-    kinds,
-    quantise_graph,
-    quantise_tensors,
     same_numbers,
 )
-from tests.support.sequences import draw_cotangents
 
 pytestmark = interpreted
 TRITON = ("triton",)
-few = settings(max_examples=2 * settings().max_examples // 5)  # each is interpreted
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -48,39 +28,6 @@ def test_bytes_of_float8_are_converted_exactly(dtype: torch.dtype) -> None:
     x, out = torch.arange(256, dtype=torch.uint8), torch.empty(256, dtype=dtype)
     probes.bytes_as_numbers[(1,)](x, out, SIZE=256)
     assert same_numbers(out, x)
-
-
-def assume_kernels(graph: ag.Graph) -> None:
-    assume(not BACKEND.reasons(Request(simplify(graph), CPU, Options())))
-
-
-@given(graphs(shapes(8, 6)), all_kinds, seeds)
-@few
-def test_kernels_read_quantised_keys(plain: ag.Graph, kind: torch.dtype, seed: int) -> None:
-    assume_kernels(plain)
-    graph = quantise_graph(plain, kind, seed)
-    assume_kernels(graph)  # float16 queries take no keys in wider floats
-    plan, tensors = ag.compile(graph, target=CPU, backends=TRITON), tensors_for(graph, seed)
-    check_outputs(plan, graph, tensors)
-    check_gradients(plan, graph, tensors, seed)
-
-
-@given(test_packed.cases(torch.bfloat16), kinds, seeds)
-@few
-def test_kernels_read_quantised_queries(
-    case: test_packed.Case, kind: torch.dtype, seed: int
-) -> None:
-    plan, own, plain = plan_kernels(case.packed, case.tensors, kind, seed, "qkv")
-    test_packed.check_results(evolve(case, tensors=plain), run_plan(plan, own))
-
-
-@few
-@given(graphs(shapes(8, 6), st.just(torch.bfloat16)), kinds, seeds)
-def test_o_is_quantised_after_kernels(plain: ag.Graph, kind: torch.dtype, seed: int) -> None:
-    graph = quantise_graph(plain, kind, seed, "qkvo")
-    assume_kernels(graph)
-    plan, tensors = ag.compile(graph, target=CPU, backends=TRITON), tensors_for(graph, seed)
-    check_outputs(plan, graph, tensors)
 
 
 def test_quantised_queries_lie_in_any_order() -> None:
@@ -131,44 +78,3 @@ def one_scale(
     tensors["kv_lengths"] = torch.tensor([70, 33], dtype=torch.int32)
     given: dict[str, Any] = {name: ag.TensorSpec.like(x) for name, x in tensors.items()}
     return ag.attention(**given, **options, stats=True), tensors
-
-
-@given(test_packed.cases(), all_kinds, seeds)
-@few
-def test_kernels_read_packed_quantised_keys(
-    case: test_packed.Case, kind: torch.dtype, seed: int
-) -> None:
-    plan, own, plain = plan_kernels(case.packed, case.tensors, kind, seed)
-    due = evolve(case, tensors=plain)
-    test_packed.check_results(due, run_plan(plan, own))
-    if gradient_is_taken(case.packed):
-        cotangents = draw_cotangents(plan.graph, case.batch, seed)
-        whole = run_gradients(ag.compile(case.packed, target=CPU), due.packed_tensors, cotangents)
-        grads = whole | run_gradients(plan, own, cotangents)
-        test_packed.check_packed_gradients(due, grads, cotangents)
-
-
-@given(test_paged.cases(), all_kinds, seeds)
-@few
-def test_kernels_read_quantised_pages(case: test_paged.Case, kind: torch.dtype, seed: int) -> None:
-    plan, own, plain = plan_kernels(case.graph, case.tensors, kind, seed)
-    due = evolve(case, tensors=plain)
-    test_paged.check_results(due, run_plan(plan, own))
-    if gradient_is_taken(case.graph):
-        cotangents = test_paged.draw_cotangents(plan, seed)
-        whole = run_gradients(ag.compile(case.graph, target=CPU), due.inputs, cotangents)
-        grads = whole | run_gradients(plan, own, cotangents)
-        test_paged.check_paged_gradients(due, grads, cotangents)
-
-
-def plan_kernels(
-    graph: ag.Graph, tensors: Named, kind: torch.dtype, seed: int, names: str = "kv"
-) -> tuple[ag.Plan, list[torch.Tensor], Own]:
-    """A plan for quantised keys, its inputs, and tensors with the same keys in the graph's
-    dtype."""
-    assume_kernels(graph)
-    quantised = quantise_graph(graph, kind, seed, names)
-    assume_kernels(quantised)
-    own, plain = quantise_tensors(quantised, tensors, seed)
-    plan = ag.compile(quantised, target=CPU, backends=TRITON)
-    return plan, [own[i.name] for i in quantised.inputs], plain

@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 from attrs import evolve
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
@@ -21,16 +18,14 @@ from attn_graph.lowering.triton.places import lying_reasons
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.planner.tuning import elements_spanned
 from attn_graph.testing.agreement import run_gradients, run_plan
-from attn_graph.testing.strategies import Shape, seeds
-from tests.lowering import test_packed, test_paged
+from attn_graph.testing.strategies import Shape
+from tests.support import ragged
 from tests.support.freed_pages import free_hidden
 from tests.support.sequences import Batch
 
 CPU = ag.Target.of("cpu")
 SPEC = ag.TensorSpec
 I32 = torch.int32
-HALF = (torch.float32, torch.float16, torch.bfloat16)
-FEW = 1 if settings().max_examples < 100 else settings().max_examples // 10  # each is interpreted
 LONG = Batch((40, 1), (70, 9), ((35, 40), (0, 2)), True)
 STEPS = Batch((3, 1), (70, 9), ((35, 40), (0, 2)), True)  # few queries, whose keys are divided
 WINDOW = ag.Window(9, 0, "bottom_right")
@@ -46,51 +41,6 @@ def gradient_is_taken(graph: ag.Graph) -> bool:
     return layout is not None and not [*lying_reasons(layout)]
 
 
-# Agreement
-
-
-@interpreted
-@given(case=st.sampled_from(HALF).flatmap(lambda kind: test_packed.cases(dtype=kind)))
-@settings(max_examples=6 * FEW)
-def test_packed_is_padded_with_lengths(case: test_packed.Case) -> None:
-    """And rows of no sequence are 0, and -inf in statistics."""
-    test_packed.check_case(ag.compile(case.packed, backends=("triton",)), case)
-
-
-@interpreted
-@given(case=st.sampled_from(HALF).flatmap(lambda kind: test_packed.cases(dtype=kind)), seed=seeds)
-@settings(max_examples=5 * FEW)
-def test_gradients_of_packed_are_those_of_padded(case: test_packed.Case, seed: int) -> None:
-    if gradient_is_taken(case.packed):
-        plan = ag.compile(case.packed, backends=("triton",))
-        test_packed.check_gradients(plan, case, seed)
-
-
-@interpreted
-@given(
-    case=st.sampled_from(HALF).flatmap(lambda kind: test_paged.cases(dtype=kind)),
-    invariant=st.booleans(),
-)
-@settings(max_examples=6 * FEW)
-def test_pages_are_keys_in_one_piece(case: test_paged.Case, invariant: bool) -> None:
-    plan = ag.compile(case.graph, backends=("triton",), batch_invariant=invariant)
-    test_paged.check_case(case, plan)
-
-
-@interpreted
-@given(
-    case=st.sampled_from(HALF).flatmap(lambda kind: test_paged.cases(dtype=kind)),
-    invariant=st.booleans(),
-    seed=seeds,
-)
-@settings(max_examples=6 * FEW)
-def test_freed_pages_that_no_query_sees_change_no_bit(
-    case: test_paged.Case, invariant: bool, seed: int
-) -> None:
-    plan = ag.compile(case.graph, backends=("triton",), batch_invariant=invariant)
-    check_freed_pages(case, plan, seed if gradient_is_taken(case.graph) else None)
-
-
 @interpreted
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("mask", [WINDOW, WINDOW & ag.Keep(), ag.Causal("top_left"), ag.Prefix(11)])
@@ -98,23 +48,23 @@ def test_freed_pages_that_no_query_sees_change_no_bit(
 def test_pages_behind_a_window_may_be_freed(rows: int, mask: ag.Mask, page: int) -> None:
     """In closed form and by lists of tiles, split and not, pages smaller and larger than a tile."""
     batch = Batch((rows,) * 2, (150, 12), ((0, 0),) * 2, False)
-    layout = test_paged.Layout(page, heads_first=False, ended=True, packed=rows > 1)
+    layout = ragged.Layout(page, heads_first=False, ended=True, packed=rows > 1)
     shape = Shape(2, 4, 2, rows, 192, 8, 8)
     keep = {"keep": SPEC((1, 1, rows, 192), torch.bool)} if "keep" in mask.needs else {}
-    case = test_paged.make_case(
+    case = ragged.make_paged(
         batch, layout, shape, torch.float32, {"mask": mask, "stats": True, **keep}, 3
     )
     check_freed_pages(case, ag.compile(case.graph, backends=("triton",)), 5)
 
 
-def check_freed_pages(case: test_paged.Case, plan: ag.Plan, seed: int | None) -> None:
+def check_freed_pages(case: ragged.Case, plan: ag.Plan, seed: int | None) -> None:
     """The results, and, with a seed, the gradients of a plan are as without freed pages."""
     given = {i.name: x for i, x in zip(case.graph.inputs, case.inputs, strict=True)}
     freed = [*free_hidden(case.graph, given).values()]
     for x, due in zip(run_plan(plan, freed), run_plan(plan, case.inputs), strict=True):
         torch.testing.assert_close(x, due, rtol=0, atol=0, equal_nan=True)
     if seed is not None:
-        cotangents = test_paged.draw_cotangents(plan, seed)
+        cotangents = case.cotangents(seed)
         dues = run_gradients(plan, case.inputs, cotangents)
         for name, x in run_gradients(plan, freed, cotangents).items():
             torch.testing.assert_close(x, dues[name], rtol=0, atol=0, equal_nan=True)
@@ -125,16 +75,16 @@ def check_freed_pages(case: test_paged.Case, plan: ag.Plan, seed: int | None) ->
 
 @interpreted
 def test_sequences_that_come_after_change_no_bit() -> None:
-    whole = test_packed.sequences(LONG, CAUSAL, torch.float32)
+    whole = ragged.sequences(LONG, CAUSAL, torch.float32)
     cut = evolve(LONG, rows=LONG.rows[:1], keys=LONG.keys[:1], unused=LONG.unused[:1])
-    alone = test_packed.sequences(cut, CAUSAL, torch.float32)
+    alone = ragged.sequences(cut, CAUSAL, torch.float32)
     tensors = {n: whole.tensors[n][: len(x)] for n, x in alone.tensors.items()}
     few = run_plan(
-        ag.compile(alone.packed, backends=("triton",), batch_invariant=True),
-        [tensors[i.name] for i in alone.packed.inputs],
+        ag.compile(alone.graph, backends=("triton",), batch_invariant=True),
+        [tensors[i.name] for i in alone.graph.inputs],
     )
     all_ = run_plan(
-        ag.compile(whole.packed, backends=("triton",), batch_invariant=True), whole.packed_tensors
+        ag.compile(whole.graph, backends=("triton",), batch_invariant=True), whole.inputs
     )
     (n,) = cut.rows
     assert torch.equal(few[0][:n], all_[0][:n])
@@ -144,9 +94,9 @@ def test_sequences_that_come_after_change_no_bit() -> None:
 @interpreted
 def test_paged_is_dense_bit_by_bit() -> None:
     batch = Batch((1, 1), (70, 33), ((0, 0),) * 2, False)
-    layout = test_paged.Layout(16, heads_first=False, ended=True, packed=False)
+    layout = ragged.Layout(16, heads_first=False, ended=True, packed=False)
     shape = Shape(2, 4, 2, 1, 80, 8, 8)
-    case = test_paged.make_case(batch, layout, shape, torch.float32, {"mask": None}, 3)
+    case = ragged.make_paged(batch, layout, shape, torch.float32, {"mask": None}, 3)
     plans = [
         ag.compile(g, backends=("triton",), batch_invariant=True) for g in (case.graph, case.padded)
     ]
@@ -175,15 +125,15 @@ def test_nothing_is_read_or_written_outside_whatever_the_starts_are(
 ) -> None:
     """Results are undefined then, and finite: NaN surrounds every tensor. Around results there is
     a number, which stays."""
-    case = test_packed.sequences(batch, CAUSAL, torch.float32, anyhow=False)
+    case = ragged.sequences(batch, CAUSAL, torch.float32, anyhow=False)
     tensors = {n: x.nan_to_num() for n, x in case.tensors.items()}
     for name in ("q_starts", "kv_starts"):
         tensors[name] = torch.tensor(starts, dtype=I32)
     for name in ("q_lengths", "kv_lengths"):
         tensors[name] = torch.tensor(lengths, dtype=I32)
-    given_tensors = [inside_nan(tensors[i.name]) for i in case.packed.inputs]
+    given_tensors = [inside_nan(tensors[i.name]) for i in case.graph.inputs]
     rooms = watch_around_results(monkeypatch)
-    o, lse = run_plan(ag.compile(case.packed, backends=("triton",)), given_tensors)
+    o, lse = run_plan(ag.compile(case.graph, backends=("triton",)), given_tensors)
     assert rooms
     assert not o.isnan().any()
     assert not lse.isnan().any()
@@ -289,21 +239,6 @@ def test_as_many_sequences_as_there_are_run_on_it() -> None:
             assert plan.backend == "triton"
             batches = {x.fixed["BATCH"] for x in flash_of(each).launches if "BATCH" in x.fixed}
             assert batches == {2 * at_once if many else at_once}
-
-
-@interpreted
-@given(case=st.sampled_from(HALF).flatmap(lambda kind: test_packed.cases(dtype=kind)), seed=seeds)
-@settings(max_examples=FEW)
-def test_starts_are_walked_a_few_at_a_time_as_all_at_once(
-    case: test_packed.Case, seed: int
-) -> None:
-    """With one start, two or four at a time, forward and backward."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequences, "AT_ONCE", tl.constexpr(2 ** (seed % 3)))
-        plan = ag.compile(case.packed, backends=("triton",))
-        test_packed.check_case(plan, case)
-        if gradient_is_taken(case.packed):
-            test_packed.check_gradients(plan, case, seed)
 
 
 REFUSED: dict[str, tuple[ag.Graph, str]] = {

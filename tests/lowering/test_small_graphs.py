@@ -15,7 +15,7 @@ from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.testing.strategies import graphs
-from tests.lowering.test_packed import Case, cases
+from tests.support.ragged import Case, packed_cases
 
 sizes = st.integers(1, 300)
 
@@ -72,9 +72,9 @@ def test_what_is_broadcast_stays_so() -> None:
     ]
 
 
-@given(case=cases(dtype=torch.float16, stats=True), M=sizes, N=sizes)
+@given(case=packed_cases(dtype=torch.float16, stats=True), M=sizes, N=sizes)
 def test_packed_tensors_have_as_many_rows_together(case: Case, M: int, N: int) -> None:
-    for each in passes(case.packed):
+    for each in passes(case.graph):
         small = check_shrunk(each, M, N)
         (op,) = {eqn.op for eqn in small.eqns if isinstance(eqn.op, Packed)}
         rows = {i.name: i.spec.shape[0] for i in small.inputs if i.name in "qk"}
@@ -82,9 +82,9 @@ def test_packed_tensors_have_as_many_rows_together(case: Case, M: int, N: int) -
         assert (rows["k"] if "keys" in op.sides else N) == N
 
 
-@given(case=cases(dtype=torch.float16, stats=True))
+@given(case=packed_cases(dtype=torch.float16, stats=True))
 def test_axes_of_packed_operands_and_results_have_one_size_each(case: Case) -> None:
-    for graph in passes(case.packed):
+    for graph in passes(case.graph):
         for eqn in graph.eqns:
             if not isinstance(eqn.op, Packed):
                 continue
@@ -97,9 +97,9 @@ def test_axes_of_packed_operands_and_results_have_one_size_each(case: Case) -> N
             assert all(role.rank == len(n) for role, n in fixed)
 
 
-@given(case=cases(dtype=torch.float16))
+@given(case=packed_cases(dtype=torch.float16))
 def test_a_packed_attention_has_a_picture_of_its_mask(case: Case) -> None:
-    *_, eqn = (graph := simplify(case.packed)).eqns
+    *_, eqn = (graph := simplify(case.graph)).eqns
     if isinstance(eqn.op, Packed):
         (type_q, type_k, *_) = eqn.op.padded([graph.types[n] for n in eqn.args])
         shown = [*masks_of(graph, eqn)]

@@ -15,16 +15,17 @@ from attn_graph.ir.layouts import result_spec
 from attn_graph.kernels import fused_cuda
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import Shape, seeds
-from tests.lowering.test_absent import are_same, fill
-from tests.lowering.test_packed import (
+from tests.lowering.test_torch_cuda import H200, pulled, ran
+from tests.support.ragged import (
     Case,
+    are_same,
     check_case,
     check_gradients,
-    check_packed_gradients,
+    check_pulled,
     check_results,
-    make_case,
+    fill,
+    make_packed,
 )
-from tests.lowering.test_torch_cuda import H200, pulled, ran
 from tests.support.sequences import I32, SPEC, Batch, batches, draw_cotangents
 from tests.support.torch_kernels import PLAYED
 
@@ -48,7 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
     shape = Shape(len(batch.rows), G * r, G, *batch.most, D, D)
     dims = {"q": (0, G * r, D), "k": (1, G, D), "v": (1, G, D)}
     options = {"mask": draw(st.sampled_from(MASKS)), "stats": draw(st.booleans())}
-    return make_case(batch, shape, dtype, dims, options, draw(seeds), anyhow=False)
+    return make_packed(batch, shape, dtype, dims, options, draw(seeds), anyhow=False)
 
 
 def plan_of(graph: ag.Graph, **options: Any) -> ag.Plan:  # Any: of `compile`
@@ -66,17 +67,17 @@ def test_by_the_kernels_contract_results_and_gradients_are_those_of_padded(
     case: Case, seed: int
 ) -> None:
     """What is around the kernel: it is played, with its habits."""
-    plan = plan_of(case.packed)
-    outputs, saved = ran(plan, case.packed_tensors)
+    plan = plan_of(case.graph)
+    outputs, saved = ran(plan, case.inputs)
     check_results(case, outputs)
     assert [*map(SPEC.like, outputs)] == [result_spec(plan.graph, i) for i in plan.graph.outputs]
     cotangents: Any = draw_cotangents(plan.graph, case.batch, seed)  # of all outputs
-    needs = [i.spec.dtype.is_floating_point for i in case.packed.inputs]
-    grads = pulled(plan, case.packed_tensors, saved, cotangents, needs)
-    check_packed_gradients(case, grads, cotangents)
+    needs = [i.spec.dtype.is_floating_point for i in case.graph.inputs]
+    grads = pulled(plan, case.inputs, saved, cotangents, needs)
+    check_pulled(case, grads, cotangents)
 
     def every_result(spoilt: bool) -> list[torch.Tensor]:
-        tensors = [fill(x, spoilt) for x in case.packed_tensors]
+        tensors = [fill(x, spoilt) for x in case.inputs]
         given = [fill(x, spoilt) for x in cotangents]
         outputs, saved = ran(plan, tensors)
         return [*outputs, *pulled(plan, tensors, saved, given, needs).values()]
@@ -222,10 +223,10 @@ LONG = Batch((300, 1, 0, 130), (257, 40, 9, 513), ((0, 0),) * 4, False)
 def test_on_a_gpu_results_and_gradients_agree(mask: ag.Mask | None, dtype: torch.dtype) -> None:
     shape = Shape(4, 4, 2, *LONG.most, 64, 64)
     dims = {"q": (0, 4, 64), "k": (1, 2, 64), "v": (1, 2, 64)}
-    case = make_case(LONG, shape, dtype, dims, {"mask": mask, "stats": True}, 5, anyhow=False)
-    plan = ag.compile(case.packed, backends=(NAME,))
-    check_case(plan, case, "cuda")
-    check_gradients(plan, case, 5, "cuda")
+    case = make_packed(LONG, shape, dtype, dims, {"mask": mask, "stats": True}, 5, anyhow=False)
+    plan = ag.compile(case.graph, backends=(NAME,))
+    check_case(case, plan, "cuda")
+    check_gradients(case, plan, 5, "cuda")
 
 
 @pytest.mark.gpu

@@ -29,8 +29,8 @@ from attn_graph.testing.formula import gradients
 from attn_graph.testing.rule import allowance, distance
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
-from tests.lowering.test_absent import are_same
 from tests.support.planning import forget_plans, prefer_kept_weights, prefer_way, shrink_limits
+from tests.support.ragged import are_same
 
 NATIVE = evolve(Target.of("cpu"), native=("bf16",))
 OTHER = evolve(NATIVE, native=())

@@ -21,7 +21,7 @@ from attn_graph.spec import FLOATS
 from attn_graph.testing import strategies
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.tensors import cotangents_for, tensors_for
-from tests.lowering.test_packed import Case, cases, check_packed_gradients, check_results
+from tests.support.ragged import Case, check_pulled, check_results, packed_cases
 from tests.support.ranks import Crew, count_bytes
 from tests.support.sequences import draw_cotangents
 
@@ -159,17 +159,17 @@ def packed_graphs(
     draw: st.DrawFn, ranks: int, placements: Sequence[Placement]
 ) -> tuple[Sharded, Case]:
     """Any attention of packed sequences over ranks."""
-    case = draw(cases(draw(st.sampled_from([torch.float32, torch.bfloat16]))))
+    case = draw(packed_cases(draw(st.sampled_from([torch.float32, torch.bfloat16]))))
     placement = draw(st.sampled_from(placements))
     readable = [n for n, x in case.tensors.items() if x.dtype not in FLOATS]
     names = draw(st.sets(st.sampled_from(readable)))
     names |= {"q_starts", "kv_starts"} if placement != "heads" else set()
     names |= {"q_lengths", "kv_lengths"} if placement in SEQUENCES else set()
-    has = {i.name for i in case.packed.inputs}
+    has = {i.name for i in case.graph.inputs}
     known: dict[str, Any] = {n: case.tensors[n] for n in names & has}
     method = draw(st.sampled_from(METHODS)) if placement in SEQUENCES else None
     try:
-        return ag.shard(case.packed, ag.Mesh(ranks), placement, method=method, **known), case
+        return ag.shard(case.graph, ag.Mesh(ranks), placement, method=method, **known), case
     except ag.GraphError as error:
         assume(not any(x in str(error) for x in ("method 'heads'", "no mask reads")))
         raise
@@ -195,10 +195,10 @@ def check_packed(crew: Crew, data: st.DataObject, sharded: Sharded, case: Case) 
     """Compare with one device, both passes."""
     assert ag.types.Sharded.parse(str(sharded)) == sharded
     cotangents = draw_cotangents(sharded.graph, case.batch, data.draw(strategies.seeds))
-    tensors = {i.name: case.tensors[i.name] for i in case.packed.inputs}
+    tensors = {i.name: case.tensors[i.name] for i in case.graph.inputs}
     outputs, gradients = run_ranks(crew, sharded, tensors, cotangents)
     check_results(case, outputs)
-    check_packed_gradients(case, gradients, cotangents)
+    check_pulled(case, gradients, cotangents)
 
 
 def test_an_explanation_of_packed_sequences_counts_their_pairs() -> None:

@@ -141,15 +141,14 @@ def lay_places(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.T
     return {name: lay_anyhow(x, random) for name, x in tensors.items()}
 
 
-def draw_cotangents(graph: ag.Graph, batch: Batch, seed: int) -> list[torch.Tensor | None]:
-    """Cotangents of packed results, NaN in rows of no sequence; None of those that take none."""
+def draw_cotangents(graph: ag.Graph, batch: Batch | None, seed: int) -> list[torch.Tensor | None]:
+    """Cotangents of results, NaN in rows of no sequence; None of those that take none. batch: of
+    packed results."""
     random = torch.Generator().manual_seed(seed)
-    return [
-        batch.spoil(torch.randn(t.shape, generator=random).to(t.dtype), 0)
-        if i in graph.differentiable_outputs
-        else None
-        for i, t in zip(graph.outputs, graph.output_types, strict=True)
-    ]
+    drawn = [torch.randn(t.shape, generator=random).to(t.dtype) for t in graph.output_types]
+    takes = [i in graph.differentiable_outputs for i in graph.outputs]
+    laid = drawn if batch is None else [batch.spoil(x, 0) for x in drawn]
+    return [x if there else None for x, there in zip(laid, takes, strict=True)]
 
 
 def gradients_on(

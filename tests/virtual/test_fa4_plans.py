@@ -22,8 +22,8 @@ from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.gpu import VirtualGpu, virtual_gpu
 from attn_graph.testing.gpu.dsl import find_package
 from attn_graph.testing.strategies import seeds
-from tests.lowering import test_packed, test_paged
 from tests.lowering.test_gpu_sequences import Sizes, packed_case, paged_case
+from tests.support import ragged
 from tests.support.freed_pages import free_hidden
 from tests.support.virtual_cases import (
     CAUSAL,
@@ -188,9 +188,9 @@ def test_packed_sequences_give_what_the_formula_says(sm: int, name: str) -> None
     case = packed_case(name, SEQUENCES, stats=True)
     case = evolve(case, tensors=aligned(case.tensors))
     with virtual_gpu(known(sm)) as device:
-        plan = plan_on(device, case.packed)
-        test_packed.check_case(plan, case)
-        test_packed.check_gradients(plan, case, 7)
+        plan = plan_on(device, case.graph)
+        ragged.check_case(case, plan)
+        ragged.check_gradients(case, plan, 7)
         assert device.programs
 
 
@@ -209,7 +209,7 @@ def test_pages_of_keys_are_read_as_the_formula_says(sm: int, name: str) -> None:
     freed = case.tensors | {"pages": free_hidden(case.graph, case.tensors)["pages"]}
     with virtual_gpu(known(sm)) as device:
         plan = plan_on(device, case.graph)
-        test_paged.check_results(case, run_plan(plan, [freed[i.name] for i in case.graph.inputs]))
+        ragged.check_results(case, run_plan(plan, [freed[i.name] for i in case.graph.inputs]))
         assert device.programs
 
 

@@ -10,7 +10,6 @@ import attn_graph as ag
 from attn_graph.lowering.codegen.launches import HOMES
 from attn_graph.spec import FLOATS
 from attn_graph.testing.gpu import VirtualGpu, virtual_gpu
-from tests.lowering import test_packed, test_paged
 from tests.lowering.test_gpu_sequences import (
     FREED,
     PACKED,
@@ -22,6 +21,7 @@ from tests.lowering.test_gpu_sequences import (
     paged_case,
 )
 from tests.lowering.test_tangents import check_gradient_tangents, check_tangents
+from tests.support import ragged
 from tests.support.virtual_cases import CASES, SHOWN, by_turns, check_shown, machine
 
 SIZES = Sizes((70, 1, 0), (71, 9, 40), ((3, 35), (0, 2), (0, 0)), (2, 1), 64)
@@ -42,26 +42,26 @@ def plan_on(device: VirtualGpu, graph: ag.Graph) -> ag.Plan:
 
 def run_packed(device: VirtualGpu, name: str) -> None:
     case = packed_case(name, SIZES, stats=True)
-    plan = plan_on(device, case.packed)
-    test_packed.check_case(plan, case, "cpu")
-    test_packed.check_gradients(plan, case, 7, "cpu")
+    plan = plan_on(device, case.graph)
+    ragged.check_case(case, plan, "cpu")
+    ragged.check_gradients(case, plan, 7, "cpu")
 
 
 def run_paged(device: VirtualGpu, name: str) -> None:
     case = paged_case(name, SIZES)
     plan = plan_on(device, case.graph)
-    test_paged.check_case(case, plan, "cpu")
-    test_paged.check_gradients(case, plan, 7, "cpu")
+    ragged.check_case(case, plan, "cpu")
+    ragged.check_gradients(case, plan, 7, "cpu")
 
 
 def run_steps(device: VirtualGpu, name: str) -> None:
     """Few packed queries of each sequence: programs share the keys of a head."""
     if name in PAGED:
         paged = paged_case(name, STEPS)
-        test_paged.check_case(paged, plan_on(device, paged.graph), "cpu")
+        ragged.check_case(paged, plan_on(device, paged.graph), "cpu")
     else:
         packed = packed_case(name, STEPS, stats=True)
-        test_packed.check_case(plan_on(device, packed.packed), packed, "cpu")
+        ragged.check_case(packed, plan_on(device, packed.graph), "cpu")
     assert {"split_forward", "merge_parts"} <= {*device.kernels}
 
 
@@ -69,7 +69,7 @@ def run_mixed(device: VirtualGpu, name: str) -> None:
     """One packed query of some sequences, and many of another: two kinds of programs."""
     case = paged_case(name, MIXED)
     plan = plan_on(device, case.graph)
-    test_paged.check_case(case, plan, "cpu")
+    ragged.check_case(case, plan, "cpu")
     assert {"split_forward", "merge_parts", "forward"} <= {*device.kernels}
 
 
