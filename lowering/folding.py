@@ -17,7 +17,7 @@ from attn_graph.errors import Reason
 from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.modifiers import Bias, Modifier, SoftCap
+from attn_graph.ir.modifiers import UNPLACED, Modifier
 from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.backend import Backend, Executable, Run, Tensors, Write
 from attn_graph.lowering.facts import Facts, facts_of
@@ -204,10 +204,13 @@ def tells_rows_apart(problem: Problem) -> bool:
 
 def reads_rows(step: Modifier | Mask, data: Mapping[str, TensorSpec]) -> bool:
     """data: the tensors of a modifier or of the mask."""
-    if isinstance(step, Bias | Keep | KeepBlocks):
-        name = "bias" if isinstance(step, Bias) else step.name
-        return data[name].shape[1:3] != (1, 1)
-    return not isinstance(step, (SoftCap, KeyLengths, Prefix))
+    if not isinstance(step, (*UNPLACED, Keep, KeepBlocks, KeyLengths, Prefix)):
+        return True
+    return any(
+        axis in "hix" and n != 1
+        for name, need in step.needs.items()
+        for axis, n in zip(need.axes, data[name].shape, strict=True)
+    )
 
 
 def fold_spec(spec: TensorSpec, problem: Problem) -> TensorSpec | None:

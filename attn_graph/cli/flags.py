@@ -11,6 +11,7 @@ import click
 import torch
 
 import attn_graph as ag
+from attn_graph.ir.arguments import ADDENDS, ARGUMENTS
 from attn_graph.ir.parse import parse_mask
 from attn_graph.masks import Mask, needs_of
 from attn_graph.spec import DTYPES, FLOATS, NAMES, QUANTISED
@@ -103,6 +104,7 @@ MASK = (
         help="The corner to count positions from if M and N differ.",
     ),
 )  # fmt: skip
+FLAGGED = {name: argument for name, argument in ARGUMENTS.items() if argument.flag}
 GRAPH = (
     click.option("--q", metavar="B,H,M,D", callback=AXES, help="Sizes of q; instead of FILE."),
     click.option("--k", metavar="B,G,N,D", callback=AXES, help="Sizes of k, by default q's."),
@@ -157,7 +159,10 @@ GRAPH = (
         "--bias", metavar="B,H,M,N[:DTYPE]", callback=read_bias,
         help="Sizes of a bias, each full or 1; dtype q's by default.",
     ),
-    click.option("--sinks", is_flag=True, help="A learned logit a head in the softmax."),
+    *(
+        click.option(f"--{name.replace('_', '-')}", is_flag=True, help=argument.flag)
+        for name, argument in FLAGGED.items()
+    ),
     click.option("--dropout", type=float, help="Share of the weights to drop."),
     click.option("--stats", is_flag=True, help="lse as a second output."),
 )  # fmt: skip
@@ -214,7 +219,6 @@ def graph_of_flags(flags: Flags) -> ag.Graph:
     bias, bias_dtype = flags["bias"] or (None, None)
     more: dict[str, Any] = {
         "bias": bias and ag.TensorSpec(bias, DTYPES[bias_dtype] if bias_dtype else q.dtype),
-        "sinks": ag.TensorSpec(q.shape[1:2], DTYPES["f32"]) if flags["sinks"] else None,
         **layout_inputs(flags, specs),
         **data_of(mask, flags, specs),
     }
@@ -281,15 +285,16 @@ def layout_inputs(flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
 
 
 def data_of(mask: Mask | None, flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
-    """A spec for each tensor of a mask."""
+    """A spec for each tensor of a mask, and of a flag that says nothing but its name."""
     q, k, most = specs["q"].shape, specs["k"].shape, flags["max_lengths"] or ()
     B, H, M = flags["packed"] or q[0], q[1], q[0] if flags["packed"] else q[2]
     N = flags["pages"] * k[1] if flags["pages"] else k[0] if flags["packed"] else k[2]
     M, N = (*most, *(M, N)[len(most) :]) if flags["packed"] else (M, N)
     axes = {"b": B, "h": H, "i": M, "j": N}
+    needs = needs_of(mask) | {name: x.data for name, x in FLAGGED.items() if flags[name]}
     return {
-        name: ag.TensorSpec(data.shape(axes), data.dtypes[0])
-        for name, data in needs_of(mask).items()
+        name: ag.TensorSpec(data.shape(axes), torch.float32 if name in ADDENDS else data.dtypes[0])
+        for name, data in needs.items()
     }
 
 

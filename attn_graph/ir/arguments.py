@@ -6,31 +6,72 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from functools import reduce
 from inspect import signature
 from operator import and_
-from typing import TypeVar
+from typing import TypeVar, final
 
 import torch
+from attrs import frozen
 
 from attn_graph import masks
 from attn_graph.errors import ArgumentError, GraphError, problems_of, show
 from attn_graph.ir import ops
-from attn_graph.ir.modifiers import Modifier, SoftCap
+from attn_graph.ir.modifiers import Bias, Modifier, SoftCap
 from attn_graph.ir.scaling import KEY_SCALES, NARROW, O_SCALE, PAIRS, SCALES
+from attn_graph.machine.tensors import SEEDS, STARTS
 from attn_graph.printing.text import show_value
 from attn_graph.spec import FLOATS, IN_PAIRS, QUANTISED, TensorSpec, ValueType
 
-EXTRA = (  # the inputs added by options of `attention`, in order; those of masks follow
-    *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
-    *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts", "pages"),
-    *(*SCALES, O_SCALE),
-)
+
+@final
+@frozen
+class Argument:
+    """A tensor that an option of `attention` adds, as all that read such tensors know it."""
+
+    data: masks.Data  # its axes and dtypes
+    each: masks.Data | None = None  # the same with an axis for the batch, if it may have one
+    step: masks.Mask | Modifier | None = None  # applied in a call with it, if it is so for all
+    adds: bool = False  # numbers to scores or to sums of rows, in q's dtype or float32; trained
+    scales: str = ""  # the tensor whose axes it has, each a divisor
+    flag: str = ""  # the command line's help, if its flag says nothing but its name
+
+    def form(self, rank: int) -> masks.Data:
+        """`each` for a tensor of as many axes, and else `data`."""
+        return self.each if self.each is not None and len(self.each.axes) == rank else self.data
+
+
+def read_in(step: masks.Mask | Modifier) -> dict[str, Argument]:
+    """The tensors of a step that a call with them has."""
+    trains = step.trains if isinstance(step, Modifier) else ()
+    return {n: Argument(data, step=step, adds=n in trains) for n, data in step.needs.items()}
+
+
+def scale_of(name: str) -> Argument:
+    return Argument(masks.Data("", torch.float32), scales=name)
+
+
+ARGUMENTS = {  # in the order of a graph's inputs; those of its mask and modifiers follow
+    **read_in(Bias()),
+    "alibi": Argument(masks.Data("h", FLOATS), masks.Data("bh", FLOATS), adds=True),
+    **read_in(masks.Keep()),
+    **read_in(masks.KeyLengths()),
+    **read_in(masks.QueryLengths()),
+    "sinks": Argument(
+        masks.Data("h", FLOATS), adds=True, flag="A learned logit a head in the softmax."
+    ),
+    **read_in(masks.SameSegment()),
+    **dict.fromkeys(SEEDS, Argument(masks.Data("", torch.int64))),
+    **dict.fromkeys(STARTS, Argument(masks.Data("n"))),
+    "pages": Argument(masks.Data("bn")),
+    **{scale: scale_of(name) for name, scale in (*PAIRS, ("o", O_SCALE))},
+}
+EXTRA = (*ARGUMENTS,)
+ADDENDS = tuple(name for name, x in ARGUMENTS.items() if x.adds)
 PACKED = {  # the other way to write q, k and v of three axes
     "q": ", or give q_starts= if it is packed [T,H,D]",
     "k": ", or give kv_starts= if it is packed [T,G,D]",
     "v": ", or give kv_starts= if it is packed [T,G,E]",
 }
-JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by &: the tensors each reads
-    leaf: frozenset(leaf.needs)
-    for leaf in (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
+JOINED = {  # to a mask, by &: the tensors each reads
+    x.step: frozenset(x.step.needs) for x in ARGUMENTS.values() if isinstance(x.step, masks.Mask)
 }
 FROM_SCORE = "modifiers=m, **tensors, where m, tensors = from_flex_score(score_mod)"
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from attn_graph.errors import GraphError
 from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Eqn
-from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, default_slopes
+from attn_graph.ir.modifiers import UNPLACED, Alibi, Modifier, default_slopes
 from attn_graph.ir.relative import RelativeBias
 from attn_graph.masks import Data, needs_of
 from attn_graph.masks.canonical import canonical_mask
@@ -92,8 +92,10 @@ def list_feeds(needs: Mapping[str, Data], inputs: Mapping[str, int]) -> Iterator
 
 def move_modifier(modifier: Modifier, box: Box) -> Modifier:
     """The modifier of a box. Raises GraphError for a user's own."""
+    if isinstance(modifier, UNPLACED):
+        return modifier
     match modifier:
-        case SoftCap() | Bias() | RelativeBias(places=True):
+        case RelativeBias(places=True):
             return modifier
         case RelativeBias():
             first = modifier.start[0] + box.rows.start, modifier.start[1] + box.keys.start

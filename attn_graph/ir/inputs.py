@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from attn_graph import masks
-from attn_graph.ir.arguments import JOINED, PACKED, add_axes, pool_problems
+from attn_graph.ir.arguments import ADDENDS, ARGUMENTS, PACKED, add_axes, pool_problems
 from attn_graph.ir.graph import Op, op_name
-from attn_graph.ir.modifiers import Bias, Modifier
+from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packed_inputs import packed_problems
 from attn_graph.ir.scaling import (
     NARROW,
+    O_SCALE,
     PAIRS,
     SCALES,
     scales_fit,
@@ -24,7 +25,7 @@ from attn_graph.ir.scaling import (
     takes_scale,
     whole_shape,
 )
-from attn_graph.machine.tensors import STARTS
+from attn_graph.machine.tensors import SEEDS, STARTS
 from attn_graph.masks.misfits import (
     cast_problem,
     count_axes,
@@ -32,30 +33,19 @@ from attn_graph.masks.misfits import (
     misfit,
     rank_problem,
 )
-from attn_graph.spec import FLOATS, IN_PAIRS, INTEGERS, NAMES, ValueType, cast_code
+from attn_graph.spec import FLOATS, IN_PAIRS, NAMES, ValueType, cast_code
 from attn_graph.spec.dims import are_numbers
 
 Types = Mapping[str, ValueType]
 Needs = dict[str, masks.Data]
 Fault = tuple[tuple[str, ...], str]  # the tensors with one fault, and its message
-
-
-# What a tensor after q, k and v has to be, whatever the mask.
-NEEDS: Needs = {
-    "sinks": masks.Data("h", FLOATS),
-    **Bias().needs,
-    "alibi": masks.Data("h", FLOATS),
-    **dict.fromkeys(STARTS, masks.Data("n", INTEGERS)),
-    "pages": masks.Data("bn", INTEGERS),
-    **dict.fromkeys(SCALES, masks.Data("", (torch.float32,))),
-}
-SLOPES = masks.Data("bh", FLOATS)  # one for each batch entry and head
+TOLD = (*SEEDS, O_SCALE)  # their operations tell what these need
 
 
 def find_needs(mask: object, steps: Iterable[Modifier | masks.Mask], slopes: int = 1) -> Needs:
     """What each tensor after q, k and v has to be. slopes: the axes of `alibi`."""
-    needs = NEEDS | ({"alibi": SLOPES} if slopes == 2 else {})
-    for part in (*JOINED, *steps, mask):
+    needs = {name: x.form(slopes) for name, x in ARGUMENTS.items() if name not in TOLD}
+    for part in (*steps, mask):
         needs |= part.needs if isinstance(part, masks.Mask | Modifier) else {}
     return {name: data for name, data in needs.items() if name not in ("q", "k", "v")}
 
@@ -109,7 +99,7 @@ def dtype_faults(x: Types, needs: Needs) -> Iterator[Fault]:
 
 def allowed_dtypes(name: str, data: masks.Data, main: torch.dtype) -> tuple[torch.dtype, ...]:
     """The dtypes of a tensor beside q, k and v of one; those of addends are that or float32."""
-    if name in ("bias", "alibi", "sinks") and data.dtypes == FLOATS:
+    if name in ADDENDS and data.dtypes == FLOATS:
         return tuple(dict.fromkeys((torch.float32, main)))
     return data.dtypes
 

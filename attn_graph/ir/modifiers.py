@@ -289,6 +289,9 @@ class Bias(Modifier):
         return self.change(ts, at.reading(tangents))
 
 
+UNPLACED = (SoftCap, Bias)  # steps that compare no positions
+
+
 @final
 @frozen
 class Alibi(Modifier):

@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 from attrs.converters import optional
 
 from attn_graph.errors import GraphError
-from attn_graph.ir.modifiers import Alibi, Bias, Modifier, Names, SoftCap, known_lengths
+from attn_graph.ir.modifiers import UNPLACED, Alibi, Modifier, Names, known_lengths
 from attn_graph.masks import (
     LEAVES,
     Align,
@@ -149,7 +149,7 @@ def sum_diagonals(x: torch.Tensor) -> torch.Tensor:
     return lines.sum(2, keepdim=True)
 
 
-MODIFIERS = (SoftCap, Bias, Alibi, RelativeBias)
+MODIFIERS = (*UNPLACED, Alibi, RelativeBias)
 
 
 def counting_parts(

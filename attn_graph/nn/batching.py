@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from attn_graph.ir.arguments import ARGUMENTS
 from attn_graph.ir.layouts import has_sizes
 from attn_graph.ir.relative import counting_parts
 from attn_graph.ir.scaling import O_SCALE
@@ -16,7 +17,6 @@ from attn_graph.machine.cache import remember
 from attn_graph.nn.packed_sizes import PACKING
 from attn_graph.planner.content import CallContent, Content
 
-HEADWISE = ("sinks", "seed", "offset")  # their first axis, if any, is not the batch
 WHOLE = PACKING | {O_SCALE}  # inputs of calls that a longer batch would change
 
 Op = Callable[..., list[Tensor]]
@@ -49,8 +49,10 @@ class Mapped:
 
     def has_batch(self, n: int) -> bool:
         """True if the first axis of tensor n is the batch, full or 1."""
-        name = dict(enumerate(self.names)).get(n)
-        return name not in HEADWISE and not (name == "alibi" and len(self.shapes[n]) == 1)
+        argument = ARGUMENTS.get(self.names[n]) if n < len(self.names) else None
+        if argument is None or argument.scales:
+            return True
+        return argument.form(len(self.shapes[n])).axes.startswith("b")
 
     def folds(self, needs: Sequence[bool]) -> bool:
         """True if one call with a longer batch computes all. needs: inputs that need gradients."""

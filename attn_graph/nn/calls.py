@@ -32,7 +32,7 @@ from attn_graph.machine.ambient import is_traced, require_untraced, teach_counte
 from attn_graph.machine.imports import require_imports
 from attn_graph.machine.likeness import NESTED
 from attn_graph.machine.target import default_target
-from attn_graph.machine.tensors import full_code, is_distributed, is_watched, read_array
+from attn_graph.machine.tensors import SEEDS, full_code, is_distributed, is_watched, read_array
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
 from attn_graph.nn.sharding import attend_in_parts
@@ -51,13 +51,12 @@ MODIFIERS = GRAPH_OPTIONS.index("modifiers")
 PLAIN = (False, False, None, None, ())  # finite_pages to modifiers, of a call without them
 OPTIONS = (*GRAPH_OPTIONS, *CHOICE)
 USUAL_CHOICE = tuple(CHOICE.values())
-SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself
 SEGMENTS = ("q_segments", "kv_segments")  # inputs that a graph takes as a pair
 NUMBERS = ("scale", "soft_cap", "dropout")  # options that are floats
 SCALED = {**{scale: name for name, scale in PAIRS}, O_SCALE: "q"}  # the tensor with a scale's axes
 CAST = frozenset(FLOATS) - {torch.float64}  # dtypes changed by autocast
 MOST_SHOWN = 24  # letters of a list that a message repeats
-MOST_SEED = 2**62  # bound of the numbers drawn for SEED
+MOST_SEED = 2**62  # bound of the numbers drawn for SEEDS
 
 Outputs = Tensor | tuple[Tensor, ...]
 Named = Mapping[str, Tensor]  # tensors after q, k and v by name, in the order of the inputs
@@ -337,7 +336,7 @@ def make_graph(
 
     Raises GraphError.
     """
-    free = SEED if options["dropout"] else ()  # the graph has these by itself
+    free = SEEDS if options["dropout"] else ()  # the graph has these by itself
     given: dict[str, Any] = {name: options[name] for name in GRAPH_OPTIONS}
     named = name_sizes(specs, caches) if names and not has_sizes(options["outputs"]) else specs
     if options["outputs"] is not None:
@@ -386,7 +385,7 @@ def not_a_tensor(x: object, scaled: object = None) -> str:
 def draw_seed(device: torch.device) -> dict[str, Tensor]:
     """A seed and an offset for dropout, from the default generator of a device."""
     numbers = torch.randint(MOST_SEED, (2,), dtype=torch.int64, device=device)
-    return dict(zip(SEED, numbers.unbind(), strict=True))
+    return dict(zip(SEEDS, numbers.unbind(), strict=True))
 
 
 def cast_inputs(

@@ -37,13 +37,13 @@ from attn_graph.ir.layouts import plain_layouts
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Fallback
+from attn_graph.machine.tensors import ROLES, SEEDS
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Causal, Mask, Prefix
 from attn_graph.masks.misfits import LETTERS, list_readings
 from attn_graph.nn.calls import (
     GRAPH_OPTIONS,
     PLAIN,
-    SEED,
     Named,
     Options,
     Outputs,
@@ -70,7 +70,6 @@ TOP_LEFT: Mask = Causal("top_left")
 NOTHING = Prefix(0)  # keeps no key
 NAMELESS: Named = {}
 Kept = tuple[Mask | None, Named]  # a mask by position, and one by tensors
-ROLES = ("query", "key", "value")
 FITTED = ("keep", "bias")  # tensors that broadcast to the scores
 LED = ("q", "k", "v", *FITTED)  # tensors with leading axes that broadcast
 DROPOUT = GRAPH_OPTIONS.index("dropout")
@@ -216,7 +215,7 @@ def reads_seed(mask: object, modifiers: object) -> bool:
     this."""
     if is_dynamo_compiling():
         return False
-    return not read_by(mask, require_modifiers(modifiers)).isdisjoint(SEED)
+    return not read_by(mask, require_modifiers(modifiers)).isdisjoint(SEEDS)
 
 
 def scaled_dot_product_attention(

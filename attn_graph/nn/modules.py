@@ -38,8 +38,8 @@ PADDED = (
 class Attention(torch.nn.Module):
     """`attn_graph.nn.functional.attention` with fixed options; it has no parameters.
 
-    `forward(q, k, v, **tensors)` takes that function's tensors: bias, keep, lengths, segments,
-    sinks, slopes and the tensors of the mask. dropout applies in training only.
+    `forward(q, k, v, **tensors)` takes that function's tensors, and those of the mask and of
+    modifiers. dropout applies in training only.
     """
 
     @shows(CHOICE)

@@ -6,18 +6,16 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from attn_graph.ir.scaling import PAIRS
+from attn_graph.ir.arguments import ARGUMENTS
 from attn_graph.machine.cache import remember
+from attn_graph.machine.tensors import STARTS
 from attn_graph.plan import Plan
 from attn_graph.plan.pull import generalise
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import Dim
 
-STARTS = ("q_starts", "kv_starts")  # [B+1]
 PACKING = frozenset((*STARTS, "pages"))  # inputs of calls on packed tensors or pages
-FIXED = frozenset(("q_lengths", "kv_lengths", "alibi", "sinks", "seed", "offset"))
-LETTERS = dict.fromkeys((*STARTS, "q_lengths", "kv_lengths"), "B") | {"pages": "BC"}
-OTHERS = ("sinks", "seed", "offset")  # their axes never change
+PLACES = dict.fromkeys(STARTS, "B") | {"pages": "BC"}  # axes of these, the letters of name_sizes
 MOST_KEYS = 2**16  # of a cache that grows under one plan; from there on up to the next power of two
 
 Specs = Mapping[str, TensorSpec]
@@ -72,29 +70,35 @@ def reads_cache(specs: Specs) -> bool:
 
 def cache_letters(specs: Specs) -> dict[str, str]:
     """The letters of all tensors of known meaning, for a call that reads a cache."""
-    letters = {"q": "----", "k": "--N-", "v": "--N-"}
-    letters |= {name: "-" * len(specs[name].shape) for name in FIXED & specs.keys()}
-    letters |= {s: full_axes(letters[n], specs[s]) for n, s in PAIRS if s in specs}
-    for name in {"keep", "bias"} & specs.keys():  # [B,H,M,N], each axis full or 1
-        letters[name] = "----" if specs[name].shape[-1:] == (1,) else "---N"
-    return {name: letters[name] for name in specs if name in letters}
+    main = {"q": "----", "k": "--N-", "v": "--N-"}
+    return letter_axes(specs, main, {"b": "-", "h": "-", "i": "-", "j": "N"})
 
 
 def axis_letters(specs: Specs) -> dict[str, str]:
     """The letters of all tensors of known meaning."""
     rows = "T--" if "q_starts" in specs else "B---"
     keys = "n---" if "pages" in specs else "S--" if "kv_starts" in specs else rows
-    known = {"q": rows, "k": keys, "v": keys} | LETTERS
-    known |= {name: "-" * len(specs[name].shape) for name in OTHERS if name in specs}
-    known |= {s: full_axes(known[n], specs[s]) for n, s in PAIRS if s in specs}
-    if "alibi" in specs:
-        known["alibi"] = "B-"[-len(specs["alibi"].shape) :]
-    return {name: known[name] for name in specs if name in known}
+    main = {"q": rows, "k": keys, "v": keys} | PLACES
+    return letter_axes(specs, main, {"b": "B", "h": "-"})
 
 
-def full_axes(letters: str, scale: TensorSpec) -> str:
-    """The letters of k for its scale, without those of axes of size 1."""
-    each = zip(letters, scale.shape, strict=False)
+def letter_axes(specs: Specs, known: Letters, axes: Letters) -> dict[str, str]:
+    """The letters of tensors: of `known`, and of others by those of `axes`."""
+    letters = {name: known[name] for name in specs if name in known}
+    for name in (specs.keys() & ARGUMENTS.keys()) - known.keys():
+        argument, spec = ARGUMENTS[name], specs[name]
+        data = argument.form(len(spec.shape))
+        if argument.scales in known:
+            letters[name] = full_axes(known[argument.scales], spec)
+        elif not argument.scales and {*data.axes} <= axes.keys():
+            own = "".join(axes[x] for x in data.axes) or "-" * len(spec.shape)
+            letters[name] = full_axes(own, spec) if data.broadcasts else own
+    return letters
+
+
+def full_axes(letters: str, x: TensorSpec) -> str:
+    """Letters without those of axes of size 1: of k for its scale, of scores for a bias."""
+    each = zip(letters, x.shape, strict=False)
     return "".join("-" if n == 1 else letter for letter, n in each)
 
 

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attn_graph.errors import TORCH, FallbackWarning, NoBackendError, TensorError, user_frame
 from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.tensors import ROLES
 from attn_graph.nn.calls import Options, plain_option
 from attn_graph.nn.checkpoints import follow_checkpoint
 from attn_graph.nn.functional import (
-    ROLES,
     TOP_LEFT,
     Kept,
     attend_like_torch,

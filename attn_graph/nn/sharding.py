@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attn_graph.errors import TensorError
+from attn_graph.ir.arguments import ARGUMENTS
 from attn_graph.ir.relative import counting_parts
 from attn_graph.machine.tensors import is_distributed
 from attn_graph.masks import Mask, needs_of
@@ -17,13 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 PARTS = {"b": "the batch", "h": "the heads"}  # axes with independent parts
-AXES = {  # of the tensors of calls, by the letters of docs/semantics.md
-    name: tuple(letters)
-    for name, letters in {
-        "q": "bhid", "k": "bhjd", "v": "bhje", "bias": "bhij", "keep": "bhij", "sinks": "h",
-        "kv_lengths": "b", "q_lengths": "b", "q_segments": "bi", "kv_segments": "bj",
-    }.items()
-}  # fmt: skip
+MAIN = {"q": "bhid", "k": "bhjd", "v": "bhje"}  # axes, by the letters of docs/semantics.md
 RESULT = ("b", "h", "i", "e")
 
 Axes = tuple[str, ...]
@@ -74,13 +69,13 @@ def require_one_mesh(tensors: Mapping[str, Any]) -> None:  # Any: DTensors, or n
 
 def axes_of(name: str, t: Tensor, mask: Mask | None) -> Axes:
     """The letters of a tensor's axes, - for one of size 1 along which it broadcasts."""
-    if name in AXES:
-        letters = AXES[name]
-    elif name == "alibi":
-        letters = ("b", "h")[2 - t.ndim :]
+    needs = needs_of(mask)
+    if name in needs:
+        letters = needs[name].axes
+    elif name in ARGUMENTS:
+        letters = ARGUMENTS[name].form(t.ndim).axes
     else:
-        needs = needs_of(mask)
-        letters = tuple(needs[name].axes) if name in needs else ("?",) * t.ndim
+        letters = MAIN.get(name, "?" * t.ndim)
     return tuple("-" if n == 1 else x for n, x in zip(t.shape, letters, strict=False))
 
 

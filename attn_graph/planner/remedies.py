@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError, Reason
 from attn_graph.ir import ops
+from attn_graph.ir.arguments import ADDENDS
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value, attention
 from attn_graph.ir.graph import Graph
@@ -377,7 +378,7 @@ def dtype_edits(question: Question) -> Iterator[Made]:
     alike = [name for name, x in specs.items() if x.dtype == main and len(x.shape) == 4]
     wide = (torch.bfloat16, torch.float16, torch.float32) if given == main else ()
     casts = [(alike, dtype) for dtype in wide]
-    casts += [(["bias"], main), (["bias"], torch.float32), (["sinks"], torch.float32)]
+    casts += [([name], dtype) for name in ADDENDS for dtype in (main, torch.float32)]
     for names, dtype in casts:
         own = {name: specs[name] for name in names if name in specs}
         if any(spec.dtype != dtype for spec in own.values()):

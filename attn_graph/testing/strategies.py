@@ -16,6 +16,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from attn_graph import masks as m
 from attn_graph.ir import builder, ops
+from attn_graph.ir.arguments import ADDENDS, ARGUMENTS
 from attn_graph.ir.builder import Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
@@ -229,25 +230,14 @@ def maybe(strategy: SearchStrategy[T]) -> SearchStrategy[T | None]:
     return st.one_of(st.none(), st.none(), strategy)
 
 
-def bias_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
-    """[B,H,M,N], each axis full or 1, in q's dtype or float32."""
-    return st.tuples(
-        broadcast(shape.full("bhij")), st.sampled_from([dtype, torch.float32])
-    ).flatmap(lambda drawn: specs(*drawn))
-
-
-def slope_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
-    """[H] or [B,H], in q's dtype or float32."""
-    return st.tuples(
-        st.sampled_from([shape.full("h"), shape.full("bh")]),
-        st.sampled_from([dtype, torch.float32]),
-    ).flatmap(lambda drawn: specs(*drawn))
-
-
-def sink_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
-    """[H], in q's dtype or float32."""
-    return st.sampled_from([dtype, torch.float32]).flatmap(
-        lambda kind: specs(shape.full("h"), kind)
+def addend_specs(name: str, shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
+    """A tensor of ADDENDS, in any of its forms, in q's dtype or float32."""
+    argument = ARGUMENTS[name]
+    data = argument.data
+    forms = [shape.full(x.axes) for x in (data, argument.each) if x is not None]
+    sizes = broadcast(forms[0]) if data.broadcasts else st.one_of(*map(st.just, forms))
+    return st.tuples(sizes, st.sampled_from([dtype, torch.float32])).flatmap(
+        lambda drawn: specs(*drawn)
     )
 
 
@@ -332,7 +322,7 @@ def simple_graphs(
         q, k, v,
         scale=draw(st.sampled_from((None, 0.3, 2.0))),
         mask=None if biased else draw(st.sampled_from((None, m.Causal("top_left")))),
-        bias=draw(bias_specs(size, kind)) if biased else None,
+        bias=draw(addend_specs("bias", size, kind)) if biased else None,
         stats=draw(st.booleans()),
     )  # fmt: skip
 
@@ -355,15 +345,16 @@ def score_options(
     draw: DrawFn, shape: Shape, dtype: torch.dtype
 ) -> dict[str, Any]:  # Any: options of `attention`
     """scale=, soft_cap=, bias=, alibi=, sinks=, dropout=, modifiers=; align= if needed."""
-    alibi = draw(maybe(st.one_of(st.just(True), slope_specs(shape, dtype))))
+    alibi = draw(maybe(st.one_of(st.just(True), addend_specs("alibi", shape, dtype))))
     align = draw(aligns) if alibi is not None and shape.M != shape.N else None
     options: dict[str, Any] = {} if align is None else {"align": align}
     return options | {
         "scale": draw(scales),
         "soft_cap": draw(maybe(caps)),
-        "bias": draw(maybe(bias_specs(shape, dtype))),
-        "alibi": alibi,
-        "sinks": draw(maybe(sink_specs(shape, dtype))),
+        **{
+            name: alibi if name == "alibi" else draw(maybe(addend_specs(name, shape, dtype)))
+            for name in ADDENDS
+        },
         "dropout": draw(maybe(rates)) or 0.0,
         **draw(st.one_of(st.just({}), st.just({}), relative_options(shape, dtype))),
     }

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.ir.modifiers import UNPLACED, Alibi, Modifier
 from attn_graph.ir.relative import RelativeBias
 from attn_graph.lowering.codegen.device_code import Tracer
 from attn_graph.lowering.problem import Problem
@@ -85,11 +85,10 @@ def ask_mask(mask: Mask, data: Specs, at: Extent) -> Asked:
             words = WORD * (at.count("ij") + made)
             return Asked(axes, made, max(words, (WORD + 3) * made))
         case Keep(name=name):
-            sizes = zip("bhij", data[name].shape, strict=True)
-            return Asked("".join(x for x, n in sizes if n > 1), 0, 0)
+            return Asked(axes_read("bhij", data[name].shape), 0, 0)
         case KeepBlocks(name=name):  # blocks of positions; selected rows; then selected keys
             table = data[name].shape
-            axes = "".join(x for x, n in zip("bhij", table, strict=True) if n > 1)
+            axes = axes_read("bhij", table)
             made = at.count(axes)
             return Asked(axes, made, 2 * (made + prod(table)) + 2 * WORD * (at.i + at.j))
         case _:
@@ -98,15 +97,18 @@ def ask_mask(mask: Mask, data: Specs, at: Extent) -> Asked:
             return Asked(axes, made, made if type(mask) in LEAVES else POSITIONS * made)
 
 
+def axes_read(axes: str, shape: tuple[int, ...]) -> str:
+    """The axes along which a tensor of this shape has more than one number."""
+    return "".join(x for x, n in zip(axes, shape, strict=True) if n > 1)
+
+
 def ask_modifier(modifier: Modifier, data: Specs, at: Extent, wide: int) -> int:
     """Bytes of a step beside the scores. wide: bytes of a score."""
     match modifier:
-        case SoftCap():
-            return 0
-        case Bias():  # added as it is, or as scores are
-            (bias,) = data.values()
-            axes = "".join(x for x, n in zip("bhij", bias.shape, strict=True) if n > 1)
-            return wide * at.count(axes) if bias.dtype.itemsize < wide else 0
+        case _ if isinstance(modifier, UNPLACED):  # tensors are added as they are, or as scores are
+            narrow = {n: x.shape for n, x in data.items() if x.dtype.itemsize < wide}
+            needs = modifier.needs
+            return wide * sum(at.count(axes_read(needs[n].axes, x)) for n, x in narrow.items())
         case Alibi(ragged=ragged):  # distances before and behind `abs`
             return 2 * WORD * at.count("bij" if ragged else "ij")
         case RelativeBias(places=True):  # columns, then what is read there

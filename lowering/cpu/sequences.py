@@ -14,7 +14,7 @@ from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.boxes import Piece
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.ir.modifiers import UNPLACED, Alibi, Modifier
 from attn_graph.ir.ops import join_statistics
 from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, run_one, without_hidden
 from attn_graph.ir.paging import list_entries
@@ -154,7 +154,7 @@ def is_relative(modifier: Modifier, op: Packed) -> bool:
         fixed = modifier.align == "top_left" or getattr(modifier, "places", False)
         named = {LENGTHS[side] for side in ending_sides(op)} <= {*modifier.ragged}
         return fixed or (modifier.align == "bottom_right" and named)
-    return isinstance(modifier, SoftCap | Bias)
+    return isinstance(modifier, UNPLACED)
 
 
 def ending_sides(op: Packed) -> tuple[str, ...]:

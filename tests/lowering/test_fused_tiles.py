@@ -264,9 +264,9 @@ def looked_up(draw: st.DrawFn) -> ag.Graph:
         blocks | ag.KeepBlocks(33, 20, "other"), ag.Keep(),
     ]))  # fmt: skip
     options: dict[str, Any] = draw(drawn.data_specs(mask.needs, size))
-    options |= {"bias": draw(drawn.maybe(drawn.bias_specs(size, dtype)))}
+    options |= {"bias": draw(drawn.maybe(drawn.addend_specs("bias", size, dtype)))}
     if dtype != torch.bfloat16:  # which the kernel rounds before the sink: too coarse for one key
-        options |= {"sinks": draw(drawn.maybe(drawn.sink_specs(size, dtype)))}
+        options |= {"sinks": draw(drawn.maybe(drawn.addend_specs("sinks", size, dtype)))}
     q, k, v = (draw(drawn.specs(x, dtype)) for x in (size.q, size.k, size.v))
     return ag.attention(q, k, v, mask=mask, **options, stats=draw(st.booleans()))
 

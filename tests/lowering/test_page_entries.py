@@ -27,13 +27,13 @@ from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import (
     Shape,
+    addend_specs,
     caps,
     dtypes,
     mask_options,
     maybe,
     score_options,
     seeds,
-    sink_specs,
 )
 from tests.support.freed_pages import free_hidden
 from tests.support.quantised import kinds, quantise_graph, quantise_tensors
@@ -82,7 +82,10 @@ def cases(draw: DrawFn) -> Case:
     shape = Shape(len(batch.rows), G * r, G, batch.most[0], N, D, E)
     options = draw(mask_options(shape))
     if capped:
-        options |= {"soft_cap": draw(maybe(caps)), "sinks": draw(maybe(sink_specs(shape, kind)))}
+        options |= {
+            "soft_cap": draw(maybe(caps)),
+            "sinks": draw(maybe(addend_specs("sinks", shape, kind))),
+        }
     else:
         added = draw(score_options(shape, kind))
         options |= {n: x for n, x in added.items() if n not in ("soft_cap", "dropout")}

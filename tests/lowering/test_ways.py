@@ -72,7 +72,7 @@ def attentions(draw: st.DrawFn) -> ag.Graph:
     if kind in ("biased", "dropped"):
         options["dropout"] = draw(st.sampled_from((0.0, 0.4)))
     if kind == "biased":
-        options["bias"] = draw(drawn.bias_specs(size, dtype))
+        options["bias"] = draw(drawn.addend_specs("bias", size, dtype))
     if kind == "any":
         options |= draw(drawn.score_options(size, dtype))
     layout = draw(st.sampled_from(("bhsd", "bshd", None)))

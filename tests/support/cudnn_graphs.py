@@ -15,12 +15,12 @@ from attn_graph.ir.graph import Graph
 from attn_graph.spec import TensorSpec
 from attn_graph.testing.strategies import (
     Shape,
+    addend_specs,
     aligns,
     broadcast,
     caps,
     maybe,
     scales,
-    sink_specs,
     specs,
 )
 
@@ -55,7 +55,7 @@ def cudnn_options(
         "bias": None if bias is None else TensorSpec(bias, kind),
         "alibi": draw(maybe(st.just(True))) if mask == m.Causal() else None,
         "soft_cap": draw(maybe(caps)) if mask is None and not lengths else None,
-        "sinks": draw(maybe(sink_specs(shape, dtype))),
+        "sinks": draw(maybe(addend_specs("sinks", shape, dtype))),
     } | {name: draw(length_specs(shape)) for name in sorted(lengths)}
 
 
