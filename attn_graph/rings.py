@@ -78,6 +78,7 @@ HOMES = {  # by name
     # for the core, of the core: planning, which nothing needs before the first plan
     **dict.fromkeys(("plan_graph", "plan_simplified"), "plan.building"),
     **dict.fromkeys(("write_gradient", "write_tangents"), "nn.derivatives"),
+    "DEFAULTS": "planner.arguments",
     **dict.fromkeys(("BACKENDS", "resolve_backends"), "planner.choose"),
 }
 

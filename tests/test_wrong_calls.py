@@ -22,7 +22,7 @@ from attn_graph.ir.inputs import scale_fault
 from attn_graph.ir.scaling import scales_fit
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from attn_graph.planner.arguments import DEFAULTS
-from attn_graph.spec.words import COMPILED, LIBRARIES, SAID, nearest, use
+from attn_graph.spec.words import LIBRARIES, SAID, nearest, use
 from attn_graph.spec.words import OPTIONS as OPTION_WORDS
 from tests.support.sources import ROOT
 from tests.support.wrong_calls import WRONG as GATHERED
@@ -327,8 +327,7 @@ def test_words_of_several_libraries_mean_one_thing() -> None:
 
 
 def test_options_of_compile_are_known_wherever_they_are_written() -> None:
-    assert {*COMPILED} == DEFAULTS.keys()
-    for name in (*COMPILED, *OPTION_WORDS):
+    for name in (*DEFAULTS, *OPTION_WORDS):
         with pytest.raises(ag.GraphError, match=r"attn_graph\.compile|; leave it out"):
             describe(**{name: 1})
 

@@ -159,10 +159,8 @@ GRAPH = (
         "--bias", metavar="B,H,M,N[:DTYPE]", callback=read_bias,
         help="Sizes of a bias, each full or 1; dtype q's by default.",
     ),
-    *(
-        click.option(f"--{name.replace('_', '-')}", is_flag=True, help=argument.flag)
-        for name, argument in FLAGGED.items()
-    ),
+    *[click.option(f"--{n}".replace("_", "-"), is_flag=True, help=x.flag)
+      for n, x in FLAGGED.items()],
     click.option("--dropout", type=float, help="Share of the weights to drop."),
     click.option("--stats", is_flag=True, help="lse as a second output."),
 )  # fmt: skip

@@ -44,24 +44,19 @@ def read_in(step: masks.Mask | Modifier) -> dict[str, Argument]:
     return {n: Argument(data, step=step, adds=n in trains) for n, data in step.needs.items()}
 
 
-def scale_of(name: str) -> Argument:
-    return Argument(masks.Data("", torch.float32), scales=name)
-
-
+BY_HEAD = masks.Data("h", FLOATS)
 ARGUMENTS = {  # in the order of a graph's inputs; those of its mask and modifiers follow
     **read_in(Bias()),
-    "alibi": Argument(masks.Data("h", FLOATS), masks.Data("bh", FLOATS), adds=True),
+    "alibi": Argument(BY_HEAD, masks.Data("bh", FLOATS), adds=True),
     **read_in(masks.Keep()),
     **read_in(masks.KeyLengths()),
     **read_in(masks.QueryLengths()),
-    "sinks": Argument(
-        masks.Data("h", FLOATS), adds=True, flag="A learned logit a head in the softmax."
-    ),
+    "sinks": Argument(BY_HEAD, adds=True, flag="A learned logit a head in the softmax."),
     **read_in(masks.SameSegment()),
     **dict.fromkeys(SEEDS, Argument(masks.Data("", torch.int64))),
     **dict.fromkeys(STARTS, Argument(masks.Data("n"))),
     "pages": Argument(masks.Data("bn")),
-    **{scale: scale_of(name) for name, scale in (*PAIRS, ("o", O_SCALE))},
+    **{x: Argument(masks.Data("", torch.float32), scales=of) for of, x in (*PAIRS, ("o", O_SCALE))},
 }
 EXTRA = (*ARGUMENTS,)
 ADDENDS = tuple(name for name, x in ARGUMENTS.items() if x.adds)

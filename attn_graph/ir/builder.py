@@ -48,6 +48,7 @@ from attn_graph.ir.views import Leading
 from attn_graph.machine.imports import require_imports
 from attn_graph.masks import Align
 from attn_graph.masks.joins import leaves
+from attn_graph.rings import find
 from attn_graph.spec import TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
 from attn_graph.spec.words import NO_TENSOR, binds, unknown_argument
@@ -524,4 +525,4 @@ def unknown_arguments(
     unknown = sorted({*names} - known)
     own = {*known, *signature(attention).parameters, *options} if unknown else known
     none = NO_TENSOR * bool(mask is not None or modifiers)
-    return [unknown_argument(name, sorted(own), none=none) for name in unknown]
+    return [unknown_argument(name, sorted(own), find("DEFAULTS"), none) for name in unknown]

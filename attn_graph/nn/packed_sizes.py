@@ -54,7 +54,7 @@ def name_sizes(specs: Specs, caches: bool = False) -> Specs:
     packed = bool(PACKING & specs.keys())
     if not packed and not (caches and reads_cache(specs)):
         return specs
-    letters = axis_letters(specs) if packed else cache_letters(specs)
+    letters = axis_letters(specs, packed)
     sizes = agree_on_sizes(specs, letters)
     if sizes is None:
         return specs
@@ -68,38 +68,25 @@ def reads_cache(specs: Specs) -> bool:
     return all(len(shape) == 4 for shape in shapes) and shapes[0][2] == 1 < shapes[1][2]
 
 
-def cache_letters(specs: Specs) -> dict[str, str]:
-    """The letters of all tensors of known meaning, for a call that reads a cache."""
-    main = {"q": "----", "k": "--N-", "v": "--N-"}
-    return letter_axes(specs, main, {"b": "-", "h": "-", "i": "-", "j": "N"})
-
-
-def axis_letters(specs: Specs) -> dict[str, str]:
-    """The letters of all tensors of known meaning."""
+def axis_letters(specs: Specs, packed: bool) -> dict[str, str]:
+    """The letters of all tensors of known meaning, packed or of a call that reads a cache."""
     rows = "T--" if "q_starts" in specs else "B---"
     keys = "n---" if "pages" in specs else "S--" if "kv_starts" in specs else rows
-    main = {"q": rows, "k": keys, "v": keys} | PLACES
-    return letter_axes(specs, main, {"b": "B", "h": "-"})
-
-
-def letter_axes(specs: Specs, known: Letters, axes: Letters) -> dict[str, str]:
-    """The letters of tensors: of `known`, and of others by those of `axes`."""
+    known = {"q": rows, "k": keys, "v": keys} if packed else {"q": "----", "k": "--N-", "v": "--N-"}
+    known |= PLACES
+    axes = {"b": "B", "h": "-"} if packed else {"b": "-", "h": "-", "i": "-", "j": "N"}
     letters = {name: known[name] for name in specs if name in known}
     for name in (specs.keys() & ARGUMENTS.keys()) - known.keys():
-        argument, spec = ARGUMENTS[name], specs[name]
-        data = argument.form(len(spec.shape))
-        if argument.scales in known:
-            letters[name] = full_axes(known[argument.scales], spec)
-        elif not argument.scales and {*data.axes} <= axes.keys():
-            own = "".join(axes[x] for x in data.axes) or "-" * len(spec.shape)
-            letters[name] = full_axes(own, spec) if data.broadcasts else own
+        argument, shape = ARGUMENTS[name], specs[name].shape
+        data = argument.form(len(shape))
+        own = "".join(axes.get(x, "?") for x in data.axes) or "-" * len(shape)
+        own = known.get(argument.scales, "?") if argument.scales else own
+        if "?" not in own:
+            letters[name] = own
+            if data.broadcasts or argument.scales:
+                pairs = zip(own, shape, strict=False)
+                letters[name] = "".join("-" if n == 1 else x for x, n in pairs)
     return letters
-
-
-def full_axes(letters: str, x: TensorSpec) -> str:
-    """Letters without those of axes of size 1: of k for its scale, of scores for a bias."""
-    each = zip(letters, x.shape, strict=False)
-    return "".join("-" if n == 1 else letter for letter, n in each)
 
 
 def agree_on_sizes(specs: Specs, letters: Letters) -> dict[str, int] | None:

@@ -69,13 +69,9 @@ def require_one_mesh(tensors: Mapping[str, Any]) -> None:  # Any: DTensors, or n
 
 def axes_of(name: str, t: Tensor, mask: Mask | None) -> Axes:
     """The letters of a tensor's axes, - for one of size 1 along which it broadcasts."""
-    needs = needs_of(mask)
-    if name in needs:
-        letters = needs[name].axes
-    elif name in ARGUMENTS:
-        letters = ARGUMENTS[name].form(t.ndim).axes
-    else:
-        letters = MAIN.get(name, "?" * t.ndim)
+    argument = ARGUMENTS.get(name)
+    data = needs_of(mask).get(name) or (argument and argument.form(t.ndim))
+    letters = data.axes if data else MAIN.get(name, "?" * t.ndim)
     return tuple("-" if n == 1 else x for n, x in zip(t.shape, letters, strict=False))
 
 

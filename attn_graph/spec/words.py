@@ -5,7 +5,7 @@ Every message about an unknown argument reads this table, and so does guides/com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -41,19 +41,16 @@ CAP = "soft_cap=, None for none"
 IN_SHAPES = "leave it out: the shapes of q and of the pools [n, P, G, D] have it"
 ON_MERGED = "pass k and v in one batch entry for each query; gather them before the call"
 
+FIRST = dict.fromkeys(("query", "key", "value"), TENSORS)
 SDPA = {
-    "query": TENSORS,
-    "key": TENSORS,
-    "value": TENSORS,
+    **FIRST,
     "attn_mask": f"{KEEP}, or bias=floats",
     "dropout_p": "dropout=",
     "is_causal": CAUSAL,
     "enable_gqa": GROUPS,
 }
 VARLEN = {
-    "query": TENSORS,
-    "key": TENSORS,
-    "value": TENSORS,
+    **FIRST,
     "cu_seq_q": STARTS,
     "cu_seq_k": KV_STARTS,
     "max_q": LONGEST,
@@ -67,9 +64,7 @@ VARLEN = {
     "num_splits": "batch_invariant=True for 1; other numbers are the backend's choice",
 }
 FLEX_ATTENTION = {
-    "query": TENSORS,
-    "key": TENSORS,
-    "value": TENSORS,
+    **FIRST,
     "block_mask": FLEX.replace("mask_mod", "block_mask.mask_mod"),
     "mask_mod": FLEX,
     "score_mod": "modifiers=m, **tensors, where m, tensors = from_flex_score(score_mod)",
@@ -103,9 +98,7 @@ FLASH_ATTN = {
     "k_cache": CACHE,
     "v_cache": CACHE,
     "kv_cache": CACHE,
-    "rotary_cos": ROTATED,
-    "rotary_sin": ROTATED,
-    "rotary_interleaved": ROTATED,
+    **dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_interleaved"), ROTATED),
     "num_splits": VARLEN["num_splits"],
     "learnable_sink": SINKS,
 }
@@ -116,9 +109,7 @@ XFORMERS = {
     "output_dtype": "convert o: it has q's dtype",
 }
 JAX = {
-    "query": TENSORS,
-    "key": TENSORS,
-    "value": TENSORS,
+    **FIRST,
     "is_causal": CAUSAL,
     "query_seq_lengths": Q_LENGTHS,
     "key_value_seq_lengths": LENGTHS,
@@ -203,11 +194,7 @@ ELSEWHERE = {  # words of no one library
     "kv_data_type": "leave it out: k and v have their dtype; of 8 bits, give k_scale= and v_scale=",
     "slot_mapping": "write new rows into the pools before: k[slots // P, slots % P] = rows",
     "window": WINDOW,
-    "lengths": LENGTHS,
-    "seq_lens": LENGTHS,
-    "seqlens": LENGTHS,
-    "seqlens_k": LENGTHS,
-    "context_lens": LENGTHS,
+    **dict.fromkeys(("lengths", "seq_lens", "seqlens", "seqlens_k", "context_lens"), LENGTHS),
     "prefix_length": "mask=Causal() | Prefix(length)",
     "prefix_len": "mask=Causal() | Prefix(length)",
     "document_ids": "segments=(ids, ids), [B, M] of integers",
@@ -231,10 +218,6 @@ LIBRARIES: dict[str, Mapping[str, str]] = {
 SAID: dict[str, str] = {
     name: text for table in (ELSEWHERE, *LIBRARIES.values()) for name, text in table.items()
 }
-COMPILED = (  # the options of `compile`
-    *("target", "backends", "avoid", "deterministic", "precision", "on_fallback"),
-    *("max_workspace", "batch_invariant", "workspace", "store", "tune"),
-)
 OPTIONS = {  # other words for options of `compile`
     "backend": "backends=",
     "device": "target=",
@@ -268,14 +251,14 @@ def own_name(name: str, own: Iterable[str]) -> str:
 
 
 def unknown_argument(
-    name: str, own: Iterable[str], who: str = "attention()", none: str = NO_TENSOR
+    name: str, own: Iterable[str], options: Container[str], none: str = NO_TENSOR
 ) -> str:
-    """The message for an argument that attention lacks. own: the names that it has. none: the
-    end for a name near none of them."""
+    """The message for an argument that attention lacks. own: the names that it has. options: those
+    of `compile`. none: the end for a name near none of them."""
     names = [*own]
-    begin = f"{who} has no argument {name}"
-    if name in COMPILED or (name in OPTIONS and name not in SAID):
-        option = name if name in COMPILED else OPTIONS[name].partition("=")[0]
+    begin = f"attention() has no argument {name}"
+    if name in options or (name in OPTIONS and name not in SAID):
+        option = name if name in options else OPTIONS[name].partition("=")[0]
         if option in names:
             return f"{begin}; use {option}="
         return f"{begin}; it is for attn_graph.compile(graph, {option}=...)"

@@ -232,9 +232,8 @@ def maybe(strategy: SearchStrategy[T]) -> SearchStrategy[T | None]:
 
 def addend_specs(name: str, shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
     """A tensor of ADDENDS, in any of its forms, in q's dtype or float32."""
-    argument = ARGUMENTS[name]
-    data = argument.data
-    forms = [shape.full(x.axes) for x in (data, argument.each) if x is not None]
+    data, each = ARGUMENTS[name].data, ARGUMENTS[name].each
+    forms = [shape.full(x.axes) for x in (data, each) if x is not None]
     sizes = broadcast(forms[0]) if data.broadcasts else st.one_of(*map(st.just, forms))
     return st.tuples(sizes, st.sampled_from([dtype, torch.float32])).flatmap(
         lambda drawn: specs(*drawn)
@@ -351,10 +350,8 @@ def score_options(
     return options | {
         "scale": draw(scales),
         "soft_cap": draw(maybe(caps)),
-        **{
-            name: alibi if name == "alibi" else draw(maybe(addend_specs(name, shape, dtype)))
-            for name in ADDENDS
-        },
+        "alibi": alibi,
+        **{n: draw(maybe(addend_specs(n, shape, dtype))) for n in ADDENDS if n != "alibi"},
         "dropout": draw(maybe(rates)) or 0.0,
         **draw(st.one_of(st.just({}), st.just({}), relative_options(shape, dtype))),
     }

@@ -36,7 +36,7 @@ def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Ten
         mean, spread = means.get(name, 0.0), SPREADS.get(name, 1.0)
         values = filler(i.spec.type, random, most.get(name, 2), mean, spread)
         tensors.append(lay_out(i.spec, values, random, device))
-        if name in HIDDEN and tensors[-1].numel():
+        if name in ADDENDS and name != "alibi" and tensors[-1].numel():
             hide(tensors[-1], random)
     return tuple(tensors)
 
@@ -53,7 +53,6 @@ def hide(tensor: torch.Tensor, random: torch.Generator) -> None:
         storage[at.to(tensor.device)] = -torch.inf  # axes of stride 0 can't be written through
 
 
-HIDDEN = {*ADDENDS} - {"alibi"}  # where -inf hides; slopes of it would give NaN
 SPREADS = {"alibi": 0.3, "sinks": 2.0} | dict.fromkeys((*SCALES, O_SCALE), 0.3)
 
 

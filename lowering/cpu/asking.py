@@ -87,8 +87,7 @@ def ask_mask(mask: Mask, data: Specs, at: Extent) -> Asked:
         case Keep(name=name):
             return Asked(axes_read("bhij", data[name].shape), 0, 0)
         case KeepBlocks(name=name):  # blocks of positions; selected rows; then selected keys
-            table = data[name].shape
-            axes = axes_read("bhij", table)
+            axes, table = axes_read("bhij", data[name].shape), data[name].shape
             made = at.count(axes)
             return Asked(axes, made, 2 * (made + prod(table)) + 2 * WORD * (at.i + at.j))
         case _:
