@@ -39,7 +39,8 @@ def test_each_tensor_of_a_call_is_passed_on_by_its_own_name(
     given: dict[str, Any] = {name: torch.zeros(1) for name in EXTRA}
     pair: dict[str, Any] = {"segments": tuple(given[name] for name in SEGMENTS)}
     others = {name: x for name, x in given.items() if name not in SEGMENTS}
-    functional.attention(*torch.zeros(3, 1, 1, 1, 1), dropout=0.5, **pair, **others)
+    q, k, v = torch.zeros(3, 1, 1, 1, 1).unbind()
+    functional.attention(q, k, v, dropout=0.5, **pair, **others)
     assert [*seen] == [*EXTRA]
     assert all(seen[name] is given[name] for name in EXTRA)
 
