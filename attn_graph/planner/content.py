@@ -7,7 +7,7 @@ used them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, final
 from weakref import WeakValueDictionary
@@ -29,14 +29,18 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
 from attn_graph.masks import Mask
-from attn_graph.planner.arguments import Switch, one_of
+from attn_graph.planner.arguments import CHOICE, Switch, one_of
 from attn_graph.printing.text import show_call
 from attn_graph.rings import find
 
 PACKAGE = __name__.partition(".")[0]
 WORKSPACE = "workspace"
+NAMING = ("backends", "avoid")  # options that name backends
 OTHERS = ("workspace", "store", "switches", "variant", "resized")
-PLAIN = tuple(f.name for f in attrs.fields(Options) if f.name not in OTHERS)  # stand in a text
+PLAIN = [x for x in attrs.fields(Options) if x.name not in OTHERS]  # stand in a text
+USUAL = attrs.fields(
+    attrs.make_class("Usual", {n: attrs.field(default=x) for n, x in CHOICE.items()})
+)
 
 Names = tuple[tuple[str, int], ...]  # a user's own things: a name, a number among its namesakes
 
@@ -87,10 +91,15 @@ class Registry:
 OWN = Registry()
 
 
+def with_fields(more: Sequence[Any]) -> Callable[..., list[Any]]:  # Any: attrs' own class
+    """A hook of attrs: these fields of another class follow a class's own."""
+    return lambda _, own: [*own, *more]
+
+
 @final
-@frozen
+@frozen(field_transformer=with_fields(PLAIN))
 class PlanContent:
-    """A plan: its simplified graph as text, and the options that decide its backend.
+    """A plan: its simplified graph as text, and options, those of PLAIN among them.
 
     target: the name of the machine. store: a folder; True is the default store, False none.
     """
@@ -98,27 +107,21 @@ class PlanContent:
     graph: str
     target: str
     backends: tuple[str, ...] | None = None
-    deterministic: bool = False
-    batch_invariant: bool = False
-    max_workspace: int | None = None
     workspace: int = 0
     store: str | bool = True
-    tune: bool = False
-    precision: Precision = "ieee"
-    avoid: tuple[str, ...] = ()
-    on_fallback: str = "ignore"
     switches: tuple[Any, ...] = tuple(Switches())  # Any: values of Switches
     own: Names = ()
 
     def __attrs_post_init__(self) -> None:
         require_kinds(self, graph=str, target=str, store=str | bool, workspace=int, switches=tuple)
-        require_names(self.backends or (), self.avoid, self.own)
-        for name in ("deterministic", "batch_invariant", "tune"):
-            one_of(name, getattr(self, name), Switch)
-        one_of("precision", self.precision, Precision)
-        one_of("on_fallback", self.on_fallback, Fallback)
-        if self.max_workspace is not None:
-            parse_bytes(self.max_workspace)
+        given = {x.name: getattr(self, x.name) for x in PLAIN}
+        require_names(self.backends or (), given["avoid"], self.own)
+        known: dict[Any, Any] = {"bool": Switch, "Precision": Precision, "Fallback": Fallback}
+        for x in PLAIN:
+            if x.type in known:
+                one_of(x.name, given[x.name], known[x.type])
+        if given["max_workspace"] is not None:
+            parse_bytes(given["max_workspace"])
         if not alike(self.switches, tuple(Switches())):
             raise GraphError(
                 f"the text has switches {self.switches!r}, and those are not PyTorch's"
@@ -130,16 +133,17 @@ class PlanContent:
             workspace=OWN.workspace(self.workspace),
             store=restore_store(self.store),
             switches=Switches(*self.switches),
-            **{name: getattr(self, name) for name in PLAIN},
+            **{x.name: getattr(self, x.name) for x in PLAIN},
         )
         graph = parse(self.graph, known=classes_among(own))
         return graph, options, backends_of(self.backends, own)
 
 
 @final
-@frozen
+@frozen(field_transformer=with_fields(USUAL))
 class CallContent:
-    """A call of attention on tensors, without their shapes: its options, as the call has them.
+    """A call of attention on tensors, without their shapes: its options, as the call has them, of
+    CHOICE too.
 
     names: of the tensors after q, k and v, in their order. mask, modifiers: as text. v: the number
     of values within each key, if v is not a tensor.
@@ -159,13 +163,6 @@ class CallContent:
     outputs: PlainLayouts | None = None
     v: int | None = None
     modifiers: tuple[str, ...] = ()
-    backends: tuple[str, ...] | None = None
-    avoid: tuple[str, ...] = ()
-    deterministic: bool = False
-    precision: Precision | None = None
-    on_fallback: str = "ignore"
-    max_workspace: int | str | None = None
-    batch_invariant: bool = False
     own: Names = ()
 
     def __attrs_post_init__(self) -> None:
@@ -173,7 +170,8 @@ class CallContent:
         if self.outputs is not None:
             restore_layouts(self.outputs)
         require_names(self.modifiers)
-        require_names(self.names, self.backends or (), self.avoid, self.own)
+        who = (getattr(self, name) or () for name in NAMING)
+        require_names(self.names, *who, self.own)
         if (due := tuple(order_inputs(dict.fromkeys(self.names)))) != self.names:
             raise GraphError(f"the text has names={self.names!r}, and their order is {due!r}")
 
@@ -193,10 +191,7 @@ class CallContent:
             options["mask"] = parse_mask(self.mask, known=classes_among(own))
         known = classes_among(own)
         options["modifiers"] = tuple(parse_modifier(text, known) for text in self.modifiers)
-        return options | {
-            "backends": backends_of(self.backends, own),
-            "avoid": backends_of(self.avoid, own),
-        }
+        return options | {name: backends_of(options[name], own) for name in NAMING}
 
 
 def require_kinds(content: Content, **kinds: Any) -> None:  # Any: a class, or a union of some
@@ -250,7 +245,7 @@ def write_plan(request: Request) -> str:
         store=name_store(options.store),
         switches=tuple(options.switches),
         own=name_own(*(eqn.op for eqn in graph.eqns), request.among),
-        **{name: getattr(options, name) for name in PLAIN},
+        **{x.name: getattr(options, x.name) for x in PLAIN},
     )
     return show_call(content)
 
@@ -258,7 +253,7 @@ def write_plan(request: Request) -> str:
 def write_call(names: tuple[str, ...], options: dict[str, Any]) -> str:  # Any: as `restore` gives
     """The text of a call with these options. Raises GraphError."""
     mask: Mask | None = options["mask"]
-    who = {name: options[name] for name in ("backends", "avoid")}
+    who = {name: options[name] for name in NAMING}
     said: dict[str, Any] = options | {name: names_of(among) for name, among in who.items()}
     steps = require_modifiers(options["modifiers"])
     said |= {"mask": None if mask is None else str(mask), "modifiers": tuple(map(show_call, steps))}
