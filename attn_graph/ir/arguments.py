@@ -24,7 +24,7 @@ from attn_graph.spec import FLOATS, IN_PAIRS, QUANTISED, TensorSpec, ValueType
 @final
 @frozen
 class Argument:
-    """A tensor that an option of `attention` adds, as all that read such tensors know it."""
+    """A tensor that an option of `attention` adds: what its readers have to know."""
 
     data: masks.Data  # its axes and dtypes
     each: masks.Data | None = None  # the same with an axis for the batch, if it may have one

@@ -19,6 +19,7 @@ from attn_graph.errors import (
 )
 from attn_graph.ir import ops
 from attn_graph.ir.arguments import (
+    ADDENDS,
     ARGUMENTS,
     EXTRA,
     by_name,
@@ -498,9 +499,9 @@ def change_scores(
     taken = read_by(None, steps)
     if soft_cap is not None:
         s = s.soft_cap(soft_cap)
-    for name, argument in ARGUMENTS.items():
-        if isinstance(argument.step, Modifier) and name in x.keys() - taken:
-            s = s.then(argument.step, x[name])
+    for name in ADDENDS:
+        if (own := ARGUMENTS[name].step) is not None and name in x.keys() - taken:
+            s = s.then(own, x[name])
     if alibi and "alibi" not in x.keys() & taken:
         moved = {n: x[n] for n in masks.ragged_in(x) if align == "bottom_right"}
         s = s.alibi(x.get("alibi"), align=align, **moved)

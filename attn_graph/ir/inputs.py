@@ -39,12 +39,14 @@ from attn_graph.spec.dims import are_numbers
 Types = Mapping[str, ValueType]
 Needs = dict[str, masks.Data]
 Fault = tuple[tuple[str, ...], str]  # the tensors with one fault, and its message
-TOLD = (*SEEDS, O_SCALE)  # their operations tell what these need
+NEEDS = {  # what a tensor has to be, whatever the mask; operations tell it of the others
+    name: x.data for name, x in ARGUMENTS.items() if name not in (*SEEDS, O_SCALE)
+}
 
 
 def find_needs(mask: object, steps: Iterable[Modifier | masks.Mask], slopes: int = 1) -> Needs:
     """What each tensor after q, k and v has to be. slopes: the axes of `alibi`."""
-    needs = {name: x.form(slopes) for name, x in ARGUMENTS.items() if name not in TOLD}
+    needs = NEEDS | {"alibi": ARGUMENTS["alibi"].form(slopes)}
     for part in (*steps, mask):
         needs |= part.needs if isinstance(part, masks.Mask | Modifier) else {}
     return {name: data for name, data in needs.items() if name not in ("q", "k", "v")}
