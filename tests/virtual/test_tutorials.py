@@ -25,6 +25,7 @@ from tests.support.fa4_own import OnCpu
 FOLDER = Path(os.environ.get("TUTORIALS", "."))
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of Triton, when it compiles others' kernels
     pytest.mark.skipif(not (FOLDER / "01-vector-add.py").exists(), reason="$TUTORIALS is not set"),
 ]
 

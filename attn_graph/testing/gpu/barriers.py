@@ -342,7 +342,7 @@ def wait_for_phase(
     threads = g.numbers
     waits = np.stack([g.owners, places(m, g, address), lowest_bits(m, g.each(parity))])
     passed = np.zeros(len(threads), bool)
-    for warp, offset, wanted in np.unique(waits, axis=1).T.tolist():
+    for warp, offset, wanted in sorted({*zip(*waits.tolist(), strict=True)}):
         lanes = (waits == np.array([[warp], [offset], [wanted]])).all(axis=0)
         mbarrier = m.part(Barriers).use(m, warp, offset)
         if mbarrier.phase & 1 != wanted:

@@ -46,11 +46,14 @@ class Clocks:
     known: Array = field(init=False)
     fenced: Array = field(init=False)
     fenced_global: Array = field(init=False)
+    generic: Array = field(init=False)  # agents
 
     def __attrs_post_init__(self) -> None:
         self.seen = np.zeros((3, self.warps, self.tensor + 1 + MOST_MBARRIERS), np.int32)
         self.known, self.fenced, self.fenced_global = self.seen
         self.known[np.arange(self.warps), np.arange(self.warps)] = 1
+        self.generic = np.zeros(self.known.shape[1], bool)
+        self.generic[self.agents("warp", "copy")] = True
 
     @property
     def nothing(self) -> Array:
@@ -84,7 +87,7 @@ class Clocks:
 
     def is_generic(self, agents: Array) -> Array:
         """True for agents that use the proxy of threads: warps, and their asynchronous copies."""
-        return np.isin(agents, self.agents("warp", "copy"))
+        return self.generic[agents]
 
     # What warps learn
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attn_graph.testing.gpu.arithmetic import COMPARED, U16, U32, convert, in_pairs
-from attn_graph.testing.gpu.rules import DTYPES, Array, DType, values
+from attn_graph.testing.gpu.rules import DTYPES, Array, DType, any_of, values
 
 Function = Callable[..., Array]
 HALF, FLOATS = "f16 bf16", "f32 f64"
@@ -55,7 +55,7 @@ def add_towards(a: Array, b: Array, way: str) -> Array:
 def flush(a: Array) -> Array:
     """Numbers below 2^-126 as zeros with their sign."""
     small = np.abs(a) < LEAST_NORMAL
-    return np.where(small, a * F32(0), a) if small.any() else a
+    return np.where(small, a * F32(0), a) if any_of(small) else a
 
 
 def extreme(choose: Function, zeros: Function) -> Function:
@@ -67,10 +67,10 @@ def extreme(choose: Function, zeros: Function) -> Function:
     def chosen(a: Array, *others: Array) -> Array:
         for b in others:
             both, first, a = (a == 0) & (b == 0), a, choose(a, b)
-            if both.any():
+            if any_of(both):
                 a = np.where(both, zeros(first.view(U32), b.view(U32)).view(F32), a)
         missing = np.isnan(a)
-        return np.where(missing, NAN, a) if missing.any() else a
+        return np.where(missing, NAN, a) if any_of(missing) else a
 
     return chosen
 

@@ -12,7 +12,7 @@ from attrs import define, field
 from attn_graph.testing.gpu.clocks import Clocks
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.program import Program
-from attn_graph.testing.gpu.rules import Array
+from attn_graph.testing.gpu.rules import Array, any_of
 
 
 @final
@@ -36,12 +36,14 @@ class Ledger:
     line: Array = field(init=False)
     read_line: Array = field(init=False)
     reads: Array = field(init=False)
+    latest: Array = field(init=False)  # the last read of each reader, of any cell
     row: Array = field(init=False)  # of an agent in reads
 
     def __attrs_post_init__(self) -> None:
         self.writer = np.full(self.cells, -1, np.int16)
         self.time, self.line, self.read_line = np.zeros((3, self.cells), np.int32)
         self.reads = np.zeros((len(self.readers), self.cells), np.int32)
+        self.latest = np.zeros(len(self.readers), np.int32)
         self.row = np.zeros(self.clocks.known.shape[1], np.intp)
         self.row[self.readers] = np.arange(len(self.readers))
 
@@ -67,12 +69,12 @@ class Ledger:
         """
         writers, times, row = self.writer[cells], self.time[cells], warps[:, None]
         unset = writers < 0
-        if unset.any():
+        if any_of(unset):
             where = self.memory if may_be_unset else self.describe(int(cells[unset].flat[0]))
             report = m.note if may_be_unset else partial(m.report, Omission.UNWRITTEN_LOADS)
             report(f"{text} of {where}, to which nothing was written")
         unseen = (self.clocks.known[row, writers] < times) & (writers != own)
-        if unseen.any():
+        if any_of(unseen):
             self.blame(m, f"{text} of", "is not ordered after the write by", row, cells, unseen)
         self.check_added(m, f"{text} of", row, cells, proxy)
         if proxy:
@@ -83,11 +85,11 @@ class Ledger:
     ) -> None:
         """Raise Fault unless stores of threads are fenced from the other proxy; note others."""
         late = self.clocks.is_generic(writers) & (self.clocks.fenced[row, writers] < times)
-        if not late.any():
+        if not any_of(late):
             return
         inits = np.isin(self.line[cells], [*self.inits])
         stores = late & (writers < self.clocks.warps) & ~inits
-        if stores.any():
+        if any_of(stores):
             fault = "has no fence.proxy.async after the write by"
             self.blame(m, f"{text} of", fault, row, cells, stores)
         for name, some in (("cp.async", late & ~inits), ("an init or inval", late & inits)):
@@ -111,9 +113,9 @@ class Ledger:
         """
         writers, times, row = self.writer[cells], self.time[cells], warps[:, None]
         unseen = (writers >= 0) & (self.clocks.known[row, writers] < times) & (writers != own)
-        if unseen.any() and same is not None:
+        if any_of(unseen) and same is not None:
             unseen &= ~same()[:, None]
-        if unseen.any():
+        if any_of(unseen):
             self.blame(m, f"{text} to", "is not ordered after the write by", row, cells, unseen)
         self.check_added(m, f"{text} to", row, cells, proxy)
         if proxy:
@@ -122,20 +124,20 @@ class Ledger:
 
     def check_read(self, m: Program, text: str, warps: Array, cells: Array, own: int = -2) -> None:
         """Raise Fault unless a write in each row comes after all reads there."""
-        known = self.clocks.known[warps][:, self.readers].T[:, :, None]
-        late = self.reads[:, cells] > known
-        if own >= 0 and own in self.readers:
-            late[self.row[own]] = False
-        if late.any():
-            reader, fault = np.argwhere(late)[0][0], "is not ordered after the read by"
-            who = self.clocks.name(int(self.readers[reader])), self.read_line
-            self.blame(m, f"{text} to", fault, warps[:, None], cells, late[reader], who)
+        known = self.clocks.known[warps][:, self.readers]
+        unknown = (known < self.latest).any(axis=0) & (self.readers != own)
+        for reader in np.flatnonzero(unknown).tolist():
+            late = self.reads[reader, cells] > known[:, reader, None]
+            if any_of(late):
+                who = self.clocks.name(int(self.readers[reader])), self.read_line
+                fault = "is not ordered after the read by"
+                self.blame(m, f"{text} to", fault, warps[:, None], cells, late, who)
 
     def check_added(self, m: Program, text: str, row: Array, cells: Array, proxy: bool) -> None:
         """Raise Fault unless an access comes after the atomic operations of all warps there."""
         for warp, (times, lines) in self.added.items():
             late = times[cells] > (self.clocks.fenced if proxy else self.clocks.known)[row, warp]
-            if late.any():
+            if any_of(late):
                 who, fault = self.clocks.name(warp), "is not ordered after the atomic operation by"
                 self.blame(m, text, fault, row, cells, late, (who, lines))
 
@@ -174,7 +176,9 @@ class Ledger:
         m.fault(f"{here} {fault} {who} in {cited}", f"{here} by {warp}", first)
 
     def note_read(self, m: Program, agents: Array, times: Array, cells: Array) -> None:
-        self.reads[self.row[agents][:, None], cells] = times[:, None]
+        rows = self.row[agents]
+        self.reads[rows[:, None], cells] = times[:, None]
+        np.maximum.at(self.latest, rows, times)
         self.read_line[cells] = m.line
 
     def note_write(self, m: Program, agents: Array, times: Array, cells: Array) -> None:

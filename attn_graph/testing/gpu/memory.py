@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.regions import Access, Region, Unset
-from attn_graph.testing.gpu.rules import DTYPES, Array, Arrays, action
+from attn_graph.testing.gpu.rules import DTYPES, Array, Arrays, action, any_of
 from attn_graph.testing.gpu.threads import Threads
 
 
@@ -56,11 +56,12 @@ class Memory:
         self, m: Program, text: str, addresses: Array, size: int, align: int = 0
     ) -> Iterator[tuple[Region, Any, Array]]:  # Any: an index of arrays
         """The regions of accesses to `size` bytes, the indices of those in each, and offsets."""
-        if (addresses % np.uint64(align or size)).any():
+        if any_of(addresses % np.uint64(align or size)):
             m.fault(f"{text} {size} bytes of global memory at no multiple of {align or size}")
         homes = np.searchsorted(self.starts, addresses, "right") - 1
-        for home in np.unique(homes).tolist():
-            at = slice(None) if (homes == home).all() else np.flatnonzero(homes == home)
+        met = {*homes.tolist()}
+        for home in sorted(met):
+            at = slice(None) if len(met) == 1 else np.flatnonzero(homes == home)
             region = self.regions[max(home, 0)]
             last = int(addresses[at].max()) + size
             if home < 0 or last > region.stop:

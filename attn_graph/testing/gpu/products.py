@@ -16,7 +16,7 @@ from attrs import define, frozen
 
 from attn_graph.testing.gpu.floats import FLOAT4, FLOAT8, widen
 from attn_graph.testing.gpu.program import SHARED, Program
-from attn_graph.testing.gpu.rules import DTYPES, Array, Arrays, action
+from attn_graph.testing.gpu.rules import DTYPES, Array, Arrays, action, any_of
 from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
@@ -213,7 +213,7 @@ class Products:
 def read_register(m: Program, g: Threads, register: int) -> None:
     """Before a register is read. Raises Fault if a product on its way sets it."""
     x, warps = m.part(Products), g.warp_index
-    if x.is_busy and (x.sums[x.row[register], warps] > x.done[warps]).any():
+    if x.is_busy and any_of(x.sums[x.row[register], warps] > x.done[warps]):
         m.fault(f"{m.name_of(register)} is read before the wait for the product that sets it")
 
 
@@ -224,7 +224,7 @@ def write_register(m: Program, g: Threads, register: int) -> None:
     row = x.row[register]
     x.fenced[row, warps] = False
     for use, users in (("sets", x.sums), ("reads", x.factors)) if x.is_busy else ():
-        if (users[row, warps] > x.done[warps]).any():
+        if any_of(users[row, warps] > x.done[warps]):
             name = m.name_of(register)
             m.fault(f"{name} is set before the wait for a product that {use} it")
 
@@ -296,7 +296,7 @@ def multiply_tiles(
 
 def one_value(m: Program, g: Threads, values: Array, lanes: slice) -> int:
     each = np.broadcast_to(values, g.count)[lanes]
-    if (each != each[0]).any():
+    if any_of(each != each[0]):
         m.fault("lanes have different operands of an instruction of the whole warp or warp group")
     return int(each[0])
 

@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from attn_graph.testing.gpu.clocks import Clocks
 from attn_graph.testing.gpu.faults import Fault, Omission, UnknownInstructionError, remedy_for
 from attn_graph.testing.gpu.ptx import ASSERTION, LOCAL
-from attn_graph.testing.gpu.rules import Array, DType
+from attn_graph.testing.gpu.rules import Array, DType, any_of
 from attn_graph.testing.gpu.threads import WARP, Threads
 from attn_graph.testing.gpu.translate import Translation
 
@@ -170,7 +170,7 @@ class Program:
     def is_unordered(self, eras: Array) -> Array:
         """True for accesses by other programs that this one does not come after."""
         others: Array = (eras != 0) & (eras < self.first_era)
-        if self.ordered is None or not others.any():
+        if self.ordered is None or not any_of(others):
             return others
         known = np.zeros(len(self.launch.eras), bool)
         known[: len(self.ordered)] = self.ordered
@@ -207,7 +207,7 @@ class Program:
             last += 1
         span = slice(first * WARP, last * WARP)
         active = (self.at[span] == at) & ~self.blocked[span] & ~self.gone[span]
-        return at, Threads(span, None if active.all() else active)
+        return at, Threads(span, active if any_of(~active) else None)
 
     def fault(self, text: str, *places: str) -> NoReturn:
         """Raise Fault, with the place in the kernel, the accesses, and what usually helps."""
@@ -317,7 +317,7 @@ class Program:
         """A warp, or some of its threads, go on."""
         every = slice(warp * WARP, (warp + 1) * WARP)
         self.blocked[every if threads is None else threads] = False
-        if not self.blocked[every].any():
+        if not any_of(self.blocked[every]):
             self.waiting.pop(warp, None)
 
     def together(self, threads: Threads) -> Array:

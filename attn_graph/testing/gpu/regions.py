@@ -17,7 +17,7 @@ from attrs import define, evolve, field, frozen
 
 from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.program import Program
-from attn_graph.testing.gpu.rules import Array
+from attn_graph.testing.gpu.rules import Array, any_of
 
 MANY = -1  # in the place of an era: several programs, in any order
 UNSET = 0xFB  # an unwritten byte; NaN in every type
@@ -187,7 +187,7 @@ class Region:
 
     def are_valid(self, units: Array) -> bool:
         """True if all of these units belong to elements."""
-        if self.valid[units].all():
+        if not any_of(~self.valid[units]):
             return True
         for page in np.unique(units // (PAGE // self.unit)).tolist():
             if not self.met[page]:
@@ -222,9 +222,9 @@ class Region:
         self.check_writes(m, who, units, same)
         if self.written is not None and (who.reads or not who.stores):
             unset = np.asarray(~self.written[units].all(axis=2))
-            if unset.any() and Omission.UNWRITTEN_LOADS in m.launch.omits:
+            if any_of(unset) and Omission.UNWRITTEN_LOADS in m.launch.omits:
                 m.note(f"{who.text} bytes of {self.name} to which nothing was written")
-            elif unset.any():
+            elif any_of(unset):
                 self.blame(m, who, units, unset, "to which nothing was written")
         if who.stores:
             self.check_reads(m, who, units)
@@ -240,38 +240,38 @@ class Region:
         A warp may store again after the stores of its own program, or store equal values.
         """
         eras, last = self.last.era[units], self.last
-        if not eras.any():
+        if not any_of(eras):
             return
         unequal = np.True_ if same is None else ~same()[:, None]
         apart = ~self.atomic[units] if who.atomic else np.True_
         others: Array = m.is_unordered(eras) & apart
-        if others.any() and same is not None and not (others & unequal).any():
+        if any_of(others) and same is not None and not any_of(others & unequal):
             text = f"several programs store equal bytes to {self.name}"
             m.report(Omission.EQUAL_STORES, text)
-        elif others.any():
+        elif any_of(others):
             did = "added to by" if self.atomic[units[others][0]] else "stored by"
             self.blame(m, who, units, others, did, last)
         own, row = eras >= m.first_era, who.warps[:, None]
         agents, times = last.agent[units], last.time[units]
         late: Array = own & apart & unequal & (m.clocks.known[row, agents] < times)
-        if late.any():
+        if any_of(late):
             other = "" if same is None else " of other bytes"
             text = f"is not ordered after the store{other} by"
             self.blame(m, who, units, late, text, last)
         if not who.proxy:
             return
         unfenced = m.clocks.fenced_global[row, agents] < times
-        if (late := own & m.clocks.is_generic(agents) & unfenced).any():
+        if any_of(late := own & m.clocks.is_generic(agents) & unfenced):
             self.blame(m, who, units, late, "has no fence.proxy.async after the store by", last)
 
     def check_reads(self, m: Program, who: Access, units: Array) -> None:
         """Raise Fault for places read by other programs, or by copies that nobody waited for."""
         others = m.is_unordered(self.reads.era[units])
-        if others.any():
+        if any_of(others):
             self.blame(m, who, units, others, "read by", self.reads)
         for agent, times in self.fetched.items():
             late = times[units] > m.clocks.known[who.warps, agent][:, None]
-            if late.any():
+            if any_of(late):
                 text = f"is not ordered after the read by {m.clocks.name(agent)} of"
                 self.blame(m, who, units, late, text, self.reads)
 

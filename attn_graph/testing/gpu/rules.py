@@ -21,6 +21,7 @@ Array = npt.NDArray[Any]  # one element for each thread
 Arrays = tuple[Array, ...]
 DType = np.dtype[Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
+any_of = np.count_nonzero  # of flags: a fifth of the time of any(), at the size of a program
 
 DTYPES: dict[str, DType] = {
     **{f"b{n}": np.dtype(f"u{n // 8}") for n in (8, 16, 32, 64)},

@@ -12,7 +12,7 @@ from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.ledger import Ledger
 from attn_graph.testing.gpu.program import SHARED, Program
 from attn_graph.testing.gpu.regions import UNSET
-from attn_graph.testing.gpu.rules import DTYPES, Array, Arrays, action
+from attn_graph.testing.gpu.rules import DTYPES, Array, Arrays, action, any_of
 from attn_graph.testing.gpu.threads import WARP, Threads
 
 MBARRIER = 8  # bytes
@@ -57,7 +57,7 @@ class Shared:
         if not offsets.size:
             return offsets
         self.check_range(m, text, int(offsets.min()), int(offsets.max()) + size)
-        if (offsets % (align or size)).any():
+        if any_of(offsets % (align or size)):
             m.fault(f"{text} of {size} bytes of shared memory at no multiple of {align or size}")
         return offsets
 
@@ -85,14 +85,14 @@ class Shared:
         self.ledger.check_free(m, text, warps, cells, same=lambda: (rows[at] == data).all(axis=1))
         self.ledger.note_write(m, warps, self.clocks.now(warps), cells)
         rows[at] = data
-        if (rows[at] != data).any():
+        if any_of(rows[at] != data):
             text = f"{text} of other bytes by two threads at once to shared memory"
             m.report(Omission.UNEQUAL_STORES, text)
 
     def forget(self, m: Program, offsets: Array, size: int) -> None:
         """Stores go to these bytes: mbarriers there end. Raises Fault if one is in use."""
         for at in [*self.occupants]:
-            if ((offsets < at + MBARRIER) & (offsets + size > at)).any():
+            if any_of((offsets < at + MBARRIER) & (offsets + size > at)):
                 if not self.occupants.pop(at).is_idle:
                     m.fault(f"a store to the mbarrier at byte {at}, which is in use")
                 m.note(f"a store over the mbarrier at byte {at}, which is not invalidated")

@@ -15,7 +15,7 @@ from attn_graph.testing.gpu.faults import Omission
 from attn_graph.testing.gpu.ledger import Ledger
 from attn_graph.testing.gpu.products import BYTES, as_factors, load_tile, one_value, tile_at
 from attn_graph.testing.gpu.program import Program
-from attn_graph.testing.gpu.rules import Array, action
+from attn_graph.testing.gpu.rules import Array, action, any_of
 from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
@@ -108,7 +108,7 @@ class TensorMemory:
         The second time is `split` columns on.
         """
         lane, column = int(addresses[0]) >> 16, int(addresses[0]) & 0xFFFF
-        if lane // QUARTER != warp % 4 or (addresses != addresses[0]).any():
+        if lane // QUARTER != warp % 4 or any_of(addresses != addresses[0]):
             m.fault(f"warp {warp} has no access to lane {lane} of tensor memory, or names several")
         thread, n = np.arange(WARP), np.arange(count)[:, None]
         if split is None:

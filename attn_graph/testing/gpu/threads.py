@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 from attrs import frozen
 
-from attn_graph.testing.gpu.rules import Array
+from attn_graph.testing.gpu.rules import Array, any_of
 
 WARP = 32  # threads
 
@@ -37,7 +37,7 @@ class Threads:
 
     def where(self, condition: Array) -> Threads:
         both = condition if self.active is None else condition & self.active
-        return Threads(self.span, None if both.all() else both)
+        return Threads(self.span, both if any_of(~both) else None)
 
     def take(self, values: Array) -> Array:
         """The values of active threads, in the last axis."""
@@ -54,7 +54,11 @@ class Threads:
 
     def stack(self, values: Iterable[Any]) -> Array:  # Any: as above
         """Values one below the other, [values, threads of the span]."""
-        return np.stack([np.broadcast_to(x, self.count) for x in values])
+        rows = [*values]
+        stacked = np.empty((len(rows), self.count), rows[0].dtype)
+        for row, x in zip(stacked, rows, strict=True):
+            row[:] = x
+        return stacked
 
     def put(self, target: Array, values: Array) -> None:
         """Set the active elements of an array with one for each thread of the program."""
