@@ -74,8 +74,9 @@ The PTX ISA asks for more than Triton {triton} writes. The virtual GPU notes the
 With Triton 3.7.1, for sm_90. *Known*: kernels of the library's sources, compiled with guessed
 arguments, of which every instruction is one that the virtual GPU has (`make peers-survey`). Of
 Liger's 82 kernels 11 did not compile; of flash-linear-attention's 346, those for Ascend left out,
-61 did not, or took over 40 seconds. *Executed*: functions, both passes, against PyTorch, all of them right (`make peers-virtual`; for the tutorials
-`make tutorials-virtual`, on sm_80, sm_90 and sm_100).
+61 did not, or took over 40 seconds. *Executed*: functions, both passes, against PyTorch, all of
+them right (`make peers-virtual`; for the tutorials `make tutorials-virtual`, on sm_80, sm_90 and
+sm_100).
 
 | library | known | executed |
 | --- | --- | --- |
@@ -86,17 +87,17 @@ Liger's 82 kernels 11 did not compile; of flash-linear-attention's 346, those fo
 ## How long
 
 CPU seconds of one launch of our forward, 800 queries and 200 keys of two heads (26 programs; 14 on
-sm_100), on one machine side by side with the first version of the virtual GPU, which made fewer
-checks. With processes: of the longest one, and of the process that starts them.
+sm_100), on one busy machine side by side with the first version of the virtual GPU, which made
+fewer checks. With processes: of the longest one, and of the process that starts them.
 
 | | sm_80 | sm_90 | sm_100 |
 | --- | --- | --- | --- |
 | the first version | 0.98 | 0.70 | 0.85 |
-| one process | 0.76 | 0.66 | 0.66 |
+| one process | 0.76 | 0.67 | 0.66 |
 | 4 processes | 0.29 | 0.28 | 0.32 |
 | 8 processes | 0.24 | 0.24 | 0.25 |
 
-One process takes 0.78 to 0.94 of the first version's time. It goes to many calls of NumPy, no line
+One process takes 0.78 to 0.96 of the first version's time. It goes to many calls of NumPy, no line
 of ours over 6 %, on arrays of one program's threads, 128 to 384; several programs in one array
 would need another model of shared memory and of clocks. Where there are as many cores, 4 processes
 take 0.38 to 0.48 of one's time, and 8 take 0.32 to 0.38.
