@@ -462,6 +462,18 @@ def test_an_instruction_gives_the_exact_result(opcode: str, data: st.DataObject)
         assert agree(got, due, kind), (given_, hex(got), hex(due))
 
 
+def test_a_sum_of_products_is_rounded_once() -> None:
+    rows = [
+        [0x42AD58D2, 0x40A00000, 0xB32],  # halfway between two numbers, but for a subnormal one
+        [0x4B800001, 0x40400000, 0x80000001],  # a little below halfway
+        [0x00800001, 0x3F000000, 0x00000001],  # a subnormal result
+        [0x00800001, 0x3F000000, 0x80000000],
+    ] * (LANES // 4)
+    for row, got in zip(rows, lanes_of("fma.rn.f32", rows), strict=True):
+        a, b, c = (Fraction(value_of(x, "f32")) for x in row)
+        assert got == bits_of(nearest(a * b + c), "f32")
+
+
 def due_by_name(opcode: str, values: list[Any]) -> int:  # Any: as above
     """The bits of the exact result of an instruction that has a formula of its own."""
     if opcode in SIZED:

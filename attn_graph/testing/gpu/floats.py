@@ -35,17 +35,31 @@ FLOAT4 = np.r_[FLOAT4, -FLOAT4]
 
 
 def fuse(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c. It is rounded to float64 first, which changes one result in about 2^29."""
-    return (a.astype(F64) * b + c).astype(F32)
+    """a * b + c, rounded once. A sum in float64 that lies halfway between two numbers of float32,
+    or is below 2^-126, is made odd where the exact one is not equal: then it rounds alike."""
+    product = a.astype(F64) * b  # exact
+    total = product + c
+    halfway = total.view(np.int64) & 0x1FFFFFFF == 0x10000000
+    if any_of(halfway | (np.abs(total) < LEAST_NORMAL)):
+        rest = rest_of(product, c, total)
+        even = total.view(np.int64) & 1 == 0
+        odd = np.nextafter(total, np.copysign(np.inf, rest))
+        total = np.where(np.isfinite(total) & (rest != 0) & even, odd, total)
+    rounded: Array = total.astype(F32)
+    return rounded
+
+
+def rest_of(a: Array, b: Array, total: Array) -> Array:
+    """What rounding left out of the sum a + b (Knuth)."""
+    more = total - a
+    return (a - (total - more)) + (b - more)
 
 
 def add_towards(a: Array, b: Array, way: str) -> Array:
     """a + b, rounded down (rm), up (rp) or towards zero (rz), if float64 holds the sum or not."""
     a, b = a.astype(F64), b.astype(F64)
     total = a + b
-    more = total - a
-    rest = (a - (total - more)) + (b - more)  # the rounding error of float64 (Knuth)
-    near = total.astype(F32)
+    near, rest = total.astype(F32), rest_of(a, b, total)
     above, below = ((f(near, total) | (near == total) & f(0, rest)) for f in (np.greater, np.less))
     goal = {"rm": -np.inf, "rp": np.inf, "rz": 0}[way]
     wrong = {"rm": above, "rp": below, "rz": np.where(total > 0, above, below)}[way]
