@@ -62,8 +62,8 @@ class Options:
         if most is not None and need > most:
             yield Reason(
                 "workspace",
-                f"max_workspace is {most} bytes ({format_bytes(most)})",
-                f"needs a workspace of {need} bytes ({format_bytes(need)})",
+                f"max_workspace is {most:,} bytes ({format_bytes(most)})",
+                f"needs a workspace of {need:,} bytes ({format_bytes(need)})",
                 "{actual}, {limit}",
             )
 

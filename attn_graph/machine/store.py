@@ -52,7 +52,7 @@ class Entry:
 def as_folder(folder: object) -> Path:
     """A converter. Raises GraphError unless the value names a folder."""
     if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
-        raise GraphError(f"store: folder {show(folder)} is not a path; say the path as text")
+        raise GraphError(f"store: folder {show(folder)} is not a path; write the path as text")
     try:
         whole = b"\0" not in os.fsencode(folder)
     except UnicodeEncodeError:
@@ -173,7 +173,9 @@ def contents(path: Path) -> bytes:
     if not S_ISREG(status.st_mode):
         raise Unfit("it is not a regular file")
     if status.st_size > LARGEST:
-        raise Unfit(f"it has {status.st_size} bytes, and {LARGEST} is the most of a stored plan")
+        raise Unfit(
+            f"it has {status.st_size:,} bytes, and {LARGEST:,} is the most of a stored plan"
+        )
     return path.read_bytes()
 
 

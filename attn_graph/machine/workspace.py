@@ -119,7 +119,7 @@ def require_room(need: int, given: int) -> None:
     """Raise GraphError for a workspace of the caller's with fewer bytes than needed."""
     if need > given:
         raise GraphError(
-            f"the workspace's memory has {given} bytes, and the call needs {need}; pass "
+            f"the workspace's memory has {given:,} bytes, and the call needs {need:,}; pass "
             f"torch.empty({need}, dtype=torch.uint8), or leave memory= out"
         )
 

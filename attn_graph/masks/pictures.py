@@ -56,8 +56,8 @@ def kinds(
     if -(-M // tile[0]) * -(-N // tile[1]) > MOST_TILES:
         side = -(-max(M, N) // int(MOST_TILES**0.5))
         raise GraphError(
-            f"picture: {M} x {N} places in tiles of {tile[0]} x {tile[1]} are more than "
-            f"{MOST_TILES} tiles; pass tile=({side}, {side})"
+            f"picture: {M:,} x {N:,} places in tiles of {tile[0]} x {tile[1]} are more than "
+            f"{MOST_TILES:,} tiles; pass tile=({side}, {side})"
         )
     b, h = at
     B, H = sizes_of_data(mask, data or {}, b + 1, h + 1)
@@ -96,7 +96,7 @@ def picture(
     size = (side, side) if tile is None else tile
     lines = ["".join(MARKS[k] for k in line) for line in kinds(mask, M, N, size, at=at, data=data)]
     each = "place" if size == (1, 1) else f"tile of {size[0]} x {size[1]}"
-    legend = f"{M} queries down, {N} keys across, a mark a {each}: {MARKS[2]} kept"
+    legend = f"{M:,} queries down, {N:,} keys across, a mark a {each}: {MARKS[2]} kept"
     legend += f", {MARKS[0]} not" if size == (1, 1) else f", {MARKS[1]} some, {MARKS[0]} none"
     return "\n".join([*lines, legend])
 
@@ -106,7 +106,7 @@ def picture_html(mask: Mask | None, M: int, N: int) -> html.Html:
     side = -(-max(M, N, 1) // MOST_MARKS)
     marks = kinds(mask, M, N, (side, side))
     each = "places" if side == 1 else f"tiles of {side} x {side}"
-    legend = f"{M} queries down, {N} keys across; {each}: {count_kinds(marks)}"
+    legend = f"{M:,} queries down, {N:,} keys across; {each}: {count_kinds(marks)}"
     return html.tile_picture(marks.tolist(), legend)
 
 

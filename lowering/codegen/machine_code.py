@@ -52,11 +52,11 @@ class MachineCode:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count} {name}" for name, count in self.instructions if count)
-        worse = f", {self.spilled} bytes spilled" if self.spilled else ", nothing spilled"
+        worse = f", {self.spilled:,} bytes spilled" if self.spilled else ", nothing spilled"
         worse += ", matrix products serialized" if self.serialized else ""
         worse += f", matrix products begun anew {self.renewed} times" if self.renewed else ""
         return (
-            f"{self.kernel}: {self.registers} registers, {self.shared} bytes of shared memory"
+            f"{self.kernel}: {self.registers} registers, {self.shared:,} bytes of shared memory"
             f"{worse}; {counts or 'no matrix instruction'}"
         )
 

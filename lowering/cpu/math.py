@@ -88,7 +88,7 @@ def why_not(request: Request) -> Iterator[Reason]:
 def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
     """A reason against a limit of the workspace, if still unknown lengths decide it."""
     if any(eqn.op.packed for eqn in graph.eqns):
-        limit = f"max_workspace is {options.max_workspace} bytes"
+        limit = f"max_workspace is {options.max_workspace:,} bytes"
         actual = "what packed sequences need depends on their lengths"
         yield Reason("packed_workspace", limit, actual)
 

@@ -96,7 +96,7 @@ class CudnnPlan:
 
     def __str__(self) -> str:
         knobs = "".join(f", {name} = {value}" for name, value in self.knobs)
-        return f"{self.engine}{knobs}: {self.workspace} bytes of workspace"
+        return f"{self.engine}{knobs}: {self.workspace:,} bytes of workspace"
 
 
 def load_or_build(

@@ -187,8 +187,8 @@ def stack_reasons(run: Fa4Run, request: Request) -> Iterator[Reason]:
     """Reasons against kernels slowed down by spilled registers. It compiles them."""
     for kernel in compile_for_target(run, request):
         if kernel.spilled > MOST_SPILLED:
-            limit = f"runs kernels that spill at most {MOST_SPILLED} bytes of a thread"
-            yield Reason("spilled", limit, f"its {kernel.kernel} kernel spills {kernel.spilled}")
+            limit = f"runs kernels that spill at most {MOST_SPILLED:,} bytes of a thread"
+            yield Reason("spilled", limit, f"its {kernel.kernel} kernel spills {kernel.spilled:,}")
 
 
 def compile_for_target(run: Fa4Run, request: Request) -> list[CompiledKernel]:

@@ -43,7 +43,7 @@ class CompiledKernel:
     ptx: str
 
     def __str__(self) -> str:
-        worse = f"{self.spilled} bytes spilled" if self.spilled else "nothing spilled"
+        worse = f"{self.spilled:,} bytes spilled" if self.spilled else "nothing spilled"
         return f"{self.kernel}: {self.registers} registers, {worse}"
 
 

@@ -128,7 +128,7 @@ def large_tiles(problem: Problem, target: Target) -> Iterator[Reason]:
     single = problem.grad is not None and problem.dtype == torch.float32
     most = WIDE_GRADIENT if target.interprets else shared_memory(target.sm)
     if single and table_width(problem) == HELD and most < WIDE_GRADIENT:
-        limit = f"needs {WIDE_GRADIENT} bytes of shared memory for gradients of such heads in f32"
+        limit = f"needs {WIDE_GRADIENT:,} bytes of shared memory for gradients of such heads in f32"
         yield Reason("wide_gradient", limit, f"the GPU has {most}")
 
 
@@ -169,7 +169,7 @@ def table_reason(p: Problem, code: DeviceCode) -> Reason | None:
     try:
         ListCode.trace(p, Tiling(LEAST, LEAST, 4, 1))
     except Untraceable as error:
-        limit = f"lists up to {MOST_TABLE} tiles ahead of calls, and more on the GPU"
+        limit = f"lists up to {MOST_TABLE:,} tiles ahead of calls, and more on the GPU"
         return Reason("table", limit, f"there are {tiles}: {error}", "{limit}; {actual}")
     return None
 
@@ -192,7 +192,7 @@ def launch_reasons(flash: Flash) -> Iterator[Reason]:
 
     most = max(launch.grid for launch in flash.launches)
     if most > MOST_INT32:
-        yield Reason("programs", f"launches up to {MOST_INT32} programs", f"{most} are needed")
+        yield Reason("programs", f"launches up to {MOST_INT32:,} programs", f"{most:,} are needed")
     tiles = max(
         (most_listed(x.fixed) for x in flash.launches if x.kernel == "list_tiles"), default=0
     )
@@ -336,7 +336,7 @@ def launch_notes(flash: Flash) -> Iterator[str]:
 
 def count_of(number: int, noun: str) -> str:
     """ "1 stage", "2 stages"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def copies_ahead(spec: TensorSpec) -> bool:

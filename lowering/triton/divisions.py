@@ -120,7 +120,7 @@ def division_note(
     note = f"{pass_}: {which}, {JOINERS[pass_]}" if chosen.scratch else ""
     if best != chosen:
         less = f"{pass_}: {which}; it would take less time if {fewer}"
-        sums = f"that takes sums of {best.scratch} bytes, which max_workspace does not allow"
+        sums = f"that takes sums of {best.scratch:,} bytes, which max_workspace does not allow"
         note = f"{less}, but {barrier or sums}"
     return note
 

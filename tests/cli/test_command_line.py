@@ -250,8 +250,8 @@ def test_a_refusal_of_the_one_backend_that_may_run_tells_of_no_memory() -> None:
 
 def test_sizes_may_be_thousands_of_bytes() -> None:
     line = ("explain", "--q", "1,8,512,64", "--dtype", "f16", "--target", "cpu", "--max-workspace")
-    assert "max_workspace is 2000 bytes" in run(*line, "2KB").output
-    assert "max_workspace is 2048 bytes" in run(*line, "2KiB").output
+    assert "max_workspace is 2,000 bytes" in run(*line, "2KB").output
+    assert "max_workspace is 2,048 bytes" in run(*line, "2KiB").output
 
 
 def test_a_null_byte_is_wrong_usage_wherever_it_stands() -> None:

@@ -196,7 +196,7 @@ def test_gigabytes_for_determinism_are_told_and_refused() -> None:
     with pytest.raises(ag.NoBackendError) as error:
         _ = small.vjp
     assert refusal(error) == (
-        f"needs a workspace of {need} bytes (4.001 GiB), max_workspace is {2**30} bytes (1 GiB)"
+        f"needs a workspace of {need:,} bytes (4.001 GiB), max_workspace is {2**30:,} bytes (1 GiB)"
     )
 
 
@@ -208,7 +208,8 @@ def test_a_workspace_found_too_large_only_when_built_is_refused_too(
     reasons = dict(plan.vjp.refusals)["cudnn"]
     assert plan.vjp.backend == "triton"
     assert tuple(map(str, reasons)) == (
-        "needs a workspace of 8454400 bytes (8.063 MiB), max_workspace is 1048576 bytes (1 MiB)",
+        "needs a workspace of 8,454,400 bytes (8.063 MiB), "
+        "max_workspace is 1,048,576 bytes (1 MiB)",
     )
 
 

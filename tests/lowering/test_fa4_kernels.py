@@ -39,7 +39,7 @@ def test_kernels_that_spill_much_are_refused_while_lowering(
     monkeypatch.setattr(fa4_backend, "compile_for_target", lambda *_: kernels)
     plan = ag.compile(graph, **options)
     assert plan.backend == backend
-    assert ("its forward kernel spills 1025" in str(plan.explain())) is (backend == "math")
+    assert ("its forward kernel spills 1,025" in str(plan.explain())) is (backend == "math")
 
 
 @pytest.mark.parametrize(("spilled", "backend"), [(1024, "fa4"), (1025, "math")])
@@ -57,7 +57,7 @@ def test_kernels_of_narrow_tiles_run_where_others_spill_much(
     plan = ag.compile(ag.attention(x, x, x), target=B200, backends=("fa4", "math"))
     assert plan.backend == backend
     assert ("tiles of 128 x 64" in str(plan.explain())) is (backend == "fa4")
-    assert ("its forward kernel spills 1536" in str(plan.explain())) is (backend == "math")
+    assert ("its forward kernel spills 1,536" in str(plan.explain())) is (backend == "math")
 
 
 @pytest.mark.parametrize(("sm", "kinds"), [(90, 1), (100, 2)])

@@ -412,7 +412,9 @@ def test_the_workspace_is_what_memory_says() -> None:
     assert isinstance(o, torch.Tensor)
     torch.autograd.grad(o.sum(), [t for t in given if t.requires_grad])
     assert workspace.bytes == need.workspace_backward > need.workspace_forward
-    with pytest.raises(ag.NoBackendError, match=f"needs a workspace of {need.workspace_forward} b"):
+    with pytest.raises(
+        ag.NoBackendError, match=f"needs a workspace of {need.workspace_forward:,} b"
+    ):
         ag.compile(graph, backends=("triton",), max_workspace=need.workspace_forward - 1)
 
 

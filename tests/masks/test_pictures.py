@@ -62,7 +62,7 @@ def test_a_picture_of_any_size_takes_few_marks(size: int) -> None:
     assert lines == ["█" * i + "▒" + "·" * (63 - i) for i in range(64)]
     most = pictures.kinds(ag.Causal() | ag.Prefix(1), size, size, (size // 2000, size // 2000))
     assert most.numel() <= pictures.MOST_TILES
-    with pytest.raises(ag.GraphError, match="in tiles of 1 x 1 are more than 4194304 tiles"):
+    with pytest.raises(ag.GraphError, match="in tiles of 1 x 1 are more than 4,194,304 tiles"):
         pictures.picture(ag.Causal(), size, size, tile=(1, 1))
 
 
