@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 
+from attn_graph.errors import binds, show
 from attn_graph.ir.binding import complete_sizes, many_sizes, replace_sizes
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.lowering.backend import Backend
@@ -38,7 +39,6 @@ from attn_graph.planner.arguments import (
     unknown_option,
 )
 from attn_graph.rings import find
-from attn_graph.spec.words import binds
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,7 +86,7 @@ def compile(
     """The plan of a divided graph for this process, as one rank."""
 
 
-@binds(lambda *_, **__: tensors_code("compile"))
+@binds(lambda *given, **_: graph_code("compile", *given))
 @shows(DEFAULTS)
 def compile(
     graph: Graph | Compilable[PlanT, Any],  # Any: as above
@@ -155,8 +155,12 @@ def compile(
     return plan
 
 
-def tensors_code(function: str) -> str:
-    """What to write in place of a call with tensors, or specs, where a graph is wanted."""
+def graph_code(function: str, graph: object = None, *more: object) -> str:
+    """What to write in place of a call with more than a graph, or with tensors or specs for one."""
+    if isinstance(graph, Graph) and isinstance(more[0], str | Target):
+        return f"write {function}(graph, target={show(more[0])})"
+    if isinstance(graph, Graph):
+        return f"write {function}(graph); a mask is in its graph, attention(q, k, v, mask=...)"
     return (
         f"write {function}(attention(q, k, v)), of specs, or "
         "attn_graph.nn.functional.attention(q, k, v), of tensors"
@@ -204,7 +208,7 @@ def explain(
     """The work of a divided graph's ranks."""
 
 
-@binds(lambda *_, **__: tensors_code("explain"))
+@binds(lambda *given, **_: graph_code("explain", *given))
 @shows(EXPLAINED)
 def explain(
     graph: Graph | Compilable[Any, ExplanationT],  # Any: as above

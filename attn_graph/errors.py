@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
-from functools import cached_property
+from functools import cached_property, wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, NoReturn, ParamSpec, TypeVar, final
 
 import torch
 from attrs import field, frozen
 
+P = ParamSpec("P")
 T = TypeVar("T")
 HOMES = tuple(
     f"{Path(__file__).parent.parent / name}/" for name in ("attn_graph", "lowering", "kernels")
@@ -136,6 +138,55 @@ class PlanTargetError(RuntimeError):
     shutting down."""
 
 
+def call_code(function: Callable[..., object], name: str) -> str:
+    """How to call a function: its arguments by position, and those by name that have no default."""
+    empty = Parameter.empty
+    parameters = [
+        each.replace(annotation=empty)
+        for each in signature(function).parameters.values()
+        if each.name != "self"
+        and (each.kind is not Parameter.KEYWORD_ONLY or each.default is empty)
+    ]
+    return (
+        f"write {name}{signature(function).replace(parameters=parameters, return_annotation=empty)}"
+    )
+
+
+def binds(way_out: Callable[..., str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator: arguments that the function does not take raise ArgumentError.
+
+    way_out: of the arguments, what to write, by default the call; it ends Python's own message.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **named: P.kwargs) -> T:
+            try:
+                return function(*args, **named)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # of the function's own
+                name = function.__qualname__.removesuffix(".__init__")
+                edit = way_out(*args, **named) if way_out else call_code(function, name)
+                raise ArgumentError(f"{plain(str(error))}; {edit}") from None
+
+        return call
+
+    return decorate
+
+
+def plain(text: str) -> str:
+    """Python's message without the name of a constructor's method."""
+    return text.replace(".__init__()", "()").replace(".__new__()", "()")
+
+
+def constructor_code(self: object, *given: object, **named: object) -> str:
+    """How to construct a mask or a modifier, whose tensors are given to attention."""
+    tensors = any(isinstance(x, torch.Tensor) for x in (*given, *named.values()))
+    rest = ", and pass its tensor to attention(q, k, v, ...) by name" * tensors
+    return call_code(type(self).__init__, type(self).__name__) + rest
+
+
 class Declared:
     """The base of classes that users write as masks and modifiers: attrs makes their methods.
 
@@ -143,6 +194,17 @@ class Declared:
     """
 
     __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        """Before attrs: values print as they are written. After: constructors name the edit."""
+        own = vars(cls)
+        if "__attrs_attrs__" not in own:
+            cls.__repr__ = own.get("__repr__", Declared.__repr__)  # type: ignore[method-assign]  # attrs keeps it
+        elif "__init__" in own:
+            cls.__init__ = binds(constructor_code)(cls.__init__)  # type: ignore[method-assign]  # attrs' own
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __init__(self, *_: object, **__: object) -> None:
         """Raises GraphError: attrs has not made the class's own."""
@@ -239,8 +301,8 @@ def refusal_lines(refusals: Iterable[tuple[str, Sequence[object]]]) -> Iterator[
 
 
 def user_line() -> str:
-    """`file:line` of the nearest frame outside this package: the user's code."""
-    file, line = user_frame()
+    """`file:line` of the nearest frame outside this package and PyTorch: the user's code."""
+    file, line = user_frame(TORCH)
     return f"{file}:{line}"
 
 

@@ -386,6 +386,38 @@ def test_wrong_calls_are_told_their_edit_in_one_sentence(golden: Callable[[objec
     golden("\n".join(told) + "\n")
 
 
+@attrs.frozen
+class Stripes(ag.Mask):
+    """A mask of a user's, well written."""
+
+    width: int
+
+    def keep(self, at: Place) -> Any:  # Any: a tensor, or a symbol of one
+        return at.j % self.width == 0
+
+
+KINDS = [
+    *(ag.Band, ag.Causal, ag.Window, ag.Prefix, ag.KeyLengths, ag.QueryLengths, ag.SameSegment),
+    *(ag.Keep, ag.KeepBlocks, ag.Formula, ag.SoftCap, ag.Bias, ag.Alibi, ag.RelativeBias),
+    *(ag.Addend, ag.Factor, Stripes),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_or_modifier_of_other_arguments_shows_the_call(kind: Callable[..., object]) -> None:
+    for given_ in ({"zebra": 1}, {"start": (0, 0), "whole": (8, 8), "zebra": 1}):
+        with pytest.raises(ag.GraphError, match=rf"{kind.__name__}\(\).*; write {kind.__name__}\("):
+            kind(**given_)
+    assert "self" not in signature(kind).parameters
+
+
+def test_masks_and_modifiers_print_as_they_are_written() -> None:
+    values = [ag.RelativeBias(5), ag.KeepBlocks(4, 4), ag.Alibi(), Stripes(3), ag.SoftCap(2.0)]
+    texts = ["RelativeBias(entries=5)", "KeepBlocks(rows=4, keys=4)", "Alibi()", "Stripes(width=3)"]
+    assert [*map(repr, values)] == [*texts, "SoftCap(cap=2.0)"]
+    assert repr(ag.Causal() | ~ag.Prefix(2)) == "(Causal() | ~Prefix(length=2))"
+
+
 @given(st.data(), st.sampled_from(["BGN", "nPG", "TG"]))
 def test_every_index_written_for_a_scale_fits_its_tensor(data: st.DataObject, axes: str) -> None:
     full = data.draw(st.tuples(*[st.integers(1, 3)] * (len(axes) + 1)))

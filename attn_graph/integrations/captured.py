@@ -124,7 +124,7 @@ class Captured:
             name = self.name(f"tensor_{axes}", element)
             return Real(f"real({name})", ((name, sort_axes(axes)),), element)
         if tensor.dtype not in INTEGERS:
-            raise Unread(f"it reads a tensor of {tensor.dtype}; say .to(torch.int32)")
+            raise Unread(f"it reads a tensor of {tensor.dtype}; write .to(torch.int32)")
         name = self.name(f"tensor_{axes}", element)
         return Index(name, ((name, sort_axes(axes)),), element=element)
 

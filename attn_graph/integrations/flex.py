@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.proxy import TraceError
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from attn_graph.errors import GraphError, show
+from attn_graph.errors import GraphError, binds, show
 from attn_graph.integrations.captured import Captured, Mod, Tensors, with_tables
 from attn_graph.integrations.terms import (
     DTYPES,
@@ -87,6 +87,7 @@ A_TABLE = (
 WAY_OUT = "say dense=True and sizes=(B, H, M, N), which makes a tensor of that part"
 
 
+@binds()
 def from_flex(
     mask_mod: Mod, *, sizes: Sizes | None = None, dense: bool = False
 ) -> tuple[Mask, Tensors]:
@@ -117,6 +118,7 @@ def from_flex(
     return mask, {name: reader.captured.tensors[name] for name in mask.needs}
 
 
+@binds()
 def from_flex_score(
     score_mod: Mod, *, sizes: Sizes | None = None, dense: bool = False
 ) -> tuple[tuple[Modifier | Mask, ...], Tensors]:
@@ -174,7 +176,7 @@ def check_sizes(sizes: Sizes | None, dense: bool) -> dict[str, int]:
     if sizes is None and not dense:
         return {}
     if not isinstance(sizes, Sequence | None):
-        raise GraphError(f"from_flex: sizes {show(sizes)} are not four; say sizes=(B, H, M, N)")
+        raise GraphError(f"from_flex: sizes {show(sizes)} are not four; write sizes=(B, H, M, N)")
     known = {x: n for x, n in zip(AXES, sizes or (), strict=False) if n is not None}
     if len(sizes or ()) != len(AXES) or not {"i", "j"} <= known.keys():
         raise GraphError(

@@ -366,7 +366,7 @@ class Paper:
         if out.get("past_key_values") is None:
             raise GraphError(
                 f"explain_model: {type(self.model).__name__} keeps no cache of keys, so it has no "
-                "phase 'decode'; say phase='prefill'"
+                "phase 'decode'; write phase='prefill'"
             )
         return out
 
@@ -451,14 +451,14 @@ def divide_weights(model: PreTrainedModel, gpus: int) -> None:
     if not any(name.endswith("q_proj") for name in plan):
         raise GraphError(
             f"explain_model: {type(model).__name__} has no plan of transformers' that divides its "
-            "heads over GPUs; say divide='context', or gpus=1"
+            "heads over GPUs; write divide='context', or gpus=1"
         )
     text = model.config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if heads % gpus:
         raise GraphError(
             f"explain_model: gpus {gpus} does not divide the {heads} key/value heads of "
-            f"{type(model).__name__}; say divide='context', or another number"
+            f"{type(model).__name__}; write divide='context', or another number"
         )
     for name, style in plan.items():
         axis = AXES.get(style)
@@ -531,7 +531,7 @@ def explain_model(
     if gpus > 1 and divide == "context" and phase == "decode":
         raise GraphError(
             "explain_model: a step of decode has one query, so divide 'context' does not divide "
-            "it; say divide='heads'"
+            "it; write divide='heads'"
         )
     place = (
         target if isinstance(target, Target) else Target.of(target) if target else default_target()

@@ -110,8 +110,8 @@ class Addend(Modifier):
 class Factor(Modifier):
     """s -> s times a term as of `Addend`: `Factor("0.5")`, `Factor("real(t)", (("t", "h"),))`.
 
-    Its tensors have no gradient: multiply q by a trained factor instead. Raises GraphError for
-    other text.
+    Its tensors have no gradient, which the backward says, since a call may need none: multiply q by
+    a trained factor instead. Raises GraphError for other text.
     """
 
     text: str = field(validator=require_text)

@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 from attn_graph import masks
 from attn_graph.errors import (
     GraphError,
+    binds,
     refuse_truth,
     show,
     user_line,
@@ -52,7 +53,7 @@ from attn_graph.masks.joins import leaves
 from attn_graph.rings import find
 from attn_graph.spec import TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
-from attn_graph.spec.words import NO_TENSOR, binds, unknown_argument
+from attn_graph.spec.words import NO_TENSOR, unknown_argument
 
 T = TypeVar("T")
 
@@ -289,6 +290,7 @@ class Builder:
         return Graph(tuple(self.inputs), tuple(self.eqns), numbers, layouts)
 
 
+@binds()
 def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) -> Graph:
     """Trace `fn`, called with one value per input, into a graph.
 
@@ -309,6 +311,7 @@ def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) 
     return builder.build(*(outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
+@binds(lambda *_, **__: "write scores(q, k, scale=0.125).mask(Causal())")
 def scores(q: Value, k: Value, *, scale: float | None = None) -> Value:
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N]; scale is 1/sqrt(D) by default."""
     if not isinstance(q, Value):

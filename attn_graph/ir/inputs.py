@@ -72,10 +72,15 @@ def input_problems(x: Types, needs: Needs, most: tuple[int | None, int | None]) 
 def dtype_faults(x: Types, needs: Needs) -> Iterator[Fault]:
     """Tensors of a dtype that they can't have."""
     main = stands_in(x["q"].dtype)
+    if x["q"].dtype == IN_PAIRS:
+        fault = f"q is {IN_PAIRS}, 4 bits, as k and v alone may be; pass q in a float dtype"
+        yield (*"qkv",), f"attention: {fault}"
+        return
     if main not in FLOATS:
         yield from join_faults((n, cast_problem(n, x[n].dtype, FLOATS)) for n in "qkv" if n in x)
         return
-    wrong = [n for n in "kv" if n in x and x[n].dtype not in (main, *NARROW)]
+    alone = "q_scale" in x and "k_scale" not in x  # as `scale_problems` says
+    wrong = [n for n in "kv" if n in x and not alone and x[n].dtype not in (main, *NARROW)]
     by_kernels = " (k_scale= and v_scale= of 1.0 have kernels convert both)"
     yield from join_faults(
         (
@@ -138,6 +143,8 @@ def rank_faults(x: Types, needs: Needs) -> Iterator[Fault]:
 def one_query_each(x: Types) -> str:
     """How to write q [B,H,D], one query of each sequence; "" if keys are of another number."""
     q, k = x["q"].shape, x["k"].shape
+    if "kv_starts" in x:
+        return "; give q_starts= for packed queries [T,H,D]"
     of = next(x[n].shape for n in ("pages", "kv_lengths", "k") if n in x)
     if len(q) != 3 or q[:1] != of[:1] or q[-1:] != k[-1:]:
         return ""
@@ -247,6 +254,14 @@ def scale_fault(name: str, scale: tuple[int, ...], of: tuple[int, ...], axes: st
         ways = f"; write {name}.reshape({', '.join('1' * len(of))})"
     elif len(scale) < len(of) == len(names):
         ways = list_readings(name, scale, dict(zip(names, (*of[:-1], 1), strict=True)), names)
+    pairs = enumerate(zip(scale, of, strict=False))
+    wrong = [axis for axis, (own, size) in pairs if not own or size % own]
+    if len(scale) == len(of) and wrong and not ways:
+        axis = wrong[0]
+        return (
+            f"has {scale[axis]} on axis {axis}, not a divisor of {of[axis]}, as a tensor "
+            f"{[*of]} needs; {[*of[:-1], 1]} is one for each row"
+        )
     return (
         f"has shape {[*scale]}, and a tensor {[*of]} needs {len(of)} axes, each a divisor of its "
         f"own: {[*of[:-1], 1]} for rows{ways}"

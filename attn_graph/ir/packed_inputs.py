@@ -82,7 +82,8 @@ def find_packed_sides(
     for name, side, size in (("M", rows, M), ("N", keys, N)):
         if size is not None and not isinstance(side, Sequences):
             raise GraphError(
-                f"attention: max_lengths has {name} = {size}, but that side is not packed"
+                f"attention: max_lengths has {name} = {size}, but that side is not packed; "
+                "leave it out"
             )
     return rows, keys
 
@@ -110,7 +111,10 @@ def packed_problems(x: Mapping[str, ValueType]) -> Iterator[str]:
             f"axes; with pages they are pools [n,P,G,D]{halves_of(x)}"
         )
     elif "pages" in x and x["k"].shape[:2] != whole["v"].shape[:2]:
-        yield f"attention: k {x['k']} and v {whole['v']} are not of the same pages [n,P]"
+        yield (
+            f"attention: k {x['k']} and v {whole['v']} are not of the same pages [n,P]; one table "
+            "of pages serves both pools"
+        )
     if {"q_starts", "kv_starts"} & x.keys() and ranks["k"] != ranks["v"]:
         yield f"attention: k {x['k']} and v {whole['v']} are not packed alike"
     if (
@@ -134,7 +138,7 @@ def finite_problems(x: dict[str, Value], finite: object) -> Iterator[str]:
     if not isinstance(finite, bool):
         yield f"attention: finite_pages {show(finite)} is neither True nor False"
     elif finite and "pages" not in x:
-        yield "attention: finite_pages=True speaks of pools, and pages= is not given"
+        yield "attention: finite_pages=True speaks of pools, and pages= is not given; leave it out"
 
 
 def all_rows_problems(x: dict[str, Value], all_rows: object) -> Iterator[str]:
@@ -144,7 +148,7 @@ def all_rows_problems(x: dict[str, Value], all_rows: object) -> Iterator[str]:
     elif all_rows and not packed:
         yield (
             "attention: all_rows=True speaks of packed rows, and neither q_starts= nor kv_starts= "
-            "is given"
+            "is given; leave it out"
         )
     elif all_rows:
         packs_keys = "kv_starts" in x or len(x["k"].type.shape) == 3

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-from attn_graph.errors import GraphError, PlanMismatchError, show
+from attn_graph.errors import GraphError, PlanMismatchError, binds, show
 from attn_graph.ir.binding import replace_sizes
 from attn_graph.ir.graph import Emit, Graph, Op, Values, check_graph
 from attn_graph.ir.ops import Softmax
@@ -30,6 +30,7 @@ from attn_graph.spec.dims import Dim
 FAR = 2.0**5  # |lse| from which kernels divide weights by their own sum: docs/semantics.md, Edges
 
 
+@binds(lambda *_, **__: "write evaluate(graph, (q, k, v))")
 def evaluate(
     graph: Graph, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = torch.float64
 ) -> tuple[torch.Tensor, ...]:

@@ -44,8 +44,8 @@ class RelativeBias(Modifier):
     align: Align | None = field(default=None, validator=require_alignment)
     ragged: tuple[str, ...] = field(default=(), converter=as_names, validator=require_lengths)
     places: bool = field(default=False, converter=bool)
-    start: tuple[int, int] = field(default=(0, 0), converter=as_pair)
-    whole: tuple[int, int] | None = field(default=None, converter=optional(as_pair))
+    start: tuple[int, int] = field(default=(0, 0), converter=as_pair, kw_only=True)
+    whole: tuple[int, int] | None = field(default=None, converter=optional(as_pair), kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if self.entries < 1 or not (self.places or self.entries % 2):

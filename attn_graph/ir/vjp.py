@@ -99,10 +99,11 @@ def floating_inputs(graph: Graph) -> dict[str, int]:
 def refuse_constants(graph: Graph, numbers: Iterable[int], who: str) -> None:
     """Raise GraphError if derivatives by constants are wanted."""
     if own := sorted(graph.constants & {*numbers}):
+        names = [graph.inputs[n].name for n in own]
         raise GraphError(
-            f"{who}: no derivative by {', '.join(graph.inputs[n].name for n in own)}: quantised "
-            "tensors, scales, and tensors that a modifier reads and does not name in `trains` are "
-            "constants; differentiate by the others"
+            f"{who}: no derivative by {', '.join(names)}: quantised tensors, scales, and tensors "
+            "that a modifier reads and does not name in `trains` are constants; pass "
+            f"{', '.join(f'{name}.detach()' for name in names)}, and multiply q by trained factors"
         )
 
 

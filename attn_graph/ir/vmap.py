@@ -7,7 +7,7 @@ from typing import final
 
 from attrs import evolve, frozen
 
-from attn_graph.errors import GraphError, show
+from attn_graph.errors import GraphError, binds, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.builder import Builder, Value
@@ -27,6 +27,7 @@ from attn_graph.spec.dims import to_index
 Axes = Mapping[str, int | None]
 
 
+@binds()
 def vmap(
     graph: Graph,
     in_axes: int | Axes = 0,

@@ -80,7 +80,7 @@ class Target:
         try:
             place = torch.device(device)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise GraphError(f'{show(device)} is not a device; say "cuda:0", "cpu"') from error
+            raise GraphError(f'{show(device)} is not a device; write "cuda:0" or "cpu"') from error
         if place.type == "cpu":
             return describe_cpu()
         index = current_gpu() if place.index is None else place.index

@@ -18,6 +18,10 @@ ROOM = "out "  # before the name of a result, for a tensor of `out`
 SEEDS = ("seed", "offset")  # inputs that dropout= adds
 STARTS = ("q_starts", "kv_starts")  # inputs that say where packed sequences begin
 STARTS_HINT = "; starts are one more than sequences, with 0 first"
+OF_THE_GRAPH = (  # the edit of a call with more tensors than inputs
+    "masks, numbers and other tensors belong to the graph: write attention(q, k, v, mask=...), or "
+    "keep=, bias=, scale="
+)
 ROLES = ("query", "key", "value")  # PyTorch's names of q, k and v
 DTENSORS = "torch.distributed.tensor"  # slow to import: whoever has a DTensor has imported it
 
@@ -222,7 +226,9 @@ def arrange(
         only = len(seeds) == len(differences) and {*dict(missing)} <= {*SEEDS}
         way_out = f"dropout= adds seed and offset: pass {', '.join(seeds)}" if only else DECLARED
         foreign = [n for n in strangers if not own_name(n, specs)]
-        if strangers and len(strangers) == len(differences):
+        if len(tensors) > len(specs):
+            way_out = OF_THE_GRAPH
+        elif strangers and len(strangers) == len(differences):
             way_out = way_out_of_strangers(foreign)
         raise PlanMismatchError(*differences, way_out=way_out)
     return tuple(both[name] for name in specs)

@@ -14,7 +14,6 @@ from attn_graph.masks.joins import Align, Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.spec import MOST_INT64, as_integer, to_integer
 from attn_graph.spec.dims import are_numbers
-from attn_graph.spec.words import check_constructor
 
 LENGTHS = ("kv_lengths", "q_lengths")  # the names of the lengths of sequences
 
@@ -303,7 +302,6 @@ class Keep(Mask):
 
 
 @final
-@check_constructor(lambda _, size=128, *more, **named: f"write KeepBlocks({size}, {size})")
 @frozen
 class KeepBlocks(Mask):
     """A boolean table decides for blocks of `rows` queries and `keys` keys: True may attend.
@@ -318,8 +316,8 @@ class KeepBlocks(Mask):
     rows: int = field(converter=to_length)
     keys: int = field(converter=to_length)
     name: str = "keep_blocks"
-    start: tuple[int, int] = field(default=(0, 0), converter=as_pair)
-    whole: tuple[int, int] | None = field(default=None, converter=optional(as_pair))
+    start: tuple[int, int] = field(default=(0, 0), converter=as_pair, kw_only=True)
+    whole: tuple[int, int] | None = field(default=None, converter=optional(as_pair), kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if min(self.rows, self.keys) < 1:

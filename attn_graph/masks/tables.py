@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from attn_graph.errors import TensorError, show
+from attn_graph.errors import TensorError, binds, show
 from attn_graph.spec import INTEGERS, to_integer
 
 
+@binds()
 def select_blocks(
     indices: torch.Tensor, blocks: int, counts: torch.Tensor | None = None
 ) -> torch.Tensor:

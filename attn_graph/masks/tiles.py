@@ -13,7 +13,7 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.errors import GraphError, show
+from attn_graph.errors import GraphError, binds, show
 from attn_graph.machine.cache import remember
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
 from attn_graph.masks.joins import (
@@ -70,6 +70,7 @@ class Tiles:
         return f"{self.total:,} {count} of {rows} x {columns}: {kinds}{rest}"
 
 
+@binds()
 def tiles(
     mask: Mask | None,
     M: int,

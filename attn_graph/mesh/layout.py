@@ -30,7 +30,7 @@ def to_ranks(value: object) -> int:
     """A number of ranks. Raises GraphError for less than one."""
     ranks = to_integer(value)
     if ranks is None or ranks < 1:
-        raise GraphError(f"mesh: {show(value)} is not a number of ranks; say ag.Mesh(8)")
+        raise GraphError(f"mesh: {show(value)} is not a number of ranks; write ag.Mesh(8)")
     return ranks
 
 

@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 from attrs import evolve
 
-from attn_graph.errors import GraphError, PlanMismatchError, show
+from attn_graph.errors import GraphError, PlanMismatchError, binds, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.data_checks import check_data
@@ -23,8 +23,10 @@ from attn_graph.mesh.layout import SEQUENCES, Mesh, Method, Placement
 from attn_graph.mesh.placing import place_ranks
 from attn_graph.mesh.sharded import Known, Sharded, starts_of
 from attn_graph.mesh.traffic import heads_problem, sum_bytes
+from attn_graph.spec.words import own_name
 
 
+@binds()
 def shard(
     graph: Graph,
     mesh: Mesh,
@@ -59,9 +61,9 @@ def shard(
     check_graph(graph, "shard")
     require_numbers(graph, "shard")
     require_no_layouts(graph, "shard")
-    check_choice("placements", placements, get_args(Placement), '; for the sequence say "balanced"')
+    check_choice("placements", placements, get_args(Placement), '; write "balanced" for sequences')
     if not isinstance(mesh, Mesh):
-        raise GraphError(f"shard: mesh {show(mesh)} is not a Mesh; say ag.Mesh(8)")
+        raise GraphError(f"shard: mesh {show(mesh)} is not a Mesh; write ag.Mesh(8)")
     simple = simplify(graph)
     check_attention(simple, placements)
     check_given(simple, known)
@@ -89,7 +91,7 @@ def choose_method(placed: Sharded, method: Method | None) -> Method | None:
         check_choice("method", method, get_args(Method))
     problem = heads_problem(placed)
     if method == "heads" and problem:
-        raise GraphError(f"shard: method 'heads' {problem}; say method='ring'")
+        raise GraphError(f"shard: method 'heads' {problem}; write method='ring'")
     if method is None:
         known: list[Method] = ["ring"] if problem else ["ring", "heads"]
         return min(known, key=lambda name: sum_bytes(placed.by(name)))
@@ -140,7 +142,9 @@ def check_given(graph: Graph, known: Mapping[str, torch.Tensor]) -> None:
     names = [graph.inputs[n].name for n in dict.fromkeys(lengths.get(n, n) for n in reads)]
     if unknown := [name for name in known if name not in names]:
         read = ", ".join(names) or "nothing"
-        raise GraphError(f"shard: no mask reads {', '.join(unknown)}; it reads {read}")
+        meant = own_name(unknown[0], names)
+        end = f"write {meant}=" if meant else f"it reads {read}"
+        raise GraphError(f"shard: no mask reads {', '.join(unknown)}; {end}")
     for name, x in known.items():
         if not isinstance(x, torch.Tensor):
             raise GraphError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_dynamo_compiling
 
-from attn_graph.errors import GraphError, PlanMismatchError, TensorError, show
+from attn_graph.errors import GraphError, PlanMismatchError, TensorError, binds, show
 from attn_graph.ir.packing import list_sequences
 from attn_graph.ir.scaling import neighbours, scales_fit, spread, to_eight
 from attn_graph.machine.ambient import has_tangent, is_traced
@@ -26,6 +26,7 @@ Scale = Tensor | float | None
 FORM = "[T,G,D] with q_starts or slot_mapping, else [B,G,M,D]"
 
 
+@binds()
 def append_to_pages(
     k: Tensor,
     v: Tensor | None,
@@ -128,7 +129,10 @@ def append_problems(
 def row_problems(name: str, x: Tensor, k: Tensor, pool: Tensor, axes: int) -> Iterator[str]:
     """Why new rows do not fit their pool."""
     if x.ndim != axes or pool.ndim != 4:
-        yield f"{name} {[*x.shape]} must be {FORM}, and pool_{name} {[*pool.shape]} [n,P,G,D]"
+        rows = x.ndim == 3 and axes == 4
+        edit = f"; write {name}[:, :, None] for one row of each sequence" * rows
+        own = f", and pool_{name} {[*pool.shape]} [n,P,G,D]" * (not rows or pool.ndim != 4)
+        yield f"{name} {[*x.shape]} must be {FORM}{own}{edit}"
     elif x.shape[:-1] != k.shape[:-1]:
         yield f"{name} {[*x.shape]} and k {[*k.shape]} differ in heads or rows"
     elif (x.shape[1], x.shape[-1]) != (*pool.shape[2:],):

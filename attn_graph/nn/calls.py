@@ -258,6 +258,8 @@ def attend_into(
 ) -> Outputs:
     """Attention with these options, its results in the caller's tensors."""
     require_untraced()
+    if getattr(q, "is_nested", False):
+        raise TensorError("attention: q is nested, and out= takes dense results; leave out= out")
     tensors = {name: read_array(t) for name, t in name_tensors(q, k, v, named).items()}
     require_tensors(tensors)
     tensors = {name: x.resolve_neg() for name, x in tensors.items()}

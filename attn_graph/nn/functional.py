@@ -21,6 +21,7 @@ from attn_graph.errors import (
     TensorError,
     TensorRankError,
     as_tensor_error,
+    binds,
     show,
 )
 from attn_graph.ir.arguments import (
@@ -62,7 +63,6 @@ from attn_graph.nn.jagged import attend_jagged, pack_jagged, require_pytorchs
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key
 from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
-from attn_graph.spec.words import binds
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -73,6 +73,14 @@ Kept = tuple[Mask | None, Named]  # a mask by position, and one by tensors
 FITTED = ("keep", "bias")  # tensors that broadcast to the scores
 LED = ("q", "k", "v", *FITTED)  # tensors with leading axes that broadcast
 DROPOUT = GRAPH_OPTIONS.index("dropout")
+
+
+def pytorchs_code(*_: object, **__: object) -> str:
+    """What to write in place of a call of one of PyTorch's functions with other arguments."""
+    return (
+        "its arguments are PyTorch's; for masks and options of this library write "
+        "attn_graph.nn.functional.attention(q, k, v, mask=...)"
+    )
 
 
 @binds(by_name)
@@ -218,6 +226,7 @@ def reads_seed(mask: object, modifiers: object) -> bool:
     return not read_by(mask, require_modifiers(modifiers)).isdisjoint(SEEDS)
 
 
+@binds(pytorchs_code)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -311,7 +320,10 @@ def read_mask(attn_mask: Tensor | None, is_causal: bool) -> Kept:
     if attn_mask is None:
         return mask, NAMELESS
     if not isinstance(attn_mask, Tensor):
-        raise ArgumentError(f"attention: attn_mask {not_a_tensor(attn_mask)}")
+        kind, shown = type(attn_mask).__name__, show(attn_mask)
+        edit = {"bool": "is_causal=True", "float": f"scale={shown}"}.get(kind)
+        problem = f"is {shown}, not a tensor; write {edit}" if edit else not_a_tensor(attn_mask)
+        raise ArgumentError(f"attention: attn_mask {problem}")
     return mask, {"keep" if attn_mask.dtype == torch.bool else "bias": attn_mask}
 
 
@@ -324,6 +336,7 @@ def read_options(
     if not isinstance(rate, float) or not 0 <= rate <= 1:
         raise TensorError(
             f"attention: dropout_p has to be a number between 0 and 1, got {show(dropout_p)}"
+            + "; write is_causal=True" * isinstance(dropout_p, bool)
         )
     if rate == 1:  # drops everything, and leaves no gradient
         named, mask, rate = NAMELESS, NOTHING, 0.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
 
-from attn_graph.errors import TensorError
+from attn_graph.errors import TensorError, binds, show
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.masks import Align, Mask
 from attn_graph.nn.calls import Outputs
@@ -26,12 +26,21 @@ from attn_graph.nn.multihead import Attend, multi_head_attention
 from attn_graph.planner.arguments import CHOICE, ChoiceOptions, complete, shows
 from attn_graph.printing.text import show_value
 from attn_graph.spec import layout_problem
-from attn_graph.spec.words import binds
 
 PADDED = (
     "is nested; pass torch.nested.to_padded_tensor(x, 0.0), and key_padding_mask, True past the "
     "length of each sequence"
 )
+
+
+def options_code(*_: object, **__: object) -> str:
+    """What to write in place of other arguments of Attention, or of its call."""
+    return "write layer = Attention(mask=Causal()), and layer(q, k, v), with tensors by name"
+
+
+def pytorchs_module(*_: object, **__: object) -> str:
+    """What to write in place of other arguments of MultiheadAttention, or of its call."""
+    return "its arguments are PyTorch's; pass attn_mask= and is_causal= to the call"
 
 
 @final
@@ -42,6 +51,7 @@ class Attention(torch.nn.Module):
     modifiers. dropout applies in training only.
     """
 
+    @binds(options_code)
     @shows(CHOICE)
     def __init__(
         self,
@@ -68,6 +78,7 @@ class Attention(torch.nn.Module):
             **complete(Attention, CHOICE, choice),
         }  # fmt: skip
 
+    @binds(options_code)
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **tensors: Any) -> Outputs:  # Any: or two
         """q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], and the statistics."""
         options = self.options if self.training else {**self.options, "dropout": 0.0}
@@ -91,10 +102,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     `attn_graph.replace_sdpa` covers those.
     """
 
-    __init__ = binds(
-        lambda *_, **__: "its arguments are PyTorch's; pass attn_mask= and is_causal= to the call"
-    )(torch.nn.MultiheadAttention.__init__)
+    __init__ = binds(pytorchs_module)(torch.nn.MultiheadAttention.__init__)
 
+    @binds(pytorchs_module)
     def forward(
         self,
         query: Tensor,
@@ -217,6 +227,11 @@ def attend_jagged_rows(
 
 def require_dense(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
+        if not (x is None or isinstance(x, Tensor)):
+            raise TensorError(
+                f"MultiheadAttention: {name} is {show(x)}, not a tensor; write is_causal=True, "
+                "attn_mask=tensor or key_padding_mask=tensor"
+            )
         if isinstance(x, Tensor) and (problem := layout_problem(x)):
             told = PADDED if x.is_nested else problem
             raise TensorError(f"MultiheadAttention: {name} {told}")

@@ -18,7 +18,14 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from attn_graph.errors import TORCH, FallbackWarning, NoBackendError, TensorError, user_frame
+from attn_graph.errors import (
+    TORCH,
+    FallbackWarning,
+    NoBackendError,
+    TensorError,
+    binds,
+    user_frame,
+)
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.tensors import ROLES
 from attn_graph.nn.calls import Options, plain_option
@@ -51,6 +58,7 @@ ON_FALLBACK = [*CHOICE].index("on_fallback")
 
 @shows(CHOICE)
 @contextmanager
+@binds(lambda *_, **__: "write with replace_sdpa(): around the call of a model")
 def replace_sdpa(
     *,
     recognize_masks: bool = False,

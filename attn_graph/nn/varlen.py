@@ -14,11 +14,12 @@ from attn_graph.errors import (
     TensorError,
     TensorRankError,
     as_tensor_error,
+    binds,
     show,
 )
 from attn_graph.masks import Causal, Mask, Window
 from attn_graph.nn.calls import Outputs
-from attn_graph.nn.functional import attention
+from attn_graph.nn.functional import attention, pytorchs_code
 from attn_graph.nn.packed_sizes import round_size
 from attn_graph.spec import INTEGERS, accumulator, layout_problem
 from attn_graph.spec.dims import is_flag, to_index
@@ -31,6 +32,7 @@ STARTS = ("cu_seq_q", "cu_seq_k")
 FORMS = dict.fromkeys(STARTS, "[B + 1]") | {"seqused_k": "[B]", "block_table": "[B,count]"}
 
 
+@binds(pytorchs_code)
 def varlen_attn(
     query: Tensor,
     key: Tensor,
@@ -77,6 +79,7 @@ def varlen_attn(
     )  # fmt: skip
 
 
+@binds(pytorchs_code)
 def varlen_attn_out(
     out: Tensor,
     query: Tensor,

@@ -134,7 +134,7 @@ def unknown_option(
     """The error for options that a function lacks. given: their values by name."""
     (name, value), *_ = given.items()
     own = signature(function).parameters
-    return ArgumentError(words.option_message(function.__name__, own, name, value))
+    return ArgumentError(words.option_message(function.__name__, own, DEFAULTS, name, value))
 
 
 def require_absent(name: str, value: object, kind: str) -> None:
@@ -147,7 +147,7 @@ def as_tuple(name: str, backends: Sequence[str | Backend]) -> Backends:
     """Several backends as a tuple. Raises GraphError for a single one, or for none."""
     if isinstance(backends, str | Backend) or not isinstance(backends, Iterable):
         raise GraphError(
-            f"{name}={show(backends)} is not a sequence of backends; say ({show(backends)},)"
+            f"{name}={show(backends)} is not a sequence of backends; write ({show(backends)},)"
         )
     return tuple(backends)
 

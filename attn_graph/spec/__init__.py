@@ -14,9 +14,8 @@ from attrs import field, frozen
 from torch.autograd import forward_ad
 from torch.masked import MaskedTensor
 
-from attn_graph.errors import ArgumentError, GraphError, show
+from attn_graph.errors import ArgumentError, GraphError, binds, show
 from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, is_flag, to_index
-from attn_graph.spec.words import binds
 
 DTYPES = {
     "f16": torch.float16,
@@ -100,6 +99,8 @@ def to_number(value: Any) -> Any:  # Any: a float, unless the value is not a num
 
     A tensor under differentiation stays a tensor: as a float it would lose its gradient.
     """
+    if type(value) is float:  # as nearly all are
+        return value
     if isinstance(value, str) or is_flag(value) or is_differentiated(value):
         return value
     try:
@@ -266,7 +267,7 @@ def layout_problem(tensor: torch.Tensor) -> str:
 
 def as_integers(name: str, values: object) -> tuple[int, ...]:
     """Sizes or strides as ints. Raises GraphError unless they are whole numbers."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    if isinstance(values, str) or not isinstance(values, tuple | Iterable):
         raise GraphError(
             f"spec: {name} {show(values)} is not a sequence of sizes such as (2, 8, 512, 64)"
         )

@@ -14,9 +14,8 @@ from unicodedata import normalize
 import torch
 from attrs import frozen
 
-from attn_graph.errors import GraphError, show
+from attn_graph.errors import GraphError, binds, show
 from attn_graph.spec.nested import nested_values, replace_nested
-from attn_graph.spec.words import binds
 
 Sizes = Mapping[str, int]  # values of Dims, by name
 

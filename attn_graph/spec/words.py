@@ -5,15 +5,11 @@ Every message about an unknown argument reads this table, and so does guides/com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+import re
+from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
-from attn_graph.errors import ArgumentError, show
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from attn_graph.errors import show
 
 CAUSAL = "mask=Causal()"
 EITHER_CAUSAL = 'mask=Causal(), or Causal("bottom_right") if the last query sees the last key'
@@ -40,6 +36,7 @@ SEEDS = "seed= and offset=, which dropout reads"
 CAP = "soft_cap=, None for none"
 IN_SHAPES = "leave it out: the shapes of q and of the pools [n, P, G, D] have it"
 ON_MERGED = "pass k and v in one batch entry for each query; gather them before the call"
+SYMMETRIC = "quantise without zero points: k is read as k_scale times its numbers, and v alike"
 
 FIRST = dict.fromkeys(("query", "key", "value"), TENSORS)
 SDPA = {
@@ -101,6 +98,9 @@ FLASH_ATTN = {
     **dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_interleaved"), ROTATED),
     "num_splits": VARLEN["num_splits"],
     "learnable_sink": SINKS,
+    "q_descale": "q_scale=",
+    "k_descale": "k_scale=",
+    "v_descale": "v_scale=",
 }
 XFORMERS = {
     "attn_bias": f"{BIAS}, or mask=m, **tensors, where m, tensors = from_xformers(attn_bias)",
@@ -201,6 +201,8 @@ ELSEWHERE = {  # words of no one library
     "segment_ids": "segments=(ids, ids), [B, M] of integers",
     "temperature": "scale=1 / (temperature * math.sqrt(D))",
     "most": "max_lengths=",
+    "k_zero_point": SYMMETRIC,
+    "v_zero_point": SYMMETRIC,
     "fullgraph": "leave it out: a graph is always whole",
 }
 LIBRARIES: dict[str, Mapping[str, str]] = {
@@ -218,6 +220,7 @@ LIBRARIES: dict[str, Mapping[str, str]] = {
 SAID: dict[str, str] = {
     name: text for table in (ELSEWHERE, *LIBRARIES.values()) for name, text in table.items()
 }
+OF_CALLS = {*re.findall(r"\b([a-z_]+)=", " ".join(SAID.values()))}  # with q, k and v, and others
 OPTIONS = {  # other words for options of `compile`
     "backend": "backends=",
     "device": "target=",
@@ -268,8 +271,11 @@ def unknown_argument(
     return f"{begin}{f'; did you mean {near}?' if near else none}"
 
 
-def option_message(who: str, own: Iterable[str], name: str, value: object) -> str:
-    """The message for an option that `compile`, or a function like it, lacks."""
+def option_message(
+    who: str, own: Iterable[str], options: Container[str], name: str, value: object
+) -> str:
+    """The message for an option that `compile`, or a function like it, lacks. options: those of
+    `compile`."""
     begin = f"{who}() has no argument {name}"
     if name in OPTIONS and OPTIONS[name].endswith("="):
         return f"{begin}; did you mean {OPTIONS[name]}{show_option(OPTIONS[name][:-1], value)}?"
@@ -277,6 +283,8 @@ def option_message(who: str, own: Iterable[str], name: str, value: object) -> st
         return f"{begin}; {use(OPTIONS[name])}"
     if name in SAID:
         return f"{begin}; it belongs to the graph: attention(q, k, v, ...); {use(SAID[name])}"
+    if name in OF_CALLS and name not in options:
+        return f"{begin}; give it with q, k and v: (q, k, v, {name}=...)"
     near = nearest(name, own, {})
     return f"{begin}; did you mean {near}={show_option(near, value)}?" if near else begin
 
@@ -286,40 +294,3 @@ SEVERAL = ("backends", "avoid", "gradients")  # options that are sequences of na
 
 def show_option(option: str, value: object) -> str:
     return show((value,) if option in SEVERAL and isinstance(value, str) else value)
-
-
-def binds(way_out: Callable[..., str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: arguments that the function does not take raise ArgumentError.
-
-    way_out: of the arguments, what to write; its text ends Python's own message.
-    """
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def call(*args: P.args, **named: P.kwargs) -> T:
-            try:
-                return function(*args, **named)
-            except TypeError as error:
-                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    raise  # of the function's own
-                said = way_out(*args, **named)
-                raise ArgumentError(f"{plain(str(error))}; {said}") from None
-
-        return call
-
-    return decorate
-
-
-def check_constructor(way_out: Callable[..., str]) -> Callable[[type[T]], type[T]]:
-    """A decorator of a class whose constructor attrs writes: `binds` for that constructor."""
-
-    def decorate(kind: type[T]) -> type[T]:
-        kind.__init__ = binds(way_out)(kind.__init__)  # type: ignore[method-assign]  # attrs' own
-        return kind
-
-    return decorate
-
-
-def plain(text: str) -> str:
-    """Python's message without the name of a constructor's method."""
-    return text.replace(".__init__()", "()").replace(".__new__()", "()")

@@ -244,7 +244,7 @@ PAGED = ag.attention(
 )
 WRONG: dict[str, Any] = {  # by what is said
     "placements 'rows' is none of batch": lambda: ag.shard(PLAIN, MESH, "rows"),  # type: ignore[arg-type]
-    'balanced; for the sequence say "balanced"': lambda: ag.shard(PLAIN, MESH, "context"),  # type: ignore[arg-type]
+    'balanced; write "balanced" for sequences': lambda: ag.shard(PLAIN, MESH, "context"),  # type: ignore[arg-type]
     "link nan is not a number of bytes a second": lambda: ag.explain(WHOLE, link="nan"),
     "link -50000000000.0 is not a number of bytes": lambda: ag.explain(WHOLE, link="-50e9"),
     "method 'ring' is for a divided sequence": lambda: ag.shard(

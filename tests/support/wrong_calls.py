@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import attn_graph as ag
 from attn_graph import nn
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
+from attn_graph.testing.gpu import virtual_gpu
 
 Call = Callable[[], object]
 Wrong = dict[str, tuple[Call, str]]  # by what is wrong: the call, and the edit
@@ -208,7 +209,7 @@ OPTIONS: Wrong = {
     "Dim without most": (lambda: any_dim("N"), 'Dim("N", most='),
     "Dim max": (lambda: any_dim("N", max=3), 'Dim("N", most=3)'),
     "Dim min": (lambda: any_dim("N", min=3, most=8), "most="),
-    "KeepBlocks of one number": (lambda: any_blocks(16), "KeepBlocks(16, 16)"),
+    "KeepBlocks of one number": (lambda: any_blocks(16), "KeepBlocks(rows, keys"),
     "multihead mask": (lambda: multihead(mask=ag.Causal()), "mask"),
     "sdpa of a mask": (lambda: any_sdpa(Q, Q, Q, attn_mask=ag.Causal()), "is_causal=True"),
     "sdpa without values": (lambda: any_sdpa(Q, Q, None), "value is a NoneType, not a tensor"),
@@ -375,7 +376,7 @@ SHAPES: Wrong = {
     ),
     "scales along elements": (
         quantised(k_scale=torch.ones(1, 1, 1, 3), v_scale=torch.ones(1, 1, 1, 3)),
-        "each a divisor of its own",
+        "3 on axis 3, not a divisor of 16",
     ),
     "one query of each": (
         lambda: any_attention(Q[:, :, 0], POOL, POOL, pages=TABLE), "write q[:, :, None]",
@@ -431,4 +432,132 @@ DTYPES: Wrong = {
     "plan of bytes": (plan_of(Q.byte(), Q, Q), "q"),
     "spec of shorts": (lambda: ag.TensorSpec((2, 8), torch.int16), "torch.int16"),
 }
-WRONG: Wrong = WORDS | OPTIONS | SHAPES | DTYPES
+any_shard: Any = ag.shard
+any_plan: Any = ag.compile(any_graph)
+any_evaluate: Any = ag.evaluate
+any_layer: Any = nn.Attention
+any_varlen: Any = nn.varlen_attn
+any_append: Any = nn.append_to_pages
+any_step: Any = ag.SoftCap
+any_prefix: Any = ag.Prefix
+any_lengths: Any = ag.KeyLengths
+any_mesh: Any = ag.Mesh
+MESH, ROWS = ag.Mesh(2), Q[:, :, 0]
+PACKED_SPEC, FOURS = ag.TensorSpec((7, 4, 16), torch.float32), torch.zeros(2, 4, 8, 8).byte()
+PACKED_GRAPH: Any = ag.attention(
+    PACKED_SPEC, PACKED_SPEC, PACKED_SPEC, q_starts=ag.TensorSpec((3,), torch.int32),
+    mask=ag.Causal("bottom_right"),
+)  # fmt: skip
+JAGGED: Any = torch.nested.nested_tensor(
+    [torch.randn(3, 4, 16), torch.randn(5, 4, 16)], layout=torch.jagged
+)
+HEADS = JAGGED.transpose(1, 2)
+
+
+def call_of(*given: Any, on: Any) -> Call:
+    return lambda: on(*given)
+
+
+PLACES: Wrong = {  # arguments in a place that has none, or a stranger by name
+    f"{name} by position": (call_of(Q, Q, Q, fourth, on=any_sdpa), edit)
+    for name, fourth, edit in [
+        ("sdpa True", True, "write is_causal=True"),
+        ("sdpa scale", 0.5, "write scale=0.5"),
+        ("sdpa mask", ag.Causal(), "write is_causal=True"),
+    ]
+} | {
+    "sdpa of a rate that is a flag": (call_of(Q, Q, Q, None, True, on=any_sdpa), "is_causal=True"),
+    "plan of a mask by position": (call_of(Q, Q, Q, ag.Causal(), on=any_plan), "mask=..."),
+    "plan of a bias by position": (call_of(Q, Q, Q, Q, on=any_plan), "keep=, bias=, scale="),
+    "evaluate by position": (call_of(any_graph, Q, Q, Q, on=any_evaluate), "(graph, (q, k, v))"),
+    "scores of a mask": (call_of(Q, Q, ag.Causal(), on=ag.scores), ".mask(Causal())"),
+    "varlen mask": (
+        call_of(PACKED, PACKED, PACKED, STARTS, STARTS, 4, 4, ag.Causal(), on=any_varlen),
+        "attn_graph.nn.functional.attention(q, k, v, mask=...)",
+    ),
+    "layer of a mask by position": (call_of(ag.Causal(), on=any_layer), "Attention(mask=Causal()"),
+    "layer called with a mask": (
+        call_of(Q, Q, Q, ag.Causal(), on=any_layer()), "Attention(mask=Causal())",
+    ),
+    "layer of a tensor": (lambda: any_layer(keep=FLAGS), "(q, k, v, keep=...)"),
+    "multihead called with a mask": (
+        lambda: nn.MultiheadAttention(16, 4)(*(Q[0],) * 3, ag.Causal()),
+        "attn_mask=tensor",
+    ),
+    "compile for a name": (call_of(any_graph, "h200", on=any_compile), "target='h200'"),
+    "compile of a mask": (call_of(any_graph, ag.Causal(), on=any_compile), "mask=..."),
+    "explain of a keyword": (lambda: any_explain(any_graph, mask=1), "(q, k, v, mask=...)"),
+    "shard by position": (call_of(Q, Q, Q, MESH, on=any_shard), "shard(graph, mesh, placements"),
+    "graph of specs by position": (call_of(None, SPEC, on=ag.graph), "graph(fn, /, **specs)"),
+    "window of a size": (lambda: any_window(size=4), "Window(left, right=0, align=None)"),
+    "prefix of nothing": (any_prefix, "write Prefix(length)"),
+    "soft cap of nothing": (any_step, "write SoftCap(cap)"),
+    "lengths in a mask": (call_of(LENGTHS, on=any_lengths), "to attention(q, k, v, ...) by name"),
+    "tiles of a mask": (call_of(ag.Causal(), on=ag.tiles), "tiles(mask, M, N)"),
+    "replace_sdpa of a model": (
+        call_of(torch.nn.Identity(), on=ag.replace_sdpa), "with replace_sdpa():",
+    ),
+}  # fmt: skip
+SERVING: Wrong = {
+    "keys longer than queries": (
+        lambda: any_attention(PACKED, *(torch.randn(9, 4, 16),) * 2, q_starts=STARTS),
+        "pass kv_starts= too",
+    ),
+    "starts of keys alone": (
+        lambda: any_attention(PACKED, PACKED, PACKED, kv_starts=STARTS), "give q_starts=",
+    ),
+    "starts descend": (packed(q_starts=STARTS.flip(0)), "the first row of each sequence"),
+    "starts past the end": (packed(q_starts=STARTS + STARTS), "of 7 rows"),
+    "lengths for starts": (packed(q_starts=torch.tensor([3, 4, 7])), "expected 0 first"),
+    "starts of a list": (packed(q_starts=[0, 3, 7]), "torch.tensor([0, 3, 7])"),
+    "longest too short": (packed(max_lengths=(2, 2)), "a larger max_lengths="),
+    "all_rows of padded ones": (attend(all_rows=True), "leave it out"),
+    "max_lengths of padded ones": (attend(max_lengths=(8, 8)), "leave it out"),
+    "finite_pages without pages": (attend(finite_pages=True), "leave it out"),
+    "pages below 0": (paged(pages=-TABLE), "of a pool of 6"),
+    "pages past the pool": (paged(pages=TABLE + 9), "of a pool of 6"),
+    "pages of a list": (paged(pages=[[0, 1], [2, 3]]), "torch.tensor([[0, 1], [2, 3]])"),
+    "pools of other pages": (
+        lambda: any_attention(Q, POOL, POOL[:5], pages=TABLE), "one table of pages serves both",
+    ),
+    "jagged with rows first": (attend(JAGGED, JAGGED, JAGGED), "x.transpose(1, 2)"),
+    "jagged beside dense": (attend(HEADS, Q, Q), "pass q, k and v nested"),
+    "jagged with starts": (attend(HEADS, HEADS, HEADS, q_starts=STARTS), "leave it out"),
+    "jagged into a tensor": (attend(HEADS, HEADS, HEADS, out=Q), "leave out= out"),
+    "4 bits without scales": (quantised(FOURS, FOURS), "pass k_scale= and v_scale="),
+    "4 bits of full size": (
+        quantised(BYTES.byte(), BYTES.byte(), k_scale=SCALE, v_scale=SCALE), "k.view(dtype)",
+    ),
+    "4 bits of queries": (
+        attend(FOURS, FOURS, FOURS, q_scale=SCALE, k_scale=SCALE, v_scale=SCALE), "in a float",
+    ),
+    "scale of queries alone": (attend(BYTES, Q, Q, q_scale=SCALE), "k_scale is not"),
+    "block of 3": (
+        quantised(k_scale=torch.ones(2, 4, 8, 3), v_scale=SCALE), "3 on axis 3, not a divisor of 16"
+    ),
+    "block of other batches": (
+        quantised(k_scale=torch.ones(3, 1, 1, 1), v_scale=SCALE), "3 on axis 0, not a divisor of 2"
+    ),
+    "zero points": (quantised(k_zero_point=SCALE), "without zero points"),
+    "descale": (quantised(k_scale=SCALE, v_descale=SCALE), "use v_scale="),
+    "scale as double": (quantised(k_scale=SCALE.double(), v_scale=SCALE), "k_scale.float()"),
+    "one new row of each": (
+        call_of(ROWS, ROWS, POOL, POOL, TABLE, LENGTHS, on=any_append), "write k[:, :, None]",
+    ),
+    "splits": (
+        lambda: any_varlen(PACKED, PACKED, PACKED, STARTS, STARTS, 4, 4, num_splits=2), "pass None",
+    ),
+    "shard by ring": (call_of(any_graph, MESH, "ring", on=any_shard), 'write "balanced"'),
+    "shard on a number": (call_of(any_graph, 2, "zigzag", on=any_shard), "write ag.Mesh(8)"),
+    "mesh of 0": (call_of(0, on=any_mesh), "write ag.Mesh(8)"),
+    "shard of cu_seqlens": (
+        lambda: any_shard(PACKED_GRAPH, MESH, "zigzag", cu_seqlens=STARTS), "write q_starts=",
+    ),
+    "shard of a list": (
+        lambda: any_shard(PACKED_GRAPH, MESH, "zigzag", q_starts=[0, 3, 7]), "torch.tensor(",
+    ),
+    "shard without starts": (call_of(PACKED_GRAPH, MESH, "zigzag", on=any_shard), "q_starts="),
+    "virtual GPU of a CPU": (lambda: virtual_gpu("cpu").__enter__(), 'its name, "h200"'),
+    "virtual GPU of a slip": (lambda: virtual_gpu("h400").__enter__(), "known are cpu, cuda, a100"),
+}  # fmt: skip
+WRONG: Wrong = WORDS | OPTIONS | SHAPES | DTYPES | PLACES | SERVING

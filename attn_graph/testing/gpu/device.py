@@ -20,6 +20,7 @@ import torch
 from attrs import define, field
 from torch._C import _are_functorch_transforms_active
 
+from attn_graph.errors import GraphError
 from attn_graph.lowering.cudnn.offline import compile_stand_in
 from attn_graph.machine.target import VIRTUAL, Target
 from attn_graph.machine.tensors import is_watched
@@ -264,6 +265,8 @@ def virtual_gpu(
     from triton.runtime import driver
 
     target = Target.of(name) if isinstance(name, str) else name
+    if target.kind != "cuda":
+        raise GraphError(f'virtual_gpu: {target} is not a GPU; write its name, "h200"')
     gpu = VirtualGpu(target, seed, frozenset(omits), processes)
     if knobs.runtime.interpret or gpu.target in VIRTUAL:
         raise RuntimeError("Triton interprets kernels here, or another virtual GPU is in use")
