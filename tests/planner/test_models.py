@@ -39,7 +39,7 @@ def rows_of(name: str) -> Iterator[str]:
         forward = explained(name, target)
         for side, found in (("forward", forward), ("backward", forward.backward)):
             if found is not None:
-                how = [note.split(",")[0] for note in found.notes]
+                how = [note.split(", ")[0] for note in found.notes]
                 first, *_ = (*how, found.cause.split(":")[0])
                 choice = f"{name:<27}{target.name:<6}{side:<9}{found.backend}: {first}"
                 yield f"{choice} | also {', '.join(found.also) or 'none'}"
