@@ -140,7 +140,7 @@ def test_no_plan_takes_more_workspace_than_it_may(
         told = ag.compile(graph, target=CPU, max_workspace=most).memory()
     except ag.NoBackendError as error:  # of the graph, or of its gradient
         why = str(error)
-    assert f"{most} bytes" in why if told is None else told.workspace_forward <= most
+    assert f"{most:,} bytes" in why if told is None else told.workspace_forward <= most
 
 
 @pytest.mark.parametrize("graph", [PLAIN, CAPPED])

@@ -256,7 +256,7 @@ def test_a_file_that_is_too_large_or_no_json_is_no_plan(tmp_path: Path) -> None:
         file.truncate(2**40)
     assert store.get("key") is None
     (entry,) = store.entries()
-    assert entry.unfit == f"it has {2**40} bytes, and {2**26} is the most of a stored plan"
+    assert entry.unfit == f"it has {2**40:,} bytes, and {2**26:,} is the most of a stored plan"
     wrong = [DEEP, '{"a": NaN}', '{"a": -1}', f'{{"a": {"9" * 400}}}', f'{{"a": {FAR}}}']
     for text in wrong:
         with pytest.raises(Unfit):
