@@ -45,14 +45,14 @@ def fuse(a: Array, b: Array, c: Array) -> Array:
         even = total.view(np.int64) & 1 == 0
         odd = np.nextafter(total, np.copysign(np.inf, rest))
         total = np.where(np.isfinite(total) & (rest != 0) & even, odd, total)
-    rounded: Array = total.astype(F32)
-    return rounded
+    return total.astype(F32)
 
 
 def rest_of(a: Array, b: Array, total: Array) -> Array:
     """What rounding left out of the sum a + b (Knuth)."""
     more = total - a
-    return (a - (total - more)) + (b - more)
+    rest: Array = (a - (total - more)) + (b - more)
+    return rest
 
 
 def add_towards(a: Array, b: Array, way: str) -> Array:
