@@ -12,6 +12,7 @@ from tests.support.sources import HOMES, ROOT, tree_of
 P90, LONGEST, LONGEST_KERNEL = 25, 80, 150  # lines of a function
 LONGEST_FILE = 800
 CALLED_ONCE, IMPORTING = 0.25, 0.081  # shares of functions and of lines: they may only fall
+MEMORIES = 35
 FOLDERS = (*HOMES.values(), ROOT / "examples")
 FILES = [
     path
@@ -157,3 +158,18 @@ def test_any_in_a_public_signature_says_why() -> None:
         for line in sorted(anys(function) - commented(path))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def is_memory(node: ast.AST) -> bool:
+    """Whether a decorator, or a function that is called, remembers what another function gives."""
+    function = node.func if isinstance(node, ast.Call) else node
+    return isinstance(function, ast.Name) and function.id in ("remember", "cache", "lru_cache")
+
+
+def test_few_answers_are_remembered_beside_the_values_they_are_about() -> None:
+    """A question about a value at hand is a cached property of it, or asked by `once`."""
+    nodes = [node for tree in own_trees() for node in ast.walk(tree)]
+    decorated = [x for node in nodes if isinstance(node, Function) for x in node.decorator_list]
+    called = [node.func for node in nodes if isinstance(node, ast.Call) and node.args]
+    wrapped = [x for x in called if isinstance(x, ast.Call) or ast.unparse(x) == "remember"]
+    assert sum(map(is_memory, [*decorated, *wrapped])) <= MEMORIES

@@ -20,7 +20,6 @@ from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.cudnn.backend import BACKEND as CUDNN
 from attn_graph.lowering.cudnn.offline import compiler, has_driver
 from attn_graph.lowering.cudnn.plan import READ_BY_CUDNN
-from attn_graph.lowering.libraries.cudnn_versions import versions
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.target import LIBRARIES, local_devices
@@ -256,7 +255,7 @@ def store_problems(state: StoreState) -> Iterator[str]:
 
 def version_reasons(target: ag.Target) -> tuple[ag.extend.Reason, ...]:
     """Reasons against these versions of cuDNN and its frontend: those on a GPU that has both."""
-    if None in versions(target):
+    if None in target.cudnn_versions:
         return ()
     hopper = evolve(ag.Target.of("h200"), libraries=target.libraries)
     return reasons_on_target(CUDNN, hopper, Switches())

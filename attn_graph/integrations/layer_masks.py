@@ -15,7 +15,6 @@ from attn_graph.errors import GraphError
 from attn_graph.integrations.conditions import Condition, UnreadableMaskError, is_readable_now
 from attn_graph.integrations.mask_functions import Frame, MaskFunction, read_mask_function
 from attn_graph.machine.ambient import is_traced, neutral_state
-from attn_graph.machine.cache import remember
 from attn_graph.masks import Mask
 from attn_graph.nn.calls import SEGMENTS
 from attn_graph.nn.ops import example_of
@@ -23,6 +22,7 @@ from attn_graph.spec import INF
 
 Tensors = dict[str, Tensor]
 logger = logging.getLogger(__name__)
+SAID: set[str] = set()  # reasons that were logged
 
 
 class MaskDescription(Tensor):
@@ -248,10 +248,9 @@ def dense_mask(described: MaskDescription) -> Tensor:
     return mask.to(described.device)
 
 
-log_once = remember(logger.warning)
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of torch
 def say_once(what: str) -> None:
     """Log the reason for a dense mask, once."""
-    log_once("a mask is a tensor [B,1,M,N], not data, since %s", what)
+    if what not in SAID:
+        SAID.add(what)
+        logger.warning("a mask is a tensor [B,1,M,N], not data, since %s", what)

@@ -36,7 +36,6 @@ from attn_graph.masks.formulas import (
     Elements,
     Formula,
     evaluate_formula,
-    read_formula,
     simplify_text,
 )
 from attn_graph.masks.joins import BLOCKS
@@ -133,7 +132,7 @@ class Index:
         """As an integer affine in b, h, i and j, or an absolute value of one; None if it is not."""
         names = {**dict(zip(AXES, POSITIONS, strict=True)), **FUNCTIONS}
         try:
-            return Position.of(evaluate_formula(read_formula(self.text), names))
+            return Position.of(evaluate_formula(self.text, names))
         except (Untraceable, AttributeError, NameError):
             return None
 

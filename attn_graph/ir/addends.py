@@ -131,7 +131,7 @@ class Factor(Modifier):
         node = read_formula(self.text)
         if used_names(node) & {*AXES, *self.needs}:
             return None
-        return float(evaluate_formula(node, functions_for(torch.float64)))
+        return float(evaluate_formula(self.text, functions_for(torch.float64)))
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         changed: torch.Tensor = s * term_at(self, at, s.dtype)
@@ -152,7 +152,7 @@ def check_term(step: Addend | Factor) -> ast.expr:
     names = {**dict.fromkeys(own, one), **functions_for(one.dtype)}
     require_syntax(node, names)
     check_constants(node)
-    evaluate_formula(node, names)
+    evaluate_formula(step.text, names)
     return node
 
 
@@ -166,7 +166,7 @@ def term_at(step: Addend | Factor, at: Place, dtype: torch.dtype, **values: floa
     """A step's term at a place. values: numbers in place of elements."""
     elements = (*step.elements, *step.integers)
     names = {**place_names(at, elements), **functions_for(dtype), **values}
-    return evaluate_formula(read_formula(step.text), names)
+    return evaluate_formula(step.text, names)
 
 
 def degree(node: ast.expr, name: str) -> float:

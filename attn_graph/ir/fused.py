@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeVar, final
 
@@ -39,7 +39,6 @@ class Role:
     data: Data | None = None
 
     @classmethod
-    @cache
     def of_rows(cls, name: str) -> Role:
         """o, lse, ..., or a gradient or tangent of these."""
         axes = WIDE.get(name.removeprefix("t").removeprefix("d"), "bhi")

@@ -41,7 +41,7 @@ def leaf_promise_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
         yield from (
             value_problems(mask)
             or overflow_problems(mask, sizes)
-            or check_leaf(mask, checked_sizes(sizes, mask.needs))
+            or check_once(problems_of_leaf, mask, checked_sizes(sizes, mask.needs))
         )
 
 
@@ -50,7 +50,7 @@ def modifier_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]
         yield from (
             value_problems(modifier)
             or overflow_problems(modifier, sizes)
-            or check_modifier_once(modifier, checked_sizes(sizes, {"s": None}))
+            or check_once(problems_of_modifier, modifier, checked_sizes(sizes, {"s": None}))
         )
 
 
@@ -88,23 +88,17 @@ def value_problems(value: Mask | Modifier) -> list[str]:
 
 
 @remember
-def check_leaf(mask: Mask, sizes: Sizes) -> tuple[str, ...]:
+def check_once(
+    problems_of: Callable[..., Iterable[str]],
+    step: Mask | Modifier,
+    sizes: Sizes,
+    *more: Any,  # Any: as `problems_of` takes
+) -> tuple[str, ...]:
+    """The problems of a step on a block of places; none without places."""
     if 0 in sizes:
         return ()
     with neutral_state(), torch.no_grad():
-        try:
-            leaf = mask.resolved(sizes[2], sizes[3], ragged_in(mask.needs))
-        except GraphError:  # a missing alignment, which the canonical form reports
-            return ()
-        return tuple(problems_of_leaf(leaf, sizes))
-
-
-@remember
-def check_modifier_once(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
-    if 0 in sizes:
-        return ()
-    with neutral_state(), torch.no_grad():
-        return tuple(problems_of_modifier(modifier, sizes))
+        return tuple(problems_of(step, sizes, *more))
 
 
 def attempt(who: str, run: Callable[[], Any]) -> tuple[Any, list[str]]:  # Any: what run returns
@@ -125,6 +119,10 @@ def attempt(who: str, run: Callable[[], Any]) -> tuple[Any, list[str]]:  # Any: 
 
 def problems_of_leaf(mask: Mask, sizes: Sizes) -> Iterator[str]:
     B, H, M, N = sizes
+    try:
+        mask = mask.resolved(M, N, ragged_in(mask.needs))
+    except GraphError:  # a missing alignment, which the canonical form reports
+        return
     who, data = type(mask).__name__, invent_tensors(mask.needs, sizes)
     for bounds in ("bound_keys", "span", "surely"):
         if getattr(type(mask), bounds) is not getattr(Mask, bounds):
@@ -280,28 +278,24 @@ def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
 
 
 def tangent_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    if type(modifier) not in MODIFIERS and 0 not in sizes:
+    if type(modifier) not in MODIFIERS:
+        block = checked_sizes(sizes, modifier.needs)
         checks = problems_of_spread, problems_of_sums, problems_of_bend
-        yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs), checks)
+        yield from check_once(problems_of_tangents, modifier, block, *checks)
 
 
 def derivative_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    if 0 not in sizes:
-        checks = problems_of_spread, problems_of_bend
-        yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs), checks)
+    block, checks = checked_sizes(sizes, modifier.needs), (problems_of_spread, problems_of_bend)
+    yield from check_once(problems_of_tangents, modifier, block, *checks)
 
 
-@remember
-def check_tangents_once(
-    modifier: Modifier, sizes: Sizes, checks: tuple[Callable[[Trial], list[str]], ...]
-) -> tuple[str, ...]:
-    with neutral_state(), torch.no_grad():
-        trial, who = Trial.of(modifier.resolved(*sizes[2:]), sizes), type(modifier).__name__
-        problems: list[str] = []
-        for check in checks:
-            more, failures = attempt(f"{who}'s derivative", partial(check, trial))
-            problems += failures or more
-        return tuple(problems)
+def problems_of_tangents(
+    modifier: Modifier, sizes: Sizes, *checks: Callable[[Trial], list[str]]
+) -> Iterator[str]:
+    trial, who = Trial.of(modifier.resolved(*sizes[2:]), sizes), type(modifier).__name__
+    for check in checks:
+        problems, failures = attempt(f"{who}'s derivative", partial(check, trial))
+        yield from failures or problems
 
 
 def problems_of_spread(trial: Trial) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -14,18 +14,19 @@ from torch.autograd import forward_ad
 from attn_graph.machine.imports import load_modules
 
 Tensors = Mapping[str, torch.Tensor]  # by name
+DERIVATIVES = "torch._decomp.decompositions_for_jvp"
 
 
-@cache
 def load_derivatives() -> None:
     """Import what `make_dual` imports at its first call, without PyTorch's warning of its own code.
 
     It scripts functions by torch.jit.script, which is deprecated.
     """
-    if os.environ.get("PYTORCH_JIT", "1") == "1" and __debug__:  # as make_dual
+    imports = os.environ.get("PYTORCH_JIT", "1") == "1" and __debug__  # as make_dual
+    if imports and DERIVATIVES not in sys.modules:
         with catch_warnings():
             simplefilter("ignore", DeprecationWarning)
-            load_modules("torch._decomp.decompositions_for_jvp")
+            load_modules(DERIVATIVES)
 
 
 @contextmanager

@@ -12,13 +12,19 @@ from functools import lru_cache
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 from weakref import WeakSet
 
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 
 P = ParamSpec("P")
 S = TypeVar("S", bound="Remembers")
 T = TypeVar("T")
 CAPACITY = 1024  # plans, and answers of each question about graphs: mostly some kilobytes each
+UNANSWERED = object()
 remember = lru_cache(CAPACITY)
+
+
+def latest(method: str, most: int) -> Any:  # Any: a function like the method
+    """The default of a field: a method of the value, which keeps its latest answers."""
+    return Factory(lambda value: lru_cache(most)(getattr(value, method)), takes_self=True)
 
 
 class Remembers:
@@ -32,9 +38,9 @@ class Remembers:
     ) -> T:
         """The answer to a question, worked out at its first call."""
         key = question, more, *named.items()
-        if key not in self.answers:
-            self.answers[key] = question(self, *more, **named)
-        answer: T = self.answers[key]
+        answer: T = self.answers.get(key, UNANSWERED)  # a key takes long to hash
+        if answer is UNANSWERED:
+            answer = self.answers[key] = question(self, *more, **named)
         return answer
 
 

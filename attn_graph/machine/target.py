@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, final
 
@@ -19,7 +20,8 @@ from attn_graph.machine.gpus import Peaks, devices, find_product
 from attn_graph.spec import as_integer, maybe_real, maybe_whole
 
 LOG = logging.getLogger("attn_graph")
-PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend")
+FRONTEND = "nvidia-cudnn-frontend"
+PACKAGES = ("torch", "triton", FRONTEND)
 CUDNN = (  # packages, one of them cuDNN itself; jit has the part for attention
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-cu12",
@@ -34,6 +36,7 @@ FLASH = (
 )  # and its compiler
 SYSTEM_CUDNN = "cudnn"  # loaded by PyTorch if pip installed none: a system's, or conda's
 LIBRARIES = (*PACKAGES, *FLASH, *CUDNN, SYSTEM_CUDNN)
+Version = tuple[int, int, int]
 VIRTUAL: set[Target] = set()  # GPUs emulated by this machine's CPU, on its own tensors
 
 
@@ -76,13 +79,13 @@ class Target:
         Equal GPUs are equal targets, and share plans. Raises GraphError for a device missing here.
         """
         if device is None:
-            return describe_gpu(current_gpu()) if gpu_count() else describe_cpu()
+            return describe_machine(current_gpu() if gpu_count() else "cpu")
         try:
             place = torch.device(device)
         except (RuntimeError, TypeError, ValueError) as error:
             raise GraphError(f'{show(device)} is not a device; write "cuda:0" or "cpu"') from error
         if place.type == "cpu":
-            return describe_cpu()
+            return describe_machine("cpu")
         index = current_gpu() if place.index is None else place.index
         if place.type != "cuda" or index >= gpu_count():
             here, names = ", ".join(map(str, local_devices())), ", ".join(devices())
@@ -90,7 +93,7 @@ class Target:
                 f"device {str(place)!r} is not here; here are {here}; to plan for a GPU of another "
                 f"machine, write its name: {names}"
             )
-        return describe_gpu(index)
+        return describe_machine(index)
 
     @classmethod
     def of(cls, name: str) -> Target:
@@ -101,11 +104,18 @@ class Target:
         """
         known = name.lower() if isinstance(name, str) else None
         if known in devices():
-            return describe_product(known)
+            return describe_machine(known)
         if known is not None and known.partition(":")[0] in ("cpu", "cuda"):
             return cls.here(known)
         names = ", ".join(devices())
         raise GraphError(f"target {show(name)} is not known; known are cpu, cuda, {names}")
+
+    @cached_property
+    def cudnn_versions(self) -> tuple[Version | None, Version | None]:
+        """The versions of cuDNN and of its frontend; None for a missing library."""
+        known = dict(self.libraries)
+        cudnn = next(filter(None, map(known.get, (*CUDNN, SYSTEM_CUDNN))), "")
+        return read_version(cudnn), read_version(known.get(FRONTEND, ""))
 
     def peak(self, dtype: str) -> float | None:
         """Dense flop/s of matrix products in a dtype, "bf16" say; None: not known."""
@@ -165,6 +175,14 @@ def local_devices() -> Iterator[torch.device]:
 
 
 @cache
+@neutral_state()
+def describe_machine(machine: str | int) -> Target:
+    """This machine's CPU, "cpu"; a GPU of it, by number; or one of the table, by name."""
+    if machine == "cpu":
+        return describe_cpu()
+    return describe_gpu(machine) if isinstance(machine, int) else describe_product(machine)
+
+
 def describe_product(name: str) -> Target:
     """A GPU of the table, with the libraries installed here."""
     device = devices()[name]
@@ -183,8 +201,6 @@ def describe_product(name: str) -> Target:
     )
 
 
-@cache
-@neutral_state()
 def describe_gpu(index: int) -> Target:
     """A GPU of this machine. Its rates are from the table, if it lists this very product."""
     gpu: Any = torch.cuda.get_device_properties(index)  # Any: PyTorch's stubs leave a field out
@@ -205,8 +221,6 @@ def describe_gpu(index: int) -> Target:
     )
 
 
-@cache
-@neutral_state()
 def describe_cpu() -> Target:
     """The CPU of this machine. native: as oneDNN, PyTorch's CPU library, reports it."""
     native = []
@@ -229,6 +243,13 @@ def installed_libraries() -> tuple[tuple[str, str], ...]:
     has_cudnn = any(number for name, number in by_pip if name in CUDNN)
     libraries = by_pip if has_cudnn else [*by_pip, (SYSTEM_CUDNN, system_cudnn())]
     return tuple((name, number) for name, number in libraries if number)
+
+
+def read_version(text: str) -> Version | None:
+    """Major, minor and patch; None without a number."""
+    numbers = re.findall(r"\d+", text)[:3]
+    major, minor, patch = (*map(int, numbers), 0, 0, 0)[:3]
+    return (major, minor, patch) if numbers else None
 
 
 def version_of(library: str) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Mapping
+from types import CodeType
 from typing import Any, final
 
 import torch
@@ -35,7 +36,6 @@ FUNCTIONS: Mapping[str, Apply] = {"abs": abs, "max": maximum, "min": minimum}
 PAIRS = ("max", "min")  # functions of two
 CALLED = (*FUNCTIONS, "real", *METHODS)
 RESERVED = (*AXES, *CALLED)
-code_of = remember(lambda node: compile(ast.Expression(node), "<formula>", "eval"))
 
 
 def as_elements(values: Any) -> Elements:  # Any: pairs
@@ -67,7 +67,6 @@ def check_elements(elements: Elements) -> None:
             )
 
 
-@remember
 def read_formula(text: str) -> ast.expr:
     """The syntax tree of a formula. Raises GraphError unless it is a Python expression."""
     try:
@@ -82,9 +81,14 @@ def simplify_text(text: str) -> str:
     return ast.unparse(read_formula(text))
 
 
-def evaluate_formula(node: ast.expr, names: Mapping[str, Term]) -> Term:
+@remember
+def compile_formula(text: str) -> CodeType:
+    return compile(ast.Expression(read_formula(text)), "<formula>", "eval")
+
+
+def evaluate_formula(text: str, names: Mapping[str, Term]) -> Term:
     """The value of a formula, of which `require_syntax` knows each part, for these names."""
-    return eval(code_of(node), {}, names)
+    return eval(compile_formula(text), {}, names)
 
 
 def require_syntax(node: ast.expr, names: Collection[str]) -> None:
@@ -163,7 +167,7 @@ def check_constants(node: ast.expr) -> None:
     for part in ast.walk(node):
         named = any(isinstance(x, ast.Name | ast.Compare) for x in ast.walk(part))
         if isinstance(part, ast.expr) and not named:
-            value = evaluate_formula(part, {})
+            value = evaluate_formula(ast.unparse(part), {})
             if isinstance(value, int) and not -MOST_INT64 <= value <= MOST_INT64:
                 raise GraphError(
                     f"formula: {ast.unparse(part)} is {value}, beyond {MOST_INT64}, the largest "
@@ -195,7 +199,7 @@ def range_problems(text: str, elements: Elements, sizes: tuple[int, int, int, in
     names = {**known, **FUNCTIONS}
     for part in ast.walk(read_formula(text)):
         if isinstance(part, ast.BinOp) and not has_floats(part) and used_names(part) <= {*names}:
-            made = evaluate_formula(part, names)
+            made = evaluate_formula(ast.unparse(part), names)
             ends = (made.least, made.most) if isinstance(made, Range) else (made,)
             if max(abs(float(x)) for x in ends) > MOST_INT64:
                 return [f"formula: {ast.unparse(part)} may be beyond 64 bits for sizes {sizes}"]
@@ -245,4 +249,4 @@ class Formula(Mask):
         return {name: Data(axes) for name, axes in self.elements}
 
     def keep(self, at: Place) -> Term:
-        return evaluate_formula(read_formula(self.text), place_names(at, self.elements))
+        return evaluate_formula(self.text, place_names(at, self.elements))

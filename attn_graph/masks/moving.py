@@ -147,13 +147,11 @@ class Shift(ast.NodeTransformer):
 
 def move_text(text: str, box: Box) -> str:
     """A formula of b, h, i and j, rewritten for positions in a box."""
-    fresh = ast.parse(text, mode="eval").body  # the syntax tree of `read_formula` is shared
-    return ast.unparse(ast.fix_missing_locations(Shift(box).visit(fresh)))
+    return ast.unparse(ast.fix_missing_locations(Shift(box).visit(read_formula(text))))
 
 
 def move_formula(mask: Formula, box: Box) -> Formula:
     """The formula of a box. Raises GraphError if it names lengths, which parts count anew."""
-    read_formula(mask.text)
     refuse_lengths(dict(mask.elements))
     return evolve(mask, text=move_text(mask.text, box))
 

@@ -13,7 +13,6 @@ from attn_graph.ir.arguments import ARGUMENTS
 from attn_graph.ir.layouts import has_sizes
 from attn_graph.ir.relative import counting_parts
 from attn_graph.ir.scaling import O_SCALE
-from attn_graph.machine.cache import remember
 from attn_graph.nn.packed_sizes import PACKING
 from attn_graph.planner.content import CallContent, Content
 
@@ -106,7 +105,6 @@ def map_call(
     return stacked, [0] * len(stacked)
 
 
-@remember
 def is_foldable(content: Content) -> bool:
     """True if a longer batch computes each entry as alone.
 

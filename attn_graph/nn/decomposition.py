@@ -65,7 +65,7 @@ def read_graph(tensors: Tensors, text: str) -> Graph:
             )
         graph = fuse(make_graph(specs, content.restore()))
     else:
-        graph = restore_graph(text)[1]
+        graph = restore_graph(text)
     if problems := [*leaving_problems(graph)]:
         raise GraphError(*problems)
     return graph

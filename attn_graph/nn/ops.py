@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from attn_graph.ir.vjp import residuals
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import flop_formulas, has_tangent, is_traced
 from attn_graph.machine.autograd import run_each, select_moving, split_tangents
-from attn_graph.machine.cache import remember
 from attn_graph.machine.likeness import NESTED, OWN_CLASSES
 from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import switches_that_count
@@ -48,11 +47,16 @@ from attn_graph.spec import (
     TensorSpec,
     ValueType,
     accumulator,
+    dense_strides,
     layout_problem,
     new_strides,
     normalise_strides,
+    order_axes,
 )
 from attn_graph.spec.dims import bind
+
+if TYPE_CHECKING:
+    from attn_graph.lowering.facts import Facts
 
 NAME = "attn_graph"
 KINDS = ("cpu", "cuda")  # of devices
@@ -119,8 +123,8 @@ def run_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tens
     hidden = [t for t, place in zip(saved, results.saved, strict=True) if place >= results.count]
     if not hidden:
         return [*outputs]
-    layouts, sizes = result_layouts(plan.graph)[results.count :], plan.sizes_of(tensors)
-    strides = [bind(s, sizes) for _, s in layouts]
+    layouts, sizes = plan.request.facts.once(result_layouts), plan.sizes_of(tensors)
+    strides = [bind(s, sizes) for _, s in layouts[results.count :]]
     return [*outputs, *map(lay, hidden, strides)]
 
 
@@ -138,12 +142,9 @@ def run_gradient(
         gradients = find_plan(inputs, text).pull(tuple(needs), tensors[:known], grads)
     wanted = (t for t, need in zip(inputs, needs, strict=True) if need)
     return [
-        lay(g, known_strides(t.shape, t.shape, t.stride()))
+        lay(g, dense_strides(t.shape, order_axes(t.shape, t.stride())))
         for g, t in zip(gradients, wanted, strict=True)
     ]
-
-
-known_strides = remember(strides_like)  # for numbers; symbols have no hash
 
 
 def lay(x: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -155,8 +156,8 @@ def lay(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
-@remember
-def result_layouts(graph: Graph) -> tuple[tuple[ValueType, tuple[int, ...]], ...]:
+def result_layouts(facts: Facts) -> tuple[tuple[ValueType, tuple[int, ...]], ...]:
+    graph = facts.graph
     more = (result_spec(graph, i) for i in residuals(graph) if i not in graph.outputs)
     specs = (*output_specs(graph), *more)
     return tuple((s.type, new_strides(s)) for s in specs)
@@ -174,11 +175,13 @@ def fake_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Ten
     if isinstance(content, CallContent):
         every = [*fake_results(content, results.names, tensors)]
     else:
-        graph = restore_graph(text)[1]
+        from attn_graph.lowering.facts import facts_of  # waits for the first plan
+
+        graph = restore_graph(text)
         require_specs(graph, tensors)
         every = [
             tensors[0].new_empty_strided(type_.shape, strides, dtype=type_.dtype)
-            for type_, strides in result_layouts(graph)
+            for type_, strides in facts_of(graph).once(result_layouts)
         ]
     return every if saves else every[: results.count]
 
@@ -295,7 +298,7 @@ class OpCall(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         used = grads[: ctx.count]  # o and lse after these move with the gradients that read them
-        fixed = restore_graph(ctx.text)[1].carried if is_plan(ctx.text) else ()
+        fixed = restore_graph(ctx.text).carried if is_plan(ctx.text) else ()
         needs = [need and n not in fixed for n, need in enumerate(ctx.needs_input_grad[2:])]
         tensors = [*ctx.saved_tensors, *(g for g in used if g is not None)]
         gradients = OP_BACKWARD(tensors, ctx.text, needs, [g is not None for g in used])
@@ -323,7 +326,7 @@ class OpBackwardCall(_SingleLevelFunction):
         inputs = tensors[: len(needs)]
         plan = plan_anew(inputs, text).bound_to(inputs)
         own = find("write_gradient")(plan, tensors, needs, given)
-        fixed = restore_graph(own)[1].carried
+        fixed = restore_graph(own).carried
         wants = [need and n not in fixed for n, need in enumerate(ctx.needs_input_grad[3:])]
         used = [g for g in grads if g is not None]
         made = iter(OP_BACKWARD([*tensors, *used], own, wants, [g is not None for g in grads]))
@@ -342,7 +345,8 @@ def push_op(tensors: Tensors, text: str, saves: bool) -> list[Tensor]:
     moved = select_moving(plan.graph.carried, tangents)
     results = results_of(text)
     every = OP([*primals, *moved.values()], find("write_tangents")(plan, moved, saves))
-    count = len(result_layouts(plan.graph)) if saves else results.count
+    layouts = plan.request.facts.once(result_layouts)
+    count = len(layouts) if saves else results.count
     each = iter(every[count:])
     return [
         x if place in results.constants else forward_ad.make_dual(x, next(each))
@@ -454,11 +458,6 @@ def count_flops(plan: Plan) -> int:
     return plan.cost().forward.flops
 
 
-@remember
-def plan_pull(plan: Plan, needs: tuple[bool, ...]) -> Plan:
-    return plan.backward([n for n, need in enumerate(needs) if need])
-
-
 def forward_flops(
     tensors: Tensors, text: str, saves: bool = False, *, out_val: object = None
 ) -> int:
@@ -473,8 +472,8 @@ def backward_flops(
     *,
     out_val: object = None,
 ) -> int:
-    inputs = tensors[: len(needs)]
-    return count_flops(plan_pull(find_plan(inputs, text).bound_to(inputs), tuple(needs)))
+    inputs, wants = tensors[: len(needs)], [n for n, need in enumerate(needs) if need]
+    return count_flops(find_plan(inputs, text).bound_to(inputs).backward(wants))
 
 
 # Registration

@@ -22,13 +22,14 @@ class Results:
     """The results of `attention`: those of a call, then further residuals of the backward.
 
     count: the results of a call. saved: the places of the residuals. constants: the places of
-    results without a gradient. names: of all results of a call without a plan.
+    results without a gradient. names: of all results of a call without a plan. graph: of a plan.
     """
 
     count: int
     saved: tuple[int, ...]
     constants: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    graph: Graph | None = None
 
     @classmethod
     def of_graph(cls, graph: Graph) -> Results:
@@ -36,7 +37,7 @@ class Results:
         kept = residuals(graph)
         every = outputs + tuple(i for i in kept if i not in outputs)
         constants = tuple(place for place, i in enumerate(outputs) if i not in known)
-        return cls(len(outputs), tuple(map(every.index, kept)), constants)
+        return cls(len(outputs), tuple(map(every.index, kept)), constants, graph=graph)
 
     @classmethod
     def of_call(cls, content: CallContent) -> Results:
@@ -49,25 +50,25 @@ class Results:
 
 
 @remember
-def restore_graph(text: str) -> tuple[PlanContent, Graph]:
-    content = read_content(text)
-    assert isinstance(content, PlanContent)
-    return content, content.restore()[0]
-
-
-@remember
 def results_of(text: str) -> Results:
     content = read_content(text)
     if isinstance(content, CallContent):
         return Results.of_call(content)
-    return Results.of_graph(restore_graph(text)[1])
+    return Results.of_graph(content.restore()[0])
+
+
+def restore_graph(text: str) -> Graph:
+    """The graph of a plan."""
+    graph = results_of(text).graph
+    assert graph is not None
+    return graph
 
 
 def names_of_inputs(text: str) -> tuple[str, ...]:
     content = read_content(text)
     if isinstance(content, CallContent):
         return content.inputs
-    return tuple(i.name for i in restore_graph(text)[1].inputs)
+    return tuple(i.name for i in restore_graph(text).inputs)
 
 
 def require_count(text: str, count: int) -> None:

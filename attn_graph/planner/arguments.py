@@ -24,7 +24,6 @@ from attn_graph.spec import words
 # Modules for planning on GPUs, beyond those of every first plan; these import the rest.
 FOR_GPUS = (
     "lowering.libraries.cudnn_limits",
-    "lowering.libraries.cudnn_versions",
     "lowering.cudnn.memory",
     "lowering.cudnn.sequences",
     "lowering.cudnn.plan",

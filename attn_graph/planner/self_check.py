@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator
-from functools import cache
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import final
@@ -66,7 +66,7 @@ class SelfCheck:
     target: Target
     store: Store | None
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Everything the outcome depends on, as a text."""
         graphs = "\n".join(map(str, self.test.graphs))
@@ -196,7 +196,6 @@ def driver_version() -> str:
     return DRIVER.read_text().partition("\n")[0] if DRIVER.exists() else ""
 
 
-@cache
 def kernel_digest() -> str:
     """A digest of the kernels' source: changed kernels are checked anew."""
     from attn_graph import kernels

@@ -8,11 +8,10 @@ it, and some are kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import final
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import bind_graph, largest, many_sizes, require_readable
@@ -20,6 +19,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import Backend, Executable, Tensors, Write, places_to_lay
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.cache import latest
 from attn_graph.machine.fitting import Fit, Shape
 from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower, permitted_backends
 from attn_graph.planner.views import core_of, peel
@@ -51,10 +51,7 @@ class Sized:
     fit: Fit
     most: Bound
     whole: Executable | None
-    at: Callable[[Shape], Bound] = field(
-        init=False,
-        default=Factory(lambda sized: lru_cache(MOST_SIZES)(sized.plan_size), takes_self=True),
-    )
+    at: Callable[[Shape], Bound] = field(init=False, default=latest("plan_size", MOST_SIZES))
 
     @classmethod
     def of(cls, request: Request) -> Sized:

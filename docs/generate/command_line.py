@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import attn_graph as ag
 from attn_graph.cli.diagnosis import Surroundings
 from attn_graph.cli.main import commands
-from attn_graph.machine.target import describe_product
+from attn_graph.machine.target import describe_machine
 
 STORE = ag.extend.Store("~/.cache/attn_graph")  # as it reads on the page; the folder does not exist
 TORCH = (("torch", "2.13.0+cpu"),)
@@ -50,7 +50,7 @@ def run_command(line: str, machine: Surroundings = MACHINES["cudnn"]) -> str:
     with ExitStack() as stack:
         for name, value in {
             "attn_graph.machine.target.installed_libraries": lambda: libraries,
-            "attn_graph.machine.target.describe_product": describe_product.__wrapped__,
+            "attn_graph.machine.target.describe_machine": describe_machine.__wrapped__,
             "attn_graph.planner.arguments.default_store": lambda: STORE,
             "attn_graph.extend.default_store": lambda: STORE,
             "attn_graph.cli.diagnosis.Surroundings.here": lambda: machine,

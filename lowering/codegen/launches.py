@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Hashable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -38,7 +38,6 @@ Pointers = dict[str, str | tuple[str, ...]]  # names of tensors, by parameter of
 Tensors = Mapping[str, Any]  # by name: tensors, tuples of tensors, or Triton's mock tensors
 
 
-@cache
 def load_kernel(name: str) -> Any:  # Any: a function of Triton
     return getattr(load_modules(f"attn_graph.kernels.{HOMES[name]}"), name)
 
@@ -58,14 +57,14 @@ def out_of_resources_error() -> Any:  # Any: a class of Triton's
 
 @cache
 def load_driver() -> Any:  # Any: Triton's; its `active` one is the GPU's
-    return load_modules("triton.runtime").driver
-
-
-@cache
-def is_interpreting() -> bool:
-    """True if this process imported Triton with TRITON_INTERPRET=1."""
+    """None if this process imported Triton with TRITON_INTERPRET=1."""
     forward, jit = load_kernel("forward"), load_modules("triton.runtime.jit")
-    return not isinstance(forward, jit.JITFunction)
+    compiles = isinstance(forward, jit.JITFunction)
+    return load_modules("triton.runtime").driver if compiles else None
+
+
+def is_interpreting() -> bool:
+    return load_driver() is None
 
 
 def check_interpreter(expected: bool) -> None:
@@ -138,6 +137,10 @@ class Launch:
     descriptors: Mapping[str, Descriptor] = field(factory=dict)
     compiled: dict[Hashable, Any] = field(factory=dict, init=False)  # Any: Triton's
 
+    @cached_property
+    def function(self) -> Any:  # Any: of Triton
+        return load_kernel(self.kernel)
+
     def arguments(self, tensors: Tensors) -> dict[str, Any]:  # Any: as the kernel takes them
         """All arguments of the kernel, by name."""
         functions = {parameter: compile_text(text) for parameter, text in self.texts.items()}
@@ -156,12 +159,12 @@ class Launch:
 
     def __call__(self, tensors: Tensors) -> None:
         """Launch it. Raises RefusedError if the GPU has too little memory for the tiles."""
-        function, arguments = load_kernel(self.kernel), self.arguments(tensors)
-        if is_interpreting():
+        function, arguments, driver = self.function, self.arguments(tensors), load_driver()
+        if driver is None:
             function[(self.grid,)](**arguments)
             return
         given = [distinguish(arguments[x]) for x in (*self.tensors, *self.descriptors)]
-        key = load_driver().active.get_current_device(), *given
+        key = driver.active.get_current_device(), *given
         if compiled := self.compiled.get(key):
             compiled[(self.grid, 1, 1)](*[arguments[name] for name in function.arg_names])
             return

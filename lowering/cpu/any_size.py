@@ -7,11 +7,11 @@ gives a problem of numbers, as for a graph of its own, and runs in equal tiles.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import cast, final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.binding import settle_attention
@@ -20,6 +20,7 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rooms import Rooms, room_name
 from attn_graph.lowering.steps import Work
 from attn_graph.machine.ambient import is_neutral, neutral_state
+from attn_graph.machine.cache import latest
 from attn_graph.machine.fitting import Shape, compile_reads, find_reads
 from attn_graph.masks import Keep, Mask
 from attn_graph.spec import TensorSpec
@@ -53,14 +54,8 @@ class SizedStep:
     folds: bool
     lower: Callable[[Problem], Lowered]
     keys: int | None
-    at: Callable[[Shape], Ready] = field(
-        init=False,
-        default=Factory(lambda step: lru_cache(MOST_SIZES)(step.make), takes_self=True),
-    )
-    near: Callable[[Shape], Ready | None] = field(
-        init=False,
-        default=Factory(lambda step: lru_cache(MOST_SIZES)(step.share), takes_self=True),
-    )
+    at: Callable[[Shape], Ready] = field(init=False, default=latest("make", MOST_SIZES))
+    near: Callable[[Shape], Ready | None] = field(init=False, default=latest("share", MOST_SIZES))
 
     @classmethod
     def of(

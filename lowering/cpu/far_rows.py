@@ -7,10 +7,12 @@ These calls run again on tiles of whole rows, with weights divided by their sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
 
 import torch
+from attrs import field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.kernels.products import reaches_far
@@ -20,6 +22,7 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.request import Options
 from attn_graph.lowering.rooms import Rooms
 from attn_graph.lowering.steps import Work, lease_rooms
+from attn_graph.machine.cache import latest
 from attn_graph.spec import TensorSpec
 
 
@@ -36,7 +39,7 @@ def refuse_far_rows(node: Attention, lse: torch.Tensor) -> None:
 
 def or_by_products(work: Work, op: Attention | AttentionGrad, options: Options) -> Work:
     """The work, done by matrix products if it raises FarRowsError."""
-    again = by_products(op, options)
+    again = ByProducts(op, options)
 
     def call(
         device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None
@@ -49,20 +52,24 @@ def or_by_products(work: Work, op: Attention | AttentionGrad, options: Options) 
     return call
 
 
-def by_products(op: Attention | AttentionGrad, options: Options) -> Work:
+@final
+@frozen(eq=False)
+class ByProducts:
     """An attention, or its gradient, on tiles of whole rows, planned when first needed."""
 
-    def call(
-        device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None
+    op: Attention | AttentionGrad
+    options: Options
+    tiles: Callable[[tuple[TensorSpec, ...]], ProductTiles] = field(
+        init=False, default=latest("plan", 64)
+    )
+
+    def plan(self, specs: tuple[TensorSpec, ...]) -> ProductTiles:
+        problem = Problem.of(self.op, specs)
+        return ProductTiles.plan(problem, problem.wide)
+
+    def __call__(
+        self, device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None
     ) -> Sequence[torch.Tensor]:
-        tiles = plan_products(op, (*map(TensorSpec.like, operands),))
-        leased = lease_rooms(partial(run_products, tiles), tiles.scratch, options.workspace)
+        tiles = self.tiles((*map(TensorSpec.like, operands),))
+        leased = lease_rooms(partial(run_products, tiles), tiles.scratch, self.options.workspace)
         return leased(device, *operands, rooms=rooms)
-
-    return call
-
-
-@lru_cache(64)
-def plan_products(op: Attention | AttentionGrad, specs: tuple[TensorSpec, ...]) -> ProductTiles:
-    problem = Problem.of(op, specs)
-    return ProductTiles.plan(problem, problem.wide)

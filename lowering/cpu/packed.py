@@ -10,11 +10,11 @@ makes them independent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import final
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.boxes import move_attention
@@ -62,6 +62,7 @@ from attn_graph.lowering.problem import has_problem
 from attn_graph.lowering.rates import CpuRates
 from attn_graph.lowering.rooms import room_name
 from attn_graph.lowering.steps import Fixed, Step, lease_rooms
+from attn_graph.machine.cache import latest
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
 from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
@@ -109,9 +110,8 @@ class PackedRun:
     lower: Lower
     gives: bool
     rates: CpuRates | None = None
-    part_of: Callable[[Sizes, int, int], tuple[KeyPart, Executable]] = field(  # see `make_part`
-        init=False,
-        default=Factory(lambda run: lru_cache(MOST_PARTS)(run.make_part), takes_self=True),
+    part_of: Callable[[Sizes, int, int], tuple[KeyPart, Executable]] = field(
+        init=False, default=latest("make_part", MOST_PARTS)
     )
 
     @cached_property
@@ -227,20 +227,22 @@ class PackedRun:
 
     def group(self, places: Places, operands: Tensors) -> tuple[list[PageEntries], list[int]]:
         """The sequences that run on pages, and the others."""
-        way, seen, few, others = self.by_pages, places.seen, dict[int, list[int]](), list[int]()
+        way, seen, by_rows = self.by_pages, places.seen, dict[int, list[int]]()
         if way is None or seen is None or places.table is None:
             return [], [*range(len(places.rows))]
-        counts = [*map(way.used, seen)]
-        for b, ((_, length), pages) in enumerate(zip(places.rows, counts, strict=True)):
+        for b, (_, length) in enumerate(places.rows):
             rows = length if "rows" in self.ending else self.most["rows"]
             if rows > 0:
-                (few.setdefault(rows, []) if pages <= way.most_pages(rows) else others).append(b)
-        groups = list[PageEntries]()
-        for rows, own in few.items():
+                by_rows.setdefault(rows, []).append(b)
+        counts, groups, others = [*map(way.used, seen)], list[PageEntries](), list[int]()
+        for rows, every in by_rows.items():
+            most = way.count_pages(rows)
+            own = [b for b in every if counts[b] <= most]
+            others += [b for b in every if counts[b] > most]
             for some in cut_runs(own, [counts[b] for b in own], way.most_parts(rows)):
                 at = [places.rows[b][0] for b in some], [seen[b] for b in some]
                 groups.append(way.entries(some, rows, *at, operands, places.table))
-        return groups, others
+        return groups, sorted(others)
 
     def fix(self, operands: Sequence[torch.Tensor | None]) -> Reading | None:
         """What calls read of the operands given in advance; None unless these are all that calls

@@ -9,13 +9,13 @@ multiplies: that takes longer than a few rows do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from math import inf, prod
 from typing import final
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve, frozen
 
 from attn_graph.ir.attention import SAVED, Attention
 from attn_graph.ir.modifiers import change_
@@ -77,16 +77,12 @@ class PageEntries:
 class PageWay:
     """Runs few rows of sequences on pages.
 
-    gives: True if statistics are returned or read. most_pages: of a sequence of so many rows, if
-    this way is cheaper than a run of its own.
+    gives: True if statistics are returned or read.
     """
 
     lying: Lying
     rates: CpuRates
     gives: bool
-    most_pages: Callable[[int], float] = field(
-        init=False, default=Factory(lambda way: lru_cache(64)(way.count_pages), takes_self=True)
-    )
 
     @cached_property
     def node(self) -> Attention:
@@ -180,8 +176,9 @@ class PageWay:
         return self.numbers / self.rates.kernel_reads + self.begin_seconds
 
     def count_pages(self, rows: int) -> float:
-        """`most_pages`. A sequence by itself copies its pages and is planned; pages begin anew, and
-        have results of their own."""
+        """The most pages of a sequence of so many rows, if this way is cheaper than a run of its
+        own: that copies its pages and is planned; pages begin anew, and have results of their own.
+        """
         rates, lines = self.rates, self.specs[0].shape[1] * rows
         results = lines * rates.kernel_row + self.part_bytes(rows) / rates.copies
         more = results + self.begin_seconds - self.copy_seconds
@@ -206,7 +203,7 @@ class PageWay:
             lines = m * r if node.modifiers or node.mask not in (None, KeyLengths()) else 1
             places = (G if node.modifiers else 1) * lines * self.lying.page
             each = self.part_bytes(m) + places * (wide + torch.int64.itemsize)
-            pages = min(batch * min(longest, self.most_pages(m)), self.most_parts(m))
+            pages = min(batch * min(longest, self.count_pages(m)), self.most_parts(m))
             scores = 0 if self.by_kernel else 3 * room // self.specs[1].shape[-1] * m * r * wide
             most = max(most, int(pages) * each + scores)
         converts = self.specs[1].dtype != self.factors

@@ -16,7 +16,7 @@ from attn_graph.ir.modifiers import Bias
 from attn_graph.kernels.fused_cpu import block_bytes, flash, flash_backward, pull_heads
 from attn_graph.kernels.products import reaches_far
 from attn_graph.lowering.backend import UNPRICED, Backend, Executable, Price
-from attn_graph.lowering.cpu.far_rows import by_products
+from attn_graph.lowering.cpu.far_rows import ByProducts
 from attn_graph.lowering.cpu.ways import cpu_case, sdpa_seconds
 from attn_graph.lowering.folding import folds_heads, folds_one_row
 from attn_graph.lowering.problem import (
@@ -93,7 +93,7 @@ def lower(request: Request) -> Executable:
     if problem.grad is None:
         return lower_forward(problem, request.graph)
     return lower_backward(
-        problem, problem.grad, request.graph, by_products(problem.grad, request.options)
+        problem, problem.grad, request.graph, ByProducts(problem.grad, request.options)
     )
 
 

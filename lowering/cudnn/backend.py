@@ -26,10 +26,10 @@ from attn_graph.lowering.backend import (
 from attn_graph.lowering.libraries.forecast import forecast
 from attn_graph.lowering.problem import places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
-from attn_graph.lowering.request import Options, Request
+from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import FRONTEND, Target
 from attn_graph.spec import NAMES
 
 if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
@@ -52,14 +52,12 @@ def why_not(request: Request) -> Iterator[Reason]:
         yield evolve(reason, limit=UNREAD) if reason.key == "quantised" else reason
     else:
         yield from request.options.varying(VARIES)
-        yield from case_reasons(case, request.options)
+        yield from case_reasons(case, request)
 
 
 def library_reasons(target: Target) -> Iterator[Reason]:
     """Missing parts: cuDNN or its frontend."""
-    from attn_graph.lowering.libraries.cudnn_versions import FRONTEND, versions
-
-    backend, frontend = versions(target)
+    backend, frontend = target.cudnn_versions
     if frontend is None:
         yield missing_library(FRONTEND, "pip install 'attn-graph[cuda]'")
     if backend is None:
@@ -70,12 +68,12 @@ def library_reasons(target: Target) -> Iterator[Reason]:
         )
 
 
-def case_reasons(case: Case, options: Options) -> Iterator[Reason]:
+def case_reasons(case: Case, request: Request) -> Iterator[Reason]:
     """The limits of cuDNN exceeded by a case."""
     from attn_graph.lowering.cudnn.memory import workspace
-    from attn_graph.lowering.libraries.cudnn_limits import reasons
+    from attn_graph.lowering.libraries.cudnn_limits import exceeded_limits
 
-    against = [*reasons(case)]
+    options, against = request.options, request.facts.once(exceeded_limits, case)
     yield from against
     if case.problem.scales and options.precision != "fp8":
         limit = "rounds weights beside quantised tensors to 8 bits"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, final
 
@@ -265,7 +265,9 @@ def call_package(
 
     A backward returns its gradients, of sinks last.
     """
-    interface, block_lists = load_package()
+    from flash_attn.cute import interface
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
     options: dict[str, Any] = {  # Any: the package's
         **plain["options"],
         **fixed_options(tuple(plain["texts"].items()), plain["shared"], tuple(plain["numbers"])),
@@ -273,22 +275,13 @@ def call_package(
     }
     if lists:
         tile = tuple(plain["tile"])
-        options["block_sparse_tensors"] = block_lists(*lists, block_size=tile)
+        options["block_sparse_tensors"] = BlockSparseTensorsTorch(*lists, block_size=tile)
     if not plain["backward"]:
         options.pop("score_mod_bwd", None)
         return interface._flash_attn_fwd(**tensors, **options)  # type: ignore[no-any-return]
     return interface._flash_attn_bwd(  # type: ignore[no-any-return]
         **tensors, **options, deterministic=plain["deterministic"]
     )
-
-
-@cache
-def load_package() -> tuple[Any, Any]:  # Any: the package is untyped
-    """The package's functions, and its class of lists of tiles."""
-    from flash_attn.cute import interface
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    return interface, BlockSparseTensorsTorch
 
 
 @remember

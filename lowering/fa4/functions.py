@@ -14,7 +14,6 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
 
 from attn_graph.lowering.fa4.dialect import in_place
-from attn_graph.machine.cache import remember
 
 Value = Any  # a vector, or a number
 
@@ -151,7 +150,6 @@ def package_functions(texts: Mapping[str, str], shared: int) -> dict[str, Callab
     return made
 
 
-@remember
 def make_function(text: str) -> Callable[..., Value]:
     """The function defined by a text. Tracebacks can read its source."""
     name = f"<attn_graph {sha256(text.encode()).hexdigest()[:16]}>"

@@ -10,12 +10,14 @@ from attrs import frozen
 from attn_graph.ir.paging import hides_keys
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.cudnn_masks import CudnnBand, CudnnMask, translate_mask
-from attn_graph.lowering.libraries.cudnn_versions import ASSUMED, versions
 from attn_graph.lowering.limits import Pass, Place, Version
 from attn_graph.lowering.lying import SIDES, Lying
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.spec import TensorSpec
+
+# Assumed versions of missing libraries, for finding the graph's own reasons as well.
+ASSUMED: tuple[Version, Version] = ((9, 20, 0), (1, 28, 0))
 
 
 @final
@@ -167,7 +169,7 @@ def case_of(facts: Facts, target: Target, deterministic: bool) -> Case | None:
     lying = facts.once(Lying.for_libraries)
     if lying is None:
         return None
-    backend, frontend = versions(target)
+    backend, frontend = target.cudnn_versions
     pair = backend or ASSUMED[0], frontend or ASSUMED[1]
     return Case(lying, target.sm, *pair, deterministic)
 

@@ -6,13 +6,12 @@ addresses: a call checks their alignment to 16 bytes.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.scaling import FLOATS_OF_8
+from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
 from attn_graph.lowering.libraries.cudnn_masks import mask_problems
 from attn_graph.lowering.libraries.cudnn_packed import PACKED_LIMITS
@@ -57,10 +56,14 @@ from attn_graph.lowering.reasons import (
 from attn_graph.spec import HALF
 
 
-@lru_cache(256)  # PyTorch's own call of cuDNN has these limits too
 def reasons(case: Case) -> tuple[Reason, ...]:
     """Every reason against a case; without one, cuDNN plans it and computes it right."""
     return LIMITS.reasons(case, case.place)
+
+
+def exceeded_limits(facts: Facts, case: Case) -> tuple[Reason, ...]:
+    """`reasons` against a case of a graph: PyTorch's own call of cuDNN has these limits too."""
+    return reasons(case)
 
 
 LONGER = "M = {c.problem.M}, N = {c.problem.N}"

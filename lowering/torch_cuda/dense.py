@@ -265,18 +265,18 @@ def bias_reasons(problem: Problem, bias: TensorSpec) -> Reasons:
 
 def cudnn_reasons(problem: Problem, request: Request) -> Reasons:
     """Limits beyond cuDNN's own. cuDNN's depend on its version and come first."""
-    from attn_graph.lowering.libraries.cudnn_case import Case
-    from attn_graph.lowering.libraries.cudnn_limits import reasons  # a large table, not for CPUs
-    from attn_graph.lowering.libraries.cudnn_versions import ASSUMED, versions
+    from attn_graph.lowering.libraries.cudnn_case import ASSUMED, Case
+    from attn_graph.lowering.libraries.cudnn_limits import exceeded_limits  # large, not for CPUs
 
     target, options = request.target, request.options
     p = problem
     if p.node.modifiers == ():
-        loaded = versions(target)[0] or ASSUMED[0]
+        loaded = target.cudnn_versions[0] or ASSUMED[0]
         own = ASSUMED[1]  # PyTorch has a frontend of its own inside
         lying = request.facts.once(Lying.of)
         assert lying is not None  # of a problem
-        against = reasons(Case(lying, target.sm, loaded, own, False))
+        case = Case(lying, target.sm, loaded, own, False)
+        against = request.facts.once(exceeded_limits, case)
         yield from (reason for reason in against if reason.key not in IMPLIED)
         if loaded < RIGHT and (p.M % 128 or p.N % 128):
             limit = f"is right for lengths off 128 from cuDNN {'.'.join(map(str, RIGHT))} on"

@@ -401,7 +401,7 @@ def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `decode_
 def test_what_no_mask_says_is_a_tensor_and_the_log_says_why_once(
     function: MaskFunction, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layer_masks.log_once.cache_clear()
+    layer_masks.SAID.clear()
     masks = [describe(function, use_vmap=True) for _ in range(2)]
     arguments = describe(hf.causal_mask_function).arguments | {"mask_function": function}
     assert masks[1].mask is None
@@ -484,7 +484,7 @@ def test_a_mask_looks_like_that_of_eager_attention_and_is_not_made_to_be_looked_
 
 
 def test_a_mask_that_a_model_computes_with_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    layer_masks.log_once.cache_clear()
+    layer_masks.SAID.clear()
     described = describe(hf.causal_mask_function)
     _ = described + 1, described + 1
     (record,) = caplog.records

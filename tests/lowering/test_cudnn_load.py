@@ -22,7 +22,6 @@ from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.offline import describe_target
 from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Engine, Handles
-from attn_graph.lowering.libraries.cudnn_versions import versions
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
@@ -86,7 +85,7 @@ def become(monkeypatch: pytest.MonkeyPatch, minor: int, machine: Machine) -> Non
 
 def fill(store: Store, target: Target) -> None:
     """Put a plan of GRAPH into a store, as one that was built for this machine."""
-    backend, frontend = versions(target)
+    backend, frontend = target.cudnn_versions
     assert backend is not None
     assert frontend is not None
     _, call = describe_problem(Request(GRAPH, target, Options()))

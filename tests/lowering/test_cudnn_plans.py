@@ -24,7 +24,6 @@ from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.memory import workspace
 from attn_graph.lowering.libraries import cudnn_limits
-from attn_graph.lowering.libraries.cudnn_versions import versions
 from attn_graph.lowering.request import Request
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
@@ -84,7 +83,7 @@ def test_a_plan_tells_who_runs_it_and_what_cudnn_was_asked(
     plan = planned()
     told = f"{plan.explain()}\n\n{plan.text()}\n\n{plan.vjp.text()}"
     engines = re.findall(ENGINE, told)
-    if versions(H200)[0] == KNOWN:
+    if H200.cudnn_versions[0] == KNOWN:
         assert engines == ["eng2, KERNEL_CFG = 7", "eng6, KERNEL_CFG = 26"] * 2
     assert len(engines) == 4
     told = re.sub(ENGINE, "an engine and its knobs", told)

@@ -17,7 +17,6 @@ from attn_graph.lowering.cudnn import offline as cudnn_offline
 from attn_graph.lowering.cudnn import plan as cudnn_plan
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.run import Engine, Run
-from attn_graph.lowering.libraries.cudnn_versions import versions
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
@@ -70,7 +69,7 @@ def test_a_plan_built_away_from_its_gpu_runs_on_it() -> None:
     graph = ag.attention(x, x, x, mask=ag.Causal())
     simple, here = simplify(graph), Target.here()
     case, call = describe_problem(Request(simple, here, Options()))
-    backend, frontend = versions(here)
+    backend, frontend = here.cudnn_versions
     assert backend is not None
     assert frontend is not None
     pair = backend, frontend

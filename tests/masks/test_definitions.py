@@ -268,23 +268,23 @@ def test_a_modifier_that_does_not_hold_what_it_says_is_refused(modifier: Modifie
 
 
 def test_definitions_are_checked_once_whatever_the_length() -> None:
-    from attn_graph.ir.promises import check_leaf
+    from attn_graph.ir.promises import check_once
 
-    check_leaf.cache_clear()
+    check_once.cache_clear()
     for length in (1024, 2048, 4096):
         x = ag.TensorSpec((8, 4, length, 64), torch.bfloat16)
         ag.attention(x, x, x, mask=Leaf(64) & ag.Causal())
-    assert check_leaf.cache_info().misses == 1
+    assert check_once.cache_info().misses == 1
 
 
 def test_checks_that_need_tensors_are_made_under_a_transform() -> None:
-    from attn_graph.ir.promises import check_leaf
+    from attn_graph.ir.promises import check_once
 
     def attend(x: torch.Tensor) -> torch.Tensor:
         graphs.append(ag.attention(SMALL, SMALL, SMALL, mask=Limited(), limits=LIMITS["limits"]))
         return x
 
-    check_leaf.cache_clear()
+    check_once.cache_clear()
     graphs: list[ag.Graph] = []
     torch.vmap(attend)(torch.zeros(2))
     assert [i.name for i in graphs[0].inputs] == ["q", "k", "v", "limits"]
@@ -293,11 +293,10 @@ def test_checks_that_need_tensors_are_made_under_a_transform() -> None:
 def test_checks_are_made_under_any_mode() -> None:
     from torch._subclasses import FakeTensorMode
 
-    from attn_graph.ir.promises import check_leaf, check_modifier_once
+    from attn_graph.ir.promises import check_once
 
     for mode in (FakeTensorMode(), torch.device("meta"), torch.inference_mode()):
-        check_leaf.cache_clear()
-        check_modifier_once.cache_clear()
+        check_once.cache_clear()
         with mode:
             graph_of(Step(), SMALL, Leaf(64))
             with pytest.raises(ag.GraphError, match=r"Numbered\.keep"):

@@ -76,7 +76,7 @@ def box(*names: str) -> Iterator[Box]:
 def forget() -> None:
     """No plan and no target of the machine as it was."""
     target.gpu_count.cache_clear()
-    target.describe_gpu.cache_clear()
+    target.describe_machine.cache_clear()
     ag.clear_cache()
 
 

@@ -62,7 +62,6 @@ def load_driver() -> ctypes.CDLL:
     return ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
 
 
-@cache
 def load_launcher() -> Any:  # Any: a class of Triton's
     """Triton's launcher, which is compiled once and stays in its cache."""
     from triton import knobs
@@ -188,7 +187,8 @@ class Driver:
         self.gpu, self.texts, self.scratch = gpu, dict[str, str](), list[torch.Tensor]()
         self.target = GPUTarget("cuda", gpu.target.sm, 32)
         own = {"load_binary": self.load_binary, "get_device_properties": self.get_properties}
-        self.utils = SimpleNamespace(**{**vars(load_launcher()), **own})
+        self.own_utils = load_launcher()
+        self.utils = SimpleNamespace(**{**vars(self.own_utils), **own})
         self.launcher_cls = Launcher
 
     def get_current_target(self) -> Any:  # Any: Triton's
@@ -200,7 +200,7 @@ class Driver:
 
     def get_properties(self, device: int | None) -> Any:  # Any: numbers by name
         """Of the one GPU; its number is that of tensors of the CPU, None."""
-        return load_launcher().get_device_properties(0)
+        return self.own_utils.get_device_properties(0)
 
     def get_current_stream(self, device: object) -> int:
         return 0
@@ -232,7 +232,7 @@ class Driver:
         self.texts[name] = path.read_text()
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
-        loaded: tuple[int, ...] = load_launcher().load_binary(name, kernel, shared, device)
+        loaded: tuple[int, ...] = self.own_utils.load_binary(name, kernel, shared, device)
         text = LOADED[loaded[1]] = self.texts.pop(name)
         found = translate(text).kernel
         sizes = [*found.parameters.values()]

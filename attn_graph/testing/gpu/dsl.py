@@ -313,7 +313,6 @@ def patch_package(interface: Any, target: Target) -> Iterator[None]:  # Any: the
         yield
 
 
-@cache
 def load_runtime() -> ctypes.CDLL:
     return ctypes.CDLL(str(build_runtime()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -80,9 +80,10 @@ class Threads:
         """The number of each active thread."""
         return self.take(np.arange(self.span.start, self.span.stop))
 
-    @property
+    @cached_property
     def owners(self) -> Array:
-        return self.take(warps_of(self.span.start, self.span.stop))
+        """The warp of each active thread."""
+        return self.numbers // WARP
 
     @property
     def is_whole(self) -> bool:
@@ -106,8 +107,3 @@ class Threads:
         if self.active is None:
             return slice(self.span.start // WARP, self.span.stop // WARP)
         return self.warps
-
-
-@cache
-def warps_of(start: int, stop: int) -> Array:
-    return np.arange(start, stop) // WARP
