@@ -38,6 +38,7 @@ from attn_graph.lowering.problem import (
     has_problem,
     operand_specs,
 )
+from attn_graph.machine.device_memo import DeviceMemo, full_vector
 from attn_graph.masks import Band, Mask
 from attn_graph.spec import IN_PAIRS, TensorSpec, ValueType, dense_strides
 
@@ -49,6 +50,8 @@ SIDES = {  # of operands and results
 # rows of no sequence, unless all rows are in one.
 COPIED = {"forward": ("v",), "backward": ("q", "k", "v", "do")}
 DECLARED = "all_rows=True declares that all rows are in sequences: none is copied or cleared then"
+
+ZEROS: DeviceMemo[torch.Tensor] = DeviceMemo()  # one of each dtype on each device
 
 
 @final
@@ -408,11 +411,20 @@ def rows_outside(starts: torch.Tensor, lengths: torch.Tensor | None, T: int) -> 
     """Marks each of T packed rows that belongs to no sequence: [T] of bool. lengths: None without
     gaps."""
     row = torch.arange(T, dtype=starts.dtype, device=starts.device)
-    if lengths is None:
-        return (row < starts[0]) | (row >= starts[-1])
+    if lengths is None:  # then a row is past both the first and the last start, or neither
+        first, last = row >= starts[:: len(starts) - 1, None]
+        return first == last
     last = torch.searchsorted(starts.contiguous(), row, right=True) - 1
     entry = last.clamp(0, len(lengths) - 1)
     return (row < starts[entry]) | (row >= starts[entry] + lengths[entry])
+
+
+def clear_rows(x: torch.Tensor, where: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """A copy of x in `out`, with 0 in some rows, in one pass; 8 bits of 0 are 0 in any dtype."""
+    bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype
+    zero = ZEROS.get((x.device, bits), lambda: full_vector(1, 0, x.device, bits))
+    torch.where(where, zero, x.view(bits), out=out.view(bits))
+    return out
 
 
 def block_along(shape: tuple[int, ...], scale: TensorSpec, axis: int) -> int:

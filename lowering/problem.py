@@ -296,11 +296,17 @@ def read_specs(problem: Problem) -> list[TensorSpec]:
     return [spec for tensors in (*operands.modifiers, operands.mask) for spec in tensors.values()]
 
 
-def read_operands(graph: Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The operands of a graph's last equation. Those before are PREPARING, run by PyTorch."""
+def read_operands(
+    graph: Graph, tensors: Sequence[torch.Tensor], *, lengths: bool = True
+) -> list[torch.Tensor]:
+    """The operands of a graph's last equation. Those before are PREPARING, run by PyTorch.
+
+    lengths: False if nobody reads lengths that starts say: the starts stand in their place.
+    """
     values = [*tensors]
     for eqn in graph.eqns[:-1]:
-        values += eqn.op.run(*(values[i] for i in eqn.args))
+        given = [values[i] for i in eqn.args]
+        values += given if isinstance(eqn.op, Lengths) and not lengths else eqn.op.run(*given)
     return [values[i] for i in graph.eqns[-1].args]
 
 

@@ -44,3 +44,12 @@ def copy_to(device: torch.device, host: torch.Tensor, what: str) -> torch.Tensor
         )
     with neutral_state():
         return host.to(device)
+
+
+def full_vector(
+    B: int, each: float, device: torch.device, dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
+    """B equal numbers on a device, lasting as `copy_to`'s."""
+    with neutral_state():
+        host = torch.full((B,), each, dtype=dtype)
+    return copy_to(device, host, "numbers")

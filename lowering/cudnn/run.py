@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from math import nan
 from typing import Any, final
 
 import torch
@@ -35,7 +36,7 @@ from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.lowering.libraries.cudnn_case import Case
-from attn_graph.lowering.lying import DECLARED, SIDES, quantised_places
+from attn_graph.lowering.lying import DECLARED, SIDES, clear_rows, quantised_places
 from attn_graph.lowering.problem import (
     ALIGNED,
     find_misplaced,
@@ -46,7 +47,7 @@ from attn_graph.lowering.problem import (
 )
 from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms, require_aligned, room_or_new
 from attn_graph.machine.ambient import neutral_state
-from attn_graph.machine.device_memo import DeviceMemo, copy_to
+from attn_graph.machine.device_memo import DeviceMemo, copy_to, full_vector
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
 from attn_graph.masks.joins import needs_of
@@ -58,6 +59,7 @@ Named = dict[str, torch.Tensor]
 Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and saved tensors
 MARKS = 16  # bytes a packed row, of its number and of whether it belongs to a sequence
 SEQ_LENGTHS = {"seq_len_q": "rows", "seq_len_kv": "keys"}  # the side of a length
+OTHER = {"rows": "keys", "keys": "rows"}
 # Read dense by cuDNN, regardless of given strides: vectors of few numbers, and lse, perhaps saved
 # in another layout by another backend.
 VECTORS = {
@@ -177,6 +179,8 @@ class Run:
                     *find_misplaced(zip(sources, given, strict=True)), way_out=""
                 )
             made = {slot.source: self.blank(slot, x, rooms) for slot in self.call.outputs}
+            if self.zeroed:
+                torch._foreach_zero_([made[name] for name in self.zeroed])
             pack = dict(enumerate((*given, *made.values()), start=1))
             self.execute(pack, room.get("workspace"), device)
             if self.pairs_sides or "dsinks" in made:
@@ -216,10 +220,11 @@ class Run:
 
     def lengths(self, ends: Named) -> Named:
         """The lengths for cuDNN, by argument: 0 on packed sides if the other side's is."""
-        made, apart = {}, () if self.case.lying.alike else self.totals
-        for (argument, side), other in zip(SEQ_LENGTHS.items(), reversed(ends), strict=False):
-            made[argument] = ends[side] * (ends[other] > 0) if side in apart else ends[side]
-        return made
+        if self.totals and not self.case.lying.alike:
+            has_rows = torch._foreach_clamp_max([ends[OTHER[side]] for side in self.totals], 1)
+            counts = torch._foreach_mul([ends[side] for side in self.totals], has_rows)
+            ends = ends | dict(zip(self.totals, counts, strict=True))
+        return {argument: ends[side] for argument, side in SEQ_LENGTHS.items() if side in ends}
 
     def write_tables(self, x: Named, room: Views) -> Named:
         """Write the table of pages, and offsets in elements: those by one tensor of starts at once.
@@ -259,20 +264,20 @@ class Run:
         is 0 then."""
         given, absent = dict(x), self.absent(self.case.cleaned.values(), x)
         for name, side in self.case.cleaned.items():
-            given[name] = zero_rows(self.copy(name, x[name]), absent[side])
+            given[name] = clear_rows(x[name], absent[side], self.room_for(name, x[name]))
         if "lse" in x and "rows" in self.totals:
             given["lse"] = x["lse"].T
         if self.case.clears:
             lse = given["lse"]
-            blind = lse == -INF
-            given["do"] = self.copy("do", x["do"]).masked_fill_(blind[..., None], 0.0)
-            given["lse"] = lse.new_empty(lse.shape).copy_(lse).masked_fill_(blind, INF)
+            blind = (lse == -INF)[..., None]
+            given["do"] = clear_rows(x["do"], blind, self.room_for("do", x["do"]))
+            given["lse"] = torch.nan_to_num(lse, nan, INF, INF, out=lse.new_empty(lse.shape))
         return given
 
-    def copy(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """A copy of an operand as cuDNN reads it."""
+    def room_for(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """An empty copy of an operand, laid out as cuDNN reads it."""
         slot = next(slot for slot in self.call.inputs if slot.source == name)
-        return torch.empty_strided(*self.layout(slot), dtype=x.dtype, device=x.device).copy_(x)
+        return torch.empty_strided(*self.layout(slot), dtype=x.dtype, device=x.device)
 
     def absent(self, sides: Iterable[str], x: Named) -> dict[str, torch.Tensor]:
         return self.case.lying.absent(sides, x)
@@ -304,24 +309,21 @@ class Run:
         return shape, dense_strides(shape)
 
     def blank(self, slot: Slot, x: Named, rooms: Rooms) -> torch.Tensor:
-        """An empty result. It is 0 if cuDNN adds to it or leaves rows unwritten; lse has its value
-        for rows without keys."""
+        """An empty result; lse has its value for rows without keys."""
         if slot.source == "lse" and slot.offsets:
             return self.blank_lse(x)
-        layout, fills = self.blanks[slot.source]
-        made = room_or_new(rooms, slot.source, layout, x["q"].device)
-        return made.zero_() if fills else made
+        return room_or_new(rooms, slot.source, self.blanks[slot.source], x["q"].device)
 
     @cached_property
-    def blanks(self) -> dict[str, tuple[ResultLayout, bool]]:
-        """How each result lies, and True if it is 0 at first."""
-        return {
-            slot.source: (
-                (*self.layout(slot), slot.dtype),
-                slot.source in SUMS or self.leaves_unwritten(slot),
-            )
-            for slot in self.call.outputs
-        }
+    def blanks(self) -> dict[str, ResultLayout]:
+        """How each result lies."""
+        return {slot.source: (*self.layout(slot), slot.dtype) for slot in self.call.outputs}
+
+    @cached_property
+    def zeroed(self) -> list[str]:
+        """The results that are 0 at first: cuDNN adds to them, or leaves rows unwritten."""
+        own = [slot for slot in self.call.outputs if not (slot.source == "lse" and slot.offsets)]
+        return [x.source for x in own if x.source in SUMS or self.leaves_unwritten(x)]
 
     def leaves_unwritten(self, slot: Slot) -> bool:
         """True if cuDNN may leave rows of a result unwritten, or does not say that it writes all
@@ -352,13 +354,13 @@ class Run:
         sinks = self.case.problem.by_role.sinks
         if sinks is not None and "dsinks" in made:
             made["dsinks"] = made["dsinks"].to(sinks.dtype)
-        ends, other = self.ends(x), {"rows": "keys", "keys": "rows"}
+        ends = self.ends(x)
         for name, t in made.items():
             side = SIDES.get(name, "")
             if name == "lse" and side in self.totals:
                 made[name] = self.by_heads(t, rooms)
             elif self.pairs_sides and side and side not in self.totals:
-                empty = (ends[other[side]] == 0).view(-1, *(1 for _ in t.shape[1:]))
+                empty = (ends[OTHER[side]] == 0).view(-1, *(1 for _ in t.shape[1:]))
                 made[name] = self.without_partner(name, t, empty, x)
 
     def by_heads(self, lse: torch.Tensor, rooms: Rooms) -> torch.Tensor:
@@ -398,22 +400,6 @@ def column_of(numbers: Sequence[int], device: torch.device, dtype: torch.dtype) 
     with neutral_state():
         host = torch.tensor(numbers, dtype=dtype)[:, None]
     return copy_to(device, host, "strides of rows")
-
-
-def full_vector(
-    B: int, each: float, device: torch.device, dtype: torch.dtype = torch.int32
-) -> torch.Tensor:
-    """B equal numbers on a device, by default lengths."""
-    with neutral_state():
-        host = torch.full((B,), each, dtype=dtype)
-    return copy_to(device, host, "lengths")
-
-
-def zero_rows(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """x with 0 in some rows, written in place; 8 bits of 0 are 0 in every dtype."""
-    bits = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-    bits.masked_fill_(where, 0)
-    return x
 
 
 def buffers(case: Case, call: CudnnCall, need: int) -> dict[str, Buffer]:

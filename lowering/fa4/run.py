@@ -20,7 +20,7 @@ from attn_graph.lowering.fa4.call import CU_SEQLENS, NARROW, SEQUSED, Fa4Call, c
 from attn_graph.lowering.fa4.lists import MadeLists, TileLists
 from attn_graph.lowering.fa4.offline import keep_kernels_in
 from attn_graph.lowering.libraries.fa4_masks import copied_names, zeroed_names
-from attn_graph.lowering.lying import DECLARED, SIDES
+from attn_graph.lowering.lying import DECLARED, SIDES, clear_rows
 from attn_graph.lowering.problem import (
     ALIGNED,
     cotangent_note,
@@ -67,8 +67,15 @@ class Fa4Run:
     def operands(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The last equation's operands among a call's tensors, or of them: starts come last, and
         then the table of pages."""
-        own = read_operands(self.graph, tensors)
+        own = read_operands(self.graph, tensors, lengths=self.reads_lengths)
         return [tidy_strides(x) for x in own] if self.is_untidy else own
+
+    @cached_property
+    def reads_lengths(self) -> bool:
+        """True if lengths are read, not starts alone: by kernels, by the mask as a function, or to
+        tell which pages are seen."""
+        call = self.call
+        return call.native is None or bool(call.lengths or call.lying.pools)
 
     @cached_property
     def is_untidy(self) -> bool:
@@ -229,7 +236,7 @@ class Fa4Run:
             named["dlse"] = blind.contiguous()
         gradients = new_results(self.gradients, lse.device, rooms)
         if self.leaves_unwritten:
-            gradients = {name: x.zero_() for name, x in gradients.items()}
+            torch._foreach_zero_([*gradients.values()])
         named |= gradients
         made = self.ask(named, own)
         results = [named["dq"], named["dk"], named["dv"], *(made[-1:] if p.node.sinks else ())]
@@ -240,18 +247,12 @@ class Fa4Run:
 
     def absent(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """By side, True for rows or keys past their length, [B,1,.,1], or outside all sequences,
-        [T,1,1]; of sides with lengths that are cleared in copies."""
-        call, p = self.call, self.call.problem
-        cleared = [SIDES[name] for name in self.cleaned]
-        cleared += ["rows"] * (p.grad is not None and self.is_blind)
-        present = call.lying.full
-        sides = [x for x in cleared if LENGTHS[x] in call.limited and x not in present]
-        if not sides:
-            return {}
+        [T,1,1]; of sides that are cleared in copies."""
+        sides = dict.fromkeys(SIDES[name] for name in self.cleaned)
         known = {STARTS[packed]: x for packed, x in self.starts(own).items()}
-        mask = p.node.split(own).mask
+        mask = self.call.problem.node.split(own).mask
         known |= {LENGTHS[side]: mask[LENGTHS[side]] for side in sides}
-        return call.lying.absent(sides, known)
+        return self.call.lying.absent(sides, known)
 
     def clean(
         self, own: Sequence[torch.Tensor], absent: Mapping[str, torch.Tensor]
@@ -259,10 +260,12 @@ class Fa4Run:
         """q, k and v, some copied for the kernels, with 0 in absent rows."""
         named = {"q": own[0], "k": own[1], "v": own[2]}
         for name, spec in self.copied.items():
-            copy = new_tensor(spec, own[0].device)
-            named[name] = copy.copy_(named[name])
-            if name in self.cleaned and SIDES[name] in absent:
-                copy.masked_fill_(absent[SIDES[name]], 0.0)
+            given, copy = named[name], new_tensor(spec, own[0].device)
+            named[name] = copy
+            if name in self.cleaned:
+                clear_rows(given, absent[SIDES[name]], copy)
+            else:
+                copy.copy_(given)
         return named
 
     def cotangent(
@@ -273,12 +276,13 @@ class Fa4Run:
         absent: torch.Tensor | None,
     ) -> torch.Tensor:
         """do as kernels read it: zeros without one, and a copy if its layout does not fit, or rows
-        are absent or see no key."""
+        are absent or see no key. lse is -inf in absent rows of packed ones, sinks or not."""
         if do is None:
             return torch.zeros(o.shape, dtype=o.dtype, device=o.device)
         if self.is_blind:
-            do = tidy_strides(clear_blind_rows(do, lse.mT if do.ndim == 3 else lse))
-            do = do if absent is None else do.masked_fill_(absent, 0.0)
+            blind = ((lse.mT if do.ndim == 3 else lse) == -INF)[..., None]
+            blind = blind if absent is None or do.ndim == 3 else blind | absent
+            do = tidy_strides(clear_rows(do, blind, torch.empty_like(o)))
         spec = TensorSpec.like(do)
         fits = spec.unit_last and not is_misaligned(spec) and not is_broadcast(spec)
         return on_boundary(do) if fits else tidy_strides(do.contiguous())

@@ -6,8 +6,9 @@ On packed tensors it is the kernel of torch.nn.attention.varlen.varlen_attn. Lim
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from math import nan
 from typing import final
 
 import torch
@@ -21,7 +22,7 @@ from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.forecast import forecast
-from attn_graph.lowering.lying import DECLARED, Lying, rows_outside
+from attn_graph.lowering.lying import DECLARED, Lying, clear_rows, rows_outside
 from attn_graph.lowering.problem import on_boundary, read_operands, select_outputs
 from attn_graph.lowering.reasons import (
     feature_reasons,
@@ -48,6 +49,7 @@ from attn_graph.masks.leaves import Band
 from attn_graph.spec import INF, NAMES, TensorSpec
 
 RAGGED = ("kv_lengths", "q_lengths")  # of a Band aligned bottom right in each sequence
+MARKS = 16  # bytes a row, of its number and of whether it belongs to a sequence
 ROUNDED = 128  # rows of a sequence, in sums of the backward
 Window = tuple[int, int]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -152,9 +154,13 @@ class PackedFlashCall:
         (rows, keys), most = starts, self.lying.most
         return SequencePlaces((rows, keys), (most["rows"], most["keys"]), self.window)
 
+    def operands(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The last equation's. The kernel reads starts, and no lengths."""
+        return read_operands(self.graph, tensors, lengths=False)
+
     def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The outputs of the forward kernel, and o and lse for the backward."""
-        every, count = read_operands(self.graph, tensors), len(self.lying.problem.node.ranks)
+        every, count = self.operands(tensors), len(self.lying.problem.node.ranks)
         q, k, v = every[:3]
         check_aligned(dict(zip("qkv", (q, k, v), strict=True)))
         o, lse = self.attend(q, k, v, self.sequences(every[count:]))
@@ -169,11 +175,11 @@ class PackedFlashCall:
         o, lse = fused_cuda.packed_forward(q, k, v, sequences, self.lying.problem.node.scale)
         if self.lying.sees_itself:
             return o, lse
-        if "rows" in self.lying.full:
-            return o, lse.masked_fill_(lse == INF, -INF)
-        nobody = rows_outside(sequences.starts[0], None, len(q))
-        lse.masked_fill_(nobody | (lse == INF), -INF)
-        return o.masked_fill_(nobody[:, None, None], 0.0), lse
+        if "rows" not in self.lying.full:
+            nobody = rows_outside(sequences.starts[0], None, len(q))
+            o.masked_fill_(nobody[:, None, None], 0.0)
+            lse.masked_fill_(nobody, -INF)
+        return o, lse.nan_to_num_(nan, posinf=-INF, neginf=-INF)
 
     def pull(
         self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -181,7 +187,7 @@ class PackedFlashCall:
     ) -> Gradients:  # fmt: skip
         """dq, dk and dv, 0 in rows of no sequence. lse: as `attend` gives it."""
         scale = self.lying.problem.node.scale
-        unseen = lse if self.lying.sees_itself else lse.masked_fill(lse == -INF, INF)
+        unseen = lse if self.lying.sees_itself else lse.nan_to_num(nan, posinf=INF, neginf=INF)
         made = fused_cuda.packed_backward(do, q, k, v, o, unseen, sequences, scale)
         rows, keys = sequences.starts
         pairs = [*zip((rows, keys, keys), map(len, made), strict=True)]
@@ -197,13 +203,15 @@ class PackedFlashCall:
         """The gradients of the backward kernel, in the order of the outputs."""
         node, grad = self.lying.problem.node, self.lying.problem.grad
         assert grad is not None
-        every, count = read_operands(self.graph, tensors), len(grad.ranks)
+        every, count = self.operands(tensors), len(grad.ranks)
         read, sequences = grad.split(every[:count]), self.sequences(every[count:])
         q, k, v = map(on_boundary, read.own[:3])
         lse = read.lse.contiguous()
         blind = None if self.lying.sees_itself else read.lse == -INF
         do = torch.zeros_like(read.o) if read.do is None else read.do
-        do = on_boundary(do) if blind is None else do.masked_fill(blind.t()[..., None], 0.0)
+        if blind is not None:
+            do = clear_rows(do, blind.t()[..., None], torch.empty_like(read.o))
+        do = on_boundary(do)
         made = list(self.pull(do, q, k, v, on_boundary(read.o), lse, sequences))
         if read.dlse is not None:
             attend = partial(self.attend_heads, sequences)
@@ -247,7 +255,7 @@ class PackedFlashCall:
         marks of rows outside sequences."""
         q = self.lying.specs[0]
         T, H, _ = q.shape
-        marks = 0 if self.lying.sees_itself else T * (2 * H + 16)
+        marks = 0 if "rows" in self.lying.full else MARKS * T
         return q.type.bytes + T * 4 * H + marks
 
     def kept_backward(self) -> int:
@@ -261,7 +269,10 @@ class PackedFlashCall:
         sums = 4 * (T + ROUNDED * p.B) * H * (width + 1)
         heads = 2 * k.shape[0] * H * D * q.dtype.itemsize * (p.H > p.G)
         rows = T * 4 * H + 2 * q.type.bytes
-        rows += 0 if self.lying.sees_itself else T * (4 * H + 16) + 16 * k.shape[0]
+        rows += 0 if self.lying.sees_itself else T * 5 * H
+        rows += sum(
+            MARKS * n for side, n in self.lying.totals.items() if side not in self.lying.full
+        )
         more = (4 * q.type.bytes + 3 * k.type.bytes) * grad.with_dlse
         return (sums + heads) * (1 + grad.with_dlse) + rows + more
 
