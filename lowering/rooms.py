@@ -13,6 +13,7 @@ from attn_graph.spec import normalise_strides
 Rooms = Mapping[str, torch.Tensor]  # by the result's name
 ResultLayout = tuple[Sequence[int], Sequence[int], torch.dtype]  # shape, strides, dtype of a result
 NO_ROOMS: Rooms = {}
+zero_each = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 
 def room_name(result: str) -> str:

@@ -16,6 +16,7 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.spec import NAMES, TensorSpec, dense_like, dense_strides, new_strides
 
 Option = float | bool | str | None
+STATISTICS = {"lse": "stats", "max": "score_max"}  # the frontend's names
 
 
 @final
@@ -148,7 +149,9 @@ def forward_call(
     output, scales = result_slot("o", "o", problem.o), [*scale_slots(problem)]
     inputs = (*operand_slots(problem), *scales, *lengths)
     largest = [scale_slot("amax_o", "amax")] if problem.narrow_o else []
-    outputs = (output, lse_slot(problem), *largest)
+    lse = lse_slot(problem)
+    stats = (evolve(lse, argument=STATISTICS[x], source=x) for x in problem.node.stats)
+    outputs = (output, *stats, *largest)
     return CudnnCall("sdpa_fp8" if scales else "sdpa", inputs, outputs, tuple(options.items()))
 
 

@@ -45,7 +45,14 @@ from attn_graph.lowering.problem import (
     read_operands,
     returns_lse,
 )
-from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms, require_aligned, room_or_new
+from attn_graph.lowering.rooms import (
+    NO_ROOMS,
+    ResultLayout,
+    Rooms,
+    require_aligned,
+    room_or_new,
+    zero_each,
+)
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.device_memo import DeviceMemo, copy_to, full_vector
 from attn_graph.machine.sizes import format_bytes
@@ -59,6 +66,8 @@ Named = dict[str, torch.Tensor]
 Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and saved tensors
 MARKS = 16  # bytes a packed row, of its number and of whether it belongs to a sequence
 SEQ_LENGTHS = {"seq_len_q": "rows", "seq_len_kv": "keys"}  # the side of a length
+clamp_each = torch._foreach_clamp_max  # pyright: ignore[reportPrivateImportUsage]  # documented
+multiply_each = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
 OTHER = {"rows": "keys", "keys": "rows"}
 # Read dense by cuDNN, regardless of given strides: vectors of few numbers, and lse, perhaps saved
 # in another layout by another backend.
@@ -71,6 +80,7 @@ VECTORS = {
 }
 OURS = {  # our axes of cuDNN's results
     "lse": slice(0, 3),
+    "max": slice(0, 3),
     "dsinks": slice(1, 2),
     "amax": slice(0, 0),
 }
@@ -180,12 +190,12 @@ class Run:
                 )
             made = {slot.source: self.blank(slot, x, rooms) for slot in self.call.outputs}
             if self.zeroed:
-                torch._foreach_zero_([made[name] for name in self.zeroed])
+                zero_each([made[name] for name in self.zeroed])
             pack = dict(enumerate((*given, *made.values()), start=1))
             self.execute(pack, room.get("workspace"), device)
             if self.pairs_sides or "dsinks" in made:
                 self.finish(made, x, rooms)
-        saved = [*made.values()] if self.case.problem.grad is None else ()
+        saved = [made["o"], made["lse"]] if self.case.problem.grad is None else ()
         return [made[name] for name in self.graph.result_names], saved
 
     @cached_property
@@ -221,8 +231,8 @@ class Run:
     def lengths(self, ends: Named) -> Named:
         """The lengths for cuDNN, by argument: 0 on packed sides if the other side's is."""
         if self.totals and not self.case.lying.alike:
-            has_rows = torch._foreach_clamp_max([ends[OTHER[side]] for side in self.totals], 1)
-            counts = torch._foreach_mul([ends[side] for side in self.totals], has_rows)
+            has_rows = clamp_each([ends[OTHER[side]] for side in self.totals], 1)
+            counts = multiply_each([ends[side] for side in self.totals], has_rows)
             ends = ends | dict(zip(self.totals, counts, strict=True))
         return {argument: ends[side] for argument, side in SEQ_LENGTHS.items() if side in ends}
 
@@ -424,7 +434,7 @@ def temporary_bytes(case: Case, call: CudnnCall, graph: Graph) -> int:
     """Bytes of unwanted gradients computed by cuDNN, of casts and copies, of marks of rows, and of
     lse of packed rows, as [T,H] if [H,T] is given back."""
     grad, vectors = case.problem.grad, copied_vectors(graph)
-    wanted = {"o", "lse", "amax"} if grad is None else {*grad.names}
+    wanted = {"o", "lse", "max", "amax"} if grad is None else {*grad.names}
     wanted -= {"dsinks"} if "sinks" in vectors else set()
     unasked = (slot_bytes(x, case) for x in call.outputs if x.source not in wanted)
     turned = "rows" in case.packed

@@ -33,7 +33,7 @@ from attn_graph.lowering.problem import (
     select_outputs,
     tidy_strides,
 )
-from attn_graph.lowering.rooms import NO_ROOMS, Rooms, require_aligned, room_or_new
+from attn_graph.lowering.rooms import NO_ROOMS, Rooms, require_aligned, room_or_new, zero_each
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Store
@@ -236,7 +236,7 @@ class Fa4Run:
             named["dlse"] = blind.contiguous()
         gradients = new_results(self.gradients, lse.device, rooms)
         if self.leaves_unwritten:
-            torch._foreach_zero_([*gradients.values()])
+            zero_each([*gradients.values()])
         named |= gradients
         made = self.ask(named, own)
         results = [named["dq"], named["dk"], named["dv"], *(made[-1:] if p.node.sinks else ())]

@@ -26,6 +26,7 @@ from attn_graph.lowering.libraries.cudnn_violations import (
     bias_column,
     dtype_name,
     foreign_alibi,
+    foreign_statistics,
     late_soft_cap,
     left_of_diagonal,
     masked_soft_cap,
@@ -33,6 +34,7 @@ from attn_graph.lowering.libraries.cudnn_violations import (
     name_mask,
     off_grid,
     other_modifiers,
+    rows_without_maximum,
     split_rows,
 )
 from attn_graph.lowering.limits import (
@@ -193,9 +195,26 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "statistics",
-        lambda c: c.problem.node.without_gradient,
-        "gives lse and no other statistic, and the graph returns {it}",
-        "what is built here; cuDNN has an output for it",
+        foreign_statistics,
+        "gives lse, and from cuDNN 9.24 the largest scores, and the graph returns {it} by "
+        "{c.cudnn}",
+        "planned without a device: 9.20 has an output for them in place of lse",
+        FORWARD,
+    ),
+    Limit(
+        "statistics_rows",
+        rows_without_maximum,
+        "gives the largest scores where no sinks are among them and each query sees a key, and "
+        "{it}",
+        "cudnn-frontend 1.32.0, softmax.h: sinks are; no page says what a row without keys gets",
+        FORWARD,
+        says="yes",
+    ),
+    Limit(
+        "statistics_operands",
+        lambda c: "max" in c.problem.node.stats and (c.lying.T is not None or c.problem.scales),
+        "gives the largest scores of padded queries in 16 bits, and the graph's are packed or in 8",
+        "what is built here",
         FORWARD,
         says="unasked",
     ),

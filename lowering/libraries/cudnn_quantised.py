@@ -24,9 +24,15 @@ def many_scales(c: Case) -> Iterator[tuple[str, ValueType]]:
             yield name, x.type
 
 
-def is_latent(c: Case) -> bool:
-    """True for the head sizes of latent attention, with a kernel of their own."""
-    return (c.problem.D, c.problem.E) == (192, 128) and c.backend >= (9, 19, 0)
+def has_own_kernel(c: Case) -> bool:
+    """True for larger head sizes that Blackwell has a kernel for: those of latent attention, and
+    256, for more queries than one."""
+    match c.problem.D, c.problem.E:
+        case 192, 128:
+            return c.backend >= (9, 19, 0)
+        case 256, 256:
+            return c.problem.M > 1 and c.backend >= (9, 26, 0) and c.frontend >= (1, 32, 0)
+    return False
 
 
 QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
@@ -35,7 +41,7 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
         lambda c: c.problem.scales and not 90 <= c.sm < 110,
         "multiplies 8 bits on sm_90 to sm_109, and the target has sm_{c.sm}",
         f"{FORWARD_HEADER}; for sm_120 plans with o in 8 bits exist, and no page names them",
-        says="unasked",
+        says="yes",
     ),
     Limit(
         "quantised_output",
@@ -44,7 +50,6 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
         "sm_90 too, and the target has sm_{c.sm}",
         FORWARD_HEADER,
         sm=(range(100),),
-        says="unasked",
     ),
     Limit(
         "quantised_version",
@@ -52,14 +57,13 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
         "gives o of quantised tensors in bf16 from cuDNN 9.13, and this is {c.cudnn}",
         FORWARD_HEADER,
         versions=(FIRST, (9, 13, 0)),
-        says="unasked",
     ),
     Limit(
         "quantised_dtypes",
         unlike_q,
         "multiplies tensors of one dtype, and {it[0]} is in {it[1]} beside another q",
         "planned without a device: taken from cuDNN 9.25, and no page says what weights round to",
-        says="unasked",
+        says="yes",
     ),
     Limit(
         "quantised_scales",
@@ -70,12 +74,12 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "quantised_heads",
-        lambda c: c.problem.scales and c.larger > 128 and not is_latent(c),
-        "multiplies 8 bits in head sizes up to 128, or of D = 192 with E = 128 from cuDNN 9.19, "
-        "and " + WIDTHS,
-        FORWARD_HEADER,
+        lambda c: c.problem.scales and c.larger > 128 and not has_own_kernel(c),
+        "multiplies 8 bits in head sizes up to 128, of D = 192 with E = 128 from cuDNN 9.19, or of "
+        "256 for M > 1 from cuDNN 9.26 and frontend 1.32, and M = {c.problem.M}, " + WIDTHS,
+        f"{FORWARD_HEADER}, and of 1.32.0, which has wider kernels that are not cuDNN's",
         sm=(BLACKWELL,),
-        says="unasked",
+        says="yes",
     ),
     Limit(
         "quantised_heads_hopper",
@@ -83,7 +87,6 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
         "multiplies 8 bits in head sizes up to 256, and " + WIDTHS,
         FORWARD_HEADER,
         sm=(HOPPER,),
-        says="unasked",
     ),
     Limit(
         "quantised_query",
@@ -91,7 +94,6 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
         "multiplies 8 bits of one query from sm_100 on, and the target has sm_{c.sm}",
         MEASURED,
         sm=(HOPPER,),
-        says="unasked",
     ),
     Limit(
         "quantised_corner",
@@ -99,7 +101,6 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
         "masks scores of 8 bits from the bottom right from sm_100 on, and the target has sm_{c.sm}",
         FORWARD_HEADER,
         sm=(HOPPER,),
-        says="unasked",
     ),
     Limit(
         "quantised_sinks",

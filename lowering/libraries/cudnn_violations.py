@@ -50,6 +50,21 @@ def other_modifiers(c: Case) -> Violations:
     return tuple(without_rule(kind.__name__, others) for kind in kinds if kind not in known)
 
 
+def foreign_statistics(c: Case) -> Violations:
+    """Results of rows that cuDNN does not give beside lse."""
+    names = c.problem.node.without_gradient
+    return () if c.backend >= (9, 24, 0) and names == ("max",) else " and ".join(names)
+
+
+def rows_without_maximum(c: Case) -> Violations:
+    """What keeps cuDNN's largest scores from being those of kept keys alone."""
+    if "max" not in c.problem.node.stats:
+        return ()
+    if c.problem.node.sinks:
+        return ("the graph has sinks",)
+    return c.lying.has_blind_rows and "a query may see none"
+
+
 def foreign_alibi(c: Case) -> Violations:
     """ALiBi with other slopes or another diagonal than cuDNN's own."""
     all_alibi = [m for m in c.problem.node.modifiers if isinstance(m, Alibi)]

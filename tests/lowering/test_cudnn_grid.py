@@ -125,7 +125,7 @@ def test_each_limit_is_alone_in_refusing_something_of_the_grid() -> None:
         "architecture",  # no GPU of the table is below it
         "bias_dtype",  # no graph has such a bias
         "page_size",  # beside `pages_absent`: the grid declares no pool finite
-        "packed_one_query",  # beside `packed_sinks` at this version
+        "statistics_rows",  # beside `statistics` at this version
     }
 
 

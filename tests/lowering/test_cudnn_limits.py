@@ -180,6 +180,14 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "alibi_mask": ({"modifiers": (PAPERS,)}, {}),
     "dropout": ({"dropout": 0.1, "data": [SCALAR, SCALAR]}, {}),
     "statistics": ({"stats": ("lse", "max")}, {}),
+    "statistics_rows": (
+        {"stats": ("lse", "max"), "sinks": True, "data": [TensorSpec((4,), FLOAT)]},
+        {"backend": (9, 24, 0)},
+    ),
+    "statistics_operands": (
+        {**SCALED, "stats": ("lse", "max")},
+        {**BLACKWELL, "backend": (9, 24, 0)},
+    ),
     "mask": ({"mask": ag.Prefix(3) | CAUSAL}, {}),
     "band_right": ({"mask": Band(None, -1)}, {}),
     "band_left": ({"mask": Band(1, None), **BACK}, {}),

@@ -21,6 +21,10 @@ from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.run import Run
+from attn_graph.lowering.facts import facts_of
+from attn_graph.lowering.libraries.cudnn_case import Case
+from attn_graph.lowering.limits import Version
+from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
@@ -30,6 +34,7 @@ from attn_graph.testing.strategies import Shape, seeds
 from attn_graph.testing.tensors import tensors_for
 from tests.support.cudnn_graphs import aligned, cudnn_options
 from tests.support.cudnn_model import Model
+from tests.support.cudnn_questions import Question
 
 cudnn = cudnn_backend.BACKEND
 B200, H200 = Target.of("b200"), Target.of("h200")
@@ -204,3 +209,21 @@ def test_weights_rounded_beside_any_earlier_maximum_are_within_the_rule(
     due, _ = rule.expect_outputs(graph, tensors, "fp8")
     due.check(o)
     assert compare(graph, tensors, (o, exact.lse.float()), "fp8").ok
+
+
+@pytest.mark.parametrize(
+    ("versions", "M", "is_taken"),
+    [
+        (((9, 26, 0), (1, 32, 0)), 256, True),
+        (((9, 26, 0), (1, 32, 0)), 1, False),
+        (((9, 26, 0), (1, 28, 0)), 256, False),
+        (((9, 25, 0), (1, 32, 0)), 256, False),
+    ],
+)
+def test_blackwell_has_heads_of_256_from_two_versions_and_two_queries_on(
+    versions: tuple[Version, Version], M: int, is_taken: bool
+) -> None:
+    lying = facts_of(simplify(declare(sizes=(2, 8, 2, M, 512, 256)))).once(Lying.for_libraries)
+    assert lying is not None
+    refusing = [x.name for x, _ in Question("", Case(lying, 100, *versions)).against]
+    assert refusing == ([] if is_taken else ["quantised_heads"])

@@ -42,21 +42,22 @@ VERSIONS = (
     ("nvidia-cudnn-cu13", "9.20.0.48"),
 )
 H200 = Target("h200", "cuda", 90, (), VERSIONS)
+NEWER = evolve(H200, libraries=(*VERSIONS[:2], ("nvidia-cudnn-cu13", "9.24.0.43")))
 X = ag.TensorSpec((2, 4, 6, 8), torch.float16)
 ENDED = tuple(f"{x} is copied, 768 B, with 0 in rows past the lengths" for x in "kv")
 LONG = ag.TensorSpec((2, 4, 128, 64), torch.float16)
 
 
-def refusals(graph: Graph) -> list[Reason]:
-    case = read_case(Request(graph, H200, Options()))
+def refusals(graph: Graph, target: Target = H200) -> list[Reason]:
+    case = read_case(Request(graph, target, Options()))
     assert case is not None
     return [*reasons(case)]
 
 
-def modelled(graph: Graph) -> Run:
+def modelled(graph: Graph, target: Target = H200) -> Run:
     """How a simplified graph, one that cuDNN takes, would run."""
-    assert not refusals(graph)
-    case, call = describe_problem(Request(graph, H200, Options()))
+    assert not refusals(graph, target)
+    case, call = describe_problem(Request(graph, target, Options()))
     return Run.of(case, call, graph, Workspace(), 128, Model(call))
 
 
@@ -114,6 +115,22 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
     gradients = results(back, (*tensors, o, lse, *poisoned))
     for name, gradient in zip(names, gradients, strict=True):
         dues[name].check(gradient)
+
+
+@given(graph=with_layouts(cudnn_graphs(stats=("lse", "max")), spaced), seed=seeds)
+def test_newer_cudnn_gives_the_largest_scores_beside_lse(graph: Graph, seed: int) -> None:
+    simple = cudnn.seen(simplify(graph))
+    assume(not refusals(simple, NEWER))
+    assert [why.key for why in refusals(simple)] == ["statistics"]
+    tensors, run = tuple(map(aligned, tensors_for(graph, seed))), modelled(simple, NEWER)
+    assert [slot.argument for slot in run.call.outputs] == ["o", "stats", "score_max"]
+    outputs, (o, lse) = run(*tensors)
+    assert outputs[0] is o
+    assert outputs[1] is lse
+    dues = rule.expect_outputs(graph, tensors)
+    for made, due, i in zip(outputs, dues, simple.outputs, strict=True):
+        due.check(made)
+        assert ag.TensorSpec.like(made) == result_spec(simple, i)
 
 
 @given(graph=with_layouts(cudnn_graphs(), spaced), seed=seeds)

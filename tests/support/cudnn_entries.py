@@ -13,6 +13,7 @@ from attn_graph.ir import builder
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.scaling import FLOATS_OF_8, O_SCALE, SCALES
 from attn_graph.ir.vjp import backward, wanted_inputs
 from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
@@ -71,6 +72,7 @@ class Entry:
     the operands whose gradients are wanted. `stats` makes lse an output, so that it has a
     cotangent. packed: the sides that are packed, "q", "k" or "qk", in `total` rows each, 3/4 of
     those of all entries unless told; `gaps`: with lengths beside starts. page: rows of a page.
+    In a dtype of 8 bits each tensor has one scale, o too if it is `narrow`; v may have its own.
     """
 
     B: int = 2
@@ -81,6 +83,8 @@ class Entry:
     D: int = 64
     E: int | None = None
     dtype: torch.dtype = HALF
+    v_dtype: torch.dtype | None = None
+    narrow: bool = False
     layout: str = "bhsd"
     k_layout: str | None = None
     v_layout: str | None = None
@@ -97,7 +101,7 @@ class Entry:
     scale: float | None = None
     soft_cap: float | None = None
     dropout: float = 0.0
-    stats: bool = False
+    stats: bool | tuple[str, ...] = False
     wants: tuple[str, ...] | None = None
     deterministic: bool = False
     packed: str = ""
@@ -119,6 +123,7 @@ class Entry:
         q = self.operand(size.q, self.layout, "q" in self.packed)
         k = self.operand(size.k, k_layout, "k" in self.packed, self.page)
         v = self.operand(size.v, self.v_layout or k_layout, "k" in self.packed, self.page)
+        v = TensorSpec(v.shape, self.v_dtype or self.dtype, v.strides)
         options = {
             "mask": self.mask,
             "align": self.align,
@@ -171,24 +176,27 @@ class Entry:
             options["alibi"] = TensorSpec((self.H,), FLOAT) if self.alibi == "own" else True
         if self.sinks:
             options["sinks"] = TensorSpec((self.H,), FLOAT)
+        if self.dtype in FLOATS_OF_8:
+            names = (*SCALES, *[O_SCALE] * self.narrow)
+            options |= dict.fromkeys(names, TensorSpec((1, 1, 1, 1), FLOAT))
         for name in m.LENGTHS:
             if dtype := getattr(self, name):
                 options[name] = TensorSpec((self.B,), dtype)
         return options
 
     @property
-    def problems(self) -> tuple[Lying, Lying]:
-        """The attention and its gradient."""
+    def problems(self) -> tuple[Lying, ...]:
+        """The attention and its gradient, which 8 bits and the largest scores have none of."""
         graph = self.graph
+        forward = facts_of(graph).once(Lying.for_libraries)
+        assert forward is not None
+        if self.dtype in FLOATS_OF_8 or forward.op.without_gradient:
+            return (forward,)
         cotangents = [result_spec(graph, i) for i in graph.outputs]
         if self.do_layout:
             cotangents[0] = laid(cotangents[0].shape, self.dtype, self.do_layout)  # type: ignore[arg-type]  # four axes
         inputs = wanted_inputs(graph, self.wants and self.present(self.wants, graph))
-        forward, back = (
-            facts_of(x).once(Lying.for_libraries)
-            for x in (graph, backward(graph, inputs, cotangents))
-        )
-        assert forward is not None
+        back = facts_of(backward(graph, inputs, cotangents)).once(Lying.for_libraries)
         assert back is not None
         return forward, back
 

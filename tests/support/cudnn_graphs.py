@@ -26,7 +26,9 @@ from attn_graph.testing.strategies import (
 
 
 @st.composite
-def cudnn_graphs(draw: DrawFn, sizes: SearchStrategy[int] | None = None) -> Graph:
+def cudnn_graphs(
+    draw: DrawFn, sizes: SearchStrategy[int] | None = None, stats: tuple[str, ...] = ()
+) -> Graph:
     """Most are taken; sizes are those of M and N."""
     length = st.integers(1, 20) if sizes is None else sizes
     M, G = draw(length), draw(st.integers(1, 3))
@@ -35,7 +37,7 @@ def cudnn_graphs(draw: DrawFn, sizes: SearchStrategy[int] | None = None) -> Grap
     shape = Shape(draw(st.integers(1, 3)), G * draw(st.integers(1, 3)), G, M, N, D, E)
     dtype = draw(st.sampled_from([torch.float16, torch.bfloat16]))
     kinds = (draw(spaced(x, dtype)) for x in (shape.q, shape.k, shape.v))
-    return builder.attention(*kinds, **draw(cudnn_options(shape, dtype)))
+    return builder.attention(*kinds, **draw(cudnn_options(shape, dtype)), stats=stats)
 
 
 @st.composite

@@ -152,6 +152,7 @@ def forward(options: Options, given: Named) -> dict[str, Tensor]:
     v = formula.per_head(given["v"], s.shape[1])
     o = p @ v if "scale_s" not in given else weighed(s, lse, v, given)
     made = {"o": o.masked_fill(keyless(given), NAN), "stats": lse.masked_fill(keyless(given), NAN)}
+    made["score_max"] = torch.maximum(s.amax(-1, keepdim=True), sink)
     return made | narrowed(o, given) if "scale_o" in given else made
 
 

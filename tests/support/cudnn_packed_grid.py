@@ -40,6 +40,8 @@ def packed() -> Iterator[Entry]:
     yield from (Entry(**ROWS, H=h, G=g, D=x) for h, g in HEADS for x in (64, 72))
     yield from (Entry(**{**ROWS, "B": x}) for x in (1, 2, 5, 17))
     yield from (Entry(**ROWS, total=x) for x in (1, 63, 64, 1000, 2000))
+    one: dict[str, Any] = {**ROWS, "B": 1, "M": 1, "N": 64, "total": 48}
+    yield from (Entry(**{**one, "packed": x, "B": y}) for x in ("q", "k", "qk") for y in (1, 2))
     yield from (Entry(**{**ROWS, "dtype": x}) for x in FLOATS)
     yield from (Entry(**ROWS, mask=x) for x in MASKS)
     yield from (
