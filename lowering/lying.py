@@ -419,7 +419,7 @@ def rows_outside(starts: torch.Tensor, lengths: torch.Tensor | None, T: int) -> 
     return (row < starts[entry]) | (row >= starts[entry] + lengths[entry])
 
 
-def clear_rows(x: torch.Tensor, where: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def copy_cleared(x: torch.Tensor, where: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """A copy of x in `out`, with 0 in some rows, in one pass; 8 bits of 0 are 0 in any dtype."""
     bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype
     zero = ZEROS.get((x.device, bits), lambda: full_vector(1, 0, x.device, bits))

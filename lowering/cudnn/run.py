@@ -36,7 +36,7 @@ from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.lowering.libraries.cudnn_case import Case
-from attn_graph.lowering.lying import DECLARED, SIDES, clear_rows, quantised_places
+from attn_graph.lowering.lying import DECLARED, SIDES, copy_cleared, quantised_places
 from attn_graph.lowering.problem import (
     ALIGNED,
     find_misplaced,
@@ -274,13 +274,13 @@ class Run:
         is 0 then."""
         given, absent = dict(x), self.absent(self.case.cleaned.values(), x)
         for name, side in self.case.cleaned.items():
-            given[name] = clear_rows(x[name], absent[side], self.room_for(name, x[name]))
+            given[name] = copy_cleared(x[name], absent[side], self.room_for(name, x[name]))
         if "lse" in x and "rows" in self.totals:
             given["lse"] = x["lse"].T
         if self.case.clears:
             lse = given["lse"]
             blind = (lse == -INF)[..., None]
-            given["do"] = clear_rows(x["do"], blind, self.room_for("do", x["do"]))
+            given["do"] = copy_cleared(x["do"], blind, self.room_for("do", x["do"]))
             given["lse"] = torch.nan_to_num(lse, nan, INF, INF, out=lse.new_empty(lse.shape))
         return given
 

@@ -20,7 +20,7 @@ from attn_graph.lowering.fa4.call import CU_SEQLENS, NARROW, SEQUSED, Fa4Call, c
 from attn_graph.lowering.fa4.lists import MadeLists, TileLists
 from attn_graph.lowering.fa4.offline import keep_kernels_in
 from attn_graph.lowering.libraries.fa4_masks import copied_names, zeroed_names
-from attn_graph.lowering.lying import DECLARED, SIDES, clear_rows
+from attn_graph.lowering.lying import DECLARED, SIDES, copy_cleared
 from attn_graph.lowering.problem import (
     ALIGNED,
     cotangent_note,
@@ -263,7 +263,7 @@ class Fa4Run:
             given, copy = named[name], new_tensor(spec, own[0].device)
             named[name] = copy
             if name in self.cleaned:
-                clear_rows(given, absent[SIDES[name]], copy)
+                copy_cleared(given, absent[SIDES[name]], copy)
             else:
                 copy.copy_(given)
         return named
@@ -282,7 +282,7 @@ class Fa4Run:
         if self.is_blind:
             blind = ((lse.mT if do.ndim == 3 else lse) == -INF)[..., None]
             blind = blind if absent is None or do.ndim == 3 else blind | absent
-            do = tidy_strides(clear_rows(do, blind, torch.empty_like(o)))
+            do = tidy_strides(copy_cleared(do, blind, torch.empty_like(o)))
         spec = TensorSpec.like(do)
         fits = spec.unit_last and not is_misaligned(spec) and not is_broadcast(spec)
         return on_boundary(do) if fits else tidy_strides(do.contiguous())

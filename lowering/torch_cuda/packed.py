@@ -22,7 +22,7 @@ from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.forecast import forecast
-from attn_graph.lowering.lying import DECLARED, Lying, clear_rows, rows_outside
+from attn_graph.lowering.lying import DECLARED, Lying, copy_cleared, rows_outside
 from attn_graph.lowering.problem import on_boundary, read_operands, select_outputs
 from attn_graph.lowering.reasons import (
     feature_reasons,
@@ -210,7 +210,7 @@ class PackedFlashCall:
         blind = None if self.lying.sees_itself else read.lse == -INF
         do = torch.zeros_like(read.o) if read.do is None else read.do
         if blind is not None:
-            do = clear_rows(do, blind.t()[..., None], torch.empty_like(read.o))
+            do = copy_cleared(do, blind.t()[..., None], torch.empty_like(read.o))
         do = on_boundary(do)
         made = list(self.pull(do, q, k, v, on_boundary(read.o), lse, sequences))
         if read.dlse is not None:
