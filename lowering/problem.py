@@ -301,7 +301,7 @@ def read_operands(
 ) -> list[torch.Tensor]:
     """The operands of a graph's last equation. Those before are PREPARING, run by PyTorch.
 
-    lengths: False if nobody reads lengths that starts say: the starts stand in their place.
+    lengths: False if nobody reads the lengths between starts: starts stand in their place.
     """
     values = [*tensors]
     for eqn in graph.eqns[:-1]:

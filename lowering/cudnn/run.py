@@ -331,7 +331,7 @@ class Run:
 
     @cached_property
     def zeroed(self) -> list[str]:
-        """The results that are 0 at first: cuDNN adds to them, or leaves rows unwritten."""
+        """The results to set to 0 first: cuDNN adds to them, or leaves rows unwritten."""
         own = [slot for slot in self.call.outputs if not (slot.source == "lse" and slot.offsets)]
         return [x.source for x in own if x.source in SUMS or self.leaves_unwritten(x)]
 

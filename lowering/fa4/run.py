@@ -73,7 +73,7 @@ class Fa4Run:
     @cached_property
     def reads_lengths(self) -> bool:
         """True if lengths are read, not starts alone: by kernels, by the mask as a function, or to
-        tell which pages are seen."""
+        find the seen pages."""
         call = self.call
         return call.native is None or bool(call.lengths or call.lying.pools)
 
@@ -247,7 +247,7 @@ class Fa4Run:
 
     def absent(self, own: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """By side, True for rows or keys past their length, [B,1,.,1], or outside all sequences,
-        [T,1,1]; of sides that are cleared in copies."""
+        [T,1,1]; of sides cleared in copies."""
         sides = dict.fromkeys(SIDES[name] for name in self.cleaned)
         known = {STARTS[packed]: x for packed, x in self.starts(own).items()}
         mask = self.call.problem.node.split(own).mask

@@ -25,8 +25,8 @@ def many_scales(c: Case) -> Iterator[tuple[str, ValueType]]:
 
 
 def has_own_kernel(c: Case) -> bool:
-    """True for larger head sizes that Blackwell has a kernel for: those of latent attention, and
-    256, for more queries than one."""
+    """True for larger head sizes with a kernel for Blackwell: latent attention's, and 256, for
+    more queries than one."""
     match c.problem.D, c.problem.E:
         case 192, 128:
             return c.backend >= (9, 19, 0)

@@ -51,13 +51,13 @@ def other_modifiers(c: Case) -> Violations:
 
 
 def foreign_statistics(c: Case) -> Violations:
-    """Results of rows that cuDNN does not give beside lse."""
+    """Results of rows beside lse, without those of cuDNN."""
     names = c.problem.node.without_gradient
     return () if c.backend >= (9, 24, 0) and names == ("max",) else " and ".join(names)
 
 
 def rows_without_maximum(c: Case) -> Violations:
-    """What keeps cuDNN's largest scores from being those of kept keys alone."""
+    """The cause, if cuDNN's largest scores may not be kept keys' alone."""
     if "max" not in c.problem.node.stats:
         return ()
     if c.problem.node.sinks:
