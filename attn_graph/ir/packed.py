@@ -334,8 +334,9 @@ class Packed(Fused):
         by number. sizes: the most rows and keys."""
         mask, table, (rows, keys) = self.attention.mask, operands[len(self.takes) - 1], sizes
         data = {name: operands[n] for name, n in self.attention.slots.mask.items()}
+        B = table.shape[0]
         bounds = (
-            [x] * len(table) if isinstance(x, int) else x.expand(len(table), 1).flatten().tolist()
+            [x] * B if isinstance(x, int) else x.expand(B, 1).flatten().tolist()
             for x in seen_by_entry(mask, table, rows, keys, data)
         )
         return [range(a, max(a, b)) for a, b in zip(*bounds, strict=True)]

@@ -72,7 +72,7 @@ def seen_by_entry(
     """
     if mask not in (None, KeyLengths()):  # the bounds of bands may be too large for int32
         data = {name: x.long() if x.ndim == 1 else x for name, x in data.items()}
-    B, one = len(table), range(1)
+    B, one = table.shape[0], range(1)
     b = torch.arange(B, device=table.device)
     first, stop = (
         x if isinstance(x, int) else x.reshape(-1, 1)

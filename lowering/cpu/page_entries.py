@@ -15,7 +15,7 @@ from math import inf, prod
 from typing import final
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph.ir.attention import SAVED, Attention
 from attn_graph.ir.modifiers import change_
@@ -25,7 +25,7 @@ from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.products import FAR, softmax_
 from attn_graph.lowering.cpu.absent import copy_alike, is_finite
 from attn_graph.lowering.cpu.fused_slots import fill_addend
-from attn_graph.lowering.cpu.sequences import gather_pages
+from attn_graph.lowering.cpu.sequences import gather_pages, place_pages
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.rates import CpuRates
 from attn_graph.masks import And, Band, KeyLengths, Prefix, QueryLengths, flatten_join
@@ -54,9 +54,11 @@ class PageEntries:
     of each run its sequence, counted among these. span: the range of pages read in place, if one
     is; a run is one page then.
 
-    Entries of the kernel are the runs, or the pages of the span. readers, local: of each entry the
-    sequence that reads it, counted as above, and which of its pages is the first. seen: the first
-    row that counts, and the end. addend: of scores. unseen: rows without a key, for the kernel.
+    Entries of the kernel are the runs, or the pages of the span. reads, local: of each entry its
+    rows, as `lines` has them, else the sequence by number; and which of its pages is the first.
+    seen: the first row that counts, and the end. addend: of scores. unseen: rows without a key, for
+    the kernel.
+    placed: by shape and strides of a pool, the places of the pages.
     """
 
     own: torch.Tensor
@@ -65,11 +67,20 @@ class PageEntries:
     owner: torch.Tensor
     pages: torch.Tensor
     span: range | None
-    readers: torch.Tensor
+    reads: torch.Tensor
     local: torch.Tensor
     seen: tuple[torch.Tensor, torch.Tensor]
     addend: torch.Tensor | None
     unseen: torch.Tensor | None
+    placed: dict[tuple[object, ...], torch.Tensor] = field(init=False, factory=dict)
+
+    def places(self, pool: torch.Tensor) -> torch.Tensor:
+        """`place_pages` in a pool. Pools of all layers of a step mostly lie alike."""
+        lies = (pool.shape, pool.stride())
+        places = self.placed.get(lies)
+        if places is None:
+            places = self.placed[lies] = place_pages(pool, self.pages)
+        return places
 
 
 @final
@@ -233,9 +244,9 @@ class PageWay:
         first, stop = torch.tensor(bounds, device="cpu").unbind(1)
         behind = torch.where(stop > first, (stop + P - 1) // P, first // P)
         count = (behind - first // P + W - 1) // W
-        owner = torch.repeat_interleave(ordinals(len(own)), count)
+        owner = torch.repeat_interleave(ordinals(own.shape[0]), count)
         before = (count.cumsum(0) - count)[owner]
-        local = (ordinals(len(owner)) - before) * W + (first // P)[owner]
+        local = (ordinals(owner.shape[0]) - before) * W + (first // P)[owner]
         last = (behind - 1)[owner, None]
         pages = table[own[owner, None], torch.minimum(local[:, None] + ordinals(W), last)]
         lines = None
@@ -244,27 +255,27 @@ class PageWay:
         span, readers = self.span_of(pages), owner
         if span is not None:
             reading = torch.zeros_like(ordinals(len(span)))
-            reading[pages[:, 0] - span.start] = ordinals(len(pages))
+            reading[pages[:, 0] - span.start] = ordinals(pages.shape[0])
             readers, local = owner[reading], local[reading]
         ends = first[readers], stop[readers]
-        addend = self.addend(own[readers], local, ends, rows, operands)
+        reads = own[readers]
+        addend = self.addend(reads, local, ends, rows, operands)
         unseen = None
         if addend is not None and self.by_kernel:
             unseen = fused_cpu.find_unseen(addend)
-        return PageEntries(
-            own, rows, lines, owner, pages, span, readers, local, ends, addend, unseen
-        )
+        if lines is not None:
+            reads = lines[readers] if rows == 1 else lines.view(-1, rows)[readers]
+        return PageEntries(own, rows, lines, owner, pages, span, reads, local, ends, addend, unseen)
 
     def span_of(self, pages: torch.Tensor) -> range | None:
         """The range of these pages, if to read all of it in place takes less time than to gather
         them. A page named twice is gathered."""
-        if not (self.in_place and len(pages)):
+        count = pages.shape[0]
+        if not (self.in_place and count):
             return None
         pages = pages[:, 0]
         low, high = (int(x) for x in pages.aminmax())
-        if (high + 1 - low) * self.read_seconds > len(pages) * (
-            self.read_seconds + self.copy_seconds
-        ):
+        if (high + 1 - low) * self.read_seconds > count * (self.read_seconds + self.copy_seconds):
             return None
         times = torch.bincount(pages - low)
         return range(low, high + 1) if int(times.max()) == 1 else None
@@ -298,7 +309,7 @@ class PageWay:
             # beyond int32 if the bounds of a band are added to lengths
             {name: x.long() if x.ndim == 1 else x for name, x in given.mask.items()},
         )
-        shape: Sequence[int] = (len(entries), G, len(line), hidden.shape[-1])
+        shape: Sequence[int] = (entries.shape[0], G, r * rows, hidden.shape[-1])
         if not self.adds:  # soft caps do not
             node = evolve(node, modifiers=())
         if not node.modifiers:
@@ -357,19 +368,18 @@ class PageWay:
         """The rows of each entry, [n,G,R,D]: of each query head of a group in turn."""
         G, r = self.heads
         if entries.lines is None:
-            own = q[:, :, : entries.rows].index_select(0, entries.own[entries.readers])
+            own = q[:, :, : entries.rows].index_select(0, entries.reads)
         elif entries.rows == 1:
-            own = q.index_select(0, entries.lines[entries.readers])
+            own = q.index_select(0, entries.reads)
         else:
-            lines = entries.lines.view(-1, entries.rows)[entries.readers]
-            own = q[lines].transpose(1, 2)
+            own = q[entries.reads].transpose(1, 2)
         return own.reshape(own.shape[0], G, r * entries.rows, q.shape[-1]).to(self.factors)
 
     def keys(
         self, entries: PageEntries, operands: Tensors, rooms: Rooms, clear: bool
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Runs of entries, with their k and v [n,G,S,D]; gathered ones fit in the rooms."""
-        total, span = entries.readers.shape[0], entries.span
+        total, span = entries.local.shape[0], entries.span
         step = rooms[1].numel() // max(1, self.width * prod(self.specs[1].shape[1:]))
         if span is not None:
             step = max(1, step // CLEARED) if clear else total
@@ -381,7 +391,8 @@ class PageWay:
                     x = operands[n][span.start : span.stop][part].transpose(1, 2)
                     x = copy_alike(x) if clear else x
                 else:
-                    x = gather_pages(operands[n], entries.pages[part], rooms[n])
+                    pages, places = entries.pages[part], entries.places(operands[n])[part]
+                    x = gather_pages(operands[n], pages, rooms[n], places)
                 if n in scales:
                     scale = gather_pages(scales[n], entries.pages[part])
                     x = run_one(Dequantise(), x, scale, operands[0])

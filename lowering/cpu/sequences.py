@@ -185,12 +185,12 @@ def replace_lengths(mask: Mask, sizes: Sizes, ending: Sequence[str], most: dict[
 
 def expand_scales(op: Packed, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The operands, with scales for each head, and for each row or block of rows of one."""
-    x, first = [*operands], len(op.op.ranks)
+    x = [*operands]
     for n, scale in op.scales(operands).items():
         shape, row = [*x[n].shape[:-1], scale.shape[-1]], row_axis(op, x[n])
         if scale.shape[row] > 1:
             shape[row] = scale.shape[row]
-        x[first + n - 1] = spread(scale, shape).expand(shape)
+        x[len(op.op.ranks) + n - 1] = spread(scale, shape).expand(shape)
     return x
 
 
@@ -215,25 +215,41 @@ def repeat_rows(x: torch.Tensor, times: int, skip: int, n: int) -> torch.Tensor:
 
 
 def gather_pages(
-    pool: torch.Tensor, pages: torch.Tensor, room: torch.Tensor | None = None
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    room: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pages [k,W] of a pool [n,P,G,D], as keys [k,G,W P,D].
 
-    They lie in the memory order of the pool. room: for them, flat; None: new memory.
+    They lie in the memory order of the pool. room: for them, flat; None: new memory. places: those
+    of the pages, if known.
     """
     (n, P, G, D), (k, W) = pool.shape, pages.shape
     out = None if room is None else room[: k * W * P * G * D]
+    if places is None:
+        places = place_pages(pool, pages)
     if not lies_by_head(pool):
-        rows = select_rows(pool, pages, out if out is None else out.view(k * W, P, G, D))
+        rows = select_rows(pool, places, out if out is None else out.view(k * W, P, G, D))
         return rows.view(k, W * P, G, D).transpose(1, 2)
     each = pool.stride(0) // pool.stride(2)  # heads from page to page, of others between them too
     _, row, head, number = pool.stride()
     heads = pool.as_strided(((n - 1) * each + G, P, D), (head, row, number))
-    places = pages[:, None].expand(k, G, W)
-    if not pool.is_meta:
-        places = places * each + torch.arange(G, device=pages.device)[:, None]
     rows = select_rows(heads, places, out if out is None else out.view(k * G * W, P, D))
     return rows.view(k, G, W * P, D)
+
+
+def place_pages(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Where `gather_pages` reads pages [k,W]: their numbers, or [k,G,W] those of their heads in a
+    pool that lies by head."""
+    if not lies_by_head(pool):
+        return pages
+    (k, W), G = pages.shape, pool.shape[2]
+    places = pages[:, None].expand(k, G, W)
+    if pool.is_meta:
+        return places
+    each = pool.stride(0) // pool.stride(2)
+    return places * each + torch.arange(G, device=pages.device)[:, None]
 
 
 def lies_by_head(pool: torch.Tensor) -> bool:
@@ -296,9 +312,15 @@ def checked_table(
     (n, P), pages = pool[:2], table.shape[1]
     used = without_hidden(table, P, seen)
     limits = zip((used, *lengths), (n - 1, pages * P), strict=False)
-    if any(x.numel() and not 0 <= x.min() <= x.max() <= most for x, most in limits):
+    if any(x.numel() and not lies_within(x, most) for x, most in limits):
         deque(list_entries(P, n, table, *lengths, seen=seen), 0)  # raises, naming the entry
     return used
+
+
+def lies_within(x: torch.Tensor, most: int) -> bool:
+    """True if all numbers are from 0 to `most`."""
+    low, high = x.aminmax()
+    return low.item() >= 0 and high.item() <= most
 
 
 def clear_hidden(op: Packed, read: Tensors, operands: Tensors) -> None:

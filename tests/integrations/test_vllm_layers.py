@@ -17,6 +17,7 @@ from attrs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
@@ -322,6 +323,20 @@ def test_a_steps_first_layer_costs_few_python_calls_in_inference_mode() -> None:
         run.attend(torch.empty_like(run.q))
         plan, *_ = run.layer.plans.values()
         assert count_calls(lambda: run.layer.prepare(run.step, plan)) <= 400
+
+
+@pytest.mark.parametrize("model", KINDS_OF_MODELS)
+def test_later_layers_of_a_step_make_no_indices(model: str) -> None:
+    """Its first layer finds the places of pages. Few of many pages are used: they are gathered."""
+    run = run_of(KINDS_OF_MODELS[model], decoding(8, 1), 32, 40)
+    out = torch.empty_like(run.q)
+    with torch.inference_mode():
+        run.attend(out)
+        with profile() as made:
+            run.attend(out)
+    names = {event.key for event in made.key_averages()}
+    assert "aten::index_select" in names
+    assert "aten::arange" not in names
 
 
 @pytest.mark.parametrize("model", KINDS_OF_MODELS)
