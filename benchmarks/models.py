@@ -176,12 +176,14 @@ def main() -> None:
         "--save", action="store_true", help="write benchmarks/results/{models,layers}-<date>.json"
     )
     parser.add_argument("--cpu", action="store_true", help="CPU time of one thread, whole models")
-    parser.add_argument("--only", default="", help="whole models whose name has this text, alone")
+    parser.add_argument(
+        "--only", action="append", help="whole models whose names have this text, or another one"
+    )
     options = parser.parse_args()
     clock = time.process_time if options.cpu else time.perf_counter
     if options.cpu:
         torch.set_num_threads(1)
-    whole = [job for job in list_jobs() if options.only in job.name]
+    whole = [job for job in list_jobs() if any(x in job.name for x in options.only or [""])]
     found = {"models": print_rows(measure_whole(job, options.runs, clock) for job in whole)}
     if not options.cpu and not options.only:
         passes = [(job, backward) for job in JOBS for backward in (False, True)]
