@@ -213,11 +213,12 @@ def test_a_biased_backward_under_lengths_runs_few_tiles() -> None:
     assert count_calls(train) <= BIASED_TRAINED
 
 
-def test_a_prompt_padded_on_the_left_is_one_tile() -> None:
+@pytest.mark.parametrize("M", [200, 224])
+def test_a_prompt_padded_on_the_left_is_one_tile(M: int) -> None:
     """With few scores, to find each block's keys takes longer than what they save."""
-    q = torch.randn(4, 8, 200, 64)
-    k, v = torch.randn(2, 4, 2, 200, 64)
-    keep = torch.arange(200) >= torch.tensor([0, 20, 50, 100])[:, None, None, None]
+    q = torch.randn(4, 8, M, 64)
+    k, v = torch.randn(2, 4, 2, M, 64)
+    keep = torch.arange(M) >= torch.tensor([0, 20, 50, 100])[:, None, None, None]
 
     def prompt() -> object:
         return attention(q, k, v, mask=ag.Causal(), keep=keep)
