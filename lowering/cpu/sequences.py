@@ -232,9 +232,8 @@ def gather_pages(
     if not lies_by_head(pool):
         rows = select_rows(pool, places, out if out is None else out.view(k * W, P, G, D))
         return rows.view(k, W * P, G, D).transpose(1, 2)
-    each = pool.stride(0) // pool.stride(2)  # heads from page to page, of others between them too
     _, row, head, number = pool.stride()
-    heads = pool.as_strided(((n - 1) * each + G, P, D), (head, row, number))
+    heads = pool.as_strided(((n - 1) * heads_apart(pool) + G, P, D), (head, row, number))
     rows = select_rows(heads, places, out if out is None else out.view(k * G * W, P, D))
     return rows.view(k, G, W * P, D)
 
@@ -248,8 +247,12 @@ def place_pages(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     places = pages[:, None].expand(k, G, W)
     if pool.is_meta:
         return places
-    each = pool.stride(0) // pool.stride(2)
-    return places * each + torch.arange(G, device=pages.device)[:, None]
+    return places * heads_apart(pool) + torch.arange(G, device=pages.device)[:, None]
+
+
+def heads_apart(pool: torch.Tensor) -> int:
+    """Heads from page to page in a pool that lies by head, of others between them too."""
+    return pool.stride(0) // pool.stride(2)
 
 
 def lies_by_head(pool: torch.Tensor) -> bool:
