@@ -356,7 +356,8 @@ class PageWay:
             else:
                 made.append(attend_by_products(self.node, q[part], k, v, addend))
         if not made:
-            return q.new_zeros(0, *q.shape[1:3], self.specs[2].shape[3]), q.new_zeros(q.shape[:3])
+            lse = q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
+            return q.new_zeros(0, *q.shape[1:3], self.specs[2].shape[3]), lse
         del q  # else it would need room beside copies of the results
         x, lse = made[0] if len(made) == 1 else map(torch.cat, zip(*made, strict=True))
         if entries.span is None:

@@ -24,6 +24,7 @@ from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.rates import cpu_rates
 from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
+from attn_graph.nn.functional import attention
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import (
     Shape,
@@ -222,6 +223,19 @@ def test_other_sequences_change_no_bit_of_one(case: Case, seed: int) -> None:
     assert page
     for x, y in zip(alone, due, strict=True):
         assert torch.equal(x, y)
+
+
+def test_sequences_without_keys_have_the_lse_of_their_sinks() -> None:
+    sinks = torch.tensor([-0.53125, 0.0, 3.25, 1.0]).bfloat16()
+    q, pool = torch.randn(3, 4, 1, 16).bfloat16(), torch.randn(2, 4, 2, 16).bfloat16()
+    table, none = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    lengths = ag.KeyLengths()
+    with counting() as counts:
+        given: dict[str, Any] = {"mask": lengths, "kv_lengths": none, "pages": table}
+        o, lse = attention(q, pool, pool, sinks=sinks, stats=True, **given)
+    assert sum(counts)
+    assert not o.any()
+    torch.testing.assert_close(lse, sinks.float()[:, None].expand_as(lse), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.skipif("bf16" not in CPU.native, reason="this CPU has no products of bfloat16")
