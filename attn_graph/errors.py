@@ -139,7 +139,7 @@ class PlanTargetError(RuntimeError):
 
 
 def call_code(function: Callable[..., object], name: str) -> str:
-    """How to call a function: its arguments by position, and those by name that have no default."""
+    """How to call a function: arguments by position, and by name if they have no default."""
     empty = Parameter.empty
     parameters = [
         each.replace(annotation=empty)
@@ -153,7 +153,7 @@ def call_code(function: Callable[..., object], name: str) -> str:
 
 
 def binds(way_out: Callable[..., str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: arguments that the function does not take raise ArgumentError.
+    """A decorator: unknown arguments of the function raise ArgumentError.
 
     way_out: of the arguments, what to write, by default the call; it ends Python's own message.
     """

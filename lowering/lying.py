@@ -412,8 +412,8 @@ def rows_outside(starts: torch.Tensor, lengths: torch.Tensor | None, T: int) -> 
     gaps."""
     row = torch.arange(T, dtype=starts.dtype, device=starts.device)
     if lengths is None:  # then a row is past both the first and the last start, or neither
-        past = row >= starts[:: len(starts) - 1, None]
-        return past[0] == past[1]
+        past = row >= starts[:: max(1, len(starts) - 1), None]
+        return past[0] == past[-1]
     last = torch.searchsorted(starts.contiguous(), row, right=True) - 1
     entry = last.clamp(0, len(lengths) - 1)
     return (row < starts[entry]) | (row >= starts[entry] + lengths[entry])

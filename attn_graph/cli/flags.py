@@ -283,7 +283,7 @@ def layout_inputs(flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
 
 
 def data_of(mask: Mask | None, flags: Flags, specs: Specs) -> dict[str, ag.TensorSpec]:
-    """A spec for each tensor of a mask, and of a flag that says nothing but its name."""
+    """A spec for each tensor of a mask, and of a flag without a value."""
     q, k, most = specs["q"].shape, specs["k"].shape, flags["max_lengths"] or ()
     B, H, M = flags["packed"] or q[0], q[1], q[0] if flags["packed"] else q[2]
     N = flags["pages"] * k[1] if flags["pages"] else k[0] if flags["packed"] else k[2]

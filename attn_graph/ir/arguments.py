@@ -39,7 +39,7 @@ class Argument:
 
 
 def read_in(step: masks.Mask | Modifier) -> dict[str, Argument]:
-    """The tensors of a step that a call with them has."""
+    """The tensors of a step, which a call with them has."""
     trains = step.trains if isinstance(step, Modifier) else ()
     return {n: Argument(data, step=step, adds=n in trains) for n, data in step.needs.items()}
 

@@ -57,8 +57,7 @@ class PageEntries:
     Entries of the kernel are the runs, or the pages of the span. reads, local: of each entry its
     rows, as `lines` has them, else the sequence by number; and which of its pages is the first.
     seen: the first row that counts, and the end. addend: of scores. unseen: rows without a key, for
-    the kernel.
-    placed: by shape and strides of a pool, the places of the pages.
+    the kernel. placed: the places of the pages, by shape and strides of a pool.
     """
 
     own: torch.Tensor

@@ -240,7 +240,7 @@ def gather_pages(
 
 def place_pages(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     """Where `gather_pages` reads pages [k,W]: their numbers, or [k,G,W] those of their heads in a
-    pool that lies by head."""
+    pool lying by head."""
     if not lies_by_head(pool):
         return pages
     (k, W), G = pages.shape, pool.shape[2]

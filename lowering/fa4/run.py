@@ -249,6 +249,8 @@ class Fa4Run:
         """By side, True for rows or keys past their length, [B,1,.,1], or outside all sequences,
         [T,1,1]; of sides cleared in copies."""
         sides = dict.fromkeys(SIDES[name] for name in self.cleaned)
+        if not sides:
+            return {}
         known = {STARTS[packed]: x for packed, x in self.starts(own).items()}
         mask = self.call.problem.node.split(own).mask
         known |= {LENGTHS[side]: mask[LENGTHS[side]] for side in sides}

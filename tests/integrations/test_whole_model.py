@@ -280,7 +280,7 @@ WRONG = (
     ({"divide": "batch"}, "divide 'batch' is none of heads, context"),
     ({"batch": 0}, "batch 0 is not an integer from 1"),
     ({"gpus": 16}, "gpus 16 does not divide the 8 key/value heads"),
-    ({"gpus": 2, "divide": "context", "phase": "decode"}, "say divide='heads'"),
+    ({"gpus": 2, "divide": "context", "phase": "decode"}, "write divide='heads'"),
     ({"context": 1, "phase": "decode"}, "context 1 has no keys"),
     ({"context": 0}, "context 0 is not an integer from 1"),
     ({"link": "rope"}, "link 'rope' of h200"),

@@ -56,7 +56,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "wants too short": (wants("(True,)"), "1 wants for 3 operands"),
     "wants too long": (wants("(True, True, True, True)"), "4 wants for 3 operands"),
     "None among backends": (compile_(backends=[None]), "None is not a Backend"),
-    "one backend": (compile_(backends="math"), "say ('math',)"),
+    "one backend": (compile_(backends="math"), "write ('math',)"),
     "a workspace beyond all": (compile_(max_workspace="9" * 400 + "GiB"), "size 999999999..."),
     "a scale beyond all": (attend(scale=10**400), "must be a finite number"),
     "no v": (lambda: ag.attention(X, X, None), "'v' is a NoneType"),  # type: ignore[arg-type]  # is wrong

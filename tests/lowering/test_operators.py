@@ -191,9 +191,7 @@ def test_a_causal_mask_is_the_kernel_s_own_where_queries_and_keys_have_equal_len
             assert mask.right == 0
 
 
-@given(
-    lengths=st.lists(st.integers(0, 4), min_size=1), before=st.integers(0, 3), T=st.integers(1, 20)
-)
+@given(lengths=st.lists(st.integers(0, 4)), before=st.integers(0, 3), T=st.integers(1, 20))
 def test_rows_before_the_first_sequence_and_past_the_last_are_marked(
     lengths: list[int], before: int, T: int
 ) -> None:

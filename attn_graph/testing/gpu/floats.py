@@ -35,8 +35,8 @@ FLOAT4 = np.r_[FLOAT4, -FLOAT4]
 
 
 def fuse(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c, rounded once. A sum in float64 that lies halfway between two numbers of float32,
-    or is below 2^-126, is made odd where the exact one is not equal: then it rounds alike."""
+    """a * b + c, rounded once. A sum in float64 halfway between two numbers of float32, or below
+    2^-126, is made odd if the exact one differs: both then round alike."""
     product = a.astype(F64) * b  # exact
     total = product + c
     halfway = total.view(np.int64) & 0x1FFFFFFF == 0x10000000
