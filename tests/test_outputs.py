@@ -398,7 +398,7 @@ def test_a_plan_runs_in_the_callers_bytes_and_nowhere_else(
     short = ag.Workspace(memory=room[offset : offset + lost + need - 1])
     small = ag.compile(graph, target=CPU, backends=("math",), workspace=short)
     with pytest.raises(
-        ag.GraphError, match=f"has {lost + need - 1} bytes, and the call needs {lost + need};"
+        ag.GraphError, match=f"has {lost + need - 1:,} bytes, and the call needs {lost + need:,};"
     ):
         small(*tensors)
 
