@@ -72,10 +72,12 @@ class Fa4Run:
 
     @cached_property
     def reads_lengths(self) -> bool:
-        """True if lengths are read, not starts alone: by kernels, by the mask as a function, or to
-        find the seen pages."""
+        """True if lengths are read, not starts alone: by kernels, by modifiers, by the mask as a
+        function, or to find the seen pages."""
         call = self.call
-        return call.native is None or bool(call.lengths or call.lying.pools)
+        named = {name for names in self.places.modifiers for name in names}
+        own = call.lengths or call.lying.pools or not named.isdisjoint(LENGTHS.values())
+        return call.native is None or bool(own)
 
     @cached_property
     def is_untidy(self) -> bool:

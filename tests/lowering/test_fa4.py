@@ -35,7 +35,7 @@ from tests.support.cudnn_graphs import spaced
 from tests.support.fa4_model import call_model
 from tests.support.freed_pages import free_hidden
 from tests.support.kernels import lying_of
-from tests.support.sequences import batches, draw_cotangents
+from tests.support.sequences import Batch, batches, draw_cotangents
 
 BF16, I32 = torch.bfloat16, torch.int32
 H200 = evolve(ag.Target.of("h200"), libraries=((PACKAGE, "4.0.0b36"),))
@@ -188,6 +188,19 @@ def test_packed_sequences_are_padded_ones(case: ragged.Case, target: ag.Target, 
     ragged.check_gradients(case, plan, seed)
     cotangents = draw_cotangents(plan.graph, case.batch, seed)
     ragged.check_spoilt(plan, case.inputs, cotangents)
+
+
+@pytest.mark.usefixtures("modelled")
+@given(target=targets)
+@fixed
+def test_slopes_count_places_by_the_lengths_of_packed_sequences(target: ag.Target) -> None:
+    batch = Batch((0, 3, 1), (2, 4, 2), ((0, 0),) * 3, gaps=False, full=False)
+    shape, dims = drawn.Shape(3, 2, 1, *batch.most, 8, 8), {"q": (0, 2, 8), "k": (1, 1, 8)}
+    options = {"alibi": True, "align": "bottom_right", "stats": True}
+    case = ragged.make_packed(batch, shape, BF16, dims | {"v": (1, 1, 8)}, options, 0)
+    plan = plan_on(target, case.graph)
+    ragged.check_case(case, plan)
+    ragged.check_gradients(case, plan, 0)
 
 
 @st.composite
