@@ -284,7 +284,7 @@ def test_bytes_of_4_bits_are_a_quarter_of_bfloat16() -> None:
     [
         ({"k": (2, 2, 5, 16)}, "uint8 has two numbers a byte, so write k.view(dtype) if it has"),
         ({"k_scale": None, "v_scale": None}, "k and v are quantised; pass k_scale= and v_scale="),
-        ({"k_scale": (1, 1, 1, 3)}, "a tensor [2, 2, 5, 16] needs 4 axes, each a divisor"),
+        ({"k_scale": (1, 1, 1, 3)}, "3 on axis 3, not a divisor of 16, as a tensor [2, 2, 5, 16]"),
     ],
 )
 def test_wrong_pairs_are_refused_in_words(change: dict[str, Any], message: str) -> None:
