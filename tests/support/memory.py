@@ -10,6 +10,8 @@ from pathlib import Path
 
 from attrs import define
 
+from attn_graph.machine.workspace import default_workspace
+
 MOST = 3 * 2**29  # bytes a test may add to its process, or to a child: two at once stay below 6 GiB
 GROWN = 2**28  # bytes of growth, after which a process looks for what it can give back
 
@@ -34,14 +36,16 @@ def memory_problem(before: tuple[int, int], after: tuple[int, int]) -> str:
 
 @define
 class Held:
-    """What this process held when it last gave memory back. Large arrays in cycles, as tracebacks
-    make them, wait for a collection that counts objects, and the allocator keeps what is freed."""
+    """What this process held when it last gave memory back. The shared workspace is as large as the
+    largest call needed; large arrays in cycles, as tracebacks make them, wait for a collection that
+    counts objects; and the allocator keeps what is freed."""
 
     bytes: int = 0
 
     def give_back(self) -> None:
         """Collect garbage, and return freed memory to the system, if the process has grown."""
         if sys.platform == "linux" and resident() > self.bytes + GROWN:
+            default_workspace().release()
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
             self.bytes = resident()
