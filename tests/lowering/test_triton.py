@@ -31,7 +31,7 @@ from attn_graph.masks.places import Block
 from attn_graph.masks.tiles import bound_tiles
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import rule
-from attn_graph.testing.agreement import check_gradients
+from attn_graph.testing.agreement import check_gradients, run_plan
 from attn_graph.testing.mask_formula import Places, evaluate_mask
 from attn_graph.testing.strategies import Shape, data_specs, masks, seeds
 from attn_graph.testing.tensors import cotangents_for, tensors_for
@@ -40,6 +40,7 @@ from tests.support.sources import ROOT, load_file
 
 NAN = float("nan")
 HALF = (torch.float16, torch.bfloat16)
+KERNELS = True, ("lse", "max")  # statistics by a kernel for few queries, and by one for any number
 SENTINEL = -7.5  # exact in every dtype; NaN + 1 would still be NaN
 HALO = 4096  # elements on each side
 pytestmark = interpreted
@@ -285,8 +286,8 @@ def apart(graph: ag.Graph, tensors: tuple[torch.Tensor, ...]) -> list[str]:
     for backend in ("triton", "math"):
         given = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
         outputs = ag.compile(graph, backends=(backend,))(*given)
-        wanted = [t for t in given if t.requires_grad]
-        found = torch.autograd.grad(list(outputs), wanted, [torch.ones_like(x) for x in outputs])
+        wanted, pulled = ([t for t in ts if t.requires_grad] for ts in (given, outputs))
+        found = torch.autograd.grad(pulled, wanted, [torch.ones_like(x) for x in pulled])
         results.append((*outputs, *found))
     return [
         f"{n}: {a} is not {b}"
@@ -319,10 +320,11 @@ def test_masks_and_modifiers_read_nothing_beyond_the_last_query_and_key() -> Non
         assert all("mask=(i < M) & (j < N), other=0)" in line for line in loads)
 
 
-def test_query_heads_read_the_keys_and_values_of_their_group() -> None:
+@pytest.mark.parametrize("stats", KERNELS)
+def test_query_heads_read_the_keys_and_values_of_their_group(stats: Any) -> None:
     """Of two tiles, the first of which the second block of queries sees whole."""
     x, few = (TensorSpec((1, heads, 40, 8), torch.float32) for heads in (4, 2))
-    graph = ag.attention(x, few, few, mask=ag.Causal(), stats=True)
+    graph = ag.attention(x, few, few, mask=ag.Causal(), stats=stats)
     assert not apart(graph, tensors_for(graph, 1))
 
 
@@ -358,17 +360,17 @@ def test_a_derivative_that_is_infinite_where_no_key_is_reaches_no_gradient() -> 
     assert not apart(graph, (q.abs() / 5 + 1.25, k.abs() / 5 + 1.25, v))
 
 
-def test_a_bias_hides_rows_in_tiles_that_need_no_mask_too() -> None:
+@pytest.mark.parametrize("stats", KERNELS)
+def test_a_bias_hides_rows_in_tiles_that_need_no_mask_too(stats: Any) -> None:
     """Weights of such rows are 0, and their cotangents, NaN here, reach nothing."""
     x, bias = TensorSpec((1, 1, 64, 16), torch.float32), torch.zeros(1, 1, 64, 64)
     bias[:, :, 3:40] = -torch.inf
-    graph = ag.attention(x, x, x, bias=TensorSpec.like(bias))
+    graph = ag.attention(x, x, x, bias=TensorSpec.like(bias), stats=stats)
     tensors = [t.requires_grad_() for t in (*tensors_for(graph, 1)[:3], bias)]
     do = torch.randn(x.shape).index_fill(2, torch.arange(3, 40), NAN)
     results = []
     for backend in ("triton", "math"):
-        o = ag.compile(graph, backends=(backend,))(*tensors)
-        assert isinstance(o, torch.Tensor)
+        o, *_ = run_plan(ag.compile(graph, backends=(backend,)), tensors)
         results.append((o.detach(), *torch.autograd.grad(o, tensors, do)))
     for found, due in zip(*results, strict=True):
         assert torch.allclose(found, due, atol=2e-5, rtol=2e-5)

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
@@ -472,10 +472,12 @@ def test_the_fused_kernel_copies_neither_cotangent_nor_gradients_in_c_order(
     assert most <= held + lse + need.threads * need.block_backward + SMALL
 
 
-@pytest.mark.parametrize("heads", [1, 8])
-def test_windows_that_overlap_are_added_a_few_at_a_time(heads: int) -> None:
+@pytest.mark.parametrize(("heads", "layout"), [(1, "bhsd"), (8, "bhsd"), (8, "bshd")])
+def test_windows_that_overlap_are_added_a_few_at_a_time(
+    heads: int, layout: Literal["bhsd", "bshd"]
+) -> None:
     """All at once, their gradients of keys would be seven times as large as the keys."""
-    x = ag.TensorSpec((1, heads, 4096, 32), torch.float32)
+    x = ag.TensorSpec((1, heads, 4096, 32), torch.float32, layout=layout)
     plan = ag.compile(ag.attention(x, x, x, mask=ag.Causal() & ag.Window(200)), target=CPU)
     need = plan.memory()
     _, held, most = measure(plan, tensors_for(plan.graph, 1))
