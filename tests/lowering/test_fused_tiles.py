@@ -209,7 +209,9 @@ def place_of(tile: Tile, part: Part | None = None) -> tuple[slice, ...]:
 
 @example((m.Band(-40, 5), 250, 250, {}), RATES, 1, False, torch.float32, "bhsd", 2**19)
 @example((m.Band(-40, 5), 250, 250, {}), RATES, 1, False, torch.float32, "bhsd", 1)
+@example((m.Band(-40, 5), 250, 250, {}), CHEAP, 1, False, torch.float32, "bhsd", 2**19)
 @example((m.Band(None, -100), 250, 40, {}), RATES, 1, False, torch.float16, "bhsd", 1)
+@example((m.Band(-139, 40), 250, 40, {}), RATES, 1, False, torch.float16, "bhsd", 1)
 @given(
     case=cases(), rates=prices, seed=st.integers(0, 5), stats=st.booleans(),
     dtype=st.sampled_from((torch.float64, torch.float32, torch.float16)),
