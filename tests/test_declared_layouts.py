@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -124,6 +124,7 @@ def test_traced_calls_know_declared_layouts(graph: ag.Graph) -> None:
 
 
 @given(graph=with_layouts(graphs()), seed=seeds)
+@example(graph=ag.attention(X, X, X, outputs={"o": GAPS}), seed=0)
 def test_memory_counts_the_gaps_of_declared_layouts(graph: ag.Graph, seed: int) -> None:
     plan = ag.compile(graph, target=CPU)
     outputs = run_plan(plan, tensors_for(graph, seed))
