@@ -11,10 +11,11 @@ import torch
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.scaling import Dequantise
 from attn_graph.lowering.cpu import sequences
 from attn_graph.machine.target import Target
 from attn_graph.planner.cost import cost
-from attn_graph.spec import QUANTISED
+from attn_graph.spec import IN_PAIRS, QUANTISED
 from tests.support.quantised import Named, quantise_graph
 from tests.support.tracing import Watch
 
@@ -45,6 +46,12 @@ def test_o_beyond_its_dtype_is_the_largest_number(kind: torch.dtype) -> None:
     _, amax = trained(**tensors, sinks=sinks)
     with pytest.raises(ag.GraphError, match="o in 8 bits has no gradient"):
         torch.autograd.backward(amax)
+
+
+def test_numbers_in_pairs_lie_in_the_order_of_their_bytes() -> None:
+    pairs = torch.zeros(2, 5, 4, 8, dtype=IN_PAIRS).transpose(1, 2)  # [B,H,N,D/2] as [B,N,H,D/2]
+    (x,) = Dequantise().run(pairs, torch.ones(1, 1, 1, 1), torch.zeros(1))
+    assert ag.TensorSpec.like(x) == ag.TensorSpec((2, 4, 5, 16), torch.float32, (320, 16, 64, 1))
 
 
 def declare(tensors: Named) -> ag.Graph:
