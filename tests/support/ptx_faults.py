@@ -344,6 +344,7 @@ FAULTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "bulk store": [
         ("fence.proxy.async.shared::cta;", "", FENCE),
+        ("fence.proxy.async.shared::cta;", "+st.shared.b32 [%r3], %r0;", FENCE),
         ("fence.proxy.async.shared::cta;", "fence.proxy.async.global;", FENCE),
         ("bar.sync 0;", "", f"{UNSEEN}|nothing was written"),
         ("bar.sync 0;", "fence.proxy.async; bar.warp.sync -1;", f"{UNSEEN}|nothing was written"),
