@@ -77,6 +77,16 @@ def test_what_lengths_declare_absent_is_never_seen_by_a_program() -> None:
     assert torch.equal(program.module()(*tensors.values()), due)
 
 
+@pytest.mark.parametrize(("joined", "compares"), [("and", False), ("or", True)])
+def test_a_program_compares_weights_with_0_where_lengths_alone_hide_no_key(
+    joined: str, compares: bool
+) -> None:
+    case = next(c for c in CASES if c.name == f"key lengths {joined} causal")
+    program = case.export().run_decompositions(ag.decompositions())
+    calls = [(n.target, *n.args[1:]) for n in program.graph.nodes if n.op == "call_function"]
+    assert ((torch.ops.aten.eq.Scalar, 0) in calls) == compares
+
+
 @final
 @frozen
 class Squash(ag.Modifier):
