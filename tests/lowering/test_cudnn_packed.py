@@ -307,7 +307,19 @@ def is_declared(graph: Graph) -> bool:
     return any(isinstance(e.op, Packed) and e.op.finite for e in graph.eqns)
 
 
+MIDWAY = ragged.make_paged(  # the first key that is seen lies within a page
+    Batch((1, 1), (40, 30), ((0, 0),) * 2, gaps=False),
+    ragged.Layout(16, heads_first=False, ended=True, packed=False),
+    Shape(2, 4, 2, 1, 48, 16, 16),
+    BRAIN,
+    {"mask": ag.Window(20, 0, "bottom_right"), "stats": True},
+    seed=3,
+    finite=True,
+)
+
+
 @given(case=paged_cases())
+@example(case=MIDWAY)
 def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: ragged.Case) -> None:
     """Whatever the rows hold that no query sees, unless they are declared finite, and whatever the
     table has for their pages."""
