@@ -273,10 +273,13 @@ def looked_up(draw: st.DrawFn) -> ag.Graph:
     return ag.attention(q, k, v, mask=mask, **options, stats=draw(st.booleans()))
 
 
-def tabled(rows: int, keys: int, N: int, table: tuple[int, ...]) -> ag.Graph:
+def tabled(rows: int, keys: int, N: int, table: tuple[int, ...], **more: Any) -> ag.Graph:
     x = ag.TensorSpec((1, 4, N, 16), torch.float32)
     spec = ag.TensorSpec(table, torch.bool)
-    return ag.attention(x, x, x, mask=ag.KeepBlocks(rows, keys), keep_blocks=spec)
+    return ag.attention(x, x, x, mask=ag.KeepBlocks(rows, keys), keep_blocks=spec, **more)
+
+
+SINKS = ag.TensorSpec((4,), torch.float32)  # of each head another
 
 
 def kept_apart() -> ag.Graph:
@@ -291,6 +294,7 @@ def kept_apart() -> ag.Graph:
 )  # fmt: skip
 @example(kept_apart(), CHEAP, 3, 2**23, 0, [2] * 3)
 @example(tabled(64, 64, 200, (1, 4, 4, 4)), CHEAP, 3, 2**23, 0, [0] * 3)
+@example(tabled(64, 64, 200, (1, 4, 4, 4), sinks=SINKS), CHEAP, 3, 2**23, 0, [0] * 3)
 @example(tabled(40, 8, 200, (1, 1, 5, 25)), CHEAP, 3, 2**9, 0, [0] * 3)
 def test_tiles_of_keys_that_data_pick_agree_with_the_formula(
     graph: ag.Graph, rates: CpuRates, seed: int, at_once: int, joined: int, kinds: list[int]
