@@ -454,6 +454,16 @@ def test_gradients_are_copied_to_their_order_one_at_a_time() -> None:
     assert most <= most_bytes(need)[1] < held + 2 * x.type.bytes
 
 
+def test_copies_of_o_and_do_for_the_gradient_of_sinks_are_told() -> None:
+    """By the fused kernel, in half precision: beside their product, more than its tiles take."""
+    graph = ag.attention(*FLAT.values(), sinks=ag.TensorSpec((8,), torch.float16))
+    with one_way("kernel"):
+        plan = ag.compile(graph, target=CPU, backends=("math",), workspace=ag.Workspace())
+        need = plan.memory()
+        *_, most = measure(plan, tensors_for(graph, 1))
+    assert most <= most_bytes(need)[1]
+
+
 @pytest.mark.parametrize("mask", [None, ag.Causal()], ids=str)
 @pytest.mark.parametrize("lies", ["dense", "like"])
 def test_the_fused_kernel_copies_neither_cotangent_nor_gradients_in_c_order(
