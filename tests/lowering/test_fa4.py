@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -342,7 +342,10 @@ def test_code_reads_no_place_outside_of_a_tensor(data: st.DataObject) -> None:
     options: dict[str, Any] = data.draw(drawn.mask_options(shape))
     options |= data.draw(drawn.score_options(shape, BF16)) | {"dropout": 0.0}
     graph = ag.attention(*[spec(2, 4, 9, 8)] * 3, **options)
-    texts = Fa4Call.of(lying_of(simplify(graph)), 100).code.texts
+    try:
+        texts = Fa4Call.of(lying_of(simplify(graph)), 100).code.texts
+    except Untraceable:  # two axes of stride 1, which is refused
+        reject()
     for text in texts.values():
         for places in re.findall(r"= read_\w+\(data\[\d+\], (.*)\)$", text, re.MULTILINE):
             for place in re.split(r", (?![^(]*\))", places):
