@@ -68,7 +68,8 @@ EITHER = (
     f"{BEGIN}12.8 / 20.9 | 48 wgmma, 8 cp.async, 10 tma | 572 | 535 |",
 )
 # Triton 3.9's code of a few kernels takes more registers.
-LATER = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
+TRITON = tuple(map(int, version("triton").split(".")[:2]))
+LATER = TRITON >= (3, 9)
 MISSED = 7  # goals of the page that are not reached
 CACHES = ("one piece", "pages of 16")
 IS_OF_THIS = f"with triton {version('triton')}," in REPORT.PAGE.read_text(encoding="utf-8")
@@ -645,7 +646,8 @@ def test_kernels_that_serve_spill_nothing(
         assert machine.registers <= 200
         assert PROCESSORS[sm].programs(machine.registers, machine.warps, machine.shared) >= 2
     for each in merge:
-        assert each.registers <= (58 if LATER or size == 256 else 48)
+        most = 56 if LATER or size == 256 else 48
+        assert each.registers <= most + 2 * (TRITON < (3, 7) and size == 256)
         assert not each.spilled
 
 
