@@ -155,10 +155,10 @@ def compile(
     return plan
 
 
-def graph_code(function: str, graph: object = None, *more: object) -> str:
+def graph_code(function: str, graph: object = None, second: object = None, *_: object) -> str:
     """What to write in place of a call with more than a graph, or with tensors or specs for one."""
-    if isinstance(graph, Graph) and isinstance(more[0], str | Target):
-        return f"write {function}(graph, target={show(more[0])})"
+    if isinstance(graph, Graph) and isinstance(second, str | Target):
+        return f"write {function}(graph, target={show(second)})"
     if isinstance(graph, Graph):
         return f"write {function}(graph); a mask is in its graph, attention(q, k, v, mask=...)"
     return (

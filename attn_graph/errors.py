@@ -153,7 +153,7 @@ def call_code(function: Callable[..., object], name: str) -> str:
 
 
 def binds(way_out: Callable[..., str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: unknown arguments of the function raise ArgumentError.
+    """A decorator: unknown, repeated and missing arguments raise ArgumentError.
 
     way_out: of the arguments, what to write, by default the call; it ends Python's own message.
     """

@@ -189,6 +189,7 @@ WORDS: Wrong = {  # of other libraries, and words near none of ours
     ]
 }  # fmt: skip
 OPTIONS: Wrong = {
+    "compile twice": (compiled(graph=any_graph), "write compile(graph)"),
     "compile mode": (compiled(mode="max-autotune"), "tune=True"),
     "compile dynamic": (compiled(dynamic=True), "Dim"),
     "compile fullgraph": (compiled(fullgraph=True), "leave it out"),
