@@ -9,10 +9,10 @@ from typing import Generic, Literal, TypeVar, final
 from attrs import field, frozen
 
 from attn_graph.errors import Reason
+from attn_graph.machine.target import Version
 
 C = TypeVar("C")  # a backend's case: a problem, and where it is to run
 Pass = Literal["forward", "backward"]
-Version = tuple[int, int, int]
 Place = tuple[Pass, int, Version]  # a compute capability, and the library's version
 Says = Literal["no", "yes", "unasked"]
 Violations = (

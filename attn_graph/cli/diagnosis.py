@@ -22,13 +22,13 @@ from attn_graph.lowering.cudnn.offline import compiler, has_driver
 from attn_graph.lowering.cudnn.plan import READ_BY_CUDNN
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.gpus import devices
-from attn_graph.machine.target import LIBRARIES, local_devices
+from attn_graph.machine.target import FRONTEND, LIBRARIES, local_devices
 from attn_graph.machine.torch_switches import Switches, read_switches
 from attn_graph.planner.remedies import Question
 from attn_graph.planner.self_check import describe_check, stored_proofs
 from attn_graph.spec import DTYPES
 
-MODULES = {"triton": "triton", "nvidia-cudnn-frontend": "cudnn"}  # of which library, imported so
+MODULES = {"triton": "triton", FRONTEND: "cudnn"}  # of which library, imported so
 VARIABLES = ("TRITON_INTERPRET", READ_BY_CUDNN)  # of the environment, that change what we do
 NEED = re.compile(r"([\w.-]+)\s*(==|>=)\s*([\d.]+)")
 

@@ -18,11 +18,10 @@ from attrs import evolve, frozen
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
-from attn_graph.lowering.limits import Version
 from attn_graph.lowering.processes import run_apart
 from attn_graph.lowering.reasons import dead_planner
 from attn_graph.machine.gpus import Device, devices
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import Target, Version
 
 COMPILERS = ("cc", "gcc", "clang")
 OVERLAID = ("sm", "multiprocessors", "shared_memory", "memory", "l2")  # fields of Target too

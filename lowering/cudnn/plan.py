@@ -23,11 +23,10 @@ from attn_graph.lowering.cudnn.offline import (
     parse_versions,
 )
 from attn_graph.lowering.cudnn.run import Engine, handle
-from attn_graph.lowering.limits import Version
 from attn_graph.lowering.request import Options
 from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Unfit, read_json
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import Target, Version
 
 LOG = logging.getLogger("attn_graph")
 FORM = 3  # of the stored bytes; a new number makes all older files misses

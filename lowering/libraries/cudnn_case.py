@@ -10,10 +10,10 @@ from attrs import frozen
 from attn_graph.ir.paging import hides_keys
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.cudnn_masks import CudnnBand, CudnnMask, translate_mask
-from attn_graph.lowering.limits import Pass, Place, Version
+from attn_graph.lowering.limits import Pass, Place
 from attn_graph.lowering.lying import SIDES, Lying
 from attn_graph.lowering.problem import Problem
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import Target, Version
 from attn_graph.spec import TensorSpec
 
 # Assumed versions of missing libraries, for finding the graph's own reasons as well.

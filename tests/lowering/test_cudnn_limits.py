@@ -17,9 +17,9 @@ from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
 from attn_graph.lowering.libraries.cudnn_limits import LIMITS, reasons
 from attn_graph.lowering.libraries.cudnn_masks import CudnnBand, CudnnMask, mask_problems
-from attn_graph.lowering.limits import Version
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem
+from attn_graph.machine.target import Version
 from attn_graph.masks import Band, KeyLengths, QueryLengths
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.spec import TensorSpec

@@ -23,10 +23,9 @@ from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.libraries.cudnn_case import Case
-from attn_graph.lowering.limits import Version
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.request import Options, Request
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import Target, Version
 from attn_graph.machine.workspace import Workspace
 from attn_graph.planner.device_test import tensors_of
 from attn_graph.testing import formula, rule

@@ -18,9 +18,9 @@ from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, describe_target
 from attn_graph.lowering.cudnn.sequences import pack_call
 from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
 from attn_graph.lowering.libraries.cudnn_limits import LIMITS
-from attn_graph.lowering.limits import Limit, Version
+from attn_graph.lowering.limits import Limit
 from attn_graph.lowering.lying import Lying
-from attn_graph.machine.target import Target
+from attn_graph.machine.target import Target, Version
 from tests.support.cudnn_grid import grid
 
 Verdict = Literal["yes", "no", "no, by choice", "not asked", "false yes", "false no"]
